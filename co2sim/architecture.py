@@ -1,0 +1,145 @@
+"""From the shape of a network to its blocks: parameters, FLOP and activations of each.
+
+Activations in a 2-byte type follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4): a GPT
+layer keeps 34 s h bytes and 5 a s^2 of attention scores; other widths change the terms they enter.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from co2sim.workload import Block, Model
+
+Attention = Literal["softmax", "linear"]
+Norm = Literal["layernorm", "rmsnorm", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """A stack of equal attention and MLP layers of width `hidden`.
+
+    `gated` MLPs have three matrices, `attention_gate` is one more matrix in attention; `attention`
+    "linear" keeps no scores. `kv_heads` and `head_dim` of 0 mean `heads` and hidden / heads.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = False
+    attention: Attention = "softmax"
+    attention_gate: bool = False
+    bias: bool = True
+    norm: Norm = "layernorm"
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm."""
+        return {"layernorm": 2, "rmsnorm": 1, "none": 0}[self.norm] * self.hidden
+
+    def blocks(self, tokens: int) -> tuple[Block, ...]:
+        """The layers on samples of `tokens` tokens."""
+        return tuple(self._layer(number, tokens) for number in range(self.layers))
+
+    def _layer(self, number: int, tokens: int) -> Block:
+        h, f, s = self.hidden, self.ffn, tokens
+        head_dim = self.head_dim or h // self.heads
+        q, kv = self.heads * head_dim, (self.kv_heads or self.heads) * head_dim
+        gates = [(h, q)] if self.attention_gate else []
+        matrices = [
+            (h, q),
+            (h, kv),
+            (h, kv),
+            *gates,
+            (q, h),
+            (h, f),
+            *([(h, f)] if self.gated else []),
+            (f, h),
+        ]
+        biases = [width for _, width in matrices] if self.bias else []
+        tensors = (
+            [rows * columns for rows, columns in matrices] + biases + [self.norm_parameters] * 2
+        )
+        softmax = self.attention == "softmax"
+        scores = 4.0 * s * s * q if softmax else 0.0
+        mixing = scores if softmax else 4.0 * s * q * head_dim
+        kept = 4 * h + 2 * h + 2 * q + 4 * kv + 2 * q + 2 * len(gates) * q  # norms and attention
+        kept += 2 * h + (6 if self.gated else 4) * f + 2 * h  # MLP, and two dropout masks of a byte
+        return Block(
+            name=f"layer{number}",
+            tensors=tuple(size for size in tensors if size),
+            flops=2.0 * s * sum(rows * columns for rows, columns in matrices) + mixing,
+            activation_bytes=float(s * kept),
+            attention_flops=scores,
+            attention_bytes=5.0 * self.heads * s * s if softmax else 0.0,
+            boundary_bytes=2.0 * s * h,
+        )
+
+
+def language_model(
+    name: str,
+    body: Transformer,
+    *,
+    vocab: int,
+    tokens: int,
+    tied: bool,
+    positions: int = 0,
+    token_types: int = 0,
+    embedding_norm: bool = False,
+    head_transform: bool = False,
+) -> Model:
+    """A decoder, or an encoder with a masked-language head: embedding, layers, vocabulary.
+
+    `head_transform` is BERT's dense layer and norm before a vocabulary with biases; it stands for
+    the final norm. A tied head shares the embedding: its parameters count there, its FLOP here.
+    """
+    h, s = body.hidden, tokens
+    norm = body.norm_parameters
+    lookups = [vocab * h, positions * h, token_types * h, norm if embedding_norm else 0]
+    head = [h * h, h, norm, vocab] if head_transform else [norm]
+    head.append(0 if tied else vocab * h)
+    return Model(
+        name=name,
+        blocks=(
+            Block("embedding", tuple(size for size in lookups if size), 0.0, float(s * h)),
+            *body.blocks(s),
+            Block(
+                "head",
+                tuple(size for size in head if size),
+                flops=2.0 * s * h * (vocab + (h if head_transform else 0)),
+                activation_bytes=float(s * (4 * h + 4 * vocab)),  # input, norm, and logits in fp32
+                boundary_bytes=2.0 * s * h,
+            ),
+        ),
+        tokens=tokens,
+    )
+
+
+def vision_transformer(
+    name: str, body: Transformer, *, image: int, patch: int, channels: int, classes: int
+) -> Model:
+    """ViT (Dosovitskiy et al. 2021, arXiv 2010.11929): patches, a class token, layers, a linear head."""
+    h = body.hidden
+    patches = (image // patch) ** 2
+    tokens, inputs = patches + 1, channels * patch * patch
+    return Model(
+        name=name,
+        blocks=(
+            Block(
+                "embedding",
+                (h * inputs, h, h, tokens * h),
+                2.0 * patches * inputs * h,
+                2.0 * patches * inputs + tokens * h,
+            ),
+            *body.blocks(tokens),
+            Block(
+                "head",
+                (body.norm_parameters, h * classes, classes),
+                2.0 * h * classes,
+                4.0 * tokens * h + 4 * classes,
+            ),
+        ),
+        tokens=1,
+        unit="image",
+    )

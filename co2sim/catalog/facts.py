@@ -1,0 +1,109 @@
+"""Facts: numbers with unit and source, as TOML holds them, and as users override them."""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from co2sim.errors import CatalogError, nearest
+
+Kind: TypeAlias = Literal["clusters", "gpus", "models"]
+Tree: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One value of a file: where it stands, what it says, where it comes from."""
+
+    path: str
+    value: str
+    source: str
+    assumed: bool = False
+
+
+def names(kind: Kind) -> list[str]:
+    """Catalog keys of one kind."""
+    folder = resources.files("co2sim.catalog") / kind
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def read(kind: Kind, reference: str) -> Tree:
+    """The tree behind a catalog key, or a file of the user's: a path with a slash or a suffix."""
+    path = Path(reference)
+    if path.suffix in {".toml", ".json"} or "/" in reference:
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CatalogError(
+                f"cannot read {reference}: {getattr(error, 'strerror', None) or error}"
+            ) from error
+    else:
+        known = names(kind)
+        if reference not in known:
+            raise CatalogError(
+                f"unknown {kind.removesuffix('s')} {reference!r}; {nearest(reference, known)}"
+                f" (a file of yours: give its path, ending in .toml)"
+            )
+        text = (resources.files("co2sim.catalog") / kind / f"{reference}.toml").read_text()
+    try:
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise CatalogError(f"{reference}: {error}") from error
+    if not isinstance(tree, dict):
+        raise CatalogError(f"{reference}: expected a table of names and values")
+    return tree
+
+
+def override(tree: Tree, path: str, text: str) -> None:
+    """Set the value at a dotted path, as text, in place."""
+    *parents, last = path.split(".")
+    place = tree
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise CatalogError(f"--set {path}: {parent!r} is a single value, not a table")
+    place[last] = {"value": text, "source": "set by the user"}
+
+
+def plain(tree: Mapping[str, Any]) -> Tree:
+    """The tree with every fact replaced by its value."""
+
+    def value_of(node: object) -> object:
+        if isinstance(node, dict):
+            return node["value"] if _is_fact(node) else plain(node)
+        return [value_of(item) for item in node] if isinstance(node, list) else node
+
+    return {key: value_of(node) for key, node in tree.items() if key not in {"source", "assumed"}}
+
+
+def facts(
+    tree: Mapping[str, Any], prefix: str = "", source: str = "", *, assumed: bool = False
+) -> Iterator[Fact]:
+    """Every fact of a tree, in file order; a table's `source` and `assumed` hold for all inside."""
+    source, assumed = tree.get("source", source), tree.get("assumed", assumed)
+    for key, node in tree.items():
+        path = f"{prefix}{key}"
+        if key in {"source", "assumed", "name", "kind"}:
+            continue
+        if isinstance(node, dict) and _is_fact(node):
+            yield Fact(
+                path, str(node["value"]), node.get("source", source), node.get("assumed", False)
+            )
+        elif isinstance(node, dict):
+            yield from facts(node, f"{path}.", source, assumed=assumed)
+        elif isinstance(node, list) and node and isinstance(node[0], dict):
+            for number, item in enumerate(node):
+                yield from facts(item, f"{path}.{number}.", source, assumed=assumed)
+        else:
+            yield Fact(path, str(node), source, assumed)
+
+
+def _is_fact(node: Mapping[str, Any]) -> bool:
+    return "value" in node and node.keys() <= {"value", "source", "assumed"}

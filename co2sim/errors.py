@@ -1,0 +1,33 @@
+"""The exceptions of co2sim: one tree, one line each, in words."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class Co2simError(Exception):
+    """Anything that a user can cause; the message says what, what was given, what is allowed."""
+
+
+class UnitError(Co2simError):
+    """A quantity that cannot be read, or that has the wrong unit."""
+
+
+class ScheduleError(Co2simError):
+    """A schedule that could not run."""
+
+
+class CatalogError(Co2simError):
+    """A name, file or number of a cluster, GPU or model that is unknown or wrong."""
+
+
+class OptionError(Co2simError):
+    """A strategy or run option that is unknown, out of range or does not apply."""
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Words to end an error with: the nearest allowed name, or all of them."""
+    names = sorted(allowed)
+    close = get_close_matches(given, names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(names)}"

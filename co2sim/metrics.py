@@ -1,0 +1,97 @@
+"""What a trace means: times, overlap, throughput. Every figure is defined here, once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from co2sim.schedule import Collective, Compute, Op, Schedule
+from co2sim.trace import Span, Trace
+from co2sim.units import Seconds
+
+_STEADY = 1e-9
+"""Relative difference below which two periods count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The last `rounds` rounds of a trace: from the end of the last compute op before them on."""
+
+    start: Seconds
+    end: Seconds
+    rounds: int
+
+    @property
+    def round_time(self) -> Seconds:
+        """Average length of a round."""
+        return (self.end - self.start) / self.rounds
+
+
+def window(trace: Trace, schedule: Schedule, rounds: int) -> Window:
+    """The last `rounds` rounds. A trace of just as many rounds starts at 0."""
+    last = next(op for op in reversed(schedule.body) if isinstance(op.work, Compute)).name
+    before = trace.rounds - rounds - 1
+    ends = {before: 0.0, trace.rounds - 1: 0.0}
+    for span in trace.spans:
+        if span.op == last and span.round in ends:
+            ends[span.round] = max(ends[span.round], span.end)
+    return Window(ends[before], ends[trace.rounds - 1], rounds)
+
+
+def is_steady(trace: Trace, schedule: Schedule) -> bool:
+    """Whether every further round would repeat the last one, shifted in time.
+
+    True if the last `lag` periods (at least one) of all ops are equal: then all that the next round
+    waits for is shifted by the same time.
+    """
+    periods = max(schedule.lag, 1)
+    first = trace.rounds - 1 - periods
+    if first < 0:
+        return False
+    ends = {(s.round, s.rank, s.op): s.end for s in trace.spans if s.round >= first}
+    shift = [
+        end - ends[turn - 1, rank, op] for (turn, rank, op), end in ends.items() if turn > first
+    ]
+    return max(shift) - min(shift) <= _STEADY * max(shift)
+
+
+def busy(spans: Iterable[Span], during: Window) -> Seconds:
+    """Time in the window, per round, during which at least one of the spans was under way."""
+    total, reached = 0.0, during.start
+    for start, end in sorted((span.start, min(span.end, during.end)) for span in spans):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total / during.rounds
+
+
+def communication_busy(trace: Trace, schedule: Schedule, during: Window) -> Seconds:
+    """Time per round that a rank spends with a collective under way: that of the busiest rank.
+
+    A span starts when its rank is ready, so waiting for slower ranks is included.
+    """
+    collectives = {op.name for op in schedule.body if isinstance(op.work, Collective)}
+    by_rank: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
+    for span in trace.spans:
+        if span.op in collectives and span.end > during.start:
+            by_rank[span.rank].append(span)
+    return max(busy(spans, during) for spans in by_rank.values())
+
+
+def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:
+    """Seconds per round of each kernel and collective, summed over the last round of one rank."""
+    labels = {op.name: _label(op) for op in schedule.body}
+    found: dict[str, Seconds] = {}
+    rank = next(iter(trace.ranks))
+    for span in trace.spans:
+        if span.rank == rank and span.round == trace.rounds - 1:
+            label = labels[span.op]
+            found[label] = found.get(label, 0.0) + span.end - span.start
+    return found
+
+
+def _label(op: Op) -> str:
+    return f"{op.work.kind} {op.work.group}" if isinstance(op.work, Collective) else op.work.kernel
+
+
+def scalability_ratio(per_gpu: float, reference_per_gpu: float) -> float:
+    """(throughput_b / b) / (throughput_a / a), from throughputs per GPU at b and at a."""
+    return per_gpu / reference_per_gpu

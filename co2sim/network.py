@@ -1,0 +1,159 @@
+"""Transfers in flight as fluid flows that share links max-min fairly.
+
+A flow pushes a given number of bytes through each of its links and progresses on all of them
+together, so its slowest link sets its pace. On every link that is full, the flows that it holds
+back get equal bytes per second, and what slower flows leave over goes to the faster ones.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import simpy
+
+from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+_TOLERANCE = 1e-12
+_MAX_PASSES = 1000
+
+
+def max_min_rates(
+    loads: Sequence[Mapping[Hashable, Bytes]], capacity: Mapping[Hashable, BytesPerSecond]
+) -> list[float]:
+    """Rate of each flow, in whole flows per second, when all are in flight together.
+
+    `loads[i]` maps links to the bytes that flow i pushes through them. Every link repeatedly offers
+    its flows the largest equal share (in bytes per second) that fills it, given what the flows can
+    use elsewhere, until no offer changes (Charny, Clark and Jain 1995).
+    """
+    users: dict[Hashable, list[int]] = {}
+    for flow, links in enumerate(loads):
+        for link in links:
+            users.setdefault(link, []).append(flow)
+    offer = dict.fromkeys(users, math.inf)
+
+    def limit(flow: int, excluded: Hashable = None) -> float:
+        return min(
+            (offer[link] / size for link, size in loads[flow].items() if link != excluded),
+            default=math.inf,
+        )
+
+    for _ in range(_MAX_PASSES):
+        change = 0.0
+        for link, flows in users.items():
+            wanted = sorted(loads[flow][link] * limit(flow, link) for flow in flows)
+            share = _fill(wanted, capacity[link])
+            if share != offer[link]:
+                change = max(
+                    change, abs(share / offer[link] - 1) if offer[link] < math.inf else 1.0
+                )
+                offer[link] = share
+        if change <= _TOLERANCE:
+            break
+    return [limit(flow) for flow in range(len(loads))]
+
+
+def _fill(wanted: Sequence[float], capacity: float) -> float:
+    """The level at which demands capped by it sum to `capacity`; inf if they never do."""
+    left = capacity
+    for place, demand in enumerate(wanted):
+        share = left / (len(wanted) - place)
+        if demand > share:
+            return share
+        left -= demand
+    return math.inf
+
+
+@dataclass(eq=False, slots=True)
+class _Flow:
+    loads: Mapping[Hashable, Bytes]
+    on_done: Callable[[], None]
+    solo_rate: float
+    left: float = 1.0
+    rate: float = 0.0
+    since: Seconds = 0.0
+    version: int = 0
+
+    def advance(self, now: Seconds) -> None:
+        """Account for the progress made since the last change of rate."""
+        self.left -= self.rate * (now - self.since)
+        self.since = now
+
+
+class Network:
+    """Links of given payload capacity, and the flows on them, in a SimPy environment."""
+
+    def __init__(self, env: simpy.Environment, capacity: Mapping[Hashable, BytesPerSecond]) -> None:
+        """Start with no flow in flight."""
+        self._env = env
+        self.capacity = capacity
+        self._users: dict[Hashable, dict[_Flow, None]] = {
+            link: {} for link in capacity
+        }  # ordered sets
+
+    def transfer(
+        self,
+        loads: Mapping[Hashable, Bytes],
+        latency: Seconds,
+        solo: Seconds,
+        on_done: Callable[[], None],
+    ) -> None:
+        """Start a transfer; `on_done` is called when its last byte has arrived.
+
+        `solo` is the time that the bytes take alone, without latency.
+        """
+        if solo <= 0:
+            self._later(latency, lambda _: on_done())
+            return
+        flow = _Flow(loads, on_done, 1 / solo)
+        self._later(latency, lambda _: self._enter(flow))
+
+    def _later(self, delay: Seconds, call: Callable[[simpy.Event], None]) -> None:
+        timer = self._env.timeout(delay)
+        assert timer.callbacks is not None
+        timer.callbacks.append(call)
+
+    def _enter(self, flow: _Flow) -> None:
+        flow.since = self._env.now
+        alone = True
+        for link in flow.loads:
+            users = self._users[link]
+            users[flow] = None
+            alone = alone and len(users) == 1
+        if alone:
+            self._set_rate(flow, flow.solo_rate)
+        else:
+            self._share([flow])
+
+    def _finish(self, flow: _Flow, version: int) -> None:
+        if version != flow.version:
+            return
+        neighbours: dict[_Flow, None] = {}
+        for link in flow.loads:
+            users = self._users[link]
+            del users[flow]
+            neighbours.update(users)
+        if neighbours:
+            self._share(neighbours)
+        flow.on_done()
+
+    def _share(self, seeds: Iterable[_Flow]) -> None:
+        """Set the rates of all flows that share links with `seeds`, directly or through others."""
+        found = dict.fromkeys(seeds)
+        queue = list(found)
+        while queue:
+            for link in queue.pop().loads:
+                new = [flow for flow in self._users[link] if flow not in found]
+                found.update(dict.fromkeys(new))
+                queue.extend(new)
+        rates = max_min_rates([flow.loads for flow in found], self.capacity)
+        for flow, rate in zip(found, rates, strict=True):
+            if rate != flow.rate:
+                flow.advance(self._env.now)
+                self._set_rate(flow, rate)
+
+    def _set_rate(self, flow: _Flow, rate: float) -> None:
+        flow.rate = rate
+        flow.version += 1
+        version = flow.version
+        self._later(max(flow.left, 0.0) / rate, lambda _: self._finish(flow, version))

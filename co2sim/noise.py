@@ -1,0 +1,57 @@
+"""Stragglers, mixed hardware and jitter, drawn from a seed so that a run can be repeated exactly."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from co2sim.errors import OptionError
+from co2sim.schedule import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """What makes ranks differ.
+
+    `node_speed` gives single nodes a relative compute speed (1 is nominal). `straggle` is the sigma
+    of a lognormal factor on the compute time of each node, `jitter` that of every op; both have
+    mean 1, so that they add spread, not work.
+    """
+
+    node_speed: Mapping[int, float] = field(default_factory=dict)
+    straggle: float = 0.0
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse speeds and spreads that are negative."""
+        for name, value in (("straggle", self.straggle), ("jitter", self.jitter)):
+            if not 0 <= value <= 1:
+                raise OptionError(f"{name} is {value}; it is the sigma of a lognormal, from 0 to 1")
+        for node, speed in self.node_speed.items():
+            if not 0 < speed < float("inf"):
+                raise OptionError(
+                    f"node {node} has speed {speed}; it must be above 0 (1 is nominal)"
+                )
+
+    def node_slowdowns(self, layout: Layout) -> tuple[float, ...]:
+        """Factor on the compute time of each node."""
+        unknown = [node for node in self.node_speed if not 0 <= node < layout.nodes]
+        if unknown:
+            raise OptionError(f"node {unknown[0]} has a speed; nodes are 0 to {layout.nodes - 1}")
+        drawn = _factors([self.seed, 0], self.straggle, layout.nodes)
+        return tuple(factor / self.node_speed.get(node, 1.0) for node, factor in enumerate(drawn))
+
+    def op_slowdowns(self, family: int, member: int, count: int) -> list[float]:
+        """Factors of `count` consecutive ops of one rank (family 1) or one communicator (family 2)."""
+        return _factors([self.seed, family, member], self.jitter, count)
+
+
+QUIET = Noise()
+"""Every rank alike."""
+
+
+def _factors(seed: list[int], sigma: float, count: int) -> list[float]:
+    if not sigma:
+        return [1.0] * count
+    return np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, count).tolist()

@@ -1,0 +1,311 @@
+"""The SimPy interpreter of a schedule: one process per stream and class of ranks."""
+
+import heapq
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import simpy
+
+from co2sim.cluster import Cluster
+from co2sim.cost import compute_time, footprint
+from co2sim.network import Network
+from co2sim.noise import QUIET, Noise
+from co2sim.schedule import Collective, Compute, Group, Instance, Schedule
+from co2sim.trace import Span, Trace
+from co2sim.units import Bytes, Seconds
+
+_AFTER_ALL_ELSE = 9
+"""SimPy priority behind everything else that happens at the same instant."""
+
+
+def execute(
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    precision: str,
+    rounds: int,
+    noise: Noise = QUIET,
+    fold: bool = True,
+    free_communication: bool = False,
+) -> Trace:
+    """Simulate `rounds` rounds of `schedule` on `cluster`.
+
+    Equal ranks are folded into one that stands for all, unless `fold` is false; nodes of different
+    speed stay apart, and jitter unfolds every rank. With `free_communication` collectives take no
+    time once all members are there: the baseline of exposed communication.
+    """
+    return _Run(schedule, cluster, precision, rounds, noise, fold, free_communication).trace()
+
+
+@dataclass(frozen=True, slots=True)
+class _RankClass:
+    """Ranks that behave alike, represented by one of them."""
+
+    rank: int
+    count: int
+    slowdown: float
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What one class of ranks has finished, and who waits for what it has not."""
+
+    finished: set[int] = field(default_factory=set)
+    waiting: dict[int, simpy.Event] = field(default_factory=dict)
+    in_flight: int = 0
+    changed: simpy.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    loads: Mapping[Hashable, Bytes]
+    latency: Seconds
+    solo: Seconds
+
+
+@dataclass(eq=False, slots=True)
+class _Communicator:
+    """A group of ranks that meet: the classes among them, and what is ready to start.
+
+    `exclusive` communicators run one collective at a time.
+    """
+
+    members: tuple[int, ...]
+    exclusive: bool
+    jitter: Sequence[float] | None
+    transfers: dict[int, _Transfer] = field(default_factory=dict)
+    arrived: dict[int, tuple[list[int], simpy.Event]] = field(default_factory=dict)
+    ready: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    busy: bool = False
+
+
+class _Run:
+    def __init__(
+        self,
+        schedule: Schedule,
+        cluster: Cluster,
+        precision: str,
+        rounds: int,
+        noise: Noise,
+        fold: bool,  # noqa: FBT001 - private, passed on from the keyword of `execute`
+        free: bool,  # noqa: FBT001
+    ) -> None:
+        self.env = simpy.Environment()
+        self.schedule, self.cluster, self.rounds, self.free = schedule, cluster, rounds, free
+        works = {id(op.work): op.work for op in schedule.body}
+        self.seconds = {
+            key: compute_time(work, cluster.gpu, precision)
+            for key, work in works.items()
+            if isinstance(work, Compute)
+        }
+        groups = tuple(dict.fromkeys(w.group for w in works.values() if isinstance(w, Collective)))
+        slowdowns = noise.node_slowdowns(cluster.layout)
+        straddles = any(group.name == "block" and self._leaves_node(group) for group in groups)
+        self.folded = fold and not noise.jitter and not (straddles and len(set(slowdowns)) > 1)
+        self.classes = self._classes(slowdowns)
+        self.progress = [_Progress() for _ in self.classes]
+        count = rounds * len(schedule.body) if noise.jitter else 0
+        self.jitter = [
+            noise.op_slowdowns(1, c.rank, count) if count else None for c in self.classes
+        ]
+        self.communicators = self._communicators(groups, noise, count)
+        self.network = Network(self.env, self._capacities())
+        self.spans: list[Span] = []
+
+    # --- who is there ---------------------------------------------------------------------------
+
+    def _leaves_node(self, group: Group) -> bool:
+        g = self.cluster.gpus_per_node
+        return group.members(0, self.cluster.layout)[-1] >= g
+
+    def _classes(self, slowdowns: Sequence[float]) -> tuple[_RankClass, ...]:
+        g = self.cluster.gpus_per_node
+        if not self.folded:
+            return tuple(
+                _RankClass(rank, 1, slowdowns[rank // g]) for rank in range(g * len(slowdowns))
+            )
+        nodes: dict[float, list[int]] = {}
+        for node, slowdown in enumerate(slowdowns):
+            nodes.setdefault(slowdown, []).append(node)
+        return tuple(
+            _RankClass(alike[0] * g, g * len(alike), slow) for slow, alike in nodes.items()
+        )
+
+    def _communicators(
+        self, groups: Sequence[Group], noise: Noise, count: int
+    ) -> dict[tuple[Group, int], _Communicator]:
+        """The communicator of every group and class. One stream alone never needs the lock."""
+        meetings: dict[tuple[Group, Hashable], list[int]] = {}
+        for group in groups:
+            leaves = self._leaves_node(group)
+            for index, rank_class in enumerate(self.classes):
+                if self.folded:
+                    key: Hashable = "all" if leaves else index
+                else:
+                    key = group.members(rank_class.rank, self.cluster.layout).start
+                meetings.setdefault((group, key), []).append(index)
+        streams: dict[Group, set[str]] = {}
+        for op in self.schedule.body:
+            if isinstance(op.work, Collective):
+                streams.setdefault(op.work.group, set()).add(op.stream)
+        found = {}
+        for number, ((group, _), members) in enumerate(meetings.items()):
+            jitter = noise.op_slowdowns(2, number, count) if count else None
+            exclusive = self.cluster.backend == "nccl" and len(streams[group]) > 1
+            communicator = _Communicator(tuple(members), exclusive, jitter)
+            found.update({(group, index): communicator for index in members})
+        return found
+
+    # --- what it costs --------------------------------------------------------------------------
+
+    def _capacities(self) -> dict[Hashable, float]:
+        cluster, g = self.cluster, self.cluster.gpus_per_node
+        found: dict[Hashable, float] = {}
+        for index, rank_class in enumerate(self.classes):
+            found["gpu", index] = cluster.intra.payload_bandwidth
+            found["nic", index if self.folded else rank_class.rank // g] = (
+                cluster.inter.payload_bandwidth
+            )
+        if cluster.wan:
+            found.update(
+                {("wan", site): cluster.wan.payload_bandwidth for site in range(cluster.sites)}
+            )
+        return found
+
+    def _transfer(self, communicator: _Communicator, work: Collective) -> _Transfer:
+        """Bytes on every link; a folded rank stands for all groups that share its node and site."""
+        if self.free:
+            return _Transfer({}, 0.0, 0.0)
+        cluster, g = self.cluster, self.cluster.gpus_per_node
+        cost = footprint(work, cluster)
+        loads: dict[Hashable, float] = {}
+        for index in communicator.members:
+            loads["gpu", index] = cost.intra
+            if self.folded:
+                loads["nic", index] = cost.inter * g / cost.members_per_node
+                loads["wan", 0] = cost.wan * g * cluster.nodes_per_site / cost.members_per_site
+            else:
+                node = self.classes[index].rank // g
+                loads["nic", node] = cost.inter
+                loads["wan", node // cluster.nodes_per_site] = cost.wan
+        loads = {link: size for link, size in loads.items() if size}
+        capacity = self.network.capacity
+        solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
+        return _Transfer(loads, cost.latency, solo)
+
+    # --- running --------------------------------------------------------------------------------
+
+    def trace(self) -> Trace:
+        by_stream: dict[str, list[Instance]] = {stream: [] for stream in self.schedule.streams}
+        for instance in self.schedule.instances(self.rounds):
+            by_stream[instance.op.stream].append(instance)
+        for index in range(len(self.classes)):
+            for instances in by_stream.values():
+                self.env.process(self._stream(index, instances))
+        self.env.run()
+        ranks = {c.rank: c.count for c in self.classes}
+        return Trace(self.schedule.name, self.cluster.layout, self.rounds, ranks, tuple(self.spans))
+
+    def _stream(self, index: int, instances: Sequence[Instance]) -> Generator[simpy.Event]:
+        env, seconds, record = self.env, self.seconds, self.spans.append
+        progress, jitter = self.progress[index], self.jitter[index]
+        finished, waiting = progress.finished, progress.waiting
+        rank, slowdown = self.classes[index].rank, self.classes[index].slowdown
+        for number, turn, op, waits in instances:
+            for wait in waits:
+                if wait not in finished:
+                    if wait not in waiting:
+                        waiting[wait] = env.event()
+                    yield waiting[wait]
+            start = env.now
+            if isinstance(op.work, Compute):
+                work = seconds[id(op.work)] * slowdown
+                if jitter:
+                    work *= jitter[number]
+                if self.cluster.interference and not self.free:
+                    yield from self._compute(progress, work)
+                elif work:
+                    yield env.timeout(work)
+            else:
+                yield self._join(index, number, op.work)
+            record(Span(rank, turn, op.name, op.stream, start, env.now))
+            finished.add(number)
+            if number in waiting:
+                waiting.pop(number).succeed()
+
+    def _compute(self, progress: _Progress, work: Seconds) -> Generator[simpy.Event]:
+        """Compute that slows down while communication of the same ranks is in flight."""
+        while work > 0:
+            if progress.changed is None:
+                progress.changed = self.env.event()
+            pace = 1.0 / (1.0 + self.cluster.interference) if progress.in_flight else 1.0
+            started, done = self.env.now, self.env.timeout(work / pace)
+            yield done | progress.changed
+            work = 0.0 if done.processed else work - (self.env.now - started) * pace
+
+    def _join(self, index: int, number: int, work: Collective) -> simpy.Event:
+        """Arrive at a collective; the event fires when it has ended for everybody."""
+        communicator = self.communicators[work.group, index]
+        here, event = communicator.arrived.setdefault(number, ([], self.env.event()))
+        here.append(index)
+        if len(here) == len(communicator.members):
+            del communicator.arrived[number]
+            start = partial(self._start, communicator, number, work, event)
+            if communicator.exclusive:
+                heapq.heappush(communicator.ready, (number, start))
+                self._next(communicator)
+            else:
+                start()
+        return event
+
+    def _next(self, communicator: _Communicator) -> None:
+        """Start the collective issued first among those that are ready at this instant."""
+
+        def launch(_: simpy.Event) -> None:
+            if communicator.ready and not communicator.busy:
+                communicator.busy = True
+                heapq.heappop(communicator.ready)[1]()
+
+        last = simpy.Event(self.env)
+        last._ok, last._value = True, None  # noqa: SLF001 - the documented way to a custom priority
+        assert last.callbacks is not None
+        last.callbacks.append(launch)
+        self.env.schedule(last, priority=_AFTER_ALL_ELSE)
+
+    def _start(
+        self, communicator: _Communicator, number: int, work: Collective, event: simpy.Event
+    ) -> None:
+        key = id(work)
+        if key not in communicator.transfers:
+            communicator.transfers[key] = self._transfer(communicator, work)
+        transfer = communicator.transfers[key]
+        loads, latency, solo = transfer.loads, transfer.latency, transfer.solo
+        if communicator.jitter:
+            factor = communicator.jitter[number]
+            loads = {link: size * factor for link, size in loads.items()}
+            latency, solo = latency * factor, solo * factor
+
+        def done() -> None:
+            event.succeed()
+            self._traffic(communicator, -1)
+            if communicator.exclusive:
+                communicator.busy = False
+                self._next(communicator)
+
+        self._traffic(communicator, 1)
+        if solo or latency:
+            self.network.transfer(loads, latency, solo, done)
+        else:
+            done()
+
+    def _traffic(self, communicator: _Communicator, change: int) -> None:
+        if not self.cluster.interference:
+            return
+        for index in communicator.members:
+            progress = self.progress[index]
+            was = progress.in_flight > 0
+            progress.in_flight += change
+            if progress.changed is not None and was != (progress.in_flight > 0):
+                progress.changed.succeed()
+                progress.changed = None

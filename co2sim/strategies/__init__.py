@@ -1,0 +1,118 @@
+"""The strategies, and how to name one: `co2`, or with options `co2(tau=48, worker=node)`."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from types import UnionType
+from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+
+from co2sim.errors import OptionError, nearest
+from co2sim.schedule import DType, Layout, Schedule
+from co2sim.strategies.co2 import CO2
+from co2sim.strategies.ddp import DDP
+from co2sim.strategies.diloco import DiLoCo
+from co2sim.strategies.local_sgd import LocalSGD
+from co2sim.strategies.overlap_local_sgd import OverlapLocalSGD
+from co2sim.strategies.slowmo import SlowMo
+from co2sim.strategies.zero1 import Zero1
+from co2sim.strategies.zero2 import Zero2
+from co2sim.strategies.zero3 import Zero3
+from co2sim.strategies.zeropp import ZeroPP
+from co2sim.units import Bytes
+from co2sim.workload import Workload
+
+
+class Strategy(Protocol):
+    """What a strategy offers: data, never actions."""
+
+    name: ClassVar[str]
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """What every rank does in a round."""
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """What a rank keeps besides activations, by item."""
+
+
+STRATEGIES: dict[str, type[Any]] = {
+    kind.name: kind
+    for kind in (DDP, Zero1, Zero2, Zero3, ZeroPP, LocalSGD, OverlapLocalSGD, SlowMo, DiLoCo, CO2)
+}
+
+
+def parse(text: str) -> Strategy:
+    """Read a strategy: `co2`, `co2(tau=48, worker=node)` or, without quotes in a shell, `co2:tau=48`.
+
+    Raises OptionError for an unknown name or option, or a value that is not allowed.
+    """
+    name, separator, options = text.strip().replace("(", ":", 1).partition(":")
+    name = name.strip()
+    if name not in STRATEGIES:
+        raise OptionError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
+    if separator and "(" in text:
+        options = options.rstrip().removesuffix(")")
+    chosen = [item for item in options.split(",") if item.strip()]
+    return with_options(STRATEGIES[name](), dict(_pair(item, name) for item in chosen))
+
+
+def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
+    """The strategy with some options changed, given as texts."""
+    hints = get_type_hints(type(strategy))
+    known = [option.name for option in fields(strategy)]  # type: ignore[arg-type]
+    values = {}
+    for option, text in options.items():
+        if option not in known:
+            allowed = nearest(option, known)
+            raise OptionError(f"{strategy.name} has no option {option!r}; {allowed}")
+        values[option] = _value(f"{strategy.name}: {option}", text, hints[option])
+    return replace(strategy, **values)  # type: ignore[type-var]
+
+
+def _pair(item: str, name: str) -> tuple[str, str]:
+    option, separator, value = item.partition("=")
+    if not separator or not value.strip():
+        raise OptionError(f"{name}: {item.strip()!r} is not option=value")
+    return option.strip(), value.strip()
+
+
+def _value(what: str, text: str, hint: Any) -> Any:
+    """Read an option's value as its annotated type."""
+    if get_origin(hint) in {Union, UnionType}:
+        if text.lower() == "none":
+            return None
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    allowed = list(get_args(hint)) if get_origin(hint) is Literal else []
+    if hint is DType:
+        allowed = [str(kind) for kind in DType]
+    if hint is bool:
+        allowed = ["true", "false"]
+    if allowed:
+        if text.lower() not in allowed:
+            raise OptionError(f"{what} is {text!r}; it is one of {', '.join(allowed)}")
+        return (
+            text.lower() == "true"
+            if hint is bool
+            else DType(text)
+            if hint is DType
+            else text.lower()
+        )
+    return parse_whole(what, text) if hint is int else parse_number(what, text)
+
+
+def parse_whole(what: str, text: str) -> int:
+    """A whole number, positive or zero; 5e8 is one."""
+    number = parse_number(what, text)
+    if number != int(number):
+        raise OptionError(f"{what} is {text!r}; it must be a whole number")
+    return int(number)
+
+
+def parse_number(what: str, text: str) -> float:
+    """A plain, positive or zero number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise OptionError(f"{what} is {text!r}; it must be a number, 0 or more")
+    return number

@@ -1,0 +1,122 @@
+"""DiLoCo: AdamW inside, Nesterov momentum on averaged pseudo-gradients outside."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from co2sim.errors import OptionError
+from co2sim.schedule import (
+    SCALE_BYTES,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Kind,
+    Layout,
+    Op,
+    Schedule,
+)
+from co2sim.strategies.local import OUTER, Inner, Replica, Worker, check_tau, outer_work
+from co2sim.strategies.step import COMPUTE, Step, chain, pieces, title
+from co2sim.units import Bytes
+from co2sim.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCo:
+    """`tau` local steps; the pseudo-gradient (anchor - x) is averaged and feeds an outer Nesterov step.
+
+    With `fragments` > 1 parts of the model are averaged at evenly spread steps of the round, and
+    `delay` local steps run before an average is used ("streaming"). dtype int8 and int4 are
+    block-quantized (one fp32 scale for `scale_block` elements) and averaged by all-to-all, sum in
+    fp32, and all-gather. Sources: Douillard et al. 2023, arXiv 2311.08105; Douillard et al. 2025,
+    Streaming DiLoCo, arXiv 2501.18512.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    tau: int = 500
+    fragments: int = 1
+    delay: int = 0
+    worker: Worker = "gpu"
+    inner: Inner | None = None
+    dtype: DType = DType.FP32
+    scale_block: int = 2048
+
+    def __post_init__(self) -> None:
+        """Refuse options that contradict each other."""
+        check_tau(self.tau)
+        Replica(self.worker, self.inner)
+        if not 1 <= self.fragments <= self.tau:
+            raise OptionError(f"fragments is {self.fragments}; it must be 1 to tau={self.tau}")
+        if not 0 <= self.delay < self.tau:
+            raise OptionError(
+                f"delay is {self.delay}; it must be 0 to tau-1={self.tau - 1} local steps"
+            )
+        if self.scale_block < 1:
+            raise OptionError(f"scale_block is {self.scale_block}; it must be at least 1")
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """Every fragment: pseudo-gradient, average, and `delay` steps later the outer step."""
+        replica = Replica(self.worker, self.inner)
+        launched: dict[int, list[Op]] = {}
+        used: dict[int, list[Op]] = {}
+        sizes = pieces(job.parameters, -(-job.parameters // self.fragments))
+        for number, elements in enumerate(sizes):
+            suffix = str(number) if self.fragments > 1 else ""
+            at = self.tau * (number + 1) // self.fragments - 1
+            late = (at + self.delay) // self.tau
+            share = -(-elements // replica.ranks(layout))
+            delta = Op(f"delta{suffix}", outer_work(job, share, tensors=3), COMPUTE)
+            average = self._average(replica, share, suffix, layout)
+            # reads average, anchor and momentum; writes momentum, anchor and x
+            outer = Op(
+                f"outer{suffix}",
+                outer_work(job, share, tensors=6),
+                COMPUTE,
+                (After(average[-1].name, rounds_ago=late),),
+            )
+            launched.setdefault(at, []).extend([delta, *average])
+            used.setdefault((at + self.delay) % self.tau, []).extend(
+                [outer, *replica.publish(job, layout, outer.name, elements)]
+            )
+        extras = {}
+        for k in sorted(launched.keys() | used.keys()):
+            later = used.get(k, [])
+            ends = tuple(op.name for op in later[-1:])
+            extras[k] = Step([*launched.get(k, []), *later], (), ends)
+        body = chain(replica.step(job, layout), self.tau, extras)
+        return Schedule(title(self), body, steps=self.tau)
+
+    def _average(self, replica: Replica, elements: int, suffix: str, layout: Layout) -> list[Op]:
+        name, buffer = f"average{suffix}", f"delta{suffix}"
+        after = (After(f"delta{suffix}"),)
+        if self.dtype not in {DType.INT8, DType.INT4}:
+            return [Op(name, replica.all_reduce(buffer, elements, self.dtype), OUTER, after)]
+        share = -(-elements // replica.workers(layout))
+        quantized = elements * (self.dtype.bytes + SCALE_BYTES / self.scale_block)
+        kinds = (("exchange", Kind.ALL_TO_ALL), ("average", Kind.ALL_GATHER))
+        exchange, gather = (
+            Op(
+                f"{step}{suffix}",
+                Collective(kind, buffer, elements, self.dtype, replica.peers, self.scale_block),
+                OUTER,
+                after if kind is Kind.ALL_TO_ALL else (),
+            )
+            for step, kind in kinds
+        )
+        quantize = Compute("quantize", 0.0, elements * DType.FP32.bytes + quantized)
+        total = Compute(
+            "dequantize_sum_quantize", float(elements), quantized + share * self.dtype.bytes
+        )
+        dequantize = Compute("dequantize", 0.0, quantized + elements * DType.FP32.bytes)
+        return [
+            Op(f"quantize{suffix}", quantize, OUTER, after),
+            exchange,
+            Op(f"sum{suffix}", total, OUTER),
+            gather,
+            Op(f"dequantize{suffix}", dequantize, OUTER),
+        ]
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """The inner strategy, and anchor, momentum and the pseudo-gradients under way."""
+        return Replica(self.worker, self.inner).memory(job, layout, copies=2 + 1 / self.fragments)

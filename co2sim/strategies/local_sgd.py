@@ -1,0 +1,50 @@
+"""Local SGD: average the parameters every few steps, and wait for it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from co2sim.schedule import After, DType, Layout, Op, Schedule
+from co2sim.strategies.local import OUTER, Inner, Replica, Worker, check_tau, outer_work
+from co2sim.strategies.step import COMPUTE, Step, chain, title
+from co2sim.units import Bytes
+from co2sim.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSGD:
+    """`tau` local steps, then a blocking average of the parameters.
+
+    Source: Stich 2019, Local SGD converges fast and communicates little, arXiv 1805.09767.
+    """
+
+    name: ClassVar[str] = "local_sgd"
+
+    tau: int = 12
+    worker: Worker = "gpu"
+    inner: Inner | None = None
+    dtype: DType = DType.FP32
+
+    def __post_init__(self) -> None:
+        """Refuse options that contradict each other."""
+        check_tau(self.tau)
+        Replica(self.worker, self.inner, self.dtype)
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """Local steps, average, assign."""
+        replica = Replica(self.worker, self.inner)
+        share = replica.share(job, layout)
+        ops = [
+            Op("average", replica.all_reduce("parameters", share, self.dtype), OUTER),
+            # reads the average; writes x
+            Op("outer", outer_work(job, share, tensors=2), COMPUTE, (After("average"),)),
+            *replica.publish(job, layout, "outer", job.parameters),
+        ]
+        extra = Step(ops, ("average",), (ops[-1].name,))
+        return Schedule(
+            title(self), chain(replica.step(job, layout), self.tau, {self.tau - 1: extra}), self.tau
+        )
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """The inner strategy, and one buffer for the average."""
+        copies = self.dtype.bytes / DType.FP32.bytes
+        return Replica(self.worker, self.inner).memory(job, layout, copies)

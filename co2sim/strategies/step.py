@@ -1,0 +1,181 @@
+"""Building blocks of an optimizer step: passes over the blocks, gradient buckets, chains of steps."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from co2sim.schedule import After, Collective, Group, Kind, Layout, Op, prefixed
+from co2sim.workload import Block, Workload
+
+COMPUTE = "compute"
+COMM = "comm"
+
+
+def title(strategy: Any) -> str:
+    """The strategy as a user writes it, default options left out: `co2(tau=48, worker=node)`."""
+    chosen = [
+        f"{option.name}={str(getattr(strategy, option.name)).lower()}"
+        for option in fields(strategy)
+        if getattr(strategy, option.name) != option.default
+    ]
+    return f"{strategy.name}({', '.join(chosen)})" if chosen else strategy.name
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Ops that read the parameters and leave them changed.
+
+    The ops named in `needs` must wait for the ops that change the parameters before this step;
+    those named in `ends` are the ones to wait for after it.
+    """
+
+    ops: Sequence[Op]
+    needs: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are communicated together, once the backward pass of block `ready` is done."""
+
+    elements: int
+    ready: int
+
+
+def group_size(group: Group, layout: Layout) -> int:
+    """Ranks in a group."""
+    return len(group.members(0, layout))
+
+
+def micro_prefix(index: int, job: Workload) -> str:
+    """Name prefix of a micro-step; none if there is only one."""
+    return f"m{index}." if job.accumulation > 1 else ""
+
+
+def buckets(blocks: Sequence[Block], capacity: float) -> list[Bucket]:
+    """Tensors in backward order; a bucket closes once it holds `capacity` elements or more.
+
+    Source: torch.distributed `_compute_bucket_assignment_by_size`.
+    """
+    found, held, ready = [], 0, 0
+    for index in range(len(blocks) - 1, -1, -1):
+        for elements in reversed(blocks[index].tensors):
+            held, ready = held + elements, index
+            if held >= capacity:
+                found.append(Bucket(held, ready))
+                held = 0
+    return [*found, Bucket(held, ready)] if held else found
+
+
+def pieces(elements: int, capacity: int) -> list[int]:
+    """`elements` cut into as few nearly equal pieces as hold at most `capacity` each."""
+    count = -(-elements // capacity)
+    return [elements * (i + 1) // count - elements * i // count for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """How gradients are combined: `kind` in buckets of `capacity` elements over `group`."""
+
+    kind: Kind
+    group: Group
+    capacity: float
+    every_micro_step: bool = False
+
+
+def passes(job: Workload, reduction: Reduction | None) -> list[Op]:
+    """Forward and backward of every micro-step, with the gradient buckets behind the backward."""
+    works = job.works()
+    ready: dict[int, list[tuple[int, Bucket]]] = {}
+    if reduction:
+        for number, bucket in enumerate(buckets(job.model.blocks, reduction.capacity)):
+            ready.setdefault(bucket.ready, []).append((number, bucket))
+    ops: list[Op] = []
+    for micro in range(job.accumulation):
+        prefix = micro_prefix(micro, job)
+        ops += [Op(f"{prefix}forward.{work.block.name}", work.forward, COMPUTE) for work in works]
+        reduces = reduction and (reduction.every_micro_step or micro == job.accumulation - 1)
+        for index in range(len(works) - 1, -1, -1):
+            backward = Op(
+                f"{prefix}backward.{works[index].block.name}", works[index].backward, COMPUTE
+            )
+            ops.append(backward)
+            if reduction and reduces:
+                for number, bucket in ready.get(index, ()):
+                    work = Collective(
+                        reduction.kind,
+                        f"gradients{number}",
+                        bucket.elements,
+                        job.precision,
+                        reduction.group,
+                    )
+                    ops.append(Op(f"{prefix}reduce{number}", work, COMM, (After(backward.name),)))
+    return ops
+
+
+def bucketed_step(
+    job: Workload, layout: Layout, reduction: Reduction, gather_capacity: int = 0
+) -> Step:
+    """A step with replicated parameters; with `gather_capacity` the optimizer is sharded.
+
+    A sharded optimizer updates its share, then the parameters are all-gathered in pieces of at
+    most `gather_capacity` elements.
+    """
+    ranks = group_size(reduction.group, layout)
+    first = f"{micro_prefix(0, job)}forward.{job.model.blocks[0].name}"
+    if ranks == 1:
+        ops = passes(job, None)
+        return Step(
+            [*ops, Op("optimizer", job.optimizer_step(job.parameters), COMPUTE)],
+            (first,),
+            ("optimizer",),
+        )
+    ops = passes(job, reduction)
+    last = next(op.name for op in reversed(ops) if op.stream == COMM)
+    share = -(-job.parameters // ranks) if gather_capacity else job.parameters
+    ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, (After(last),)))
+    if not gather_capacity:
+        return Step(ops, (first,), ("optimizer",))
+    for number, elements in enumerate(pieces(job.parameters, gather_capacity)):
+        work = Collective(
+            Kind.ALL_GATHER, f"parameters{number}", elements, job.precision, reduction.group
+        )
+        ops.append(Op(f"gather{number}", work, COMM, (After("optimizer"),)))
+    return Step(ops, (first,), (ops[-1].name,))
+
+
+def chain(step: Step, times: int = 1, extras: Mapping[int, Step] | None = None) -> tuple[Op, ...]:
+    """`step` repeated, with `extras[k]` after repetition k; every step waits for the one before.
+
+    The first waits for what ended the previous round. Names get the prefix `s{k}.` if `times` > 1.
+    """
+    extras = extras or {}
+    tails: list[tuple[str, ...]] = []
+    for k in range(times):
+        prefix = f"s{k}." if times > 1 else ""
+        extra = extras.get(k, Step(()))
+        tails.append(extra.ends or tuple(prefix + end for end in step.ends))
+    body: list[Op] = []
+    before = tuple(After(name, rounds_ago=1) for name in tails[-1])
+    for k in range(times):
+        prefix = f"s{k}." if times > 1 else ""
+        ops = prefixed(step.ops, prefix) if prefix else step.ops
+        body += _waiting(ops, {prefix + need for need in step.needs}, before)
+        extra = extras.get(k, Step(()))
+        inner_ends = tuple(After(prefix + end) for end in step.ends)
+        body += _waiting(extra.ops, set(extra.needs), inner_ends)
+        before = tuple(After(name) for name in tails[k])
+    streams = {op.name: op.stream for op in body}
+    return tuple(_without_implied(op, streams) for op in body)
+
+
+def _waiting(ops: Iterable[Op], needs: set[str], before: tuple[After, ...]) -> list[Op]:
+    return [
+        Op(op.name, op.work, op.stream, op.after + before) if op.name in needs else op for op in ops
+    ]
+
+
+def _without_implied(op: Op, streams: Mapping[str, str]) -> Op:
+    """Drop waits for the op's own stream: order implies them."""
+    kept = tuple([wait for wait in op.after if streams[wait.op] != op.stream])
+    return op if len(kept) == len(op.after) else Op(op.name, op.work, op.stream, kept)

@@ -1,0 +1,42 @@
+"""ZeRO stage 2: optimizer and gradients are sharded; parameters are whole."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from co2sim.memory import model_states
+from co2sim.schedule import WORLD, Group, Kind, Layout, Schedule
+from co2sim.strategies.step import Reduction, Step, bucketed_step, chain, title
+from co2sim.units import Bytes
+from co2sim.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero2:
+    """Reduce-scatter gradients in every micro-step, update a share, all-gather parameters.
+
+    A rank keeps only its share of the gradients, so they cannot wait for the last micro-step.
+    `bucket` is in elements, as in `zero1`. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+    """
+
+    name: ClassVar[str] = "zero2"
+
+    bucket: int = 500_000_000
+
+    def step(self, job: Workload, layout: Layout, group: Group) -> Step:
+        """One optimizer step over `group`."""
+        reduction = Reduction(
+            kind=Kind.REDUCE_SCATTER, group=group, capacity=self.bucket, every_micro_step=True
+        )
+        return bucketed_step(job, layout, reduction, gather_capacity=self.bucket)
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """One optimizer step over all ranks."""
+        return Schedule(title(self), chain(self.step(job, layout, WORLD)))
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """2 + (2 + K)/n bytes per parameter, and the bucket being reduced."""
+        ranks = layout.world_size
+        states = model_states(job, gradient_shards=ranks, optimizer_shards=ranks)
+        if ranks > 1:
+            states["bucket"] = min(self.bucket, job.parameters) * job.precision.bytes
+        return states

@@ -1,0 +1,59 @@
+"""ZeRO stage 3: parameters, gradients and optimizer are sharded; each block is fetched when used."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from co2sim.memory import model_states
+from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
+from co2sim.strategies.sharded import Works, live_elements, sharded_step
+from co2sim.strategies.step import Step, chain, group_size, title
+from co2sim.units import Bytes
+from co2sim.workload import Block, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero3:
+    """All-gather a block before its forward and again before its backward; reduce-scatter gradients.
+
+    Gathers run ahead of the compute while the blocks ahead hold at most `prefetch` elements, and
+    all blocks present at most `max_live`. A block larger than the budget is not prefetched, so its
+    gather is exposed. Defaults: DeepSpeed's `stage3_prefetch_bucket_size` and
+    `stage3_max_live_parameters`. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+    """
+
+    name: ClassVar[str] = "zero3"
+
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+
+    def step(self, job: Workload, layout: Layout, group: Group) -> Step:
+        """One optimizer step over `group`."""
+
+        def fetch(_direction: str, block: Block) -> Works:
+            work = Collective(Kind.ALL_GATHER, block.name, block.parameters, job.precision, group)
+            return [("gather", work)]
+
+        def reduce(block: Block) -> Works:
+            buffer = f"{block.name}.gradient"
+            return [
+                (
+                    "reduce",
+                    Collective(Kind.REDUCE_SCATTER, buffer, block.parameters, job.precision, group),
+                )
+            ]
+
+        return sharded_step(
+            job, group_size(group, layout), (self.prefetch, self.max_live), fetch, reduce
+        )
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """One optimizer step over all ranks."""
+        return Schedule(title(self), chain(self.step(job, layout, WORLD)))
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """(4 + K)/n bytes per parameter, and the blocks that are present whole."""
+        n = layout.world_size
+        states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
+        return states | {
+            "gathered": live_elements(job, self.prefetch, self.max_live) * job.precision.bytes
+        }

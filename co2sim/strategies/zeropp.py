@@ -1,0 +1,157 @@
+"""ZeRO++: ZeRO-3 with quantized weight gathers, a secondary shard, and quantized gradients."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from co2sim.errors import OptionError
+from co2sim.memory import model_states
+from co2sim.schedule import (
+    NODE,
+    PEERS,
+    SCALE_BYTES,
+    WORLD,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Layout,
+    Schedule,
+)
+from co2sim.schedule import block as block_group
+from co2sim.strategies.sharded import Works, live_elements, sharded_step
+from co2sim.strategies.step import Step, chain, title
+from co2sim.units import Bytes
+from co2sim.workload import Block, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPP:
+    """Three switches on `zero3`. Source: Wang et al. 2023, arXiv 2306.10209.
+
+    qwz: forward gathers in int8, one fp32 scale for every `scale_block` elements. hpz: backward
+    gathers inside groups of `hpz_group` ranks (0: one node) from a secondary half-precision shard,
+    refreshed once per optimizer step. qgz: int4 gradients by all-to-all inside the node, sum, and
+    all-to-all among peers. `prefetch` and `max_live` are those of `zero3`.
+    """
+
+    name: ClassVar[str] = "zeropp"
+
+    qwz: bool = True
+    hpz: bool = True
+    qgz: bool = True
+    hpz_group: int = 0
+    scale_block: int = 2048
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+
+    def step(self, job: Workload, layout: Layout) -> Step:
+        """One optimizer step over all ranks."""
+        secondary = self._secondary(layout)
+
+        def fetch(direction: str, block: Block) -> Works:
+            if direction == "backward" and self.hpz:
+                work = Collective(
+                    Kind.ALL_GATHER,
+                    f"{block.name}.secondary",
+                    block.parameters,
+                    job.precision,
+                    secondary,
+                )
+                return [("gather", work)]
+            if direction == "backward" or not self.qwz:
+                work = Collective(
+                    Kind.ALL_GATHER, block.name, block.parameters, job.precision, WORLD
+                )
+                return [("gather", work)]
+            share = -(-block.parameters // layout.world_size)
+            gather = Collective(
+                Kind.ALL_GATHER, block.name, block.parameters, DType.INT8, WORLD, self.scale_block
+            )
+            return [
+                ("quantize", self._recode("quantize", share, job.precision, DType.INT8)),
+                ("gather", gather),
+                (
+                    "dequantize",
+                    self._recode("dequantize", block.parameters, DType.INT8, job.precision),
+                ),
+            ]
+
+        def reduce(block: Block) -> Works:
+            name = f"{block.name}.gradient"
+            if not self.qgz:
+                return [
+                    (
+                        "reduce",
+                        Collective(
+                            Kind.REDUCE_SCATTER, name, block.parameters, job.precision, WORLD
+                        ),
+                    )
+                ]
+            return self._quantized_reduce(name, block.parameters, job, layout)
+
+        budget = (self.prefetch, self.max_live)
+        refresh = None
+        if self.hpz:
+            share = -(-job.parameters // len(secondary.members(0, layout)))
+            refresh = Compute("copy", 0.0, 2 * share * job.precision.bytes)
+        return sharded_step(job, layout.world_size, budget, fetch, reduce, refresh)
+
+    def _quantized_reduce(self, name: str, elements: int, job: Workload, layout: Layout) -> Works:
+        """Quantize, exchange and sum inside the node, requantize, exchange and sum among peers."""
+        works: list[tuple[str, Compute | Collective]] = [
+            ("quantize", self._recode("quantize", elements, job.precision, DType.INT4))
+        ]
+        hops = [(NODE, layout.gpus_per_node, "node"), (PEERS, layout.nodes, "peers")]
+        hops = [hop for hop in hops if hop[1] > 1] or hops[:1]
+        for number, (group, ranks, where) in enumerate(hops):
+            work = Collective(Kind.ALL_TO_ALL, name, elements, DType.INT4, group, self.scale_block)
+            works.append((f"exchange_{where}", work))
+            last = number == len(hops) - 1
+            summed = Compute(
+                "dequantize_sum" if last else "dequantize_sum_quantize",
+                float(elements),  # one addition per received element
+                self._bytes(elements, DType.INT4)
+                + self._bytes(elements / ranks, job.precision if last else DType.INT4),
+            )
+            works.append((f"sum_{where}", summed))
+            elements = -(-elements // ranks)
+        return works
+
+    def _recode(self, kernel: str, elements: int, source: DType, target: DType) -> Compute:
+        """A memory-bound kernel that reads one type and writes another."""
+        return Compute(kernel, 0.0, self._bytes(elements, source) + self._bytes(elements, target))
+
+    def _bytes(self, elements: float, dtype: DType) -> Bytes:
+        """Bytes of a buffer in memory, with its scales if it is quantized."""
+        scales = (
+            elements / self.scale_block * SCALE_BYTES if dtype in {DType.INT8, DType.INT4} else 0.0
+        )
+        return elements * dtype.bytes + scales
+
+    def _secondary(self, layout: Layout) -> Group:
+        """The group that holds a whole secondary copy."""
+        g, ranks = layout.gpus_per_node, self.hpz_group
+        if not ranks or ranks == g:
+            return NODE
+        if ranks < 0 or (g % ranks and ranks % g) or layout.world_size % ranks:
+            raise OptionError(
+                f"hpz_group={ranks} must divide the {g} GPUs of a node, or be full nodes that divide"
+                f" {layout.world_size} GPUs"
+            )
+        return block_group(ranks)
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """One optimizer step over all ranks."""
+        return Schedule(title(self), chain(self.step(job, layout)))
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
+        """ZeRO-3's (4 + K)/n bytes per parameter, and the secondary shard if there is one."""
+        n = layout.world_size
+        states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
+        if self.hpz:
+            ranks = len(self._secondary(layout).members(0, layout))
+            states["secondary"] = job.parameters * job.precision.bytes / ranks
+        return states | {
+            "gathered": live_elements(job, self.prefetch, self.max_live) * job.precision.bytes
+        }

@@ -1,0 +1,311 @@
+"""One what-if question, answered: a cluster, a model and a strategy in, figures out."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from co2sim import metrics, strategies
+from co2sim.catalog import Entry, Fact, load_cluster, load_model
+from co2sim.cluster import Cluster
+from co2sim.cost import peak_flops, traffic
+from co2sim.errors import OptionError, nearest
+from co2sim.memory import activations
+from co2sim.noise import Noise
+from co2sim.schedule import DType, Schedule
+from co2sim.simulator import execute
+from co2sim.strategies.step import title
+from co2sim.trace import Trace
+from co2sim.units import Bytes, Seconds
+from co2sim.workload import Model, Optimizer, Recompute, Workload
+
+_MOST_ROUNDS = 64
+"""Where the search for a steady state ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Figures of one configuration. Times are of the steady state; a step is an optimizer step.
+
+    `tokens` are the model's units: tokens, or images. `exposed_comm_s` is the round time minus that
+    of the same round with free communication, `overlap_ratio` 1 - exposed / busy (None without
+    communication). `assumed` lists the inputs that no source supports.
+    """
+
+    cluster: str
+    model: str
+    strategy: str
+    gpus: int
+    nodes: int
+    micro_batch: int
+    accumulation: int
+    precision: str
+    steps_per_round: int
+    round_time_s: Seconds
+    step_time_s: Seconds
+    samples_per_s: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    model_tflops_per_gpu: float
+    hardware_tflops_per_gpu: float
+    mfu: float
+    comm_busy_s: Seconds
+    exposed_comm_s: Seconds
+    overlap_ratio: float | None
+    breakdown_s: dict[str, Seconds]
+    wire_bytes_per_gpu_per_step: Bytes
+    nic_bytes_per_node_per_step: Bytes
+    wan_bytes_per_site_per_step: Bytes
+    memory_bytes_per_gpu: dict[str, Bytes]
+    gpu_memory_bytes: Bytes
+    fits_in_memory: bool
+    usd_per_billion_tokens: float | None
+    steady: bool
+    rounds_simulated: int
+    assumed: tuple[Fact, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values for JSON; a round's times and a step's traffic keep their names."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A question. Clusters and models are catalog names, paths of files, or objects.
+
+    `strategy` is a text such as "co2(tau=48, worker=node)". `gpus` defaults to the whole cluster,
+    `precision` to bf16, or fp16 where the GPU has no bf16. `global_batch` (samples per step over
+    all GPUs) sets `accumulation`. `overrides` maps dotted paths of the cluster, or of the model
+    behind "model.", to texts with units. `rounds` is how many rounds are averaged (default 1, or 10
+    with jitter).
+    """
+
+    cluster: str | Cluster
+    model: str | Model
+    strategy: str | strategies.Strategy
+    gpus: int | None = None
+    micro_batch: int = 1
+    accumulation: int = 1
+    global_batch: int | None = None
+    precision: str | None = None
+    recompute: Recompute = "selective"
+    optimizer: Optimizer = "adamw"
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    noise: Noise = Noise()
+    rounds: int | None = None
+    fold: bool = True
+
+    def prepare(self) -> "Prepared":
+        """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
+        for_model = {
+            k.removeprefix("model."): v for k, v in self.overrides.items() if k.startswith("model.")
+        }
+        for_cluster = {k: v for k, v in self.overrides.items() if not k.startswith("model.")}
+        cluster = _entry(self.cluster, load_cluster, for_cluster)
+        model = _entry(self.model, load_model, for_model)
+        sized = cluster.value.resized(self.gpus) if self.gpus is not None else cluster.value
+        job = self._workload(model.value, sized)
+        strategy = self.strategy
+        if isinstance(strategy, str):
+            strategy = strategies.parse(strategy)
+        return Prepared(
+            cluster=sized,
+            job=job,
+            strategy=strategy,
+            schedule=strategy.schedule(job, sized.layout),
+            assumed=(*_under("cluster", cluster), *_under("model", model)),
+        )
+
+    def _workload(self, model: Model, cluster: Cluster) -> Workload:
+        precision = self.precision or (
+            "bf16" if "bf16" in cluster.gpu.peak else next(iter(cluster.gpu.peak))
+        )
+        peak_flops(cluster.gpu, precision)
+        if self.recompute == "full" and not any(block.boundary_bytes for block in model.blocks):
+            raise OptionError(
+                f"recompute=full does not apply to {model.name}: its blocks have no input sizes"
+            )
+        return Workload(
+            model=model,
+            micro_batch=self.micro_batch,
+            accumulation=self._accumulation(cluster.layout.world_size),
+            precision=DType(precision),
+            recompute=self.recompute,
+            optimizer=self.optimizer,
+        )
+
+    def _accumulation(self, gpus: int) -> int:
+        if self.global_batch is None:
+            return self.accumulation
+        if self.accumulation != 1:
+            raise OptionError(
+                "give accumulation or global_batch, not both: one follows from the other"
+            )
+        per_micro_step = gpus * self.micro_batch
+        if self.global_batch < 1 or self.global_batch % per_micro_step:
+            raise OptionError(
+                f"global_batch={self.global_batch} is not a multiple of {gpus} GPUs x micro_batch="
+                f"{self.micro_batch} = {per_micro_step}"
+            )
+        return self.global_batch // per_micro_step
+
+    def run(self) -> Result:
+        """Simulate and measure."""
+        prepared = self.prepare()
+        trace, rounds, steady = self._simulate(prepared)
+        return prepared.measure(
+            trace, rounds, steady, self._execute(prepared, trace.rounds, free=True)
+        )
+
+    def trace(self) -> tuple[Schedule, Trace]:
+        """The simulated trace, warm-up included."""
+        prepared = self.prepare()
+        return prepared.schedule, self._simulate(prepared)[0]
+
+    def _simulate(self, prepared: "Prepared") -> tuple[Trace, int, bool]:
+        """A trace, how many of its last rounds to measure, and whether they are a steady state."""
+        if self.rounds is not None and self.rounds < 1:
+            raise OptionError(f"rounds is {self.rounds}; it must be at least 1")
+        warm_up = max(prepared.schedule.lag, 1)
+        if self.noise.jitter:
+            measured = self.rounds or 10
+            return self._execute(prepared, warm_up + measured), measured, False
+        measured = self.rounds or 1
+        while True:
+            trace = self._execute(prepared, warm_up + measured)
+            steady = metrics.is_steady(trace, prepared.schedule)
+            if steady or trace.rounds >= _MOST_ROUNDS:
+                return trace, (measured if steady else trace.rounds // 2), steady
+            warm_up *= 2
+
+    def _execute(self, prepared: "Prepared", rounds: int, *, free: bool = False) -> Trace:
+        return execute(
+            prepared.schedule,
+            prepared.cluster,
+            precision=prepared.job.precision,
+            rounds=rounds,
+            noise=self.noise,
+            fold=self.fold,
+            free_communication=free,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A case with everything loaded and sized."""
+
+    cluster: Cluster
+    job: Workload
+    strategy: strategies.Strategy
+    schedule: Schedule
+    assumed: tuple[Fact, ...]
+
+    def memory(self) -> dict[str, Bytes]:
+        """Bytes on one GPU by item, and in all."""
+        items = self.strategy.memory(self.job, self.cluster.layout)
+        items = items | {"activations": activations(self.job)}
+        return items | {"total": sum(items.values())}
+
+    def measure(self, trace: Trace, rounds: int, steady: bool, free: Trace) -> Result:  # noqa: FBT001
+        """The figures of a trace, given the same rounds with free communication."""
+        cluster, job, schedule = self.cluster, self.job, self.schedule
+        during = metrics.window(trace, schedule, rounds)
+        round_time = during.round_time
+        exposed = max(0.0, round_time - metrics.window(free, schedule, rounds).round_time)
+        comm_busy = metrics.communication_busy(trace, schedule, during)
+        gpus = cluster.layout.world_size
+        step_time = round_time / schedule.steps
+        samples = gpus * job.samples_per_gpu / step_time
+        tokens = samples * job.model.tokens
+        model_flops = samples * job.model.flops_per_sample / gpus
+        sent = traffic(schedule, cluster)
+        memory = self.memory()
+        price = cluster.price_per_gpu
+        return Result(
+            cluster=cluster.name,
+            model=job.model.name,
+            strategy=title(self.strategy),
+            gpus=gpus,
+            nodes=cluster.nodes,
+            micro_batch=job.micro_batch,
+            accumulation=job.accumulation,
+            precision=str(job.precision),
+            steps_per_round=schedule.steps,
+            round_time_s=round_time,
+            step_time_s=step_time,
+            samples_per_s=samples,
+            tokens_per_s=tokens,
+            tokens_per_s_per_gpu=tokens / gpus,
+            model_tflops_per_gpu=model_flops / 1e12,
+            hardware_tflops_per_gpu=samples * job.hardware_flops_per_sample / gpus / 1e12,
+            mfu=model_flops / peak_flops(cluster.gpu, job.precision),
+            comm_busy_s=comm_busy,
+            exposed_comm_s=exposed,
+            overlap_ratio=max(0.0, 1 - exposed / comm_busy) if comm_busy else None,
+            breakdown_s=metrics.breakdown(trace, schedule),
+            wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
+            nic_bytes_per_node_per_step=sent.nic / schedule.steps,
+            wan_bytes_per_site_per_step=sent.wan / schedule.steps,
+            memory_bytes_per_gpu=memory,
+            gpu_memory_bytes=cluster.gpu.memory,
+            fits_in_memory=memory["total"] <= cluster.gpu.memory,
+            usd_per_billion_tokens=price * gpus / tokens * 1e9 if price is not None else None,
+            steady=steady,
+            rounds_simulated=trace.rounds,
+            assumed=self.assumed,
+        )
+
+
+def simulate(
+    cluster: str | Cluster, model: str | Model, strategy: str | strategies.Strategy, **options: Any
+) -> Result:
+    """Simulate one configuration; `options` are the further fields of `Case`.
+
+    >>> simulate("a100-tcp80", "transnormer-7b", "co2(tau=48, worker=node)", gpus=128).overlap_ratio
+    1.0
+    """
+    known = Case.__dataclass_fields__
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], known)}")
+    return Case(cluster=cluster, model=model, strategy=strategy, **options).run()
+
+
+def vary(case: Case, path: str, text: str) -> Case:
+    """The case with one thing changed, given as text.
+
+    `path` is a field of `Case` that holds one value, an option of the strategy ("strategy.tau"), or
+    anything that `overrides` takes ("inter.bandwidth", "model.layers").
+    """
+    if path == "strategy":
+        return replace(case, strategy=text)
+    if path.startswith("strategy."):
+        strategy = (
+            strategies.parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+        )
+        return replace(
+            case, strategy=strategies.with_options(strategy, {path.removeprefix("strategy."): text})
+        )
+    if path in {"jitter", "straggle", "seed"}:
+        number = strategies.parse_number(path, text)
+        return replace(
+            case, noise=replace(case.noise, **{path: int(number) if path == "seed" else number})
+        )
+    if path in {"gpus", "micro_batch", "accumulation", "global_batch", "rounds"}:
+        return replace(case, **{path: strategies.parse_whole(path, text)})
+    if path in {"cluster", "model", "precision", "recompute", "optimizer"}:
+        return replace(case, **{path: text})
+    return replace(case, overrides={**case.overrides, path: text})
+
+
+def _entry(given: Any, load: Any, overrides: Mapping[str, str]) -> Entry[Any]:
+    if isinstance(given, str):
+        return load(given, overrides)  # type: ignore[no-any-return]
+    if overrides:
+        raise OptionError(
+            f"overrides ({next(iter(overrides))}) apply to names and files, not to objects"
+        )
+    return Entry(given, ())
+
+
+def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
+    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]

@@ -1,0 +1,170 @@
+"""What happened when: spans, the rules that every trace must obey, and files that viewers open."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from co2sim.errors import CatalogError
+from co2sim.schedule import Collective, Instance, Layout, Op, Schedule
+from co2sim.units import Seconds
+
+
+class Span(NamedTuple):
+    """One op of one round on one rank. A collective's span starts when the rank is ready for it."""
+
+    rank: int
+    round: int
+    op: str
+    stream: str
+    start: Seconds
+    end: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The spans of a run. `ranks` maps every traced rank to the number of ranks it stands for."""
+
+    schedule: str
+    layout: Layout
+    rounds: int
+    ranks: Mapping[int, int]
+    spans: tuple[Span, ...]
+
+    def violations(self, schedule: Schedule, tolerance: Seconds = 0.0) -> list[str]:
+        """Broken rules of the schedule, in words; empty for a correct trace.
+
+        `tolerance` is the clock error to forgive; simulated traces need none.
+        """
+        return list(_violations(self, schedule, tolerance))
+
+    def to_chrome(self, schedule: Schedule) -> dict[str, object]:
+        """Chrome trace: one process per rank, one track per stream. Perfetto opens it."""
+        ops = {op.name: op for op in schedule.body}
+        tracks = {stream: number for number, stream in enumerate(schedule.streams)}
+        events: list[dict[str, object]] = []
+        for rank, count in self.ranks.items():
+            stands = f" (stands for {count} ranks)" if count > 1 else ""
+            events.append(_named("process_name", f"rank {rank}{stands}", rank))
+            events.extend(
+                _named("thread_name", stream, rank, tid) for stream, tid in tracks.items()
+            )
+        for span in self.spans:
+            events.append(
+                {
+                    "name": span.op,
+                    "cat": span.stream,
+                    "ph": "X",
+                    "pid": span.rank,
+                    "tid": tracks[span.stream],
+                    "ts": span.start * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {"round": span.round, **_arguments(ops[span.op])},
+                }
+            )
+        return {
+            "displayTimeUnit": "ms",
+            "otherData": {"schedule": self.schedule},
+            "traceEvents": events,
+        }
+
+    def to_json_lines(self) -> Iterator[str]:
+        """A header line, then one line per span; `read_json_lines` is the inverse."""
+        yield json.dumps(
+            {
+                "schedule": self.schedule,
+                "nodes": self.layout.nodes,
+                "gpus_per_node": self.layout.gpus_per_node,
+                "rounds": self.rounds,
+                "ranks": {str(rank): count for rank, count in self.ranks.items()},
+            }
+        )
+        for span in self.spans:
+            yield json.dumps(span._asdict())
+
+
+def read_json_lines(path: Path) -> Trace:
+    """Read a trace written by `to_json_lines`. Raises CatalogError when the file is not one."""
+    try:
+        header, *rows = (json.loads(line) for line in path.read_text().splitlines())
+        return Trace(
+            schedule=header["schedule"],
+            layout=Layout(header["nodes"], header["gpus_per_node"]),
+            rounds=header["rounds"],
+            ranks={int(rank): count for rank, count in header["ranks"].items()},
+            spans=tuple(Span(**row) for row in rows),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CatalogError(f"{path} is not a trace in JSON Lines: {error}") from error
+
+
+def _named(kind: str, name: str, rank: int, track: int = 0) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
+
+
+def _arguments(op: Op) -> dict[str, object]:
+    if isinstance(op.work, Collective):
+        work = op.work
+        return {"work": str(work), "kind": work.kind, "bytes": work.bytes, "group": str(work.group)}
+    return {"work": str(op.work), "flops": op.work.flops, "bytes": op.work.memory_bytes}
+
+
+def _violations(trace: Trace, schedule: Schedule, tolerance: Seconds) -> Iterator[str]:
+    found: dict[tuple[int, int, str], Span] = {}
+    for span in trace.spans:
+        if (span.rank, span.round, span.op) in found:
+            yield f"rank {span.rank} ran {span.op!r} twice in round {span.round}"
+        if span.end < span.start - tolerance:
+            yield f"rank {span.rank}: {span.op!r} of round {span.round} ends before it starts"
+        found[span.rank, span.round, span.op] = span
+    instances = list(schedule.instances(trace.rounds))
+    for rank in trace.ranks:
+        yield from _order(rank, instances, found, tolerance)
+    expected = len(instances) * len(trace.ranks)
+    if len(found) > expected:
+        yield f"{len(found) - expected} spans are not in the schedule"
+    yield from _togetherness(trace, schedule, found, tolerance)
+
+
+def _order(
+    rank: int,
+    instances: Iterable[Instance],
+    found: Mapping[tuple[int, int, str], Span],
+    tolerance: Seconds,
+) -> Iterator[str]:
+    free: dict[str, Span] = {}
+    spans: list[Span | None] = []
+    for instance in instances:
+        _, turn, op, waits = instance
+        span = found.get((rank, turn, op.name))
+        spans.append(span)
+        if span is None:
+            yield f"rank {rank} did not run {op.name!r} in round {turn}"
+            continue
+        before = free.get(op.stream)
+        if before is not None and span.start < before.end - tolerance:
+            yield f"rank {rank}: {op.name!r} of round {turn} starts before {before.op!r} frees {op.stream!r}"
+        free[op.stream] = span
+        for wait in waits:
+            awaited = spans[wait]
+            if awaited is not None and span.start < awaited.end - tolerance:
+                yield f"rank {rank}: {op.name!r} of round {turn} starts before {awaited.op!r} has finished"
+
+
+def _togetherness(
+    trace: Trace, schedule: Schedule, found: Mapping[tuple[int, int, str], Span], tolerance: Seconds
+) -> Iterator[str]:
+    """A collective ends on all its traced members together."""
+    for op in schedule.body:
+        if not isinstance(op.work, Collective):
+            continue
+        for turn in range(trace.rounds):
+            ends: dict[range, float] = {}
+            for rank in trace.ranks:
+                span = found.get((rank, turn, op.name))
+                if span is None:
+                    continue
+                members = op.work.group.members(rank, trace.layout)
+                if abs(ends.setdefault(members, span.end) - span.end) > tolerance:
+                    yield f"{op.name!r} of round {turn} ends at different times on rank {rank} and its group"

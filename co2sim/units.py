@@ -1,0 +1,120 @@
+"""SI type aliases, the strict parser for texts such as "200 Gbit/s", and short formats.
+
+Inside the project every quantity is a plain float in the unit that its alias names; only this
+module converts. A bit and a byte are spelled `bit` and `B`, so that Gb is never taken for GB.
+"""
+
+import math
+import re
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from co2sim.errors import UnitError
+
+if TYPE_CHECKING:
+    import pint
+
+Seconds: TypeAlias = float
+Bytes: TypeAlias = float
+BytesPerSecond: TypeAlias = float
+Flops: TypeAlias = float
+FlopsPerSecond: TypeAlias = float
+UsdPerSecond: TypeAlias = float
+
+Unit: TypeAlias = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "USD/s", ""]
+
+EXAMPLES: dict[Unit, str] = {
+    "s": "a time such as '5 us'",
+    "B": "a size such as '80 GB'",
+    "B/s": "a bandwidth such as '200 Gbit/s'",
+    "FLOP": "an amount of work such as '2 TFLOP'",
+    "FLOP/s": "a speed such as '312 TFLOP/s'",
+    "USD/s": "a price such as '2.5 USD/h'",
+    "": "a plain number",
+}
+
+_DEFINITIONS = """
+byte = [information] = B
+bit = byte / 8 = bit
+second = [time] = s
+minute = 60 * second = min
+hour = 3600 * second = h
+flop = [work] = FLOP
+dollar = [currency] = USD
+kilo- = 1e3 = k
+mega- = 1e6 = M
+giga- = 1e9 = G
+tera- = 1e12 = T
+peta- = 1e15 = P
+kibi- = 1024 = Ki
+mebi- = 1048576 = Mi
+gibi- = 1073741824 = Gi
+tebi- = 1099511627776 = Ti
+milli- = 1e-3 = m
+micro- = 1e-6 = u = µ
+nano- = 1e-9 = n
+"""
+
+_QUANTITY = re.compile(
+    r"\s*(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*?)\s*"
+)
+
+
+def parse(text: str | float, unit: Unit) -> float:
+    """Read a quantity, such as "200 Gbit/s", as a float in `unit`.
+
+    A plain number is accepted only where `unit` is "" (dimensionless).
+    Raises UnitError when there is no number, no unit, an unknown one, or one of another kind.
+    """
+    match = _QUANTITY.fullmatch(str(text)) if not isinstance(text, bool) else None
+    if match is None:
+        raise UnitError(f"{text!r} is not {EXAMPLES[unit]}")
+    number = float(match["number"])
+    if not math.isfinite(number):
+        raise UnitError(f"{text!r} is not finite")
+    if not match["unit"] and unit:
+        raise UnitError(f"{text!r} has no unit; expected {EXAMPLES[unit]}")
+    return number * _factor(match["unit"], unit)
+
+
+@lru_cache(maxsize=256)
+def _factor(given: str, unit: Unit) -> float:
+    """How many `unit` one `given` is."""
+    if given == unit:
+        return 1.0
+    if not unit:
+        raise UnitError(f"unit {given!r} where {EXAMPLES[unit]} is expected")
+    if re.search(r"b(?!it|yte)", given):
+        raise UnitError(f"unit {given!r} is ambiguous; write bit (Gbit) or B (GB)")
+    import pint  # noqa: PLC0415 - 0.1 s that only texts with a prefix need
+
+    registry = _registry()
+    try:
+        return float(registry.Quantity(1.0, registry.parse_units(given)).m_as(unit))
+    except pint.DimensionalityError as error:
+        raise UnitError(f"unit {given!r} does not fit; expected {EXAMPLES[unit]}") from error
+    except (pint.PintError, ValueError, TypeError, AttributeError, SyntaxError) as error:
+        raise UnitError(f"unknown unit {given!r}; expected {EXAMPLES[unit]}") from error
+
+
+@cache
+def _registry() -> "pint.UnitRegistry[float]":
+    import pint  # noqa: PLC0415 - see above
+
+    return pint.UnitRegistry(_DEFINITIONS.splitlines())
+
+
+def scaled(value: float, unit: str) -> str:
+    """Three significant digits with a decimal prefix: 1.25e10, "B/s" -> "12.5 GB/s"."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def duration(seconds: Seconds) -> str:
+    """A time in the unit that suits it: 0.00125 -> "1.25 ms"."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"

@@ -1,0 +1,154 @@
+"""A model and how it is trained: parameters, FLOP and bytes of every block.
+
+FLOP count a multiply-add as two. The model FLOP of a token follow PaLM (Chowdhery et al. 2022,
+appendix B): 6 for every parameter that multiplies, plus 12 x layers x heads x head_dim x seq_len
+for softmax attention, without a discount for causal masks. Norms, biases and activations are left
+out. A backward pass is twice a forward pass; `recompute` adds to the hardware FLOP only.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from co2sim.errors import OptionError
+from co2sim.schedule import Compute, DType
+from co2sim.units import Bytes, Flops
+
+Recompute = Literal["none", "selective", "full"]
+Optimizer = Literal["adamw", "sgd"]
+
+MASTER_BYTES: Bytes = 4.0
+"""fp32 master copy of a parameter in mixed precision."""
+
+OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {"adamw": 12.0, "sgd": 8.0}
+"""fp32 master copy and moments per parameter: K of ZeRO (arXiv 1910.02054, section 3.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The unit of communication and of the schedule: an embedding, a layer, a head.
+
+    `tensors` are the elements of each parameter tensor in forward order. `flops` are those of a
+    forward pass over one sample, `attention_flops` the part of them that "selective" recomputation
+    repeats. `activation_bytes` and `attention_bytes` are what a backward pass needs of one sample
+    in a 2-byte type, without and with attention scores; `boundary_bytes` is the block's input.
+    """
+
+    name: str
+    tensors: tuple[int, ...]
+    flops: Flops
+    activation_bytes: Bytes
+    attention_flops: Flops = 0.0
+    attention_bytes: Bytes = 0.0
+    boundary_bytes: Bytes = 0.0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1)."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    tokens: int
+    unit: str = "token"
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; a tied embedding counts once."""
+        return sum(block.parameters for block in self.blocks)
+
+    @property
+    def flops_per_sample(self) -> Flops:
+        """Model FLOP of a training step on one sample: three forward passes."""
+        return 3 * sum(block.flops for block in self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """What one GPU does for one block and one micro-batch."""
+
+    block: Block
+    forward: Compute
+    backward: Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model with its batch and precision.
+
+    `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
+    """
+
+    model: Model
+    micro_batch: int = 1
+    accumulation: int = 1
+    precision: DType = DType.BF16
+    recompute: Recompute = "selective"
+    optimizer: Optimizer = "adamw"
+
+    def __post_init__(self) -> None:
+        """Refuse batches that are not positive."""
+        for name, value in (("micro_batch", self.micro_batch), ("accumulation", self.accumulation)):
+            if value < 1:
+                raise OptionError(f"{name} is {value}; it must be at least 1")
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return self.model.parameters
+
+    @property
+    def samples_per_gpu(self) -> int:
+        """Samples that one GPU sees in an optimizer step."""
+        return self.micro_batch * self.accumulation
+
+    def works(self) -> tuple[BlockWork, ...]:
+        """Forward and backward work of every block; equal blocks share their works.
+
+        Memory traffic is the least that the pass can do: the weights once, and every activation
+        that is kept written once and read once; a backward pass moves twice as much.
+        """
+        shared: dict[tuple[float, ...], tuple[Compute, Compute]] = {}
+        works = []
+        for block in self.model.blocks:
+            key = (block.flops, block.attention_flops, block.parameters, block.activation_bytes)
+            if key not in shared:
+                shared[key] = self._passes(block)
+            works.append(BlockWork(block, *shared[key]))
+        return tuple(works)
+
+    def _passes(self, block: Block) -> tuple[Compute, Compute]:
+        flops = block.flops * self.micro_batch
+        repeated = {
+            "none": 0.0,
+            "selective": block.attention_flops * self.micro_batch,
+            "full": flops,
+        }
+        weights = (
+            block.parameters * self.precision.bytes if flops else 0.0
+        )  # a look-up reads only rows
+        traffic = weights + 2 * block.activation_bytes * self.precision.bytes / 2 * self.micro_batch
+        return (
+            Compute("forward", flops, traffic),
+            Compute("backward", 2 * flops + repeated[self.recompute], 2 * traffic),
+        )
+
+    @property
+    def hardware_flops_per_sample(self) -> Flops:
+        """FLOP of a training step on one sample as executed, recomputation included."""
+        works = self.works()
+        return sum(work.forward.flops + work.backward.flops for work in works) / self.micro_batch
+
+    def optimizer_step(self, elements: int) -> Compute:
+        """The optimizer over `elements` parameters: memory-bound.
+
+        Traffic: gradient, master copy and moments read; master copy, moments and parameter written.
+        """
+        state = OPTIMIZER_BYTES[self.optimizer]
+        return Compute(
+            "optimizer", 12.0 * elements, elements * (2 * self.precision.bytes + 2 * state)
+        )
