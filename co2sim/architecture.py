@@ -119,7 +119,7 @@ def language_model(
 def vision_transformer(
     name: str, body: Transformer, *, image: int, patch: int, channels: int, classes: int
 ) -> Model:
-    """ViT (Dosovitskiy et al. 2021, arXiv 2010.11929): patches, a class token, layers, a linear head."""
+    """ViT (Dosovitskiy et al. 2021, arXiv 2010.11929): patches, class token, layers, head."""
     h = body.hidden
     patches = (image // patch) ** 2
     tokens, inputs = patches + 1, channels * patch * patch

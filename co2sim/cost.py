@@ -27,7 +27,7 @@ def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
 
 
 def efficiency(gpu: GPU, flops: float) -> float:
-    """Fraction of peak that an op of `flops` FLOP attains: the GPU's table, linear over log FLOP."""
+    """Fraction of peak that an op of `flops` FLOP attains: the GPU's table over log FLOP."""
     sizes = [math.log(size) for size, _ in gpu.efficiency]
     return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in gpu.efficiency]))
 
@@ -119,7 +119,7 @@ def _steps(intra: int, inter: int, wan: int, cluster: Cluster) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes sent in a round: per GPU on any link, per node through its NICs, per site over the WAN."""
+    """Bytes sent in a round: per GPU on any link, per node by its NICs, per site over the WAN."""
 
     gpu: Bytes
     nic: Bytes

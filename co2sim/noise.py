@@ -1,4 +1,4 @@
-"""Stragglers, mixed hardware and jitter, drawn from a seed so that a run can be repeated exactly."""
+"""Stragglers, mixed hardware and jitter, drawn from a seed so that a run can be repeated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Noise:
         return tuple(factor / self.node_speed.get(node, 1.0) for node, factor in enumerate(drawn))
 
     def op_slowdowns(self, family: int, member: int, count: int) -> list[float]:
-        """Factors of `count` consecutive ops of one rank (family 1) or one communicator (family 2)."""
+        """Factors of `count` consecutive ops of one rank (family 1) or communicator (family 2)."""
         return _factors([self.seed, family, member], self.jitter, count)
 
 
@@ -54,4 +54,5 @@ QUIET = Noise()
 def _factors(seed: list[int], sigma: float, count: int) -> list[float]:
     if not sigma:
         return [1.0] * count
-    return np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, count).tolist()
+    drawn = np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, count)
+    return [float(factor) for factor in drawn]

@@ -111,7 +111,7 @@ def block(ranks: int) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Local work: looked up by `kernel` when run, costed by its FLOP and bytes of memory traffic."""
+    """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic."""
 
     kernel: str
     flops: Flops
@@ -132,7 +132,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Communication: `elements` of the whole, unsharded buffer (for all_to_all: of each rank's input).
+    """Communication of `elements`: those of the whole, unsharded buffer.
+
+    For all_to_all that is each rank's input.
 
     `scale_block` > 0 says that the buffer is block-quantized and carries one fp32 scale for every
     `scale_block` elements.
@@ -151,8 +153,9 @@ class Collective:
             raise ScheduleError(f"{self.kind}: the buffer has no name")
         if self.elements < 1 or self.scale_block < 0:
             raise ScheduleError(
-                f"{self.kind}({self.buffer}): elements={self.elements}, scale_block={self.scale_block};"
-                " elements must be at least 1, scale_block 0 (no scales) or more"
+                f"{self.kind}({self.buffer}): elements={self.elements},"
+                f" scale_block={self.scale_block}; elements must be at least 1,"
+                " scale_block 0 (no scales) or more"
             )
 
     @property
@@ -196,7 +199,7 @@ class Instance(NamedTuple):
     round: int
     op: Op
     waits: tuple[int, ...]
-    """Numbers of the instances to wait for; those on the op's own stream are implied, and left out."""
+    """Numbers of the instances to wait for; those on the own stream are implied, and left out."""
 
 
 @dataclass(frozen=True)
@@ -235,16 +238,18 @@ class Schedule:
             target = place.get(wait.op)
             if target is None:
                 raise ScheduleError(
-                    f"{op.name!r} waits for {wait.op!r}, which is not in the body; {nearest(wait.op, place)}"
+                    f"{op.name!r} waits for {wait.op!r}, which is not in the body;"
+                    f" {nearest(wait.op, place)}"
                 )
             if wait.rounds_ago < 0:
                 raise ScheduleError(
-                    f"{op.name!r} waits for {wait.op!r} {wait.rounds_ago} rounds ago; it must be 0 or more"
+                    f"{op.name!r} waits for {wait.op!r} {wait.rounds_ago} rounds ago;"
+                    " it must be 0 or more"
                 )
             if not wait.rounds_ago and target >= index:
                 raise ScheduleError(
-                    f"{op.name!r} waits for {wait.op!r}, which is not before it in the body; move it up,"
-                    " or wait for an earlier round with rounds_ago=1"
+                    f"{op.name!r} waits for {wait.op!r}, which is not before it in the body;"
+                    " move it up, or wait for an earlier round with rounds_ago=1"
                 )
             if self.body[target].stream != op.stream:
                 found.append(index - target + wait.rounds_ago * len(self.body))

@@ -4,8 +4,10 @@ import heapq
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 import simpy
+from simpy.events import EventPriority
 
 from co2sim.cluster import Cluster
 from co2sim.cost import compute_time, footprint
@@ -15,7 +17,7 @@ from co2sim.schedule import Collective, Compute, Group, Instance, Schedule
 from co2sim.trace import Span, Trace
 from co2sim.units import Bytes, Seconds
 
-_AFTER_ALL_ELSE = 9
+_AFTER_ALL_ELSE = EventPriority(9)
 """SimPy priority behind everything else that happens at the same instant."""
 
 
@@ -36,6 +38,9 @@ def execute(
     time once all members are there: the baseline of exposed communication.
     """
     return _Run(schedule, cluster, precision, rounds, noise, fold, free_communication).trace()
+
+
+_Start: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class _Communicator:
     jitter: Sequence[float] | None
     transfers: dict[int, _Transfer] = field(default_factory=dict)
     arrived: dict[int, tuple[list[int], simpy.Event]] = field(default_factory=dict)
-    ready: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    ready: list[tuple[int, _Start]] = field(default_factory=list)
     busy: bool = False
 
 
@@ -251,7 +256,7 @@ class _Run:
         here.append(index)
         if len(here) == len(communicator.members):
             del communicator.arrived[number]
-            start = partial(self._start, communicator, number, work, event)
+            start: _Start = partial(self._start, communicator, number, work, event)
             if communicator.exclusive:
                 heapq.heappush(communicator.ready, (number, start))
                 self._next(communicator)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from co2sim import metrics, strategies
 from co2sim.catalog import Entry, Fact, load_cluster, load_model
@@ -10,7 +10,7 @@ from co2sim.cluster import Cluster
 from co2sim.cost import peak_flops, traffic
 from co2sim.errors import OptionError, nearest
 from co2sim.memory import activations
-from co2sim.noise import Noise
+from co2sim.noise import QUIET, Noise
 from co2sim.schedule import DType, Schedule
 from co2sim.simulator import execute
 from co2sim.strategies.step import title
@@ -33,11 +33,13 @@ class Result:
 
     cluster: str
     model: str
+    unit: str
     strategy: str
     gpus: int
     nodes: int
     micro_batch: int
     accumulation: int
+    tokens_per_gpu_per_step: int
     precision: str
     steps_per_round: int
     round_time_s: Seconds
@@ -63,8 +65,13 @@ class Result:
     rounds_simulated: int
     assumed: tuple[Fact, ...] = ()
 
+    @property
+    def exposed_share(self) -> float:
+        """Exposed communication as a fraction of the round."""
+        return self.exposed_comm_s / self.round_time_s
+
     def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON; a round's times and a step's traffic keep their names."""
+        """As plain values for JSON."""
         return asdict(self)
 
 
@@ -90,7 +97,7 @@ class Case:
     recompute: Recompute = "selective"
     optimizer: Optimizer = "adamw"
     overrides: Mapping[str, str] = field(default_factory=dict)
-    noise: Noise = Noise()
+    noise: Noise = QUIET
     rounds: int | None = None
     fold: bool = True
 
@@ -116,6 +123,12 @@ class Case:
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
+        for name, value, allowed in (
+            ("recompute", self.recompute, get_args(Recompute)),
+            ("optimizer", self.optimizer, get_args(Optimizer)),
+        ):
+            if value not in allowed:
+                raise OptionError(f"{name} is {value!r}; it is one of {', '.join(allowed)}")
         precision = self.precision or (
             "bf16" if "bf16" in cluster.gpu.peak else next(iter(cluster.gpu.peak))
         )
@@ -223,11 +236,13 @@ class Prepared:
         return Result(
             cluster=cluster.name,
             model=job.model.name,
+            unit=job.model.unit,
             strategy=title(self.strategy),
             gpus=gpus,
             nodes=cluster.nodes,
             micro_batch=job.micro_batch,
             accumulation=job.accumulation,
+            tokens_per_gpu_per_step=job.samples_per_gpu * job.model.tokens,
             precision=str(job.precision),
             steps_per_round=schedule.steps,
             round_time_s=round_time,
@@ -260,8 +275,8 @@ def simulate(
 ) -> Result:
     """Simulate one configuration; `options` are the further fields of `Case`.
 
-    >>> simulate("a100-tcp80", "transnormer-7b", "co2(tau=48, worker=node)", gpus=128).overlap_ratio
-    1.0
+    >>> simulate("a100-tcp80", "llama-7b", "co2(tau=48, worker=node)", gpus=128).fits_in_memory
+    True
     """
     known = Case.__dataclass_fields__
     unknown = [name for name in options if name not in known]
@@ -276,25 +291,24 @@ def vary(case: Case, path: str, text: str) -> Case:
     `path` is a field of `Case` that holds one value, an option of the strategy ("strategy.tau"), or
     anything that `overrides` takes ("inter.bandwidth", "model.layers").
     """
-    if path == "strategy":
-        return replace(case, strategy=text)
     if path.startswith("strategy."):
-        strategy = (
-            strategies.parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-        )
-        return replace(
-            case, strategy=strategies.with_options(strategy, {path.removeprefix("strategy."): text})
-        )
-    if path in {"jitter", "straggle", "seed"}:
-        number = strategies.parse_number(path, text)
-        return replace(
-            case, noise=replace(case.noise, **{path: int(number) if path == "seed" else number})
-        )
-    if path in {"gpus", "micro_batch", "accumulation", "global_batch", "rounds"}:
-        return replace(case, **{path: strategies.parse_whole(path, text)})
-    if path in {"cluster", "model", "precision", "recompute", "optimizer"}:
-        return replace(case, **{path: text})
-    return replace(case, overrides={**case.overrides, path: text})
+        strategy = case.strategy
+        if isinstance(strategy, str):
+            strategy = strategies.parse(strategy)
+        options = {path.removeprefix("strategy."): text}
+        return replace(case, strategy=strategies.with_options(strategy, options))
+    changes: dict[str, Any] = {}
+    if path in {"jitter", "straggle"}:
+        changes = {"noise": replace(case.noise, **{path: strategies.parse_number(path, text)})}  # type: ignore[arg-type]
+    elif path == "seed":
+        changes = {"noise": replace(case.noise, seed=strategies.parse_whole(path, text))}
+    elif path in {"gpus", "micro_batch", "accumulation", "global_batch", "rounds"}:
+        changes = {path: strategies.parse_whole(path, text)}
+    elif path in {"cluster", "model", "strategy", "precision", "recompute", "optimizer"}:
+        changes = {path: text}
+    else:
+        changes = {"overrides": {**case.overrides, path: text}}
+    return replace(case, **changes)
 
 
 def _entry(given: Any, load: Any, overrides: Mapping[str, str]) -> Entry[Any]:

@@ -50,19 +50,19 @@ class Trace:
             events.extend(
                 _named("thread_name", stream, rank, tid) for stream, tid in tracks.items()
             )
-        for span in self.spans:
-            events.append(
-                {
-                    "name": span.op,
-                    "cat": span.stream,
-                    "ph": "X",
-                    "pid": span.rank,
-                    "tid": tracks[span.stream],
-                    "ts": span.start * 1e6,
-                    "dur": (span.end - span.start) * 1e6,
-                    "args": {"round": span.round, **_arguments(ops[span.op])},
-                }
-            )
+        events.extend(
+            {
+                "name": span.op,
+                "cat": span.stream,
+                "ph": "X",
+                "pid": span.rank,
+                "tid": tracks[span.stream],
+                "ts": span.start * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {"round": span.round, **_arguments(ops[span.op])},
+            }
+            for span in self.spans
+        )
         return {
             "displayTimeUnit": "ms",
             "otherData": {"schedule": self.schedule},
@@ -142,14 +142,15 @@ def _order(
         if span is None:
             yield f"rank {rank} did not run {op.name!r} in round {turn}"
             continue
+        which = f"rank {rank}: {op.name!r} of round {turn}"
         before = free.get(op.stream)
         if before is not None and span.start < before.end - tolerance:
-            yield f"rank {rank}: {op.name!r} of round {turn} starts before {before.op!r} frees {op.stream!r}"
+            yield f"{which} starts before {before.op!r} frees {op.stream!r}"
         free[op.stream] = span
         for wait in waits:
             awaited = spans[wait]
             if awaited is not None and span.start < awaited.end - tolerance:
-                yield f"rank {rank}: {op.name!r} of round {turn} starts before {awaited.op!r} has finished"
+                yield f"{which} starts before {awaited.op!r} has finished"
 
 
 def _togetherness(
@@ -167,4 +168,4 @@ def _togetherness(
                     continue
                 members = op.work.group.members(rank, trace.layout)
                 if abs(ends.setdefault(members, span.end) - span.end) > tolerance:
-                    yield f"{op.name!r} of round {turn} ends at different times on rank {rank} and its group"
+                    yield f"{op.name!r} of round {turn} ends apart in the group of rank {rank}"

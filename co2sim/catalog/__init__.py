@@ -21,8 +21,8 @@ T = TypeVar("T")
 _NO_PROBE = {
     "value": 0,
     "assumed": True,
-    "source": "default, no probe at hand: communication does not slow compute down; 19 % on average and"
-    " up to 40 % have been measured elsewhere (Lee et al. 2025, arXiv 2507.03114)",
+    "source": "default, no probe at hand: communication does not slow compute down; 19 % on"
+    " average and up to 40 % have been measured elsewhere (Lee et al. 2025, arXiv 2507.03114)",
 }
 
 
@@ -45,7 +45,7 @@ def load_cluster(reference: str, overrides: Mapping[str, str] | None = None) -> 
     `overrides` maps dotted paths, such as "inter.bandwidth", to texts, such as "25 Gbit/s".
     Raises CatalogError when anything is unknown, missing, or of the wrong kind.
     """
-    from co2sim.catalog.specs import ClusterSpec  # noqa: PLC0415 - pydantic, only when files are read
+    from co2sim.catalog.specs import ClusterSpec  # noqa: PLC0415 - pydantic is slow
 
     tree = read("clusters", reference)
     changes = dict(overrides or {})
@@ -69,7 +69,7 @@ def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> En
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
-    from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic, only when files are read
+    from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
     tree = read("models", reference)
     if reference.endswith(".json"):

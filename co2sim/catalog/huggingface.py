@@ -9,10 +9,11 @@ from co2sim.errors import CatalogError
 _EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_intermediate_size")
 
 _GATED = {
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "internlm2", "olmo", "olmo2",
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
+    "phi3", "internlm2", "olmo", "olmo2",
     "smollm3", "granite",
 }  # fmt: skip
-"""Model types with a gated MLP, RMSNorm, and no learned positions or biases unless the file says so."""
+"""Model types with a gated MLP, RMSNorm, no learned positions; biases only if it says so."""
 
 _PLAIN = {
     "gpt2",

@@ -41,7 +41,9 @@ STRATEGIES: dict[str, type[Any]] = {
 
 
 def parse(text: str) -> Strategy:
-    """Read a strategy: `co2`, `co2(tau=48, worker=node)` or, without quotes in a shell, `co2:tau=48`.
+    """Read a strategy: `co2`, `co2(tau=48, worker=node)` or `co2:tau=48,worker=node`.
+
+    The last form needs no quotes in a shell.
 
     Raises OptionError for an unknown name or option, or a value that is not allowed.
     """

@@ -13,7 +13,7 @@ from co2sim.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CO2:
-    """`tau` local steps; the average launched at the end of a round is used `staleness` rounds later.
+    """`tau` local steps; the average launched after them is used `staleness` rounds later.
 
     Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
     Overlap, ICLR 2024, arXiv 2401.16265.
@@ -43,12 +43,13 @@ class CO2:
         average = replica.all_reduce("displacement", share, self.dtype)
         # reads x, anchor, average and momentum; writes momentum, displacement, anchor and x
         outer = outer_work(job, share, tensors=8)
+        publish = replica.publish(job, layout, "outer", job.parameters)
         ops = [
             Op("outer", outer, COMPUTE, (After("average", rounds_ago=self.staleness),)),
             Op("average", average, OUTER, (After("outer"),)),
-            *replica.publish(job, layout, "outer", job.parameters),
+            *publish,
         ]
-        ends = (ops[2].name,) if len(ops) > 2 else ("outer",)
+        ends = (publish[-1].name,) if publish else ("outer",)
         body = chain(replica.step(job, layout), self.tau, {self.tau - 1: Step(ops, (), ends)})
         return Schedule(title(self), body, steps=self.tau)
 

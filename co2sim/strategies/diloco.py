@@ -23,7 +23,7 @@ from co2sim.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
-    """`tau` local steps; the pseudo-gradient (anchor - x) is averaged and feeds an outer Nesterov step.
+    """`tau` local steps; the averaged pseudo-gradient (anchor - x) feeds an outer Nesterov step.
 
     With `fragments` > 1 parts of the model are averaged at evenly spread steps of the round, and
     `delay` local steps run before an average is used ("streaming"). dtype int8 and int4 are

@@ -36,7 +36,12 @@ Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
 OUTER = "outer"
 """The stream of the averages: their own communicator, so that local steps do not wait for them."""
 
-_INNER = {"ddp": DDP(), "zero1": Zero1(), "zero2": Zero2(), "zero3": Zero3()}
+_INNER: dict[str, DDP | Zero1 | Zero2 | Zero3] = {
+    "ddp": DDP(),
+    "zero1": Zero1(),
+    "zero2": Zero2(),
+    "zero3": Zero3(),
+}
 
 
 def check_tau(tau: int) -> None:

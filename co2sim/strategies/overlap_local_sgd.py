@@ -30,11 +30,12 @@ class OverlapLocalSGD:
         Replica(self.worker, self.inner, self.dtype)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
-        """Wait for the old average, update the anchor, pull, launch the average of what was pulled."""
+        """Wait for the old average, update the anchor, pull, launch the next average."""
         replica = Replica(self.worker, self.inner)
         share = replica.share(job, layout)
         # reads x, average, anchor and momentum; writes momentum, anchor, x and the buffer
         outer = outer_work(job, share, tensors=8)
+        publish = replica.publish(job, layout, "outer", job.parameters)
         ops = [
             Op("outer", outer, COMPUTE, (After("average", rounds_ago=1),)),
             Op(
@@ -43,9 +44,9 @@ class OverlapLocalSGD:
                 OUTER,
                 (After("outer"),),
             ),
-            *replica.publish(job, layout, "outer", job.parameters),
+            *publish,
         ]
-        ends = (ops[2].name,) if len(ops) > 2 else ("outer",)
+        ends = (publish[-1].name,) if publish else ("outer",)
         body = chain(replica.step(job, layout), self.tau, {self.tau - 1: Step(ops, (), ends)})
         return Schedule(title(self), body, steps=self.tau)
 

@@ -42,7 +42,7 @@ def sharded_step(
     reduced: tuple[After, ...] = ()
 
     def line_up(stream: str, after: str | None, named: Works, pattern: str) -> tuple[After, ...]:
-        """Append works one behind the other; the first waits for `after`. Gives the wait for the last."""
+        """Append works in a row, the first after `after`; gives the wait for the last."""
         for number, (name, work) in enumerate(named):
             wait = (After(after),) if after and not number else ()
             ops.append(Op(pattern.replace("*", name), work, stream, wait))

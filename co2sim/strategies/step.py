@@ -1,4 +1,4 @@
-"""Building blocks of an optimizer step: passes over the blocks, gradient buckets, chains of steps."""
+"""Building blocks of an optimizer step: passes over blocks, gradient buckets, chains of steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""ZeRO stage 3: parameters, gradients and optimizer are sharded; each block is fetched when used."""
+"""ZeRO stage 3: parameters, gradients and optimizer are sharded; blocks are fetched when used."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from co2sim.workload import Block, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero3:
-    """All-gather a block before its forward and again before its backward; reduce-scatter gradients.
+    """All-gather a block before its forward and its backward; reduce-scatter gradients.
 
     Gathers run ahead of the compute while the blocks ahead hold at most `prefetch` elements, and
     all blocks present at most `max_live`. A block larger than the budget is not prefetched, so its

@@ -136,8 +136,8 @@ class ZeroPP:
             return NODE
         if ranks < 0 or (g % ranks and ranks % g) or layout.world_size % ranks:
             raise OptionError(
-                f"hpz_group={ranks} must divide the {g} GPUs of a node, or be full nodes that divide"
-                f" {layout.world_size} GPUs"
+                f"hpz_group={ranks} must divide the {g} GPUs of a node, or be full nodes that"
+                f" divide {layout.world_size} GPUs"
             )
         return block_group(ranks)
 

@@ -1,0 +1,40 @@
+# make run: the main job. make test: what CI runs. make bench: the speed of the simulator.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: run test bench format clean
+
+run: $(STAMP)
+	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
+	  --strategy co2:tau=48,worker=node,inner=zero2 --strategy zeropp --strategy zero2 --strategy ddp \
+	  --gpus 8,16,32,64,128 --published papers/co2/results.toml --out out
+
+test: $(STAMP)-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest -n auto
+
+bench: $(STAMP)-dev
+	$(BIN)/python benchmarks/speed.py
+
+format: $(STAMP)-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) out
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(STAMP)-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(STAMP)

@@ -1,0 +1,29 @@
+"""The command line `co2sim`."""
+
+import os
+import sys
+
+import typer
+
+from co2sim.cli.app import app
+from co2sim.errors import Co2simError
+
+INTERRUPTED = 130
+"""Exit code of a shell for a process ended by control-C."""
+
+
+def main() -> None:
+    """Run a command. Bad input ends it with one line on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except (Co2simError, typer.TyperException) as error:
+        message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        code = 2
+    except (typer.Abort, KeyboardInterrupt):
+        print("interrupted; nothing was written", file=sys.stderr)
+        code = INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code or 0)

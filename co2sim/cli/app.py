@@ -1,0 +1,164 @@
+"""The commands: what they ask, and what they print."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from co2sim import __version__
+from co2sim.cli import options
+from co2sim.errors import OptionError
+from co2sim.study import Case, vary
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Predict how CO2, ZeRO++, ZeRO, DDP and the local-update family scale on a cluster.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,  # noqa: FBT002
+) -> None:
+    if version:
+        print(__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command("list")
+def list_(
+    what: Annotated[
+        str | None,
+        typer.Argument(help="clusters, gpus, models, strategies, or one name from them."),
+    ] = None,
+) -> None:
+    """List what the catalog holds, or every number of one entry with its source."""
+    from co2sim.cli import report  # noqa: PLC0415 - rich, only when something is printed
+
+    report.print_catalog(what)
+
+
+@app.command()
+@options.case_options
+def show(case: Case) -> None:
+    """Print the schedule: what every rank does in one round."""
+    print(case.prepare().schedule)
+
+
+@app.command()
+@options.case_options
+def run(case: Case, json_: options.Json = False) -> None:  # noqa: FBT002
+    """Simulate one configuration: times, breakdown, traffic, memory."""
+    result = case.run()
+    if json_:
+        print(json.dumps(result.to_dict(), indent=2))
+        return
+    from co2sim.cli import report  # noqa: PLC0415
+
+    report.print_result(result)
+
+
+@app.command()
+@options.case_options
+def trace(
+    case: Case,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="A .json file for Perfetto, or .jsonl with one span a line."
+        ),
+    ] = Path("trace.json"),
+) -> None:
+    """Simulate, and write the timeline of every traced rank."""
+    from co2sim.cli.files import write_atomically  # noqa: PLC0415
+
+    if out.suffix not in {".json", ".jsonl"}:
+        raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
+    schedule, found = case.trace()
+    if out.suffix == ".jsonl":
+        text = "".join(f"{line}\n" for line in found.to_json_lines())
+    else:
+        text = json.dumps(found.to_chrome(schedule))
+    write_atomically({out: text.encode()})
+    opens = "" if out.suffix == ".jsonl" else "; open it at https://ui.perfetto.dev"
+    print(f"{len(found.spans)} spans of {found.rounds} rounds in {out}{opens}")
+
+
+@app.command()
+@options.job_options
+def scale(  # noqa: PLR0917 - one argument per option
+    job: Case,
+    cluster: Annotated[
+        list[str],
+        typer.Option(
+            "--cluster", "-c", help="Catalog name or TOML file. Repeatable: one panel each."
+        ),
+    ],
+    strategy: Annotated[
+        list[str], typer.Option("--strategy", "-s", help="As in `run`. Repeatable: one line each.")
+    ],
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", "-g", help="Counts, such as 8,16,32; default: one node, doubled up to all."
+        ),
+    ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(help="Published cells to show beside the prediction (papers/*/results.toml)."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")
+    ] = Path("out"),
+    jobs: Annotated[int, typer.Option(help="Processes; -1: all cores.")] = 1,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Compare strategies over GPU counts: a table, a CSV file and a figure."""
+    from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
+
+    cases = [
+        replace(job, cluster=where, strategy=how, gpus=count)
+        for where in cluster
+        for how in strategy
+        for count in scaling.counts(gpus, where)
+    ]
+    scaling.scale(cases, published, out, jobs, as_json=json_)
+
+
+@app.command()
+@options.case_options
+def sweep(
+    case: Case,
+    over: Annotated[
+        list[str],
+        typer.Option(
+            "--vary",
+            help='What to vary, and its values: --vary inter.bandwidth="25 Gbit/s, 100 Gbit/s",'
+            " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048."
+            " Repeatable: all combinations.",
+        ),
+    ],
+    csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes; -1: all cores.")] = -1,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Vary any parameter over values, in parallel."""
+    from co2sim.cli import sweeping  # noqa: PLC0415 - pandas
+
+    axes = {path: sweeping.values(text) for path, text in options.pairs(over, "--vary").items()}
+    settings = [dict(zip(axes, point, strict=True)) for point in product(*axes.values())]
+    cases = []
+    for setting in settings:
+        varied = case
+        for path, text in setting.items():
+            varied = vary(varied, path, text)
+        cases.append(varied)
+    sweeping.sweep(cases, settings, csv, jobs, as_json=json_)

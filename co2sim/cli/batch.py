@@ -1,0 +1,38 @@
+"""Many cases, in order, with a progress bar, on one process or several."""
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from co2sim.errors import Co2simError, OptionError
+from co2sim.study import Case, Result
+
+
+def run_all(cases: Sequence[Case], jobs: int) -> list[Result]:
+    """The results of `cases`. The first that fails ends it all: its error names the case."""
+    if jobs == 0 or jobs < -1:
+        raise OptionError(f"jobs is {jobs}; it must be -1 (all cores), or 1 or more")
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        return list(bar.track(_results(cases, jobs), total=len(cases)))
+
+
+def _results(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
+    if jobs == 1 or len(cases) == 1:
+        yield from map(_run, cases)
+        return
+    from joblib import Parallel, delayed  # noqa: PLC0415 - 0.1 s that one process does not need
+
+    yield from Parallel(n_jobs=jobs, return_as="generator")(delayed(_run)(case) for case in cases)
+
+
+def _run(case: Case) -> Result:
+    try:
+        return case.run()
+    except Co2simError as error:
+        raise type(error)(f"{case.strategy} on {case.gpus or 'all'} GPUs: {error}") from error

@@ -1,0 +1,176 @@
+"""The options that several commands share, and the case that they describe."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
+
+import typer
+
+from co2sim.errors import OptionError
+from co2sim.noise import Noise
+from co2sim.strategies import parse_number
+from co2sim.study import Case
+
+Cluster = Annotated[
+    str, typer.Option("--cluster", "-c", help="Catalog name (`co2sim list clusters`) or TOML file.")
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Catalog name (`co2sim list models`), TOML file, or Hugging Face config.json.",
+    ),
+]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="Name with options: co2:tau=48,worker=node, or 'co2(tau=48, worker=node)'"
+        " (`co2sim list strategies`).",
+    ),
+]
+Gpus = Annotated[
+    int | None, typer.Option("--gpus", "-g", help="Number of GPUs; default: the whole cluster.")
+]
+MicroBatch = Annotated[int, typer.Option(help="Samples per GPU and micro-step.")]
+Accumulation = Annotated[int, typer.Option(help="Micro-steps per optimizer step.")]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option(help="Samples per optimizer step over all GPUs; sets the accumulation."),
+]
+Precision = Annotated[
+    str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16.")
+]
+Recompute = Annotated[
+    str, typer.Option(help="Activations to recompute: none, selective (attention scores) or full.")
+]
+Optimizer = Annotated[str, typer.Option(help="adamw or sgd.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help='Override any number of the cluster or, behind "model.", of the model:'
+        ' --set inter.bandwidth="25 Gbit/s" --set model.seq_len=4096. Repeatable.',
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of jitter and stragglers.")]
+Jitter = Annotated[
+    float, typer.Option(help="Sigma of a lognormal factor on the time of every op; 0: none.")
+]
+Straggle = Annotated[
+    float, typer.Option(help="Sigma of a lognormal factor on the compute time of every node.")
+]
+NodeSpeed = Annotated[
+    list[str] | None,
+    typer.Option(help="Relative compute speed of one node: --node-speed 3=0.8. Repeatable."),
+]
+Rounds = Annotated[
+    int | None, typer.Option(help="Rounds to average over; default: 1, or 10 with jitter.")
+]
+Fold = Annotated[
+    bool, typer.Option(help="Let one rank stand for all equal ones, or simulate each.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
+    """Read NAME=VALUE texts. Raises OptionError for others."""
+    found = {}
+    for text in texts or ():
+        name, separator, value = text.partition("=")
+        if not separator or not name.strip() or not value.strip():
+            raise OptionError(f"{flag} {text!r} is not NAME=VALUE")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def _noise(seed: int, jitter: float, straggle: float, node_speed: Iterable[str] | None) -> Noise:
+    """What makes ranks differ."""
+    speeds = {}
+    for node, speed in pairs(node_speed, "--node-speed").items():
+        if not node.isdecimal():
+            raise OptionError(f"--node-speed {node}={speed}: {node!r} is not the number of a node")
+        speeds[int(node)] = parse_number(f"speed of node {node}", speed)
+    if seed < 0:
+        raise OptionError(f"seed is {seed}; it must be 0 or more")
+    return Noise(node_speed=speeds, straggle=straggle, jitter=jitter, seed=seed)
+
+
+def _job(  # noqa: PLR0913 - one argument per option
+    model: Model,
+    *,
+    micro_batch: MicroBatch = 1,
+    accumulation: Accumulation = 1,
+    global_batch: GlobalBatch = None,
+    precision: Precision = None,
+    recompute: Recompute = "selective",
+    optimizer: Optimizer = "adamw",
+    overrides: Overrides = None,
+    seed: Seed = 0,
+    jitter: Jitter = 0.0,
+    straggle: Straggle = 0.0,
+    node_speed: NodeSpeed = None,
+    rounds: Rounds = None,
+    fold: Fold = True,
+) -> Case:
+    """Everything but where and how to train; `Case` checks the values."""
+    return Case(
+        cluster="",
+        model=model,
+        strategy="",
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        global_batch=global_batch,
+        precision=precision,
+        recompute=recompute,  # type: ignore[arg-type]
+        optimizer=optimizer,  # type: ignore[arg-type]
+        overrides=pairs(overrides, "--set"),
+        noise=_noise(seed, jitter, straggle, node_speed),
+        rounds=rounds,
+        fold=fold,
+    )
+
+
+def _single(cluster: Cluster, strategy: Strategy, gpus: Gpus = None) -> dict[str, Any]:
+    """Where and how to train, where there is one of each."""
+    return {"cluster": cluster, "strategy": strategy, "gpus": gpus}
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `_job`; its parameter `job` receives the case."""
+    return _sharing(command, "job", _job, _job)
+
+
+def case_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command all options of one configuration; its parameter `case` receives it."""
+
+    def both(**given: Any) -> Case:
+        single = {name: given.pop(name) for name in signature(_single).parameters}
+        return replace(_job(**given), **_single(**single))
+
+    return _sharing(command, "case", both, _single, _job)
+
+
+def _sharing(
+    command: Callable[..., None],
+    target: str,
+    make: Callable[..., Case],
+    *sources: Callable[..., Any],
+) -> Callable[..., None]:
+    """`command` with the parameters of `sources` in place of `target`, which `make` fills."""
+    shared = [p for source in sources for p in signature(source).parameters.values()]
+    own = [p for p in signature(command).parameters.values() if p.name != target]
+
+    @wraps(command)
+    def wrapper(**given: Any) -> None:
+        made = make(**{p.name: given.pop(p.name) for p in shared})
+        command(**{target: made}, **given)
+
+    parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*shared, *own)]
+    wrapper.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
