@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test bench format clean
+.PHONY: run test bench golden format clean
 
 run: $(STAMP)
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
@@ -20,6 +20,9 @@ test: $(STAMP)-dev
 
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py
+
+golden: $(STAMP)-dev
+	$(BIN)/pytest --update-golden tests/test_strategies.py
 
 format: $(STAMP)-dev
 	$(BIN)/ruff format .

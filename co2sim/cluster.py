@@ -11,7 +11,8 @@ from co2sim.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds, 
 Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a group run one at a time. gloo: those in flight share the links."""
 
-AllReduce = Literal["ring", "tree", "hierarchical"]
+AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
+"""auto: what the backend picks; see `cost`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Cluster:
     intra: Link
     inter: Link
     backend: Backend = "nccl"
-    all_reduce: AllReduce = "ring"
+    all_reduce: AllReduce = "auto"
     interference: float = 0.0
     sites: int = 1
     wan: Link | None = None

@@ -9,11 +9,12 @@ each site, once. Latency steps follow NCCL's model (src/graph/tuning.cc).
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from co2sim.cluster import GPU, Cluster
+from co2sim.cluster import GPU, AllReduce, Cluster
 from co2sim.errors import OptionError, nearest
 from co2sim.schedule import Collective, Compute, Group, Kind, Schedule
 from co2sim.units import Bytes, FlopsPerSecond, Seconds
@@ -58,57 +59,148 @@ class Footprint:
     members_per_node: int
     members_per_site: int
 
+    def groups(self, cluster: Cluster) -> tuple[int, int]:
+        """How many groups of the kind share the NICs of a node, and the uplink of a site."""
+        g = cluster.gpus_per_node
+        return g // self.members_per_node, g * cluster.nodes_per_site // self.members_per_site
+
+    def loads(self, cluster: Cluster) -> tuple[Bytes, Bytes, Bytes]:
+        """Bytes on links of a GPU, of a node and of a site, with all groups of the kind."""
+        on_node, on_site = self.groups(cluster)
+        return self.intra, self.inter * on_node, self.wan * on_site
+
+    def alone(self, cluster: Cluster) -> Seconds:
+        """Time when nothing but the groups of the same kind is in flight."""
+        wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
+        speeds = (cluster.intra.payload_bandwidth, cluster.inter.payload_bandwidth, wan)
+        pairs = zip(self.loads(cluster), speeds, strict=True)
+        return self.latency + max(size / speed for size, speed in pairs)
+
 
 def footprint(work: Collective, cluster: Cluster) -> Footprint:
     """Footprint of `work` for one group of the cluster."""
-    m, k, q = _spread(work.group, cluster)
-    size, nodes, sites = work.bytes, m // k, m // q
-    if m == 1:
-        return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
-    if work.kind is Kind.ALL_TO_ALL:
-        return Footprint(
-            latency=_steps(k - 1, m - k - (m - q), m - q, cluster),
-            intra=size * (k - 1) / m,
-            inter=size * k * (m - k) / m,
-            wan=size * q * (m - q) / m,
-            sent=size * (m - 1) / m,
-            members_per_node=k,
-            members_per_site=q,
+    spread = _spread(work.group, cluster)
+    size = work.bytes
+    match work.kind:
+        case _ if spread.members == 1:
+            return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
+        case Kind.ALL_TO_ALL:
+            return _pairwise(size, spread, cluster)
+        case Kind.BROADCAST:
+            return _ring(size, 1, spread, cluster)
+        case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
+            return _ring(size * (spread.members - 1) / spread.members, 1, spread, cluster)
+    return _all_reduce(size, cluster.all_reduce, spread, cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """Ranks of a group: in all, on each of its nodes, at each of its sites."""
+
+    members: int
+    per_node: int
+    per_site: int
+
+    @property
+    def nodes(self) -> int:
+        return self.members // self.per_node
+
+    @property
+    def sites(self) -> int:
+        return self.members // self.per_site
+
+
+def _spread(group: Group, cluster: Cluster) -> _Spread:
+    layout = cluster.layout
+    members = group.members(0, layout)
+    per_node = max(1, min(len(members), layout.gpus_per_node // members.step))
+    per_site = min(len(members), per_node * cluster.nodes_per_site)
+    block = group.ranks  # other groups are spread evenly on any layout
+    if block and not (
+        _divides(block, layout.gpus_per_node)
+        and _divides(block, layout.gpus_per_node * cluster.nodes_per_site)
+    ):
+        raise OptionError(
+            f"group {group} is not spread evenly over nodes of {layout.gpus_per_node} GPUs and"
+            f" sites of {cluster.nodes_per_site} nodes"
         )
-    passes = 2 if work.kind is Kind.ALL_REDUCE else 1
-    ring = passes * size * ((m - 1) / m if work.kind is not Kind.BROADCAST else 1.0)
-    intra, inter = (ring if k > 1 else 0.0), (ring if nodes > 1 else 0.0)
-    latency = passes * _steps(m - nodes, nodes - sites, sites - 1, cluster)
-    if work.kind is Kind.ALL_REDUCE and cluster.all_reduce == "tree":
-        depth = math.ceil(math.log2(nodes / sites)) if nodes > sites else 0
-        latency = 2 * _steps(k - 1, depth, math.ceil(math.log2(sites)), cluster)
-        intra, inter = (2 * size if k > 1 else 0.0), 2 * size * (nodes - 1) / nodes
-    elif work.kind is Kind.ALL_REDUCE and cluster.all_reduce == "hierarchical":
-        latency = 2 * _steps(k - 1, nodes - sites, sites - 1, cluster)
-        intra, inter = 2 * size * (k - 1) / k, 2 * size * (nodes - 1) / nodes
+    return _Spread(len(members), per_node, per_site)
+
+
+def _divides(one: int, other: int) -> bool:
+    """Whether the smaller number divides the larger."""
+    return max(one, other) % min(one, other) == 0
+
+
+def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster) -> Footprint:
+    """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once."""
+    hops = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, cluster)
     return Footprint(
-        latency=latency,
-        intra=intra,
-        inter=inter,
-        wan=inter if sites > 1 else 0.0,
-        sent=ring,
+        latency=passes * hops,
+        intra=pushed if at.per_node > 1 else 0.0,
+        inter=pushed if at.nodes > 1 else 0.0,
+        wan=pushed if at.sites > 1 else 0.0,
+        sent=pushed,
+        members_per_node=at.per_node,
+        members_per_site=at.per_site,
+    )
+
+
+def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
+    """Every member sends an equal part of its buffer to each other one, one after the other."""
+    m, k, q = at.members, at.per_node, at.per_site
+    return Footprint(
+        latency=_steps(k - 1, q - k, m - q, cluster),
+        intra=size * (k - 1) / m,
+        inter=size * k * (m - k) / m,
+        wan=size * q * (m - q) / m,
+        sent=size * (m - 1) / m,
         members_per_node=k,
         members_per_site=q,
     )
 
 
-def _spread(group: Group, cluster: Cluster) -> tuple[int, int, int]:
-    """Members of a group: in all, on one node, at one site."""
-    layout = cluster.layout
-    members = group.members(0, layout)
-    per_node = max(1, min(len(members), layout.gpus_per_node // members.step))
-    per_site = min(len(members), per_node * cluster.nodes_per_site)
-    if len(members) % per_node or len(members) % per_site:
-        raise OptionError(
-            f"group {group} of {len(members)} ranks is not spread evenly over nodes of"
-            f" {layout.gpus_per_node} and {cluster.sites} sites"
+def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster) -> Footprint:
+    """ring; tree: up and down two trees of nodes; hierarchical: node, peers, node, in a pipeline.
+
+    auto is what the backend does: NCCL takes the faster of ring and tree, Gloo the ring.
+    """
+    if algorithm == "auto":
+        names: tuple[AllReduce, ...] = ("ring", "tree") if cluster.backend == "nccl" else ("ring",)
+        candidates = [_all_reduce(size, name, at, cluster) for name in names]
+        return min(candidates, key=lambda found: found.alone(cluster))
+    ring = _ring(2 * size * (at.members - 1) / at.members, 2, at, cluster)
+    if algorithm == "ring":
+        return ring
+    between = 2 * size * (at.nodes - 1) / at.nodes
+    if algorithm == "tree":
+        depth = math.ceil(math.log2(at.nodes // at.sites))
+        return replace(
+            ring,
+            latency=2 * _steps(at.per_node - 1, depth, math.ceil(math.log2(at.sites)), cluster),
+            intra=2 * size if at.per_node > 1 else 0.0,
+            inter=between,
+            wan=2 * size * (at.sites - 1) / at.sites,
         )
-    return len(members), per_node, per_site
+    return replace(
+        ring,
+        latency=2 * _steps(at.per_node - 1, at.nodes - at.sites, at.sites - 1, cluster),
+        intra=2 * size * (at.per_node - 1) / at.per_node,
+        inter=between,
+        wan=between if at.sites > 1 else 0.0,
+    )
+
+
+def footprints(works: Iterable[Collective], cluster: Cluster) -> dict[int, Footprint]:
+    """Footprint by `id` of the work; those of the same kind, size and group are computed once."""
+    costs: dict[tuple[Kind, Bytes, Group], Footprint] = {}
+    found = {}
+    for work in works:
+        key = (work.kind, work.bytes, work.group)
+        if key not in costs:
+            costs[key] = footprint(work, cluster)
+        found[id(work)] = costs[key]
+    return found
 
 
 def _steps(intra: int, inter: int, wan: int, cluster: Cluster) -> Seconds:
@@ -129,13 +221,11 @@ class Traffic:
 def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
     """What one round of `schedule` sends."""
     works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
-    prints = {
-        id(work): footprint(work, cluster) for work in {id(work): work for work in works}.values()
-    }
-    found = [prints[id(work)] for work in works]
-    g = cluster.gpus_per_node
+    costs = footprints(works, cluster)
+    found = [costs[id(work)] for work in works]
+    loads = [footprint.loads(cluster) for footprint in found]
     return Traffic(
-        gpu=sum(f.sent for f in found),
-        nic=sum(f.inter * g / f.members_per_node for f in found),
-        wan=sum(f.wan * g * cluster.nodes_per_site / f.members_per_site for f in found),
+        gpu=sum(footprint.sent for footprint in found),
+        nic=sum(nic for _, nic, _ in loads),
+        wan=sum(wan for _, _, wan in loads),
     )

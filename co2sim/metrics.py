@@ -57,7 +57,7 @@ def busy(spans: Iterable[Span], during: Window) -> Seconds:
     """Time in the window, per round, during which at least one of the spans was under way."""
     total, reached = 0.0, during.start
     for start, end in sorted((span.start, min(span.end, during.end)) for span in spans):
-        if end > reached:
+        if end > max(start, reached):
             total += end - max(start, reached)
             reached = end
     return total / during.rounds

@@ -8,6 +8,7 @@ back get equal bytes per second, and what slower flows leave over goes to the fa
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import simpy
 
@@ -18,55 +19,66 @@ _MAX_PASSES = 1000
 
 
 def max_min_rates(
-    loads: Sequence[Mapping[Hashable, Bytes]], capacity: Mapping[Hashable, BytesPerSecond]
+    loads: Sequence[Mapping[Hashable, Bytes]],
+    capacity: Mapping[Hashable, BytesPerSecond],
+    copies: Sequence[Mapping[Hashable, int]] | None = None,
 ) -> list[float]:
     """Rate of each flow, in whole flows per second, when all are in flight together.
 
     `loads[i]` maps links to the bytes that flow i pushes through them. Every link repeatedly offers
     its flows the largest equal share (in bytes per second) that fills it, given what the flows can
-    use elsewhere, until no offer changes (Charny, Clark and Jain 1995).
+    use elsewhere, until no offer changes (Charny, Clark and Jain 1995). `copies[i]` maps links to
+    the number of equal flows that flow i stands for there (1 if left out): each gets a share.
     """
-    users: dict[Hashable, list[int]] = {}
+    shares = [
+        {link: size / (copies[flow].get(link, 1) if copies else 1) for link, size in links.items()}
+        for flow, links in enumerate(loads)
+    ]
+    users: dict[Hashable, list[tuple[int, int]]] = {}
     for flow, links in enumerate(loads):
         for link in links:
-            users.setdefault(link, []).append(flow)
+            count = copies[flow].get(link, 1) if copies else 1
+            users.setdefault(link, []).append((flow, count))
     offer = dict.fromkeys(users, math.inf)
 
     def limit(flow: int, excluded: Hashable = None) -> float:
         return min(
-            (offer[link] / size for link, size in loads[flow].items() if link != excluded),
+            (offer[link] / size for link, size in shares[flow].items() if link != excluded),
             default=math.inf,
         )
 
     for _ in range(_MAX_PASSES):
         change = 0.0
         for link, flows in users.items():
-            wanted = sorted(loads[flow][link] * limit(flow, link) for flow in flows)
+            wanted = sorted(
+                (shares[flow][link] * limit(flow, link), count) for flow, count in flows
+            )
             share = _fill(wanted, capacity[link])
             if share != offer[link]:
-                change = max(
-                    change, abs(share / offer[link] - 1) if offer[link] < math.inf else 1.0
-                )
+                known = offer[link] < math.inf
+                change = max(change, abs(share / offer[link] - 1) if known else 1.0)
                 offer[link] = share
         if change <= _TOLERANCE:
             break
     return [limit(flow) for flow in range(len(loads))]
 
 
-def _fill(wanted: Sequence[float], capacity: float) -> float:
-    """The level at which demands capped by it sum to `capacity`; inf if they never do."""
-    left = capacity
-    for place, demand in enumerate(wanted):
-        share = left / (len(wanted) - place)
+def _fill(wanted: Sequence[tuple[float, int]], capacity: float) -> float:
+    """The level at which demands, each `count` times, capped by it sum to `capacity`, or inf."""
+    left, waiting = capacity, sum(count for _, count in wanted)
+    for demand, count in wanted:
+        share = left / waiting
         if demand > share:
             return share
-        left -= demand
+        left -= demand * count
+        waiting -= count
     return math.inf
 
 
 @dataclass(eq=False, slots=True)
 class _Flow:
     loads: Mapping[Hashable, Bytes]
+    copies: Mapping[Hashable, int]
     on_done: Callable[[], None]
     solo_rate: float
     left: float = 1.0
@@ -97,15 +109,16 @@ class Network:
         latency: Seconds,
         solo: Seconds,
         on_done: Callable[[], None],
+        copies: Mapping[Hashable, int] = MappingProxyType({}),
     ) -> None:
         """Start a transfer; `on_done` is called when its last byte has arrived.
 
-        `solo` is the time that the bytes take alone, without latency.
+        `solo` is the time that the bytes take alone, without latency; `copies` as above.
         """
         if solo <= 0:
             self._later(latency, lambda _: on_done())
             return
-        flow = _Flow(loads, on_done, 1 / solo)
+        flow = _Flow(loads, copies, on_done, 1 / solo)
         self._later(latency, lambda _: self._enter(flow))
 
     def _later(self, delay: Seconds, call: Callable[[simpy.Event], None]) -> None:
@@ -146,7 +159,8 @@ class Network:
                 new = [flow for flow in self._users[link] if flow not in found]
                 found.update(dict.fromkeys(new))
                 queue.extend(new)
-        rates = max_min_rates([flow.loads for flow in found], self.capacity)
+        loads, copies = [flow.loads for flow in found], [flow.copies for flow in found]
+        rates = max_min_rates(loads, self.capacity, copies)
         for flow, rate in zip(found, rates, strict=True):
             if rate != flow.rate:
                 flow.advance(self._env.now)

@@ -28,6 +28,8 @@ class Noise:
         for name, value in (("straggle", self.straggle), ("jitter", self.jitter)):
             if not 0 <= value <= 1:
                 raise OptionError(f"{name} is {value}; it is the sigma of a lognormal, from 0 to 1")
+        if self.seed < 0:
+            raise OptionError(f"seed is {self.seed}; it must be 0 or more")
         for node, speed in self.node_speed.items():
             if not 0 < speed < float("inf"):
                 raise OptionError(

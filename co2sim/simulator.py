@@ -10,7 +10,7 @@ import simpy
 from simpy.events import EventPriority
 
 from co2sim.cluster import Cluster
-from co2sim.cost import compute_time, footprint
+from co2sim.cost import compute_time, footprints
 from co2sim.network import Network
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import Collective, Compute, Group, Instance, Schedule
@@ -65,6 +65,7 @@ class _Progress:
 @dataclass(frozen=True, slots=True)
 class _Transfer:
     loads: Mapping[Hashable, Bytes]
+    copies: Mapping[Hashable, int]
     latency: Seconds
     solo: Seconds
 
@@ -104,10 +105,13 @@ class _Run:
             for key, work in works.items()
             if isinstance(work, Compute)
         }
-        groups = tuple(dict.fromkeys(w.group for w in works.values() if isinstance(w, Collective)))
+        collectives = [work for work in works.values() if isinstance(work, Collective)]
+        self.footprints = footprints(collectives, cluster)
+        groups = tuple(dict.fromkeys(work.group for work in collectives))
         slowdowns = noise.node_slowdowns(cluster.layout)
+        alike = min(slowdowns) == max(slowdowns)
         straddles = any(group.name == "block" and self._leaves_node(group) for group in groups)
-        self.folded = fold and not noise.jitter and not (straddles and len(set(slowdowns)) > 1)
+        self.folded = fold and not noise.jitter and not (straddles and not alike)
         self.classes = self._classes(slowdowns)
         self.progress = [_Progress() for _ in self.classes]
         count = rounds * len(schedule.body) if noise.jitter else 0
@@ -181,23 +185,25 @@ class _Run:
     def _transfer(self, communicator: _Communicator, work: Collective) -> _Transfer:
         """Bytes on every link; a folded rank stands for all groups that share its node and site."""
         if self.free:
-            return _Transfer({}, 0.0, 0.0)
-        cluster, g = self.cluster, self.cluster.gpus_per_node
-        cost = footprint(work, cluster)
+            return _Transfer({}, {}, 0.0, 0.0)
+        cluster = self.cluster
+        cost = self.footprints[id(work)]
         loads: dict[Hashable, float] = {}
+        copies: dict[Hashable, int] = {}
+        intra, nic, wan = cost.loads(cluster)
         for index in communicator.members:
-            loads["gpu", index] = cost.intra
+            loads["gpu", index] = intra
             if self.folded:
-                loads["nic", index] = cost.inter * g / cost.members_per_node
-                loads["wan", 0] = cost.wan * g * cluster.nodes_per_site / cost.members_per_site
+                loads["nic", index], loads["wan", 0] = nic, wan
+                copies["nic", index], copies["wan", 0] = cost.groups(cluster)
             else:
-                node = self.classes[index].rank // g
+                node = self.classes[index].rank // cluster.gpus_per_node
                 loads["nic", node] = cost.inter
                 loads["wan", node // cluster.nodes_per_site] = cost.wan
         loads = {link: size for link, size in loads.items() if size}
         capacity = self.network.capacity
         solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
-        return _Transfer(loads, cost.latency, solo)
+        return _Transfer(loads, copies, cost.latency, solo)
 
     # --- running --------------------------------------------------------------------------------
 
@@ -300,7 +306,7 @@ class _Run:
 
         self._traffic(communicator, 1)
         if solo or latency:
-            self.network.transfer(loads, latency, solo, done)
+            self.network.transfer(loads, latency, solo, done, transfer.copies)
         else:
             done()
 

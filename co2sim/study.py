@@ -18,6 +18,8 @@ from co2sim.trace import Trace
 from co2sim.units import Bytes, Seconds
 from co2sim.workload import Model, Optimizer, Recompute, Workload
 
+_PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
+"""Training precisions, the default first."""
 _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
 
@@ -129,9 +131,8 @@ class Case:
         ):
             if value not in allowed:
                 raise OptionError(f"{name} is {value!r}; it is one of {', '.join(allowed)}")
-        precision = self.precision or (
-            "bf16" if "bf16" in cluster.gpu.peak else next(iter(cluster.gpu.peak))
-        )
+        preferred = (str(kind) for kind in _PRECISIONS if kind in cluster.gpu.peak)
+        precision = self.precision or next(preferred)
         peak_flops(cluster.gpu, precision)
         if self.recompute == "full" and not any(block.boundary_bytes for block in model.blocks):
             raise OptionError(

@@ -143,6 +143,8 @@ def _order(
             yield f"rank {rank} did not run {op.name!r} in round {turn}"
             continue
         which = f"rank {rank}: {op.name!r} of round {turn}"
+        if span.stream != op.stream:
+            yield f"{which} ran on {span.stream!r}, not on {op.stream!r}"
         before = free.get(op.stream)
         if before is not None and span.start < before.end - tolerance:
             yield f"{which} starts before {before.op!r} frees {op.stream!r}"

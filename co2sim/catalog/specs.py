@@ -95,7 +95,7 @@ class ClusterSpec(_Spec):
     intra: LinkSpec
     inter: LinkSpec
     backend: Backend = "nccl"
-    all_reduce: AllReduce = "ring"
+    all_reduce: AllReduce = "auto"
     interference: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
     sites: Count = 1
     wan: LinkSpec | None = None

@@ -15,7 +15,6 @@ from co2sim.study import Case, vary
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Predict how CO2, ZeRO++, ZeRO, DDP and the local-update family scale on a cluster.",
@@ -118,7 +117,7 @@ def scale(  # noqa: PLR0917 - one argument per option
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")
     ] = Path("out"),
-    jobs: Annotated[int, typer.Option(help="Processes; -1: all cores.")] = 1,
+    jobs: options.Jobs = 1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
@@ -147,7 +146,7 @@ def sweep(
         ),
     ],
     csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes; -1: all cores.")] = -1,
+    jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Vary any parameter over values, in parallel."""

@@ -1,12 +1,15 @@
 """Many cases, in order, with a progress bar, on one process or several."""
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from co2sim.errors import Co2simError, OptionError
+from co2sim.strategies.step import title
 from co2sim.study import Case, Result
 
 
@@ -28,11 +31,19 @@ def _results(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
         return
     from joblib import Parallel, delayed  # noqa: PLC0415 - 0.1 s that one process does not need
 
-    yield from Parallel(n_jobs=jobs, return_as="generator")(delayed(_run)(case) for case in cases)
+    work = (delayed(_run_in)(Path.cwd(), case) for case in cases)
+    yield from Parallel(n_jobs=jobs, return_as="generator")(work)
+
+
+def _run_in(folder: Path, case: Case) -> Result:
+    """Workers outlive a call: paths of files are relative to the folder of the caller."""
+    os.chdir(folder)
+    return _run(case)
 
 
 def _run(case: Case) -> Result:
     try:
         return case.run()
     except Co2simError as error:
-        raise type(error)(f"{case.strategy} on {case.gpus or 'all'} GPUs: {error}") from error
+        strategy = case.strategy if isinstance(case.strategy, str) else title(case.strategy)
+        raise type(error)(f"{strategy} on {case.gpus or 'all'} GPUs: {error}") from error

@@ -13,6 +13,31 @@ from co2sim.noise import Noise
 from co2sim.strategies import parse_number
 from co2sim.study import Case
 
+
+def _number(flag: str) -> Callable[[str], float]:
+    """A parser that says which option got what."""
+
+    def read(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise OptionError(f"{flag} is {text!r}; it must be a number") from None
+
+    return read
+
+
+def _whole(flag: str) -> Callable[[str], int]:
+    """A parser that says which option got what."""
+
+    def read(text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise OptionError(f"{flag} is {text!r}; it must be a whole number") from None
+
+    return read
+
+
 Cluster = Annotated[
     str, typer.Option("--cluster", "-c", help="Catalog name (`co2sim list clusters`) or TOML file.")
 ]
@@ -34,13 +59,34 @@ Strategy = Annotated[
     ),
 ]
 Gpus = Annotated[
-    int | None, typer.Option("--gpus", "-g", help="Number of GPUs; default: the whole cluster.")
+    int | None,
+    typer.Option(
+        "--gpus",
+        "-g",
+        parser=_whole("--gpus"),
+        metavar="N",
+        help="Number of GPUs; default: the whole cluster.",
+    ),
 ]
-MicroBatch = Annotated[int, typer.Option(help="Samples per GPU and micro-step.")]
-Accumulation = Annotated[int, typer.Option(help="Micro-steps per optimizer step.")]
+MicroBatch = Annotated[
+    int,
+    typer.Option(
+        parser=_whole("--micro-batch"), metavar="N", help="Samples per GPU and micro-step."
+    ),
+]
+Accumulation = Annotated[
+    int,
+    typer.Option(
+        parser=_whole("--accumulation"), metavar="N", help="Micro-steps per optimizer step."
+    ),
+]
 GlobalBatch = Annotated[
     int | None,
-    typer.Option(help="Samples per optimizer step over all GPUs; sets the accumulation."),
+    typer.Option(
+        parser=_whole("--global-batch"),
+        metavar="N",
+        help="Samples per optimizer step over all GPUs; sets the accumulation.",
+    ),
 ]
 Precision = Annotated[
     str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16.")
@@ -53,26 +99,51 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
+        metavar="NAME=VALUE",
         help='Override any number of the cluster or, behind "model.", of the model:'
         ' --set inter.bandwidth="25 Gbit/s" --set model.seq_len=4096. Repeatable.',
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of jitter and stragglers.")]
+Seed = Annotated[
+    int, typer.Option(parser=_whole("--seed"), metavar="N", help="Seed of jitter and stragglers.")
+]
 Jitter = Annotated[
-    float, typer.Option(help="Sigma of a lognormal factor on the time of every op; 0: none.")
+    float,
+    typer.Option(
+        parser=_number("--jitter"),
+        metavar="N",
+        help="Sigma of a lognormal factor on the time of every op; 0: none.",
+    ),
 ]
 Straggle = Annotated[
-    float, typer.Option(help="Sigma of a lognormal factor on the compute time of every node.")
+    float,
+    typer.Option(
+        parser=_number("--straggle"),
+        metavar="N",
+        help="Sigma of a lognormal factor on the compute time of every node.",
+    ),
 ]
 NodeSpeed = Annotated[
     list[str] | None,
-    typer.Option(help="Relative compute speed of one node: --node-speed 3=0.8. Repeatable."),
+    typer.Option(
+        metavar="NODE=SPEED",
+        help="Relative compute speed of one node: --node-speed 3=0.8. Repeatable.",
+    ),
 ]
 Rounds = Annotated[
-    int | None, typer.Option(help="Rounds to average over; default: 1, or 10 with jitter.")
+    int | None,
+    typer.Option(
+        parser=_whole("--rounds"),
+        metavar="N",
+        help="Rounds to average over; default: 1, or 10 with jitter.",
+    ),
 ]
 Fold = Annotated[
     bool, typer.Option(help="Let one rank stand for all equal ones, or simulate each.")
+]
+Jobs = Annotated[
+    int,
+    typer.Option(parser=_whole("--jobs"), metavar="N", help="Processes; -1: all cores."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -95,8 +166,6 @@ def _noise(seed: int, jitter: float, straggle: float, node_speed: Iterable[str] 
         if not node.isdecimal():
             raise OptionError(f"--node-speed {node}={speed}: {node!r} is not the number of a node")
         speeds[int(node)] = parse_number(f"speed of node {node}", speed)
-    if seed < 0:
-        raise OptionError(f"seed is {seed}; it must be 0 or more")
     return Noise(node_speed=speeds, straggle=straggle, jitter=jitter, seed=seed)
 
 

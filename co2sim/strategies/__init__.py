@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import UnionType
-from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
 
 from co2sim.errors import OptionError, nearest
 from co2sim.schedule import DType, Layout, Schedule
@@ -47,14 +47,18 @@ def parse(text: str) -> Strategy:
 
     Raises OptionError for an unknown name or option, or a value that is not allowed.
     """
-    name, separator, options = text.strip().replace("(", ":", 1).partition(":")
+    name, _, options = text.strip().replace("(", ":", 1).partition(":")
     name = name.strip()
     if name not in STRATEGIES:
         raise OptionError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
-    if separator and "(" in text:
-        options = options.rstrip().removesuffix(")")
-    chosen = [item for item in options.split(",") if item.strip()]
-    return with_options(STRATEGIES[name](), dict(_pair(item, name) for item in chosen))
+    if "(" in text:
+        if not options.endswith(")"):
+            raise OptionError(f"{text!r}: the parenthesis is not closed")
+        options = options.removesuffix(")")
+    pairs = [_pair(item, name) for item in options.split(",") if item.strip()]
+    if len(dict(pairs)) < len(pairs):
+        raise OptionError(f"{text!r} gives an option twice")
+    return with_options(STRATEGIES[name](), dict(pairs))
 
 
 def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
@@ -79,26 +83,21 @@ def _pair(item: str, name: str) -> tuple[str, str]:
 
 def _value(what: str, text: str, hint: Any) -> Any:
     """Read an option's value as its annotated type."""
+    text = text.lower()
     if get_origin(hint) in {Union, UnionType}:
-        if text.lower() == "none":
+        if text == "none":
             return None
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
-    allowed = list(get_args(hint)) if get_origin(hint) is Literal else []
+    if hint in {int, float}:
+        return parse_whole(what, text) if hint is int else parse_number(what, text)
+    choices: dict[str, Any] = {choice: choice for choice in get_args(hint)}
     if hint is DType:
-        allowed = [str(kind) for kind in DType]
+        choices = {str(kind): kind for kind in DType}
     if hint is bool:
-        allowed = ["true", "false"]
-    if allowed:
-        if text.lower() not in allowed:
-            raise OptionError(f"{what} is {text!r}; it is one of {', '.join(allowed)}")
-        return (
-            text.lower() == "true"
-            if hint is bool
-            else DType(text)
-            if hint is DType
-            else text.lower()
-        )
-    return parse_whole(what, text) if hint is int else parse_number(what, text)
+        choices = {"true": True, "false": False}
+    if text not in choices:
+        raise OptionError(f"{what} is {text!r}; it is one of {', '.join(choices)}")
+    return choices[text]
 
 
 def parse_whole(what: str, text: str) -> int:

@@ -61,9 +61,8 @@ class DiLoCo:
         launched: dict[int, list[Op]] = {}
         used: dict[int, list[Op]] = {}
         sizes = pieces(job.parameters, -(-job.parameters // self.fragments))
-        for number, elements in enumerate(sizes):
+        for number, (at, elements) in enumerate(zip(self._launches(), sizes, strict=True)):
             suffix = str(number) if self.fragments > 1 else ""
-            at = self.tau * (number + 1) // self.fragments - 1
             late = (at + self.delay) // self.tau
             share = -(-elements // replica.ranks(layout))
             delta = Op(f"delta{suffix}", outer_work(job, share, tensors=3), COMPUTE)
@@ -119,4 +118,13 @@ class DiLoCo:
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """The inner strategy, and anchor, momentum and the pseudo-gradients under way."""
-        return Replica(self.worker, self.inner).memory(job, layout, copies=2 + 1 / self.fragments)
+        under_way = max(
+            sum((at - other) % self.tau <= self.delay for other in self._launches())
+            for at in self._launches()
+        )
+        copies = 2 + under_way / self.fragments
+        return Replica(self.worker, self.inner).memory(job, layout, copies)
+
+    def _launches(self) -> list[int]:
+        """The local step after which each fragment's average starts."""
+        return [self.tau * (number + 1) // self.fragments - 1 for number in range(self.fragments)]

@@ -64,7 +64,8 @@ def sharded_step(
             reduced = line_up(REDUCE, runs[-1], reduce(block), f"{prefix}*.{block.name}")
     share = -(-job.parameters // shards)
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, reduced))
-    return Step(ops, (ops[0].name,), ("optimizer",))
+    first_fetch = next(op.name for op in ops if op.stream == GATHER)
+    return Step(ops, (first_fetch, runs[0]), ("optimizer",))
 
 
 def prefetch_waits(sizes: Sequence[int], prefetch: int, max_live: int) -> list[int]:

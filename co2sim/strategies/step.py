@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from co2sim.errors import OptionError
 from co2sim.schedule import After, Collective, Group, Kind, Layout, Op, prefixed
 from co2sim.workload import Block, Workload
 
@@ -19,6 +20,14 @@ def title(strategy: Any) -> str:
         if getattr(strategy, option.name) != option.default
     ]
     return f"{strategy.name}({', '.join(chosen)})" if chosen else strategy.name
+
+
+def at_least_one(strategy: Any, *options: str) -> None:
+    """Refuse options below 1 that count something."""
+    for option in options:
+        if getattr(strategy, option) < 1:
+            given = getattr(strategy, option)
+            raise OptionError(f"{strategy.name}: {option} is {given}; it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from co2sim.memory import model_states
 from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
 from co2sim.strategies.sharded import Works, live_elements, sharded_step
-from co2sim.strategies.step import Step, chain, group_size, title
+from co2sim.strategies.step import Step, at_least_one, chain, group_size, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
@@ -25,6 +25,10 @@ class Zero3:
 
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
+
+    def __post_init__(self) -> None:
+        """Refuse a budget that holds nothing."""
+        at_least_one(self, "max_live")
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""

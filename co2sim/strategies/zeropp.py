@@ -20,7 +20,7 @@ from co2sim.schedule import (
 )
 from co2sim.schedule import block as block_group
 from co2sim.strategies.sharded import Works, live_elements, sharded_step
-from co2sim.strategies.step import Step, chain, title
+from co2sim.strategies.step import Step, at_least_one, chain, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
@@ -44,6 +44,12 @@ class ZeroPP:
     scale_block: int = 2048
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
+
+    def __post_init__(self) -> None:
+        """Refuse options that hold nothing, or that belong to a switch that is off."""
+        at_least_one(self, "scale_block", "max_live")
+        if self.hpz_group and not self.hpz:
+            raise OptionError(f"hpz_group={self.hpz_group} does not apply to hpz=false")
 
     def step(self, job: Workload, layout: Layout) -> Step:
         """One optimizer step over all ranks."""
