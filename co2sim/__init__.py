@@ -1,7 +1,8 @@
 """Simulate how distributed training scales: CO2, ZeRO++, ZeRO, DDP and the local-update family."""
 
 from co2sim.errors import Co2simError
-from co2sim.study import Case, Result, simulate
+from co2sim.result import Result
+from co2sim.study import Case, simulate
 
 __all__ = ["Case", "Co2simError", "Result", "simulate"]
 __version__ = "0.1.0"

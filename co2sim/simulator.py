@@ -11,6 +11,7 @@ from simpy.events import EventPriority
 
 from co2sim.cluster import Cluster
 from co2sim.cost import compute_time, footprints
+from co2sim.folding import fold as fold_ranks
 from co2sim.network import Network
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import Collective, Compute, Group, Instance, Schedule
@@ -41,15 +42,6 @@ def execute(
 
 
 _Start: TypeAlias = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _RankClass:
-    """Ranks that behave alike, represented by one of them."""
-
-    rank: int
-    count: int
-    slowdown: float
 
 
 @dataclass(slots=True)
@@ -107,79 +99,50 @@ class _Run:
         }
         collectives = [work for work in works.values() if isinstance(work, Collective)]
         self.footprints = footprints(collectives, cluster)
-        groups = tuple(dict.fromkeys(work.group for work in collectives))
-        slowdowns = noise.node_slowdowns(cluster.layout)
-        alike = min(slowdowns) == max(slowdowns)
-        straddles = any(group.name == "block" and self._leaves_node(group) for group in groups)
-        self.folded = fold and not noise.jitter and not (straddles and not alike)
-        self.classes = self._classes(slowdowns)
+        self.folding = fold_ranks(
+            cluster.layout,
+            noise.node_slowdowns(cluster.layout),
+            {work.group for work in collectives},
+            allowed=fold and not noise.jitter,
+        )
+        self.classes = self.folding.classes
         self.progress = [_Progress() for _ in self.classes]
         count = rounds * len(schedule.body) if noise.jitter else 0
         self.jitter = [
             noise.op_slowdowns(1, c.rank, count) if count else None for c in self.classes
         ]
-        self.communicators = self._communicators(groups, noise, count)
+        self.communicators = self._communicators(noise, count)
         self.network = Network(self.env, self._capacities())
         self.spans: list[Span] = []
 
-    # --- who is there ---------------------------------------------------------------------------
-
-    def _leaves_node(self, group: Group) -> bool:
-        g = self.cluster.gpus_per_node
-        return group.members(0, self.cluster.layout)[-1] >= g
-
-    def _classes(self, slowdowns: Sequence[float]) -> tuple[_RankClass, ...]:
-        g = self.cluster.gpus_per_node
-        if not self.folded:
-            return tuple(
-                _RankClass(rank, 1, slowdowns[rank // g]) for rank in range(g * len(slowdowns))
-            )
-        nodes: dict[float, list[int]] = {}
-        for node, slowdown in enumerate(slowdowns):
-            nodes.setdefault(slowdown, []).append(node)
-        return tuple(
-            _RankClass(alike[0] * g, g * len(alike), slow) for slow, alike in nodes.items()
-        )
-
-    def _communicators(
-        self, groups: Sequence[Group], noise: Noise, count: int
-    ) -> dict[tuple[Group, int], _Communicator]:
+    def _communicators(self, noise: Noise, count: int) -> dict[tuple[Group, int], _Communicator]:
         """The communicator of every group and class. One stream alone never needs the lock."""
-        meetings: dict[tuple[Group, Hashable], list[int]] = {}
-        for group in groups:
-            leaves = self._leaves_node(group)
-            for index, rank_class in enumerate(self.classes):
-                if self.folded:
-                    key: Hashable = "all" if leaves else index
-                else:
-                    key = group.members(rank_class.rank, self.cluster.layout).start
-                meetings.setdefault((group, key), []).append(index)
         streams: dict[Group, set[str]] = {}
         for op in self.schedule.body:
             if isinstance(op.work, Collective):
                 streams.setdefault(op.work.group, set()).add(op.stream)
+        meetings = [
+            (group, members) for group in streams for members in self.folding.meetings(group)
+        ]
         found = {}
-        for number, ((group, _), members) in enumerate(meetings.items()):
+        for number, (group, members) in enumerate(meetings):
             jitter = noise.op_slowdowns(2, number, count) if count else None
             exclusive = self.cluster.backend == "nccl" and len(streams[group]) > 1
-            communicator = _Communicator(tuple(members), exclusive, jitter)
+            communicator = _Communicator(members, exclusive, jitter)
             found.update({(group, index): communicator for index in members})
         return found
 
     # --- what it costs --------------------------------------------------------------------------
 
     def _capacities(self) -> dict[Hashable, float]:
-        cluster, g = self.cluster, self.cluster.gpus_per_node
+        cluster = self.cluster
         found: dict[Hashable, float] = {}
-        for index, rank_class in enumerate(self.classes):
+        for index in range(len(self.classes)):
             found["gpu", index] = cluster.intra.payload_bandwidth
-            found["nic", index if self.folded else rank_class.rank // g] = (
-                cluster.inter.payload_bandwidth
-            )
+            found["nic", self.folding.node(index)] = cluster.inter.payload_bandwidth
         if cluster.wan:
-            found.update(
-                {("wan", site): cluster.wan.payload_bandwidth for site in range(cluster.sites)}
-            )
+            speed = cluster.wan.payload_bandwidth
+            found.update({("wan", site): speed for site in range(cluster.sites)})
         return found
 
     def _transfer(self, communicator: _Communicator, work: Collective) -> _Transfer:
@@ -191,13 +154,14 @@ class _Run:
         loads: dict[Hashable, float] = {}
         copies: dict[Hashable, int] = {}
         intra, nic, wan = cost.loads(cluster)
+        on_node, on_site = cost.groups(cluster)
         for index in communicator.members:
             loads["gpu", index] = intra
-            if self.folded:
-                loads["nic", index], loads["wan", 0] = nic, wan
-                copies["nic", index], copies["wan", 0] = cost.groups(cluster)
+            node = self.folding.node(index)
+            if self.folding.folded:
+                loads["nic", node], copies["nic", node] = nic, on_node
+                loads["wan", 0], copies["wan", 0] = wan, on_site
             else:
-                node = self.classes[index].rank // cluster.gpus_per_node
                 loads["nic", node] = cost.inter
                 loads["wan", node // cluster.nodes_per_site] = cost.wan
         loads = {link: size for link, size in loads.items() if size}

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from co2sim.errors import Co2simError, OptionError
+from co2sim.result import Result
 from co2sim.strategies.step import title
-from co2sim.study import Case, Result
+from co2sim.study import Case
 
 
 def run_all(cases: Sequence[Case], jobs: int) -> list[Result]:

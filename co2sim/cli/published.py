@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.errors import CatalogError, Co2simError
+from co2sim.result import Result
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from co2sim.study import Case, Result
+from co2sim.study import Case
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from rich.table import Table
 from co2sim.catalog import Fact, load_cluster, names
 from co2sim.catalog.facts import Kind, facts, read
 from co2sim.errors import CatalogError, nearest
+from co2sim.result import Result
 from co2sim.strategies import STRATEGIES
-from co2sim.study import Result
 from co2sim.units import duration, scaled
 
 _WIDTH = 132

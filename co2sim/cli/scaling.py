@@ -17,8 +17,9 @@ from co2sim.cli.published import Comparison, compare, load_cells
 from co2sim.cli.report import console, print_assumed, print_table
 from co2sim.errors import OptionError
 from co2sim.metrics import scalability_ratio
+from co2sim.result import Result
 from co2sim.strategies import parse_whole
-from co2sim.study import Case, Result
+from co2sim.study import Case
 from co2sim.units import scaled
 
 

@@ -1,11 +1,10 @@
 """DiLoCo: AdamW inside, Nesterov momentum on averaged pseudo-gradients outside."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from co2sim.errors import OptionError
 from co2sim.schedule import (
-    SCALE_BYTES,
     After,
     Collective,
     Compute,
@@ -16,6 +15,7 @@ from co2sim.schedule import (
     Schedule,
 )
 from co2sim.strategies.local import OUTER, Inner, Replica, Worker, check_tau, outer_work
+from co2sim.strategies.quantized import QUANTIZED, recode, sum_received
 from co2sim.strategies.step import COMPUTE, Step, chain, pieces, title
 from co2sim.units import Bytes
 from co2sim.workload import Workload
@@ -87,34 +87,23 @@ class DiLoCo:
         return Schedule(title(self), body, steps=self.tau)
 
     def _average(self, replica: Replica, elements: int, suffix: str, layout: Layout) -> list[Op]:
-        name, buffer = f"average{suffix}", f"delta{suffix}"
-        after = (After(f"delta{suffix}"),)
-        if self.dtype not in {DType.INT8, DType.INT4}:
-            return [Op(name, replica.all_reduce(buffer, elements, self.dtype), OUTER, after)]
-        share = -(-elements // replica.workers(layout))
-        quantized = elements * (self.dtype.bytes + SCALE_BYTES / self.scale_block)
-        kinds = (("exchange", Kind.ALL_TO_ALL), ("average", Kind.ALL_GATHER))
-        exchange, gather = (
-            Op(
-                f"{step}{suffix}",
-                Collective(kind, buffer, elements, self.dtype, replica.peers, self.scale_block),
-                OUTER,
-                after if kind is Kind.ALL_TO_ALL else (),
-            )
-            for step, kind in kinds
-        )
-        quantize = Compute("quantize", 0.0, elements * DType.FP32.bytes + quantized)
-        total = Compute(
-            "dequantize_sum_quantize", float(elements), quantized + share * self.dtype.bytes
-        )
-        dequantize = Compute("dequantize", 0.0, quantized + elements * DType.FP32.bytes)
-        return [
-            Op(f"quantize{suffix}", quantize, OUTER, after),
-            exchange,
-            Op(f"sum{suffix}", total, OUTER),
-            gather,
-            Op(f"dequantize{suffix}", dequantize, OUTER),
-        ]
+        """One all-reduce, or its quantized form: quantize, exchange, sum, gather, dequantize."""
+        buffer, dtype, blocks = f"delta{suffix}", self.dtype, self.scale_block
+        if dtype not in QUANTIZED:
+            works: dict[str, Compute | Collective] = {
+                "average": replica.all_reduce(buffer, elements, dtype)
+            }
+        else:
+            workers, group = replica.workers(layout), replica.peers
+            works = {
+                "quantize": recode("quantize", elements, DType.FP32, dtype, blocks),
+                "exchange": Collective(Kind.ALL_TO_ALL, buffer, elements, dtype, group, blocks),
+                "sum": sum_received(elements, workers, dtype, dtype, blocks),
+                "average": Collective(Kind.ALL_GATHER, buffer, elements, dtype, group, blocks),
+                "dequantize": recode("dequantize", elements, dtype, DType.FP32, blocks),
+            }
+        ops = [Op(f"{name}{suffix}", work, OUTER) for name, work in works.items()]
+        return [replace(ops[0], after=(After(f"delta{suffix}"),)), *ops[1:]]
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """The inner strategy, and anchor, momentum and the pseudo-gradients under way."""

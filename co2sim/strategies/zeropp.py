@@ -8,7 +8,6 @@ from co2sim.memory import model_states
 from co2sim.schedule import (
     NODE,
     PEERS,
-    SCALE_BYTES,
     WORLD,
     Collective,
     Compute,
@@ -19,6 +18,7 @@ from co2sim.schedule import (
     Schedule,
 )
 from co2sim.schedule import block as block_group
+from co2sim.strategies.quantized import recode, sum_received
 from co2sim.strategies.sharded import Works, live_elements, sharded_step
 from co2sim.strategies.step import Step, at_least_one, chain, title
 from co2sim.units import Bytes
@@ -75,11 +75,16 @@ class ZeroPP:
                 Kind.ALL_GATHER, block.name, block.parameters, DType.INT8, WORLD, self.scale_block
             )
             return [
-                ("quantize", self._recode("quantize", share, job.precision, DType.INT8)),
+                (
+                    "quantize",
+                    recode("quantize", share, job.precision, DType.INT8, self.scale_block),
+                ),
                 ("gather", gather),
                 (
                     "dequantize",
-                    self._recode("dequantize", block.parameters, DType.INT8, job.precision),
+                    recode(
+                        "dequantize", block.parameters, DType.INT8, job.precision, self.scale_block
+                    ),
                 ),
             ]
 
@@ -105,35 +110,19 @@ class ZeroPP:
 
     def _quantized_reduce(self, name: str, elements: int, job: Workload, layout: Layout) -> Works:
         """Quantize, exchange and sum inside the node, requantize, exchange and sum among peers."""
+        blocks = self.scale_block
         works: list[tuple[str, Compute | Collective]] = [
-            ("quantize", self._recode("quantize", elements, job.precision, DType.INT4))
+            ("quantize", recode("quantize", elements, job.precision, DType.INT4, blocks))
         ]
         hops = [(NODE, layout.gpus_per_node, "node"), (PEERS, layout.nodes, "peers")]
         hops = [hop for hop in hops if hop[1] > 1] or hops[:1]
-        for number, (group, ranks, where) in enumerate(hops):
-            work = Collective(Kind.ALL_TO_ALL, name, elements, DType.INT4, group, self.scale_block)
-            works.append((f"exchange_{where}", work))
-            last = number == len(hops) - 1
-            summed = Compute(
-                "dequantize_sum" if last else "dequantize_sum_quantize",
-                float(elements),  # one addition per received element
-                self._bytes(elements, DType.INT4)
-                + self._bytes(elements / ranks, job.precision if last else DType.INT4),
-            )
-            works.append((f"sum_{where}", summed))
+        for number, (group, ranks, where) in enumerate(hops, start=1):
+            target = job.precision if number == len(hops) else DType.INT4
+            exchange = Collective(Kind.ALL_TO_ALL, name, elements, DType.INT4, group, blocks)
+            total = sum_received(elements, ranks, DType.INT4, target, blocks)
+            works += [(f"exchange_{where}", exchange), (f"sum_{where}", total)]
             elements = -(-elements // ranks)
         return works
-
-    def _recode(self, kernel: str, elements: int, source: DType, target: DType) -> Compute:
-        """A memory-bound kernel that reads one type and writes another."""
-        return Compute(kernel, 0.0, self._bytes(elements, source) + self._bytes(elements, target))
-
-    def _bytes(self, elements: float, dtype: DType) -> Bytes:
-        """Bytes of a buffer in memory, with its scales if it is quantized."""
-        scales = (
-            elements / self.scale_block * SCALE_BYTES if dtype in {DType.INT8, DType.INT4} else 0.0
-        )
-        return elements * dtype.bytes + scales
 
     def _secondary(self, layout: Layout) -> Group:
         """The group that holds a whole secondary copy."""
