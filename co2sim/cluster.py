@@ -1,5 +1,6 @@
 """GPUs, links and clusters: what the hardware can do, as plain numbers in SI units."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -31,6 +32,19 @@ class GPU:
     memory_efficiency: float = 1.0
     launch_overhead: Seconds = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse what no GPU can be."""
+        if not self.peak or not self.efficiency:
+            raise OptionError(f"{self.name} needs a peak and an efficiency")
+        _positive(self.name, memory=self.memory, memory_bandwidth=self.memory_bandwidth)
+        _positive(self.name, **{f"peak {kind}": speed for kind, speed in self.peak.items()})
+        _positive(self.name, **{f"efficiency of {s} FLOP": s for s, _ in self.efficiency})
+        _fraction(self.name, memory_efficiency=self.memory_efficiency)
+        _fraction(self.name, **{f"efficiency at {size}": f for size, f in self.efficiency})
+        _not_negative(self.name, launch_overhead=self.launch_overhead)
+        if sorted(self.efficiency) != list(self.efficiency):
+            raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -39,6 +53,12 @@ class Link:
     bandwidth: BytesPerSecond
     latency: Seconds = 0.0
     efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no link can be."""
+        _positive("link", bandwidth=self.bandwidth)
+        _not_negative("link", latency=self.latency)
+        _fraction("link", efficiency=self.efficiency)
 
     @property
     def payload_bandwidth(self) -> BytesPerSecond:
@@ -67,6 +87,21 @@ class Cluster:
     sites: int = 1
     wan: Link | None = None
     price_per_gpu: UsdPerSecond | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no cluster can be."""
+        counts = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "sites": self.sites}
+        for name, count in counts.items():
+            if count < 1:
+                raise OptionError(f"{self.name}: {name} is {count}; it must be at least 1")
+        _not_negative(self.name, interference=self.interference)
+        _not_negative(self.name, price_per_gpu=self.price_per_gpu or 0.0)
+        if self.sites > 1 and self.wan is None:
+            raise OptionError(f"{self.name}: {self.sites} sites need a wan between them")
+        if self.nodes % self.sites:
+            raise OptionError(
+                f"{self.name}: {self.nodes} nodes do not divide into {self.sites} equal sites"
+            )
 
     @property
     def layout(self) -> Layout:
@@ -97,3 +132,21 @@ class Cluster:
                 f"{gpus} GPUs are {nodes} nodes, which do not divide into {sites} equal sites"
             )
         return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)
+
+
+def _positive(what: str, **values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise OptionError(f"{what}: {name} is {value}; it must be above 0 and finite")
+
+
+def _not_negative(what: str, **values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise OptionError(f"{what}: {name} is {value}; it must be 0 or more and finite")
+
+
+def _fraction(what: str, **values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value <= 1:
+            raise OptionError(f"{what}: {name} is {value}; it must be above 0 and at most 1")

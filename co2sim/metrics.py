@@ -36,13 +36,13 @@ def window(trace: Trace, schedule: Schedule, rounds: int) -> Window:
     return Window(ends[before], ends[trace.rounds - 1], rounds)
 
 
-def is_steady(trace: Trace, schedule: Schedule) -> bool:
-    """Whether every further round would repeat the last one, shifted in time.
+def is_steady(trace: Trace, schedule: Schedule, rounds: int = 1) -> bool:
+    """Whether the last `rounds` rounds, and every further one, repeat the same, shifted in time.
 
-    True if the last `lag` periods (at least one) of all ops are equal: then all that the next round
-    waits for is shifted by the same time.
+    True if their periods, and the last `lag` ones, are equal for all ops: then all that the next
+    round waits for is shifted by the same time.
     """
-    periods = max(schedule.lag, 1)
+    periods = max(schedule.lag, rounds)
     first = trace.rounds - 1 - periods
     if first < 0:
         return False

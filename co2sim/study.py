@@ -131,7 +131,7 @@ class Case:
         measured = self.rounds or 1
         while True:
             trace = self._execute(prepared, warm_up + measured)
-            steady = metrics.is_steady(trace, prepared.schedule)
+            steady = metrics.is_steady(trace, prepared.schedule, measured)
             if steady or trace.rounds >= _MOST_ROUNDS:
                 return trace, (measured if steady else trace.rounds // 2), steady
             warm_up *= 2

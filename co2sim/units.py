@@ -96,7 +96,7 @@ def _factor(given: str, unit: Unit) -> float:
         return float(registry.Quantity(1.0, registry.parse_units(given)).m_as(unit))
     except pint.DimensionalityError as error:
         raise UnitError(f"unit {given!r} does not fit; expected {EXAMPLES[unit]}") from error
-    except pint.UndefinedUnitError as error:
+    except (pint.PintError, ValueError, TypeError, AttributeError) as error:
         raise UnitError(f"unknown unit {given!r}; expected {EXAMPLES[unit]}") from error
 
 

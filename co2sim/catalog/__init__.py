@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from co2sim.catalog import huggingface
 from co2sim.catalog.facts import Fact, Tree, facts, names, override, plain, read
 from co2sim.cluster import Cluster
-from co2sim.errors import CatalogError, nearest
+from co2sim.errors import CatalogError, OptionError, nearest
 from co2sim.workload import Model
 
 if TYPE_CHECKING:
@@ -61,7 +61,11 @@ def load_cluster(reference: str, overrides: Mapping[str, str] | None = None) -> 
     tree.setdefault("interference", _NO_PROBE)
     for path, text in changes.items():
         override(tree, path, text)
-    return Entry(_checked(ClusterSpec, plain(tree), reference).build(), tuple(facts(tree)))
+    spec = _checked(ClusterSpec, plain(tree), reference)
+    try:
+        return Entry(spec.build(), tuple(facts(tree)))
+    except OptionError as error:
+        raise CatalogError(f"{reference}: {error}") from error
 
 
 def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> Entry[Model]:
