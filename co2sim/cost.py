@@ -127,6 +127,15 @@ def _spread(group: Group, cluster: Cluster) -> _Spread:
     return _Spread(len(members), per_node, per_site)
 
 
+def _tree_out(size: Bytes, nodes: int) -> Bytes:
+    """What the busiest node sends in two binary trees, each of half the buffer.
+
+    It is inside one tree, sending up and to two children, and a leaf of the other; with two nodes
+    each is one tree's root, with three one is a root with two children.
+    """
+    return size * {1: 0.0, 2: 1.0, 3: 1.5}.get(nodes, 2.0)
+
+
 def _divides(one: int, other: int) -> bool:
     """Whether the smaller number divides the larger."""
     return max(one, other) % min(one, other) == 0
@@ -161,9 +170,11 @@ def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
 
 
 def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster) -> Footprint:
-    """ring; tree: up and down two trees of nodes; hierarchical: node, peers, node, in a pipeline.
+    """An all-reduce by one of its algorithms.
 
-    auto is what the backend does: NCCL takes the faster of ring and tree, Gloo the ring.
+    ring: around all ranks, twice. tree: up and down two trees of nodes (Sanders, Speck and Traeff
+    2009). hierarchical: in the node, among peers, in the node, as a pipeline. auto is what the
+    backend does: NCCL takes the faster of ring and tree, Gloo the ring.
     """
     if algorithm == "auto":
         names: tuple[AllReduce, ...] = ("ring", "tree") if cluster.backend == "nccl" else ("ring",)
@@ -172,16 +183,16 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster
     ring = _ring(2 * size * (at.members - 1) / at.members, 2, at, cluster)
     if algorithm == "ring":
         return ring
-    between = 2 * size * (at.nodes - 1) / at.nodes
     if algorithm == "tree":
         depth = math.ceil(math.log2(at.nodes // at.sites))
         return replace(
             ring,
             latency=2 * _steps(at.per_node - 1, depth, math.ceil(math.log2(at.sites)), cluster),
             intra=2 * size if at.per_node > 1 else 0.0,
-            inter=between,
-            wan=2 * size * (at.sites - 1) / at.sites,
+            inter=_tree_out(size, at.nodes),
+            wan=_tree_out(size, at.sites),
         )
+    between = 2 * size * (at.nodes - 1) / at.nodes
     return replace(
         ring,
         latency=2 * _steps(at.per_node - 1, at.nodes - at.sites, at.sites - 1, cluster),

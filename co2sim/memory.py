@@ -5,9 +5,8 @@ parameter and 2 of gradient in half precision, and K of optimizer state; activat
 Korthikanti et al. 2022 (arXiv 2205.05198). What the framework itself takes is not counted.
 """
 
-from co2sim.schedule import DType
 from co2sim.units import Bytes
-from co2sim.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
+from co2sim.workload import Workload
 
 
 def model_states(
@@ -15,13 +14,10 @@ def model_states(
 ) -> dict[str, Bytes]:
     """Parameters, gradients and optimizer states, each divided over its number of shards."""
     size = job.parameters * job.precision.bytes
-    state = OPTIMIZER_BYTES[job.optimizer]
-    if job.precision is DType.FP32:
-        state -= MASTER_BYTES  # the parameters are their own master copy
     return {
         "parameters": size / parameter_shards,
         "gradients": size / gradient_shards,
-        "optimizer": job.parameters * state / optimizer_shards,
+        "optimizer": job.parameters * job.optimizer_bytes / optimizer_shards,
     }
 
 

@@ -143,12 +143,18 @@ class Workload:
         works = self.works()
         return sum(work.forward.flops + work.backward.flops for work in works) / self.micro_batch
 
+    @property
+    def optimizer_bytes(self) -> Bytes:
+        """Optimizer state per parameter; in fp32 the parameters are their own master copy."""
+        master = MASTER_BYTES if self.precision is DType.FP32 else 0.0
+        return OPTIMIZER_BYTES[self.optimizer] - master
+
     def optimizer_step(self, elements: int) -> Compute:
         """The optimizer over `elements` parameters: memory-bound.
 
         Traffic: gradient, master copy and moments read; master copy, moments and parameter written.
         """
-        state = OPTIMIZER_BYTES[self.optimizer]
+        state = self.optimizer_bytes
         return Compute(
             "optimizer", 12.0 * elements, elements * (2 * self.precision.bytes + 2 * state)
         )

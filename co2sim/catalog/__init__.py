@@ -80,6 +80,10 @@ def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> En
         tree = huggingface.convert(tree, reference)
     tree.setdefault("name", reference)
     for path, text in (overrides or {}).items():
+        if path == "parameters":
+            raise CatalogError(
+                "parameters follows from the shape of the model; set layers or hidden"
+            )
         override(tree, path, text)
     spec = _checked(ModelSpec, {"model": plain(tree)}, reference)
     return Entry(spec.model.build(), tuple(facts(tree)))
@@ -98,9 +102,9 @@ def _checked(spec: Any, tree: Tree, reference: str) -> Any:
 def _first(error: "ValidationError", spec: "type[BaseModel]") -> str:
     problem = error.errors(include_url=False)[0]
     kinds = {"transformer", "vit", "blocks"}
-    place = [str(part) for part in problem["loc"] if part not in kinds]
-    if place[:1] == ["model"]:
-        place = place[1:]
+    place = [str(part) for part in problem["loc"]]
+    if place[:1] == ["model"]:  # then comes the kind
+        place = place[2:] if place[1:2] and place[1] in kinds else place[1:]
     where = ".".join(place)
     match problem["type"]:
         case "missing":

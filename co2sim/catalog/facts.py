@@ -94,7 +94,7 @@ def facts(
             continue
         if isinstance(node, dict) and _is_fact(node):
             yield Fact(
-                path, str(node["value"]), node.get("source", source), node.get("assumed", False)
+                path, str(node["value"]), node.get("source", source), node.get("assumed", assumed)
             )
         elif isinstance(node, dict):
             yield from facts(node, f"{path}.", source, assumed=assumed)

@@ -37,7 +37,7 @@ def convert(config: Mapping[str, Any], path: str) -> Tree:
         raise CatalogError(
             f"{path}: mixtures of experts are not modelled; a dense transformer is expected"
         )
-    if kind not in _GATED | _PLAIN:
+    if not isinstance(kind, str) or kind not in _GATED | _PLAIN:
         raise CatalogError(
             f"{path}: model_type {kind!r} is not known; known: {', '.join(sorted(_GATED | _PLAIN))}"
             " (or write the model as TOML)"
@@ -62,19 +62,22 @@ def convert(config: Mapping[str, Any], path: str) -> Tree:
         "hidden": hidden,
         "heads": heads,
         "kv_heads": number("num_key_value_heads", default=heads),
-        "head_dim": number("head_dim", default=hidden // heads),
+        "head_dim": number("head_dim", default=0),
         "ffn": number("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
         "gated": gated,
         "bias": bool(config.get("attention_bias") and config.get("mlp_bias")) if gated else True,
         "norm": "rmsnorm" if gated else "layernorm",
     }
     if kind == "vit":
+        labels = config.get("id2label")
         vision = {
             "kind": "vit",
             "image": number("image_size"),
             "patch": number("patch_size"),
             "channels": number("num_channels", default=3),
-            "classes": number("num_labels", default=len(config.get("id2label", {})) or 1000),
+            "classes": number(
+                "num_labels", default=len(labels) if isinstance(labels, dict) else 1000
+            ),
         }
         return tree | vision
     longest = number("max_position_embeddings", "n_positions", "n_ctx", "seq_length", default=2048)

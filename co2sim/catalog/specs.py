@@ -101,6 +101,12 @@ class ClusterSpec(_Spec):
     wan: LinkSpec | None = None
     price_per_gpu: Price | None = None
 
+    @model_validator(mode="after")
+    def _sites_need_a_wan(self) -> "ClusterSpec":
+        if (self.sites > 1) != (self.wan is not None):
+            raise ValueError("sites above 1 and [wan] go together: one is given without the other")
+        return self
+
     def build(self) -> Cluster:
         """The cluster in SI units."""
         return Cluster(

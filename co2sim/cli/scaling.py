@@ -69,6 +69,8 @@ def scale(
         _print_cluster(terminal, str(cluster), [result for _, result in group])
     if comparisons:
         _print_published(terminal, comparisons)
+    elif published:
+        terminal.print(f"no cell of {published} is of these configurations\n", highlight=False)
     print_assumed(terminal, results)
     terminal.print(
         f"\ntable   {out / 'scale.csv'}\nfigure  {out / 'scale.png'}, {out / 'scale.svg'}"

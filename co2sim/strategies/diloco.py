@@ -65,7 +65,8 @@ class DiLoCo:
             suffix = str(number) if self.fragments > 1 else ""
             late = (at + self.delay) // self.tau
             share = -(-elements // replica.ranks(layout))
-            delta = Op(f"delta{suffix}", outer_work(job, share, tensors=3), COMPUTE)
+            # reads anchor and x; writes their difference
+            delta = Op(f"delta{suffix}", outer_work(job, share, tensors=3, kernel="delta"), COMPUTE)
             average = self._average(replica, share, suffix, layout)
             # reads average, anchor and momentum; writes momentum, anchor and x
             outer = Op(
@@ -82,7 +83,9 @@ class DiLoCo:
         for k in sorted(launched.keys() | used.keys()):
             later = used.get(k, [])
             ends = tuple(op.name for op in later[-1:])
-            extras[k] = Step([*launched.get(k, []), *later], (), ends)
+            outers = tuple(op.name for op in later if op.stream == COMPUTE)
+            whole = self.fragments == 1 and len(later) > len(outers)
+            extras[k] = Step([*launched.get(k, []), *later], outers, ends, regathers=whole)
         body = chain(replica.step(job, layout), self.tau, extras)
         return Schedule(title(self), body, steps=self.tau)
 

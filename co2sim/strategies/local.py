@@ -33,6 +33,9 @@ from co2sim.workload import Workload
 Worker: TypeAlias = Literal["gpu", "node"]
 Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
 
+_MOST_STEPS = 10_000
+"""A schedule holds every local step of a round."""
+
 OUTER = "outer"
 """The stream of the averages: their own communicator, so that local steps do not wait for them."""
 
@@ -46,8 +49,10 @@ _INNER: dict[str, DDP | Zero1 | Zero2 | Zero3] = {
 
 def check_tau(tau: int) -> None:
     """Refuse a round without local steps."""
-    if tau < 1:
-        raise OptionError(f"tau is {tau}; it is the number of local steps in a round, at least 1")
+    if not 1 <= tau <= _MOST_STEPS:
+        raise OptionError(
+            f"tau is {tau}; a round has at least 1 and at most {_MOST_STEPS} local steps"
+        )
 
 
 class Replica:
@@ -92,7 +97,10 @@ class Replica:
         return Collective(Kind.ALL_REDUCE, buffer, elements, dtype, self.peers)
 
     def publish(self, job: Workload, layout: Layout, after: str, elements: int) -> list[Op]:
-        """Gather updated shares inside the node, where the parameters are whole on every rank."""
+        """Gather updated shares inside the node, where the parameters are whole on every rank.
+
+        It brings what the gathers of the local step before would have brought: `chain` drops them.
+        """
         if self.ranks(layout) == 1 or isinstance(self.inner, Zero3):
             return []
         work = Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, NODE)
@@ -107,8 +115,8 @@ class Replica:
         return states | {"outer": copies * self.share(job, layout) * DType.FP32.bytes}
 
 
-def outer_work(job: Workload, elements: int, tensors: int) -> Compute:
+def outer_work(job: Workload, elements: int, tensors: int, kernel: str = "outer") -> Compute:
     """An elementwise kernel that reads or writes `tensors` fp32 values and one live parameter."""
     return Compute(
-        "outer", 2.0 * tensors * elements, elements * (4.0 * tensors + job.precision.bytes)
+        kernel, 2.0 * tensors * elements, elements * (4.0 * tensors + job.precision.bytes)
     )

@@ -47,7 +47,11 @@ class OverlapLocalSGD:
             *publish,
         ]
         ends = (publish[-1].name,) if publish else ("outer",)
-        body = chain(replica.step(job, layout), self.tau, {self.tau - 1: Step(ops, (), ends)})
+        body = chain(
+            replica.step(job, layout),
+            self.tau,
+            {self.tau - 1: Step(ops, ("outer",), ends, regathers=bool(publish))},
+        )
         return Schedule(title(self), body, steps=self.tau)
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:

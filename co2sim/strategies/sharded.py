@@ -87,8 +87,14 @@ def prefetch_waits(sizes: Sequence[int], prefetch: int, max_live: int) -> list[i
     return waits
 
 
-def live_elements(job: Workload, prefetch: int, max_live: int) -> int:
-    """The most elements of fetched blocks that are present at once."""
+def live_elements(job: Workload, shards: int, prefetch: int, max_live: int) -> int:
+    """The most elements of fetched blocks that are present at once, besides the shards.
+
+    A tied embedding counts with its first block: it stays present between its uses, as under
+    DeepSpeed's `stage3_max_reuse_distance`, so it is not fetched again for the head.
+    """
+    if shards == 1:
+        return 0
     forward = [block.parameters for block in job.model.blocks]
     sizes = forward + forward[::-1]
     waits = prefetch_waits(sizes, prefetch, max_live)

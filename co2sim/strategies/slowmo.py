@@ -33,13 +33,14 @@ class SlowMo:
         """Local steps, average, momentum."""
         replica = Replica(self.worker, self.inner)
         share = replica.share(job, layout)
+        publish = replica.publish(job, layout, "outer", job.parameters)
         ops = [
             Op("average", replica.all_reduce("parameters", share, self.dtype), OUTER),
             # reads average, anchor and momentum; writes momentum, anchor and x
             Op("outer", outer_work(job, share, tensors=6), COMPUTE, (After("average"),)),
-            *replica.publish(job, layout, "outer", job.parameters),
+            *publish,
         ]
-        extra = Step(ops, ("average",), (ops[-1].name,))
+        extra = Step(ops, ("average",), (ops[-1].name,), regathers=bool(publish))
         return Schedule(
             title(self), chain(replica.step(job, layout), self.tau, {self.tau - 1: extra}), self.tau
         )

@@ -35,12 +35,23 @@ class Step:
     """Ops that read the parameters and leave them changed.
 
     The ops named in `needs` must wait for the ops that change the parameters before this step;
-    those named in `ends` are the ones to wait for after it.
+    those named in `ends` are the ones to wait for after it. `gathers` are the last ops, which only
+    bring updated shares to the other ranks; `regathers` says that this step, which follows another,
+    brings them all again.
     """
 
     ops: Sequence[Op]
     needs: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    gathers: tuple[str, ...] = ()
+    regathers: bool = False
+
+    def without_gathers(self) -> "Step":
+        """The step up to its optimizer, for one that regathers."""
+        if not self.gathers:
+            return self
+        kept = [op for op in self.ops if op.name not in self.gathers]
+        return Step(kept, self.needs, (kept[-1].name,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +161,8 @@ def bucketed_step(
             Kind.ALL_GATHER, f"parameters{number}", elements, job.precision, reduction.group
         )
         ops.append(Op(f"gather{number}", work, COMM, (After("optimizer"),)))
-    return Step(ops, (first,), (ops[-1].name,))
+    gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
+    return Step(ops, (first,), gathers[-1:], gathers)
 
 
 def chain(step: Step, times: int = 1, extras: Mapping[int, Step] | None = None) -> tuple[Op, ...]:
@@ -158,22 +170,24 @@ def chain(step: Step, times: int = 1, extras: Mapping[int, Step] | None = None) 
 
     The first waits for what ended the previous round. Names get the prefix `s{k}.` if `times` > 1.
     """
-    extras = extras or {}
-    tails: list[tuple[str, ...]] = []
-    for k in range(times):
-        prefix = f"s{k}." if times > 1 else ""
-        extra = extras.get(k, Step(()))
-        tails.append(extra.ends or tuple(prefix + end for end in step.ends))
-    body: list[Op] = []
+    nothing = Step(())
+    pairs = [
+        (step.without_gathers() if extra.regathers else step, extra)
+        for extra in ((extras or {}).get(k, nothing) for k in range(times))
+    ]
+    prefixes = [f"s{k}." if times > 1 else "" for k in range(times)]
+    tails = [
+        extra.ends or tuple(prefix + end for end in inner.ends)
+        for prefix, (inner, extra) in zip(prefixes, pairs, strict=True)
+    ]
     before = tuple(After(name, rounds_ago=1) for name in tails[-1])
-    for k in range(times):
-        prefix = f"s{k}." if times > 1 else ""
-        ops = prefixed(step.ops, prefix) if prefix else step.ops
-        body += _waiting(ops, {prefix + need for need in step.needs}, before)
-        extra = extras.get(k, Step(()))
-        inner_ends = tuple(After(prefix + end) for end in step.ends)
-        body += _waiting(extra.ops, set(extra.needs), inner_ends)
-        before = tuple(After(name) for name in tails[k])
+    body: list[Op] = []
+    for prefix, (inner, extra), tail in zip(prefixes, pairs, tails, strict=True):
+        ops = prefixed(inner.ops, prefix) if prefix else inner.ops
+        body += _waiting(ops, {prefix + need for need in inner.needs}, before)
+        ends = tuple(After(prefix + end) for end in inner.ends)
+        body += _waiting(extra.ops, set(extra.needs), ends)
+        before = tuple(After(name) for name in tail)
     streams = {op.name: op.stream for op in body}
     return tuple(_without_implied(op, streams) for op in body)
 

@@ -59,5 +59,5 @@ class Zero3:
         n = layout.world_size
         states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
         return states | {
-            "gathered": live_elements(job, self.prefetch, self.max_live) * job.precision.bytes
+            "gathered": live_elements(job, n, self.prefetch, self.max_live) * job.precision.bytes
         }

@@ -148,5 +148,5 @@ class ZeroPP:
             ranks = len(self._secondary(layout).members(0, layout))
             states["secondary"] = job.parameters * job.precision.bytes / ranks
         return states | {
-            "gathered": live_elements(job, self.prefetch, self.max_live) * job.precision.bytes
+            "gathered": live_elements(job, n, self.prefetch, self.max_live) * job.precision.bytes
         }

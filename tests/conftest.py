@@ -1,0 +1,37 @@
+"""Golden files, and how many examples Hypothesis tries."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+GOLDEN = Path(__file__).parent / "golden"
+
+# The suite must not depend on luck: it always tries the same examples. To look for new ones:
+# pytest --hypothesis-profile=explore
+settings.register_profile("fast", max_examples=40, deadline=None, derandomize=True, database=None)
+settings.register_profile("explore", max_examples=1000, deadline=None, database=None)
+settings.load_profile("fast")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the only flag that changes golden files."""
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden from what the code gives"
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the golden file of a name."""
+    update = bool(request.config.getoption("--update-golden"))
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        if update:
+            path.write_text(text)
+        assert path.exists(), f"{path} is missing; run pytest --update-golden"
+        assert text == path.read_text(), f"{name} changed; if meant, run pytest --update-golden"
+
+    return check

@@ -1,0 +1,335 @@
+"""Costs: rooflines in closed form, and collectives by counting every byte on every link."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.cluster import Cluster, Link
+from co2sim.cost import compute_time, footprint, traffic
+from co2sim.errors import OptionError
+from co2sim.schedule import (
+    NODE,
+    PEERS,
+    WORLD,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Layout,
+    Op,
+    Schedule,
+    block,
+)
+
+Message = tuple[int, int, float]
+"""Sender, receiver, bytes."""
+
+SIZE = 5040.0
+
+
+def collective(kind: Kind, group: Group = WORLD) -> Collective:
+    """A collective over a buffer of SIZE bytes, which many group sizes divide."""
+    return Collective(kind, "x", int(SIZE / 2), DType.BF16, group)
+
+
+# --- the algorithms, message by message ----------------------------------------------------------
+
+
+def ring(kind: Kind, ranks: list[int], size: float) -> Iterator[Message]:
+    """Ring algorithms: the buffer in chunks, each passed on from rank to rank."""
+    m = len(ranks)
+    following = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+    if kind is Kind.BROADCAST:
+        for sender, receiver in pairwise(ranks):
+            yield sender, receiver, size
+        return
+    for _ in range(2 if kind is Kind.ALL_REDUCE else 1):
+        for _step in range(m - 1):
+            for sender in ranks:
+                yield sender, following[sender], size / m
+
+
+def pairs(ranks: list[int], size: float) -> Iterator[Message]:
+    """All-to-all: every rank sends every other its slice."""
+    for sender in ranks:
+        for receiver in ranks:
+            if sender != receiver:
+                yield sender, receiver, size / len(ranks)
+
+
+def hierarchical(ranks: list[int], size: float, layout: Layout) -> Iterator[Message]:
+    """Reduce-scatter inside the node, all-reduce each slice among peers, all-gather inside."""
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // layout.gpus_per_node, []).append(rank)
+    local = list(nodes.values())
+    for inside in local:
+        yield from ring(Kind.REDUCE_SCATTER, inside, size)
+        yield from ring(Kind.ALL_GATHER, inside, size)
+    for place in range(len(local[0])):
+        peers = [inside[place] for inside in local]
+        yield from ring(Kind.ALL_REDUCE, peers, size / len(local[0]))
+
+
+def double_tree(ranks: list[int], size: float, layout: Layout) -> Iterator[Message]:
+    """Two binary trees over the nodes with half the buffer each; a chain inside every node."""
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // layout.gpus_per_node, []).append(rank)
+    local = list(nodes.values())
+    for order in (local, local[::-1]):
+        for child in range(1, len(order)):
+            up, down = order[child][0], order[(child - 1) // 2][0]
+            yield up, down, size / 2
+            yield down, up, size / 2
+    for inside in local:
+        for up, down in pairwise(inside):
+            yield up, down, size
+            yield down, up, size
+
+
+class Count:
+    """Bytes that leave every GPU inside its node, every node, and every site."""
+
+    def __init__(self, messages: Iterator[Message], cluster: Cluster) -> None:
+        """Count the messages."""
+        g, per_site = cluster.gpus_per_node, cluster.nodes_per_site
+        self.sent: Counter[int] = Counter()
+        self.intra: Counter[int] = Counter()
+        self.inter: Counter[int] = Counter()
+        self.wan: Counter[int] = Counter()
+        for sender, receiver, size in messages:
+            self.sent[sender] += size  # type: ignore[assignment]
+            here, there = sender // g, receiver // g
+            if here == there:
+                self.intra[sender] += size  # type: ignore[assignment]
+                continue
+            self.inter[here] += size  # type: ignore[assignment]
+            if here // per_site != there // per_site:
+                self.wan[here // per_site] += size  # type: ignore[assignment]
+
+
+def most(counter: Counter[int]) -> float:
+    """Bytes on the busiest link of a kind."""
+    return max(counter.values(), default=0.0)
+
+
+def messages(work: Collective, cluster: Cluster, rank: int = 0) -> Iterator[Message]:
+    """What the group of `rank` sends, by the cluster's algorithm."""
+    ranks = list(work.group.members(rank, cluster.layout))
+    if work.kind is Kind.ALL_TO_ALL:
+        return pairs(ranks, work.bytes)
+    if work.kind is Kind.ALL_REDUCE and cluster.all_reduce == "hierarchical":
+        return hierarchical(ranks, work.bytes, cluster.layout)
+    return ring(work.kind, ranks, work.bytes)
+
+
+SHAPES = [(1, 1, 1), (1, 4, 1), (4, 1, 1), (2, 4, 1), (3, 2, 1), (4, 2, 2), (6, 3, 3), (2, 2, 2)]
+"""Nodes, GPUs per node, sites."""
+
+
+def shaped(nodes: int, gpus: int, sites: int) -> Cluster:
+    """A cluster with distinct latencies: 1, 100 and 10 000 s for a step on each kind of link."""
+    return tiny.cluster(
+        nodes,
+        gpus,
+        sites=sites,
+        intra=Link(10e9, 1.0),
+        inter=Link(1e9, 100.0),
+        wan=Link(1e8, 10_000.0) if sites > 1 else None,
+    )
+
+
+GROUPS = [WORLD, NODE, PEERS, block(1), block(2), block(4)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_footprint_counts_the_bytes_on_the_busiest_link(
+    shape: tuple[int, int, int], group: Group, kind: Kind
+) -> None:
+    """The footprint is what the algorithm's messages add up to, link by link."""
+    cluster, work = shaped(*shape), collective(kind, group)
+    layout = cluster.layout
+    if layout.world_size % (group.ranks or 1):
+        pytest.skip("the group does not divide the ranks")
+    blocks_are_ragged = layout.gpus_per_node % (group.ranks or 1) and group.ranks % shape[1]
+    if blocks_are_ragged:
+        pytest.skip("blocks that straddle nodes raggedly are refused")
+    cost, count = footprint(work, cluster), Count(messages(work, cluster), cluster)
+    assert cost.intra == pytest.approx(most(count.intra))
+    assert cost.inter == pytest.approx(most(count.inter))
+    assert cost.wan == pytest.approx(most(count.wan))
+    assert cost.sent == pytest.approx(most(count.sent))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", [WORLD, NODE, PEERS], ids=str)
+def test_a_hierarchical_all_reduce_counts_its_three_phases(
+    shape: tuple[int, int, int], group: Group
+) -> None:
+    """Reduce-scatter, peer all-reduce and all-gather add up on every link."""
+    cluster = replace(shaped(*shape), all_reduce="hierarchical")
+    work = collective(Kind.ALL_REDUCE, group)
+    cost, count = footprint(work, cluster), Count(messages(work, cluster), cluster)
+    assert cost.intra == pytest.approx(most(count.intra))
+    assert cost.inter == pytest.approx(most(count.inter))
+    assert cost.wan == pytest.approx(most(count.wan))
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 4), (2, 4), (3, 4), (8, 4), (5, 1), (16, 8)])
+def test_a_tree_all_reduce_moves_the_bytes_of_two_trees(nodes: int, gpus: int) -> None:
+    """The busiest NIC carries what two binary trees of half the buffer send up and down."""
+    cluster = tiny.cluster(nodes, gpus, all_reduce="tree")
+    work = collective(Kind.ALL_REDUCE)
+    ranks = list(range(nodes * gpus))
+    count = Count(double_tree(ranks, work.bytes, cluster.layout), cluster)
+    cost = footprint(work, cluster)
+    assert cost.inter == pytest.approx(most(count.inter))
+    assert cost.intra == pytest.approx(most(count.intra) if gpus != 2 else 2 * SIZE)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ring_latency_is_the_path_of_a_chunk(shape: tuple[int, int, int]) -> None:
+    """A chunk of an all-gather hops m-1 times, over whatever link is between the neighbours."""
+    cluster = shaped(*shape)
+    nodes, gpus, sites = shape
+    path = 0
+    for here in range(nodes * gpus - 1):
+        node, following = here // gpus, (here + 1) // gpus
+        per_site = nodes // sites
+        if node == following:
+            path += 1
+        else:
+            path += 100 if node // per_site == following // per_site else 10_000
+    assert footprint(collective(Kind.ALL_GATHER), cluster).latency == path
+    assert footprint(collective(Kind.REDUCE_SCATTER), cluster).latency == path
+    assert footprint(collective(Kind.ALL_REDUCE), cluster).latency == 2 * path
+
+
+@pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (4, 2), (5, 3), (16, 4)])
+def test_tree_latency_is_logarithmic_in_the_nodes(nodes: int, depth: int) -> None:
+    """A tree goes up and down: a chain inside the node, log2 steps between nodes."""
+    cluster = tiny.cluster(
+        nodes, 4, all_reduce="tree", intra=Link(1e9, 1.0), inter=Link(1e9, 100.0)
+    )
+    assert footprint(collective(Kind.ALL_REDUCE), cluster).latency == 2 * (3 + 100 * depth)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 10**9), st.floats(0.0, 1e-3))
+def test_auto_takes_the_faster_of_ring_and_tree_on_nccl_and_the_ring_on_gloo(
+    nodes: int, gpus: int, elements: int, latency: float
+) -> None:
+    """Alone on its links, an all-reduce takes the time of the better algorithm of the backend."""
+    work = Collective(Kind.ALL_REDUCE, "x", elements, DType.BF16, WORLD)
+    links = {"intra": Link(10e9, latency / 10), "inter": Link(1e9, latency)}
+
+    def alone(algorithm: str, backend: str = "nccl") -> float:
+        cluster = tiny.cluster(nodes, gpus, **links, all_reduce=algorithm, backend=backend)
+        cost = footprint(work, cluster)
+        return cost.latency + max(cost.intra / 10e9, cost.inter / 1e9)
+
+    assert alone("auto") == pytest.approx(min(alone("ring"), alone("tree")))
+    assert alone("auto", "gloo") == alone("ring")
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(list(Kind)))
+def test_no_ring_is_slower_between_nodes_than_the_whole_buffer_twice(
+    nodes: int, gpus: int, kind: Kind
+) -> None:
+    """Bytes through a NIC stay under 2 S for rings and under g S for all-to-all."""
+    cost = footprint(collective(kind), tiny.cluster(nodes, gpus))
+    assert cost.inter <= SIZE * (gpus if kind is Kind.ALL_TO_ALL else 2)
+    assert (cost.inter > 0) == (nodes > 1)
+    assert (cost.intra > 0) == (gpus > 1)
+
+
+def test_reduce_scatter_and_all_gather_are_halves_of_an_all_reduce() -> None:
+    """On a ring, all-reduce = reduce-scatter + all-gather, in bytes and in latency."""
+    cluster = shaped(4, 2, 2)
+    whole = footprint(collective(Kind.ALL_REDUCE), cluster)
+    halves = [footprint(collective(k), cluster) for k in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)]
+    for name in ("latency", "intra", "inter", "wan", "sent"):
+        assert getattr(whole, name) == sum(getattr(half, name) for half in halves)
+
+
+@pytest.mark.parametrize(
+    ("group", "shape"),
+    [(block(3), (3, 4, 1)), (block(12), (6, 8, 1)), (block(4), (6, 2, 2))],
+    ids=["inside a node", "over nodes", "over sites"],
+)
+def test_blocks_that_straddle_unevenly_are_refused(
+    group: Group, shape: tuple[int, int, int]
+) -> None:
+    """A group whose blocks do not all have the same shape has no single footprint.
+
+    Blocks of 3 on nodes of 4 (ranks 3, 4, 5), of 12 on nodes of 8, and of two nodes at sites of
+    three (nodes 2 and 3 are at different sites).
+    """
+    with pytest.raises(OptionError, match=r"not spread evenly"):
+        footprint(collective(Kind.ALL_GATHER, group), shaped(*shape))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (3, 4, 1), (4, 2, 2), (1, 4, 1), (4, 1, 2)])
+def test_traffic_of_a_round_counts_every_group_on_the_nic(shape: tuple[int, int, int]) -> None:
+    """Bytes through a node's NICs, and a site's uplink, are those of all groups that use them."""
+    cluster = shaped(*shape)
+    works = [collective(kind, group) for kind in Kind for group in (WORLD, NODE, PEERS, block(2))]
+    works = [w for w in works if cluster.layout.gpus_per_node % (w.group.ranks or 1) == 0]
+    body = tuple(Op(f"op{n}", work, "comm") for n, work in enumerate(works))
+    found = traffic(Schedule("all", body), cluster)
+    nic = wan = gpu = 0.0
+    for work in works:
+        groups = {work.group.members(rank, cluster.layout) for rank in range(shape[0] * shape[1])}
+        counts = [Count(messages(work, cluster, members.start), cluster) for members in groups]
+        nic += most(sum((count.inter for count in counts), Counter()))
+        wan += most(sum((count.wan for count in counts), Counter()))
+        gpu += most(sum((count.sent for count in counts), Counter()))
+    assert found.nic == pytest.approx(nic)
+    assert found.wan == pytest.approx(wan)
+    assert found.gpu == pytest.approx(gpu)
+
+
+# --- compute -------------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1e15), st.floats(0, 1e12))
+def test_compute_takes_the_slower_of_arithmetic_and_memory(flops: float, size: float) -> None:
+    """The roofline, plus the launch overhead."""
+    gpu = tiny.gpu(
+        efficiency=((1.0, 0.5),), memory_efficiency=0.8, memory_bandwidth=2e12, launch_overhead=1e-6
+    )
+    expected = max(flops / (1e12 * 0.5) if flops else 0.0, size / (2e12 * 0.8)) + 1e-6
+    assert compute_time(Compute("x", flops, size), gpu, "bf16") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("flops", "fraction"),
+    [(1e6, 0.2), (1e9, 0.2), (1e10, 0.3), (10**10.5, 0.35), (1e11, 0.4), (1e14, 0.4)],
+)
+def test_efficiency_is_linear_in_the_logarithm_of_the_work(flops: float, fraction: float) -> None:
+    """Between the entries of the table it is interpolated over log FLOP, outside it is constant."""
+    gpu = tiny.gpu(efficiency=((1e9, 0.2), (1e11, 0.4)))
+    took = compute_time(Compute("x", flops), gpu, "bf16")
+    assert took == pytest.approx(flops / (1e12 * fraction))
+
+
+def test_a_precision_that_the_gpu_lacks_is_refused() -> None:
+    """The error names the GPU and what it has."""
+    with pytest.raises(OptionError, match=r"tiny has no bf16; did you mean 'fp16'"):
+        compute_time(Compute("x", 1.0), tiny.gpu(peak={"fp16": 1.0}), "bf16")
+
+
+def test_bigger_work_takes_longer() -> None:
+    """However efficiency grows with the size of an op, twice the work never ends sooner."""
+    gpu = tiny.gpu(efficiency=((1e9, 0.2), (1e11, 0.4), (1e12, 0.7)))
+    times = [compute_time(Compute("x", 1e8 * 1.5**n), gpu, "bf16") for n in range(40)]
+    assert times == sorted(times)

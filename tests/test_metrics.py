@@ -1,0 +1,139 @@
+"""Metrics: each on spans written by hand, or against a count by brute force."""
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import metrics
+from co2sim.cluster import Link
+from co2sim.metrics import Window
+from co2sim.schedule import (
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Kind,
+    Layout,
+    Op,
+    Schedule,
+)
+from co2sim.simulator import execute
+from co2sim.trace import Span, Trace
+
+COLLECTIVE = Collective(Kind.ALL_GATHER, "x", 1, DType.FP32, WORLD)
+SCHEDULE = Schedule(
+    "hand",
+    (
+        Op("work", Compute("forward", 1.0), "compute"),
+        Op("again", Compute("forward", 1.0), "compute"),
+        Op("x", COLLECTIVE, "comm", (After("work"),)),
+    ),
+)
+
+
+def hand(*rounds: tuple[float, float, float, float], rank: int = 0) -> list[Span]:
+    """Rounds given as the ends of work and again, and the start and end of x."""
+    spans: list[Span] = []
+    clock = 0.0
+    for turn, (work, again, start, end) in enumerate(rounds):
+        spans += [
+            Span(rank, turn, "work", "compute", clock, work),
+            Span(rank, turn, "again", "compute", work, again),
+            Span(rank, turn, "x", "comm", start, end),
+        ]
+        clock = again
+    return spans
+
+
+def traced(*spans: Span) -> Trace:
+    """A trace of these spans."""
+    ranks = dict.fromkeys((span.rank for span in spans), 1)
+    rounds = 1 + max(span.round for span in spans)
+    return Trace("hand", Layout(1, len(ranks)), rounds, ranks, tuple(spans))
+
+
+THREE = hand((1, 2, 1, 3), (3, 4, 3, 5), (5, 6, 5, 7))
+
+
+def test_a_window_runs_from_the_last_compute_before_it_to_the_last_compute_in_it() -> None:
+    """Rounds are counted from the end of their last compute op; all rounds start at 0."""
+    trace = traced(*THREE)
+    assert metrics.window(trace, SCHEDULE, 2) == Window(2, 6, 2)
+    assert metrics.window(trace, SCHEDULE, 3) == Window(0, 6, 3)
+    assert metrics.window(trace, SCHEDULE, 1).round_time == 2
+
+
+def test_a_window_ends_with_the_slowest_rank() -> None:
+    """The round of a cluster is that of its slowest rank."""
+    trace = traced(*hand((1, 2, 1, 3)), *hand((1, 5, 1, 3), rank=1))
+    assert metrics.window(trace, SCHEDULE, 1).end == 5
+
+
+def test_equal_periods_of_all_ops_are_steady() -> None:
+    """A trace is steady when the last period shifts every op by the same time."""
+    assert metrics.is_steady(traced(*THREE), SCHEDULE)
+    assert not metrics.is_steady(traced(*THREE[:6], *hand(*[(5, 6, 5, 7.5)] * 3)[6:]), SCHEDULE)
+    assert not metrics.is_steady(traced(*THREE[:3]), SCHEDULE)
+
+
+def test_a_schedule_that_looks_two_rounds_back_needs_two_equal_periods() -> None:
+    """With staleness 2 one equal period proves nothing: the wait may come from before it."""
+    body = (*SCHEDULE.body[:2], Op("x", COLLECTIVE, "comm", (After("work", 2),)))
+    far = Schedule("far", body)
+    late = hand((1, 3, 1, 3), (4, 5, 3, 5), (6, 7, 5, 7))
+    assert metrics.is_steady(traced(*late), SCHEDULE)
+    assert not metrics.is_steady(traced(*late), far)
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e10])
+def test_what_is_called_steady_goes_on_for_ever(strategy: str, bandwidth: float) -> None:
+    """Once two rounds are equal, the rounds simulated after them are equal, too."""
+    schedule = tiny.schedule(strategy)
+    cluster = tiny.cluster(inter=Link(bandwidth, 1e-6))
+    for rounds in range(2, 12):
+        trace = execute(schedule, cluster, precision="bf16", rounds=rounds)
+        if metrics.is_steady(trace, schedule):
+            break
+    else:
+        pytest.fail("no steady state in 12 rounds")
+    longer = execute(schedule, cluster, precision="bf16", rounds=rounds + 6)
+    now = metrics.window(trace, schedule, 1).round_time
+    assert metrics.window(longer, schedule, 1).round_time == pytest.approx(now, rel=1e-9)
+    assert metrics.window(longer, schedule, 6).round_time == pytest.approx(now, rel=1e-9)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=8),
+    st.integers(0, 20),
+    st.integers(1, 20),
+)
+def test_busy_time_counts_every_instant_once(
+    intervals: list[tuple[int, int]], start: int, length: int
+) -> None:
+    """Overlapping spans count once, and only inside the window."""
+    spans = [Span(0, 0, "x", "comm", a, a + size) for a, size in intervals]
+    during = Window(start, start + length, 1)
+    covered = {t for a, size in intervals for t in range(a, a + size)}
+    assert metrics.busy(spans, during) == len(covered & set(range(start, start + length)))
+
+
+def test_communication_is_busy_as_on_the_busiest_rank() -> None:
+    """Of two ranks with 1 and 2 s of communication in a round, the second counts."""
+    quiet = hand((1, 3, 1, 2), (4, 6, 4, 5))
+    loud = hand((1, 3, 1, 3), (4, 6, 4, 6), rank=1)
+    trace = traced(*quiet, *loud)
+    during = metrics.window(trace, SCHEDULE, 2)
+    assert metrics.communication_busy(trace, SCHEDULE, during) == 2
+
+
+def test_the_breakdown_sums_kernels_and_collectives_of_the_last_round() -> None:
+    """Ops with one kernel add up; collectives are labelled by kind and group."""
+    assert metrics.breakdown(traced(*THREE), SCHEDULE) == {"forward": 2, "all_gather world": 2}
+
+
+def test_the_scalability_ratio_compares_per_gpu() -> None:
+    """The published example: zero2 from 3488 tokens/s on 16 GPUs to 22810 on 128 keeps 0.82."""
+    assert metrics.scalability_ratio(22810 / 128, 3488 / 16) == pytest.approx(0.82, abs=0.005)

@@ -1,0 +1,152 @@
+"""Flows that share links: cases worked out by hand, and what max-min fairness promises."""
+
+from collections.abc import Hashable, Mapping
+
+import pytest
+import simpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.network import Network, max_min_rates
+
+Loads = Mapping[Hashable, float]
+
+
+def finish_times(
+    flows: list[tuple[float, Loads]], capacity: Mapping[Hashable, float], latency: float = 0.0
+) -> list[float]:
+    """When each flow (start, bytes on each link) ends."""
+    env = simpy.Environment()
+    network = Network(env, capacity)
+    ends: dict[int, float] = {}
+
+    def begin(number: int, loads: Loads) -> None:
+        solo = max(size / capacity[link] for link, size in loads.items())
+        network.transfer(loads, latency, solo, lambda: ends.setdefault(number, env.now))
+
+    for number, (start, loads) in enumerate(flows):
+        timer = env.timeout(start)
+        assert timer.callbacks is not None
+        timer.callbacks.append(lambda _, n=number, sizes=loads: begin(n, sizes))
+    env.run()
+    return [ends[number] for number in range(len(flows))]
+
+
+def test_a_flow_alone_takes_latency_and_its_slowest_link() -> None:
+    """Alone, a flow takes its latency and the longest time of any of its links."""
+    assert finish_times([(0, {"gpu": 30, "nic": 40})], {"gpu": 10, "nic": 20}, latency=0.5) == [3.5]
+
+
+def test_two_flows_on_one_nic_take_turns_by_halves() -> None:
+    """Two flows of 100 and 300 B on 10 B/s: both at 5 B/s until 20 s, then the second at 10."""
+    assert finish_times([(0, {"nic": 100}), (0, {"nic": 300})], {"nic": 10}) == [20, 40]
+
+
+def test_what_a_flow_held_back_elsewhere_leaves_over_goes_to_the_other() -> None:
+    """A flow limited to 2 B/s by its GPU leaves 8 of the NIC's 10 B/s."""
+    flows = [(0.0, {"gpu": 20.0, "nic": 20.0}), (0.0, {"nic": 80.0})]
+    assert finish_times(flows, {"gpu": 2, "nic": 10}) == [10, 10]
+
+
+def test_a_flow_that_arrives_in_the_middle_slows_the_first_down() -> None:
+    """100 B at 10 B/s, from 5 s on shared: 50 B left at 5 B/s; the second then finishes alone."""
+    assert finish_times([(0, {"nic": 100}), (5, {"nic": 100})], {"nic": 10}) == [15, 20]
+
+
+def test_three_links_chain_three_flows() -> None:
+    """The textbook line: one long flow gets a third of its tightest link, short ones the rest.
+
+    Link a (9 B/s) carries x and y1, y2; link b (12) carries x and z; so x = y = 3, and z = 9.
+    """
+    loads: list[Loads] = [{"a": 1, "b": 1}, {"a": 1}, {"a": 1}, {"b": 1}]
+    assert max_min_rates(loads, {"a": 9, "b": 12}) == pytest.approx([3, 3, 3, 9])
+    # a third link that holds y2 back to 1 B/s leaves (9 - 1) / 2 = 4 for x and y1, and 8 for z
+    loads[2] = {"a": 1, "c": 1}
+    assert max_min_rates(loads, {"a": 9, "b": 12, "c": 1}) == pytest.approx([4, 4, 1, 8])
+
+
+def test_sharing_is_in_bytes_not_in_flows() -> None:
+    """A flow of 300 B gets as many bytes per second as one of 100 B: a third of its flows."""
+    assert max_min_rates([{"nic": 100}, {"nic": 300}], {"nic": 60}) == pytest.approx([0.3, 0.1])
+
+
+def test_flows_on_different_links_do_not_meet() -> None:
+    """Flows without a common link run as if alone."""
+    assert finish_times([(0, {"a": 10}), (0, {"b": 30})], {"a": 1, "b": 2}) == [10, 15]
+
+
+LINKS = ("a", "b", "c", "d", "e")
+capacities = st.fixed_dictionaries({link: st.floats(0.1, 100.0) for link in LINKS})
+sizes = st.dictionaries(st.sampled_from(LINKS), st.floats(0.1, 100.0), min_size=1)
+loads_of_flows = st.lists(sizes, min_size=1, max_size=7)
+
+
+def used(loads: list[dict[str, float]], rates: list[float]) -> dict[str, float]:
+    """Bytes per second on each link."""
+    return {
+        link: sum(rate * flow.get(link, 0.0) for flow, rate in zip(loads, rates, strict=True))
+        for link in LINKS
+    }
+
+
+@given(loads_of_flows, capacities)
+def test_rates_are_feasible_and_every_flow_has_a_bottleneck(
+    loads: list[dict[str, float]], capacity: dict[str, float]
+) -> None:
+    """No link is overfull, and every flow crosses a full one where nobody gets more than it.
+
+    That is the definition of max-min fairness (Bertsekas and Gallager, Data Networks, 6.5.2).
+    """
+    rates = max_min_rates(loads, capacity)
+    total = used(loads, rates)
+    assert all(total[link] <= capacity[link] * (1 + 1e-6) for link in LINKS)
+    for flow, rate in zip(loads, rates, strict=True):
+        assert any(
+            total[link] >= capacity[link] * (1 - 1e-6)
+            and all(
+                rate * size >= other_rate * other[link] * (1 - 1e-6)
+                for other, other_rate in zip(loads, rates, strict=True)
+                if link in other
+            )
+            for link, size in flow.items()
+        )
+
+
+@given(st.integers(1, 8), sizes, capacities)
+def test_flows_that_are_alike_share_equally(
+    count: int, loads: dict[str, float], capacity: dict[str, float]
+) -> None:
+    """Equal flows get equal rates: 1/count of what one alone would get."""
+    alone = min(capacity[link] / size for link, size in loads.items())
+    assert max_min_rates([loads] * count, capacity) == pytest.approx([alone / count] * count)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.1, 100.0)), min_size=1, max_size=8),
+    st.floats(0.5, 50.0),
+)
+def test_a_link_works_as_long_as_there_is_work(
+    flows: list[tuple[float, float]], capacity: float
+) -> None:
+    """The last flow on a link ends when a single queue of all bytes would end, however shared."""
+    ends = finish_times([(start, {"nic": size}) for start, size in flows], {"nic": capacity})
+    clock = 0.0
+    for start, size in sorted(flows):
+        clock = max(clock, start) + size / capacity
+    assert max(ends) == pytest.approx(clock, rel=1e-9)
+    for end, (start, size) in zip(ends, flows, strict=True):
+        assert end >= start + size / capacity * (1 - 1e-9)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 5.0), sizes), min_size=1, max_size=6),
+    capacities,
+)
+def test_sharing_never_takes_longer_than_taking_turns(
+    flows: list[tuple[float, dict[str, float]]], capacity: dict[str, float]
+) -> None:
+    """Flows in flight together end no later than if each waited for the one before."""
+    ends = finish_times([(start, dict(loads)) for start, loads in flows], capacity)
+    latest = max(start for start, _ in flows)
+    turns = sum(max(size / capacity[link] for link, size in loads.items()) for _, loads in flows)
+    assert max(ends) <= (latest + turns) * (1 + 1e-9)

@@ -1,0 +1,195 @@
+"""The schedule: what it refuses, what its waits mean, and how it reads."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.errors import ScheduleError
+from co2sim.schedule import (
+    NODE,
+    PEERS,
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Layout,
+    Op,
+    Schedule,
+    block,
+    prefixed,
+)
+
+WORK = Compute("step", 1e6)
+
+
+def op(name: str, *after: After, stream: str = "compute") -> Op:
+    """An op whose work does not matter."""
+    return Op(name, WORK, stream, after)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ([], "the body is empty"),
+        ([op("a"), op("a")], "two ops are called 'a'; names must be unique"),
+        ([op("")], "needs a name and a stream"),
+        ([op("a", stream="")], "needs a name and a stream"),
+        (
+            [op("average"), op("outer", After("averge"))],
+            "'outer' waits for 'averge', which is not in the body; did you mean 'average'?",
+        ),
+        ([op("a", After("x"))], "known: a"),
+        ([op("a", After("b")), op("b")], "not before it in the body"),
+        ([op("a", After("a"))], "not before it in the body"),
+        ([op("a"), op("b", After("a", -1))], "-1 rounds ago; it must be 0 or more"),
+    ],
+)
+def test_a_schedule_that_could_not_run_is_refused(body: list[Op], said: str) -> None:
+    """A bad body is refused when it is built, in words."""
+    with pytest.raises(ScheduleError) as caught:
+        Schedule("bad", tuple(body))
+    assert said in str(caught.value)
+
+
+def test_bad_work_is_refused() -> None:
+    """Negative FLOP, empty buffers, empty layouts and rounds without a step are errors."""
+    with pytest.raises(ScheduleError, match="flops is -1"):
+        Compute("step", -1)
+    with pytest.raises(ScheduleError, match="memory_bytes is inf"):
+        Compute("step", 0, float("inf"))
+    with pytest.raises(ScheduleError, match="elements=0"):
+        Collective(Kind.ALL_REDUCE, "x", 0, DType.FP32, WORLD)
+    with pytest.raises(ScheduleError, match="no name"):
+        Collective(Kind.ALL_REDUCE, "", 1, DType.FP32, WORLD)
+    with pytest.raises(ScheduleError, match="gpus_per_node is 0"):
+        Layout(2, 0)
+    with pytest.raises(ScheduleError, match="steps is 0"):
+        Schedule("bad", (op("a"),), steps=0)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> tuple[Op, ...]:
+    """Random legal bodies: any streams, waits for ops before, or for any op of an earlier round."""
+    size = draw(st.integers(1, 8))
+    body = []
+    for index in range(size):
+        wait = st.builds(
+            lambda target, ago, here=index: After(f"op{target}", ago + (target >= here)),
+            st.integers(0, size - 1),
+            st.integers(0, 3),
+        )
+        after = draw(st.lists(wait, max_size=3))
+        body.append(op(f"op{index}", *after, stream=draw(st.sampled_from("abc"))))
+    return tuple(body)
+
+
+@given(bodies(), st.integers(1, 5))
+def test_instances_wait_for_what_the_body_says(body: tuple[Op, ...], rounds: int) -> None:
+    """An instance waits for the named op so many rounds ago, and for nothing before round 0."""
+    stream = {each.name: each.stream for each in body}
+    issued = list(Schedule("random", body).instances(rounds))
+    assert [(i.round, i.op) for i in issued] == [(r, each) for r in range(rounds) for each in body]
+    for number, instance in enumerate(issued):
+        meant = Counter(
+            (wait.op, instance.round - wait.rounds_ago)
+            for wait in instance.op.after
+            if instance.round >= wait.rounds_ago and stream[wait.op] != instance.op.stream
+        )
+        given_waits = Counter((issued[w].op.name, issued[w].round) for w in instance.waits)
+        assert (instance.number, given_waits) == (number, meant)
+
+
+@given(bodies(), st.integers(1, 5))
+def test_body_order_is_a_legal_serial_execution(body: tuple[Op, ...], rounds: int) -> None:
+    """Nothing waits for what is issued later, so no schedule can deadlock."""
+    for instance in Schedule("random", body).instances(rounds):
+        assert all(wait < instance.number for wait in instance.waits)
+
+
+layouts = st.builds(Layout, st.integers(1, 6), st.integers(1, 6))
+
+
+@given(layouts)
+def test_groups_partition_the_ranks(layout: Layout) -> None:
+    """Every rank is in exactly one group of a kind, and agrees with its members about it."""
+    n = layout.world_size
+    sizes = {WORLD: n, NODE: layout.gpus_per_node, PEERS: layout.nodes}
+    sizes |= {block(size): size for size in range(1, n + 1) if n % size == 0}
+    for group, size in sizes.items():
+        for rank in range(n):
+            members = group.members(rank, layout)
+            assert rank in members
+            assert len(members) == size
+            assert all(group.members(other, layout) == members for other in members)
+
+
+@given(layouts)
+def test_peers_have_the_same_place_in_every_node(layout: Layout) -> None:
+    """NODE groups share the node, PEERS groups share the place and meet every node once."""
+    g = layout.gpus_per_node
+    for rank in range(layout.world_size):
+        assert {member // g for member in NODE.members(rank, layout)} == {rank // g}
+        peers = PEERS.members(rank, layout)
+        assert {member % g for member in peers} == {rank % g}
+        assert [member // g for member in peers] == list(range(layout.nodes))
+
+
+@pytest.mark.parametrize("group", [block(3), Group("rack")])
+def test_groups_that_do_not_divide_the_ranks_are_refused(group: Group) -> None:
+    """A group that cannot be formed is an error."""
+    with pytest.raises(ScheduleError, match="does not divide 8 ranks"):
+        group.members(0, Layout(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale_block", "size"),
+    [
+        (DType.FP32, 0, 4000),
+        (DType.BF16, 0, 2000),
+        (DType.FP16, 0, 2000),
+        (DType.INT8, 0, 1000),
+        (DType.INT4, 0, 500),
+        (DType.INT8, 256, 1000 + 4 * 4),
+        (DType.INT4, 1000, 500 + 4),
+        (DType.INT4, 999, 500 + 8),
+    ],
+)
+def test_bytes_count_elements_and_scales(dtype: DType, scale_block: int, size: float) -> None:
+    """A buffer of 1000 elements has its bytes, and 4 more for every started block of scales."""
+    assert Collective(Kind.ALL_GATHER, "x", 1000, dtype, WORLD, scale_block).bytes == size
+
+
+def test_a_schedule_reads_as_a_table() -> None:
+    """`str` gives stream, op, work and waits in columns."""
+    average = Collective(Kind.ALL_REDUCE, "delta", 355, DType.FP32, WORLD)
+    gather = Collective(Kind.ALL_GATHER, "x", 64, DType.INT8, block(4), 16)
+    schedule = Schedule(
+        "CO2(tau=1)",
+        (
+            op("step0"),
+            op("outer", After("average", 1)),
+            Op("average", average, "comm", (After("outer"), After("step0"))),
+            Op("gather", gather, "comm"),
+        ),
+    )
+    assert str(schedule).splitlines() == [
+        "CO2(tau=1)",
+        "compute  step0    step: 1e+06 FLOP, 0 B",
+        "compute  outer    step: 1e+06 FLOP, 0 B                    after average[-1]",
+        "comm     average  all_reduce(delta: 355 fp32) over world   after outer, step0",
+        "comm     gather   all_gather(x: 64 int8/16) over block(4)",
+    ]
+    assert schedule.streams == ("compute", "comm")
+    assert schedule.lag == 1
+
+
+def test_prefixed_ops_wait_for_prefixed_ops() -> None:
+    """Copies of a step with a prefix keep their waits among themselves."""
+    first, second = prefixed([op("a"), op("b", After("a", 2), stream="s")], "s1.")
+    assert (first.name, second.name) == ("s1.a", "s1.b")
+    assert second.after == (After("s1.a", 2),)

@@ -1,0 +1,516 @@
+"""The simulator against an independent longest path, and against cases worked out by hand."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+import networkx as nx
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from co2sim import strategies
+from co2sim.cluster import Cluster, Link
+from co2sim.errors import OptionError
+from co2sim.noise import Noise
+from co2sim.schedule import (
+    NODE,
+    PEERS,
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Layout,
+    Op,
+    Schedule,
+)
+from co2sim.simulator import execute
+from co2sim.trace import Trace
+from co2sim.workload import Block, Model, Workload
+
+SECOND = 1e12
+"""FLOP that take a tiny GPU one second."""
+
+
+def run(schedule: Schedule, cluster: Cluster, rounds: int = 1, **options: object) -> Trace:
+    """Execute in bf16, and hold the trace against the rules of its schedule."""
+    trace = execute(schedule, cluster, precision="bf16", rounds=rounds, **options)  # type: ignore[arg-type]
+    assert trace.violations(schedule) == []
+    return trace
+
+
+def seconds(name: str, length: float, *after: After, stream: str = "compute") -> Op:
+    """A compute op of so many seconds."""
+    return Op(name, Compute("work", length * SECOND), stream, after)
+
+
+def transfer(
+    name: str, elements: int, *after: After, stream: str = "comm", group: Group = WORLD
+) -> Op:
+    """An all-gather of so many fp32 elements."""
+    return Op(name, Collective(Kind.ALL_GATHER, name, elements, DType.FP32, group), stream, after)
+
+
+def ends(trace: Trace, rank: int = 0) -> dict[str, float]:
+    """When the ops of the last round end."""
+    return {s.op: s.end for s in trace.spans if s.rank == rank and s.round == trace.rounds - 1}
+
+
+def period(trace: Trace, op: str) -> float:
+    """Time between the last two instances of an op."""
+    spans = tiny.by_op(trace)
+    return spans[trace.rounds - 1, op].end - spans[trace.rounds - 2, op].end
+
+
+# --- the oracle: the longest path through the unrolled graph -----------------------------------
+
+
+def unrolled(
+    schedule: Schedule, layout: Layout, rounds: int, speed: Mapping[int, float]
+) -> nx.DiGraph:
+    """Who precedes whom: a vertex for the end of every op, one for all members of a collective.
+
+    An edge's length is the duration of the op that it leads to. Collectives take one second for
+    every member but the first, as in a ring of pure latency.
+    """
+    graph = nx.DiGraph()
+
+    def vertex(op: Op, turn: int, rank: int) -> Hashable:
+        if isinstance(op.work, Collective):
+            return op.name, turn, op.work.group.members(rank, layout).start, op.work.group
+        return op.name, turn, rank, None
+
+    by_name = {op.name: op for op in schedule.body}
+    for rank in range(layout.world_size):
+        last: dict[str, Hashable] = {}
+        for turn in range(rounds):
+            for op in schedule.body:
+                here = vertex(op, turn, rank)
+                if isinstance(op.work, Collective):
+                    length = len(op.work.group.members(rank, layout)) - 1.0
+                else:
+                    length = op.work.flops / SECOND / speed.get(rank // layout.gpus_per_node, 1.0)
+                before = [last[op.stream]] if op.stream in last else ["start"]
+                before += [
+                    vertex(by_name[wait.op], turn - wait.rounds_ago, rank)
+                    for wait in op.after
+                    if turn >= wait.rounds_ago
+                ]
+                graph.add_weighted_edges_from((other, here, length) for other in before)
+                last[op.stream] = here
+    return graph
+
+
+def longest_paths(graph: nx.DiGraph) -> dict[Hashable, float]:
+    """When every vertex is reached."""
+    reached: dict[Hashable, float] = {}
+    for vertex in nx.topological_sort(graph):
+        into = graph.in_edges(vertex, data="weight")
+        reached[vertex] = max((reached[other] + length for other, _, length in into), default=0.0)
+    return reached
+
+
+def uncontended(nodes: int, gpus: int) -> Cluster:
+    """Links of one second of latency and no limit on bandwidth; collectives never exclude."""
+    link = Link(1e40, 1.0)
+    return tiny.cluster(nodes, gpus, intra=link, inter=link, backend="gloo")
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Random bodies of compute and collectives, with random waits up to two rounds back."""
+    size = draw(st.integers(1, 7))
+    body = []
+    for index in range(size):
+        wait = st.builds(
+            lambda target, ago, here=index: After(f"op{target}", ago + (target >= here)),
+            st.integers(0, size - 1),
+            st.integers(0, 2),
+        )
+        after = draw(st.lists(wait, max_size=3))
+        stream = draw(st.sampled_from(["compute", "comm", "side"]))
+        if draw(st.booleans()):
+            body.append(seconds(f"op{index}", draw(st.integers(0, 9)), *after, stream=stream))
+        else:
+            group = draw(st.sampled_from([WORLD, NODE, PEERS]))
+            body.append(transfer(f"op{index}", 1, *after, stream=stream, group=group))
+    return Schedule("random", tuple(body))
+
+
+@settings(max_examples=120)
+@given(
+    schedules(),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.integers(1, 4),
+    st.dictionaries(st.integers(0, 2), st.sampled_from([0.25, 0.5, 2.0]), max_size=3),
+    st.booleans(),
+)
+def test_without_contention_every_op_ends_at_the_longest_path(
+    schedule: Schedule,
+    shape: tuple[int, int],
+    rounds: int,
+    speed: dict[int, float],
+    fold: bool,  # noqa: FBT001
+) -> None:
+    """On random schedules with slow nodes, folded or not, every span is where the graph puts it."""
+    cluster = uncontended(*shape)
+    speed = {node: value for node, value in speed.items() if node < shape[0]}
+    trace = run(schedule, cluster, rounds, noise=Noise(node_speed=speed), fold=fold)
+    graph = unrolled(schedule, cluster.layout, rounds, speed)
+    reached = longest_paths(graph)
+    works = {op.name: op.work for op in schedule.body}
+    for span in trace.spans:
+        work = works[span.op]
+        group = work.group if isinstance(work, Collective) else None
+        start = group.members(span.rank, cluster.layout).start if group else span.rank
+        assert span.end == pytest.approx(reached[span.op, span.round, start, group])
+    assert tiny.makespan(trace) == pytest.approx(nx.dag_longest_path_length(graph))
+    assert sum(trace.ranks.values()) == cluster.layout.world_size
+
+
+# --- folding -----------------------------------------------------------------------------------
+
+LATENT = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}
+
+
+def same_trace(schedule: Schedule, cluster: Cluster, noise: Noise, rounds: int = 3) -> None:
+    """Every rank of the unfolded trace does what the rank that stands for it does when folded."""
+    folded = run(schedule, cluster, rounds, noise=noise)
+    whole = run(schedule, cluster, rounds, noise=noise, fold=False)
+    assert len(whole.ranks) == cluster.layout.world_size
+    g = cluster.gpus_per_node
+    speeds = {rank: noise.node_slowdowns(cluster.layout)[rank // g] for rank in whole.ranks}
+    stands = {speeds[rank]: tiny.by_op(folded, rank) for rank in folded.ranks}
+    for span in whole.spans:
+        twin = stands[speeds[span.rank]][span.round, span.op]
+        assert (span.start, span.end) == pytest.approx((twin.start, twin.end), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+@pytest.mark.parametrize("shape", [(1, 4), (3, 2), (4, 1)], ids=str)
+def test_a_symmetric_cluster_folded_and_unfolded_gives_the_same_trace(
+    strategy: str, shape: tuple[int, int]
+) -> None:
+    """One rank stands for all, whatever the strategy."""
+    same_trace(tiny.schedule(strategy, shape), tiny.cluster(*shape, **LATENT), Noise())
+
+
+@pytest.mark.parametrize("strategy", [v for v in tiny.VARIANTS if "node" in v or "zero" in v])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": "gloo"},
+        {"interference": 0.3},
+        {"all_reduce": "hierarchical"},
+        {"sites": 2, "wan": Link(1e8, 1e-5)},
+    ],
+    ids=["gloo", "interference", "hierarchical", "sites"],
+)
+def test_folding_holds_for_every_kind_of_cluster(
+    strategy: str, changes: Mapping[str, object]
+) -> None:
+    """Sharing of NICs and uplinks, interference and backends fold, too."""
+    cluster = tiny.cluster(4, 2, **LATENT, **changes)
+    same_trace(tiny.schedule(strategy, (4, 2)), cluster, Noise(), rounds=2)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        "zero3",
+        "zeropp",
+        "co2(tau=2,worker=node)",
+        "co2(tau=2)",
+        "diloco(tau=2,dtype=int4,worker=node)",
+    ],
+)
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_slow_nodes_unfold_only_what_differs(strategy: str, backend: str) -> None:
+    """With two speeds there are two classes of ranks, and they do what all ranks would do."""
+    cluster = tiny.cluster(4, 2, **LATENT, backend=backend)
+    noise = Noise(node_speed={1: 0.5, 3: 0.5})
+    schedule = tiny.schedule(strategy, (4, 2))
+    assert run(schedule, cluster, noise=noise).ranks == {0: 4, 2: 4}
+    same_trace(schedule, cluster, noise)
+
+
+def test_blocks_of_nodes_of_different_speed_unfold() -> None:
+    """A group of some nodes cannot be folded when nodes differ; the result is still right."""
+    cluster = tiny.cluster(4, 2, **LATENT)
+    schedule = tiny.schedule("zeropp(hpz_group=4)", (4, 2))
+    trace = run(schedule, cluster, noise=Noise(node_speed={3: 0.5}))
+    assert len(trace.ranks) == 8
+    same_trace(schedule, cluster, Noise(), rounds=2)
+
+
+# --- by hand: durations, contention, backends ---------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (4, 4), (3, 2)], ids=str)
+def test_a_collective_alone_takes_the_alpha_beta_closed_form(
+    kind: Kind, shape: tuple[int, int]
+) -> None:
+    """Alone, a collective takes its latency steps and the bytes of its busiest link."""
+    nodes, gpus = shape
+    n, size, alpha, beta = nodes * gpus, 4e6, 1e-5, 1 / 1e9
+    steps = (n - gpus) if kind is Kind.ALL_TO_ALL else nodes - 1
+    inner_steps = (gpus - 1) if kind is Kind.ALL_TO_ALL else n - nodes
+    latency = steps * alpha + inner_steps * alpha / 10
+    if nodes == 1:
+        busiest = size * (n - 1) / n * beta / 10
+    elif kind is Kind.ALL_TO_ALL:
+        busiest = gpus * size * (n - gpus) / n * beta
+    else:
+        busiest = size * (n - 1) / n * beta
+    if kind is Kind.BROADCAST:
+        busiest *= n / (n - 1)
+    factor = 2 if kind is Kind.ALL_REDUCE else 1
+    work = Collective(kind, "x", 1_000_000, DType.FP32, WORLD)
+    cluster = tiny.cluster(*shape, intra=Link(10e9, alpha / 10), inter=Link(1e9, alpha))
+    trace = run(Schedule("one", (Op("x", work, "comm"),)), cluster)
+    assert tiny.makespan(trace) == pytest.approx(factor * (latency + busiest))
+
+
+def pair(group_a: Group, group_b: Group) -> Schedule:
+    """Two all-gathers of 4e6 bytes at once: each takes 3 ms alone on four nodes of one GPU."""
+    return Schedule(
+        "pair",
+        (
+            transfer("a", 1_000_000, stream="a", group=group_a),
+            transfer("b", 1_000_000, stream="b", group=group_b),
+        ),
+    )
+
+
+def test_nccl_runs_one_collective_at_a_time_per_communicator() -> None:
+    """Two of one group go one after the other, in the order in which they were issued."""
+    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1))
+    assert ends(trace) == pytest.approx({"a": 3e-3, "b": 6e-3})
+
+
+def test_gloo_runs_what_is_in_flight_together() -> None:
+    """Two of one group share the NIC and end together."""
+    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1, backend="gloo"))
+    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
+
+
+def test_nccl_communicators_of_different_groups_share_the_links() -> None:
+    """Collectives over different groups are in flight together, on NCCL too."""
+    trace = run(pair(WORLD, PEERS), tiny.cluster(4, 1))
+    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
+
+
+def test_collectives_on_different_links_do_not_slow_each_other() -> None:
+    """NODE uses the links inside the node, PEERS the NIC: both take as long as alone."""
+    trace = run(pair(NODE, PEERS), tiny.cluster(2, 2))
+    # 4 MB x 1/2 at 10 GB/s; two peer groups of 4 MB x 1/2 on one NIC of 1 GB/s
+    assert ends(trace) == pytest.approx({"a": 0.2e-3, "b": 4e-3})
+
+
+def test_the_free_communicator_takes_the_first_issued_of_those_ready() -> None:
+    """When the communicator frees, the earlier issued of two waiting collectives goes first."""
+    body = (
+        transfer("first", 1_000_000, stream="a"),
+        seconds("work", 1e-3),
+        transfer("second", 1_000_000, After("work"), stream="b"),
+        transfer("third", 1_000_000, stream="c"),
+    )
+    # third is ready at 0, second only at 1 ms, but first is in the way until 3 ms
+    trace = run(Schedule("three", body), tiny.cluster(4, 1))
+    assert ends(trace) == pytest.approx(
+        {"first": 3e-3, "work": 1e-3, "second": 6e-3, "third": 9e-3}
+    )
+
+
+def test_a_collective_waits_for_its_slowest_member() -> None:
+    """Nodes meet in a collective, so a node at half speed makes all of them wait."""
+    body = (seconds("work", 1.0), transfer("x", 1_000_000, After("work")))
+    trace = run(Schedule("s", body), tiny.cluster(4, 1), noise=Noise(node_speed={2: 0.5}))
+    assert ends(trace, 0) == pytest.approx({"work": 1.0, "x": 2.003})
+    assert ends(trace, 2) == pytest.approx({"work": 2.0, "x": 2.003})
+
+
+def test_a_slow_node_does_not_slow_what_stays_in_other_nodes() -> None:
+    """A collective inside a node does not wait for other nodes."""
+    body = (seconds("work", 1.0), transfer("x", 1_000_000, After("work"), group=NODE))
+    trace = run(Schedule("s", body), tiny.cluster(2, 2), noise=Noise(node_speed={1: 0.5}))
+    assert ends(trace, 0)["x"] == pytest.approx(1.0002)
+    assert ends(trace, 2)["x"] == pytest.approx(2.0002)
+
+
+def test_communication_in_flight_slows_compute_down() -> None:
+    """10 s of compute with 4 s of communication at 25 %: 3.2 s of work in 4 s, then 6.8 s."""
+    body = (seconds("work", 10.0), transfer("x", 1_000_000))
+    cluster = tiny.cluster(4, 1, inter=Link(0.75e6), interference=0.25)
+    assert ends(run(Schedule("s", body), cluster)) == pytest.approx({"x": 4.0, "work": 10.8})
+
+
+def test_interference_counts_once_however_many_are_in_flight() -> None:
+    """Two transfers on 1-7 s and 3-9 s slow 10 s of compute down from 1 s to 9 s: 11.6 s in all.
+
+    1 s at full speed, 8 s at 1/1.25 = 6.4 s of work, and 2.6 s at full speed again.
+    """
+    link = Link(1e40, 3.0)  # two ring steps over three nodes: 6 s
+    body = (
+        seconds("one", 1.0, stream="a"),
+        transfer("x", 1, After("one"), stream="a"),
+        seconds("three", 3.0, stream="b"),
+        transfer("y", 1, After("three"), stream="b"),
+        seconds("work", 10.0),
+    )
+    quick = tiny.cluster(3, 1, inter=link, interference=0.25, backend="gloo")
+    found = ends(run(Schedule("s", body), quick))
+    # "three" computes too: 1 s, then 2 s of work at 1/1.25 take 2.5 s, so y is on 3.5-9.5 s
+    assert found["y"] == pytest.approx(9.5)
+    assert found["work"] == pytest.approx(9.5 + (10 - 1 - 8.5 / 1.25))
+
+
+def test_waiting_for_others_is_no_interference() -> None:
+    """A rank that waits for a slow node to join has nothing in flight yet."""
+    body = (transfer("x", 1_000_000), seconds("work", 10.0))
+    late = Schedule("late", (seconds("first", 5.0, stream="comm"), *body))
+    cluster = tiny.cluster(2, 1, inter=Link(1e6), interference=1.0)
+    trace = run(late, cluster, noise=Noise(node_speed={1: 0.5}))
+    # node 0 is ready at 5 s, node 1 at 10 s: the 2 s in flight start when node 0 has computed 10 s
+    assert ends(trace, 0)["work"] == pytest.approx(10.0)
+
+
+def test_free_communication_takes_no_time() -> None:
+    """With free communication only compute and waiting for slow members are left."""
+    body = (transfer("x", 1_000_000), seconds("work", 2.0, After("x")), transfer("y", 9))
+    cluster = tiny.cluster(4, 1, inter=Link(1e3, 5.0), interference=0.5)
+    trace = run(Schedule("s", body), cluster, rounds=3, free_communication=True)
+    assert tiny.makespan(trace) == pytest.approx(6.0)
+
+
+# --- by hand: strategies ------------------------------------------------------------------------
+
+STEP = 16e-6 + 2.4e-9 + 56e-9
+"""Seconds of a tiny step: 5 MFLOP forward, 11 backward, embedding rows, optimizer: 28 B x 2000."""
+
+SLOW = 120e-6
+"""Seconds of an fp32 all-reduce of 2000 parameters on 2 x 2 GPUs at 0.1 GB/s: 2 x 3/4 x 8000 B."""
+
+
+def slow_cluster() -> Cluster:
+    """Where an average takes longer than seven steps."""
+    return tiny.cluster(2, 2, inter=Link(1e8))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "last", "expected"),
+    [
+        ("local_sgd(tau=4)", "outer", 4 * STEP + SLOW + 20e-9),
+        ("slowmo(tau=4)", "outer", 4 * STEP + SLOW + 52e-9),
+        ("diloco(tau=4)", "outer", 4 * STEP + SLOW + 28e-9 + 52e-9),
+        ("co2(tau=4)", "outer", SLOW + 68e-9),
+        ("co2(tau=10)", "outer", 10 * STEP + 68e-9),
+        ("co2(tau=4,staleness=2)", "outer", SLOW),
+        ("co2(tau=10,staleness=2)", "outer", 10 * STEP + 68e-9),
+        ("overlap_local_sgd(tau=10)", "outer", 10 * STEP + 68e-9),
+        ("diloco(tau=10,delay=9)", "outer", 10 * STEP + 28e-9 + 52e-9),
+        ("ddp", "optimizer", STEP + SLOW / 2),
+        ("zero1", "optimizer", STEP - 42e-9 + SLOW / 2),
+    ],
+)
+def test_a_round_takes_what_the_algorithm_says(strategy: str, last: str, expected: float) -> None:
+    """Blocking averages add to the steps; CO2 hides the shorter of average and steps.
+
+    DDP's only bucket waits for the whole backward; ZeRO-1 halves the optimizer twice and moves as
+    much in two halves. CO2 with staleness 2 may start the next average while one is on its way.
+    """
+    trace = run(tiny.schedule(strategy), slow_cluster(), rounds=8)
+    assert period(trace, last) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("prefetch", "exposed"), [(0, 3), (2000, 2)])
+def test_zero3_of_one_block_exposes_what_cannot_run_ahead(prefetch: int, exposed: int) -> None:
+    """Of two gathers and a reduce-scatter, only the backward's gather can hide, in the forward."""
+    only = Block("only", (2000,), 5e6, 0.0)
+    job = Workload(Model("one", (only,), tokens=1))
+    schedule = strategies.parse(f"zero3(prefetch={prefetch})").schedule(job, Layout(4, 1))
+    trace = run(schedule, tiny.cluster(4, 1), rounds=3)
+    each = 4000 * 3 / 4 / 1e9
+    assert period(trace, "optimizer") == pytest.approx(exposed * each + 15e-6 + 500 * 28e-12)
+
+
+def test_a_block_beyond_the_prefetch_budget_is_exposed() -> None:
+    """Two equal blocks: within the budget the second gather hides, beyond it waits for compute."""
+    blocks = tuple(Block(name, (1000,), 5e6, 0.0) for name in ("a", "b"))
+    job = Workload(Model("two", blocks, tokens=1))
+    cluster = tiny.cluster(4, 1)
+    gather, forward = 2000 * 3 / 4 / 1e9, 5e-6
+    expected = {1000: gather + 2 * forward, 999: 2 * (gather + forward)}
+    for budget, end in expected.items():
+        schedule = strategies.parse(f"zero3(prefetch={budget})").schedule(job, Layout(4, 1))
+        assert ends(run(schedule, cluster))["forward.b"] == pytest.approx(end)
+
+
+# --- noise --------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_trace_bit_for_bit() -> None:
+    """Jitter and stragglers are drawn from the seed, and from nothing else."""
+    schedule, cluster = tiny.schedule("zeropp"), tiny.cluster()
+
+    def noisy(seed: int) -> Trace:
+        return run(schedule, cluster, 4, noise=Noise(jitter=0.2, straggle=0.3, seed=seed))
+
+    assert noisy(7) == noisy(7)
+    assert noisy(7) != noisy(8)
+
+
+def test_jitter_unfolds_every_rank_and_keeps_the_rules() -> None:
+    """With jitter every rank is simulated, with times of its own."""
+    trace = run(tiny.schedule("ddp"), tiny.cluster(), 2, noise=Noise(jitter=0.1))
+    assert trace.ranks == dict.fromkeys(range(4), 1)
+    firsts = {span.end for span in trace.spans if span.op == "forward.layer0" and span.round == 0}
+    assert len(firsts) == 4
+
+
+def test_stragglers_keep_their_pace_and_only_they_unfold() -> None:
+    """`straggle` draws one pace for a node: all its ranks share it, in every round."""
+    cluster = tiny.cluster(4, 2)
+    schedule = Schedule("s", (seconds("work", 1.0),))
+    trace = run(schedule, cluster, 3, noise=Noise(straggle=0.2, seed=3))
+    assert trace.ranks == {0: 2, 2: 2, 4: 2, 6: 2}
+    for rank in trace.ranks:
+        spans = tiny.by_op(trace, rank)
+        lengths = {round(s.end - s.start, 12) for s in spans.values()}
+        assert len(lengths) == 1
+
+
+def test_noise_adds_spread_not_work() -> None:
+    """The factors have mean 1."""
+    factors = Noise(jitter=0.5, seed=1).op_slowdowns(1, 0, 200_000)
+    assert sum(factors) / len(factors) == pytest.approx(1.0, abs=5e-3)
+    assert min(factors) > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"jitter": -0.1},
+        {"jitter": 2.0},
+        {"straggle": float("nan")},
+        {"node_speed": {0: 0.0}},
+        {"node_speed": {0: float("inf")}},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_noise_out_of_range_is_refused(fields: Mapping[str, object]) -> None:
+    """Spreads from 0 to 1, positive speeds, and seeds of 0 or more: all else is an OptionError."""
+    with pytest.raises(OptionError):
+        run(tiny.schedule("ddp"), tiny.cluster(), noise=replace(Noise(jitter=0.1), **fields))  # type: ignore[arg-type]
+
+
+def test_a_node_that_does_not_exist_has_no_speed() -> None:
+    """Naming a node beyond the cluster is an error that says which nodes there are."""
+    with pytest.raises(OptionError, match="nodes are 0 to 1"):
+        run(tiny.schedule("ddp"), tiny.cluster(), noise=Noise(node_speed={2: 0.5}))

@@ -1,0 +1,361 @@
+"""Every strategy: its golden schedule, its options, and that it runs on every layout."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import strategies
+from co2sim.errors import Co2simError, OptionError
+from co2sim.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
+from co2sim.simulator import execute
+from co2sim.strategies.sharded import prefetch_waits
+from co2sim.strategies.step import Bucket, Step, buckets, chain, pieces, title
+from co2sim.workload import Block, Model, Workload
+
+GOLDEN = [
+    ("ddp(bucket_mib=0.001)", {}),
+    ("ddp", {"accumulation": 2}),
+    ("zero1(bucket=700)", {"accumulation": 2}),
+    ("zero2(bucket=700)", {"accumulation": 2}),
+    ("zero3", {}),
+    ("zero3(prefetch=900)", {"accumulation": 2}),
+    ("zeropp", {}),
+    ("zeropp(qwz=false,hpz=false)", {}),
+    ("local_sgd(tau=2)", {}),
+    ("overlap_local_sgd(tau=2)", {}),
+    ("slowmo(tau=2)", {}),
+    ("diloco(tau=2)", {}),
+    ("diloco(tau=2,fragments=2,delay=1,dtype=int4)", {}),
+    ("co2(tau=2)", {}),
+    ("co2(tau=2,worker=node)", {}),
+    ("co2(tau=1,staleness=2,worker=node,inner=zero3)", {}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "changes"), GOLDEN, ids=[f"{s} {c}" for s, c in GOLDEN])
+def test_the_schedule_is_the_golden_one(
+    strategy: str, changes: dict[str, int], golden: Callable[[str, str], None]
+) -> None:
+    """On 2 nodes of 2 GPUs a strategy does for the tiny model what its golden file says."""
+    words = re.findall(r"[a-z0-9_.]+", strategy) + [f"{k}{v}" for k, v in changes.items()]
+    golden("-".join(words), f"{tiny.schedule(strategy, **changes)}\n")
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+@pytest.mark.parametrize("layout", tiny.LAYOUTS, ids=str)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_strategy_runs_on_every_layout(
+    strategy: str, layout: tuple[int, int], accumulation: int
+) -> None:
+    """From one GPU up, with accumulation, a strategy gives a schedule that runs by the rules."""
+    schedule = tiny.schedule(strategy, layout, accumulation=accumulation)
+    trace = execute(schedule, tiny.cluster(*layout), precision="bf16", rounds=2)
+    assert trace.violations(schedule) == []
+    assert len(trace.spans) == 2 * len(schedule.body) * len(trace.ranks)
+    micro_steps = sum(
+        op.work.kernel == "forward" for op in schedule.body if isinstance(op.work, Compute)
+    )
+    assert micro_steps == 4 * accumulation * schedule.steps
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+def test_one_gpu_sends_nothing(strategy: str) -> None:
+    """Alone, every strategy takes as long as with free communication."""
+    schedule, alone = tiny.schedule(strategy, (1, 1)), tiny.cluster(1, 1)
+    paid, free = (
+        execute(schedule, alone, precision="bf16", rounds=3, free_communication=free)
+        for free in (False, True)
+    )
+    assert tiny.makespan(paid) == tiny.makespan(free)
+
+
+def collectives(schedule: Schedule, kind: Kind) -> list[Collective]:
+    """The collectives of a kind, in body order."""
+    works = [op.work for op in schedule.body]
+    return [w for w in works if isinstance(w, Collective) and w.kind is kind]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("strategy", "reduced", "gathered"),
+    [
+        ("ddp", 1, 0),
+        ("zero1", 1, 1),
+        ("zero2", "every", 1),
+        ("zero3", "every", "every twice"),
+    ],
+)
+def test_each_parameter_is_communicated_once_per_pass(
+    strategy: str, reduced: int | str, gathered: int | str, accumulation: int
+) -> None:
+    """Gradients: once a step, or every micro-step. Parameters: once a step, or before each pass."""
+    schedule = tiny.schedule(strategy, accumulation=accumulation)
+    times = {0: 0, 1: 1, "every": accumulation, "every twice": 2 * accumulation}
+    kind = Kind.ALL_REDUCE if strategy == "ddp" else Kind.REDUCE_SCATTER
+    assert sum(w.elements for w in collectives(schedule, kind)) == 2000 * times[reduced]
+    assert sum(w.elements for w in collectives(schedule, Kind.ALL_GATHER)) == 2000 * times[gathered]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "ddp", "zero2"])
+def test_parameters_are_read_only_after_the_last_update(strategy: str) -> None:
+    """No gather or forward starts before the optimizer of the round before has ended.
+
+    The model starts with a block that has no parameters, such as a resize or a patchify.
+    """
+    first = Block("first", (), 1e6, 0.0)
+    blocks = (first, *(Block(name, (500,), 2e6, 0.0) for name in "abc"))
+    job = Workload(Model("headless", blocks, tokens=1))
+    schedule = strategies.parse(strategy).schedule(job, Layout(2, 2))
+    trace = execute(schedule, tiny.cluster(), precision="bf16", rounds=3)
+    updated = {s.round: s.end for s in trace.spans if s.op == "optimizer"}
+    early = [
+        span.op
+        for span in trace.spans
+        if ("gather.forward" in span.op or span.op.startswith("forward"))
+        and span.round > 0
+        and span.start < updated[span.round - 1]
+    ]
+    assert early == []
+
+
+# --- building blocks ---------------------------------------------------------------------------
+
+tensor_lists = st.lists(st.lists(st.integers(1, 50), max_size=4).map(tuple), min_size=1, max_size=6)
+
+
+@given(tensor_lists, st.floats(0.0, 120.0))
+def test_buckets_hold_every_gradient_once_and_close_when_full(
+    tensors: list[tuple[int, ...]], capacity: float
+) -> None:
+    """Walking tensors from the last to the first, a bucket closes with the tensor that fills it."""
+    blocks = [Block(f"b{n}", sizes, 0.0, 0.0) for n, sizes in enumerate(tensors)]
+    flat = [(size, n) for n, sizes in enumerate(tensors) for size in sizes][::-1]
+    expected: list[Bucket] = []
+    rest = flat
+    while rest:
+        count = next(
+            (i for i in range(1, len(rest)) if sum(size for size, _ in rest[:i]) >= capacity),
+            len(rest),
+        )
+        taken, rest = rest[:count], rest[count:]
+        expected.append(Bucket(sum(size for size, _ in taken), taken[-1][1]))
+    assert buckets(blocks, capacity) == expected
+
+
+@given(st.integers(1, 10_000), st.integers(1, 3000))
+def test_pieces_are_few_nearly_equal_and_complete(elements: int, capacity: int) -> None:
+    """As few pieces as possible, none above the capacity, all within one element of each other."""
+    found = pieces(elements, capacity)
+    assert sum(found) == elements
+    assert max(found) <= capacity
+    assert (len(found) - 1) * capacity < elements
+    assert max(found) - min(found) <= 1
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(0, 60), st.integers(0, 90)
+)
+def test_prefetch_keeps_its_budgets_and_uses_them(
+    sizes: list[int], prefetch: int, max_live: int
+) -> None:
+    """What is fetched while use k computes keeps both budgets; nothing could be fetched earlier.
+
+    A fetch that waits for the compute just before its own use is always allowed.
+    """
+    waits = prefetch_waits(sizes, prefetch, max_live)
+    for i, wait in enumerate(waits):
+        assert -1 <= wait < i
+        for k in range(wait + 1, i):  # while use k computes, k+1 .. i are present or under way
+            ahead = sum(sizes[k + 1 : i + 1])
+            assert ahead <= prefetch
+            assert ahead + sizes[k] <= max_live
+        if wait >= 0:
+            ahead = sum(sizes[wait + 1 : i + 1])
+            assert ahead > prefetch or ahead + sizes[wait] > max_live
+
+
+def test_a_chain_waits_step_for_step_and_round_for_round() -> None:
+    """Each copy of a step waits for the one before, the first for the last of the round before."""
+    work = Compute("w", 1.0)
+    step = Step(
+        [Op("read", work, "a"), Op("write", work, "b", (After("read"),))], ("read",), ("write",)
+    )
+    first, _, second, _ = chain(step, 2)
+    assert first.after == (After("s1.write", 1),)
+    assert second.after == (After("s0.write"),)
+
+
+# --- CO2 and its relatives ---------------------------------------------------------------------
+
+
+def most_in_flight(schedule: Schedule, launch: str, use: str) -> int:
+    """The most buffers written by `launch*` and not yet consumed by `use*`, run serially."""
+    most, held = 0, 0
+    rounds = 6
+    for instance in schedule.instances(rounds):
+        name = instance.op.name
+        if re.fullmatch(f"{use}\\d*", name):
+            waits = [wait for wait in instance.op.after if wait.rounds_ago <= instance.round]
+            held -= len([wait for wait in waits if wait.op.startswith(("average", "dequantize"))])
+        if re.fullmatch(f"{launch}\\d*", name):
+            held += 1
+            most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_co2_keeps_one_buffer_for_every_average_in_flight(staleness: int) -> None:
+    """Memory: anchor, momentum, and as many buffers as averages are under way at once."""
+    strategy = strategies.parse(f"co2(tau=2,staleness={staleness})")
+    schedule = strategy.schedule(tiny.job(), Layout(2, 2))
+    buffers = most_in_flight(schedule, "average", "outer")
+    assert buffers == staleness
+    memory = strategy.memory(tiny.job(), Layout(2, 2))
+    assert memory["outer"] == (2 + buffers) * 2000 * 4
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 3), (4, 0), (4, 1), (4, 5), (4, 7)])
+def test_diloco_keeps_a_buffer_for_every_fragment_in_flight(fragments: int, delay: int) -> None:
+    """Memory: anchor, momentum, and the pseudo-gradient of every fragment that is under way."""
+    strategy = strategies.parse(f"diloco(tau=8,fragments={fragments},delay={delay})")
+    schedule = strategy.schedule(tiny.job(), Layout(2, 2))
+    buffers = most_in_flight(schedule, "delta", "outer")
+    memory = strategy.memory(tiny.job(), Layout(2, 2))
+    assert memory["outer"] == pytest.approx((2 + buffers / fragments) * 2000 * 4)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4, 7])
+@pytest.mark.parametrize("fragments", [1, 2, 3, 8])
+def test_diloco_uses_an_average_delay_steps_after_its_launch(fragments: int, delay: int) -> None:
+    """An outer step comes exactly `delay` local steps after its pseudo-gradient."""
+    schedule = tiny.schedule(f"diloco(tau=8,fragments={fragments},delay={delay})")
+    step, launched, found = 0, {}, set()
+    for instance in schedule.instances(4):
+        name = instance.op.name
+        step += name.endswith("optimizer")
+        if name.startswith("delta"):
+            launched[name.removeprefix("delta"), instance.round] = step
+        if name.startswith("outer"):
+            wait = instance.op.after[0].rounds_ago
+            source = (name.removeprefix("outer"), instance.round - wait)
+            if instance.round >= wait:
+                found.add(step - launched[source])
+    assert found == {delay}
+    shares = [w.elements for w in collectives(schedule, Kind.ALL_REDUCE)]
+    assert len(shares) == fragments
+    assert sum(shares) == 2000
+
+
+@pytest.mark.parametrize("strategy", ["co2", "slowmo", "local_sgd", "overlap_local_sgd", "diloco"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_node_as_worker_averages_shares_among_peers(strategy: str, inner: str) -> None:
+    """Each rank averages its share with its peers; nothing else leaves the node."""
+    schedule = tiny.schedule(f"{strategy}(tau=2,worker=node,inner={inner})", (3, 2))
+    outside = [w for w in collectives(schedule, Kind.ALL_REDUCE) if w.group.name != "node"]
+    assert [(w.group.name, w.elements, w.dtype) for w in outside] == [("peers", 1000, DType.FP32)]
+    assert all(
+        op.work.group.name != "world" for op in schedule.body if isinstance(op.work, Collective)
+    )
+
+
+def test_local_steps_do_not_wait_for_the_average_of_co2() -> None:
+    """Nothing but the outer step waits for the average, and that a round later."""
+    schedule = tiny.schedule("co2(tau=4)")
+    waiting = {
+        op.name: wait.rounds_ago
+        for op in schedule.body
+        for wait in op.after
+        if wait.op == "average"
+    }
+    assert waiting == {"outer": 1}
+
+
+# --- options -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", tiny.VARIANTS)
+def test_a_strategy_reads_back_from_its_title(text: str) -> None:
+    """The title of a strategy is a text that gives the strategy, with or without parentheses."""
+    strategy = strategies.parse(text)
+    assert strategies.parse(title(strategy)) == strategy
+    assert strategies.parse(text.replace("(", ":").rstrip(")")) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ddpp", "did you mean 'ddp'?"),
+        ("fsdp9000x", "known: co2, ddp"),
+        ("", "unknown strategy ''"),
+        ("co2(taau=3)", "did you mean 'tau'?"),
+        ("co2(tau)", "is not option=value"),
+        ("co2(tau=)", "is not option=value"),
+        ("co2(tau=0)", "at least 1"),
+        ("co2(tau=1.5)", "must be a whole number"),
+        ("co2(tau=-1)", "0 or more"),
+        ("co2(tau=many)", "must be a number"),
+        ("co2(tau=1e999)", "must be a number"),
+        ("co2(staleness=0)", "slowmo is staleness 0"),
+        ("co2(inner=zero2)", "use worker=node"),
+        ("co2(worker=rack)", "one of gpu, node"),
+        ("co2(worker=node,inner=zero9)", "one of ddp, zero1, zero2, zero3"),
+        ("co2(dtype=int4)", "use fp32, bf16 or fp16"),
+        ("co2(dtype=fp64)", "one of fp32"),
+        ("zeropp(qwz=maybe)", "one of true, false"),
+        ("diloco(tau=4,fragments=5)", "must be 1 to tau=4"),
+        ("diloco(tau=4,delay=4)", "0 to tau-1=3"),
+        ("diloco(scale_block=0)", "at least 1"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(text: str, said: str) -> None:
+    """The error says what was given, and what is allowed."""
+    with pytest.raises(OptionError) as caught:
+        strategies.parse(text)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_types_are_read_whatever_their_case() -> None:
+    """`dtype=BF16` is `dtype=bf16`, as `worker=NODE` is `worker=node`."""
+    assert strategies.parse("co2(dtype=BF16)") == strategies.parse("co2(dtype=bf16)")
+    assert strategies.parse("co2(worker=NODE)") == strategies.parse("co2(worker=node)")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "co2(tau=1,tau=2)",
+        "co2(tau=1",
+        "zero1(bucket=0)",
+        "zero2(bucket=0)",
+        "zeropp(scale_block=0)",
+        "zeropp(hpz=false,hpz_group=2)",
+    ],
+)
+def test_options_that_cannot_be_honoured_are_errors(text: str) -> None:
+    """Never silently ignored: options given twice, out of range, or without what they belong to."""
+    with pytest.raises(OptionError):
+        strategies.parse(text).schedule(tiny.job(), Layout(2, 2))
+
+
+@pytest.mark.parametrize("ranks", [3, 8, 6])
+def test_secondary_groups_that_do_not_fit_are_refused(ranks: int) -> None:
+    """hpz_group divides a node or is made of full nodes that divide the cluster."""
+    strategy = strategies.parse(f"zeropp(hpz_group={ranks})")
+    with pytest.raises(OptionError, match="hpz_group"):
+        strategy.schedule(tiny.job(), Layout(3, 4))
+
+
+@given(st.text(max_size=20), st.sampled_from(["", "co2", "zeropp(", "diloco:"]))
+def test_any_text_is_a_strategy_or_one_line(text: str, start: str) -> None:
+    """Whatever is given, the answer is a strategy or a typed error of one line."""
+    try:
+        strategy = strategies.parse(start + text)
+    except Co2simError as error:
+        assert len(str(error).splitlines()) == 1  # noqa: PT017 - both outcomes are right
+    else:
+        assert strategy.name in strategies.STRATEGIES

@@ -1,0 +1,246 @@
+"""The public API: one question in, figures out."""
+
+import doctest
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+import co2sim
+from co2sim import Case, Co2simError, Result, simulate, study
+from co2sim.cluster import Link
+from co2sim.errors import OptionError
+from co2sim.noise import Noise
+from co2sim.study import vary
+
+SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
+
+
+def test_the_public_names_are_few() -> None:
+    """One function, its question, its answer and its error."""
+    assert set(co2sim.__all__) == {"Case", "Co2simError", "Result", "simulate"}
+
+
+def test_the_examples_in_the_documentation_are_true() -> None:
+    """What a docstring shows is what comes out."""
+    failed, attempted = doctest.testmod(study, extraglobs={"simulate": simulate})
+    assert attempted > 0
+    assert failed == 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=12)", "diloco(tau=20)"])
+def test_the_figures_of_a_result_agree_with_each_other(strategy: str) -> None:
+    """Totals, rates per GPU, steps, rounds and memory are one set of numbers."""
+    found = simulate(strategy=strategy, micro_batch=2, accumulation=3, **SMALL)
+    assert found.step_time_s * found.steps_per_round == pytest.approx(found.round_time_s)
+    assert found.samples_per_s == pytest.approx(16 * 2 * 3 / found.step_time_s)
+    assert found.tokens_per_s == pytest.approx(1024 * found.samples_per_s)
+    assert found.tokens_per_s_per_gpu == pytest.approx(found.tokens_per_s / 16)
+    assert found.mfu == pytest.approx(found.model_tflops_per_gpu * 1e12 / 312e12)
+    assert found.hardware_tflops_per_gpu >= found.model_tflops_per_gpu
+    assert 0 <= found.exposed_comm_s <= found.comm_busy_s * (1 + 1e-9)
+    assert found.overlap_ratio is not None
+    assert found.overlap_ratio == pytest.approx(1 - found.exposed_comm_s / found.comm_busy_s)
+    items = {name: size for name, size in found.memory_bytes_per_gpu.items() if name != "total"}
+    assert sum(items.values()) == pytest.approx(found.memory_bytes_per_gpu["total"])
+    assert found.fits_in_memory == (found.memory_bytes_per_gpu["total"] <= 80e9)
+    assert found.steady
+
+
+def test_a_result_is_plain_data() -> None:
+    """A result becomes JSON with every field by name."""
+    found = simulate(strategy="ddp", **SMALL)
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert set(plain) == {field.name for field in fields(Result)}
+    assert plain["strategy"] == "ddp"
+    assert [fact["path"] for fact in plain["assumed"]][:1]
+
+
+def test_assumed_inputs_are_listed_with_the_side_they_come_from() -> None:
+    """What no source supports is named in the answer, under cluster or model."""
+    found = simulate("a100-tcp80", "transnormer-7b", "ddp", gpus=8)
+    paths = {fact.path for fact in found.assumed}
+    assert {"cluster.inter.latency", "cluster.interference", "model.layers"} <= paths
+
+
+def test_one_gpu_has_no_communication_and_no_overlap_ratio() -> None:
+    """Alone there is nothing to overlap."""
+    found = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=1)
+    assert found.overlap_ratio is None
+    assert found.comm_busy_s == found.exposed_comm_s == 0
+    assert found.nic_bytes_per_node_per_step == 0
+
+
+def test_a_global_batch_sets_the_accumulation() -> None:
+    """192 samples on 16 GPUs of 4: three micro-steps; the step sees 192 samples."""
+    found = simulate(strategy="zero2", micro_batch=4, global_batch=192, **SMALL)
+    assert found.accumulation == 3
+    assert found.samples_per_s * found.step_time_s == pytest.approx(192)
+
+
+def test_the_price_counts_gpus_and_tokens() -> None:
+    """A billion tokens cost price x GPUs x time."""
+    found = simulate(strategy="ddp", overrides={"price_per_gpu": "3.6 USD/h"}, **SMALL)
+    assert found.usd_per_billion_tokens == pytest.approx(1e9 / found.tokens_per_s * 16 * 1e-3)
+    assert simulate(strategy="ddp", **SMALL).usd_per_billion_tokens is None
+
+
+def test_objects_serve_as_well_as_names() -> None:
+    """Clusters, models and strategies may be objects."""
+    found = simulate(tiny.cluster(), tiny.model(), "co2(tau=2)")
+    assert (found.cluster, found.model, found.gpus) == ("tiny", "tiny", 4)
+    assert found.assumed == ()
+
+
+def test_a_gpu_without_bf16_trains_in_fp16() -> None:
+    """V100 has no bf16; asking for it is an error that says what there is."""
+    assert simulate("dgx2-ib1", "gpt2-small", "ddp", gpus=16).precision == "fp16"
+    with pytest.raises(OptionError, match="has no bf16"):
+        simulate("dgx2-ib1", "gpt2-small", "ddp", gpus=16, precision="bf16")
+
+
+def test_noise_is_repeatable_and_averaged() -> None:
+    """With jitter ten rounds are averaged; the same seed gives the same figures."""
+    case = Case(strategy="ddp", noise=Noise(jitter=0.1, seed=4), **SMALL)
+    assert case.run() == case.run()
+    assert not case.run().steady
+    other = replace(case, noise=Noise(jitter=0.1, seed=5)).run()
+    assert other.round_time_s != case.run().round_time_s
+    calm = replace(case, noise=Noise()).run()
+    assert case.run().round_time_s >= calm.round_time_s * 0.95
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_in_the_steady_state_the_number_of_rounds_does_not_matter(rounds: int) -> None:
+    """Averaging more rounds of a steady state changes nothing."""
+    for strategy in ("ddp", "co2(tau=2,staleness=2)", "zeropp"):
+        one = simulate(strategy=strategy, **SMALL)
+        more = simulate(strategy=strategy, rounds=rounds, **SMALL)
+        assert more.round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
+
+
+def test_folding_does_not_change_an_answer() -> None:
+    """Every figure is the same when all ranks are simulated."""
+    for strategy in ("zeropp", "co2(tau=2,worker=node)"):
+        folded = simulate(strategy=strategy, **SMALL)
+        whole = simulate(strategy=strategy, fold=False, **SMALL)
+        assert whole.round_time_s == pytest.approx(folded.round_time_s, rel=1e-9)
+        assert whole.exposed_comm_s == pytest.approx(folded.exposed_comm_s, rel=1e-6, abs=1e-12)
+        assert whole.comm_busy_s == pytest.approx(folded.comm_busy_s, rel=1e-9)
+
+
+def test_the_trace_of_a_case_keeps_the_rules() -> None:
+    """`Case.trace` gives the schedule and a trace of it, warm-up included."""
+    schedule, trace = Case(strategy="zeropp", **SMALL).trace()
+    assert trace.violations(schedule) == []
+    assert trace.rounds >= 2
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "name", "value"),
+    [
+        ("gpus", "32", "gpus", 32),
+        ("micro_batch", "4", "micro_batch", 4),
+        ("strategy.tau", "6", "steps_per_round", 6),
+        ("precision", "fp32", "precision", "fp32"),
+        ("model.layers", "6", "gpus", 16),
+        ("strategy", "ddp", "strategy", "ddp"),
+    ],
+)
+def test_one_thing_varies_by_its_path(path: str, text: str, name: str, value: object) -> None:
+    """Fields, strategy options and overrides are all reached by a path and a text."""
+    case = Case(strategy="co2(tau=12)", **SMALL)
+    found = vary(case, path, text).run()
+    assert getattr(found, name) == value
+    assert found != case.run()
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"cluster": "a100-tcp"}, "did you mean 'a100-tcp80'?"),
+    ({"model": "gpt3-small"}, "did you mean 'gpt2-small'?"),
+    ({"strategy": "zero4"}, "unknown strategy 'zero4'"),
+    ({"gpus": 12}, "use a multiple of 8, or 1 to 8"),
+    ({"gpus": 0}, "do not fill nodes"),
+    ({"gpus": -8}, "do not fill nodes"),
+    ({"micro_batch": 0}, "micro_batch is 0; it must be at least 1"),
+    ({"accumulation": 0}, "accumulation is 0; it must be at least 1"),
+    ({"global_batch": 17}, "not a multiple of 16 GPUs x micro_batch=1 = 16"),
+    ({"global_batch": 0}, "not a multiple"),
+    ({"global_batch": 16, "accumulation": 2}, "not both"),
+    ({"precision": "fp64"}, "has no fp64"),
+    ({"precision": "int8"}, "has no int8"),
+    ({"recompute": "some"}, "one of none, selective, full"),
+    ({"optimizer": "adam"}, "one of adamw, sgd"),
+    ({"rounds": 0}, "rounds is 0; it must be at least 1"),
+    ({"overrides": {"inter.bandwith": "1 GB/s"}}, "did you mean 'bandwidth'?"),
+    ({"overrides": {"model.layer": "3"}}, "did you mean 'layers'?"),
+    ({"model": "resnet-50", "recompute": "full"}, "does not apply to ResNet-50"),
+    ({"strategy": "zeropp(hpz_group=3)"}, "hpz_group=3 must divide the 8 GPUs"),
+    ({"noise": Noise(node_speed={5: 0.5})}, "nodes are 0 to 1"),
+    ({"microbatch": 3}, "did you mean 'micro_batch'?"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD, ids=[str(changes) for changes, _ in BAD])
+def test_bad_questions_get_one_line(changes: dict[str, Any], said: str) -> None:
+    """Every error is typed, one line, and says what is allowed."""
+    with pytest.raises(Co2simError) as caught:
+        simulate(**{"strategy": "ddp", **SMALL, **changes})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("gpus", "many"),
+        ("gpus", "1.5"),
+        ("jitter", "2"),
+        ("seed", "-1"),
+        ("strategy.taau", "3"),
+        ("nowhere", "3"),
+        ("inter.nowhere", "3"),
+    ],
+)
+def test_bad_variations_get_one_line(path: str, text: str) -> None:
+    """A path or text that does not fit is a typed error of one line."""
+    with pytest.raises(Co2simError) as caught:
+        vary(Case(strategy="co2", **SMALL), path, text).run()
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_do_not_apply_to_objects() -> None:
+    """An object is taken as it is; overriding it is an error."""
+    with pytest.raises(OptionError, match="apply to names and files"):
+        simulate(tiny.cluster(), "gpt2-small", "ddp", overrides={"nodes": "3"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "bandwidth"),
+    [({"sites": 2}, 1e9), ({"nodes": 3, "sites": 2}, 1e9), ({"nodes": 0}, 1e9), ({}, 0.0)],
+    ids=["no uplink", "unequal sites", "no nodes", "no bandwidth"],
+)
+def test_clusters_that_cannot_be_are_refused(fields: dict[str, Any], bandwidth: float) -> None:
+    """Objects are checked like files: sites need an uplink and equal sizes, links a bandwidth."""
+    uplink = {"wan": Link(1e8)} if "nodes" in fields and "sites" in fields else {}
+
+    def run() -> Result:
+        impossible = tiny.cluster(inter=Link(bandwidth), **fields, **uplink)
+        return simulate(impossible, tiny.model(), "ddp")
+
+    with pytest.raises(Co2simError):
+        run()
+
+
+def test_a_files_path_and_a_key_give_the_same_answer(tmp_path: Path) -> None:
+    """A copy of a catalog file, given by path, is the same cluster."""
+    source = Path(co2sim.__file__).parent / "catalog" / "clusters" / "a100-tcp80.toml"
+    copy = tmp_path / "copy.toml"
+    copy.write_text(source.read_text())
+    case: dict[str, Any] = {**SMALL, "strategy": "zero3"}
+    assert simulate(**{**case, "cluster": str(copy)}) == simulate(**case)
+    assert math.isfinite(simulate(**case).mfu)

@@ -1,0 +1,188 @@
+"""Traces: the rules that they are held to, and the files that they become."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from co2sim.errors import CatalogError
+from co2sim.noise import Noise
+from co2sim.schedule import Schedule
+from co2sim.simulator import execute
+from co2sim.trace import Span, Trace, read_json_lines
+
+
+def correct(strategy: str = "co2(tau=1,worker=node)") -> tuple[Schedule, Trace]:
+    """A correct trace of two classes of ranks over three rounds."""
+    schedule = tiny.schedule(strategy)
+    noise = Noise(node_speed={1: 0.5})
+    return schedule, execute(schedule, tiny.cluster(), precision="bf16", rounds=3, noise=noise)
+
+
+def corrupted(trace: Trace, op: str, **changes: Any) -> Trace:
+    """The trace with one span (rank 0, round 1) of an op changed."""
+    spans = [
+        span._replace(**changes) if (span.rank, span.round, span.op) == (0, 1, op) else span
+        for span in trace.spans
+    ]
+    return replace(trace, spans=tuple(spans))
+
+
+def span_of(trace: Trace, op: str) -> Span:
+    """The span of rank 0 in round 1."""
+    return tiny.by_op(trace)[1, op]
+
+
+def test_a_simulated_trace_breaks_no_rule() -> None:
+    """The simulator keeps the rules exactly, without any tolerance."""
+    schedule, trace = correct()
+    assert trace.violations(schedule) == []
+
+
+def test_an_op_that_did_not_run_is_found() -> None:
+    """Every op runs in every round on every rank."""
+    schedule, trace = correct()
+    spans = tuple(s for s in trace.spans if (s.rank, s.round, s.op) != (0, 1, "outer"))
+    found = replace(trace, spans=spans).violations(schedule)
+    assert found == ["rank 0 did not run 'outer' in round 1"]
+
+
+def test_an_op_that_ran_twice_is_found() -> None:
+    """No op runs twice in a round."""
+    schedule, trace = correct()
+    found = replace(trace, spans=(*trace.spans, span_of(trace, "outer"))).violations(schedule)
+    assert "rank 0 ran 'outer' twice in round 1" in found
+
+
+def test_an_op_that_is_not_in_the_schedule_is_found() -> None:
+    """Spans of unknown ops, ranks and rounds are counted."""
+    schedule, trace = correct()
+    outer = span_of(trace, "outer")
+    for stray in (outer._replace(op="extra"), outer._replace(rank=9), outer._replace(round=3)):
+        found = replace(trace, spans=(*trace.spans, stray)).violations(schedule)
+        assert found == ["1 spans are not in the schedule"]
+
+
+def test_an_op_that_ends_before_it_starts_is_found() -> None:
+    """Time runs forward."""
+    schedule, trace = correct()
+    outer = span_of(trace, "outer")
+    found = corrupted(trace, "outer", end=outer.start - 1e-3).violations(schedule)
+    assert any("'outer' of round 1 ends before it starts" in line for line in found)
+
+
+def test_two_ops_at_once_on_a_stream_are_found() -> None:
+    """A stream runs its ops one at a time, in body order, across rounds too."""
+    schedule, trace = correct()
+    before = tiny.by_op(trace)
+    for op, earlier in (
+        ("backward.head", before[1, "forward.head"]),
+        ("forward.embedding", before[0, "outer"]),
+    ):
+        found = corrupted(trace, op, start=earlier.end - 1e-9).violations(schedule)
+        said = f"rank 0: {op!r} of round 1 starts before {earlier.op!r} frees 'compute'"
+        assert said in found
+
+
+def test_an_op_that_did_not_wait_is_found() -> None:
+    """Waits hold inside a round, and for rounds ago."""
+    schedule, trace = correct()
+    start = span_of(trace, "average").start - 1e-9
+    found = corrupted(trace, "average", start=start).violations(schedule)
+    assert "rank 0: 'average' of round 1 starts before 'outer' has finished" in found
+    late = span_of(trace, "publish").end + 1e-9
+    found = corrupted(trace, "publish", end=late).violations(schedule)
+    assert "rank 0: 'forward.embedding' of round 2 starts before 'publish' has finished" in found
+
+
+def test_a_collective_that_ends_at_different_times_is_found() -> None:
+    """A collective ends on all members together; those of other groups may end at other times."""
+    schedule, trace = correct()
+    late = span_of(trace, "average").end + 1e-9
+    found = corrupted(trace, "average", end=late).violations(schedule)
+    assert any("'average' of round 1 ends" in line for line in found)
+    early = corrupted(trace, "reduce0", end=span_of(trace, "reduce0").end - 1e-9)
+    assert not any("'reduce0' of round 1 ends" in line for line in early.violations(schedule))
+
+
+def test_an_op_on_the_wrong_stream_is_found() -> None:
+    """A span names the stream that the schedule gives to its op."""
+    schedule, trace = correct()
+    assert corrupted(trace, "outer", stream="comm").violations(schedule)
+
+
+def test_clock_errors_within_the_tolerance_are_forgiven() -> None:
+    """Real clocks are compared with a tolerance."""
+    schedule, trace = correct()
+    early = corrupted(trace, "average", start=span_of(trace, "average").start - 1e-6)
+    assert early.violations(schedule)
+    assert early.violations(schedule, tolerance=2e-6) == []
+
+
+def test_json_lines_read_back_as_the_same_trace(tmp_path: Path) -> None:
+    """Writing and reading a trace changes no bit of it."""
+    _, trace = correct()
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(trace.to_json_lines()))
+    assert read_json_lines(path) == trace
+    assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "not json", '{"schedule": "x"}', "\x00", '"a"\n1', "3\n{}"]
+)
+def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    """Whatever else a file holds, the error names it, in one line."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(CatalogError, match=r"trace\.jsonl is not a trace") as caught:
+        read_json_lines(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CatalogError, match="is not a trace"):
+        read_json_lines(tmp_path / "absent.jsonl")
+
+
+def test_perfetto_gets_one_track_per_rank_and_stream() -> None:
+    """Chrome JSON: a process per rank, a thread per stream, each with its name."""
+    schedule, trace = correct()
+    chrome: Any = json.loads(json.dumps(trace.to_chrome(schedule)))
+    meta = [event for event in chrome["traceEvents"] if event["ph"] == "M"]
+    processes = {e["pid"]: e["args"]["name"] for e in meta if e["name"] == "process_name"}
+    assert processes == {
+        0: "rank 0 (stands for 2 ranks)",
+        2: "rank 2 (stands for 2 ranks)",
+    }
+    threads = {(e["pid"], e["args"]["name"]): e["tid"] for e in meta if e["name"] == "thread_name"}
+    assert set(threads) == {(r, s) for r in processes for s in ("compute", "comm", "outer")}
+    assert len({(pid, tid) for (pid, _), tid in threads.items()}) == len(threads)
+
+
+def test_perfetto_gets_every_span_with_its_bytes_and_round() -> None:
+    """Complete events in microseconds, named by op, on the op's track, without overlaps."""
+    schedule, trace = correct()
+    chrome: Any = json.loads(json.dumps(trace.to_chrome(schedule)))
+    tracks = {
+        (e["pid"], e["args"]["name"]): e["tid"]
+        for e in chrome["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    events = [event for event in chrome["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(trace.spans)
+    reached: dict[tuple[int, int], float] = {}
+    for event, span in zip(events, trace.spans, strict=True):
+        assert (event["name"], event["pid"]) == (span.op, span.rank)
+        assert event["tid"] == tracks[span.rank, span.stream]
+        assert event["ts"] == pytest.approx(span.start * 1e6)
+        assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
+        assert event["args"]["round"] == span.round
+        track = (event["pid"], event["tid"])
+        assert event["ts"] >= reached.get(track, 0.0) - 1e-9
+        reached[track] = event["ts"] + event["dur"]
+    arguments = {event["name"]: event["args"] for event in events}
+    assert arguments["average"]["bytes"] == 4000  # fp32, half of 2000 parameters
+    assert arguments["average"]["kind"] == "all_reduce"
+    assert arguments["average"]["group"] == "peers"
+    assert arguments["forward.layer0"]["flops"] == 2e6

@@ -1,0 +1,129 @@
+"""Quantities: what is read, what is refused, and how it is shown."""
+
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from co2sim.errors import UnitError
+from co2sim.units import EXAMPLES, Unit, duration, parse, scaled
+
+READ: list[tuple[str | float, Unit, float]] = [
+    ("200 Gbit/s", "B/s", 25e9),
+    ("25 GB/s", "B/s", 25e9),
+    ("300GB/s", "B/s", 300e9),
+    ("80 GB", "B", 80e9),
+    ("1 GiB", "B", 2.0**30),
+    ("8 bit", "B", 1.0),
+    ("5 us", "s", 5e-6),
+    ("5 µs", "s", 5e-6),
+    ("  1.5 ms ", "s", 1.5e-3),
+    ("2 min", "s", 120.0),
+    ("312 TFLOP/s", "FLOP/s", 312e12),
+    ("1.34e12 FLOP", "FLOP", 1.34e12),
+    ("2.52 USD/h", "USD/s", 0.0007),
+    ("0.19", "", 0.19),
+    (0.19, "", 0.19),
+    (3, "", 3.0),
+]
+
+
+@pytest.mark.parametrize(("text", "unit", "value"), READ)
+def test_quantities_are_read_in_si_units(text: str | float, unit: Unit, value: float) -> None:
+    """A quantity becomes a plain number in the SI unit that is asked for."""
+    assert parse(text, unit) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "said"),
+    [
+        ("25", "B/s", "has no unit"),
+        (25.0, "B/s", "has no unit"),
+        ("25 Gb/s", "B/s", "ambiguous"),
+        ("25 GB", "B/s", "does not fit"),
+        ("25 GB/s", "B", "does not fit"),
+        ("25 parsec", "s", "unknown unit"),
+        ("25 GB/s", "", "where a plain number is expected"),
+        ("fast", "B/s", "is not a bandwidth"),
+        ("", "s", "is not a time"),
+        ("nan s", "s", "is not a time"),
+        ("inf s", "s", "is not a time"),
+        ("1e999 s", "s", "is not finite"),
+        (math.inf, "", "is not a plain number"),
+        (True, "", "is not a plain number"),
+    ],
+)
+def test_wrong_quantities_are_refused_in_words(text: str | float, unit: Unit, said: str) -> None:
+    """A missing, ambiguous, unknown or unfit unit is an error that says which it is."""
+    with pytest.raises(UnitError) as caught:
+        parse(text, unit)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "5 NAN",
+        "5 (",
+        "5 {",
+        "5 #",
+        "5 '",
+        "5 \\",
+        "5 \0",
+        "5 s/",
+        "5 1/0",
+        "5 s**(1/0)",
+        "1e308 Ts",
+    ],
+)
+def test_malformed_units_are_refused_like_unknown_ones(text: str) -> None:
+    """No text, however broken, gets past the parser as anything but a UnitError."""
+    with pytest.raises(UnitError):
+        parse(text, "s")
+
+
+def test_a_double_slash_is_not_a_slash() -> None:
+    """The parser is strict: "B//s" is not a bandwidth."""
+    with pytest.raises(UnitError):
+        parse("5 B//s", "B/s")
+
+
+@given(st.text(max_size=12), st.sampled_from(list(EXAMPLES)))
+@example("5 [", "s")
+@example("1e308 kB", "B")
+def test_any_text_is_a_finite_number_or_one_line(text: str, unit: Unit) -> None:
+    """Whatever is given, the answer is a finite number or a UnitError of one line."""
+    for candidate in (text, f"5 {text}"):
+        try:
+            value = parse(candidate, unit)
+        except UnitError as error:
+            assert len(str(error).splitlines()) == 1  # noqa: PT017 - both outcomes are right
+        else:
+            assert math.isfinite(value)
+
+
+@given(st.floats(1e-3, 1e6), st.sampled_from(["", "k", "M", "G", "T"]))
+def test_a_byte_is_eight_bits(number: float, prefix: str) -> None:
+    """The same number of bits is an eighth of the bytes, under every prefix."""
+    in_bytes = parse(f"{number!r} {prefix}B/s", "B/s")
+    assert parse(f"{number!r} {prefix}bit/s", "B/s") == pytest.approx(in_bytes / 8, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1.25e10, "12.5 GB/s"), (999.0, "999 B/s"), (0.0, "0 B/s"), (2e15, "2 PB/s"), (1e3, "1 kB/s")],
+)
+def test_values_are_shown_with_three_digits_and_a_prefix(value: float, shown: str) -> None:
+    """A value is shown with a decimal prefix and three significant digits."""
+    assert scaled(value, "B/s") == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(1.25e-3, "1.25 ms"), (3.0, "3 s"), (2e-6, "2 us"), (5e-9, "5 ns"), (0.0, "0 s")],
+)
+def test_times_are_shown_in_the_unit_that_suits_them(seconds: float, shown: str) -> None:
+    """A time is shown in seconds, milli-, micro- or nanoseconds."""
+    assert duration(seconds) == shown

@@ -1,0 +1,119 @@
+"""Tiny clusters, models and strategies whose figures can be worked out by hand."""
+
+from typing import Any
+
+from co2sim import strategies
+from co2sim.cluster import GPU, Cluster, Link
+from co2sim.schedule import Layout, Schedule
+from co2sim.trace import Span, Trace
+from co2sim.workload import Block, Model, Workload
+
+GIGA = 1e9
+
+LAYOUTS = [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 2), (3, 2), (2, 4), (4, 4)]
+"""Nodes and GPUs per node: one GPU, one node, nodes of one GPU, an odd number of nodes."""
+
+VARIANTS = [
+    "ddp",
+    "ddp(bucket_mib=0.001)",
+    "zero1",
+    "zero1(bucket=700)",
+    "zero2",
+    "zero2(bucket=700)",
+    "zero3",
+    "zero3(prefetch=0)",
+    "zero3(prefetch=900,max_live=1300)",
+    "zeropp",
+    "zeropp(qwz=false)",
+    "zeropp(hpz=false)",
+    "zeropp(qgz=false)",
+    "zeropp(hpz_group=1)",
+    "local_sgd(tau=3)",
+    "local_sgd(tau=2,worker=node)",
+    "overlap_local_sgd(tau=3)",
+    "overlap_local_sgd(tau=2,worker=node,inner=zero1)",
+    "slowmo(tau=3)",
+    "slowmo(tau=2,worker=node,inner=ddp)",
+    "diloco(tau=4)",
+    "diloco(tau=4,fragments=2,delay=1,worker=node)",
+    "diloco(tau=4,fragments=4,delay=3,dtype=int4)",
+    "diloco(tau=2,dtype=int8,worker=node,inner=zero3)",
+    "co2(tau=3)",
+    "co2(tau=1)",
+    "co2(tau=2,staleness=2)",
+    "co2(tau=2,staleness=3,worker=node,inner=ddp)",
+    "co2(tau=2,worker=node)",
+    "co2(tau=2,worker=node,inner=zero1)",
+    "co2(tau=2,worker=node,inner=zero3)",
+]
+"""Every strategy, with the options that change the shape of its schedule."""
+
+
+def gpu(**changes: Any) -> GPU:
+    """1 TFLOP/s and 1 TB/s, fully attained, in any precision."""
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "memory": 1 * GIGA,
+        "memory_bandwidth": 1e12,
+        "peak": {"bf16": 1e12, "fp16": 1e12, "fp32": 1e12},
+        "efficiency": ((1.0, 1.0),),
+    }
+    return GPU(**fields | changes)
+
+
+def cluster(nodes: int = 2, gpus_per_node: int = 2, **changes: Any) -> Cluster:
+    """10 GB/s inside a node and 1 GB/s between nodes, without latency."""
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "gpu": gpu(),
+        "intra": Link(10 * GIGA),
+        "inter": Link(1 * GIGA),
+        "all_reduce": "ring",  # so that closed forms need no choice of algorithm
+    }
+    return Cluster(nodes=nodes, gpus_per_node=gpus_per_node, **fields | changes)
+
+
+def model() -> Model:
+    """An embedding, two equal layers and a head: 2000 parameters."""
+    layers = [
+        Block(
+            f"layer{number}",
+            (300, 200),
+            2e6,
+            4000.0,
+            attention_flops=5e5,
+            attention_bytes=1000.0,
+            boundary_bytes=400.0,
+        )
+        for number in range(2)
+    ]
+    return Model(
+        "tiny",
+        (
+            Block("embedding", (640,), 0.0, 400.0),
+            *layers,
+            Block("head", (20, 340), 1e6, 2000.0, boundary_bytes=400.0),
+        ),
+        tokens=16,
+    )
+
+
+def job(**changes: Any) -> Workload:
+    """The tiny model, one sample at a time."""
+    fields: dict[str, Any] = {"model": model()}
+    return Workload(**fields | changes)
+
+
+def schedule(strategy: str, layout: tuple[int, int] = (2, 2), **changes: Any) -> Schedule:
+    """The schedule of a strategy, given as text, for the tiny job."""
+    return strategies.parse(strategy).schedule(job(**changes), Layout(*layout))
+
+
+def by_op(trace: Trace, rank: int = 0) -> dict[tuple[int, str], Span]:
+    """The spans of one rank by round and op."""
+    return {(span.round, span.op): span for span in trace.spans if span.rank == rank}
+
+
+def makespan(trace: Trace) -> float:
+    """When the last op ends."""
+    return max(span.end for span in trace.spans)
