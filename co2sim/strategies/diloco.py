@@ -14,7 +14,7 @@ from co2sim.schedule import (
     Op,
     Schedule,
 )
-from co2sim.strategies.local import OUTER, Inner, Replica, Worker, check_tau, outer_work
+from co2sim.strategies.local import OUTER, Inner, Replica, Worker, check, outer_work
 from co2sim.strategies.quantized import QUANTIZED, recode, sum_received
 from co2sim.strategies.step import COMPUTE, Step, chain, pieces, title
 from co2sim.units import Bytes
@@ -44,8 +44,7 @@ class DiLoCo:
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
-        check_tau(self.tau)
-        Replica(self.worker, self.inner)
+        check(self, quantized=True)
         if not 1 <= self.fragments <= self.tau:
             raise OptionError(f"fragments is {self.fragments}; it must be 1 to tau={self.tau}")
         if not 0 <= self.delay < self.tau:
@@ -57,7 +56,7 @@ class DiLoCo:
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """Every fragment: pseudo-gradient, average, and `delay` steps later the outer step."""
-        replica = Replica(self.worker, self.inner)
+        replica = Replica.of(self)
         launched: dict[int, list[Op]] = {}
         used: dict[int, list[Op]] = {}
         sizes = pieces(job.parameters, -(-job.parameters // self.fragments))
@@ -94,7 +93,7 @@ class DiLoCo:
         buffer, dtype, blocks = f"delta{suffix}", self.dtype, self.scale_block
         if dtype not in QUANTIZED:
             works: dict[str, Compute | Collective] = {
-                "average": replica.all_reduce(buffer, elements, dtype)
+                "average": Collective(Kind.ALL_REDUCE, buffer, elements, dtype, replica.peers)
             }
         else:
             workers, group = replica.workers(layout), replica.peers
@@ -115,7 +114,7 @@ class DiLoCo:
             for at in self._launches()
         )
         copies = 2 + under_way / self.fragments
-        return Replica(self.worker, self.inner).memory(job, layout, copies)
+        return Replica.of(self).memory(job, layout, copies)
 
     def _launches(self) -> list[int]:
         """The local step after which each fragment's average starts."""

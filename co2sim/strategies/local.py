@@ -5,7 +5,8 @@ optimizer states. A worker is therefore one GPU, or one node: inside the node DD
 the fast links in every step, and each rank averages its share with its peers on other nodes.
 """
 
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
 
 from co2sim.errors import OptionError
 from co2sim.memory import model_states
@@ -21,9 +22,11 @@ from co2sim.schedule import (
     Kind,
     Layout,
     Op,
+    Schedule,
 )
 from co2sim.strategies.ddp import DDP
-from co2sim.strategies.step import COMM, Step
+from co2sim.strategies.quantized import QUANTIZED
+from co2sim.strategies.step import COMM, COMPUTE, Step, chain, title
 from co2sim.strategies.zero1 import Zero1
 from co2sim.strategies.zero2 import Zero2
 from co2sim.strategies.zero3 import Zero3
@@ -47,27 +50,47 @@ _INNER: dict[str, DDP | Zero1 | Zero2 | Zero3] = {
 }
 
 
-def check_tau(tau: int) -> None:
-    """Refuse a round without local steps."""
-    if not 1 <= tau <= _MOST_STEPS:
+class LocalUpdate(Protocol):
+    """The options that the strategies of the family share."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def tau(self) -> int: ...  # noqa: D102
+    @property
+    def worker(self) -> Worker: ...  # noqa: D102
+    @property
+    def inner(self) -> Inner | None: ...  # noqa: D102
+    @property
+    def dtype(self) -> DType: ...  # noqa: D102
+
+
+def check(strategy: LocalUpdate, *, quantized: bool = False) -> None:
+    """Refuse options that are out of range, or contradict each other."""
+    if not 1 <= strategy.tau <= _MOST_STEPS:
         raise OptionError(
-            f"tau is {tau}; a round has at least 1 and at most {_MOST_STEPS} local steps"
+            f"tau is {strategy.tau}; a round has at least 1 and at most {_MOST_STEPS} local steps"
+        )
+    if strategy.worker == "gpu" and strategy.inner is not None:
+        raise OptionError(f"inner={strategy.inner} does not apply to worker=gpu; use worker=node")
+    if strategy.dtype in QUANTIZED and not quantized:
+        raise OptionError(
+            f"{strategy.name} does not quantize: dtype={strategy.dtype}; use fp32, bf16 or fp16"
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Replica:
-    """The worker of a local-update strategy: which ranks hold one copy, and how they step."""
+    """The ranks that hold one copy of the model, and how they step."""
 
-    __slots__ = ("inner", "worker")
+    worker: Worker
+    inner: DDP | Zero1 | Zero2 | Zero3 | None
 
-    def __init__(self, worker: Worker, inner: Inner | None, dtype: DType = DType.FP32) -> None:
-        """Raises OptionError for an inner strategy without a node to run it in."""
-        if worker == "gpu" and inner is not None:
-            raise OptionError(f"inner={inner} does not apply to worker=gpu; use worker=node")
-        if dtype in {DType.INT8, DType.INT4}:
-            raise OptionError(f"dtype={dtype} needs a quantized average; use fp32, bf16 or fp16")
-        self.worker = worker
-        self.inner = _INNER[inner or "zero2"] if worker == "node" else None
+    @classmethod
+    def of(cls, strategy: LocalUpdate) -> "Replica":
+        """The worker of a strategy; a node runs zero2 inside unless told otherwise."""
+        inside = strategy.worker == "node"
+        return cls(strategy.worker, _INNER[strategy.inner or "zero2"] if inside else None)
 
     @property
     def peers(self) -> Group:
@@ -91,10 +114,6 @@ class Replica:
         if self.inner is None:
             return DDP().step(job, Layout(1, 1), NODE)
         return self.inner.step(job, layout, NODE)
-
-    def all_reduce(self, buffer: str, elements: int, dtype: DType) -> Collective:
-        """The average of a share among peers."""
-        return Collective(Kind.ALL_REDUCE, buffer, elements, dtype, self.peers)
 
     def publish(self, job: Workload, layout: Layout, after: str, elements: int) -> list[Op]:
         """Gather updated shares inside the node, where the parameters are whole on every rank.
@@ -120,3 +139,31 @@ def outer_work(job: Workload, elements: int, tensors: int, kernel: str = "outer"
     return Compute(
         kernel, 2.0 * tensors * elements, elements * (4.0 * tensors + job.precision.bytes)
     )
+
+
+def averaged_rounds(
+    strategy: LocalUpdate,
+    job: Workload,
+    layout: Layout,
+    *,
+    buffer: str,
+    tensors: int,
+    staleness: int,
+) -> Schedule:
+    """Local steps, and an average of `buffer` that is used `staleness` rounds after its launch.
+
+    With staleness 0 the outer step waits for the average of its own round; else it waits for an
+    older one, and launches the next. It reads or writes `tensors` fp32 values per parameter.
+    """
+    replica = Replica.of(strategy)
+    share = replica.share(job, layout)
+    work = Collective(Kind.ALL_REDUCE, buffer, share, strategy.dtype, replica.peers)
+    waits, launch = (After("average", staleness),), (After("outer"),)
+    average = Op("average", work, OUTER, launch if staleness else ())
+    outer = Op("outer", outer_work(job, share, tensors), COMPUTE, waits)
+    publish = replica.publish(job, layout, "outer", job.parameters)
+    ops = [outer, average, *publish] if staleness else [average, outer, *publish]
+    ends = (publish[-1].name,) if publish else ("outer",)
+    extra = Step(ops, (ops[0].name,), ends, regathers=bool(publish))
+    body = chain(replica.step(job, layout), strategy.tau, {strategy.tau - 1: extra})
+    return Schedule(title(strategy), body, steps=strategy.tau)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from co2sim.schedule import After, DType, Layout, Op, Schedule
-from co2sim.strategies.local import OUTER, Inner, Replica, Worker, check_tau, outer_work
-from co2sim.strategies.step import COMPUTE, Step, chain, title
+from co2sim.schedule import DType, Layout, Schedule
+from co2sim.strategies.local import Inner, Replica, Worker, averaged_rounds, check
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
@@ -26,35 +25,14 @@ class OverlapLocalSGD:
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
-        check_tau(self.tau)
-        Replica(self.worker, self.inner, self.dtype)
+        check(self)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """Wait for the old average, update the anchor, pull, launch the next average."""
-        replica = Replica(self.worker, self.inner)
-        share = replica.share(job, layout)
         # reads x, average, anchor and momentum; writes momentum, anchor, x and the buffer
-        outer = outer_work(job, share, tensors=8)
-        publish = replica.publish(job, layout, "outer", job.parameters)
-        ops = [
-            Op("outer", outer, COMPUTE, (After("average", rounds_ago=1),)),
-            Op(
-                "average",
-                replica.all_reduce("parameters", share, self.dtype),
-                OUTER,
-                (After("outer"),),
-            ),
-            *publish,
-        ]
-        ends = (publish[-1].name,) if publish else ("outer",)
-        body = chain(
-            replica.step(job, layout),
-            self.tau,
-            {self.tau - 1: Step(ops, ("outer",), ends, regathers=bool(publish))},
-        )
-        return Schedule(title(self), body, steps=self.tau)
+        return averaged_rounds(self, job, layout, buffer="parameters", tensors=8, staleness=1)
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """The inner strategy, and anchor, anchor momentum and the buffer in flight."""
         copies = 2 + self.dtype.bytes / DType.FP32.bytes
-        return Replica(self.worker, self.inner).memory(job, layout, copies)
+        return Replica.of(self).memory(job, layout, copies)
