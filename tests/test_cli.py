@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -256,6 +257,20 @@ def test_the_installed_command_answers_and_refuses() -> None:
     assert "scale" in helped.stdout
     wrong = subprocess.run([*command, "nonsense"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
+
+
+def test_control_c_ends_with_130_and_writes_nothing(tmp_path: Path) -> None:
+    """A long study that is interrupted says so in one line, and leaves no file."""
+    study = "scale -c dgx-h100 -m llama-7b -s zero3 -g 1024,2048 --jitter 0.05 --out out".split()
+    command = [sys.executable, "-m", "co2sim", *study]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == "interrupted; nothing was written\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_starting_the_simulator_imports_nothing_heavy() -> None:

@@ -1,5 +1,6 @@
 """The README tells the truth: its examples run."""
 
+import doctest
 import re
 import shlex
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from co2sim import study
 from co2sim.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -45,3 +47,10 @@ def test_links_and_pictures_exist() -> None:
     for name in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / name).read_text()):
             assert (ROOT / target).exists(), f"{name}: {target}"
+
+
+def test_examples_in_docstrings_run() -> None:
+    """The examples in the docstrings of the public API give what they say."""
+    found = doctest.testmod(study)
+    assert found.attempted
+    assert not found.failed

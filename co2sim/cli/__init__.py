@@ -21,9 +21,10 @@ def main() -> None:
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt):
-        print("interrupted; nothing was written", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    if code == INTERRUPTED:  # typer, too, turns control-C into this code
+        print("interrupted; nothing was written", file=sys.stderr)
     sys.exit(code or 0)
