@@ -16,6 +16,10 @@ AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 """auto: what the backend picks; see `cost`."""
 
 
+_MOST = 1_000_000
+"""Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
+
+
 @dataclass(frozen=True, slots=True)
 class GPU:
     """One accelerator.
@@ -36,9 +40,9 @@ class GPU:
         """Refuse what no GPU can be."""
         if not self.peak or not self.efficiency:
             raise OptionError(f"{self.name} needs a peak and an efficiency")
-        _positive(self.name, memory=self.memory, memory_bandwidth=self.memory_bandwidth)
-        _positive(self.name, **{f"peak {kind}": speed for kind, speed in self.peak.items()})
-        _positive(self.name, **{f"efficiency of {s} FLOP": s for s, _ in self.efficiency})
+        _at_least_one(self.name, memory=self.memory, memory_bandwidth=self.memory_bandwidth)
+        _at_least_one(self.name, **{f"peak {kind}": speed for kind, speed in self.peak.items()})
+        _at_least_one(self.name, **{f"efficiency of {s} FLOP": s for s, _ in self.efficiency})
         _fraction(self.name, memory_efficiency=self.memory_efficiency)
         _fraction(self.name, **{f"efficiency at {size}": f for size, f in self.efficiency})
         _not_negative(self.name, launch_overhead=self.launch_overhead)
@@ -56,7 +60,7 @@ class Link:
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
-        _positive("link", bandwidth=self.bandwidth)
+        _at_least_one("link", bandwidth=self.bandwidth)
         _not_negative("link", latency=self.latency)
         _fraction("link", efficiency=self.efficiency)
 
@@ -92,8 +96,8 @@ class Cluster:
         """Refuse what no cluster can be."""
         counts = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "sites": self.sites}
         for name, count in counts.items():
-            if count < 1:
-                raise OptionError(f"{self.name}: {name} is {count}; it must be at least 1")
+            if not 1 <= count <= _MOST:
+                raise OptionError(f"{self.name}: {name} is {count}; it must be 1 to {_MOST}")
         _not_negative(self.name, interference=self.interference)
         _not_negative(self.name, price_per_gpu=self.price_per_gpu or 0.0)
         if self.sites > 1 and self.wan is None:
@@ -134,10 +138,10 @@ class Cluster:
         return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)
 
 
-def _positive(what: str, **values: float) -> None:
+def _at_least_one(what: str, **values: float) -> None:
     for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise OptionError(f"{what}: {name} is {value}; it must be above 0 and finite")
+        if not 1 <= value < math.inf:
+            raise OptionError(f"{what}: {name} is {value:g} in SI units; it must be at least 1")
 
 
 def _not_negative(what: str, **values: float) -> None:

@@ -63,17 +63,38 @@ def busy(spans: Iterable[Span], during: Window) -> Seconds:
     return total / during.rounds
 
 
-def communication_busy(trace: Trace, schedule: Schedule, during: Window) -> Seconds:
-    """Time per round that a rank spends with a collective under way: that of the busiest rank.
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Seconds per round of the busiest rank: collectives under way, and waits for slower ranks."""
 
-    A span starts when its rank is ready, so waiting for slower ranks is included.
+    busy: Seconds
+    waiting: Seconds
+
+
+def communication(trace: Trace, schedule: Schedule, during: Window) -> Communication:
+    """Split the spans of collectives into waiting and communication.
+
+    A span starts when its rank is ready. Until the last member is there it waits; from then on it
+    communicates (or waits for its communicator). The busiest and the longest waiting rank count.
     """
-    collectives = {op.name for op in schedule.body if isinstance(op.work, Collective)}
-    by_rank: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
-    for span in trace.spans:
-        if span.op in collectives and span.end > during.start:
-            by_rank[span.rank].append(span)
-    return max(busy(spans, during) for spans in by_rank.values())
+    groups = {op.name: op.work.group for op in schedule.body if isinstance(op.work, Collective)}
+    spans = [span for span in trace.spans if span.op in groups and span.end > during.start]
+    started: dict[tuple[str, int, range], Seconds] = {}
+    meetings = []
+    for span in spans:
+        members = groups[span.op].members(span.rank, trace.layout)
+        key = (span.op, span.round, members)
+        started[key] = max(started.get(key, span.start), span.start)
+        meetings.append(key)
+    under_way: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
+    waiting: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
+    for span, key in zip(spans, meetings, strict=True):
+        under_way[span.rank].append(span._replace(start=started[key]))
+        waiting[span.rank].append(span._replace(end=started[key]))
+    return Communication(
+        busy=max(busy(found, during) for found in under_way.values()),
+        waiting=max(busy(found, during) for found in waiting.values()),
+    )
 
 
 def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:

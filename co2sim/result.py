@@ -21,7 +21,8 @@ class Result:
     """Figures of one configuration. Times are of the steady state; a step is an optimizer step.
 
     `tokens` are the model's units: tokens, or images. `exposed_comm_s` is the round time minus that
-    of the same round with free communication, `overlap_ratio` 1 - exposed / busy (None without
+    of the same round with free communication, `waiting_s` what a rank spends in collectives before
+    the last member is there, and `overlap_ratio` 1 - exposed / busy (None without
     communication). `assumed` lists the inputs that no source supports.
     """
 
@@ -45,6 +46,7 @@ class Result:
     hardware_tflops_per_gpu: float
     mfu: float
     comm_busy_s: Seconds
+    waiting_s: Seconds
     exposed_comm_s: Seconds
     overlap_ratio: float | None
     breakdown_s: dict[str, Seconds]
@@ -91,7 +93,7 @@ class Prepared:
         during = metrics.window(trace, schedule, rounds)
         round_time = during.round_time
         exposed = max(0.0, round_time - metrics.window(free, schedule, rounds).round_time)
-        comm_busy = metrics.communication_busy(trace, schedule, during)
+        comm = metrics.communication(trace, schedule, during)
         gpus = cluster.layout.world_size
         step_time = round_time / schedule.steps
         samples = gpus * job.samples_per_gpu / step_time
@@ -120,9 +122,10 @@ class Prepared:
             model_tflops_per_gpu=model_flops / 1e12,
             hardware_tflops_per_gpu=samples * job.hardware_flops_per_sample / gpus / 1e12,
             mfu=model_flops / peak_flops(cluster.gpu, job.precision),
-            comm_busy_s=comm_busy,
+            comm_busy_s=comm.busy,
+            waiting_s=comm.waiting,
             exposed_comm_s=exposed,
-            overlap_ratio=max(0.0, 1 - exposed / comm_busy) if comm_busy else None,
+            overlap_ratio=max(0.0, 1 - exposed / comm.busy) if comm.busy else None,
             breakdown_s=metrics.breakdown(trace, schedule),
             wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
             nic_bytes_per_node_per_step=sent.nic / schedule.steps,

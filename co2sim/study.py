@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from co2sim import metrics, strategies
 from co2sim.catalog import Entry, Fact, load_cluster, load_model
-from co2sim.cluster import Cluster
+from co2sim.cluster import GPU, Cluster
 from co2sim.cost import peak_flops
 from co2sim.errors import OptionError, nearest
 from co2sim.noise import QUIET, Noise
@@ -14,6 +14,7 @@ from co2sim.result import Prepared, Result
 from co2sim.schedule import DType, Schedule
 from co2sim.simulator import execute
 from co2sim.trace import Trace
+from co2sim.units import scaled
 from co2sim.workload import Model, Optimizer, Recompute, Workload
 
 _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
@@ -66,7 +67,12 @@ class Case:
             job=job,
             strategy=strategy,
             schedule=strategy.schedule(job, sized.layout),
-            assumed=(*_under("cluster", cluster), *_under("model", model)),
+            assumed=(
+                *_under("cluster", cluster),
+                *_under("model", model),
+                *_beyond_the_file(cluster.value, sized),
+                *_beyond_the_table(sized.gpu, job),
+            ),
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
@@ -201,3 +207,30 @@ def _entry(given: Any, load: Any, overrides: Mapping[str, str]) -> Entry[Any]:
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
     return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]
+
+
+def _beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
+    """More nodes than the cluster has: the what-if of buying more of the same."""
+    if sized.nodes <= stated.nodes:
+        return []
+    why = f"the cluster has {stated.nodes}; more of the same kind were asked for"
+    return [Fact("cluster.nodes", str(sized.nodes), why, assumed=True)]
+
+
+def _beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
+    """Passes smaller or larger than any whose efficiency is known."""
+    works = job.works()
+    sizes = [pass_.flops for w in works for pass_ in (w.forward, w.backward) if pass_.flops]
+    (least, at_least), (most, at_most) = gpu.efficiency[0], gpu.efficiency[-1]
+    found = []
+    for size, bound, value, word in (
+        (min(sizes, default=least), least, at_least, "smaller"),
+        (max(sizes, default=most), most, at_most, "larger"),
+    ):
+        if (size - bound) * (1 if word == "larger" else -1) > 0:
+            why = (
+                f"passes of {scaled(size, 'FLOP')} are {word} than any whose efficiency is known"
+                f" ({scaled(bound, 'FLOP')})"
+            )
+            found.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
+    return found

@@ -51,7 +51,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 GB"], ["GB", "200 Gbit/s"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 Gb/s"], ["Gb", "Gbit"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25"], ["25", "no unit"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.latency=-1 us"], ["-1 us", "greater"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "inter.latency=-1 us"], ["-1 us", "at least 0"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.speed=1 us"], ["inter.speed", "bandwidth"]),
         (["run", *SMALL, "-s", "ddp", "--set", "model.layer=4"], ["layer", "layers"]),
         (["run", *SMALL, "-s", "ddp", "--set", "model.seq_len=4096"], ["4096", "1024"]),

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from co2sim import strategies
 from co2sim.cluster import Cluster, Link
 from co2sim.cost import Traffic, traffic
-from co2sim.metrics import communication_busy, window
+from co2sim.metrics import communication, window
+from co2sim.noise import Noise
 from co2sim.schedule import Collective, Op, Schedule
 from co2sim.simulator import execute
 from co2sim.study import Case, Result, simulate
@@ -40,18 +41,26 @@ def step_time(schedule: Schedule, cluster: Cluster) -> float:
     return window(trace, schedule, 6).round_time / schedule.steps
 
 
-@given(variants, shapes, bandwidths, latencies, backends)
+@given(variants, shapes, bandwidths, latencies, backends, st.sampled_from([0.5, 1.0, 3.0]))
 def test_exposed_communication_is_part_of_busy_communication(
-    strategy: str, shape: tuple[int, int], bandwidth: float, latency: float, backend: str
+    strategy: str,
+    shape: tuple[int, int],
+    bandwidth: float,
+    latency: float,
+    backend: str,
+    speed: float,
 ) -> None:
     """A round takes at most as much longer than with free communication as it communicates."""
+    noise = Noise(node_speed={0: speed})
     schedule = tiny.schedule(strategy, shape)
     cluster = tiny.cluster(*shape, **links(bandwidth, latency), backend=backend)
-    paid = execute(schedule, cluster, precision="bf16", rounds=12)
-    free = execute(schedule, cluster, precision="bf16", rounds=12, free_communication=True)
+    paid = execute(schedule, cluster, precision="bf16", rounds=12, noise=noise)
+    free = execute(
+        schedule, cluster, precision="bf16", rounds=12, noise=noise, free_communication=True
+    )
     during = window(paid, schedule, 6)
     exposed = during.round_time - window(free, schedule, 6).round_time
-    busy = communication_busy(paid, schedule, during)
+    busy = communication(paid, schedule, during).busy
     assert -1e-15 <= exposed <= busy * (1 + 1e-9) + 1e-15
 
 
@@ -137,6 +146,22 @@ def test_zero3_sends_one_and_a_half_times_what_ddp_sends(shape: tuple[int, int])
     assert zero3.nic == pytest.approx(1.5 * ddp.nic)
     for strategy in ("zero1", "zero2"):
         assert sent(strategy, shape).gpu == pytest.approx(ddp.gpu)
+
+
+def test_zero3_hides_reductions_behind_the_backward() -> None:
+    """With slow enough compute, only the gathers that are not prefetched are exposed.
+
+    They are two thirds of the traffic. Of the reductions, the last third, that of the first layer
+    has only the look-up of the embedding to hide behind, and that of the embedding nothing.
+    """
+    cluster, model = tiny.cluster(2, 2, **links(1e10)), tiny.model()
+    exposed = simulate(cluster, model, "zero3(prefetch=0)")
+    third = exposed.comm_busy_s / 3
+    late = sum(block.parameters for block in model.blocks[:2]) / model.parameters
+    lookup = tiny.job().works()[0].backward.memory_bytes / cluster.gpu.memory_bandwidth
+    assert exposed.exposed_comm_s == pytest.approx(third * (2 + late) - lookup, rel=1e-6)
+    ahead = simulate(cluster, model, "zero3(prefetch=1000000)")
+    assert ahead.exposed_comm_s < exposed.exposed_comm_s / 2
 
 
 def test_co2_sends_a_tau_th_of_one_all_reduce() -> None:

@@ -1,5 +1,7 @@
 """Metrics: each on spans written by hand, or against a count by brute force."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 from hypothesis import given
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 from co2sim import metrics
 from co2sim.cluster import Link
 from co2sim.metrics import Window
+from co2sim.noise import Noise
 from co2sim.schedule import (
+    NODE,
     WORLD,
     After,
     Collective,
@@ -20,6 +24,7 @@ from co2sim.schedule import (
     Schedule,
 )
 from co2sim.simulator import execute
+from co2sim.study import simulate
 from co2sim.trace import Span, Trace
 
 COLLECTIVE = Collective(Kind.ALL_GATHER, "x", 1, DType.FP32, WORLD)
@@ -121,12 +126,34 @@ def test_busy_time_counts_every_instant_once(
 
 
 def test_communication_is_busy_as_on_the_busiest_rank() -> None:
-    """Of two ranks with 1 and 2 s of communication in a round, the second counts."""
+    """Of two nodes with 1 and 2 s of communication in a round, the second counts."""
+    inside = Collective(Kind.ALL_GATHER, "b", 10, DType.BF16, NODE)
+    schedule = Schedule("nodes", (*SCHEDULE.body[:-1], replace(SCHEDULE.body[-1], work=inside)))
     quiet = hand((1, 3, 1, 2), (4, 6, 4, 5))
     loud = hand((1, 3, 1, 3), (4, 6, 4, 6), rank=1)
-    trace = traced(*quiet, *loud)
+    trace = replace(traced(*quiet, *loud), layout=Layout(2, 1))
+    during = metrics.window(trace, schedule, 2)
+    assert metrics.communication(trace, schedule, during).busy == 2
+
+
+def test_waiting_for_slower_ranks_is_not_communication() -> None:
+    """A rank that is ready 2 s before the last one waits 2 s; only then are both busy."""
+    fast = hand((1, 5, 1, 4), (6, 10, 6, 9))
+    slow = hand((3, 5, 3, 4), (8, 10, 8, 9), rank=1)
+    trace = traced(*fast, *slow)
     during = metrics.window(trace, SCHEDULE, 2)
-    assert metrics.communication_busy(trace, SCHEDULE, during) == 2
+    found = metrics.communication(trace, SCHEDULE, during)
+    assert (found.busy, found.waiting) == (1, 2)
+
+
+def test_a_slow_node_does_not_raise_the_overlap_of_a_blocking_strategy() -> None:
+    """Local SGD waits for all of its average, with and without a straggler."""
+    for speeds in ({}, {1: 0.5}, {1: 2.0}):
+        result = simulate(
+            tiny.cluster(4, 2), tiny.model(), "local_sgd(tau=3)", noise=Noise(node_speed=speeds)
+        )
+        assert result.overlap_ratio == pytest.approx(0, abs=1e-9)
+        assert (result.waiting_s > 0) == bool(speeds)
 
 
 def test_the_breakdown_sums_kernels_and_collectives_of_the_last_round() -> None:

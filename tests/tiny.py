@@ -56,7 +56,7 @@ def gpu(**changes: Any) -> GPU:
         "memory": 1 * GIGA,
         "memory_bandwidth": 1e12,
         "peak": {"bf16": 1e12, "fp16": 1e12, "fp32": 1e12},
-        "efficiency": ((1.0, 1.0),),
+        "efficiency": ((1.0, 1.0), (1e30, 1.0)),
     }
     return GPU(**fields | changes)
 

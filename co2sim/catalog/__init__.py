@@ -50,22 +50,33 @@ def load_cluster(reference: str, overrides: Mapping[str, str] | None = None) -> 
     tree = read("clusters", reference)
     changes = dict(overrides or {})
     gpu = changes.pop("gpu", tree.get("gpu"))
+    chosen: list[Fact] = []
     if isinstance(gpu, dict) and isinstance(gpu.get("value"), str):
-        gpu = gpu["value"]
+        chosen, gpu = list(facts({"gpu": gpu})), gpu["value"]
     if isinstance(gpu, str):
         beside = Path(reference).parent / gpu  # a file of the user's may name its neighbour
         tree["gpu"] = read(
             "gpus", str(beside) if gpu.endswith(".toml") and beside.exists() else gpu
         )
-    tree.setdefault("name", reference)
     tree.setdefault("interference", _NO_PROBE)
-    for path, text in changes.items():
-        override(tree, path, text)
+    _apply(tree, reference, changes, overrides)
     spec = _checked(ClusterSpec, plain(tree), reference)
     try:
-        return Entry(spec.build(), tuple(facts(tree)))
+        return Entry(spec.build(), (*chosen, *facts(tree)))
     except OptionError as error:
         raise CatalogError(f"{reference}: {error}") from error
+
+
+def _apply(
+    tree: Tree, reference: str, changes: Mapping[str, str], shown: Mapping[str, str] | None
+) -> None:
+    """Override in place, and say so in the name, which heads every result."""
+    for path, text in changes.items():
+        override(tree, path, text)
+    tree.setdefault("name", reference)
+    if shown and "name" not in shown:
+        changed = ", ".join(f"{path}={text}" for path, text in shown.items())
+        tree["name"] = f"{tree['name']}, with {changed}"
 
 
 def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> Entry[Model]:
@@ -76,7 +87,7 @@ def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> En
     from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
     tree = read("models", reference)
-    if reference.endswith(".json"):
+    if reference.endswith(".json") or Path(reference).is_dir():
         tree = huggingface.convert(tree, reference)
     tree.setdefault("name", reference)
     for path, text in (overrides or {}).items():
@@ -99,21 +110,45 @@ def _checked(spec: Any, tree: Tree, reference: str) -> Any:
         raise CatalogError(f"{reference}: {_first(error, spec)}") from error
 
 
+_KINDS = {"transformer", "vit", "blocks"}
+
+
+_WORDS = {
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_type": "must be a whole number",
+    "bool_parsing": "must be true or false",
+    "literal_error": "must be {expected}",
+}
+"""What is wrong with a value, by pydantic's type of error."""
+
+
+def _where(place: tuple[int | str, ...]) -> str:
+    """The dotted path of a value in its file; for models, behind "model" and a kind."""
+    parts = [str(part) for part in place if part != "[key]"]
+    if parts[:1] == ["model"]:
+        parts = parts[2:] if parts[1:2] and parts[1] in _KINDS else parts[1:]
+    return ".".join(parts)
+
+
 def _first(error: "ValidationError", spec: "type[BaseModel]") -> str:
-    problem = error.errors(include_url=False)[0]
-    kinds = {"transformer", "vit", "blocks"}
-    place = [str(part) for part in problem["loc"]]
-    if place[:1] == ["model"]:  # then comes the kind
-        place = place[2:] if place[1:2] and place[1] in kinds else place[1:]
-    where = ".".join(place)
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    where = _where(problem["loc"])
     match problem["type"]:
         case "missing":
-            return f"{where} is missing"
+            missing = [_where(p["loc"]) for p in problems if p["type"] == "missing"]
+            return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         case "extra_forbidden":
-            return f"unknown name {where!r}; {nearest(place[-1], _allowed(spec, problem['loc']))}"
+            allowed = _allowed(spec, problem["loc"])
+            return f"unknown name {where!r}; {nearest(where.rpartition('.')[2], allowed)}"
         case "union_tag_invalid" | "union_tag_not_found":
-            return f"kind must be one of {', '.join(sorted(kinds))}"
-    message = problem["msg"].removeprefix("Value error, ")
+            return f"kind must be one of {', '.join(sorted(_KINDS))}"
+    message = _WORDS.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    message = message.format(**problem.get("ctx", {}))
     given = problem["input"]
     shown = "" if isinstance(given, dict | list) or repr(given) in message else f", given {given!r}"
     return f"{where}: {message}{shown}" if where else message

@@ -37,7 +37,9 @@ def names(kind: Kind) -> list[str]:
 def read(kind: Kind, reference: str) -> Tree:
     """The tree behind a catalog key, or a file of the user's: a path with a slash or a suffix."""
     path = Path(reference)
-    if path.suffix in {".toml", ".json"} or "/" in reference:
+    if (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.suffix in {".toml", ".json"} or "/" in str(path):
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -49,7 +51,7 @@ def read(kind: Kind, reference: str) -> Tree:
         if reference not in known:
             raise CatalogError(
                 f"unknown {kind.removesuffix('s')} {reference!r}; {nearest(reference, known)}"
-                f" (a file of yours: give its path, ending in .toml)"
+                f" (a file of yours: give its path, ending in .toml or .json)"
             )
         text = (resources.files("co2sim.catalog") / kind / f"{reference}.toml").read_text()
     try:
@@ -63,13 +65,25 @@ def read(kind: Kind, reference: str) -> Tree:
 
 def override(tree: Tree, path: str, text: str) -> None:
     """Set the value at a dotted path, as text, in place."""
+    place: Any = tree
     *parents, last = path.split(".")
-    place = tree
     for parent in parents:
-        place = place.setdefault(parent, {})
-        if not isinstance(place, dict):
+        if isinstance(place, list):
+            place = place[_index(place, parent, path)]
+        else:
+            place = place.setdefault(parent, {})
+        if not isinstance(place, dict | list) or (isinstance(place, dict) and _is_fact(place)):
             raise CatalogError(f"--set {path}: {parent!r} is a single value, not a table")
-    place[last] = {"value": text, "source": "set by the user"}
+    where = _index(place, last, path) if isinstance(place, list) else last
+    place[where] = {"value": text, "source": "set by the user"}
+
+
+def _index(items: list[Any], text: str, path: str) -> int:
+    if not text.isdecimal() or int(text) >= len(items):
+        raise CatalogError(
+            f"--set {path}: {text!r} is not a place in the list, 0 to {len(items) - 1}"
+        )
+    return int(text)
 
 
 def plain(tree: Mapping[str, Any]) -> Tree:

@@ -89,7 +89,11 @@ def convert(config: Mapping[str, Any], path: str) -> Tree:
     text = {
         "kind": "transformer",
         "vocab": number("vocab_size"),
-        "seq_len": longest - spare,
+        "seq_len": {
+            "value": longest - spare,
+            "source": "the longest that the model allows; set model.seq_len to yours",
+            "assumed": True,
+        },
         "tied": bool(
             config.get(
                 "tie_word_embeddings",

@@ -28,8 +28,17 @@ Speed = Annotated[float, _quantity("FLOP/s"), Field(gt=0)]
 Work = Annotated[float, _quantity("FLOP"), Field(gt=0)]
 Price = Annotated[float, _quantity("USD/s"), Field(ge=0)]
 Fraction = Annotated[float, _quantity(""), Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+
+
+def _no_truth(value: Any) -> Any:
+    """`true` is no number, though Python takes it for 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a whole number")  # noqa: TRY004 - pydantic's
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1)]
+Natural = Annotated[int, BeforeValidator(_no_truth), Field(ge=0)]
 
 
 class _Spec(BaseModel):
@@ -45,7 +54,8 @@ class Point(_Spec):
 
 def _points(value: Any) -> Any:
     """A single number is the efficiency at every size."""
-    return value if isinstance(value, list) else [{"flops": "1 FLOP", "value": value}]
+    ends = ("1 FLOP", "1e12 PFLOP")
+    return value if isinstance(value, list) else [{"flops": f, "value": value} for f in ends]
 
 
 class GPUSpec(_Spec):

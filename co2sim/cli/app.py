@@ -123,6 +123,8 @@ def scale(  # noqa: PLR0917 - one argument per option
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
     from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
 
+    if len(set(strategy)) < len(strategy) or len(set(cluster)) < len(cluster):
+        raise OptionError("a cluster or a strategy is given twice")
     cases = [
         replace(job, cluster=where, strategy=how, gpus=count)
         for where in cluster
@@ -152,6 +154,9 @@ def sweep(
     """Vary any parameter over values, in parallel."""
     from co2sim.cli import sweeping  # noqa: PLC0415 - pandas
 
+    both = case.overrides.keys() & options.pairs(over, "--vary").keys()
+    if both:
+        raise OptionError(f"{both.pop()} is given both to --set and to --vary")
     axes = {path: sweeping.values(text) for path, text in options.pairs(over, "--vary").items()}
     settings = [dict(zip(axes, point, strict=True)) for point in product(*axes.values())]
     cases = []

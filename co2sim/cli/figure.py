@@ -43,7 +43,8 @@ def draw(
             above.set_title(found[0].cluster, fontsize=9)
         axes[0][0].set_ylabel(f"{results[0].unit}s/s, all GPUs")
         smallest = min(result.gpus for result in results)
-        axes[1][0].set_ylabel(f"throughput per GPU, relative to {smallest} GPUs")
+        counted = "1 GPU" if smallest == 1 else f"{smallest} GPUs"
+        axes[1][0].set_ylabel(f"throughput per GPU, relative to {counted}")
         handles = {
             label: handle
             for row in axes
@@ -124,5 +125,5 @@ def _throughput(
 def _per_gpu(axis: Axes, results: Sequence[Result], names: Sequence[str]) -> None:
     _lines(axis, results, names, per_gpu=True)
     axis.set_xlabel("GPUs")
-    axis.set_ylim(0, 1.08)
+    axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -155,6 +155,8 @@ def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
         name, separator, value = text.partition("=")
         if not separator or not name.strip() or not value.strip():
             raise OptionError(f"{flag} {text!r} is not NAME=VALUE")
+        if name.strip() in found:
+            raise OptionError(f"{flag} {name.strip()} is given twice")
         found[name.strip()] = value.strip()
     return found
 

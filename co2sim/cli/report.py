@@ -1,5 +1,6 @@
 """Tables on the terminal."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
@@ -18,13 +19,14 @@ from co2sim.strategies import STRATEGIES
 from co2sim.units import duration, scaled
 
 _WIDTH = 132
-"""Columns of output that goes to a file or a pipe, and the least on a terminal."""
+"""Columns of output that goes to a file or a pipe."""
 
 
 def console() -> Console:
     """The standard output, wide enough for the tables."""
     found = Console()
-    return Console(width=max(found.width, _WIDTH))
+    fixed = found.is_terminal or "COLUMNS" in os.environ
+    return found if fixed else Console(width=_WIDTH)
 
 
 def print_table(
@@ -37,9 +39,8 @@ def print_table(
     """Print a plain table; the first `left` columns are texts, the others figures."""
     found = Table(box=None, pad_edge=False)
     for number, column in enumerate(columns):
-        prose = number == len(columns) - 1 and number < left
         justify: Literal["left", "right"] = "left" if number < left else "right"
-        found.add_column(column, justify=justify, overflow="fold", no_wrap=not prose)
+        found.add_column(column, justify=justify, overflow="fold", no_wrap=number >= left)
     for row in rows:
         found.add_row(*(escape(cell) for cell in row))
     out.print(escape(title), style="bold", highlight=False)
@@ -112,7 +113,9 @@ def print_result(result: Result) -> None:
     out = console()
     r = result
     batch = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
-    out.print(f"[bold]{escape(r.strategy)}[/] on {r.gpus} GPUs of {escape(r.cluster)}")
+    where = f"{r.gpus} GPUs on {r.nodes} nodes of {escape(r.cluster)}"
+    out.print(f"[bold]{escape(r.strategy)}[/] on {where}")
+    batch += f": {r.tokens_per_gpu_per_step:,} {r.unit}s per GPU and step"
     out.print(f"{escape(r.model)}, {batch}, {r.precision}\n", highlight=False)
     overlap = "no communication" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}"
     steps = f" ({r.steps_per_round} steps)" if r.steps_per_round > 1 else ""
@@ -133,6 +136,8 @@ def print_result(result: Result) -> None:
         ("sent per GPU and step", scaled(r.wire_bytes_per_gpu_per_step, "B")),
         ("sent per node's NICs and step", scaled(r.nic_bytes_per_node_per_step, "B")),
     ]
+    if r.waiting_s:
+        rows.insert(9, ("waiting for slower ranks, per round", duration(r.waiting_s)))
     if r.wan_bytes_per_site_per_step:
         rows.append(
             ("sent per site over the WAN and step", scaled(r.wan_bytes_per_site_per_step, "B"))

@@ -58,8 +58,9 @@ def sweep(
         for setting, r in zip(settings, results, strict=True)
     ]
     terminal = console()
-    first = results[0]
-    title = f"{first.model} on {first.cluster}: {first.strategy}, {first.gpus} GPUs, varied"
+    parts = ([f"{r.model} on {r.cluster}", r.strategy, f"{r.gpus} GPUs"] for r in results)
+    constant = [same[0] for same in zip(*parts, strict=True) if len(set(same)) == 1]
+    title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
     print_table(terminal, title, columns, rows, left=len(settings[0]))
     if not all(r.fits_in_memory for r in results):
         terminal.print("* does not fit in the memory of a GPU: shown as if it did")

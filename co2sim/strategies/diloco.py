@@ -20,6 +20,8 @@ from co2sim.strategies.step import COMPUTE, Step, chain, pieces, title
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
+_SCALE_BLOCK = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiLoCo:
@@ -28,7 +30,8 @@ class DiLoCo:
     With `fragments` > 1 parts of the model are averaged at evenly spread steps of the round, and
     `delay` local steps run before an average is used ("streaming"). dtype int8 and int4 are
     block-quantized (one fp32 scale for `scale_block` elements) and averaged by all-to-all, sum in
-    fp32, and all-gather. Sources: Douillard et al. 2023, arXiv 2311.08105; Douillard et al. 2025,
+    fp32, and all-gather; a flat all-to-all sends most of it between sites, so let nodes be the
+    workers there. Sources: Douillard et al. 2023, arXiv 2311.08105; Douillard et al. 2025,
     Streaming DiLoCo, arXiv 2501.18512.
     """
 
@@ -40,7 +43,7 @@ class DiLoCo:
     worker: Worker = "gpu"
     inner: Inner | None = None
     dtype: DType = DType.FP32
-    scale_block: int = 2048
+    scale_block: int = _SCALE_BLOCK
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
@@ -53,6 +56,8 @@ class DiLoCo:
             )
         if self.scale_block < 1:
             raise OptionError(f"scale_block is {self.scale_block}; it must be at least 1")
+        if self.scale_block != _SCALE_BLOCK and self.dtype not in QUANTIZED:
+            raise OptionError(f"scale_block={self.scale_block} needs dtype=int8 or int4")
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """Every fragment: pseudo-gradient, average, and `delay` steps later the outer step."""

@@ -27,7 +27,9 @@ def sharded_step(
     """One optimizer step; `budget` is (prefetch, max_live) in elements.
 
     `fetch(direction, block)` and `reduce(block)` give named works that run one after the other.
-    `refresh` runs once, behind the first fetches of all blocks: it renews a secondary shard.
+    A reduction is issued behind the fetch that becomes possible with it, since compute waits for
+    the fetch (FSDP's BACKWARD_PRE order). `refresh` runs once, behind the first fetches of all
+    blocks: it renews a secondary shard.
     """
     works = job.works()
     uses = [
@@ -40,6 +42,7 @@ def sharded_step(
     ops: list[Op] = []
     runs: list[str] = []
     reduced: tuple[After, ...] = ()
+    pending: tuple[str, Works, str] | None = None
 
     def line_up(stream: str, after: str | None, named: Works, pattern: str) -> tuple[After, ...]:
         """Append works in a row, the first after `after`; gives the wait for the last."""
@@ -56,12 +59,17 @@ def sharded_step(
             fetches,
             f"{prefix}*.{direction}.{block.name}",
         )
+        if pending:
+            reduced = line_up(REDUCE, *pending)
+            pending = None
         runs.append(f"{prefix}{direction}.{block.name}")
         ops.append(Op(runs[-1], compute, COMPUTE, here))
         if refresh and len(runs) == len(works):
             ops.append(Op("refresh", refresh, GATHER))
         if direction == "backward" and block.parameters:
-            reduced = line_up(REDUCE, runs[-1], reduce(block), f"{prefix}*.{block.name}")
+            pending = (runs[-1], reduce(block), f"{prefix}*.{block.name}")
+    if pending:
+        reduced = line_up(REDUCE, *pending)
     share = -(-job.parameters // shards)
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, reduced))
     first_fetch = next(op.name for op in ops if op.stream == GATHER)

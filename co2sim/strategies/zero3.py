@@ -17,8 +17,10 @@ class Zero3:
 
     Gathers run ahead of the compute while the blocks ahead hold at most `prefetch` elements, and
     all blocks present at most `max_live`. A block larger than the budget is not prefetched, so its
-    gather is exposed. Defaults: DeepSpeed's `stage3_prefetch_bucket_size` and
-    `stage3_max_live_parameters`. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+    gather is exposed. DeepSpeed itself fetches module by module, and so hides part of a large
+    layer: set `prefetch` to the size of a layer to see the other extreme. Defaults: DeepSpeed's
+    `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Source: Rajbhandari et al. 2020,
+    arXiv 1910.02054.
     """
 
     name: ClassVar[str] = "zero3"

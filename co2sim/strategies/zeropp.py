@@ -24,6 +24,8 @@ from co2sim.strategies.step import Step, at_least_one, chain, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
+_SCALE_BLOCK = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPP:
@@ -41,7 +43,7 @@ class ZeroPP:
     hpz: bool = True
     qgz: bool = True
     hpz_group: int = 0
-    scale_block: int = 2048
+    scale_block: int = _SCALE_BLOCK
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
 
@@ -50,6 +52,8 @@ class ZeroPP:
         at_least_one(self, "scale_block", "max_live")
         if self.hpz_group and not self.hpz:
             raise OptionError(f"hpz_group={self.hpz_group} does not apply to hpz=false")
+        if self.scale_block != _SCALE_BLOCK and not (self.qwz or self.qgz):
+            raise OptionError(f"scale_block={self.scale_block} needs qwz or qgz")
 
     def step(self, job: Workload, layout: Layout) -> Step:
         """One optimizer step over all ranks."""
