@@ -19,6 +19,24 @@ from co2sim.workload import Model, Optimizer, Recompute, Workload
 
 _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
+_FIELDS = (
+    *(
+        "gpus",
+        "micro_batch",
+        "accumulation",
+        "global_batch",
+        "rounds",
+        "jitter",
+        "straggle",
+        "seed",
+    ),
+    *("cluster", "model", "strategy", "precision", "recompute", "optimizer"),
+)
+_CLUSTER_WIDE = (
+    *("name", "gpu", "nodes", "gpus_per_node", "sites"),
+    *("backend", "all_reduce", "interference", "price_per_gpu"),
+)
+"""What `vary` may change by a single name: of a case, and of its cluster."""
 _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
 
@@ -190,6 +208,12 @@ def vary(case: Case, path: str, text: str) -> Case:
         changes = {path: strategies.parse_whole(path, text)}
     elif path in {"cluster", "model", "strategy", "precision", "recompute", "optimizer"}:
         changes = {path: text}
+    elif "." not in path and path not in _CLUSTER_WIDE:
+        known = nearest(path, [*_FIELDS, *_CLUSTER_WIDE])
+        raise OptionError(
+            f"nothing is called {path!r}; {known} (or strategy.OPTION, model.NAME, inter.NAME,"
+            " intra.NAME, gpu.NAME, wan.NAME)"
+        )
     else:
         changes = {"overrides": {**case.overrides, path: text}}
     return replace(case, **changes)

@@ -163,6 +163,20 @@ def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
     assert ratio["error"] == pytest.approx(last / first / 0.82 - 1)
 
 
+def test_every_published_cell_of_the_study_is_predicted(cli: Run) -> None:
+    """Cells of strategies and sizes that the study leaves out are simulated for the comparison."""
+    code, out, _ = cli(
+        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "ddp", "-g", "8", "--json"),
+        *("--published", str(ROOT / "papers/co2/results.toml")),
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert [result["strategy"] for result in found["results"]] == ["ddp"]
+    cells = {(c["strategy"], *c["sizes"]) for c in found["published"]}
+    assert ("co2(tau=12, worker=node, inner=zero2)", 16, 128) in cells
+    assert len(cells) == 7
+
+
 def test_the_same_command_writes_the_same_bytes(cli: Run, tmp_path: Path) -> None:
     """CSV and SVG of the same study are equal bit for bit, with jitter too."""
     for name in ("one", "two"):
@@ -232,12 +246,16 @@ def test_list_shows_names_numbers_and_sources(cli: Run, what: str) -> None:
 
 def test_users_own_files_and_their_neighbours(cli: Run, tmp_path: Path) -> None:
     """A cluster file may name a GPU file beside it, and plain values need no source."""
-    shutil.copy(ROOT / "co2sim/catalog/gpus/a100-40.toml", tmp_path / "gpu.toml")
+    shutil.copy(ROOT / "examples/my-gpu.toml", tmp_path)
     text = (ROOT / "examples/my-cluster.toml").read_text()
-    (tmp_path / "mine.toml").write_text(text.replace('"a100-40"', '"gpu.toml"'))
+    (tmp_path / "mine.toml").write_text(text.replace('"a100-40"', '"my-gpu.toml"'))
     code, out, _ = cli("run", "-c", "mine.toml", "-m", "gpt2-xl", "-s", "zero2", "--json")
     assert code == 0
-    assert json.loads(out)["usd_per_billion_tokens"] > 0
+    found = json.loads(out)
+    assert found["usd_per_billion_tokens"] > 0
+    assert found["gpu_memory_bytes"] == 48e9
+    assert "our 48 GB card" not in cli("list", "mine.toml")[1]  # a name is no number
+    assert "864 GB/s" in cli("list", "mine.toml")[1]
 
 
 def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:

@@ -34,12 +34,17 @@ def names(kind: Kind) -> list[str]:
     )
 
 
+def is_file(reference: str) -> bool:
+    """Whether a reference is a path, not a catalog key."""
+    return Path(reference).suffix in {".toml", ".json"} or "/" in reference
+
+
 def read(kind: Kind, reference: str) -> Tree:
     """The tree behind a catalog key, or a file of the user's: a path with a slash or a suffix."""
     path = Path(reference)
     if (path / "config.json").is_file():
         path = path / "config.json"
-    if path.suffix in {".toml", ".json"} or "/" in str(path):
+    if is_file(str(path)):
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter
 
-from co2sim.cli.published import Comparison
+from co2sim.cli.published import THROUGHPUT, Cell, Comparison
 from co2sim.result import Result
 from co2sim.study import Case
 
@@ -35,9 +35,8 @@ def draw(
         axes = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row")
         for column, (cluster, found) in enumerate(panels):
             above, below = axes[0][column], axes[1][column]
-            stars = [
-                c for c in comparisons if c.cluster == cluster and c.quantity == "tokens_per_s"
-            ]
+            cells = [comparison.cell for comparison in comparisons]
+            stars = [c for c in cells if (c.cluster, c.quantity) == (cluster, THROUGHPUT)]
             _throughput(above, found, names, stars)
             _per_gpu(below, found, names)
             above.set_title(found[0].cluster, fontsize=9)
@@ -92,7 +91,7 @@ def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu:
 
 
 def _throughput(
-    axis: Axes, results: Sequence[Result], names: Sequence[str], stars: Sequence[Comparison]
+    axis: Axes, results: Sequence[Result], names: Sequence[str], stars: Sequence[Cell]
 ) -> None:
     _lines(axis, results, names, per_gpu=False)
     best = max(results, key=lambda result: result.tokens_per_s_per_gpu)
@@ -109,8 +108,8 @@ def _throughput(
         mine = [star for star in stars if star.strategy == name]
         if mine:
             axis.plot(
-                [int(star.gpus) for star in mine],
-                [star.published for star in mine],
+                [star.sizes[0] for star in mine],
+                [star.value for star in mine],
                 color=_COLOURS[place % len(_COLOURS)],
                 marker="*",
                 markersize=13,

@@ -1,10 +1,9 @@
 """Published throughputs, to show beside predictions."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from co2sim.errors import CatalogError, Co2simError
 from co2sim.result import Result
@@ -12,73 +11,100 @@ from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.study import Case
 
+THROUGHPUT, RATIO = "tokens_per_s", "scalability_ratio"
+
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """A published cell and its prediction. `error` is signed: predicted / published - 1."""
+class Cell:
+    """One published number. `sizes` is the GPU count of a throughput, or both of a ratio."""
 
     cluster: str
+    model: str
     strategy: str
-    gpus: str
     quantity: str
-    published: float
-    predicted: float
+    sizes: tuple[int, ...]
+    value: float
     use: str
     note: str
 
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A cell and its prediction."""
+
+    cell: Cell
+    predicted: float
+
     @property
     def error(self) -> float:
-        """Relative, positive where the prediction is too high."""
-        return self.predicted / self.published - 1
+        """Signed and relative: positive where the prediction is too high."""
+        return self.predicted / self.cell.value - 1
 
 
-def load_cells(path: Path) -> list[dict[str, Any]]:
-    """The `[[cell]]` tables of a results file. Raises CatalogError when it is none."""
+def load_cells(path: Path) -> list[Cell]:
+    """The throughputs and scalability ratios among the `[[cell]]` tables of a results file.
+
+    Cells of other quantities, and of strategies that are not ours, are left out. Raises
+    CatalogError when the file is no results file.
+    """
+    found = []
     try:
-        cells = tomllib.loads(path.read_text())["cell"]
-        for number, cell in enumerate(cells):
-            float(cell["value"])
-            missing = [key for key in ("quantity", "where", "use") if key not in cell]
+        for number, cell in enumerate(tomllib.loads(path.read_text())["cell"]):
+            missing = [key for key in ("quantity", "value", "where", "use") if key not in cell]
             if missing:
                 raise CatalogError(f"{path}: cell {number} has no {missing[0]}")
+            keys = {THROUGHPUT: ("gpus",), RATIO: ("from_gpus", "to_gpus")}.get(cell["quantity"])
+            strategy = _title(cell.get("strategy", ""))
+            if keys and strategy:
+                found.append(
+                    Cell(
+                        cluster=str(cell["cluster"]),
+                        model=str(cell["model"]),
+                        strategy=strategy,
+                        quantity=cell["quantity"],
+                        sizes=tuple(int(cell[key]) for key in keys),
+                        value=float(cell["value"]),
+                        use=str(cell["use"]),
+                        note=str(cell.get("note", "")),
+                    )
+                )
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise CatalogError(f"{path} holds no published cells: {error}") from error
-    return list(cells)
+    return found
+
+
+def cases_of(cells: Sequence[Cell], cases: Sequence[Case]) -> list[Case]:
+    """What to simulate besides `cases`, so that every cell of their clusters has a prediction."""
+    alike = {(case.cluster, case.model): case for case in cases}
+    found = {}
+    for cell in cells:
+        like = alike.get((cell.cluster, cell.model))
+        for size in cell.sizes if like else ():
+            assert like is not None
+            found[cell.cluster, cell.model, cell.strategy, size] = replace(
+                like, strategy=cell.strategy, gpus=size
+            )
+    return list(found.values())
 
 
 def compare(
-    cells: Sequence[Mapping[str, Any]], cases: Sequence[Case], results: Sequence[Result]
+    cells: Sequence[Cell], cases: Sequence[Case], results: Sequence[Result]
 ) -> list[Comparison]:
-    """The cells that the cases predict: throughputs, and ratios between two GPU counts."""
+    """The cells that the cases predict."""
     predicted: dict[object, Result] = {
         (case.cluster, case.model, result.strategy, result.gpus): result
         for case, result in zip(cases, results, strict=True)
     }
     found = []
     for cell in cells:
-        key = (cell.get("cluster"), cell.get("model"), _title(cell.get("strategy", "")))
-        if cell["quantity"] == "tokens_per_s":
-            result = predicted.get((*key, cell.get("gpus")))
-            value, gpus = result and result.tokens_per_s, str(cell.get("gpus"))
-        elif cell["quantity"] == "scalability_ratio":
-            first, last = (predicted.get((*key, cell.get(end))) for end in ("from_gpus", "to_gpus"))
-            value = first and last and last.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
-            gpus = f"{cell.get('from_gpus')} -> {cell.get('to_gpus')}"
-        else:
+        at = [predicted.get((cell.cluster, cell.model, cell.strategy, n)) for n in cell.sizes]
+        known = [result for result in at if result]
+        if len(known) < len(at):
             continue
-        if value:
-            found.append(
-                Comparison(
-                    str(key[0]),
-                    str(key[2]),
-                    gpus,
-                    str(cell["quantity"]),
-                    float(cell["value"]),
-                    value,
-                    str(cell["use"]),
-                    str(cell.get("note", "")),
-                )
-            )
+        value = known[-1].tokens_per_s
+        if cell.quantity == RATIO:
+            value = known[-1].tokens_per_s_per_gpu / known[0].tokens_per_s_per_gpu
+        found.append(Comparison(cell, value))
     return found
 
 

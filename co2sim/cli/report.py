@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, fields
 from functools import partial
 from inspect import getdoc
 from typing import Literal, get_args
@@ -11,11 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from co2sim.catalog import Fact, load_cluster, names
-from co2sim.catalog.facts import Kind, facts, read
+from co2sim.catalog import Fact, load_cluster, load_model, names
+from co2sim.catalog.facts import Kind, facts, is_file, read
 from co2sim.errors import CatalogError, nearest
 from co2sim.result import Result
-from co2sim.strategies import STRATEGIES
+from co2sim.strategies import STRATEGIES, strategy_options
 from co2sim.units import duration, scaled
 
 _WIDTH = 132
@@ -49,7 +48,7 @@ def print_table(
 
 
 def print_catalog(what: str | None) -> None:
-    """All names, those of one kind, or the facts of one entry."""
+    """All names, those of one kind, or the facts of one entry or file."""
     out = console()
     kinds: tuple[Kind, ...] = get_args(Kind)
     everything: dict[str, Callable[[], None]] = {
@@ -63,19 +62,25 @@ def print_catalog(what: str | None) -> None:
         everything[what]()
     elif what in STRATEGIES:
         _print_strategy(out, what)
+    elif is_file(what):
+        tree = read("models", what)
+        kind: Kind = "clusters" if "nodes" in tree else "gpus" if "peak" in tree else "models"
+        _print_entry(out, kind, what)
     else:
         found = [kind for kind in kinds if what in names(kind)]
         if not found:
             known = [*everything, *STRATEGIES, *(name for kind in kinds for name in names(kind))]
             raise CatalogError(f"nothing is called {what!r}; {nearest(what, known)}")
         for kind in found:
-            entries = load_cluster(what).facts if kind == "clusters" else facts(read(kind, what))
-            _print_facts(out, f"{what}: {read(kind, what)['name']}", entries)
+            _print_entry(out, kind, what)
 
 
 def _print_strategies(out: Console) -> None:
-    rows = [(name, (getdoc(made) or "").splitlines()[0]) for name, made in STRATEGIES.items()]
-    print_table(out, "strategies", ("name", "what a round does"), rows, left=2)
+    rows = []
+    for name, made in STRATEGIES.items():
+        options = ", ".join(option for option, _, _ in strategy_options(made))
+        rows.append((name, (getdoc(made) or "").splitlines()[0], options))
+    print_table(out, "strategies", ("name", "what a round does", "options"), rows, left=3)
 
 
 def _print_names(out: Console, kind: Kind) -> None:
@@ -89,22 +94,18 @@ def _print_names(out: Console, kind: Kind) -> None:
 
 def _print_strategy(out: Console, name: str) -> None:
     made = STRATEGIES[name]
-    rows = [
-        (option.name, "none" if option.default is None else str(option.default).lower())
-        for option in fields(made)
-        if option.default is not MISSING
-    ]
-    print_table(
-        out,
-        f"{name}: {' '.join((getdoc(made) or '').split())}",
-        ("option", "default"),
-        rows,
-        left=2,
-    )
+    rows = strategy_options(made)
+    out.print(f"{name}: {getdoc(made)}\n", highlight=False, markup=False)
+    print_table(out, "options", ("option", "default", "allowed"), rows, left=3)
 
 
-def _print_facts(out: Console, title: str, entries: Iterable[Fact]) -> None:
+def _print_entry(out: Console, kind: Kind, what: str) -> None:
+    if kind == "gpus":
+        entries: Iterable[Fact] = facts(read(kind, what))
+    else:
+        entries = (load_cluster if kind == "clusters" else load_model)(what).facts
     rows = [(f.path, f.value, "assumed" if f.assumed else "", f.source) for f in entries]
+    title = f"{what}: {read(kind, what).get('name', '')}"
     print_table(out, title, ("number", "value", "", "source"), rows, left=4)
 
 

@@ -13,7 +13,7 @@ from co2sim.catalog import load_cluster
 from co2sim.cli.batch import run_all
 from co2sim.cli.figure import draw
 from co2sim.cli.files import write_atomically
-from co2sim.cli.published import Comparison, compare, load_cells
+from co2sim.cli.published import Comparison, cases_of, compare, load_cells
 from co2sim.cli.report import console, print_assumed, print_table
 from co2sim.errors import OptionError
 from co2sim.metrics import scalability_ratio
@@ -44,23 +44,27 @@ def scale(
 ) -> None:
     """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print."""
     cells = load_cells(published) if published else []
-    results = run_all(cases, jobs)
-    comparisons = compare(cells, cases, results)
+    everything = [*cases, *cases_of(cells, cases)]
+    found = run_all(everything, jobs)
+    results = found[: len(cases)]
+    comparisons = compare(cells, everything, found)
     frame = to_frame(cases, results)
     figures = draw(cases, results, comparisons)
     files = {out / "scale.csv": frame.to_csv(index=False).encode()}
     files |= {out / f"scale.{kind}": content for kind, content in figures.items()}
     write_atomically(files)
     if as_json:
-        found = {
+        report = {
             "results": [
                 {"cluster_key": str(case.cluster), **result.to_dict()}
                 for case, result in zip(cases, results, strict=True)
             ],
-            "published": [{**asdict(c), "error": c.error} for c in comparisons],
+            "published": [
+                {**asdict(c.cell), "predicted": c.predicted, "error": c.error} for c in comparisons
+            ],
             "files": [str(path) for path in files],
         }
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
         return
     terminal = console()
     for cluster, group in groupby(
@@ -70,7 +74,8 @@ def scale(
     if comparisons:
         _print_published(terminal, comparisons)
     elif published:
-        terminal.print(f"no cell of {published} is of these configurations\n", highlight=False)
+        what = "tokens_per_s or scalability_ratio of these clusters and this model"
+        terminal.print(f"no cell of {published} is a {what}\n", highlight=False)
     print_assumed(terminal, results)
     terminal.print(
         f"\ntable   {out / 'scale.csv'}\nfigure  {out / 'scale.png'}, {out / 'scale.svg'}"
@@ -137,18 +142,22 @@ def _throughput(result: Result) -> str:
 def _print_published(terminal: Console, comparisons: Sequence[Comparison]) -> None:
     rows = [
         (
-            c.cluster,
-            c.strategy,
-            c.quantity,
-            c.gpus,
-            f"{c.published:,.4g}" if c.published < 1 << 10 else f"{c.published:,.0f}",
-            f"{c.predicted:,.3g}" if c.predicted < 1 << 10 else f"{c.predicted:,.0f}",
+            c.cell.cluster,
+            c.cell.strategy,
+            c.cell.quantity,
+            " -> ".join(map(str, c.cell.sizes)),
+            _number(c.cell.value),
+            _number(c.predicted),
             f"{c.error:+.0%}",
         )
         for c in comparisons
     ]
     columns = ("cluster", "strategy", "quantity", "GPUs", "published", "predicted", "error")
     print_table(terminal, "published beside predicted (nothing is fitted)", columns, rows, left=3)
-    for note in dict.fromkeys(c.note for c in comparisons if c.note):
+    for note in dict.fromkeys(c.cell.note for c in comparisons if c.cell.note):
         terminal.print(f"  {note}", highlight=False)
     terminal.print()
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # noqa: PLR2004

@@ -81,20 +81,36 @@ def _pair(item: str, name: str) -> tuple[str, str]:
     return option.strip(), value.strip()
 
 
+def strategy_options(made: type[Any]) -> list[tuple[str, str, str]]:
+    """Every option of a strategy: its name, its default, and what is allowed."""
+    hints = get_type_hints(made)
+    rows = []
+    for option in fields(made):
+        choices = _choices(hints[option.name])
+        number = "a whole number" if hints[option.name] is int else "a number"
+        default = "none" if option.default is None else str(option.default).lower()
+        rows.append((option.name, default, ", ".join(choices) if choices else number))
+    return rows
+
+
+def _choices(hint: Any) -> dict[str, Any]:
+    """The values of an option that has only some, by their text; empty for numbers."""
+    if get_origin(hint) in {Union, UnionType}:
+        kind = next(kind for kind in get_args(hint) if kind is not type(None))
+        return {**_choices(kind), "none": None}
+    if hint is DType:
+        return {str(kind): kind for kind in DType}
+    if hint is bool:
+        return {"true": True, "false": False}
+    return {choice: choice for choice in get_args(hint)}
+
+
 def _value(what: str, text: str, hint: Any) -> Any:
     """Read an option's value as its annotated type."""
     text = text.lower()
-    if get_origin(hint) in {Union, UnionType}:
-        if text == "none":
-            return None
-        hint = next(kind for kind in get_args(hint) if kind is not type(None))
     if hint in {int, float}:
         return parse_whole(what, text) if hint is int else parse_number(what, text)
-    choices: dict[str, Any] = {choice: choice for choice in get_args(hint)}
-    if hint is DType:
-        choices = {str(kind): kind for kind in DType}
-    if hint is bool:
-        choices = {"true": True, "false": False}
+    choices = _choices(hint)
     if text not in choices:
         raise OptionError(f"{what} is {text!r}; it is one of {', '.join(choices)}")
     return choices[text]

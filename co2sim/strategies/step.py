@@ -13,11 +13,11 @@ COMM = "comm"
 
 
 def title(strategy: Any) -> str:
-    """The strategy as a user writes it, default options left out: `co2(tau=48, worker=node)`."""
+    """The strategy as a user writes it, but for defaults other than tau: `co2(tau=12)`."""
     chosen = [
         f"{option.name}={str(getattr(strategy, option.name)).lower()}"
         for option in fields(strategy)
-        if getattr(strategy, option.name) != option.default
+        if option.name == "tau" or getattr(strategy, option.name) != option.default
     ]
     return f"{strategy.name}({', '.join(chosen)})" if chosen else strategy.name
 
