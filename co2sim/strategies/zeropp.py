@@ -31,11 +31,11 @@ _SCALE_BLOCK = 2048
 class ZeroPP:
     """`zero3` with int8 forward gathers, backward gathers inside nodes, and int4 gradients.
 
-    Three switches. qwz: forward gathers in int8, one fp32 scale for every `scale_block` elements. hpz: backward
-    gathers inside groups of `hpz_group` ranks (0: one node) from a secondary half-precision shard,
-    refreshed once per optimizer step. qgz: int4 gradients by all-to-all inside the node, sum, and
-    all-to-all among peers. `prefetch` and `max_live` are those of `zero3`. Source: Wang et al. 2023,
-    arXiv 2306.10209.
+    Three switches. qwz: forward gathers in int8, one fp32 scale for every `scale_block` elements.
+    hpz: backward gathers inside groups of `hpz_group` ranks (0: one node) from a secondary
+    half-precision shard, refreshed once per optimizer step. qgz: int4 gradients by all-to-all
+    inside the node, sum, and all-to-all among peers. `prefetch` and `max_live` are those of
+    `zero3`. Source: Wang et al. 2023, arXiv 2306.10209.
     """
 
     name: ClassVar[str] = "zeropp"
