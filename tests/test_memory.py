@@ -133,6 +133,13 @@ def test_a_gpt_layer_keeps_34sbh_and_5as2b(
     assert layer["none"] == pytest.approx(34 * s * b * h + 5 * a * s * s * b)
 
 
+def test_a_gated_mlp_keeps_one_more_activation() -> None:
+    """With three matrices both projections and their product are kept: 2 bytes x s x ffn more."""
+    shape = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96}
+    plain, gated = (Transformer(gated=g, **shape).blocks(10)[0] for g in (False, True))
+    assert gated.activation_bytes - plain.activation_bytes == 2 * 10 * 96
+
+
 def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
     """2 s b h for every layer, and the largest block while it is recomputed."""
     model = gpt(10, 64, 4, 128)

@@ -150,3 +150,28 @@ def test_sharing_never_takes_longer_than_taking_turns(
     latest = max(start for start, _ in flows)
     turns = sum(max(size / capacity[link] for link, size in loads.items()) for _, loads in flows)
     assert max(ends) <= (latest + turns) * (1 + 1e-9)
+
+
+@given(
+    st.integers(1, 8),
+    st.floats(1, 100),
+    st.floats(1, 100),
+    st.floats(1, 100),
+    st.floats(1, 100),
+)
+def test_a_flow_with_copies_shares_like_so_many_flows(
+    copies: int, mine: float, other: float, shared: float, own: float
+) -> None:
+    """A folded flow that stands for c flows on a link gets what c separate ones get there.
+
+    Each has a link of its own as well, so that either kind may be held back elsewhere.
+    """
+    apart = [{"nic": mine, ("own", n): 1.0} for n in range(copies)]
+    capacity = {"nic": shared, "other": own} | {("own", n): own / 10 for n in range(copies)}
+    rates = max_min_rates([{"nic": other, "other": 1.0}, *apart], capacity)
+    folded = max_min_rates(
+        [{"nic": other, "other": 1.0}, {"nic": mine * copies, ("own", 0): 1.0}],
+        capacity,
+        [{}, {"nic": copies}],
+    )
+    assert folded == pytest.approx(rates[:2], rel=1e-9)
