@@ -77,6 +77,11 @@ class _Communicator:
     ready: list[tuple[int, _Start]] = field(default_factory=list)
     busy: bool = False
 
+    @property
+    def alone(self) -> bool:
+        """Whether one class stands for all members: it has nobody to wait for."""
+        return len(self.members) == 1
+
 
 class _Run:
     def __init__(
@@ -190,9 +195,7 @@ class _Run:
         for number, turn, op, waits in instances:
             for wait in waits:
                 if wait not in finished:
-                    if wait not in waiting:
-                        waiting[wait] = env.event()
-                    yield waiting[wait]
+                    yield waiting.setdefault(wait, env.event())
             start = env.now
             if isinstance(op.work, Compute):
                 work = seconds[id(op.work)] * slowdown
@@ -202,7 +205,7 @@ class _Run:
                     yield from self._compute(progress, work)
                 elif work:
                     yield env.timeout(work)
-            else:
+            elif not (self.free and self.communicators[op.work.group, index].alone):
                 yield self._join(index, number, op.work)
             record(Span(rank, turn, op.name, op.stream, start, env.now))
             finished.add(number)
