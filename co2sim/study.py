@@ -156,8 +156,9 @@ class Case:
         while True:
             trace = self._execute(prepared, warm_up + measured)
             steady = metrics.is_steady(trace, prepared.schedule, measured)
-            if steady or trace.rounds >= _MOST_ROUNDS:
-                return trace, (measured if steady else trace.rounds // 2), steady
+            if steady or warm_up >= _MOST_ROUNDS:
+                half = trace.rounds // 2
+                return trace, (measured if steady else max(measured, half)), steady
             warm_up *= 2
 
     def _execute(self, prepared: Prepared, rounds: int, *, free: bool = False) -> Trace:
@@ -187,6 +188,22 @@ def simulate(
     return Case(cluster=cluster, model=model, strategy=strategy, **options).run()
 
 
+def varied(case: Case, changes: Mapping[str, str]) -> Case:
+    """The case with several things changed: the strategy first, then all its options at once."""
+    options = {
+        p.removeprefix("strategy."): t for p, t in changes.items() if p.startswith("strategy.")
+    }
+    rest = {path: text for path, text in changes.items() if not path.startswith("strategy.")}
+    for path in sorted(rest, key=lambda path: path != "strategy"):
+        case = vary(case, path, rest[path])
+    if not options:
+        return case
+    strategy = case.strategy
+    if isinstance(strategy, str):
+        strategy = strategies.parse(strategy)
+    return replace(case, strategy=strategies.with_options(strategy, options))
+
+
 def vary(case: Case, path: str, text: str) -> Case:
     """The case with one thing changed, given as text.
 
@@ -194,11 +211,7 @@ def vary(case: Case, path: str, text: str) -> Case:
     anything that `overrides` takes ("inter.bandwidth", "model.layers").
     """
     if path.startswith("strategy."):
-        strategy = case.strategy
-        if isinstance(strategy, str):
-            strategy = strategies.parse(strategy)
-        options = {path.removeprefix("strategy."): text}
-        return replace(case, strategy=strategies.with_options(strategy, options))
+        return varied(case, {path: text})
     changes: dict[str, Any] = {}
     if path in {"jitter", "straggle"}:
         changes = {"noise": replace(case.noise, **{path: strategies.parse_number(path, text)})}  # type: ignore[arg-type]

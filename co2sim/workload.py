@@ -16,6 +16,9 @@ from co2sim.units import Bytes, Flops
 Recompute = Literal["none", "selective", "full"]
 Optimizer = Literal["adamw", "sgd"]
 
+_MOST_SAMPLES = 10_000
+"""Of a micro-batch, and micro-steps of a step: the schedule holds every micro-step."""
+
 MASTER_BYTES: Bytes = 4.0
 """fp32 master copy of a parameter in mixed precision."""
 
@@ -93,8 +96,10 @@ class Workload:
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
         for name, value in (("micro_batch", self.micro_batch), ("accumulation", self.accumulation)):
-            if value < 1:
-                raise OptionError(f"{name} is {value}; it must be at least 1")
+            if not 1 <= value <= _MOST_SAMPLES:
+                raise OptionError(
+                    f"{name} is {value}; it must be at least 1 and at most {_MOST_SAMPLES}"
+                )
 
     @property
     def parameters(self) -> int:

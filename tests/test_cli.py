@@ -72,6 +72,11 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         (["scale", *SMALL[:4], "-s", "ddp", "--published", "none.toml"], ["none.toml"]),
         (["sweep", *SMALL, "-s", "ddp", "--vary", "inter.bandwidth=1 Gbit/s,x"], ["'x'"]),
         (["sweep", *SMALL, "-s", "ddp", "--vary", "micro_batch=1,,2"], ["empty"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth={x}"], ["{x}"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "model.vocab=" + "9" * 400], ["vocab"]),
+        (["run", *SMALL, "-s", "ddp", "--micro-batch", "9" * 400], ["micro_batch"]),
+        (["run", *SMALL, "-s", "zero2:bucket=1"], ["buckets of 1", "10000"]),
+        (["scale", *SMALL[:4], "-s", "co2", "-s", "co2:tau=12"], ["twice"]),
         (["trace", *SMALL, "-s", "ddp", "-o", "trace.txt"], ["trace.txt", ".jsonl"]),
         (["run", "-c", "own.toml", "-m", "gpt2-small", "-s", "ddp"], ["own.toml", "No such file"]),
     ],
@@ -214,6 +219,54 @@ def test_sweep_over_strategies_keeps_commas_in_parentheses(cli: Run) -> None:
     assert code == 0
     names = [row["strategy"] for row in json.loads(out)]
     assert names == ["ddp", "co2(tau=4, worker=node)", "zero3"]
+
+
+def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
+    """Axes may come in any order: options hold for each strategy, and together."""
+    code, out, _ = cli(
+        *("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=4,8", "--json"),
+        *("--vary", "strategy=co2,slowmo", "--vary", "strategy.inner=zero1"),
+        *("--vary", "strategy.worker=node"),
+    )
+    assert code == 0
+    assert {row["strategy"] for row in json.loads(out)} == {
+        f"{name}(tau={tau}, worker=node, inner=zero1)"
+        for name in ("co2", "slowmo")
+        for tau in (4, 8)
+    }
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ('value = 0\nstrategy = "ddp"', "value 0"),
+        ('value = nan\nstrategy = "ddp"', "value nan"),
+        ('value = "x"\nstrategy = "ddp"', "no published cells"),
+        ('strategy = "ddp"', "no value"),
+    ],
+)
+def test_published_cells_that_are_wrong_are_refused(
+    cli: Run, tmp_path: Path, cell: str, word: str
+) -> None:
+    """A cell needs a positive, finite value."""
+    head = '[[cell]]\nquantity = "tokens_per_s"\nwhere = "here"\nuse = "check"\n'
+    place = 'cluster = "dgx-h100"\nmodel = "gpt2-small"\ngpus = 16\n'
+    (tmp_path / "cells.toml").write_text(head + place + cell)
+    code, _, err = cli("scale", *SMALL[:4], "-s", "ddp", "-g", "16", "--published", "cells.toml")
+    assert code == 2
+    assert word in err
+
+
+def test_a_pipe_is_not_replaced_by_a_file(cli: Run, tmp_path: Path) -> None:
+    """Output goes to regular files only, and through links to what they point to."""
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
+    sweep = ("sweep", *SMALL, "-s", "ddp", "--vary", "micro_batch=1", "--csv")
+    assert cli(*sweep, "link.csv")[0] == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "real.csv").read_text() != "old"
+    assert cli(*sweep, "/dev/null")[0] == 2
+    assert Path("/dev/null").is_char_device()
 
 
 def test_trace_opens_in_perfetto_and_reads_back(cli: Run, tmp_path: Path) -> None:

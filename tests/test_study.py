@@ -123,6 +123,15 @@ def test_in_the_steady_state_the_number_of_rounds_does_not_matter(rounds: int) -
         assert more.round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
 
 
+def test_many_rounds_are_all_measured() -> None:
+    """A hundred rounds of a steady state give what one gives, with a straggler too."""
+    case: dict[str, Any] = {**SMALL, "strategy": "ddp", "noise": Noise(node_speed={1: 0.5})}
+    one, many = simulate(**case), simulate(rounds=100, **case)
+    assert many.steady
+    assert many.rounds_simulated > 100
+    assert many.round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
+
+
 def test_folding_does_not_change_an_answer() -> None:
     """Every figure is the same when all ranks are simulated."""
     for strategy in ("zeropp", "co2(tau=2,worker=node)"):

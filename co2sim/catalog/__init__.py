@@ -87,7 +87,7 @@ def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> En
     from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
     tree = read("models", reference)
-    if reference.endswith(".json") or Path(reference).is_dir():
+    if reference.endswith(".json") or (Path(reference) / "config.json").is_file():
         tree = huggingface.convert(tree, reference)
     tree.setdefault("name", reference)
     for path, text in (overrides or {}).items():
@@ -147,8 +147,9 @@ def _first(error: "ValidationError", spec: "type[BaseModel]") -> str:
             return f"unknown name {where!r}; {nearest(where.rpartition('.')[2], allowed)}"
         case "union_tag_invalid" | "union_tag_not_found":
             return f"kind must be one of {', '.join(sorted(_KINDS))}"
-    message = _WORDS.get(problem["type"], problem["msg"].removeprefix("Value error, "))
-    message = message.format(**problem.get("ctx", {}))
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in _WORDS:
+        message = _WORDS[problem["type"]].format(**problem.get("ctx", {}))
     given = problem["input"]
     shown = "" if isinstance(given, dict | list) or repr(given) in message else f", given {given!r}"
     return f"{where}: {message}{shown}" if where else message

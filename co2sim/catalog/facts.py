@@ -61,7 +61,7 @@ def read(kind: Kind, reference: str) -> Tree:
         text = (resources.files("co2sim.catalog") / kind / f"{reference}.toml").read_text()
     try:
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CatalogError(f"{reference}: {error}") from error
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
@@ -106,15 +106,14 @@ def facts(
     tree: Mapping[str, Any], prefix: str = "", source: str = "", *, assumed: bool = False
 ) -> Iterator[Fact]:
     """Every fact of a tree, in file order; a table's `source` and `assumed` hold for all inside."""
-    source, assumed = tree.get("source", source), tree.get("assumed", assumed)
+    source, assumed = _origin(tree, prefix, source, assumed=assumed)
     for key, node in tree.items():
         path = f"{prefix}{key}"
         if key in {"source", "assumed", "name", "kind"}:
             continue
         if isinstance(node, dict) and _is_fact(node):
-            yield Fact(
-                path, str(node["value"]), node.get("source", source), node.get("assumed", assumed)
-            )
+            own, marked = _origin(node, path, source, assumed=assumed)
+            yield Fact(path, str(node["value"]), own, marked)
         elif isinstance(node, dict):
             yield from facts(node, f"{path}.", source, assumed=assumed)
         elif isinstance(node, list) and node and isinstance(node[0], dict):
@@ -122,6 +121,14 @@ def facts(
                 yield from facts(item, f"{path}.{number}.", source, assumed=assumed)
         else:
             yield Fact(path, str(node), source, assumed)
+
+
+def _origin(node: Mapping[str, Any], path: str, source: str, *, assumed: bool) -> tuple[str, bool]:
+    """Where a table or a fact says that it comes from, or what it inherits."""
+    own, marked = node.get("source", source), node.get("assumed", assumed)
+    if not isinstance(own, str) or not isinstance(marked, bool):
+        raise CatalogError(f"{path}: source must be a text, and assumed true or false")
+    return own, marked
 
 
 def _is_fact(node: Mapping[str, Any]) -> bool:

@@ -37,8 +37,8 @@ def _no_truth(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1)]
-Natural = Annotated[int, BeforeValidator(_no_truth), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=10**12)]
+Natural = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=10**15)]
 
 
 class _Spec(BaseModel):

@@ -11,7 +11,9 @@ import typer
 from co2sim import __version__
 from co2sim.cli import options
 from co2sim.errors import OptionError
-from co2sim.study import Case, vary
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+from co2sim.study import Case, varied
 
 app = typer.Typer(
     add_completion=False,
@@ -123,13 +125,14 @@ def scale(  # noqa: PLR0917 - one argument per option
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
     from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
 
-    if len(set(strategy)) < len(strategy) or len(set(cluster)) < len(cluster):
+    titles = {title(parse(text)) for text in strategy}
+    if len(titles) < len(strategy) or len(set(cluster)) < len(cluster):
         raise OptionError("a cluster or a strategy is given twice")
     cases = [
         replace(job, cluster=where, strategy=how, gpus=count)
         for where in cluster
         for how in strategy
-        for count in scaling.counts(gpus, where)
+        for count in scaling.counts(gpus, where, job.overrides)
     ]
     scaling.scale(cases, published, out, jobs, as_json=json_)
 
@@ -159,10 +162,5 @@ def sweep(
         raise OptionError(f"{both.pop()} is given both to --set and to --vary")
     axes = {path: sweeping.values(text) for path, text in options.pairs(over, "--vary").items()}
     settings = [dict(zip(axes, point, strict=True)) for point in product(*axes.values())]
-    cases = []
-    for setting in settings:
-        varied = case
-        for path, text in setting.items():
-            varied = vary(varied, path, text)
-        cases.append(varied)
+    cases = [varied(case, setting) for setting in settings]
     sweeping.sweep(cases, settings, csv, jobs, as_json=json_)

@@ -29,7 +29,13 @@ def draw(
     ]
     names = list(dict.fromkeys(result.strategy for result in results))
     with mpl.rc_context(
-        {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "co2sim"}
+        {
+            "font.size": 9,
+            "axes.grid": True,
+            "grid.alpha": 0.3,
+            "svg.hashsalt": "co2sim",
+            "text.parse_math": False,
+        }
     ):
         figure = Figure(figsize=(4.6 * len(panels) + 0.4, 7.2), layout="constrained")
         axes = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row")

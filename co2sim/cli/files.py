@@ -12,13 +12,15 @@ def write_atomically(contents: Mapping[Path, bytes]) -> None:
 
     Raises OptionError, with nothing changed, when a place cannot be written.
     """
+    for path in contents:
+        if path.exists() and not path.is_file():
+            raise OptionError(f"cannot write {path}: it is not a regular file")
     drafts: dict[Path, Path] = {}
+    contents = {path.resolve(): content for path, content in contents.items()}  # behind links
     try:
         for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             drafts[path] = path.with_name(f".{path.name}.{os.getpid()}")
-            if path.is_dir():
-                raise IsADirectoryError(21, "is a folder")
             drafts[path].write_bytes(content)
         for path, draft in drafts.items():
             draft.replace(path)

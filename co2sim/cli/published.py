@@ -1,5 +1,6 @@
 """Published throughputs, to show beside predictions."""
 
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +55,9 @@ def load_cells(path: Path) -> list[Cell]:
             if missing:
                 raise CatalogError(f"{path}: cell {number} has no {missing[0]}")
             keys = {THROUGHPUT: ("gpus",), RATIO: ("from_gpus", "to_gpus")}.get(cell["quantity"])
-            strategy = _title(cell.get("strategy", ""))
+            strategy = _title(str(cell.get("strategy", "")))
+            if not 0 < float(cell["value"]) < math.inf:
+                raise CatalogError(f"{path}: cell {number} has the value {cell['value']}")
             if keys and strategy:
                 found.append(
                     Cell(

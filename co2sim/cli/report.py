@@ -149,7 +149,12 @@ def print_result(result: Result) -> None:
     if not r.steady:
         out.print(f"not a steady state: averaged over the last of {r.rounds_simulated} rounds")
     breakdown = [(name, duration(value)) for name, value in r.breakdown_s.items()]
-    print_table(out, "busy per round, by work (overlapping)", ("work", "time"), breakdown)
+    print_table(
+        out,
+        "spans of the last round on one rank, by work (overlapping, waiting included)",
+        ("work", "time"),
+        breakdown,
+    )
     memory = [(name, scaled(value, "B")) for name, value in r.memory_bytes_per_gpu.items()]
     fits = "fits" if r.fits_in_memory else "DOES NOT FIT"
     title = f"memory per GPU: {fits} in {scaled(r.gpu_memory_bytes, 'B')}"

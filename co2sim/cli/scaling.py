@@ -1,7 +1,7 @@
 """`co2sim scale`: strategies over GPU counts, as tables, a CSV file and a figure."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -23,18 +23,20 @@ from co2sim.study import Case
 from co2sim.units import scaled
 
 
-def counts(text: str | None, cluster: str) -> list[int]:
-    """GPU counts: those given, or one node doubled up to the whole cluster."""
+def counts(text: str | None, cluster: str, overrides: Mapping[str, str]) -> list[int]:
+    """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
     if text is not None:
         given = [parse_whole("--gpus", part.strip()) for part in text.split(",")]
         if len(set(given)) < len(given):
             raise OptionError(f"--gpus {text}: a count is given twice")
         return sorted(given)
-    found = load_cluster(cluster).value
+    changes = {path: value for path, value in overrides.items() if not path.startswith("model.")}
+    found = load_cluster(cluster, changes).value
     count, most = found.gpus_per_node, found.layout.world_size
     doubled = []
     while count < most:
-        doubled.append(count)
+        nodes = count // found.gpus_per_node
+        doubled += [count] if nodes % min(found.sites, nodes) == 0 else []
         count *= 2
     return [*doubled, most]
 

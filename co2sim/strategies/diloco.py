@@ -16,7 +16,7 @@ from co2sim.schedule import (
 )
 from co2sim.strategies.local import OUTER, Inner, Replica, Worker, check, outer_work
 from co2sim.strategies.quantized import QUANTIZED, recode, sum_received
-from co2sim.strategies.step import COMPUTE, Step, chain, pieces, title
+from co2sim.strategies.step import COMPUTE, Step, chain, cut, title
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
@@ -64,7 +64,9 @@ class DiLoCo:
         replica = Replica.of(self)
         launched: dict[int, list[Op]] = {}
         used: dict[int, list[Op]] = {}
-        sizes = pieces(job.parameters, -(-job.parameters // self.fragments))
+        if self.fragments > job.parameters:
+            raise OptionError(f"fragments={self.fragments} of {job.parameters} parameters")
+        sizes = cut(job.parameters, self.fragments)
         for number, (at, elements) in enumerate(zip(self._launches(), sizes, strict=True)):
             suffix = str(number) if self.fragments > 1 else ""
             late = (at + self.delay) // self.tau
@@ -118,7 +120,9 @@ class DiLoCo:
             sum((at - other) % self.tau <= self.delay for other in self._launches())
             for at in self._launches()
         )
-        copies = 2 + under_way / self.fragments
+        quantized = self.dtype in QUANTIZED  # from an fp32 pseudo-gradient
+        buffer = 1.0 if quantized else self.dtype.bytes / DType.FP32.bytes
+        copies = 2 + buffer * under_way / self.fragments
         return Replica.of(self).memory(job, layout, copies)
 
     def _launches(self) -> list[int]:

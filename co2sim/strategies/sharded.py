@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from co2sim.schedule import After, Collective, Compute, Op
 from co2sim.strategies.step import COMPUTE, Step, micro_prefix
+from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
 GATHER = "gather"
@@ -93,6 +94,16 @@ def prefetch_waits(sizes: Sequence[int], prefetch: int, max_live: int) -> list[i
             k -= 1
         waits.append(k - 1)
     return waits
+
+
+def transient(job: Workload, shards: int, prefetch: int, max_live: int) -> dict[str, Bytes]:
+    """Bytes of the blocks that are present whole, and of the gradient that waits for reduction."""
+    if shards == 1:
+        return {}
+    size = job.precision.bytes
+    largest = max(block.parameters for block in job.model.blocks)
+    gathered = live_elements(job, shards, prefetch, max_live)
+    return {"gathered": gathered * size, "bucket": largest * size}
 
 
 def live_elements(job: Workload, shards: int, prefetch: int, max_live: int) -> int:

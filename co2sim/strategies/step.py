@@ -8,6 +8,7 @@ from co2sim.errors import OptionError
 from co2sim.schedule import After, Collective, Group, Kind, Layout, Op, prefixed
 from co2sim.workload import Block, Workload
 
+_MOST_PIECES = 10_000
 COMPUTE = "compute"
 COMM = "comm"
 
@@ -87,10 +88,20 @@ def buckets(blocks: Sequence[Block], capacity: float) -> list[Bucket]:
     return [*found, Bucket(held, ready)] if held else found
 
 
+def cut(elements: int, count: int) -> list[int]:
+    """`elements` in `count` nearly equal pieces."""
+    return [elements * (i + 1) // count - elements * i // count for i in range(count)]
+
+
 def pieces(elements: int, capacity: int) -> list[int]:
     """`elements` cut into as few nearly equal pieces as hold at most `capacity` each."""
     count = -(-elements // capacity)
-    return [elements * (i + 1) // count - elements * i // count for i in range(count)]
+    if count > _MOST_PIECES:
+        raise OptionError(
+            f"buckets of {capacity} elements cut {elements} parameters into {count} pieces;"
+            f" at most {_MOST_PIECES} are simulated"
+        )
+    return cut(elements, count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from co2sim.memory import model_states
 from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
-from co2sim.strategies.sharded import Works, live_elements, sharded_step
+from co2sim.strategies.sharded import Works, sharded_step, transient
 from co2sim.strategies.step import Step, at_least_one, chain, group_size, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
@@ -60,6 +60,4 @@ class Zero3:
         """(4 + K)/n bytes per parameter, and the blocks that are present whole."""
         n = layout.world_size
         states = model_states(job, parameter_shards=n, gradient_shards=n, optimizer_shards=n)
-        return states | {
-            "gathered": live_elements(job, n, self.prefetch, self.max_live) * job.precision.bytes
-        }
+        return states | transient(job, n, self.prefetch, self.max_live)

@@ -19,7 +19,7 @@ from co2sim.schedule import (
 )
 from co2sim.schedule import block as block_group
 from co2sim.strategies.quantized import recode, sum_received
-from co2sim.strategies.sharded import Works, live_elements, sharded_step
+from co2sim.strategies.sharded import Works, sharded_step, transient
 from co2sim.strategies.step import Step, at_least_one, chain, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
@@ -152,6 +152,4 @@ class ZeroPP:
         if self.hpz:
             ranks = len(self._secondary(layout).members(0, layout))
             states["secondary"] = job.parameters * job.precision.bytes / ranks
-        return states | {
-            "gathered": live_elements(job, n, self.prefetch, self.max_live) * job.precision.bytes
-        }
+        return states | transient(job, n, self.prefetch, self.max_live)
