@@ -7,7 +7,7 @@ from itertools import groupby
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter, NullLocator, PercentFormatter
 
 from co2sim.cli.published import THROUGHPUT, Cell, Comparison
 from co2sim.result import Result
@@ -124,6 +124,7 @@ def _throughput(
                 label=f"{name}, published",
             )
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(EngFormatter(sep=""))  # 100k: math is off, for names with $
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
