@@ -7,6 +7,7 @@ their own. Every figure is the median of several runs, with the fastest and the 
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -89,16 +90,9 @@ def unfolded() -> None:
     start = time.perf_counter()
     result = job.run()
     seconds = time.perf_counter() - start
-    peak = psutil.Process().memory_info()
-    high = getattr(peak, "peak_wset", None) or _peak_rss()
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    high = kib * (1 if sys.platform == "darwin" else 1024)
     print(json.dumps({"seconds": seconds, "gib": high / 2**30, "rounds": result.rounds_simulated}))
-
-
-def _peak_rss() -> int:
-    import resource  # noqa: PLC0415 - not on Windows
-
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kib * (1 if sys.platform == "darwin" else 1024)
 
 
 def machine() -> str:

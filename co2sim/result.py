@@ -23,7 +23,8 @@ class Result:
     `tokens` are the model's units: tokens, or images. `exposed_comm_s` is the round time minus that
     of the same round with free communication, `waiting_s` what a rank spends in collectives before
     the last member is there, and `overlap_ratio` 1 - exposed / busy (None without
-    communication). `assumed` lists the inputs that no source supports.
+    communication). `breakdown_s` sums the spans of one rank in the last round by kernel or
+    collective, waiting included. `assumed` lists the inputs that no source supports.
     """
 
     cluster: str

@@ -151,11 +151,12 @@ def _print_published(terminal: Console, comparisons: Sequence[Comparison]) -> No
             _number(c.cell.value),
             _number(c.predicted),
             f"{c.error:+.0%}",
+            c.cell.use,
         )
         for c in comparisons
     ]
-    columns = ("cluster", "strategy", "quantity", "GPUs", "published", "predicted", "error")
-    print_table(terminal, "published beside predicted (nothing is fitted)", columns, rows, left=3)
+    columns = ("cluster", "strategy", "quantity", "GPUs", "published", "predicted", "error", "use")
+    print_table(terminal, "published beside predicted", columns, rows, left=3)
     for note in dict.fromkeys(c.cell.note for c in comparisons if c.cell.note):
         terminal.print(f"  {note}", highlight=False)
     terminal.print()
