@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from co2sim import Case, __version__
+from co2sim import Case, __version__, run
 from co2sim.catalog import load_cluster, load_model
 from co2sim.noise import Noise
 
@@ -88,7 +88,7 @@ def unfolded() -> None:
         rounds=1,
     )
     start = time.perf_counter()
-    result = job.run()
+    result = run(job)
     seconds = time.perf_counter() - start
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     high = kib * (1 if sys.platform == "darwin" else 1024)

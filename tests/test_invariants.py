@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
+from co2sim.case import Case
 from co2sim.cluster import Cluster, Link
 from co2sim.cost import Traffic, traffic
 from co2sim.metrics import communication, window
 from co2sim.noise import Noise
+from co2sim.result import Result
 from co2sim.schedule import Collective, Op, Schedule
 from co2sim.simulator import execute
-from co2sim.study import Case, Result, simulate
+from co2sim.study import simulate
 from co2sim.workload import Workload
 
 variants = st.sampled_from(tiny.VARIANTS)

@@ -12,17 +12,17 @@ import tiny
 
 import co2sim
 from co2sim import Case, Co2simError, Result, simulate, study
+from co2sim.case import vary
 from co2sim.cluster import Link
 from co2sim.errors import OptionError
 from co2sim.noise import Noise
-from co2sim.study import vary
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
 
 def test_the_public_names_are_few() -> None:
     """One function, its question, its answer and its error."""
-    assert set(co2sim.__all__) == {"Case", "Co2simError", "Result", "simulate"}
+    assert set(co2sim.__all__) == {"Case", "Co2simError", "Result", "run", "simulate"}
 
 
 def test_the_examples_in_the_documentation_are_true() -> None:
@@ -106,12 +106,12 @@ def test_a_gpu_without_bf16_trains_in_fp16() -> None:
 def test_noise_is_repeatable_and_averaged() -> None:
     """With jitter ten rounds are averaged; the same seed gives the same figures."""
     case = Case(strategy="ddp", noise=Noise(jitter=0.1, seed=4), **SMALL)
-    assert case.run() == case.run()
-    assert not case.run().steady
-    other = replace(case, noise=Noise(jitter=0.1, seed=5)).run()
-    assert other.round_time_s != case.run().round_time_s
-    calm = replace(case, noise=Noise()).run()
-    assert case.run().round_time_s >= calm.round_time_s * 0.95
+    assert study.run(case) == study.run(case)
+    assert not study.run(case).steady
+    other = study.run(replace(case, noise=Noise(jitter=0.1, seed=5)))
+    assert other.round_time_s != study.run(case).round_time_s
+    calm = study.run(replace(case, noise=Noise()))
+    assert study.run(case).round_time_s >= calm.round_time_s * 0.95
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
@@ -144,7 +144,7 @@ def test_folding_does_not_change_an_answer() -> None:
 
 def test_the_trace_of_a_case_keeps_the_rules() -> None:
     """`Case.trace` gives the schedule and a trace of it, warm-up included."""
-    schedule, trace = Case(strategy="zeropp", **SMALL).trace()
+    schedule, trace = study.trace(Case(strategy="zeropp", **SMALL))
     assert trace.violations(schedule) == []
     assert trace.rounds >= 2
 
@@ -163,9 +163,9 @@ def test_the_trace_of_a_case_keeps_the_rules() -> None:
 def test_one_thing_varies_by_its_path(path: str, text: str, name: str, value: object) -> None:
     """Fields, strategy options and overrides are all reached by a path and a text."""
     case = Case(strategy="co2(tau=12)", **SMALL)
-    found = vary(case, path, text).run()
+    found = study.run(vary(case, path, text))
     assert getattr(found, name) == value
-    assert found != case.run()
+    assert found != study.run(case)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -218,7 +218,7 @@ def test_bad_questions_get_one_line(changes: dict[str, Any], said: str) -> None:
 def test_bad_variations_get_one_line(path: str, text: str) -> None:
     """A path or text that does not fit is a typed error of one line."""
     with pytest.raises(Co2simError) as caught:
-        vary(Case(strategy="co2", **SMALL), path, text).run()
+        study.run(vary(Case(strategy="co2", **SMALL), path, text))
     assert "\n" not in str(caught.value)
 
 

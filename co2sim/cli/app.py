@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from co2sim import __version__
+from co2sim import __version__, study
+from co2sim.case import Case, varied
 from co2sim.cli import options
 from co2sim.errors import OptionError
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from co2sim.study import Case, varied
 
 app = typer.Typer(
     add_completion=False,
@@ -58,7 +58,7 @@ def show(case: Case) -> None:
 @options.case_options
 def run(case: Case, json_: options.Json = False) -> None:  # noqa: FBT002
     """Simulate one configuration: times, breakdown, traffic, memory."""
-    result = case.run()
+    result = study.run(case)
     if json_:
         print(json.dumps(result.to_dict(), indent=2))
         return
@@ -83,7 +83,7 @@ def trace(
 
     if out.suffix not in {".json", ".jsonl"}:
         raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
-    schedule, found = case.trace()
+    schedule, found = study.trace(case)
     if out.suffix == ".jsonl":
         text = "".join(f"{line}\n" for line in found.to_json_lines())
     else:

@@ -8,10 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from co2sim.case import Case
 from co2sim.errors import Co2simError, OptionError
 from co2sim.result import Result
 from co2sim.strategies.step import title
-from co2sim.study import Case
+from co2sim.study import run
 
 
 def run_all(cases: Sequence[Case], jobs: int) -> list[Result]:
@@ -44,7 +45,7 @@ def _run_in(folder: Path, case: Case) -> Result:
 
 def _run(case: Case) -> Result:
     try:
-        return case.run()
+        return run(case)
     except Co2simError as error:
         strategy = case.strategy if isinstance(case.strategy, str) else title(case.strategy)
         raise type(error)(f"{strategy} on {case.gpus or 'all'} GPUs: {error}") from error

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter, NullLocator, PercentFormatter
 
+from co2sim.case import Case
 from co2sim.cli.published import THROUGHPUT, Cell, Comparison
 from co2sim.result import Result
-from co2sim.study import Case
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
 """Okabe and Ito: told apart by colour-blind readers."""

@@ -1,6 +1,6 @@
 """The options that several commands share, and the case that they describe."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from co2sim.case import Case
 from co2sim.errors import OptionError
 from co2sim.noise import Noise
 from co2sim.strategies import parse_number
-from co2sim.study import Case
 
 
 def _number(flag: str) -> Callable[[str], float]:
@@ -171,7 +171,7 @@ def _noise(seed: int, jitter: float, straggle: float, node_speed: Iterable[str] 
     return Noise(node_speed=speeds, straggle=straggle, jitter=jitter, seed=seed)
 
 
-def _job(  # noqa: PLR0913 - one argument per option
+def _job(
     model: Model,
     *,
     micro_batch: MicroBatch = 1,
@@ -181,14 +181,8 @@ def _job(  # noqa: PLR0913 - one argument per option
     recompute: Recompute = "selective",
     optimizer: Optimizer = "adamw",
     overrides: Overrides = None,
-    seed: Seed = 0,
-    jitter: Jitter = 0.0,
-    straggle: Straggle = 0.0,
-    node_speed: NodeSpeed = None,
-    rounds: Rounds = None,
-    fold: Fold = True,
 ) -> Case:
-    """Everything but where and how to train; `Case` checks the values."""
+    """The model and its batch; `Case` checks the values."""
     return Case(
         cluster="",
         model=model,
@@ -200,10 +194,21 @@ def _job(  # noqa: PLR0913 - one argument per option
         recompute=recompute,  # type: ignore[arg-type]
         optimizer=optimizer,  # type: ignore[arg-type]
         overrides=pairs(overrides, "--set"),
-        noise=_noise(seed, jitter, straggle, node_speed),
-        rounds=rounds,
-        fold=fold,
     )
+
+
+def _simulation(
+    *,
+    seed: Seed = 0,
+    jitter: Jitter = 0.0,
+    straggle: Straggle = 0.0,
+    node_speed: NodeSpeed = None,
+    rounds: Rounds = None,
+    fold: Fold = True,
+) -> dict[str, Any]:
+    """What only a simulation has."""
+    noise = _noise(seed, jitter, straggle, node_speed)
+    return {"noise": noise, "rounds": rounds, "fold": fold}
 
 
 def _single(cluster: Cluster, strategy: Strategy, gpus: Gpus = None) -> dict[str, Any]:
@@ -212,35 +217,44 @@ def _single(cluster: Cluster, strategy: Strategy, gpus: Gpus = None) -> dict[str
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `_job`; its parameter `job` receives the case."""
-    return _sharing(command, "job", _job, _job)
+    """Give a command all options but where and how; its parameter `job` receives the case."""
+    return _sharing(command, "job", _job, _simulation)
 
 
 def case_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command all options of one configuration; its parameter `case` receives it."""
+    return _sharing(command, "case", _job, _single, _simulation)
 
-    def both(**given: Any) -> Case:
-        single = {name: given.pop(name) for name in signature(_single).parameters}
-        return replace(_job(**given), **_single(**single))
 
-    return _sharing(command, "case", both, _single, _job)
+def real_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `_job`, for runs on real hardware; `job` receives the case."""
+    return _sharing(command, "job", _job)
 
 
 def _sharing(
     command: Callable[..., None],
     target: str,
     make: Callable[..., Case],
-    *sources: Callable[..., Any],
+    *further: Callable[..., Mapping[str, Any]],
 ) -> Callable[..., None]:
-    """`command` with the parameters of `sources` in place of `target`, which `make` fills."""
-    shared = [p for source in sources for p in signature(source).parameters.values()]
+    """`command` with the parameters of `make` and `further` in place of `target`.
+
+    `make` gives the case, and each of `further` some of its fields.
+    """
     own = [p for p in signature(command).parameters.values() if p.name != target]
 
     @wraps(command)
     def wrapper(**given: Any) -> None:
-        made = make(**{p.name: given.pop(p.name) for p in shared})
+        def call(source: Callable[..., Any]) -> Any:
+            return source(**{name: given.pop(name) for name in signature(source).parameters})
+
+        made = call(make)
+        for source in further:
+            made = replace(made, **call(source))
         command(**{target: made}, **given)
 
+    shared = [p for source in (make, *further) for p in signature(source).parameters.values()]
+    shared.sort(key=lambda p: p.default is not Parameter.empty)
     parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*shared, *own)]
     wrapper.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}

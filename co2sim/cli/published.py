@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from co2sim.case import Case
 from co2sim.errors import CatalogError, Co2simError
 from co2sim.result import Result
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from co2sim.study import Case
 
 THROUGHPUT, RATIO = "tokens_per_s", "scalability_ratio"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 from rich.console import Console
 
+from co2sim.case import Case
 from co2sim.catalog import load_cluster
 from co2sim.cli.batch import run_all
 from co2sim.cli.figure import draw
@@ -19,7 +20,6 @@ from co2sim.errors import OptionError
 from co2sim.metrics import scalability_ratio
 from co2sim.result import Result
 from co2sim.strategies import parse_whole
-from co2sim.study import Case
 from co2sim.units import scaled
 
 

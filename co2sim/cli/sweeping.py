@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from co2sim.case import Case
 from co2sim.cli.batch import run_all
 from co2sim.cli.files import write_atomically
 from co2sim.cli.report import console, print_assumed, print_table
 from co2sim.cli.scaling import to_frame
 from co2sim.errors import OptionError
-from co2sim.study import Case
 from co2sim.units import duration, scaled
 
 
