@@ -32,7 +32,7 @@ _FIELDS = (
 )
 _CLUSTER_WIDE = (
     *("name", "gpu", "nodes", "gpus_per_node", "sites"),
-    *("backend", "all_reduce", "interference", "price_per_gpu"),
+    *("backend", "communicators", "all_reduce", "interference", "price_per_gpu"),
 )
 """What `vary` may change by a single name: of a case, and of its cluster."""
 
@@ -63,14 +63,18 @@ class Case:
     rounds: int | None = None
     fold: bool = True
 
-    def prepare(self) -> Prepared:
-        """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
+    def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
+        """The cluster and the model, whatever they were given as."""
         for_model = {
             k.removeprefix("model."): v for k, v in self.overrides.items() if k.startswith("model.")
         }
         for_cluster = {k: v for k, v in self.overrides.items() if not k.startswith("model.")}
         cluster = _entry(self.cluster, load_cluster, for_cluster)
-        model = _entry(self.model, load_model, for_model)
+        return cluster, _entry(self.model, load_model, for_model)
+
+    def prepare(self) -> Prepared:
+        """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
+        cluster, model = self.load()
         sized = cluster.value.resized(self.gpus) if self.gpus is not None else cluster.value
         job = self._workload(model.value, sized)
         strategy = self.strategy
@@ -82,8 +86,7 @@ class Case:
             strategy=strategy,
             schedule=strategy.schedule(job, sized.layout),
             assumed=(
-                *_under("cluster", cluster),
-                *_under("model", model),
+                *facts(cluster, model),
                 *_beyond_the_file(cluster.value, sized),
                 *_beyond_the_table(sized.gpu, job),
             ),
@@ -180,6 +183,11 @@ def _entry(given: Any, load: Any, overrides: Mapping[str, str]) -> Entry[Any]:
             f"overrides ({next(iter(overrides))}) apply to names and files, not to objects"
         )
     return Entry(given, ())
+
+
+def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
+    """What no source supports, of both."""
+    return (*_under("cluster", cluster), *_under("model", model))
 
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:

@@ -10,7 +10,10 @@ from co2sim.schedule import Layout
 from co2sim.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds, UsdPerSecond
 
 Backend = Literal["nccl", "gloo"]
-"""nccl: the collectives of a group run one at a time. gloo: those in flight share the links."""
+"""nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
+
+Communicators = Literal["group", "stream"]
+"""Who has a communicator: every group, as in training frameworks, or every stream and group."""
 
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 """auto: what the backend picks; see `cost`."""
@@ -86,6 +89,7 @@ class Cluster:
     intra: Link
     inter: Link
     backend: Backend = "nccl"
+    communicators: Communicators = "group"
     all_reduce: AllReduce = "auto"
     interference: float = 0.0
     sites: int = 1

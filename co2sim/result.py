@@ -1,7 +1,10 @@
 """The figures of one configuration, measured on its trace."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from co2sim import metrics
 from co2sim.catalog import Fact
@@ -70,6 +73,11 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Result":
+        """From `to_dict`, or its JSON. Raises ValueError for anything else."""
+        return TypeAdapter(cls).validate_python(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,8 @@ class _Run:
         found = {}
         for number, (group, members) in enumerate(meetings):
             jitter = noise.op_slowdowns(2, number, count) if count else None
-            exclusive = self.cluster.backend == "nccl" and len(streams[group]) > 1
+            shared = self.cluster.communicators == "group" and len(streams[group]) > 1
+            exclusive = self.cluster.backend == "nccl" and shared
             communicator = _Communicator(members, exclusive, jitter)
             found.update({(group, index): communicator for index in members})
         return found

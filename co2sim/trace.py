@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from co2sim.errors import CatalogError
-from co2sim.schedule import Collective, Instance, Layout, Op, Schedule
+from co2sim.schedule import Collective, Instance, Kind, Layout, Op, Schedule
 from co2sim.units import Seconds
 
 
@@ -32,12 +32,16 @@ class Trace:
     ranks: Mapping[int, int]
     spans: tuple[Span, ...]
 
-    def violations(self, schedule: Schedule, tolerance: Seconds = 0.0) -> list[str]:
+    def violations(
+        self, schedule: Schedule, tolerance: Seconds = 0.0, skew: Seconds = 0.0
+    ) -> list[str]:
         """Broken rules of the schedule, in words; empty for a correct trace.
 
-        `tolerance` is the clock error to forgive; simulated traces need none.
+        `tolerance` is the clock error to forgive. `skew` is how far apart a collective may end on
+        its members: 0 in a simulation; on a real network (infinity) a member leaves as soon as its
+        own part is done, but never before every member has come.
         """
-        return list(_violations(self, schedule, tolerance))
+        return list(_violations(self, schedule, tolerance, skew))
 
     def to_chrome(self, schedule: Schedule) -> dict[str, object]:
         """Chrome trace: one process per rank, one track per stream. Perfetto opens it."""
@@ -110,7 +114,9 @@ def _arguments(op: Op) -> dict[str, object]:
     return {"work": str(op.work), "flops": op.work.flops, "bytes": op.work.memory_bytes}
 
 
-def _violations(trace: Trace, schedule: Schedule, tolerance: Seconds) -> Iterator[str]:
+def _violations(
+    trace: Trace, schedule: Schedule, tolerance: Seconds, skew: Seconds
+) -> Iterator[str]:
     found: dict[tuple[int, int, str], Span] = {}
     for span in trace.spans:
         if (span.rank, span.round, span.op) in found:
@@ -124,7 +130,7 @@ def _violations(trace: Trace, schedule: Schedule, tolerance: Seconds) -> Iterato
     expected = len(instances) * len(trace.ranks)
     if len(found) > expected:
         yield f"{len(found) - expected} spans are not in the schedule"
-    yield from _togetherness(trace, schedule, found, tolerance)
+    yield from _togetherness(trace, schedule, found, tolerance, skew)
 
 
 def _order(
@@ -156,18 +162,30 @@ def _order(
 
 
 def _togetherness(
-    trace: Trace, schedule: Schedule, found: Mapping[tuple[int, int, str], Span], tolerance: Seconds
+    trace: Trace,
+    schedule: Schedule,
+    found: Mapping[tuple[int, int, str], Span],
+    tolerance: Seconds,
+    skew: Seconds,
 ) -> Iterator[str]:
-    """A collective ends on all its traced members together."""
+    """A collective ends on no member before all have come, and on all within `skew`."""
     for op in schedule.body:
         if not isinstance(op.work, Collective):
             continue
         for turn in range(trace.rounds):
-            ends: dict[range, float] = {}
+            meetings: dict[range, list[Span]] = {}
             for rank in trace.ranks:
-                span = found.get((rank, turn, op.name))
-                if span is None:
-                    continue
-                members = op.work.group.members(rank, trace.layout)
-                if abs(ends.setdefault(members, span.end) - span.end) > tolerance:
-                    yield f"{op.name!r} of round {turn} ends apart in the group of rank {rank}"
+                if (rank, turn, op.name) in found:
+                    members = op.work.group.members(rank, trace.layout)
+                    meetings.setdefault(members, []).append(found[rank, turn, op.name])
+            for spans in meetings.values():
+                which = f"{op.name!r} of round {turn}"
+                first = min(spans, key=lambda span: span.end)
+                if op.work.kind is Kind.BROADCAST:  # only its first member is waited for
+                    last = min(spans, key=lambda span: span.rank)
+                else:
+                    last = max(spans, key=lambda span: span.start)
+                if first.end < last.start - tolerance:
+                    yield f"{which} ends on rank {first.rank} before rank {last.rank} has come"
+                if max(span.end for span in spans) - first.end > skew + tolerance:
+                    yield f"{which} ends apart in the group of rank {first.rank}"

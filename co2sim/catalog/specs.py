@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from co2sim.architecture import Attention, Norm, Transformer, language_model, vision_transformer
-from co2sim.cluster import GPU, AllReduce, Backend, Cluster, Link
+from co2sim.cluster import GPU, AllReduce, Backend, Cluster, Communicators, Link
 from co2sim.errors import UnitError
 from co2sim.units import Unit, parse
 from co2sim.workload import Block, Model
@@ -105,6 +105,7 @@ class ClusterSpec(_Spec):
     intra: LinkSpec
     inter: LinkSpec
     backend: Backend = "nccl"
+    communicators: Communicators = "group"
     all_reduce: AllReduce = "auto"
     interference: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
     sites: Count = 1
@@ -127,6 +128,7 @@ class ClusterSpec(_Spec):
             intra=self.intra.build(),
             inter=self.inter.build(),
             backend=self.backend,
+            communicators=self.communicators,
             all_reduce=self.all_reduce,
             interference=self.interference,
             sites=self.sites,

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from co2sim.case import Case
-from co2sim.errors import OptionError
+from co2sim.errors import OptionError, UnitError
 from co2sim.noise import Noise
 from co2sim.strategies import parse_number
+from co2sim.units import parse
 
 
-def _number(flag: str) -> Callable[[str], float]:
+def number(flag: str) -> Callable[[str], float]:
     """A parser that says which option got what."""
 
     def read(text: str) -> float:
@@ -26,7 +27,7 @@ def _number(flag: str) -> Callable[[str], float]:
     return read
 
 
-def _whole(flag: str) -> Callable[[str], int]:
+def whole(flag: str) -> Callable[[str], int]:
     """A parser that says which option got what."""
 
     def read(text: str) -> int:
@@ -36,6 +37,17 @@ def _whole(flag: str) -> Callable[[str], int]:
             raise OptionError(f"{flag} is {text!r}; it must be a whole number") from None
 
     return read
+
+
+def seconds(flag: str, text: str) -> float:
+    """A length of time with its unit, above 0. Raises OptionError that names the option."""
+    try:
+        found = parse(text, "s")
+    except UnitError as error:
+        raise OptionError(f"{flag}: {error}") from None
+    if found <= 0:
+        raise OptionError(f"{flag} is {text!r}; it must be above 0")
+    return found
 
 
 Cluster = Annotated[
@@ -63,7 +75,7 @@ Gpus = Annotated[
     typer.Option(
         "--gpus",
         "-g",
-        parser=_whole("--gpus"),
+        parser=whole("--gpus"),
         metavar="N",
         help="Number of GPUs; default: the whole cluster.",
     ),
@@ -71,19 +83,19 @@ Gpus = Annotated[
 MicroBatch = Annotated[
     int,
     typer.Option(
-        parser=_whole("--micro-batch"), metavar="N", help="Samples per GPU and micro-step."
+        parser=whole("--micro-batch"), metavar="N", help="Samples per GPU and micro-step."
     ),
 ]
 Accumulation = Annotated[
     int,
     typer.Option(
-        parser=_whole("--accumulation"), metavar="N", help="Micro-steps per optimizer step."
+        parser=whole("--accumulation"), metavar="N", help="Micro-steps per optimizer step."
     ),
 ]
 GlobalBatch = Annotated[
     int | None,
     typer.Option(
-        parser=_whole("--global-batch"),
+        parser=whole("--global-batch"),
         metavar="N",
         help="Samples per optimizer step over all GPUs; sets the accumulation.",
     ),
@@ -105,12 +117,12 @@ Overrides = Annotated[
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(parser=_whole("--seed"), metavar="N", help="Seed of jitter and stragglers.")
+    int, typer.Option(parser=whole("--seed"), metavar="N", help="Seed of jitter and stragglers.")
 ]
 Jitter = Annotated[
     float,
     typer.Option(
-        parser=_number("--jitter"),
+        parser=number("--jitter"),
         metavar="N",
         help="Sigma of a lognormal factor on the time of every op; 0: none.",
     ),
@@ -118,7 +130,7 @@ Jitter = Annotated[
 Straggle = Annotated[
     float,
     typer.Option(
-        parser=_number("--straggle"),
+        parser=number("--straggle"),
         metavar="N",
         help="Sigma of a lognormal factor on the compute time of every node.",
     ),
@@ -133,7 +145,7 @@ NodeSpeed = Annotated[
 Rounds = Annotated[
     int | None,
     typer.Option(
-        parser=_whole("--rounds"),
+        parser=whole("--rounds"),
         metavar="N",
         help="Rounds to average over; default: 1, or 10 with jitter.",
     ),
@@ -143,7 +155,7 @@ Fold = Annotated[
 ]
 Jobs = Annotated[
     int,
-    typer.Option(parser=_whole("--jobs"), metavar="N", help="Processes; -1: all cores."),
+    typer.Option(parser=whole("--jobs"), metavar="N", help="Processes; -1: all cores."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

@@ -109,8 +109,8 @@ def _print_entry(out: Console, kind: Kind, what: str) -> None:
     print_table(out, title, ("number", "value", "", "source"), rows, left=4)
 
 
-def print_result(result: Result) -> None:
-    """All figures of one configuration."""
+def print_result(result: Result, *, measured: bool = False) -> None:
+    """All figures of one configuration, simulated or measured."""
     out = console()
     r = result
     batch = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
@@ -146,7 +146,9 @@ def print_result(result: Result) -> None:
     if r.usd_per_billion_tokens is not None:
         rows.append((f"USD per billion {r.unit}s", f"{r.usd_per_billion_tokens:,.2f}"))
     print_table(out, "figures", ("figure", "value"), rows)
-    if not r.steady:
+    if measured:
+        out.print(f"measured: averages over the last of {r.rounds_simulated} rounds")
+    elif not r.steady:
         out.print(f"not a steady state: averaged over the last of {r.rounds_simulated} rounds")
     breakdown = [(name, duration(value)) for name, value in r.breakdown_s.items()]
     print_table(

@@ -1,0 +1,1 @@
+"""Predicted against measured, and the convergence bound, checked."""

@@ -1,0 +1,139 @@
+"""The command line `co2analysis`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from analysis.descriptions import changed
+from co2sim.catalog import load_cluster
+from co2sim.cli import options
+from co2sim.cli.entry import run_app
+from co2sim.cli.files import write_atomically
+from co2sim.cli.report import console
+from co2sim.cluster import Cluster
+from co2sim.errors import OptionError
+from realrun import record
+
+if TYPE_CHECKING:
+    from analysis.compare import Comparison
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Compare what was measured on real hardware with what co2sim predicts.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folder of a run, or a folder that holds several."),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="Predict on this cluster (catalog name or TOML file) instead of the recorded one.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Override a number of the cluster. Repeatable.",
+        ),
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw both timelines here (.png or .svg); one file per run, if there are several."
+        ),
+    ] = None,
+    rank: Annotated[int, typer.Option(metavar="N", help="Whose timelines are drawn.")] = 0,
+    csv: Annotated[Path | None, typer.Option(help="Write every op to this CSV file.")] = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Compare measured runs with their prediction: figures, ops, and what causes the errors."""
+    from analysis import tables  # noqa: PLC0415 - pandas, only for this command
+    from analysis.compare import compare as compare_  # noqa: PLC0415
+
+    if figure is not None and figure.suffix not in {".png", ".svg"}:
+        raise OptionError(f"--figure {figure}: the file must end in .png or .svg")
+    changes = options.pairs(overrides, "--set")
+    folders = [folder for run in runs for folder in _folders(run)]
+    found = []
+    for folder in folders:
+        measured = record.read(folder)
+        other = _other(measured.case.cluster, cluster, changes)
+        found.append(compare_(_name(folder, folders), measured, other))
+    files = {} if figure is None else _figures(found, figure, rank)
+    if csv is not None:
+        files[csv] = tables.to_csv(found)
+    write_atomically(files)
+    if json_:
+        typer.echo(json.dumps(tables.to_dict(found), indent=2))
+        return
+    out = console()
+    tables.print_all(out, found)
+    for path in files:
+        out.print(f"written {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _figures(found: list["Comparison"], figure: Path, rank: int) -> dict[Path, bytes]:
+    """The figure, or one per run with the name of the run in that of the file."""
+    from analysis.timelines import draw  # noqa: PLC0415 - matplotlib
+
+    if len(found) == 1:
+        return {figure: draw(found[0], rank, figure.suffix)}
+    parts = [comparison.name.replace("/", "-") for comparison in found]
+    return {
+        figure.with_name(f"{figure.stem}-{part}{figure.suffix}"): draw(
+            comparison, rank, figure.suffix
+        )
+        for part, comparison in zip(parts, found, strict=True)
+    }
+
+
+def _folders(run: Path) -> list[Path]:
+    """The run itself, or the runs one level below, by name."""
+    if (run / "run.json").exists() or not run.is_dir():
+        return [run]
+    below = sorted(path.parent for path in run.glob("*/run.json"))
+    if not below:
+        raise OptionError(f"{run} holds no run: neither run.json nor folders with one")
+    return below
+
+
+def _name(folder: Path, folders: list[Path]) -> str:
+    """The name of the folder, with that of its parent where others are called the same."""
+    whole = folder.resolve()
+    same = [other for other in folders if other.resolve().name == whole.name]
+    return whole.name if len(same) == 1 else f"{whole.parent.name}/{whole.name}"
+
+
+def _other(recorded: Any, reference: str | None, changes: Mapping[str, str]) -> Cluster | None:
+    """The cluster to predict on, if it is not the recorded one."""
+    model = next((path for path in changes if path.startswith("model.")), None)
+    if model is not None:
+        raise OptionError(f"--set {model}: the model is that of the run; only the cluster varies")
+    if reference is not None:
+        return load_cluster(reference, changes).value
+    return changed(recorded, changes) if changes else None
+
+
+def main() -> None:
+    """Run a command. Bad input ends it with one line on stderr and exit code 2."""
+    run_app(app)

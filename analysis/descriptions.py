@@ -1,0 +1,65 @@
+"""A recorded cluster with some of its numbers changed, as `--set` changes those of a file."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import ValidationError
+
+from co2sim.catalog.facts import override, plain
+from co2sim.catalog.specs import ClusterSpec
+from co2sim.cluster import GPU, Cluster
+from co2sim.errors import OptionError
+from co2sim.units import Unit
+
+_UNITS: dict[str, Unit] = {
+    "bandwidth": "B/s",
+    "latency": "s",
+    "memory": "B",
+    "memory_bandwidth": "B/s",
+    "launch_overhead": "s",
+    "price_per_gpu": "USD/s",
+}
+"""Of the numbers that have one; the others are plain."""
+
+
+def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
+    """The cluster with texts such as "25 Gbit/s" at dotted paths such as "inter.bandwidth".
+
+    Raises OptionError, or CatalogError, in one line when anything is unknown or wrong.
+    """
+    if "gpu" in changes:
+        raise OptionError("--set gpu: name a whole cluster with --cluster as well, or set gpu.NAME")
+    tree = _texts(asdict(cluster)) | {"gpu": _gpu(cluster.gpu)}
+    for path, text in changes.items():
+        override(tree, path, text)
+    tree["name"] = f"{cluster.name}, with " + ", ".join(f"{p}={t}" for p, t in changes.items())
+    try:
+        return ClusterSpec.model_validate(plain(tree)).build()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = "a cluster has no such number"
+        raise OptionError(f"--set: {where or cluster.name}: {message}") from error
+
+
+def _texts(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """As a file would say it."""
+    found: dict[str, Any] = {}
+    for name, value in numbers.items():
+        if isinstance(value, Mapping):
+            found[name] = _texts(value)
+        elif value is not None:
+            found[name] = f"{value!r} {_UNITS[name]}" if name in _UNITS else value
+    return found
+
+
+def _gpu(gpu: GPU) -> dict[str, Any]:
+    tree = _texts(asdict(gpu))
+    tree["peak"] = {precision: f"{speed!r} FLOP/s" for precision, speed in gpu.peak.items()}
+    tree["efficiency"] = [
+        {"flops": f"{size!r} FLOP", "value": value} for size, value in gpu.efficiency
+    ]
+    return tree

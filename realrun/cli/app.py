@@ -1,0 +1,127 @@
+"""The commands: what they ask."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from co2sim.case import Case
+from co2sim.cli import options
+from co2sim.cluster import Backend
+from co2sim.errors import OptionError, nearest
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+from realrun.cli.lab import lab
+
+CLUSTER = "REALRUN_CLUSTER"
+"""Environment variable with the path of the cluster that the lab states."""
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Execute the schedules of co2sim on real torch.distributed process groups, and measure.",
+)
+app.add_typer(lab, name="lab")
+
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        parser=options.whole("--nproc"),
+        metavar="N",
+        help="Start N ranks on this machine; default: be one of the ranks that torchrun, Slurm or"
+        " `realrun lab` started.",
+    ),
+]
+BackendOption = Annotated[
+    str, typer.Option("--backend", help="gloo (CPU, works anywhere) or nccl (GPUs).")
+]
+Deadline = Annotated[
+    str,
+    typer.Option(help="The longest that a rank waits for another before the run is given up."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+@options.real_options
+def run(  # noqa: PLR0913, PLR0917 - one argument per option
+    job: Case,
+    strategy: Annotated[
+        list[str],
+        typer.Option(
+            "--strategy", "-s", help="As in `co2sim run`. Repeatable: one run after the other."
+        ),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="What the prediction is made from: a catalog name, or a TOML file such as `realrun"
+            " probe` writes. In the lab, the lab's own if left out.",
+        ),
+    ] = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            help="flops: real matrix products of every op's size. sleep: hold the stream for the"
+            " time that the cluster's GPU needs. Default: flops; in the lab, sleep."
+        ),
+    ] = None,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--rounds"), metavar="N", help="Rounds to measure, after warm-up."
+        ),
+    ] = 5,
+    nproc: Nproc = None,
+    backend: BackendOption = "gloo",
+    deadline: Deadline = "60 s",
+    check: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(help="Let ranks compare every collective before they launch it."),
+    ] = False,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder; every strategy gets one inside.")
+    ] = Path("out"),
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Execute strategies on real processes: times, breakdown, timelines."""
+    stated = cluster or os.environ.get(CLUSTER)
+    if stated is None:
+        raise OptionError(
+            "--cluster is missing: the cluster that the prediction is made from (`realrun probe`"
+            " writes one)"
+        )
+    name = kernels or ("sleep" if CLUSTER in os.environ else "flops")
+    if name not in {"flops", "sleep"}:
+        raise OptionError(f"--kernels is {name!r}; it is one of flops, sleep")
+    if rounds < 1:
+        raise OptionError(f"--rounds is {rounds}; it must be at least 1")
+    titles = [title(parse(text)) for text in strategy]
+    if len(set(titles)) < len(titles):
+        raise OptionError("a strategy is given twice")
+    cases = [replace(job, cluster=stated, strategy=text) for text in strategy]
+    for case in cases:
+        case.load()
+    from realrun.cli import ranks  # noqa: PLC0415 - torch
+
+    settings = ranks.Settings(_backend(backend), options.seconds("--deadline", deadline), nproc)
+    if nproc is not None:
+        sys.exit(ranks.start(settings, sys.argv[1:]))
+    ranks.run(cases, settings, name, rounds, out, check=check, as_json=json_)  # type: ignore[arg-type]
+
+
+def _backend(text: str) -> Backend:
+    if text not in get_args(Backend):
+        raise OptionError(f"--backend is {text!r}; {nearest(text, get_args(Backend))}")
+    return text  # type: ignore[return-value]

@@ -1,0 +1,61 @@
+"""The commands of the lab: a cluster of network namespaces on this machine."""
+
+from typing import Annotated
+
+import typer
+
+from co2sim.cli import options
+from realrun.lab import Lab, run_lab, stated_cluster
+
+lab = typer.Typer(
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="A cluster of network namespaces on this machine (Linux, root), with a known bandwidth.",
+)
+
+Nodes = Annotated[
+    int,
+    typer.Option(parser=options.whole("--nodes"), metavar="N", help="Nodes: one namespace each."),
+]
+GpusPerNode = Annotated[
+    int,
+    typer.Option(
+        parser=options.whole("--gpus-per-node"), metavar="N", help="Ranks that share a node."
+    ),
+]
+Rate = Annotated[
+    str, typer.Option(metavar="RATE", help="What each node sends at most, such as '1 Gbit/s'.")
+]
+
+
+@lab.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="What every rank runs, behind --: -- python train.py", metavar="-- COMMAND"
+        ),
+    ] = None,
+    nodes: Nodes = 4,
+    gpus_per_node: GpusPerNode = 1,
+    rate: Rate = "1 Gbit/s",
+    grace: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="How long other ranks may take to stop after one failed."
+        ),
+    ] = "30 s",
+) -> None:
+    """Build the lab, run a command as every rank in it, and take it down again.
+
+    Ranks have torchrun's environment; REALRUN_CLUSTER names a file that states this cluster.
+    """
+    time = options.seconds("--grace", grace)
+    code = run_lab(command or [], Lab(nodes, gpus_per_node, rate), grace=time)
+    raise typer.Exit(code)
+
+
+@lab.command()
+def cluster(nodes: Nodes = 4, gpus_per_node: GpusPerNode = 1, rate: Rate = "1 Gbit/s") -> None:
+    """Print the lab as a cluster file, to predict with: co2sim run -c lab.toml ..."""
+    print(stated_cluster(Lab(nodes, gpus_per_node, rate)), end="")

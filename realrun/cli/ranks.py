@@ -1,0 +1,159 @@
+"""What a rank of a command does, and how local ranks are started."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+from co2sim.case import Case
+from co2sim.cli.files import write_atomically
+from co2sim.cluster import Backend
+from co2sim.errors import Co2simError, OptionError
+from co2sim.result import Result
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+from co2sim.units import Seconds
+from realrun import record
+from realrun.launch import run_local
+from realrun.measure import KernelName, measure, partial_trace
+from realrun.record import Record
+from realrun.world import World, join
+
+_GRACE: Seconds = 5.0
+"""What a rank may take to stop once it has been told that another one failed."""
+
+Progress: TypeAlias = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How ranks meet. `nproc` ranks are started here; None: this process is a rank."""
+
+    backend: Backend
+    deadline: Seconds
+    nproc: int | None
+
+
+def start(settings: Settings, arguments: Sequence[str]) -> int:
+    """Run this same command as `nproc` local ranks; gives the exit code."""
+    if settings.nproc is None or settings.nproc < 1:
+        raise OptionError(f"--nproc is {settings.nproc}; it must be at least 1")
+    command = [sys.executable, "-m", "realrun", *without_nproc(arguments)]
+    return run_local(command, settings.nproc, grace=_GRACE)
+
+
+def without_nproc(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a rank: those given, but for --nproc."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--nproc":
+            next(rest, None)
+        elif not argument.startswith("--nproc="):
+            kept.append(argument)
+    return kept
+
+
+@dataclass(slots=True)
+class Rank:
+    """This process as a rank. `folder` is where the partial trace of a failure goes."""
+
+    world: World
+    folder: Path
+    progress: Progress | None = field(default=None)
+
+
+def as_rank(settings: Settings, folder: Path, work: Callable[[Rank], None]) -> None:
+    """Join the others and do `work`. A failure ends the process with one line and exit code 1."""
+    rank: Rank | None = None
+    try:
+        rank = Rank(join(settings.backend, settings.deadline), folder)
+        if rank.world.rank == 0 and sys.stderr.isatty():
+            rank.progress = _progress()
+        work(rank)
+        rank.world.leave()
+    except Co2simError as error:
+        if rank is None and isinstance(error, OptionError):  # not started as a rank at all
+            raise
+        _stop(error, rank)
+
+
+def run(
+    cases: Sequence[Case],
+    settings: Settings,
+    kernels: KernelName,
+    rounds: int,
+    out: Path,
+    *,
+    check: bool,
+    as_json: bool,
+) -> None:
+    """Measure all cases as one rank among others; rank 0 writes and prints."""
+
+    def work(rank: Rank) -> None:
+        records = []
+        for case in cases:
+            rank.folder = out / slug(case)
+            found = measure(
+                case, rank.world, kernels, rounds=rounds, check=check, progress=rank.progress
+            )
+            if found:
+                record.write(rank.folder, found)
+                records.append(found)
+        if records:
+            _print(records, [out / slug(case) for case in cases], as_json=as_json)
+
+    as_rank(settings, out, work)
+
+
+def slug(case: Case) -> str:
+    """The name of a strategy as a folder: `co2-tau=8-worker=node`."""
+    strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    return title(strategy).replace("(", "-").replace(", ", "-").replace(")", "")
+
+
+def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
+    """Say why on one line, keep what was seen, and end, whatever other threads still wait for."""
+    message = str(error)
+    seen = partial_trace(error)
+    if rank is not None and seen is not None:
+        path = rank.folder / "partial" / f"rank{rank.world.rank}.jsonl"
+        try:
+            lines = "".join(f"{line}\n" for line in seen.to_json_lines())
+            write_atomically({path: lines.encode()})
+            message += f"; its spans so far are in {path}"
+        except Co2simError as failed:
+            message += f"; {failed}"
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _progress() -> Progress:
+    """A line on the terminal that tells how far a run is, renewed a few times a second."""
+    last = 0.0
+
+    def show(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > 0.2:  # noqa: PLR2004
+            last = time.monotonic()
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _print(records: Sequence[Record], folders: Sequence[Path], *, as_json: bool) -> None:
+    figures = [dict(found.figures) for found in records]
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    if as_json:
+        print(json.dumps(figures[0] if len(figures) == 1 else figures, indent=2))
+        return
+    from co2sim.cli.report import print_result  # noqa: PLC0415 - rich
+
+    for one, folder in zip(figures, folders, strict=True):
+        print_result(Result.from_dict(one), measured=True)
+        print(f"timeline  {folder / 'trace.json'} (https://ui.perfetto.dev)\n")

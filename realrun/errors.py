@@ -1,0 +1,38 @@
+"""Errors of real runs; like all of ours they are `Co2simError`s, one clear line each."""
+
+from typing import Any
+
+from co2sim.errors import Co2simError
+
+
+class LabError(Co2simError):
+    """The lab cannot be built here."""
+
+
+class LaunchError(Co2simError):
+    """Ranks could not be started, or one of them failed."""
+
+
+class MismatchError(Co2simError):
+    """Ranks do not do the same: another schedule, or another collective at the same place."""
+
+
+class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
+    """A rank died, hung or raised, so that others could not go on.
+
+    `ranks` are those at fault (empty if it could not be told), `op` and `round` what this rank was
+    doing. `trace` holds the spans that this rank had finished.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        op: str | None = None,
+        round: int | None = None,  # noqa: A002 - what it is called everywhere here
+    ) -> None:
+        """Keep who failed, and where this rank was."""
+        super().__init__(message)
+        self.ranks, self.op, self.round = ranks, op, round
+        self.trace: Any = None

@@ -1,0 +1,144 @@
+"""What the compute ops of a schedule do, and what its collectives carry: synthetic kernels.
+
+Timing lives in ops, numerics in kernels. Synthetic kernels take time as the op's size demands;
+kernels that train are the real algorithm.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from co2sim.schedule import Compute, Instance
+from co2sim.units import Seconds
+
+INTENSITY = 4.0
+"""FLOP per byte above which a flops kernel multiplies matrices; below, it moves memory.
+
+Passes over a layer have hundreds, elementwise work on tensors less than two.
+"""
+
+_WIDTH = 512
+"""Columns of the matrices that are multiplied."""
+
+_ROWS = 512
+"""Rows multiplied at once: a product of 268 MFLOP, whose operands fit in a cache."""
+
+_COPIED = 2**26
+"""Bytes that a flops kernel copies at once, from and to memory that no cache holds whole."""
+
+
+class Kernels(Protocol):
+    """What the executor asks for. Called from the stream's thread, one op at a time per stream."""
+
+    def compute(self, instance: Instance, ready: Seconds) -> Seconds | None:
+        """Do the work of a compute op whose inputs were there at `ready` (monotonic seconds).
+
+        Gives when it ended, if that is not now: a virtual device keeps its own time.
+        """
+
+    def fill(self, instance: Instance, given: Tensor) -> None:
+        """Write what a collective shall send into its buffer: a snapshot.
+
+        Called when the collective starts, while other streams go on: it may read what an op that
+        the collective waits for has written, and nobody changes before the collective has started.
+        """
+
+    def drain(self, instance: Instance, taken: Tensor) -> None:
+        """Read what a collective brought."""
+
+
+class Synthetic:
+    """Collectives carry buffers of the right size whose content nobody reads."""
+
+    def fill(self, instance: Instance, given: Tensor) -> None:
+        """Send what is there."""
+
+    def drain(self, instance: Instance, taken: Tensor) -> None:
+        """Nobody asks."""
+
+
+@dataclass(frozen=True)
+class Sleep(Synthetic):
+    """Hold the stream for a stated time, and no processor: many ranks share few cores.
+
+    `seconds` is by `id` of the work. The virtual device starts an op when its inputs are there and
+    ends it exactly so much later; that the host wakes up a little after does not add up.
+    """
+
+    seconds: Mapping[int, Seconds]
+
+    def compute(self, instance: Instance, ready: Seconds) -> Seconds:
+        """Sleep until the op's end."""
+        end = ready + self.seconds[id(instance.op.work)]
+        left = end - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        return end
+
+
+@dataclass(frozen=True)
+class Burn(Synthetic):
+    """Real work of the op's size: matrix products, or memory traffic where arithmetic is little."""
+
+    device: torch.device
+    dtype: torch.dtype
+    _local: threading.local = field(default_factory=threading.local, init=False)
+
+    def compute(self, instance: Instance, ready: Seconds) -> None:
+        """Multiply or copy."""
+        del ready
+        work = instance.op.work
+        assert isinstance(work, Compute)
+        burn(work, self._operands())
+
+    def _operands(self) -> "Operands":
+        """Each stream has its own."""
+        if not hasattr(self._local, "operands"):
+            self._local.operands = Operands.of(self.device, self.dtype)
+        found: Operands = self._local.operands
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Tensors that a flops kernel works on."""
+
+    left: Tensor
+    right: Tensor
+    product: Tensor
+    source: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype) -> "Operands":
+        """Fresh ones."""
+        left = torch.full((_ROWS, _WIDTH), 0.5, device=device, dtype=dtype)
+        right = torch.full((_WIDTH, _WIDTH), 0.5, device=device, dtype=dtype)
+        source = torch.ones(_COPIED, device=device, dtype=torch.uint8)  # zeros may share one page
+        return cls(left, right, torch.empty_like(left), source, torch.ones_like(source))
+
+
+def multiplies(work: Compute) -> bool:
+    """Whether a flops kernel does this work by matrix products."""
+    return work.flops > INTENSITY * work.memory_bytes
+
+
+def burn(work: Compute, on: Operands) -> None:
+    """Do as many FLOP, or read and write as many bytes, as the work states."""
+    if multiplies(work):
+        rows = max(1, round(work.flops / (2 * _WIDTH * _WIDTH)))
+        for _ in range(rows // _ROWS):
+            torch.mm(on.left, on.right, out=on.product)
+        if rest := rows % _ROWS:
+            torch.mm(on.left[:rest], on.right, out=on.product[:rest])
+        return
+    half = round(work.memory_bytes / 2)
+    for _ in range(half // len(on.source)):
+        on.target.copy_(on.source)
+    if rest := half % len(on.source):
+        on.target[:rest].copy_(on.source[:rest])

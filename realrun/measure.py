@@ -1,0 +1,121 @@
+"""Measure one case: warm up, run, run again without communication, and merge what all ranks saw."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from co2sim.case import Case, facts
+from co2sim.catalog import Fact
+from co2sim.cost import compute_time
+from co2sim.errors import Co2simError
+from co2sim.result import Prepared
+from co2sim.schedule import Compute, DType
+from co2sim.trace import Span, Trace
+from co2sim.units import Seconds
+from realrun.errors import MismatchError
+from realrun.executor import execute
+from realrun.kernels import Burn, Kernels, Sleep
+from realrun.record import Record
+from realrun.world import World, describe, gather_objects
+
+KernelName: TypeAlias = Literal["flops", "sleep"]
+"""flops: real work of every op's size. sleep: hold the stream as long as the simulation says."""
+
+TORCH_DTYPE = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
+
+
+def settle(case: Case, world: World) -> tuple[Case, tuple[Fact, ...]]:
+    """The case as it runs here, with this layout, and what of it no source supports."""
+    cluster, model = case.load()
+    here = replace(
+        cluster.value,
+        nodes=world.layout.nodes,
+        gpus_per_node=world.layout.gpus_per_node,
+        backend=world.backend,
+        communicators="stream",
+    )
+    return replace(case, cluster=here, model=model.value, overrides={}), facts(cluster, model)
+
+
+def measure(
+    case: Case,
+    world: World,
+    kernels: KernelName,
+    *,
+    rounds: int,
+    check: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Record | None:
+    """Run a case on all ranks; every rank calls this, and rank 0 gets the record.
+
+    The cluster's layout and backend are those of `world`, whatever the case says. As many rounds
+    warm up as the simulation needs at least. Raises as `execute` does, and MismatchError when the
+    trace breaks a rule of the schedule.
+    """
+    case, assumed = settle(case, world)
+    prepared = case.prepare()
+    prepared = replace(prepared, assumed=(*assumed, *prepared.assumed))
+    schedule = prepared.schedule
+    warm_up = max(schedule.lag, 1)
+    doing = make_kernels(kernels, prepared, world)
+    total = warm_up + rounds
+
+    def steps(what: str) -> Callable[[int], None] | None:
+        if progress is None:
+            return None
+        return lambda turn: progress(f"{schedule.name}: {what}, round {turn + 1} of {total}")
+
+    seen = execute(schedule, doing, total, world, check=check, progress=steps("run"))
+    alone = execute(
+        schedule, doing, total, world, free_communication=True, progress=steps("baseline")
+    )
+    gathered = gather_objects(world, (seen, alone, world.clock.error))
+    if gathered is None:
+        return None
+    runs, baselines, errors = zip(*gathered, strict=True)
+    trace, tolerance = merge(runs), 2 * max(errors)
+    broken = trace.violations(schedule, tolerance, skew=float("inf"))
+    if broken:
+        raise MismatchError(f"the trace breaks {len(broken)} rules of the schedule: {broken[0]}")
+    return Record(
+        case=case,
+        kernels=kernels,
+        rounds=rounds,
+        trace=trace,
+        clock_error=tolerance,
+        figures=prepared.measure(trace, rounds, False, merge(baselines)).to_dict(),  # noqa: FBT003
+        environment=describe(world),
+    )
+
+
+def make_kernels(name: KernelName, prepared: Prepared, world: World) -> Kernels:
+    """Synthetic kernels for a case."""
+    if name == "flops":
+        return Burn(world.device, TORCH_DTYPE[prepared.job.precision])
+    return Sleep(durations(prepared))
+
+
+def durations(prepared: Prepared) -> dict[int, Seconds]:
+    """Seconds of every compute op by `id` of its work, as the simulation has them."""
+    gpu, precision = prepared.cluster.gpu, prepared.job.precision
+    works = {id(op.work): op.work for op in prepared.schedule.body}
+    return {
+        key: compute_time(work, gpu, precision)
+        for key, work in works.items()
+        if isinstance(work, Compute)
+    }
+
+
+def merge(traces: Sequence[Trace]) -> Trace:
+    """One trace of all ranks from the traces of each."""
+    spans: list[Span] = [span for trace in traces for span in trace.spans]
+    ranks = {rank: 1 for trace in traces for rank in trace.ranks}
+    return replace(traces[0], ranks=ranks, spans=tuple(spans))
+
+
+def partial_trace(error: Co2simError) -> Trace | None:
+    """The spans that this rank had finished when it failed."""
+    found = getattr(error, "trace", None)
+    return found if isinstance(found, Trace) else None

@@ -1,0 +1,186 @@
+"""Who is alive and where: heartbeats and failures in a store that all ranks, and the launcher, see.
+
+Every rank tells twice a second what its streams are doing. The first to fail says so, and all
+others stop. A launcher that sees a rank die tells it in the same way.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from realrun.errors import RankFailure
+
+FAILURES = "realrun/failures"
+"""Counts the failures told so far; number i stands under `realrun/failure/i` as JSON."""
+
+_PERIOD = 0.5
+_SILENT = 3 * _PERIOD
+"""A heart that has not beaten for this long has stopped."""
+
+
+class Store(Protocol):
+    """The part of torch.distributed.Store that is used here."""
+
+    def add(self, key: str, value: int) -> int: ...  # noqa: D102
+    def set(self, key: str, value: str) -> None: ...  # noqa: D102
+    def get(self, key: str) -> bytes: ...  # noqa: D102
+    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a stream is doing: `number` counts issued ops from 0."""
+
+    number: int
+    round: int
+    op: str
+
+    def __str__(self) -> str:
+        """`'average' of round 3`."""
+        return f"{self.op!r} of round {self.round}"
+
+
+def tell(store: Store, rank: int, reason: str) -> None:
+    """Tell everybody that `rank` failed, and how: "was killed by SIGKILL"."""
+    index = store.add(f"{FAILURES}/reserved", 1) - 1
+    store.set(f"realrun/failure/{index}", json.dumps({"rank": rank, "reason": reason}))
+    store.add(FAILURES, 1)
+
+
+class Watch:
+    """This rank's heart, and its view of the others."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        """Start beating, on a connection of its own: a store serves one request at a time."""
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._places: dict[str, Place] = {}
+        self._beats = 0
+        self._stop = threading.Event()
+        self._listener: Callable[[RankFailure], None] = lambda _: None
+        self.failure: RankFailure | None = None
+        self._beat()
+        self._thread = threading.Thread(target=self._loop, name="watch", daemon=True)
+        self._thread.start()
+
+    def enter(self, stream: str, place: Place) -> None:
+        """The stream starts this op."""
+        self._places[stream] = place
+
+    def exit(self, stream: str) -> None:
+        """The stream's op has ended."""
+        self._places.pop(stream, None)
+
+    def listen(self, listener: Callable[[RankFailure], None]) -> None:
+        """Call `listener` when a failure is told, at once if there is one already."""
+        self._listener = listener
+        if self.failure:
+            listener(self.failure)
+
+    def stop(self) -> None:
+        """Stop beating."""
+        self._stop.set()
+        self._thread.join()
+
+    def raised(self, place: Place, error: BaseException) -> RankFailure:
+        """This rank's own work failed: tell everybody."""
+        reason = f"raised {type(error).__name__} in {place}: {_one_line(error)}"
+        return self._fail([self._rank], reason, place)
+
+    def lost(self, place: Place, members: Iterable[int], error: BaseException) -> RankFailure:
+        """A collective did not end. Find out whose fault that is, and tell everybody.
+
+        First whoever was already told to have failed; else members whose heart stopped; else those
+        that are behind; else those that are elsewhere.
+        """
+        limit = time.monotonic() + _SILENT
+        while time.monotonic() < limit:
+            if self.failure or self._told():
+                break
+            time.sleep(_PERIOD / 5)
+        if self.failure:
+            return self.failure
+        before = self._hearts()
+        time.sleep(_SILENT)
+        after = self._hearts()
+        others = [rank for rank in members if rank != self._rank]
+        silent = [
+            r for r in others if before.get(r, {}).get("beat") == after.get(r, {}).get("beat")
+        ]
+        if silent:
+            return self._fail(silent, "gives no sign of life", place)
+        at = {rank: [Place(*p) for p in after[rank].get("at", {}).values()] for rank in others}
+        away = [r for r, at_ in at.items() if all(one.number != place.number for one in at_)]
+        behind = [r for r in away if at[r] and all(one.number < place.number for one in at[r])]
+        for absent in behind[:1] or away[:1]:
+            where = f"in {' and '.join(map(str, at[absent]))}" if at[absent] else "between two ops"
+            return self._fail(behind or away, f"is not there: it is {where}", place)
+        return self._fail([], f"{place.op!r} failed: {_one_line(error)}", place)
+
+    def missing(self, ranks: Sequence[int], reason: str) -> RankFailure:
+        """These ranks are not there: tell everybody."""
+        return self._fail(ranks, reason, None)
+
+    def _fail(self, ranks: Sequence[int], reason: str, place: Place | None) -> RankFailure:
+        for rank in ranks or [self._rank]:
+            self._quietly(lambda rank=rank: tell(self._store, rank, reason))  # type: ignore[misc]
+        self.failure = self.failure or failure(ranks, reason, place)
+        return self.failure
+
+    def _hearts(self) -> dict[int, Mapping[str, Any]]:
+        found = {}
+        for rank in range(self._world_size):
+            key = f"realrun/heart/{rank}"
+            if self._quietly(lambda key=key: self._store.check([key])):  # type: ignore[misc]
+                text = self._quietly(lambda key=key: self._store.get(key))  # type: ignore[misc]
+                found[rank] = json.loads(text) if text else {}
+        return found
+
+    def _loop(self) -> None:
+        while not self._stop.wait(_PERIOD):
+            self._beat()
+            if not self.failure and self._told():
+                assert self.failure is not None
+                self._listener(self.failure)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        places = {s: (p.number, p.round, p.op) for s, p in list(self._places.items())}
+        heart = json.dumps({"beat": self._beats, "at": places})
+        self._quietly(lambda: self._store.set(f"realrun/heart/{self._rank}", heart))
+
+    def _told(self) -> bool:
+        """Whether somebody told of a failure; remembers the first."""
+        if not self._quietly(lambda: self._store.add(FAILURES, 0)):
+            return False
+        told = json.loads(self._quietly(lambda: self._store.get("realrun/failure/0")) or "{}")
+        if not told:
+            return False
+        here = next(iter(self._places.values()), None)
+        self.failure = self.failure or failure([told["rank"]], told["reason"], here)
+        return True
+
+    def _quietly(self, ask: Callable[[], Any]) -> Any:
+        """A store that does not answer has died with its host: then nobody can be told."""
+        try:
+            return ask()
+        except Exception:  # noqa: BLE001 - torch raises several kinds, all meaning the same here
+            return None
+
+
+def failure(ranks: Sequence[int], reason: str, place: Place | None) -> RankFailure:
+    """The error to raise here: who failed and how, and where this rank was."""
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+    here = f"; stopped in {place}" if place else ""
+    return RankFailure(
+        f"{who} {reason}{here}".strip(),
+        ranks=tuple(ranks),
+        op=place.op if place else None,
+        round=place.round if place else None,
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,485 @@
+"""Predicted beside measured: the cause that was changed is the cause that is named."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import tiny
+
+from analysis.causes import Cause, attribute
+from analysis.cli import main
+from analysis.compare import Comparison, causes, compare, labels, ops, rows, summarise
+from analysis.descriptions import changed
+from analysis.fits import Point, fixed_and_slope, interference
+from analysis.splits import split
+from co2sim import metrics
+from co2sim.case import Case
+from co2sim.catalog import load_cluster, load_model
+from co2sim.cluster import Cluster, Link
+from co2sim.errors import OptionError
+from co2sim.noise import QUIET, Noise
+from co2sim.schedule import NODE, WORLD, After, Collective, Compute, DType, Kind, Op, Schedule
+from co2sim.simulator import execute
+from co2sim.trace import Trace
+from realrun.record import Record, write
+
+Change = Callable[[Cluster], Cluster]
+Run = Callable[..., tuple[int, str, str]]
+
+
+def same(cluster: Cluster) -> Cluster:
+    """No change."""
+    return cluster
+
+
+def slower_network(cluster: Cluster) -> Cluster:
+    """A third of the bandwidth between nodes."""
+    return replace(cluster, inter=replace(cluster.inter, bandwidth=cluster.inter.bandwidth / 3))
+
+
+def more_latency(cluster: Cluster) -> Cluster:
+    """Ten times the latency everywhere."""
+    inter, intra = (
+        replace(link, latency=10 * link.latency) for link in (cluster.inter, cluster.intra)
+    )
+    return replace(cluster, inter=inter, intra=intra)
+
+
+def more_launch(cluster: Cluster) -> Cluster:
+    """Each op costs 20 us more to launch."""
+    gpu = replace(cluster.gpu, launch_overhead=cluster.gpu.launch_overhead + 2e-5)
+    return replace(cluster, gpu=gpu)
+
+
+def slower_gpu(cluster: Cluster) -> Cluster:
+    """70 % of the arithmetic and of the memory bandwidth."""
+    peak = {precision: 0.7 * speed for precision, speed in cluster.gpu.peak.items()}
+    memory = 0.7 * cluster.gpu.memory_bandwidth
+    return replace(cluster, gpu=replace(cluster.gpu, peak=peak, memory_bandwidth=memory))
+
+
+def disturbed(cluster: Cluster) -> Cluster:
+    """Communication slows compute down by 30 %."""
+    return replace(cluster, interference=0.3)
+
+
+def measured(strategy: str, change: Change = same, noise: Noise = QUIET, rounds: int = 2) -> Record:
+    """A record whose measurement is a simulation on another cluster than the record says."""
+    cluster = replace(load_cluster("dgx-h100", {}).value, nodes=2, gpus_per_node=2)
+    model = load_model("gpt2-small", {}).value
+    case = Case(cluster=cluster, model=model, strategy=strategy, precision="bf16")
+    prepared = case.prepare()
+    other, whole = change(cluster), rounds + 2
+
+    def run(*, free: bool) -> Trace:
+        return execute(
+            prepared.schedule,
+            other,
+            precision="bf16",
+            rounds=whole,
+            noise=noise,
+            fold=False,
+            free_communication=free,
+        )
+
+    found, free = run(free=False), run(free=True)
+    return Record(
+        case=case,
+        kernels="simulated",
+        rounds=rounds,
+        trace=found,
+        clock_error=0.0,
+        figures=prepared.measure(found, rounds, steady=True, free=free).to_dict(),
+        environment={"host": "none"},
+    )
+
+
+def shares(strategy: str, change: Change = same, noise: Noise = QUIET) -> dict[Cause, float]:
+    """Shares of the causes of a constructed measurement."""
+    return causes(rows(compare("run", measured(strategy, change, noise))))
+
+
+JITTER = Noise(jitter=0.05, seed=3)
+
+CHANGED = [
+    ("ddp", slower_network, Cause.BANDWIDTH),
+    ("zero2", slower_network, Cause.BANDWIDTH),
+    ("zero3", slower_network, Cause.BANDWIDTH),
+    ("zeropp", slower_network, Cause.BANDWIDTH),
+    ("co2(tau=4)", slower_network, Cause.BANDWIDTH),
+    ("ddp", more_latency, Cause.LATENCY),
+    ("zero3", more_latency, Cause.LATENCY),
+    ("zeropp", more_latency, Cause.LATENCY),
+    ("ddp", more_launch, Cause.LAUNCH),
+    ("zeropp", more_launch, Cause.LAUNCH),
+    ("co2(tau=4)", more_launch, Cause.LAUNCH),
+    ("ddp", disturbed, Cause.CONTENTION),
+    ("zeropp", disturbed, Cause.CONTENTION),
+    ("co2(tau=4)", disturbed, Cause.CONTENTION),
+    ("ddp", slower_gpu, Cause.COMPUTE),
+    ("zero3", slower_gpu, Cause.COMPUTE),
+    ("zeropp", slower_gpu, Cause.COMPUTE),
+    ("co2(tau=4)", slower_gpu, Cause.COMPUTE),
+]
+
+
+@pytest.mark.parametrize(("strategy", "change", "cause"), CHANGED)
+def test_the_one_thing_that_was_changed_is_the_dominant_cause(
+    strategy: str, change: Change, cause: Cause
+) -> None:
+    """Without noise, what was changed explains most of all errors: knock-on effects are smaller."""
+    found = shares(strategy, change)
+    assert next(iter(found)) is cause
+    assert found[cause] > 0.6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "change", "cause"), [row for row in CHANGED if row[1] is not disturbed]
+)
+def test_jitter_of_every_op_does_not_hide_the_cause(
+    strategy: str, change: Change, cause: Cause
+) -> None:
+    """With 5 % jitter ranks wait for each other as well, but the cause stays the largest."""
+    assert next(iter(shares(strategy, change, JITTER))) is cause
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "co2(tau=4)"])
+def test_a_slow_node_is_a_straggler_and_others_wait_for_it(strategy: str) -> None:
+    """The slow node's computes are named straggler; collectives that err much wait for it."""
+    noise = Noise(node_speed={1: 0.8})
+    comparison = compare("run", measured(strategy, noise=noise))
+    found = causes(rows(comparison))
+    assert set(list(found)[:2]) == {Cause.WAITING, Cause.STRAGGLER}
+    collectives = {op.name for op in comparison.schedule.body if isinstance(op.work, Collective)}
+    names = labels(comparison.schedule)
+    waiting = {names[name] for name in collectives}
+    for row in rows(comparison):
+        if row.share > 0.05 and row.cause:
+            assert row.cause is (Cause.WAITING if row.label in waiting else Cause.STRAGGLER)
+
+
+def test_of_a_slow_node_only_its_own_ranks_have_straggler_parts() -> None:
+    """The parts lie where the cause is: computes of node 1; ranks of node 0 wait."""
+    comparison = compare("run", measured("ddp", noise=Noise(node_speed={1: 0.5})))
+    for d in comparison.differences:
+        if abs(d.parts.get(Cause.STRAGGLER, 0.0)) > 1e-9:
+            assert d.rank >= 2
+        if d.parts.get(Cause.WAITING, 0.0) > 1e-9:
+            assert d.rank < 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "zeropp", "co2(tau=3,worker=node)"])
+def test_traces_that_agree_have_no_errors_and_no_causes(strategy: str) -> None:
+    """A simulation beside itself: all errors are 0 and nothing is blamed."""
+    comparison = compare("run", measured(strategy))
+    assert comparison.round_time_error == pytest.approx(0, abs=1e-9)
+    assert comparison.overlap_difference == pytest.approx(0, abs=1e-6)
+    assert all(row.cause is None and row.error == pytest.approx(0) for row in rows(comparison))
+    assert not any(causes(rows(comparison)).values())
+
+
+@pytest.mark.parametrize("change", [slower_network, more_latency, more_launch, disturbed])
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
+def test_parts_add_up_to_the_error(strategy: str, change: Change) -> None:
+    """Nothing of an error is lost, and nothing invented, whatever the noise."""
+    noise = Noise(jitter=0.1, straggle=0.1, seed=1)
+    comparison = compare("run", measured(strategy, change, noise))
+    for d in comparison.differences:
+        assert sum(d.parts.values()) == pytest.approx(d.error, abs=1e-12)
+    found = rows(comparison)
+    assert sum(row.share for row in found) == pytest.approx(1)
+    whole = sum(d.error for d in comparison.differences)
+    assert sum(sum(row.parts.values()) for row in found) == pytest.approx(whole)
+
+
+def crossing(compute: float) -> Schedule:
+    """Two all-reduces of 8 ms each on streams of their own, the second after a compute op."""
+    work = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
+    other = replace(work, buffer="b")
+    return Schedule(
+        "crossing",
+        (
+            Op("a", work, "one"),
+            Op("work", Compute("work", compute), "compute"),
+            Op("b", other, "two", (After("work"),)),
+            Op("end", Compute("end", 1e9), "compute", (After("a"), After("b"))),
+        ),
+    )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_collectives_that_meet_against_the_prediction_are_in_contention(backend: str) -> None:
+    """A compute op shorter than predicted lets two collectives share the link, or queue on it."""
+    cluster = tiny.cluster(2, 1, backend=backend)
+    schedule = crossing(1e10)
+    before = execute(schedule, cluster, precision="bf16", rounds=2, fold=False)
+    after = execute(crossing(2e9), cluster, precision="bf16", rounds=2, fold=False)
+    found = attribute(schedule, cluster, "bf16", before, after, rounds=1)
+    for op in ("a", "b"):
+        for d in (d for d in found if d.op == op and d.error > 1e-6):
+            assert max(d.parts, key=lambda cause: abs(d.parts[cause])) is Cause.CONTENTION
+            assert d.parts[Cause.CONTENTION] == pytest.approx(d.error, rel=1e-6)
+    assert sum(d.parts.get(Cause.CONTENTION, 0.0) for d in found) > 0
+    (work,) = {round(d.parts[Cause.COMPUTE], 9) for d in found if d.op == "work"}
+    assert work == pytest.approx(-8e-3)
+
+
+def test_more_bandwidth_than_predicted_is_bandwidth_with_a_negative_error() -> None:
+    """Errors have signs: a network faster than described gives negative bandwidth parts."""
+    record = measured("ddp")
+    assert isinstance(record.case.cluster, Cluster)
+    comparison = compare("run", record, slower_network(record.case.cluster))
+    (row,) = (row for row in rows(comparison) if row.label.startswith("all_reduce"))
+    assert row.error is not None
+    assert row.error < 0
+    assert row.cause is Cause.BANDWIDTH
+
+
+def test_members_that_end_apart_and_start_late_never_give_negative_waits() -> None:
+    """A member may end before another starts, by clocks that differ: waits are cut at its end."""
+    schedule = Schedule(
+        "one",
+        (
+            Op("reduce", Collective(Kind.ALL_REDUCE, "g", 1000, DType.FP32, NODE), "comm"),
+            Op("work", Compute("work", 1e9), "compute"),
+        ),
+    )
+    cluster = tiny.cluster(1, 2, intra=Link(1e9, 1e-6))
+    found = execute(schedule, cluster, precision="bf16", rounds=1, fold=False)
+    late = [
+        span._replace(start=span.end + 1, end=span.end + 2)
+        if (span.rank, span.op) == (1, "reduce")
+        else span
+        for span in found.spans
+    ]
+    broken = replace(found, spans=tuple(late))
+    for part in split(broken, schedule, cluster, 0).values():
+        assert part.waiting >= 0
+        assert part.active >= 0
+    parts = attribute(schedule, cluster, "bf16", found, broken, rounds=1)
+    assert all(sum(d.parts.values()) == pytest.approx(d.error) for d in parts)
+
+
+def test_waits_within_the_clock_error_do_not_count() -> None:
+    """What the clocks cannot tell is not blamed on a straggler."""
+    record = measured("ddp", noise=JITTER)
+    exact = compare("run", record)
+    vague = compare("run", replace(record, clock_error=1.0))
+    assert any(d.parts.get(Cause.WAITING, 0.0) > 0 for d in exact.differences)
+    assert not any(d.parts.get(Cause.WAITING, 0.0) for d in vague.differences)
+
+
+def test_sizes_must_differ_to_tell_a_fixed_time_from_a_growing_one() -> None:
+    """Two sizes give the exact fixed time; equal or nearly equal ones give none."""
+    apart = [Point("k", 1.0, size, 3.0 + 2.0 * size) for size in (1.0, 10.0)]
+    assert fixed_and_slope(apart) == pytest.approx(3.0)
+    near = [Point("k", 1.0, size, 3.0 + 2.0 * size) for size in (10.0, 12.0)]
+    assert fixed_and_slope(near) is None
+    assert fixed_and_slope(apart[:1]) is None
+    assert fixed_and_slope([]) is None
+
+
+def test_no_fixed_time_is_longer_than_what_was_measured() -> None:
+    """A fit cannot say that launching takes longer than the whole of a small op."""
+    small = [Point("k", 1.0, 0.1, 0.5), Point("k", 1.0, 1000.0, 1.0)]
+    large = [Point("j", 1.0, 0.1, 8.0), Point("j", 1.0, 1000.0, 9.0)]
+    assert fixed_and_slope(large) == pytest.approx(8, abs=0.01)
+    assert fixed_and_slope([*small, *large]) == 0.5
+
+
+def test_interference_is_what_makes_equal_works_equal() -> None:
+    """Works that take 1/(1 - 0.25) times as long beside communication lose a quarter."""
+    samples = [("a", 1.0, 0.0), ("a", 1 / 0.75, 1.0), ("b", 4 / (1 - 0.125), 0.5), ("b", 4.0, 0.0)]
+    assert interference(samples) == pytest.approx(0.25, abs=0.01)
+    assert interference([("a", 1.0, 1.0), ("b", 2.0, 0.0)]) == 0.0
+    assert interference([]) == 0.0
+
+
+def test_where_a_round_went_sums_to_the_round_time() -> None:
+    """Computing, communicating, waiting and idling are all of a round, in both traces."""
+    comparison = compare("run", measured("zero3", slower_network, JITTER))
+    record = comparison.record
+    for spent, trace in zip(comparison.spent, (comparison.simulated, record.trace), strict=True):
+        during = metrics.window(trace, comparison.schedule, record.rounds)
+        total = spent.compute + spent.communication + spent.waiting + spent.idle
+        assert total == pytest.approx(during.round_time)
+    here, there = comparison.spent
+    assert there.communication > here.communication
+
+
+def test_a_long_schedule_gives_a_short_table_and_every_op() -> None:
+    """48 steps of 12 layers share a dozen labels; the list of ops holds each of them."""
+    comparison = compare("run", measured("co2(tau=12,worker=node,inner=zero2)"))
+    assert len(rows(comparison)) <= 12
+    assert [row.label for row in ops(comparison)] == [op.name for op in comparison.schedule.body]
+    assert sum(row.count for row in rows(comparison)) == len(comparison.schedule.body)
+
+
+def test_prediction_is_that_of_the_simulator() -> None:
+    """The predicted figures are those of the same case simulated by co2sim."""
+    record = measured("ddp", slower_network)
+    predicted = compare("run", record).predicted
+    figures = measured("ddp").figures
+    assert predicted.round_time_s == pytest.approx(figures["round_time_s"])
+    assert predicted.exposed_comm_s == pytest.approx(figures["exposed_comm_s"])
+
+
+def test_predicting_on_the_cluster_that_was_measured_leaves_no_error() -> None:
+    """With the true description, as an object or as changed numbers, both agree."""
+    record = measured("zero3", slower_network)
+    recorded = record.case.cluster
+    assert isinstance(recorded, Cluster)
+    assert abs(compare("run", record).round_time_error) > 0.1
+    for cluster in (
+        slower_network(recorded),
+        changed(recorded, {"inter.bandwidth": f"{recorded.inter.bandwidth / 3!r} B/s"}),
+    ):
+        assert compare("run", record, cluster).round_time_error == pytest.approx(0, abs=1e-9)
+
+
+def test_an_unchanged_description_is_the_same_cluster() -> None:
+    """Numbers survive the way through texts with units exactly."""
+    for name in ("dgx-h100", "two-sites-wan", "dgx2-ib1"):
+        cluster = load_cluster(name, {}).value
+        assert replace(changed(cluster, {}), name=cluster.name) == cluster
+
+
+def test_summary_is_median_and_largest_of_absolute_errors() -> None:
+    """Three runs: the median error, the largest error, the largest difference of overlap."""
+    found: list[Comparison] = [
+        compare(change.__name__, measured("ddp", change))
+        for change in (same, slower_network, slower_gpu)
+    ]
+    whole = summarise(found)
+    errors = sorted(abs(one.round_time_error) for one in found)
+    assert whole.median_round_time_error == errors[1]
+    assert whole.largest_round_time_error == errors[2]
+    gaps = [abs(one.overlap_difference or 0.0) for one in found]
+    assert whole.largest_overlap_difference == max(gaps)
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run `co2analysis` in a folder with two runs; gives exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("runs/ddp"), measured("ddp", slower_network))
+    write(Path("runs/co2"), measured("co2(tau=2)", slower_gpu))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["co2analysis", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_one_run_prints_figures_where_the_round_went_and_ops(cli: Run) -> None:
+    """The text names round time, exposed communication, overlap, every op and its cause."""
+    code, out, err = cli("compare", "runs/ddp")
+    assert (code, err) == (0, "")
+    for words in ("round time", "communication exposed", "overlap ratio", "where a round went"):
+        assert words in out
+    (line,) = (line for line in out.splitlines() if line.startswith("all_reduce"))
+    assert line.endswith("bandwidth")
+
+
+def test_several_runs_print_a_summary_first(cli: Run) -> None:
+    """A folder of runs is compared run by run, in order of their names, under a summary."""
+    code, out, _ = cli("compare", "runs")
+    assert code == 0
+    assert out.index("error of round time, median") < out.index("co2: ops") < out.index("ddp: ops")
+
+
+def test_json_and_csv_hold_every_op(cli: Run) -> None:
+    """JSON has the promised keys; JSON and CSV hold every op with its error and parts."""
+    code, out, _ = cli("compare", "runs/ddp", "--json", "--csv", "ops.csv")
+    assert code == 0
+    (run,) = json.loads(out)["runs"]
+    promised = {"predicted", "measured", "round_time_error", "overlap_difference", "ops", "causes"}
+    assert promised <= run.keys()
+    assert run["round_time_error"] == pytest.approx(
+        run["measured"]["round_time_s"] / run["predicted"]["round_time_s"] - 1
+    )
+    body = measured("ddp").case.prepare().schedule.body
+    assert [op["op"] for op in run["ops"]] == [op.name for op in body]
+    frame = pd.read_csv("ops.csv")
+    assert list(frame["op"]) == [op.name for op in body]
+    errors = frame["measured_s"] - frame["predicted_s"]
+    assert frame["error_s"].to_numpy() == pytest.approx(errors.to_numpy())
+    parts = frame[[f"{cause}_s" for cause in Cause]].sum(axis=1)
+    assert parts.to_numpy() == pytest.approx(errors.to_numpy(), abs=1e-12)
+    assert sum(run["causes"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("suffix", "head"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_figure_is_written_and_always_the_same(cli: Run, suffix: str, head: bytes) -> None:
+    """Both formats can be written, one figure per run, and writing twice gives the same bytes."""
+    written = []
+    for name in ("one", "two"):
+        code, out, _ = cli("compare", "runs", "--figure", f"{name}{suffix}", "--rank", "3")
+        assert code == 0
+        assert f"written {name}-ddp{suffix}" in out
+        written.append(Path(f"{name}-ddp{suffix}").read_bytes())
+    assert written[0].startswith(head)
+    assert written[0] == written[1]
+
+
+def test_another_cluster_predicts_instead_of_the_recorded_one(cli: Run) -> None:
+    """`--set` changes the recorded cluster, `--cluster` replaces it; names say so."""
+    rate = "inter.bandwidth=1066.66666666667 Gbit/s"
+    layout = ["--set", "nodes=2", "--set", "gpus_per_node=2"]
+    for arguments in ([], ["--cluster", "dgx-h100", *layout]):
+        code, out, _ = cli("compare", "runs/ddp", "--json", *arguments, "--set", rate)
+        assert code == 0
+        (run,) = json.loads(out)["runs"]
+        assert run["round_time_error"] == pytest.approx(0, abs=1e-6)
+        assert rate in run["cluster"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none"], ["none", "not the folder of a run"]),
+        (["."], ["holds no run"]),
+        (["runs/ddp", "--cluster", "dgx-h100"], ["2 x 2", "1 x 4", "nodes x GPUs per node"]),
+        (["runs/ddp", "--cluster", "dgx-h10"], ["dgx-h10"]),
+        (["runs/ddp", "--set", "inter.speed=1 us"], ["inter.speed", "no such number"]),
+        (["runs/ddp", "--set", "gpu=h100"], ["gpu", "--cluster"]),
+        (["runs/ddp", "--set", "inter.bandwidth=1"], ["inter.bandwidth", "no unit"]),
+        (["runs/ddp", "--set", "model.layers=1"], ["model.layers", "cluster"]),
+        (["runs/ddp", "--figure", "out.pdf"], ["out.pdf", ".svg"]),
+        (["runs/ddp", "--figure", "out.png", "--rank", "4"], ["4", "0 to 3"]),
+        (["runs/ddp", "--rank", "x"], ["rank"]),
+        ([], ["RUN"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    cli: Run, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    """Every wrong input says what was given and what is allowed, and writes nothing."""
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = cli("compare", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_trace_of_another_schedule_is_refused() -> None:
+    """A record whose trace does not belong to its case is refused in words."""
+    record = measured("ddp")
+    other = replace(record, case=replace(record.case, strategy="zero3"))
+    with pytest.raises(OptionError, match="which zero3 has not"):
+        compare("run", other)
+    with pytest.raises(OptionError, match="99 rounds"):
+        compare("run", replace(record, rounds=99))

@@ -1,0 +1,152 @@
+"""The executor: schedules on real processes, over Gloo."""
+
+from typing import Any
+
+import pytest
+from ranks import on_ranks
+from tiny import VARIANTS
+
+from co2sim.errors import OptionError
+from co2sim.schedule import WORLD, Collective, Compute, DType, Kind
+
+torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - needs torch
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from realrun.collectives import allocate  # noqa: E402
+from realrun.kernels import Operands, burn  # noqa: E402
+
+dist = pytest.mark.dist
+
+
+@dist
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_collectives_give_what_a_single_process_computes(nproc: int) -> None:
+    """Every kind, type and size, uneven ones too, on every rank."""
+    assert on_ranks("collectives", nproc) == [[]] * nproc
+
+
+@dist
+@pytest.mark.parametrize(("nproc", "per_node"), [(2, 1), (2, 2), (4, 2)])
+def test_every_strategy_runs_and_breaks_no_rule(nproc: int, per_node: int) -> None:
+    """Unchanged schedules, on one node, two nodes, and two nodes of two, in checking mode."""
+    variants = [text for text in VARIANTS if "tau=1)" not in text]
+    if nproc == 4:
+        variants = [text for text in variants if "node" in text or "zeropp" in text]
+    found = on_ranks("all_strategies", nproc, gpus_per_node=per_node, variants=variants)
+    for rank in range(nproc):
+        assert found[rank] == [[text] for text in variants]
+
+
+@dist
+def test_kernels_compute_what_the_exact_recursion_says() -> None:
+    """A sum launched in one round is used in the next, and nothing is used too early."""
+    found = on_ranks("recursion", 2)
+    x, late, history = [0.0, 0.0], 0.0, []
+    for _ in range(5):
+        x = [value + rank + 1 + late for rank, value in enumerate(x)]
+        history.append(list(x))
+        late = sum(x)
+    assert [list(pair) for pair in zip(*found, strict=True)] == history
+
+
+@dist
+def test_streams_run_at_the_same_time_and_waits_are_kept() -> None:
+    """Two naps of 0.2 s on two streams end together, and the collective starts where they end."""
+    for spans, free in on_ranks("overlap", 2):
+        first = {op: (start, end) for _, turn, op, _, start, end in spans if turn == 0}
+        assert first["a"] == first["b"] == pytest.approx((0.0, 0.2))
+        assert first["c"][0] == pytest.approx(0.2)
+        assert first["c"][1] > 0.2
+        without = {op: (start, end) for _, turn, op, _, start, end in free if turn == 0}
+        assert without["c"] == pytest.approx((0.2, 0.2))
+
+
+class _Copied(TorchDispatchMode):
+    """Counts the bytes that are read and written by copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if function is torch.ops.aten.copy_.default:
+            self.bytes += 2 * args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("flops", [1e6, 3e8, 1e9, 2.345e9])
+def test_a_flops_kernel_does_the_work_that_it_states(flops: float) -> None:
+    """Counted by torch itself: as many FLOP, but for part of one matrix row."""
+    operands = Operands.of(torch.device("cpu"), torch.float32)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        burn(Compute("forward", flops, flops / 100), operands)
+    assert counter.get_total_flops() == pytest.approx(flops, abs=2 * 512 * 512)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e7, 1.5e8, 4e8])
+def test_a_flops_kernel_moves_the_bytes_that_it_states(size: float) -> None:
+    """Work with little arithmetic reads and writes memory instead."""
+    operands = Operands.of(torch.device("cpu"), torch.float32)
+    with _Copied() as counter:
+        burn(Compute("optimizer", size / 4, size), operands)
+    assert counter.bytes == pytest.approx(size, abs=2)
+
+
+@dist
+def test_ranks_with_different_schedules_are_told_so() -> None:
+    """Before anything is launched, and in words that show the difference."""
+    for error in on_ranks("other_schedule", 2):
+        assert error.startswith("MismatchError: rank 1 has another run than rank 0")
+        assert "11 fp32" in error
+        assert "10 fp32" in error
+
+
+@dist
+def test_checking_mode_names_who_launches_something_else() -> None:
+    """Both sides hear what either was about to do."""
+    for error in on_ranks("other_collective", 2):
+        assert error.startswith("MismatchError: rank 1 is about to run 'again' of round 0")
+        assert "rank 0 'average' of round 0" in error
+
+
+@dist
+def test_every_stream_and_group_has_its_own_communicator() -> None:
+    """On two nodes of two: world, node, peers and blocks, and none where a rank is alone."""
+    found = on_ranks("groups", 4, gpus_per_node=2)
+    assert found[0] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [0, 2], [0, 1], True]
+    assert found[3] == [[0, 1, 2, 3], [0, 1, 2, 3], [2, 3], [1, 3], [2, 3], True]
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("elements", [1, 5, 4096, 100_003])
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize(
+    ("dtype", "scale_block"), [(DType.FP32, 0), (DType.BF16, 0), (DType.INT8, 64), (DType.INT4, 64)]
+)
+def test_buffers_hold_the_bytes_that_the_schedule_states(
+    members: int, elements: int, kind: Kind, dtype: DType, scale_block: int
+) -> None:
+    """Int4 half a byte, scales included; at most one element, or byte, more per member."""
+    work = Collective(kind, "x", elements, dtype, WORLD, scale_block)
+    summed = kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER}
+    if summed and scale_block:
+        with pytest.raises(OptionError, match="sums are of fp32, fp16, bf16"):
+            allocate(work, members, torch.device("cpu"))
+        return
+    buffers = allocate(work, members, torch.device("cpu"))
+    whole = max(len(one) * one.element_size() for one in (buffers.given, buffers.taken))
+    slack = members * (buffers.given.element_size() if summed else 1)
+    assert work.bytes <= whole < work.bytes + slack
+
+
+def test_a_rank_needs_the_environment_of_a_launcher() -> None:
+    """The first missing variable is named, and what would set it."""
+    from realrun.world import join  # noqa: PLC0415
+
+    with pytest.raises(OptionError, match=r"RANK is not set: start ranks with .*torchrun"):
+        join("gloo", 1.0, {})

@@ -1,0 +1,292 @@
+"""Ranks are started as torchrun would, watched, and never left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from realrun.errors import LaunchError
+from realrun.launch import RankProcess, rank_environment, resolved, run_local, start, supervise
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+LAUNCH = """
+import sys
+from realrun.launch import run_local
+sys.exit(run_local(sys.argv[3:], int(sys.argv[1]), grace=float(sys.argv[2])))
+"""
+
+
+class Memory:
+    """A store of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.log: list[str] = []
+
+    def add(self, key: str, value: int) -> int:
+        """Count."""
+        self.set(key, str(int(self.values.get(key, "0")) + value))
+        return int(self.values[key])
+
+    def set(self, key: str, value: str) -> None:
+        """Keep."""
+        self.values[key] = value
+        self.log.append(key)
+
+    def get(self, key: str) -> bytes:
+        """What was kept."""
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are kept."""
+        return all(key in self.values for key in keys)
+
+
+def shells(*scripts: str) -> list[RankProcess]:
+    """One rank a script."""
+    return [start(rank, ["bash", "-c", script], {}) for rank, script in enumerate(scripts)]
+
+
+def launcher(nproc: int, *command: str, grace: float = 30.0) -> subprocess.Popen[str]:
+    """A launcher in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(nproc), str(grace), *command],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether it became true in time."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if true():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def alive(mark: str) -> list[psutil.Process]:
+    """The processes `sleep MARK`."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        dead = process.info["status"] == psutil.STATUS_ZOMBIE
+        if process.info["cmdline"] == ["sleep", mark] and not dead:
+            found.append(process)
+    return found
+
+
+@pytest.fixture
+def mark(request: pytest.FixtureRequest) -> str:
+    """A number of seconds that no other process sleeps for."""
+    return f"1000.{os.getpid()}{abs(hash(request.node.name)) % 10**6}"
+
+
+def test_environment_is_that_of_torchrun() -> None:
+    """Rank 5 of 2 nodes of 4 is number 1 on node 1, and is a client of the launcher's store."""
+    found = rank_environment(5, 8, local_world_size=4, address="10.0.0.1", port=1234)
+    expected = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    assert found.items() >= expected.items()
+
+
+def test_threads_are_shared_among_ranks_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank gets its share of the cores, at least one; a user's number stands."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    many = rank_environment(0, 256, local_world_size=256, address="a", port=1)
+    assert many["OMP_NUM_THREADS"] == "1"
+    alone = rank_environment(0, 1, local_world_size=1, address="a", port=1)
+    assert alone["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    told = rank_environment(0, 256, local_world_size=256, address="a", port=1)
+    assert told["OMP_NUM_THREADS"] == "3"
+
+
+def test_realrun_needs_no_path() -> None:
+    """`realrun` runs with this Python, wherever PATH leads."""
+    assert resolved(["realrun", "run"]) == [sys.executable, "-m", "realrun", "run"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [([], "no command is given"), (["no-such-program"], "command not found: no-such-program")],
+)
+def test_what_cannot_run_is_refused(command: list[str], message: str) -> None:
+    """Before anything is started, in one line."""
+    with pytest.raises(LaunchError, match=message) as caught:
+        run_local(command, 2)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("nproc", [0, 257])
+def test_number_of_ranks_is_bounded(nproc: int) -> None:
+    """None, or more than a machine can run, is a mistake."""
+    with pytest.raises(LaunchError, match=f"cannot start {nproc} ranks; it must be 1 to 256"):
+        run_local(["true"], nproc)
+
+
+@pytest.mark.dist
+def test_output_is_passed_on_with_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every line has its rank in front, except the results: rank 0's stdout is untouched."""
+    ranks = shells(
+        r"printf '{\n \xc3\xa9}'; echo note >&2", "echo a; echo; printf b; echo error >&2"
+    )
+    assert supervise(ranks, Memory(), 30) == 0
+    out, err = capfd.readouterr()
+    others = [line for line in out.splitlines() if line.startswith("[rank 1]")]
+    assert others == ["[rank 1] a", "[rank 1] ", "[rank 1] b"]
+    assert out.replace("[rank 1] a\n[rank 1] \n", "").replace("[rank 1] b\n", "") == "{\n é}"
+    assert sorted(err.splitlines()) == ["[rank 0] note", "[rank 1] error"]
+
+
+@pytest.mark.dist
+def test_long_output_is_complete(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is lost of what a rank printed just before it ended, nor of a line without end."""
+    ranks = shells("seq 100000", "head -c 300000 /dev/zero | tr '\\0' x >&2")
+    assert supervise(ranks, Memory(), 30) == 0
+    out, err = capfd.readouterr()
+    assert out == "".join(f"{number}\n" for number in range(1, 100001))
+    assert err.count("x") == 300000
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")],
+)
+def test_failure_is_named_and_told(
+    script: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is 1, one line names the rank, and the store says so before it counts it."""
+    store = Memory()
+    assert supervise(shells("sleep 0.3", "sleep 0.3", script), store, 30) == 1
+    assert capfd.readouterr().err == f"error: rank 2 {reason}\n"
+    told = json.loads(store.get("realrun/failure/0"))
+    assert (told["rank"], told["reason"]) == (2, reason)
+    assert store.values["realrun/failures"] == "1"
+    assert store.log.index("realrun/failure/0") < store.log.index("realrun/failures")
+
+
+@pytest.mark.dist
+def test_only_the_first_failure_counts(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that fail because another did are not reported."""
+    store = Memory()
+    assert supervise(shells("sleep 0.4; exit 4", "exit 3"), store, 30) == 1
+    assert capfd.readouterr().err == "error: rank 1 exited with code 3\n"
+    assert store.values["realrun/failures"] == "1"
+
+
+@pytest.mark.dist
+def test_who_does_not_stop_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that ignore signals, or are stopped, end when the grace does."""
+    begin = time.monotonic()
+    ranks = shells(
+        "trap '' TERM INT HUP; while true; do sleep 0.1; done", "kill -STOP $$", "exit 3"
+    )
+    assert supervise(ranks, Memory(), 0.3) == 1
+    assert 0.3 <= time.monotonic() - begin < 3
+    message = "ranks 0, 1 did not stop within 300 ms and had to be killed"
+    assert capfd.readouterr().err == f"error: rank 2 exited with code 3; {message}\n"
+    assert ranks[1].process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.dist
+def test_children_of_ranks_end_with_them(mark: str) -> None:
+    """What a rank started and did not wait for is killed, and does not hold up the launcher."""
+    assert supervise(shells(f"sleep {mark} & true", "true"), Memory(), 30) == 0
+    assert wait_until(lambda: not alive(mark), 5)
+
+
+@pytest.mark.dist
+def test_ranks_meet_and_the_store_outlives_rank_0() -> None:
+    """A process group forms; after rank 0 was killed, the others still learn of it at once."""
+    rank = """
+import datetime, os, signal, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(address, port, is_master=False)
+begin = time.monotonic()
+while not store.add("realrun/failures", 0):
+    time.sleep(0.01)
+print(store.get("realrun/failure/0").decode(), time.monotonic() - begin < 2, flush=True)
+os._exit(0)
+"""
+    launched = launcher(2, sys.executable, "-c", rank)
+    out, err = launched.communicate(timeout=60)
+    assert launched.returncode == 1
+    assert err == "error: rank 0 was killed by SIGKILL\n"
+    assert out.startswith("[rank 1] ")
+    assert '"rank": 0' in out
+    assert "was killed by SIGKILL" in out
+    assert out.endswith("True\n")
+
+
+@pytest.mark.dist
+def test_run_local_is_one_node() -> None:
+    """Ranks see that they share node 0, and what the caller adds; the store is not for others."""
+    script = (
+        'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR'
+        ' $TORCHELASTIC_USE_AGENT_STORE"'
+    )
+    launched = launcher(2, "bash", "-c", script)
+    out, err = launched.communicate(timeout=60)
+    assert (launched.returncode, err) == (0, "")
+    assert sorted(out.splitlines()) == [
+        "0/2 0/2 0 127.0.0.1 True",
+        "[rank 1] 1/2 1/2 0 127.0.0.1 True",
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> None:
+    """However the launcher ends, ranks end, and so does what they started; stopped ones, too."""
+    launched = launcher(2, "bash", "-c", f"sleep {mark} & (kill -STOP $BASHPID) & sleep {mark}")
+    try:
+        assert wait_until(lambda: len(alive(mark)) == 4)
+        launched.send_signal(number)
+        assert launched.wait(10) == code
+        assert wait_until(lambda: not alive(mark), 5)
+    finally:
+        for process in alive(mark):
+            process.kill()
+        launched.communicate()
+
+
+@pytest.mark.dist
+def test_unreadable_program_ends_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A file that may be executed but is no program: each rank says so, none is left."""
+    program = tmp_path / "program"
+    program.write_bytes(b"\x00\x01")
+    program.chmod(0o755)
+    assert supervise([start(0, [str(program)], {})], Memory(), 30) == 1
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == f"[rank 0] cannot run {program}: Exec format error"
+    assert second == "error: rank 0 exited with code 1"
