@@ -258,9 +258,8 @@ def ranks_killed_at_end() -> Generator[list[RankProcess]]:
                 one.kill()
         for one in ranks:
             one.process.wait()
-            for pipe in (one.process.stdout, one.process.stderr):
-                if pipe:
-                    pipe.close()
+            for pipe in filter(None, (one.process.stdout, one.process.stderr)):
+                pipe.close()
 
 
 @contextmanager
@@ -307,6 +306,7 @@ class _Output:
         for key, _ in ready:
             if not key.data.forward():
                 self._selector.unregister(key.fileobj)
+                key.data.close()
         return bool(ready)
 
     def __enter__(self) -> Self:
@@ -317,7 +317,7 @@ class _Output:
         while kind is None and self._selector.get_map() and self.forward(_TICK):
             pass
         for key in list(self._selector.get_map().values()):
-            key.data.end()
+            key.data.close()
         self._selector.close()
 
 
@@ -332,17 +332,21 @@ class _Stream:
         """Pass on the lines that have arrived; False at the end of the pipe."""
         data = os.read(self._pipe.fileno(), _LONGEST_LINE)
         if not data:
-            self.end()
             return False
         lines, newline, self._rest = (self._rest + data).rpartition(b"\n")
         if newline:
             self._write(lines + newline)
         if len(self._rest) > _LONGEST_LINE:
-            self.end()
+            self._end()
         return True
 
-    def end(self) -> None:
-        """Pass on what is left, though it is no whole line."""
+    def close(self) -> None:
+        """Pass on what is left, and close the pipe."""
+        self._pipe.close()
+        self._end()
+
+    def _end(self) -> None:
+        """Pass on what has arrived, though it is no whole line."""
         if self._rest:
             self._write(self._rest + b"\n" if self._prefix else self._rest)
             self._rest = b""

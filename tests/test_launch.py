@@ -147,13 +147,15 @@ def test_number_of_ranks_is_bounded(nproc: int) -> None:
 def test_output_is_passed_on_with_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     """Every line has its rank in front, except the results: rank 0's stdout is untouched."""
     ranks = shells(
-        r"printf '{\n \xc3\xa9}'; echo note >&2", "echo a; echo; printf b; echo error >&2"
+        r"printf '{\n'; echo note >&2; sleep 0.3; printf ' \xc3\xa9}'",
+        "echo a; echo; printf b; echo error >&2",
     )
     assert supervise(ranks, Memory(), 30) == 0
     out, err = capfd.readouterr()
-    others = [line for line in out.splitlines() if line.startswith("[rank 1]")]
-    assert others == ["[rank 1] a", "[rank 1] ", "[rank 1] b"]
-    assert out.replace("[rank 1] a\n[rank 1] \n", "").replace("[rank 1] b\n", "") == "{\n é}"
+    lines = out.splitlines(keepends=True)
+    others = [line for line in lines if line.startswith("[rank 1] ")]
+    assert others == ["[rank 1] a\n", "[rank 1] \n", "[rank 1] b\n"]
+    assert [line for line in lines if line not in others] == ["{\n", " é}"]
     assert sorted(err.splitlines()) == ["[rank 0] note", "[rank 1] error"]
 
 

@@ -1,0 +1,222 @@
+"""`realrun probe`: measure this cluster and write its file."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from co2sim.catalog import names
+from co2sim.cli import options
+from co2sim.cluster import Backend
+from co2sim.errors import OptionError, UnitError, nearest
+from co2sim.schedule import DType
+from co2sim.units import duration, parse, scaled
+
+if TYPE_CHECKING:
+    from realrun.cli.ranks import Rank
+    from realrun.fit import Fitted, Measured
+    from realrun.probe import Plan
+
+_DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
+"""Largest collective, and precisions."""
+
+_QUICK = ("1 MiB", "5 s")
+_PRECISIONS = (DType.FP32, DType.FP16, DType.BF16)
+
+
+def probe(  # noqa: PLR0913, PLR0917 - one argument per option
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Cluster file to write; a figure goes beside it.")
+    ] = Path("cluster.toml"),
+    name: Annotated[
+        str | None, typer.Option(help="What results call the cluster; default: what it is.")
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the kernels: fp32, fp16 or bf16. Repeatable; default: fp32 on CPUs, all on"
+            " GPUs."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="State this GPU of the catalog instead of running kernels; `virtual` goes with"
+            " --kernels sleep.",
+        ),
+    ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Largest collective; default: 16 MiB, on GPUs 256 MiB."),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="About how long it may take; more is more exact.")
+    ] = "30 s",
+    quick: Annotated[  # noqa: FBT002 - an option
+        bool, typer.Option("--quick", help="Same as --budget '5 s' --max-size '1 MiB'.")
+    ] = False,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.whole("--nproc"),
+            metavar="N",
+            help="Start N ranks on this machine; default: be one of the ranks that torchrun, Slurm"
+            " or `realrun lab` started.",
+        ),
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(help="gloo (CPU, works anywhere) or nccl (GPUs).")
+    ] = "gloo",
+    deadline: Annotated[
+        str,
+        typer.Option(help="The longest that a rank waits for another before it is given up."),
+    ] = "60 s",
+) -> None:
+    """Measure the nodes at hand: a cluster file for co2sim, and a figure of the fits."""
+    if out.suffix != ".toml":
+        raise OptionError(f"--out is {out}; the name of a cluster file ends in .toml")
+    if backend not in get_args(Backend):
+        raise OptionError(f"--backend is {backend!r}; {nearest(backend, get_args(Backend))}")
+    if gpu is not None and gpu not in names("gpus"):
+        raise OptionError(f"--gpu is {gpu!r}; {nearest(gpu, names('gpus'))}")
+    if gpu is not None and precision:
+        raise OptionError("--precision is that of kernels, which --gpu leaves out")
+    if quick:
+        size, seconds = max_size or _QUICK[0], options.seconds("--budget", _QUICK[1])
+    else:
+        size = max_size or _DEFAULTS[backend][0]
+        seconds = options.seconds("--budget", budget)
+    precisions = _precisions(precision, backend) if gpu is None else ()
+    largest = _size(size)
+    wait = options.seconds("--deadline", deadline)
+    from realrun.cli import ranks  # noqa: PLC0415 - torch
+    from realrun.probe import Plan  # noqa: PLC0415 - torch
+
+    settings = ranks.Settings(backend, wait, nproc)  # type: ignore[arg-type]
+    if nproc is not None:
+        sys.exit(ranks.start(settings, sys.argv[1:]))
+    if precisions == () and os.environ.get("WORLD_SIZE") == "1":
+        raise OptionError(
+            "nothing to measure: a single rank has nobody to communicate with, and --gpu leaves"
+            " out kernels"
+        )
+    plan = Plan(precisions, largest, seconds)
+    ranks.as_rank(settings, out.parent, lambda rank: _measure(rank, plan, out, name, gpu))
+
+
+def _precisions(given: list[str] | None, backend: str) -> tuple[str, ...]:
+    for text in given or ():
+        if text not in _PRECISIONS:
+            raise OptionError(f"--precision is {text!r}; {nearest(text, _PRECISIONS)}")
+    return tuple(dict.fromkeys(given or _DEFAULTS[backend][1]))
+
+
+def _size(text: str) -> float:
+    try:
+        found = parse(text, "B")
+    except UnitError as error:
+        raise OptionError(f"--max-size: {error}") from None
+    if not 2**14 <= found <= 2**34:
+        raise OptionError(f"--max-size is {text!r}; it must be 16 KiB to 16 GiB")
+    return found
+
+
+def _measure(rank: "Rank", plan: "Plan", out: Path, name: str | None, gpu: str | None) -> None:
+    """Measure as one rank among others; rank 0 writes and prints."""
+    from co2sim.cli.files import write_atomically  # noqa: PLC0415 - see below
+    from realrun.cluster_file import to_toml  # noqa: PLC0415 - see below
+    from realrun.errors import RankFailure  # noqa: PLC0415 - see below
+    from realrun.fit import fit  # noqa: PLC0415 - see below
+    from realrun.probe import probe as measure  # noqa: PLC0415 - torch
+    from realrun.probe_figure import draw  # noqa: PLC0415 - matplotlib
+
+    try:
+        measured = measure(rank.world, plan, rank.progress or (lambda _: None))
+    except RankFailure as error:
+        error.trace = None  # the spans of a probe tell nobody anything
+        raise
+    if rank.world.rank:
+        return
+    fitted = fit(measured)
+    called = name or _name(measured)
+    text = to_toml(measured, fitted, called, gpu)
+    figure = out.with_suffix(".png")
+    write_atomically({out: text.encode(), figure: draw(measured, fitted, called)})
+    _print(measured, fitted, called)
+    print(f"cluster file  {out}\nfigure        {figure}")
+
+
+def _name(measured: "Measured") -> str:
+    nodes, each = measured.layout.nodes, measured.layout.gpus_per_node
+    return (
+        f"{nodes} node{'s' if nodes > 1 else ''} of {each} rank{'s' if each > 1 else ''},"
+        f" {measured.backend} on {measured.machine.partition(',')[0]}, probed"
+    )
+
+
+def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
+    from co2sim.cli.report import console, print_table  # noqa: PLC0415 - rich
+    from realrun.fit import attained  # noqa: PLC0415 - numpy
+
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    out = console()
+    rows = [
+        (place, scaled(link.bandwidth, "B/s"), duration(link.latency))
+        for place, link in (("inside a node", fitted.intra), ("between nodes", fitted.inter))
+        if link is not None
+    ]
+    if rows:
+        print_table(out, f"{name}: links", ("link", "payload bandwidth", "latency"), rows)
+        table: list[Sequence[str]] = [
+            (
+                str(group),
+                str(kind),
+                duration(line.latency),
+                scaled(line.bandwidth, "B/s"),
+                *(f"{value:.1%}" for value in (line.residuals.median, line.residuals.worst)),
+                *(f"{value:.1%}" for value in (misfit.median, misfit.worst)),
+            )
+            for ((group, kind), line), misfit in zip(
+                fitted.lines.items(), fitted.misfit.values(), strict=True
+            )
+        ]
+        titles = ("group", "collective", "latency", "bytes/s", "off by", "worst", "off by", "worst")
+        print_table(
+            out,
+            "collectives: latency + bytes / bandwidth of each alone; last, what the links predict",
+            titles,
+            table,
+            left=2,
+        )
+    if fitted.processor is None:
+        return
+    for precision, samples in measured.compute.items():
+        speeds = attained(samples, measured.launch)
+        best = fitted.processor.peak[precision]
+        print_table(
+            out,
+            f"kernels in {precision}, all ranks of a node at once",
+            ("FLOP", "time", "speed", "of the best"),
+            [
+                (
+                    scaled(sample.work.flops, "FLOP"),
+                    duration(sample.seconds),
+                    scaled(speeds[sample.work.flops], "FLOP/s"),
+                    f"{speeds[sample.work.flops] / best:.1%}",
+                )
+                for sample in samples
+            ],
+        )
+    others = [
+        ("memory bandwidth", scaled(fitted.processor.memory_bandwidth, "B/s")),
+        ("overhead of an op", duration(measured.launch)),
+        ("more if it waits for another stream", duration(measured.handover)),
+    ]
+    if measured.slowdown is not None:
+        others.append(("kernel under all-reduces, times as long", f"{measured.slowdown:.2f}"))
+    print_table(out, "other", ("figure", "value"), others)

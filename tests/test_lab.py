@@ -1,0 +1,281 @@
+"""The lab is a network with a known bandwidth that touches nothing and leaves nothing."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from co2sim.catalog import load_cluster
+from realrun.cli.lab import cluster
+from realrun.errors import LabError, LaunchError
+from realrun.lab import FRAME, PAYLOAD, TOOLS, Lab, burst, check_machine, run_lab, stated_cluster
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+LAUNCH = """
+import json, sys
+from realrun.lab import Lab, run_lab
+lab, grace, *command = sys.argv[1:]
+sys.exit(run_lab(command, Lab(*json.loads(lab)), grace=float(grace)))
+"""
+
+
+@pytest.fixture
+def machine() -> None:
+    """Skip where no lab can be built, and say why."""
+    try:
+        check_machine()
+    except LabError as error:
+        pytest.skip(str(error))
+
+
+def launcher(lab: Lab, command: Sequence[str], grace: float = 30.0) -> subprocess.Popen[str]:
+    """A launcher in a process of its own."""
+    asked = json.dumps([lab.nodes, lab.gpus_per_node, lab.rate])
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, asked, str(grace), *command],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output(lab: Lab, command: Sequence[str]) -> list[str]:
+    """The lines of a run that has to succeed."""
+    launched = launcher(lab, command)
+    out, err = launched.communicate(timeout=60)
+    assert (launched.returncode, err) == (0, "")
+    return out.splitlines()
+
+
+def links() -> str:
+    """The network of this machine."""
+    commands = (["ip", "-o", "addr"], ["tc", "qdisc"])
+    return "".join(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        for command in commands
+    )
+
+
+def namespace(pid: int) -> str:
+    """The network namespace of a process; nothing if it has ended."""
+    try:
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    except OSError:
+        return ""
+
+
+def test_stated_cluster_is_read_by_co2sim(tmp_path: Path) -> None:
+    """The file that the lab states is a cluster: its rate, what headers leave of it, and Gloo."""
+    file = tmp_path / "lab.toml"
+    file.write_text(stated_cluster(Lab(4, 2, "300 Mbit/s")))
+    entry = load_cluster(str(file))
+    assert (entry.value.nodes, entry.value.gpus_per_node) == (4, 2)
+    assert entry.value.backend == "gloo"
+    assert entry.value.inter.bandwidth == pytest.approx(300e6 / 8)
+    assert entry.value.inter.efficiency == pytest.approx(1448 / 1514, rel=1e-4)
+    assumed = {fact.path for fact in entry.assumed if fact.path.startswith("int")}
+    assert assumed >= {"intra.bandwidth", "intra.latency", "inter.latency"}
+    assert "inter.bandwidth" not in assumed
+    assert "inter.efficiency" not in assumed
+
+
+def test_cluster_is_printed_for_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    """`realrun lab cluster` prints what the lab will state."""
+    cluster(2, 1, "1 Gbit/s")
+    assert capsys.readouterr().out == stated_cluster(Lab(2, 1, "1 Gbit/s"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus_per_node", "rate", "message"),
+    [
+        (0, 1, "1 Gbit/s", "a lab of 0 nodes; it must be at least 1"),
+        (2, 0, "1 Gbit/s", "a lab of 0 gpus per node; it must be at least 1"),
+        (64, 8, "1 Gbit/s", "64 nodes of 8 are 512 ranks; a lab has at most 256"),
+        (2, 1, "1000", "'1000' has no unit"),
+        (2, 1, "1 GB", "unit 'GB' does not fit"),
+        (2, 1, "fast", "'fast' is not a bandwidth"),
+        (2, 1, "1 kbit/s", "it must be 1 Mbit/s to 100 Gbit/s"),
+        (2, 1, "-1 Gbit/s", "it must be 1 Mbit/s to 100 Gbit/s"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(
+    nodes: int, gpus_per_node: int, rate: str, message: str
+) -> None:
+    """One line says what was given and what is allowed."""
+    with pytest.raises(LabError, match=message) as caught:
+        Lab(nodes, gpus_per_node, rate)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [([], "no command is given"), (["no-such-program"], "command not found: no-such-program")],
+)
+def test_what_cannot_run_is_refused(command: list[str], message: str) -> None:
+    """Before anything is built."""
+    with pytest.raises(LaunchError, match=message):
+        run_lab(command, Lab(2, 1, "1 Gbit/s"))
+
+
+def test_root_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is not root reads so."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LabError, match="a lab needs root"):
+        run_lab(["true"], Lab(2, 1, "1 Gbit/s"))
+
+
+@pytest.mark.parametrize("missing", TOOLS)
+def test_missing_tool_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not installed is named, with its packages."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else tool)
+    with pytest.raises(LabError, match=rf"needs {missing}, which is not installed \(packages"):
+        check_machine()
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e7, 1e8, 3e8, 1e9, 3e9, 1e10, 1e11])
+def test_burst_is_small_and_holds_packets(rate: float) -> None:
+    """A burst holds two packets, the longest of which is whole frames, and lasts 0.7 ms or less."""
+    size, longest = burst(rate / 8)
+    assert 2 * FRAME <= longest <= size / 2 <= 128 * 1024
+    assert size <= max(rate / 8 * 0.7e-3, 4 * FRAME)
+
+
+SEE = """
+import json, os, socket
+from co2sim.catalog import load_cluster
+cluster = load_cluster(os.environ["REALRUN_CLUSTER"]).value
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GLOO_SOCKET_IFNAME"]
+print(json.dumps({
+    "torchrun": [os.environ[name] for name in names],
+    "cluster": [cluster.nodes, cluster.gpus_per_node, cluster.inter.bandwidth],
+    "links": sorted(name for _, name in socket.if_nameindex()),
+    "namespace": os.readlink("/proc/self/ns/net"),
+    "files": sorted(os.listdir("/dev/shm")),
+}))
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
+def test_ranks_see_their_place() -> None:
+    """Torchrun's variables by node, the cluster's file, eth0 and lo, and a namespace per node."""
+    before = links()
+    lines = output(Lab(2, 2, "500 Mbit/s"), [sys.executable, "-c", SEE])
+    seen = {}
+    for line in lines:
+        told = json.loads(line.partition("] ")[2] if line.startswith("[rank ") else line)
+        seen[int(told["torchrun"][0])] = told
+    assert {rank: told["torchrun"] for rank, told in seen.items()} == {
+        0: ["0", "4", "0", "2", "0", "eth0"],
+        1: ["1", "4", "1", "2", "0", "eth0"],
+        2: ["2", "4", "0", "2", "1", "eth0"],
+        3: ["3", "4", "1", "2", "1", "eth0"],
+    }
+    assert all(told["cluster"] == [2, 2, 500e6 / 8] for told in seen.values())
+    assert all(told["links"] == ["eth0", "lo"] for told in seen.values())
+    spaces = [seen[rank]["namespace"] for rank in range(4)]
+    assert spaces[0] == spaces[1] != spaces[2] == spaces[3]
+    assert namespace(os.getpid()) not in spaces
+    assert links() == before
+    assert not Path("/dev/shm/cluster.toml").exists()  # noqa: S108 - the lab's own, not ours
+
+
+MEET = """
+import datetime, os, socket, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+rank, store = dist.get_rank(), dist.TCPStore(
+    os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+)
+total = torch.ones(1000) * (rank + 1)
+dist.all_reduce(total)
+assert total.eq(3).all()
+if rank == 1:
+    listener = socket.create_server(("", 0))
+    address = os.popen("ip -o -4 addr show eth0").read().split()[3].split("/")[0]
+    store.set("where", f"{address} {listener.getsockname()[1]}")
+    connection, _ = listener.accept()
+    length, begin, last = 0, 0.0, 0.0
+    while chunk := connection.recv(1 << 20):
+        begin = begin or time.perf_counter()
+        last = time.perf_counter()
+        length += len(chunk)
+    store.set("speed", str(length / (last - begin)))
+    dropped = os.popen("tc -s qdisc show dev eth0").read().split("dropped ")[1].split(",")[0]
+    assert dropped == "0"
+else:
+    address, port = store.get("where").decode().split()
+    with socket.create_connection((address, int(port))) as connection:
+        connection.sendall(bytes(6_000_000))
+    print(store.get("speed").decode())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
+def test_rate_is_that_of_the_nodes() -> None:
+    """Nodes reach each other, by Gloo and by TCP, at the rate that was asked for."""
+    (speed,) = output(Lab(2, 1, "200 Mbit/s"), [sys.executable, "-c", MEET])
+    assert float(speed) == pytest.approx(200e6 / 8 * PAYLOAD / FRAME, rel=0.1)
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
+def test_failed_rank_ends_the_run() -> None:
+    """The lab's exit code is 1 and one line says who failed; who goes on for longer is killed."""
+    script = '[ "$RANK" = 1 ] && kill -9 $$; sleep 100'
+    launched = launcher(Lab(2, 1, "1 Gbit/s"), ["bash", "-c", script], grace=0.5)
+    _, err = launched.communicate(timeout=60)
+    message = "rank 0 did not stop within 500 ms and had to be killed"
+    assert err == f"error: rank 1 was killed by SIGKILL; {message}\n"
+    assert launched.returncode == 1
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_nothing_is_left(number: signal.Signals, code: int) -> None:
+    """However the launcher ends: no process, no namespace, no file, no change to this machine.
+
+    Not even processes that ranks detached from themselves, or stopped ones.
+    """
+    before = links()
+    script = "setsid sleep 1000 & echo started >&2; [ $RANK = 1 ] && kill -STOP $$; sleep 1000"
+    launched = launcher(Lab(2, 1, "1 Gbit/s"), ["bash", "-c", script])
+    try:
+        assert launched.stderr is not None
+        assert sorted(launched.stderr.readline() for _ in range(2)) == [
+            "[rank 0] started\n",
+            "[rank 1] started\n",
+        ]
+        time.sleep(0.2)
+        inside = psutil.Process(launched.pid).children(recursive=True)
+        spaces = {namespace(process.pid) for process in inside} - {namespace(os.getpid()), ""}
+        assert len(spaces) == 3  # two nodes and the bridge
+        launched.send_signal(number)
+        assert launched.wait(10) == code
+        _, alive = psutil.wait_procs(inside, timeout=5)
+        assert not alive
+        assert not spaces & {namespace(pid) for pid in psutil.pids()}
+    finally:
+        launched.kill()
+        launched.communicate()
+    assert links() == before
+    names = Path("/run/netns")
+    assert not names.exists() or not {f"net:[{f.stat().st_ino}]" for f in names.iterdir()} & spaces
+    assert not Path("/dev/shm/cluster.toml").exists()  # noqa: S108 - the lab's own, not ours
