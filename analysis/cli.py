@@ -1,7 +1,9 @@
 """The command line `co2analysis`."""
 
 import json
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +18,8 @@ from co2sim.cli.report import console
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
 from realrun import record
+from realrun.cli.lab import GpusPerNode, Nodes, Rate
+from realrun.record import folder_name
 
 if TYPE_CHECKING:
     from analysis.compare import Comparison
@@ -90,6 +94,53 @@ def compare(
     tables.print_all(out, found)
     for path in files:
         out.print(f"written {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lab(  # noqa: PLR0917 - one argument per option
+    context: typer.Context,
+    strategy: Annotated[
+        list[str], typer.Option("--strategy", "-s", help="As in `realrun run`. Repeatable.")
+    ],
+    nodes: Nodes = 4,
+    gpus_per_node: GpusPerNode = 1,
+    rate: Rate = "1 Gbit/s",
+    probe: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--probe", help="Predict from a probe in the lab; else from its stated rate alone."
+        ),
+    ] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="As in `compare`: draw both timelines here.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder; every strategy gets one inside.")
+    ] = Path("out"),
+) -> None:
+    """Execute strategies in a lab on this machine (root), and compare them with their prediction.
+
+    Further options, such as --model and --rounds, are those of `realrun run`.
+    """
+    inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
+    cluster: list[str] = []
+    if probe:
+        cluster = ["--cluster", str(out / "probe.toml")]
+        _in_lab(inside, ["probe", "--gpu", "virtual", "--out", cluster[1]])
+    strategies = [item for text in strategy for item in ("--strategy", text)]
+    _in_lab(inside, ["run", *cluster, *strategies, "--out", str(out), "--json", *context.args])
+    folders = [out / folder_name(text) for text in strategy]
+    compare(folders, figure=figure)
+
+
+def _in_lab(lab_options: Sequence[str], command: Sequence[str]) -> None:
+    """Run a command of `realrun` as every rank of a lab; what it prints is not shown."""
+    program = [sys.executable, "-m", "realrun", "lab", "run", *lab_options, "--", "realrun"]
+    done = subprocess.run(  # noqa: S603 - our own command
+        [*program, *command], stdout=subprocess.DEVNULL, check=False
+    )
+    if done.returncode:
+        raise typer.Exit(done.returncode)
 
 
 def _figures(found: list["Comparison"], figure: Path, rank: int) -> dict[Path, bytes]:

@@ -38,8 +38,8 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Signed error of the mean, as a fraction of the prediction."""
-        return self.measured / self.predicted - 1 if self.predicted else None
+        """Signed error of the predicted mean, as a fraction of what was measured."""
+        return self.predicted / self.measured - 1 if self.measured else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class Comparison:
 
     @property
     def round_time_error(self) -> float:
-        """Signed error of the round time, as a fraction of the prediction."""
-        return float(self.measured["round_time_s"]) / self.predicted.round_time_s - 1
+        """Signed error of the predicted round time, as a fraction of what was measured."""
+        return self.predicted.round_time_s / float(self.measured["round_time_s"]) - 1
 
     @property
     def overlap_difference(self) -> float | None:

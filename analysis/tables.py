@@ -162,7 +162,7 @@ def _row(row: Row) -> dict[str, Any]:
         "per_round": row.count,
         "predicted_s": row.predicted,
         "measured_s": row.measured,
-        "error_s": row.measured - row.predicted,
+        "excess_s": row.measured - row.predicted,
         "error": row.error,
         "share": row.share,
         "cause": None if row.cause is None else str(row.cause),
@@ -170,7 +170,7 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _ops(found: Comparison) -> list[dict[str, Any]]:
-    """Every op of the schedule: means over rounds and ranks, the parts of the error in seconds."""
+    """Every op of the schedule: means over rounds and ranks, the parts of the excess by cause."""
     names = labels(found.schedule)
     body = {op.name: op for op in found.schedule.body}
     whole = []
@@ -215,4 +215,4 @@ def _points(value: float | None, sign: str = "+") -> str:
 
 
 def _error(predicted: float, measured: float | None) -> str:
-    return "-" if measured is None or not predicted else f"{measured / predicted - 1:+.1%}"
+    return "-" if not measured else f"{predicted / measured - 1:+.1%}"

@@ -96,7 +96,7 @@ def _heading(found: Comparison, rank: int) -> str:
     return (
         f"{here.strategy}, {here.model}, {here.gpus} GPUs, rank {rank}\n{here.cluster}\n"
         f"round time: predicted {duration(here.round_time_s)}, measured"
-        f" {duration(measured)} ({found.round_time_error:+.1%})"
+        f" {duration(measured)}: {found.round_time_error:+.1%}"
     )
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import pandas as pd
 
 from co2sim import Case, run
-from realrun.cli.ranks import slug
 from realrun.lab import Lab, stated_cluster
+from realrun.record import folder_name
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("tiny-5m", "tiny-20m")
@@ -92,7 +92,10 @@ def measured(setting: Setting, kernels: str, cluster: Path, rounds: int) -> list
         arguments += ["--rounds", str(rounds), "--micro-batch", batch, "--out", folder]
         arguments += [item for pair in options.items() for item in (f"--{pair[0]}", pair[1])]
         realrun(setting.lab, *arguments)
-        found = [json.loads((Path(folder) / slug(c) / "run.json").read_text()) for c in cases]
+        found = [
+            json.loads((Path(folder) / folder_name(str(c.strategy)) / "run.json").read_text())
+            for c in cases
+        ]
     lab = setting.lab
     return [
         {

@@ -8,6 +8,11 @@ from co2sim.errors import OptionError
 from co2sim.units import Bytes, Unit, duration
 from realrun.fit import Fitted, Measured
 
+NOTHING = (
+    "nothing can be measured: a single rank has nobody to communicate with, and --gpu leaves out"
+    " kernels"
+)
+
 _PREFIXES = ("n", "u", "m", "", "k", "M", "G", "T", "P")
 
 
@@ -72,15 +77,14 @@ def _interference(measured: Measured, *, kernels: bool) -> str:
 
 def _processor(measured: Measured, gpu: GPU) -> Iterator[str]:
     first = next(iter(gpu.peak))
-    alike = f"measured by realrun probe on {measured.machine}; all ranks of a node at once"
     yield ""
     yield "[gpu]"
     yield f"name = {_text(gpu.name)}"
-    yield f"source = {_text(alike)}"
+    yield f"source = {_text('measured by realrun probe, on all ranks of a node at once')}"
     yield _fact(
         "memory",
         _text(quantity(gpu.memory, "B")),
-        f"memory of a node, shared by its {measured.layout.gpus_per_node} ranks"
+        f"memory of a node / its number of ranks, {measured.layout.gpus_per_node}"
         if measured.backend == "gloo"
         else "memory of the GPU",
     )
@@ -127,10 +131,7 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
     other = fitted.intra or fitted.inter
     if other is None:
         if fitted.processor is None:
-            raise OptionError(
-                "nothing can be measured: --gpu leaves out kernels, and a single"
-                " rank has nobody to communicate with"
-            )
+            raise OptionError(NOTHING)
         other = Link(fitted.processor.memory_bandwidth)
         why = dict.fromkeys(why, "not measured, since there is one rank: as fast as memory")
     for place, link in (("intra", fitted.intra), ("inter", fitted.inter)):

@@ -44,6 +44,11 @@ class Record:
     environment: Mapping[str, str]
 
 
+def folder_name(strategy: str) -> str:
+    """The name of a strategy as a folder: `co2-tau=8-worker=node`."""
+    return title(parse(strategy)).replace("(", "-").replace(", ", "-").replace(")", "")
+
+
 def write(folder: Path, record: Record) -> list[Path]:
     """Write a run's files, all or none. Raises OptionError when they cannot be written."""
     case = record.case

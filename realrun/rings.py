@@ -17,7 +17,7 @@ from torch import Tensor
 from co2sim.units import Seconds
 from realrun.world import Communicator
 
-SEGMENT_BYTES = 2**18
+SEGMENT_BYTES = 2**19
 """Small enough that both directions of a pair share its link fairly."""
 
 

@@ -228,14 +228,15 @@ def test_collectives_that_meet_against_the_prediction_are_in_contention(backend:
     assert work == pytest.approx(-8e-3)
 
 
-def test_more_bandwidth_than_predicted_is_bandwidth_with_a_negative_error() -> None:
-    """Errors have signs: a network faster than described gives negative bandwidth parts."""
+def test_more_bandwidth_than_predicted_is_bandwidth_with_a_positive_error() -> None:
+    """Errors have signs: where the network is faster than described, predictions are too long."""
     record = measured("ddp")
     assert isinstance(record.case.cluster, Cluster)
     comparison = compare("run", record, slower_network(record.case.cluster))
     (row,) = (row for row in rows(comparison) if row.label.startswith("all_reduce"))
     assert row.error is not None
-    assert row.error < 0
+    assert row.error > 0
+    assert row.parts[Cause.BANDWIDTH] < 0
     assert row.cause is Cause.BANDWIDTH
 
 
@@ -407,14 +408,14 @@ def test_json_and_csv_hold_every_op(cli: Run) -> None:
     promised = {"predicted", "measured", "round_time_error", "overlap_difference", "ops", "causes"}
     assert promised <= run.keys()
     assert run["round_time_error"] == pytest.approx(
-        run["measured"]["round_time_s"] / run["predicted"]["round_time_s"] - 1
+        run["predicted"]["round_time_s"] / run["measured"]["round_time_s"] - 1
     )
     body = measured("ddp").case.prepare().schedule.body
     assert [op["op"] for op in run["ops"]] == [op.name for op in body]
     frame = pd.read_csv("ops.csv")
     assert list(frame["op"]) == [op.name for op in body]
     errors = frame["measured_s"] - frame["predicted_s"]
-    assert frame["error_s"].to_numpy() == pytest.approx(errors.to_numpy())
+    assert frame["excess_s"].to_numpy() == pytest.approx(errors.to_numpy())
     parts = frame[[f"{cause}_s" for cause in Cause]].sum(axis=1)
     assert parts.to_numpy() == pytest.approx(errors.to_numpy(), abs=1e-12)
     assert sum(run["causes"].values()) == pytest.approx(1)

@@ -15,6 +15,7 @@ from co2sim.errors import OptionError, nearest
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from realrun.cli.lab import lab
+from realrun.cli.probe import probe
 
 CLUSTER = "REALRUN_CLUSTER"
 """Environment variable with the path of the cluster that the lab states."""
@@ -26,6 +27,7 @@ app = typer.Typer(
     help="Execute the schedules of co2sim on real torch.distributed process groups, and measure.",
 )
 app.add_typer(lab, name="lab")
+app.command()(probe)
 
 Nproc = Annotated[
     int | None,

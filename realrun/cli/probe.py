@@ -17,7 +17,7 @@ from co2sim.units import duration, parse, scaled
 
 if TYPE_CHECKING:
     from realrun.cli.ranks import Rank
-    from realrun.fit import Fitted, Measured
+    from realrun.fit import Fitted, Measured, Residuals
     from realrun.probe import Plan
 
 _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
@@ -94,16 +94,14 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     largest = _size(size)
     wait = options.seconds("--deadline", deadline)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
+    from realrun.cluster_file import NOTHING  # noqa: PLC0415 - slow
     from realrun.probe import Plan  # noqa: PLC0415 - torch
 
     settings = ranks.Settings(backend, wait, nproc)  # type: ignore[arg-type]
+    if not precisions and str(nproc or os.environ.get("WORLD_SIZE")) == "1":
+        raise OptionError(NOTHING)
     if nproc is not None:
         sys.exit(ranks.start(settings, sys.argv[1:]))
-    if precisions == () and os.environ.get("WORLD_SIZE") == "1":
-        raise OptionError(
-            "nothing to measure: a single rank has nobody to communicate with, and --gpu leaves"
-            " out kernels"
-        )
     plan = Plan(precisions, largest, seconds)
     ranks.as_rank(settings, out.parent, lambda rank: _measure(rank, plan, out, name, gpu))
 
@@ -127,17 +125,17 @@ def _size(text: str) -> float:
 
 def _measure(rank: "Rank", plan: "Plan", out: Path, name: str | None, gpu: str | None) -> None:
     """Measure as one rank among others; rank 0 writes and prints."""
-    from co2sim.cli.files import write_atomically  # noqa: PLC0415 - see below
-    from realrun.cluster_file import to_toml  # noqa: PLC0415 - see below
-    from realrun.errors import RankFailure  # noqa: PLC0415 - see below
-    from realrun.fit import fit  # noqa: PLC0415 - see below
+    from co2sim.cli.files import write_atomically  # noqa: PLC0415 - slow
+    from realrun.cluster_file import to_toml  # noqa: PLC0415 - slow
+    from realrun.errors import MismatchError, RankFailure  # noqa: PLC0415 - slow
+    from realrun.fit import fit  # noqa: PLC0415 - slow
     from realrun.probe import probe as measure  # noqa: PLC0415 - torch
     from realrun.probe_figure import draw  # noqa: PLC0415 - matplotlib
 
     try:
         measured = measure(rank.world, plan, rank.progress or (lambda _: None))
-    except RankFailure as error:
-        error.trace = None  # the spans of a probe tell nobody anything
+    except (RankFailure, MismatchError) as error:
+        error.trace = None  # type: ignore[union-attr] # spans of a probe tell nobody anything
         raise
     if rank.world.rank:
         return
@@ -178,17 +176,19 @@ def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
                 str(kind),
                 duration(line.latency),
                 scaled(line.bandwidth, "B/s"),
-                *(f"{value:.1%}" for value in (line.residuals.median, line.residuals.worst)),
-                *(f"{value:.1%}" for value in (misfit.median, misfit.worst)),
+                *_percent(line.residuals),
+                *_percent(misfit),
             )
             for ((group, kind), line), misfit in zip(
                 fitted.lines.items(), fitted.misfit.values(), strict=True
             )
         ]
-        titles = ("group", "collective", "latency", "bytes/s", "off by", "worst", "off by", "worst")
+        off = ("worst", "at the largest")
+        titles = ("group", "collective", "latency", "bandwidth", "off by", *off, "links", *off)
         print_table(
             out,
-            "collectives: latency + bytes / bandwidth of each alone; last, what the links predict",
+            "collectives: latency + size / bandwidth of each, and how far it is off (median);"
+            " the same for the links",
             titles,
             table,
             left=2,
@@ -220,3 +220,7 @@ def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
     if measured.slowdown is not None:
         others.append(("kernel under all-reduces, times as long", f"{measured.slowdown:.2f}"))
     print_table(out, "other", ("figure", "value"), others)
+
+
+def _percent(found: "Residuals") -> tuple[str, str, str]:
+    return f"{found.median:.1%}", f"{found.worst:.1%}", f"{found.last:+.1%}"

@@ -14,8 +14,6 @@ from co2sim.cli.files import write_atomically
 from co2sim.cluster import Backend
 from co2sim.errors import Co2simError, OptionError
 from co2sim.result import Result
-from co2sim.strategies import parse
-from co2sim.strategies.step import title
 from co2sim.units import Seconds
 from realrun import record
 from realrun.launch import run_local
@@ -93,11 +91,12 @@ def run(
     as_json: bool,
 ) -> None:
     """Measure all cases as one rank among others; rank 0 writes and prints."""
+    folders = [out / record.folder_name(str(case.strategy)) for case in cases]
 
     def work(rank: Rank) -> None:
         records = []
-        for case in cases:
-            rank.folder = out / slug(case)
+        for case, folder in zip(cases, folders, strict=True):
+            rank.folder = folder
             found = measure(
                 case, rank.world, kernels, rounds=rounds, check=check, progress=rank.progress
             )
@@ -105,15 +104,9 @@ def run(
                 record.write(rank.folder, found)
                 records.append(found)
         if records:
-            _print(records, [out / slug(case) for case in cases], as_json=as_json)
+            _print(records, folders, as_json=as_json)
 
     as_rank(settings, out, work)
-
-
-def slug(case: Case) -> str:
-    """The name of a strategy as a folder: `co2-tau=8-worker=node`."""
-    strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    return title(strategy).replace("(", "-").replace(", ", "-").replace(")", "")
 
 
 def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:

@@ -1,0 +1,401 @@
+"""What the probe makes of measured times: fits, a cluster file, a figure; a probe end to end."""
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.catalog import load_cluster
+from co2sim.cluster import GPU, Backend, Cluster, Link
+from co2sim.cost import compute_time, footprint
+from co2sim.errors import Co2simError, OptionError
+from co2sim.schedule import (
+    NODE,
+    PEERS,
+    WORLD,
+    Collective,
+    Compute,
+    DType,
+    Group,
+    Kind,
+    Layout,
+    Op,
+    Schedule,
+)
+from co2sim.trace import Span, Trace
+from co2sim.units import parse
+from realrun import fit
+from realrun.cluster_file import quantity, to_toml
+from realrun.probe_tasks import durations, groups, slowdown, sweep
+
+ROOT = Path(__file__).parent.parent
+INTRA, INTER = Link(1.3e9, 40e-6), Link(118e6, 150e-6)
+SIZES = [2**power for power in range(12, 25, 2)]
+SHAPES: list[tuple[Layout, Backend]] = [
+    (Layout(1, 4), "gloo"),
+    (Layout(4, 1), "gloo"),
+    (Layout(2, 2), "gloo"),
+    (Layout(2, 8), "nccl"),
+]
+PROCESSOR = GPU(
+    name='a "quick" \\ processor',
+    memory=12.34e9,
+    memory_bandwidth=28.4e9,
+    peak={"fp32": 96.5e9, "bf16": 211e9},
+    efficiency=((2e6, 0.25), (8e6, 0.5), (32e6, 1.0)),
+    launch_overhead=1.5e-6,
+)
+
+
+def true(layout: Layout, backend: Backend) -> Cluster:
+    """A cluster whose numbers a fit has to find."""
+    return fit.bare(layout, backend, INTRA, INTER)
+
+
+def times(
+    cluster: Cluster, noise: float = 0.0, among: Sequence[Group] | None = None
+) -> list[fit.Sample]:
+    """What a sweep would measure there, if the cost model were the truth, but for noise."""
+    chance = random.Random(7)  # noqa: S311 - noise
+    works = [
+        Collective(kind, "swept", size // 4, DType.FP32, group)
+        for group in among or groups(cluster.layout)
+        for kind in Kind
+        for size in SIZES
+    ]
+    return [
+        fit.Sample(work, footprint(work, cluster).alone(cluster) * math.exp(chance.gauss(0, noise)))
+        for work in works
+    ]
+
+
+def measured(layout: Layout, backend: Backend = "gloo", *, kernels: bool = True) -> fit.Measured:
+    """What a probe would see of PROCESSOR, INTRA and INTER."""
+    flops = [Compute("probe", flops) for flops, _ in PROCESSOR.efficiency]
+    copies = [Compute("probe", 0.0, size) for size in (1e6, 1e8)]
+    precisions = PROCESSOR.peak if kernels else {}
+    return fit.Measured(
+        layout=layout,
+        backend=backend,
+        machine=PROCESSOR.name,
+        memory=PROCESSOR.memory,
+        collectives=tuple(times(true(layout, backend))),
+        compute={
+            name: tuple(
+                fit.ComputeSample(work, compute_time(work, PROCESSOR, name)) for work in flops
+            )
+            for name in precisions
+        },
+        copies=tuple(
+            fit.ComputeSample(work, compute_time(work, PROCESSOR, "fp32")) for work in copies
+        ),
+        launch=PROCESSOR.launch_overhead,
+        handover=20e-6,
+        slowdown=1.25 if kernels and layout.world_size > 1 else None,
+    )
+
+
+@pytest.mark.parametrize(("layout", "backend"), SHAPES, ids=str)
+def test_the_fit_finds_the_links_that_made_the_times(layout: Layout, backend: Backend) -> None:
+    """Without noise latency and bandwidth of both links come out, through ring, tree and max."""
+    intra, inter = fit.fit_links(times(true(layout, backend)), layout, backend)
+    for found, expected, here in (
+        (intra, INTRA, layout.gpus_per_node > 1),
+        (inter, INTER, layout.nodes > 1),
+    ):
+        assert (found is not None) == here
+        if found:
+            assert found.bandwidth == pytest.approx(expected.bandwidth, rel=1e-3)
+            assert found.latency == pytest.approx(expected.latency, rel=1e-2)
+
+
+@pytest.mark.parametrize(("layout", "backend"), SHAPES, ids=str)
+def test_noise_averages_out(layout: Layout, backend: Backend) -> None:
+    """With 10 % noise on every time, predictions stay within 10 % of the truth at every size."""
+    truth = true(layout, backend)
+    intra, inter = fit.fit_links(times(truth, noise=0.1), layout, backend)
+    found = fit.bare(layout, backend, intra or INTRA, inter or INTER)
+    exact = times(truth)
+    off = fit.residuals(fit.predict(exact, found), [sample.seconds for sample in exact])
+    assert off.worst < 0.1
+
+
+def test_an_outlier_moves_the_fit_little() -> None:
+    """One of the largest collectives that took ten times as long changes bandwidth by under 5 %."""
+    layout = Layout(4, 1)
+    samples = times(true(layout, "gloo"), noise=0.02)
+    samples[6] = replace(samples[6], seconds=10 * samples[6].seconds)
+    _, inter = fit.fit_links(samples, layout, "gloo")
+    assert inter
+    assert inter.bandwidth == pytest.approx(INTER.bandwidth, rel=0.05)
+
+
+def test_a_link_that_nothing_used_is_refused() -> None:
+    """Collectives inside nodes say nothing about the link between them."""
+    layout = Layout(2, 2)
+    samples = times(true(layout, "gloo"), among=[NODE])
+    with pytest.raises(OptionError, match="between nodes"):
+        fit.fit_links(samples, layout, "gloo")
+
+
+@given(
+    latency=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e7, 1e11), size=st.integers(2**12, 2**30)
+)
+def test_a_line_finds_its_latency_and_bandwidth(
+    latency: float, bandwidth: float, size: int
+) -> None:
+    """Times on a line are met exactly, at sizes between and beyond, too."""
+    samples = [
+        fit.Sample(work, latency + work.bytes / bandwidth)
+        for work in (Collective(Kind.BROADCAST, "b", s, DType.INT8, WORLD) for s in SIZES)
+    ]
+    found = fit.fit_line(samples)
+    assert found.at(size) == pytest.approx(latency + size / bandwidth, rel=1e-3)
+    assert found.residuals.worst < 1e-6
+
+
+@pytest.mark.parametrize("seconds", [[1.0, 1.0, 1.0], [3.0, 2.0, 1.0], [1e-6, 1.0, 1e6]])
+def test_a_line_never_gains_time(seconds: list[float]) -> None:
+    """Whatever noise does, latency is not negative and bandwidth positive."""
+    samples = [
+        fit.Sample(Collective(Kind.BROADCAST, "b", size, DType.INT8, WORLD), time)
+        for size, time in zip(SIZES, seconds, strict=False)
+    ]
+    found = fit.fit_line(samples)
+    assert found.latency >= 0
+    assert 0 < found.bandwidth < math.inf
+
+
+def test_a_line_needs_two_sizes() -> None:
+    """One size is refused, in words."""
+    sample = times(true(Layout(1, 2), "gloo"))[0]
+    with pytest.raises(OptionError, match="two sizes"):
+        fit.fit_line([sample, sample])
+
+
+def test_residuals_are_relative_to_what_was_measured() -> None:
+    """1.1 for 1 is 10 % off, 1 for 2 is 50 %; the last one keeps its sign."""
+    found = fit.residuals([1.1, 3.0, 1.0], [1.0, 3.0, 2.0])
+    assert (found.median, found.worst, found.last) == pytest.approx((0.1, 0.5, -0.5))
+
+
+def test_the_processor_predicts_the_kernels_that_it_was_fitted_to() -> None:
+    """`compute_time` of the fitted processor gives every measured kernel back, and large copies."""
+    seen = measured(Layout(1, 2))
+    found = fit.fit_gpu(seen)
+    assert found
+    for precision, samples in seen.compute.items():
+        for sample in [*samples, seen.copies[-1]]:
+            again = compute_time(sample.work, found, precision)
+            assert again == pytest.approx(sample.seconds, rel=1e-9)
+
+
+@given(value=st.floats(1e-9, 1e18))
+def test_quantities_keep_four_digits(value: float) -> None:
+    """What is written reads back within 0.05 %."""
+    for unit in ("B/s", "s", "FLOP"):
+        assert parse(quantity(value, unit), unit) == pytest.approx(value, rel=5.1e-4)
+    assert quantity(118213004.5, "B/s") == "118.2 MB/s"
+    assert quantity(999999.0, "B") == "1 MB"
+    assert quantity(0.0, "s") == "0 s"
+
+
+@pytest.mark.parametrize(("layout", "backend"), SHAPES, ids=str)
+def test_the_file_says_what_was_fitted(layout: Layout, backend: Backend, tmp_path: Path) -> None:
+    """co2sim reads the numbers back, every one with a source; quotes in names do no harm."""
+    seen = measured(layout, backend)
+    path = tmp_path / "probed.toml"
+    path.write_text(to_toml(seen, fit.fit(seen), 'our "own" \\ cluster, Zürich'))
+    loaded = load_cluster(str(path))
+    found = loaded.value
+    assert found.name == 'our "own" \\ cluster, Zürich'
+    assert (found.layout, found.backend, found.communicators) == (layout, backend, "stream")
+    assert found.interference == pytest.approx(0.25)
+    assert found.gpu.name == PROCESSOR.name
+    assert found.gpu.peak == pytest.approx(dict(PROCESSOR.peak), rel=1e-3)
+    points = [pytest.approx(point, rel=1e-3) for point in PROCESSOR.efficiency]
+    assert list(found.gpu.efficiency) == points
+    for number in ("memory", "memory_bandwidth", "launch_overhead"):
+        assert getattr(found.gpu, number) == pytest.approx(getattr(PROCESSOR, number), rel=1e-3)
+    for link, expected, here in (
+        (found.intra, INTRA, layout.gpus_per_node > 1),
+        (found.inter, INTER, layout.nodes > 1),
+    ):
+        if here:
+            assert link.payload_bandwidth == pytest.approx(expected.bandwidth, rel=2e-3)
+            assert link.latency == pytest.approx(expected.latency, rel=1e-2)
+    assert all(fact.source for fact in loaded.facts)
+
+
+def assumed(seen: fit.Measured, folder: Path, gpu: str | None = None) -> set[str]:
+    """The numbers of the file that are marked as assumed."""
+    path = folder / "probed.toml"
+    path.write_text(to_toml(seen, fit.fit(seen), "probed", gpu))
+    return {fact.path for fact in load_cluster(str(path)).assumed}
+
+
+def test_what_was_not_measured_is_marked_as_assumed(tmp_path: Path) -> None:
+    """One node knows no network, one rank no link at all, and --gpu no interference on a GPU."""
+    intra, inter = ({f"{place}.{n}" for n in ("bandwidth", "latency")} for place in INTRA_INTER)
+    assert assumed(measured(Layout(2, 2)), tmp_path) == set()
+    assert assumed(measured(Layout(1, 2)), tmp_path) == inter
+    assert assumed(measured(Layout(2, 1)), tmp_path) == intra
+    assert assumed(measured(Layout(1, 1)), tmp_path) == intra | inter | {"interference"}
+    bare = measured(Layout(2, 2), kernels=False)
+    assert assumed(bare, tmp_path, "virtual") == set()
+    assert "interference" in assumed(replace(bare, backend="nccl"), tmp_path, "h100")
+
+
+INTRA_INTER = ("intra", "inter")
+
+
+def test_a_stated_gpu_is_that_of_the_catalog(tmp_path: Path) -> None:
+    """With --gpu the file names it, and sleeping kernels are not slowed down."""
+    seen = measured(Layout(2, 1), kernels=False)
+    path = tmp_path / "probed.toml"
+    path.write_text(to_toml(seen, fit.fit(seen), "probed", "virtual"))
+    found = load_cluster(str(path)).value
+    assert found.gpu.peak["fp32"] == 1e12
+    assert found.interference == 0
+
+
+def test_nothing_measured_makes_no_file() -> None:
+    """One rank without kernels has nothing to state; kernels left out need a name."""
+    seen = measured(Layout(1, 1), kernels=False)
+    with pytest.raises(OptionError, match="nothing can be measured"):
+        to_toml(seen, fit.fit(seen), "probed", "virtual")
+    seen = measured(Layout(2, 1), kernels=False)
+    with pytest.raises(OptionError, match="--gpu"):
+        to_toml(seen, fit.fit(seen), "probed")
+
+
+def test_only_groups_that_differ_are_measured() -> None:
+    """A group of one rank, or one that is the world, tells nothing new."""
+    assert groups(Layout(1, 1)) == []
+    assert groups(Layout(1, 4)) == [WORLD]
+    assert groups(Layout(4, 1)) == [WORLD]
+    assert groups(Layout(2, 2)) == [NODE, PEERS, WORLD]
+
+
+def test_a_collective_lasts_from_its_last_start_to_its_last_end() -> None:
+    """Per group and round; the first round only warms up; compute is the slowest rank's median."""
+    layout = Layout(2, 2)
+    kernel = Op("kernel", Compute("probe", 1.0), "compute")
+    schedule = Schedule("both", (kernel, *sweep(NODE, [Kind.BROADCAST], [4]).body))
+    name = schedule.body[-1].name
+    ends = {0: 5.0, 1: 6.0, 2: 4.0, 3: 3.5}
+    traces = [
+        Trace(
+            "",
+            layout,
+            3,
+            {rank: 1},
+            tuple(
+                span
+                for turn in range(3)
+                for span in (
+                    Span(rank, turn, name, "comm", 100.0 * turn + rank, 100.0 * turn + ends[rank]),
+                    Span(rank, turn, "kernel", "compute", 0.0, 9.0 if turn == 0 else rank + turn),
+                )
+            ),
+        )
+        for rank in range(4)
+    ]
+    found = durations(traces, schedule)
+    assert sorted(found[name]) == [1.0, 1.0, 5.0, 5.0]
+    assert found["kernel"] == [4.5]
+
+
+def test_slowdown_compares_kernels_inside_communication_with_those_alone() -> None:
+    """Kernels that communication does not cover from start to end do not count."""
+    spans = [
+        Span(0, 1, "alone 0", "compute", 0.0, 1.0),
+        Span(0, 1, "reduce 0", "comm", 1.0, 4.0),
+        Span(0, 1, "under 1", "compute", 1.0, 2.5),
+        Span(0, 1, "under 2", "compute", 2.5, 4.0),
+        Span(0, 1, "under 3", "compute", 4.0, 5.0),
+        Span(0, 0, "alone 0", "compute", 0.0, 100.0),
+    ]
+    trace = Trace("", Layout(1, 2), 2, {0: 1}, tuple(spans))
+    assert slowdown(trace) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(2, 2)], ids=str)
+def test_the_figure_is_a_png(layout: Layout) -> None:
+    """With any number of groups, with kernels and without."""
+    from realrun.probe_figure import draw  # noqa: PLC0415 - matplotlib
+
+    for kernels in (True, False):
+        seen = measured(layout, kernels=kernels)
+        if kernels or layout.world_size > 1:
+            assert draw(seen, fit.fit(seen), "costs $5 and $6").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--out", "cluster.json"], "ends in .toml"),
+        (["--backend", "glo"], "did you mean 'gloo'"),
+        (["--gpu", "virtal"], "did you mean 'virtual'"),
+        (["--precision", "fp8"], "--precision is 'fp8'; "),
+        (["--gpu", "virtual", "--precision", "fp32"], "which --gpu leaves out"),
+        (["--max-size", "16"], "has no unit"),
+        (["--max-size", "1 KiB"], "16 KiB to 16 GiB"),
+        (["--budget", "0 s"], "above 0"),
+        (["--gpu", "virtual", "--nproc", "1"], "nothing can be measured"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_in_one_line(options: list[str], words: str) -> None:
+    """Before any process is started: what was wrong, and what is allowed."""
+    pytest.importorskip("torch")
+    import typer  # noqa: PLC0415 - a command line
+
+    from realrun.cli.probe import probe  # noqa: PLC0415 - a command line
+
+    app = typer.Typer()
+    app.command()(probe)
+    with pytest.raises(Co2simError, match=words) as caught:
+        app(options, standalone_mode=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_probe_writes_a_cluster_that_co2sim_predicts_with(tmp_path: Path) -> None:
+    """Two local ranks: a file with every number measured but the network, and a figure."""
+    pytest.importorskip("torch")
+    found = run_probe(tmp_path / "here.toml", "--nproc", "2")
+    assert found.layout == Layout(1, 2)
+    assert found.gpu.peak["fp32"] > 1e8
+    work = Collective(Kind.ALL_REDUCE, "b", 2**16, DType.FP32, WORLD)
+    assert 1e-5 < footprint(work, found).alone(found) < 1
+    assert (tmp_path / "here.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_a_probe_of_a_gpu(tmp_path: Path) -> None:
+    """One GPU: kernels and memory are faster than any CPU's, links are assumed."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    found = run_probe(tmp_path / "gpu.toml", "--nproc", "1", "--backend", "nccl")
+    assert found.gpu.peak["bf16"] > 1e12
+    assert found.gpu.memory_bandwidth > 1e11
+
+
+def run_probe(path: Path, *options: str) -> Cluster:
+    """The cluster that `realrun probe --quick` writes."""
+    command = [sys.executable, "-m", "realrun", "probe", "--quick", "--out", str(path), *options]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "memory bandwidth" in done.stdout
+    return load_cluster(str(path)).value
