@@ -1,10 +1,11 @@
 """How true predictions are: every strategy in the lab, predicted first, then measured.
 
     sudo python benchmarks/fidelity.py sleep        # 90 configurations, about half an hour
-    sudo python benchmarks/fidelity.py flops        # real matrix products, from a probe
+    sudo python benchmarks/fidelity.py flops        # real matrix products
 
-`sleep` predicts from the stated rate of the lab alone; `flops` from a probe in the same lab just
-before. Nothing is fitted to what is compared. Writes benchmarks/results/fidelity-KIND.csv and .md.
+`sleep` predicts twice: from the stated rate of the lab alone, and from a probe in the same lab just
+before. `flops` predicts from the probe. Nothing is fitted to what is compared. Writes
+fidelity-KIND.csv and fidelity-KIND.md, after every lab.
 """
 
 import argparse
@@ -18,13 +19,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pandas as pd
 
 from co2sim import Case, run
 from realrun.lab import Lab, stated_cluster
 from realrun.record import folder_name
+
+Row: TypeAlias = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("tiny-5m", "tiny-20m")
@@ -77,70 +80,93 @@ def realrun(lab: Lab, *arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "realrun", *inside], check=True, stdout=sys.stderr)
 
 
-def measured(setting: Setting, kernels: str, cluster: Path, rounds: int) -> list[dict[str, Any]]:
-    """Predict, run and lay side by side."""
+def measured(setting: Setting, kernels: str, clusters: dict[str, Path], rounds: int) -> list[Row]:
+    """Predict from every cluster file, run, and lay side by side."""
     options: dict[str, Any] = {"precision": "fp32"} if kernels == "flops" else {}
-    batch = "1"
-    cases = [
-        Case(cluster=str(cluster), model=setting.model, strategy=text, **options)
-        for text in setting.strategies
-    ]
-    predictions = [run(case) for case in cases]
+    predictions = {
+        source: [
+            run(Case(cluster=str(path), model=setting.model, strategy=text, **options))
+            for text in setting.strategies
+        ]
+        for source, path in clusters.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["run", "-c", str(cluster), "-m", setting.model, "--kernels", kernels]
+        first = str(next(iter(clusters.values())))
+        arguments = ["run", "-c", first, "-m", setting.model, "--kernels", kernels]
         arguments += [item for text in setting.strategies for item in ("-s", text)]
-        arguments += ["--rounds", str(rounds), "--micro-batch", batch, "--out", folder]
+        arguments += ["--rounds", str(rounds), "--out", folder, "--json"]
         arguments += [item for pair in options.items() for item in (f"--{pair[0]}", pair[1])]
         realrun(setting.lab, *arguments)
         found = [
-            json.loads((Path(folder) / folder_name(str(c.strategy)) / "run.json").read_text())
-            for c in cases
+            json.loads((Path(folder) / folder_name(text) / "run.json").read_text())["figures"]
+            for text in setting.strategies
         ]
-    lab = setting.lab
-    return [
-        {
+    lab, rows = setting.lab, []
+    for number, seen in enumerate(found):
+        row: Row = {
             "nodes": lab.nodes,
             "gpus_per_node": lab.gpus_per_node,
             "rate": lab.rate,
             "model": setting.model,
-            "strategy": predicted.strategy,
-            "predicted_s": predicted.round_time_s,
-            "measured_s": seen["figures"]["round_time_s"],
-            "error": predicted.round_time_s / seen["figures"]["round_time_s"] - 1,
-            "predicted_exposed_s": predicted.exposed_comm_s,
-            "measured_exposed_s": seen["figures"]["exposed_comm_s"],
-            "predicted_overlap": predicted.overlap_ratio,
-            "measured_overlap": seen["figures"]["overlap_ratio"],
+            "strategy": seen["strategy"],
+            "measured_s": seen["round_time_s"],
+            "measured_exposed_s": seen["exposed_comm_s"],
+            "measured_overlap": seen["overlap_ratio"],
         }
-        for predicted, seen in zip(predictions, found, strict=True)
-    ]
+        for source, results in predictions.items():
+            result = results[number]
+            row[f"{source}_s"] = result.round_time_s
+            row[f"{source}_error"] = result.round_time_s / seen["round_time_s"] - 1
+            row[f"{source}_exposed_s"] = result.exposed_comm_s
+            row[f"{source}_overlap"] = result.overlap_ratio
+        rows.append(row)
+    return rows
 
 
-def report(rows: Sequence[dict[str, Any]], kernels: str) -> str:
+def summary(frame: pd.DataFrame, source: str) -> str:
+    """Errors of the predictions from one source, in words."""
+    errors = frame[f"{source}_error"].abs()
+    overlap = (frame[f"{source}_overlap"] - frame["measured_overlap"]).abs()
+    words = {"stated": "the stated rate", "probed": "a probe just before"}[source]
+    return (
+        f"Predicted from {words}: round time, median absolute error {errors.median():.1%}, largest"
+        f" {errors.max():.1%}; overlap ratio, median difference {overlap.median():.3f}, largest"
+        f" {overlap.max():.3f}."
+    )
+
+
+def report(rows: Sequence[Row], kernels: str) -> str:
     """The table and its summary, in Markdown."""
     frame = pd.DataFrame(rows)
-    errors = frame["error"].abs()
-    overlap = (frame["predicted_overlap"] - frame["measured_overlap"]).abs()
-    table = "\n".join(
-        f"| {r['nodes']} x {r['gpus_per_node']} | {r['rate']} | {r['model']} | `{r['strategy']}` |"
-        f" {r['predicted_s'] * 1e3:.1f} | {r['measured_s'] * 1e3:.1f} | {r['error']:+.1%} |"
-        f" {r['predicted_exposed_s'] * 1e3:.1f} | {r['measured_exposed_s'] * 1e3:.1f} |"
-        f" {r['predicted_overlap']:.3f} | {r['measured_overlap']:.3f} |"
-        for r in rows
+    sources = [name for name in ("stated", "probed") if f"{name}_s" in frame]
+    head = ["nodes x ranks", "rate", "model", "strategy", "measured ms", "exposed ms", "overlap"]
+    for source in sources:
+        head += [f"{source}: ms", "error", "exposed ms", "overlap"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for r in rows:
+        cells = [
+            f"{r['nodes']} x {r['gpus_per_node']}",
+            r["rate"],
+            r["model"],
+            f"`{r['strategy']}`",
+            f"{r['measured_s'] * 1e3:.1f}",
+            f"{r['measured_exposed_s'] * 1e3:.1f}",
+            f"{r['measured_overlap']:.3f}",
+        ]
+        for source in sources:
+            cells += [
+                f"{r[f'{source}_s'] * 1e3:.1f}",
+                f"{r[f'{source}_error']:+.1%}",
+                f"{r[f'{source}_exposed_s'] * 1e3:.1f}",
+                f"{r[f'{source}_overlap']:.3f}",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    words = "\n\n".join(summary(frame, source) for source in sources)
+    table = "\n".join(lines)
+    return (
+        f"# Predicted and measured in the lab, {kernels} kernels\n\n{len(rows)} configurations,"
+        f" predicted before they ran. {machine()}\n\n{words}\n\n{table}\n"
     )
-    source = {"sleep": "the stated rate", "flops": "a probe in the same lab just before"}[kernels]
-    return f"""# Predicted and measured in the lab, {kernels} kernels
-
-Predicted from {source}, before the run. {machine()}
-
-{len(rows)} configurations. Round time: median absolute error {errors.median():.1%}, largest
-{errors.max():.1%}. Overlap ratio: largest difference {overlap.max():.3f}, median
-{overlap.median():.3f}.
-
-| nodes x ranks | rate | model | strategy | predicted ms | measured ms | error | exposed, predicted | measured | overlap, predicted | measured |
-|---|---|---|---|---|---|---|---|---|---|---|
-{table}
-"""
 
 
 def machine() -> str:
@@ -158,33 +184,34 @@ def machine() -> str:
 
 def main() -> None:
     """Run all settings of a kind, and keep what was seen after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kernels", choices=("sleep", "flops"))
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--only", default="", help="only labs such as 4x1@3 Gbit/s")
+    parser.add_argument("--only", default="", help="only labs such as '4x1@3 Gbit/s'")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    settings = list(sleep_settings() if given.kernels == "sleep" else flops_settings())
-    rows: list[dict[str, Any]] = []
+    settings = sleep_settings() if given.kernels == "sleep" else flops_settings()
+    rows: list[Row] = []
     given.out.mkdir(parents=True, exist_ok=True)
-    for number, setting in enumerate(settings):
-        lab = setting.lab
+    for lab, group in itertools.groupby(settings, key=lambda setting: setting.lab):
         name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}"
         if given.only not in name:
             continue
-        print(f"{number + 1} of {len(settings)}: {name} {setting.model}", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
-            cluster = Path(folder) / "cluster.toml"
+            probed, stated = Path(folder) / "probed.toml", Path(folder) / "stated.toml"
+            stated.write_text(stated_cluster(lab))
+            virtual = ("--gpu", "virtual") if given.kernels == "sleep" else ()
+            realrun(lab, "probe", "--out", str(probed), *virtual)
+            clusters = {"probed": probed}
             if given.kernels == "sleep":
-                cluster.write_text(stated_cluster(lab))
-            else:
-                realrun(lab, "probe", "--out", str(cluster))
-            rows += measured(setting, given.kernels, cluster, given.rounds)
-        for row in rows[-len(setting.strategies) :]:
-            print(f"  {row['strategy']:40} {row['error']:+.1%}", file=sys.stderr)
+                clusters = {"stated": stated, "probed": probed}
+            for setting in group:
+                rows += measured(setting, given.kernels, clusters, given.rounds)
+                for row in rows[-len(setting.strategies) :]:
+                    errors = [f"{source} {row[f'{source}_error']:+.1%}" for source in clusters]
+                    print(f"{name} {setting.model} {row['strategy']}: {', '.join(errors)}")
         pd.DataFrame(rows).to_csv(given.out / f"fidelity-{given.kernels}.csv", index=False)
         (given.out / f"fidelity-{given.kernels}.md").write_text(report(rows, given.kernels))
-    print(report(rows, given.kernels))
 
 
 if __name__ == "__main__":

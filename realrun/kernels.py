@@ -22,13 +22,14 @@ INTENSITY = 4.0
 Passes over a layer have hundreds, elementwise work on tensors less than two.
 """
 
-_WIDTH = 512
-"""Columns of the matrices that are multiplied."""
+_WIDTH = {"cpu": 512, "cuda": 4096}
+"""Rows and columns of the square matrices that are multiplied.
 
-_ROWS = 512
-"""Rows multiplied at once: a product of 268 MFLOP, whose operands fit in a cache."""
+On a CPU a product of 268 MFLOP, whose operands fit in a cache; on a GPU one of 137 GFLOP, which
+fills it.
+"""
 
-_COPIED = 2**26
+_COPIED = {"cpu": 2**26, "cuda": 2**29}
 """Bytes that a flops kernel copies at once, from and to memory that no cache holds whole."""
 
 
@@ -117,10 +118,10 @@ class Operands:
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype) -> "Operands":
         """Fresh ones."""
-        left = torch.full((_ROWS, _WIDTH), 0.5, device=device, dtype=dtype)
-        right = torch.full((_WIDTH, _WIDTH), 0.5, device=device, dtype=dtype)
-        source = torch.ones(_COPIED, device=device, dtype=torch.uint8)  # zeros may share one page
-        return cls(left, right, torch.empty_like(left), source, torch.ones_like(source))
+        width, copied = _WIDTH[device.type], _COPIED[device.type]
+        left = torch.full((width, width), 0.5, device=device, dtype=dtype)
+        source = torch.ones(copied, device=device, dtype=torch.uint8)  # zeros may share one page
+        return cls(left, left.clone(), torch.empty_like(left), source, torch.ones_like(source))
 
 
 def multiplies(work: Compute) -> bool:
@@ -131,10 +132,11 @@ def multiplies(work: Compute) -> bool:
 def burn(work: Compute, on: Operands) -> None:
     """Do as many FLOP, or read and write as many bytes, as the work states."""
     if multiplies(work):
-        rows = max(1, round(work.flops / (2 * _WIDTH * _WIDTH)))
-        for _ in range(rows // _ROWS):
+        width = len(on.right)
+        rows = max(1, round(work.flops / (2 * width * width)))
+        for _ in range(rows // width):
             torch.mm(on.left, on.right, out=on.product)
-        if rest := rows % _ROWS:
+        if rest := rows % width:
             torch.mm(on.left[:rest], on.right, out=on.product[:rest])
         return
     half = round(work.memory_bytes / 2)

@@ -6,8 +6,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from co2sim.case import Case, facts
-from co2sim.catalog import Fact
+from co2sim.case import Case
 from co2sim.cost import compute_time
 from co2sim.errors import Co2simError
 from co2sim.result import Prepared
@@ -18,25 +17,13 @@ from realrun.errors import MismatchError
 from realrun.executor import execute
 from realrun.kernels import Burn, Kernels, Sleep
 from realrun.record import Record
+from realrun.settle import settle
 from realrun.world import World, describe, gather_objects
 
 KernelName: TypeAlias = Literal["flops", "sleep"]
 """flops: real work of every op's size. sleep: hold the stream as long as the simulation says."""
 
 TORCH_DTYPE = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
-
-
-def settle(case: Case, world: World) -> tuple[Case, tuple[Fact, ...]]:
-    """The case as it runs here, with this layout, and what of it no source supports."""
-    cluster, model = case.load()
-    here = replace(
-        cluster.value,
-        nodes=world.layout.nodes,
-        gpus_per_node=world.layout.gpus_per_node,
-        backend=world.backend,
-        communicators="stream",
-    )
-    return replace(case, cluster=here, model=model.value, overrides={}), facts(cluster, model)
 
 
 def measure(
@@ -54,7 +41,7 @@ def measure(
     warm up as the simulation needs at least. Raises as `execute` does, and MismatchError when the
     trace breaks a rule of the schedule.
     """
-    case, assumed = settle(case, world)
+    case, assumed = settle(case, world.layout, world.backend)
     prepared = case.prepare()
     prepared = replace(prepared, assumed=(*assumed, *prepared.assumed))
     schedule = prepared.schedule

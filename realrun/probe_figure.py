@@ -36,7 +36,7 @@ def draw(measured: Measured, fitted: Fitted, name: str) -> bytes:
     with mpl.rc_context(
         {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
     ):
-        figure = Figure(figsize=(4.6 * panels + 0.4, 4.6), layout="constrained")
+        figure = Figure(figsize=(max(6.4, 4.6 * panels + 0.4), 4.8), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False)[0]
         here = fitted.intra or fitted.inter
         for axis, group in zip(axes, groups, strict=False):
@@ -53,7 +53,7 @@ def draw(measured: Measured, fitted: Fitted, name: str) -> bytes:
             figure.legend(
                 *axes[0].get_legend_handles_labels(),
                 loc="outside lower center",
-                ncols=5,
+                ncols=5 if panels > 1 else 3,
                 frameon=False,
             )
         figure.suptitle(name)

@@ -82,7 +82,7 @@ def read(folder: Path) -> Record:
         case = Case(
             cluster=TypeAdapter(Cluster).validate_python(run["cluster"]),
             model=TypeAdapter(Model).validate_python(run["model"]),
-            strategy=parse(run["strategy"]),
+            strategy=run["strategy"],
         )
         return Record(
             case=replace(case, **{name: run[name] for name in _PLAIN}),

@@ -1,9 +1,17 @@
 """The command line `realrun`."""
 
+import sys
+
 from co2sim.cli.entry import run_app
 from realrun.cli.app import app
 
 
 def main() -> None:
     """Run a command of `realrun`."""
-    run_app(app)
+    try:
+        run_app(app)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print("error: PyTorch is not installed: pip install 'co2sim[torch]'", file=sys.stderr)
+        sys.exit(2)

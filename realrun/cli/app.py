@@ -4,18 +4,20 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
 from co2sim.case import Case
 from co2sim.cli import options
-from co2sim.cluster import Backend
-from co2sim.errors import OptionError, nearest
+from co2sim.errors import OptionError
+from co2sim.schedule import Layout
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
+from realrun.cli import options as launching
 from realrun.cli.lab import lab
 from realrun.cli.probe import probe
+from realrun.settle import settle
 
 CLUSTER = "REALRUN_CLUSTER"
 """Environment variable with the path of the cluster that the lab states."""
@@ -28,23 +30,6 @@ app = typer.Typer(
 )
 app.add_typer(lab, name="lab")
 app.command()(probe)
-
-Nproc = Annotated[
-    int | None,
-    typer.Option(
-        parser=options.whole("--nproc"),
-        metavar="N",
-        help="Start N ranks on this machine; default: be one of the ranks that torchrun, Slurm or"
-        " `realrun lab` started.",
-    ),
-]
-BackendOption = Annotated[
-    str, typer.Option("--backend", help="gloo (CPU, works anywhere) or nccl (GPUs).")
-]
-Deadline = Annotated[
-    str,
-    typer.Option(help="The longest that a rank waits for another before the run is given up."),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -85,9 +70,9 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
             parser=options.whole("--rounds"), metavar="N", help="Rounds to measure, after warm-up."
         ),
     ] = 5,
-    nproc: Nproc = None,
-    backend: BackendOption = "gloo",
-    deadline: Deadline = "60 s",
+    nproc: launching.Nproc = None,
+    backend: launching.BackendName = "gloo",
+    deadline: launching.Deadline = "60 s",
     check: Annotated[  # noqa: FBT002
         bool,
         typer.Option(help="Let ranks compare every collective before they launch it."),
@@ -113,17 +98,17 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     if len(set(titles)) < len(titles):
         raise OptionError("a strategy is given twice")
     cases = [replace(job, cluster=stated, strategy=text) for text in strategy]
-    for case in cases:
-        case.load()
+    means = launching.known_backend(backend)
+    limit = options.seconds("--deadline", deadline)
+    launching.checked_nproc(nproc)
+    for case in cases:  # what is wrong is better said once than by every rank
+        if nproc is None:
+            case.load()
+        else:
+            settle(case, Layout(1, nproc), means)[0].prepare()
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
-    settings = ranks.Settings(_backend(backend), options.seconds("--deadline", deadline), nproc)
+    settings = ranks.Settings(means, limit, nproc)
     if nproc is not None:
         sys.exit(ranks.start(settings, sys.argv[1:]))
     ranks.run(cases, settings, name, rounds, out, check=check, as_json=json_)  # type: ignore[arg-type]
-
-
-def _backend(text: str) -> Backend:
-    if text not in get_args(Backend):
-        raise OptionError(f"--backend is {text!r}; {nearest(text, get_args(Backend))}")
-    return text  # type: ignore[return-value]

@@ -4,16 +4,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from co2sim.catalog import names
 from co2sim.cli import options
-from co2sim.cluster import Backend
 from co2sim.errors import OptionError, UnitError, nearest
 from co2sim.schedule import DType
 from co2sim.units import duration, parse, scaled
+from realrun.cli import options as launching
 
 if TYPE_CHECKING:
     from realrun.cli.ranks import Rank
@@ -59,28 +59,15 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     quick: Annotated[  # noqa: FBT002 - an option
         bool, typer.Option("--quick", help="Same as --budget '5 s' --max-size '1 MiB'.")
     ] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            parser=options.whole("--nproc"),
-            metavar="N",
-            help="Start N ranks on this machine; default: be one of the ranks that torchrun, Slurm"
-            " or `realrun lab` started.",
-        ),
-    ] = None,
-    backend: Annotated[
-        str, typer.Option(help="gloo (CPU, works anywhere) or nccl (GPUs).")
-    ] = "gloo",
-    deadline: Annotated[
-        str,
-        typer.Option(help="The longest that a rank waits for another before it is given up."),
-    ] = "60 s",
+    nproc: launching.Nproc = None,
+    backend: launching.BackendName = "gloo",
+    deadline: launching.Deadline = "60 s",
 ) -> None:
     """Measure the nodes at hand: a cluster file for co2sim, and a figure of the fits."""
     if out.suffix != ".toml":
         raise OptionError(f"--out is {out}; the name of a cluster file ends in .toml")
-    if backend not in get_args(Backend):
-        raise OptionError(f"--backend is {backend!r}; {nearest(backend, get_args(Backend))}")
+    means = launching.known_backend(backend)
+    launching.checked_nproc(nproc)
     if gpu is not None and gpu not in names("gpus"):
         raise OptionError(f"--gpu is {gpu!r}; {nearest(gpu, names('gpus'))}")
     if gpu is not None and precision:
@@ -97,13 +84,13 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     from realrun.cluster_file import NOTHING  # noqa: PLC0415 - slow
     from realrun.probe import Plan  # noqa: PLC0415 - torch
 
-    settings = ranks.Settings(backend, wait, nproc)  # type: ignore[arg-type]
+    settings = ranks.Settings(means, wait, nproc)
     if not precisions and str(nproc or os.environ.get("WORLD_SIZE")) == "1":
         raise OptionError(NOTHING)
     if nproc is not None:
         sys.exit(ranks.start(settings, sys.argv[1:]))
     plan = Plan(precisions, largest, seconds)
-    ranks.as_rank(settings, out.parent, lambda rank: _measure(rank, plan, out, name, gpu))
+    ranks.as_rank(settings, None, lambda rank: _measure(rank, plan, out, name, gpu))
 
 
 def _precisions(given: list[str] | None, backend: str) -> tuple[str, ...]:
@@ -127,16 +114,11 @@ def _measure(rank: "Rank", plan: "Plan", out: Path, name: str | None, gpu: str |
     """Measure as one rank among others; rank 0 writes and prints."""
     from co2sim.cli.files import write_atomically  # noqa: PLC0415 - slow
     from realrun.cluster_file import to_toml  # noqa: PLC0415 - slow
-    from realrun.errors import MismatchError, RankFailure  # noqa: PLC0415 - slow
     from realrun.fit import fit  # noqa: PLC0415 - slow
     from realrun.probe import probe as measure  # noqa: PLC0415 - torch
     from realrun.probe_figure import draw  # noqa: PLC0415 - matplotlib
 
-    try:
-        measured = measure(rank.world, plan, rank.progress or (lambda _: None))
-    except (RankFailure, MismatchError) as error:
-        error.trace = None  # type: ignore[union-attr] # spans of a probe tell nobody anything
-        raise
+    measured = measure(rank.world, plan, rank.progress or (lambda _: None))
     if rank.world.rank:
         return
     fitted = fit(measured)

@@ -38,8 +38,7 @@ class Settings:
 
 def start(settings: Settings, arguments: Sequence[str]) -> int:
     """Run this same command as `nproc` local ranks; gives the exit code."""
-    if settings.nproc is None or settings.nproc < 1:
-        raise OptionError(f"--nproc is {settings.nproc}; it must be at least 1")
+    assert settings.nproc is not None
     command = [sys.executable, "-m", "realrun", *without_nproc(arguments)]
     return run_local(command, settings.nproc, grace=_GRACE)
 
@@ -58,14 +57,14 @@ def without_nproc(arguments: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class Rank:
-    """This process as a rank. `folder` is where the partial trace of a failure goes."""
+    """This process as a rank. `folder` is where the partial trace of a failure goes, if any."""
 
     world: World
-    folder: Path
+    folder: Path | None
     progress: Progress | None = field(default=None)
 
 
-def as_rank(settings: Settings, folder: Path, work: Callable[[Rank], None]) -> None:
+def as_rank(settings: Settings, folder: Path | None, work: Callable[[Rank], None]) -> None:
     """Join the others and do `work`. A failure ends the process with one line and exit code 1."""
     rank: Rank | None = None
     try:
@@ -113,7 +112,7 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
     """Say why on one line, keep what was seen, and end, whatever other threads still wait for."""
     message = str(error)
     seen = partial_trace(error)
-    if rank is not None and seen is not None:
+    if rank is not None and rank.folder is not None and seen is not None:
         path = rank.folder / "partial" / f"rank{rank.world.rank}.jsonl"
         try:
             lines = "".join(f"{line}\n" for line in seen.to_json_lines())

@@ -1,0 +1,40 @@
+"""The options that several commands share: how ranks are started, and how they talk."""
+
+from typing import Annotated, get_args
+
+import typer
+
+from co2sim.cli.options import whole
+from co2sim.cluster import Backend
+from co2sim.errors import OptionError, nearest
+
+Nproc = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole("--nproc"),
+        metavar="N",
+        help="Start N ranks on this machine; default: be one of the ranks that torchrun, Slurm or"
+        " `realrun lab` started.",
+    ),
+]
+BackendName = Annotated[
+    str, typer.Option("--backend", help="gloo (CPU, works anywhere) or nccl (GPUs).")
+]
+Deadline = Annotated[
+    str,
+    typer.Option(help="The longest that a rank waits for another before all give up."),
+]
+
+
+def known_backend(text: str) -> Backend:
+    """A backend by its name. Raises OptionError for others."""
+    if text not in get_args(Backend):
+        raise OptionError(f"--backend is {text!r}; {nearest(text, get_args(Backend))}")
+    return text  # type: ignore[return-value]
+
+
+def checked_nproc(nproc: int | None) -> int | None:
+    """A number of ranks. Raises OptionError below 1."""
+    if nproc is not None and nproc < 1:
+        raise OptionError(f"--nproc is {nproc}; it must be at least 1")
+    return nproc

@@ -1,0 +1,24 @@
+"""A case as it runs on the ranks that are there."""
+
+from dataclasses import replace
+
+from co2sim.case import Case, facts
+from co2sim.catalog import Fact
+from co2sim.cluster import Backend
+from co2sim.schedule import Layout
+
+
+def settle(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[Fact, ...]]:
+    """The case with its cluster and model as objects, and what of them no source supports.
+
+    The cluster gets this layout and backend, and communicators as the executor makes them.
+    """
+    cluster, model = case.load()
+    here = replace(
+        cluster.value,
+        nodes=layout.nodes,
+        gpus_per_node=layout.gpus_per_node,
+        backend=backend,
+        communicators="stream",
+    )
+    return replace(case, cluster=here, model=model.value, overrides={}), facts(cluster, model)

@@ -1,0 +1,142 @@
+"""`realrun run` as users call it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from co2sim import Case, study
+from realrun import record
+
+ROOT = Path(__file__).parent.parent
+CLUSTER = """
+name = "this machine"
+source = "for this test"
+nodes = 1
+gpus_per_node = 2
+gpu = "virtual"
+backend = "gloo"
+intra = { bandwidth = "1 GB/s", latency = "50 us" }
+inter = { bandwidth = "1 GB/s", latency = "50 us" }
+"""
+
+
+def call(
+    folder: Path, *arguments: str, launcher: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder that holds cluster.toml."""
+    (folder / "cluster.toml").write_text(CLUSTER)
+    command = [*launcher, "-m", "realrun", *arguments]
+    return subprocess.run(
+        command if launcher else [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels", "sleep")
+
+
+@pytest.mark.dist
+def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) -> None:
+    """JSON holds the keys of `co2sim run --json`; sleep kernels take the simulated time."""
+    done = call(tmp_path, *RUN, "--nproc", "2", "-s", "ddp", "-s", "co2:tau=2", "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    predicted = study.run(
+        Case(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
+    )
+    for found in figures:
+        assert found.keys() == predicted.to_dict().keys()
+    assert [found["strategy"] for found in figures] == ["ddp", "co2(tau=2)"]
+    kept = record.read(tmp_path / "out" / "ddp")
+    assert kept.figures == figures[0]
+    assert kept.trace.ranks == {0: 1, 1: 1}
+    assert figures[0]["round_time_s"] >= predicted.round_time_s - predicted.exposed_comm_s
+    assert json.loads((tmp_path / "out" / "ddp" / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.dist
+def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
+    """Two ranks by torchrun's environment; text output."""
+    torchrun = (
+        sys.executable,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )
+    done = call(tmp_path, *RUN, "-s", "zero2", launcher=torchrun, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert "zero2 on 2 GPUs on 1 nodes of this machine" in done.stdout
+    assert "measured: averages over the last of 3 rounds" in done.stdout
+
+
+@pytest.mark.dist
+def test_real_matrix_products_run(tmp_path: Path) -> None:
+    """Flops kernels on one rank: no communication, and a trace."""
+    done = call(
+        tmp_path,
+        *("run", "-c", "cluster.toml", "-m", "tiny-5m", "-s", "ddp", "--rounds", "1"),
+        *("--kernels", "flops", "--precision", "fp32", "--set", "model.seq_len=64"),
+        *("--nproc", "1", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["overlap_ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "-m", "tiny-5m", "-s", "ddp"), "--cluster is missing"),
+        ((*RUN, "-s", "dpd", "--nproc", "2"), "unknown strategy 'dpd'; did you mean 'ddp'?"),
+        ((*RUN, "-s", "ddp", "-s", "ddp"), "a strategy is given twice"),
+        ((*RUN, "-s", "ddp", "--kernels", "flop"), "--kernels is 'flop'"),
+        ((*RUN, "-s", "ddp", "--nproc", "0"), "--nproc is 0; it must be at least 1"),
+        ((*RUN, "-s", "ddp", "--backend", "mpi"), "--backend is 'mpi'"),
+        ((*RUN, "-s", "ddp", "--deadline", "5"), "--deadline"),
+        ((*RUN, "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
+        ((*RUN, "-s", "ddp"), "RANK is not set"),
+        (("run", "-c", "nowhere", "-m", "tiny-5m", "-s", "ddp"), "nowhere"),
+        (
+            (
+                "run",
+                "-c",
+                "cluster.toml",
+                "-m",
+                "tiny-5m",
+                "-s",
+                "zeropp:hpz_group=3",
+                "--nproc",
+                "2",
+            ),
+            "hpz_group=3",
+        ),
+    ],
+)
+def test_bad_input_gives_one_line_and_starts_nothing(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    """What was wrong, on stderr; exit code 2, nothing written."""
+    done = call(tmp_path, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_torch_the_command_says_what_to_install(tmp_path: Path) -> None:
+    """The base install has no torch; one line, not a traceback."""
+    (tmp_path / "torch.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    )
+    shutil.copytree(ROOT / "realrun", tmp_path / "realrun")
+    shutil.copytree(ROOT / "co2sim", tmp_path / "co2sim")
+    done = call(tmp_path, *RUN, "-s", "ddp", "--nproc", "1", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2, done.stderr
+    assert "PyTorch is not installed: pip install 'co2sim[torch]'" in done.stderr

@@ -1,0 +1,60 @@
+"""A run's folder: what was asked, what was measured, and the timeline."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import cluster, model
+
+from co2sim import Case, study
+from co2sim.errors import CatalogError, Co2simError
+from realrun import record
+from realrun.record import Record, folder_name
+
+
+@pytest.fixture
+def made() -> Record:
+    """A simulated run, as if it had been measured."""
+    case = Case(cluster=cluster(), model=model(), strategy="co2(tau=2)", precision="fp32")
+    _, trace = study.trace(replace(case, fold=False))
+    return Record(
+        case=case,
+        kernels="sleep",
+        rounds=1,
+        trace=trace,
+        clock_error=1e-6,
+        figures=study.run(case).to_dict(),
+        environment={"torch": "2"},
+    )
+
+
+def test_what_is_written_is_read(made: Record, tmp_path: Path) -> None:
+    """Cluster, model, options, spans and figures; the prediction can be repeated exactly."""
+    written = record.write(tmp_path / "run", made)
+    assert {path.name for path in written} == {"run.json", "trace.jsonl", "trace.json"}
+    found = record.read(tmp_path / "run")
+    assert found.case == made.case
+    assert found.trace == made.trace
+    assert found.figures == json.loads(json.dumps(made.figures))
+    assert study.run(found.case) == study.run(made.case)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "not json", "other keys"])
+def test_other_folders_are_refused_in_one_line(made: Record, tmp_path: Path, damage: str) -> None:
+    """Whatever is wrong with it, the folder is named."""
+    folder = tmp_path / "run"
+    if damage != "missing":
+        record.write(folder, made)
+        texts = {"empty": "", "not json": "{", "other keys": "{}"}
+        (folder / "run.json").write_text(texts[damage])
+    with pytest.raises(CatalogError, match=f"{folder} is not the folder of a run: ") as caught:
+        record.read(folder)
+    assert isinstance(caught.value, Co2simError)
+    assert "\n" not in str(caught.value)
+
+
+def test_folders_are_named_by_strategy() -> None:
+    """Short, without characters that a shell minds."""
+    assert folder_name("ddp") == "ddp"
+    assert folder_name("co2:worker=node,tau=8") == "co2-tau=8-worker=node"

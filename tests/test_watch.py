@@ -1,0 +1,151 @@
+"""Who failed: heartbeats and failures in a store, without any processes."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from realrun import watch
+from realrun.watch import Place, Watch, tell
+
+HERE = Place(7, 1, "average")
+
+
+class Memory:
+    """A store in this process; `broken` answers nothing, like one whose host has died."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.lock = threading.Lock()
+        self.broken = False
+
+    def _alive(self) -> None:
+        if self.broken:
+            raise RuntimeError("connection reset by peer")
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter."""
+        self._alive()
+        with self.lock:
+            total = int(self.values.get(key, "0")) + value
+            self.values[key] = str(total)
+            return total
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a value."""
+        self._alive()
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        """Read a value."""
+        self._alive()
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        self._alive()
+        return all(key in self.values for key in keys)
+
+
+@contextmanager
+def watches(store: Memory, count: int) -> Iterator[list[Watch]]:
+    """One watch per rank."""
+    made = [Watch(store, rank, count) for rank in range(count)]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.stop()
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hearts beat fifty times a second."""
+    monkeypatch.setattr(watch, "_PERIOD", 0.02)
+    monkeypatch.setattr(watch, "_SILENT", 0.1)
+
+
+def test_who_was_told_to_have_failed_is_named() -> None:
+    """A launcher that saw a rank die has the first word."""
+    store = Memory()
+    with watches(store, 3) as (first, *_):
+        tell(store, 2, "was killed by SIGKILL")
+        found = first.lost(HERE, range(3), RuntimeError("connection closed"))
+    assert str(found).startswith("rank 2 was killed by SIGKILL")
+    assert found.ranks == (2,)
+
+
+def test_a_silent_heart_is_named() -> None:
+    """Without a launcher: the rank whose heart has stopped, and where this one was."""
+    store = Memory()
+    with watches(store, 3) as (first, second, third):
+        for one in (first, second):
+            one.enter("comm", HERE)
+        third.stop()
+        found = first.lost(HERE, range(3), RuntimeError("timed out"))
+        assert str(found) == "rank 2 gives no sign of life; stopped in 'average' of round 1"
+        assert (found.ranks, found.op, found.round) == ((2,), "average", 1)
+        time.sleep(0.1)
+        assert second.failure is not None
+        assert second.failure.ranks == (2,)
+
+
+def test_a_rank_that_lives_but_is_behind_is_named_with_where_it_is() -> None:
+    """Its heart beats, but its kernel does not end."""
+    store = Memory()
+    with watches(store, 2) as (first, second):
+        first.enter("comm", HERE)
+        second.enter("compute", Place(5, 1, "backward.head"))
+        time.sleep(0.05)
+        found = first.lost(HERE, range(2), RuntimeError("timed out"))
+    assert "rank 1 is not there: it is in 'backward.head' of round 1" in str(found)
+
+
+def test_ranks_that_are_all_there_blame_nobody() -> None:
+    """Then the error itself is all that is known."""
+    store = Memory()
+    with watches(store, 2) as (first, second):
+        for one in (first, second):
+            one.enter("comm", HERE)
+        time.sleep(0.05)
+        found = first.lost(HERE, range(2), RuntimeError("no route\nto host"))
+    assert str(found) == "'average' failed: no route to host; stopped in 'average' of round 1"
+    assert found.ranks == ()
+
+
+def test_what_a_rank_raises_reaches_all_others() -> None:
+    """Type, place and message; listeners are called once."""
+    store = Memory()
+    heard: list[str] = []
+    with watches(store, 2) as (first, second):
+        second.listen(lambda failure: heard.append(str(failure)))
+        own = first.raised(HERE, ValueError("NaN in the loss"))
+        time.sleep(0.1)
+    told = "rank 0 raised ValueError in 'average' of round 1: NaN in the loss"
+    assert str(own) == f"{told}; stopped in 'average' of round 1"
+    assert heard == [told]
+
+
+def test_a_dead_store_ends_nothing_by_itself() -> None:
+    """Its host is gone; the watch goes on, and what failed is still reported."""
+    store = Memory()
+    with watches(store, 2) as (first, _):
+        store.broken = True
+        time.sleep(0.05)
+        assert first.failure is None
+        found = first.lost(HERE, range(2), RuntimeError("connection closed"))
+        store.broken = False
+    assert "stopped in 'average' of round 1" in str(found)
+
+
+def test_only_the_first_failure_counts() -> None:
+    """What fails because of another failure is not blamed."""
+    store = Memory()
+    with watches(store, 3) as (first, *_):
+        tell(store, 1, "was killed by SIGSEGV")
+        tell(store, 2, "exited with code 1")
+        time.sleep(0.1)
+        assert first.failure is not None
+        assert first.failure.ranks == (1,)
