@@ -1,10 +1,11 @@
 # make run: the main job. make test: what CI runs. make bench: the speed of the simulator.
+# make fidelity: predicted against measured in the lab (root, 30 min). make failures: ranks that die.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test bench golden format clean
+.PHONY: run test bench fidelity failures golden format clean
 
 run: $(STAMP)
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
@@ -20,6 +21,14 @@ test: $(STAMP)-dev
 
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py
+
+fidelity: $(STAMP)-dev
+	$(BIN)/python benchmarks/fidelity.py sleep
+	$(BIN)/python benchmarks/fidelity.py flops
+	$(BIN)/python benchmarks/fidelity.py hiding
+
+failures: $(STAMP)-dev
+	$(BIN)/python benchmarks/failures.py
 
 golden: $(STAMP)-dev
 	$(BIN)/pytest --update-golden tests/test_strategies.py

@@ -2,6 +2,7 @@
 
     sudo python benchmarks/fidelity.py sleep        # 90 configurations, about half an hour
     sudo python benchmarks/fidelity.py flops        # real matrix products
+    sudo python benchmarks/fidelity.py hiding       # CO2 beside blocking strategies
 
 `sleep` predicts twice: from the stated rate of the lab alone, and from a probe in the same lab just
 before. `flops` predicts from the probe. Nothing is fitted to what is compared. Writes
@@ -30,7 +31,7 @@ from realrun.record import folder_name
 Row: TypeAlias = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
-MODELS = ("tiny-5m", "tiny-20m")
+MODELS = ("tiny-5m", "tiny-23m")
 LAYOUTS = ((2, 1), (4, 1), (2, 2))
 RATES = ("300 Mbit/s", "1 Gbit/s", "3 Gbit/s")
 STRATEGIES = (
@@ -71,6 +72,14 @@ def flops_settings() -> Iterator[Setting]:
     """Two ranks, so that each has a core to itself."""
     for number, rate in enumerate(RATES):
         yield Setting(Lab(2, 1, rate), "tiny-5m", STRATEGIES[number % 2 :: 2])
+
+
+def hiding_settings() -> Iterator[Setting]:
+    """Enough local steps to hide an average of 0.9 s, and the same without hiding."""
+    yield Setting(Lab(4, 1, "300 Mbit/s"), "tiny-5m", ("co2:tau=8", "local_sgd:tau=8", "ddp"))
+
+
+SETTINGS = {"sleep": sleep_settings, "flops": flops_settings, "hiding": hiding_settings}
 
 
 def realrun(lab: Lab, *arguments: str) -> None:
@@ -185,12 +194,13 @@ def machine() -> str:
 def main() -> None:
     """Run all settings of a kind, and keep what was seen after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kernels", choices=("sleep", "flops"))
+    parser.add_argument("kind", choices=SETTINGS)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", default="", help="only labs such as '4x1@3 Gbit/s'")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    settings = sleep_settings() if given.kernels == "sleep" else flops_settings()
+    settings = SETTINGS[given.kind]()
+    kernels = "flops" if given.kind == "flops" else "sleep"
     rows: list[Row] = []
     given.out.mkdir(parents=True, exist_ok=True)
     for lab, group in itertools.groupby(settings, key=lambda setting: setting.lab):
@@ -200,18 +210,18 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             probed, stated = Path(folder) / "probed.toml", Path(folder) / "stated.toml"
             stated.write_text(stated_cluster(lab))
-            virtual = ("--gpu", "virtual") if given.kernels == "sleep" else ()
+            virtual = ("--gpu", "virtual") if kernels == "sleep" else ()
             realrun(lab, "probe", "--out", str(probed), *virtual)
             clusters = {"probed": probed}
-            if given.kernels == "sleep":
+            if kernels == "sleep":
                 clusters = {"stated": stated, "probed": probed}
             for setting in group:
-                rows += measured(setting, given.kernels, clusters, given.rounds)
+                rows += measured(setting, kernels, clusters, given.rounds)
                 for row in rows[-len(setting.strategies) :]:
                     errors = [f"{source} {row[f'{source}_error']:+.1%}" for source in clusters]
                     print(f"{name} {setting.model} {row['strategy']}: {', '.join(errors)}")
-        pd.DataFrame(rows).to_csv(given.out / f"fidelity-{given.kernels}.csv", index=False)
-        (given.out / f"fidelity-{given.kernels}.md").write_text(report(rows, given.kernels))
+        pd.DataFrame(rows).to_csv(given.out / f"fidelity-{given.kind}.csv", index=False)
+        (given.out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
 """Execute a schedule on real process groups: the executor issues, streams do the waiting."""
 
+import math
+
 from co2sim.schedule import Schedule
 from co2sim.trace import Trace
+from co2sim.units import Seconds
+from realrun.errors import MismatchError
 from realrun.kernels import Kernels
 from realrun.run import Progress, Run
 from realrun.threads import run_on_threads
 from realrun.world import World
+
+_ROUNDING: Seconds = 2e-6
+"""CUDA events count microseconds, in single precision."""
 
 
 def execute(
@@ -25,7 +32,8 @@ def execute(
     collectives are left out: the baseline of exposed communication.
 
     Raises RankFailure when a rank dies, hangs longer than the world's deadline or raises, and
-    MismatchError when ranks do not do the same; both carry the spans finished so far as `trace`.
+    MismatchError when ranks do not do the same, or an op did not run or did not wait; both carry
+    the spans finished so far as `trace`, if there are any.
     """
     world.agree("run", f"{schedule}\nfor {rounds} rounds")
     world.connect(schedule)
@@ -33,5 +41,10 @@ def execute(
     if world.device.type == "cuda":
         from realrun.gpu import run_on_gpu  # noqa: PLC0415 - only where there is one
 
-        return run_on_gpu(run)
-    return run_on_threads(run)
+        trace = run_on_gpu(run)
+    else:
+        trace = run_on_threads(run)
+    broken = trace.violations(schedule, _ROUNDING, skew=math.inf)
+    if broken:
+        raise MismatchError(f"the trace breaks {len(broken)} rules of its schedule: {broken[0]}")
+    return trace

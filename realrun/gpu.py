@@ -1,6 +1,7 @@
 """Streams as CUDA streams: the host issues everything, events on the GPU do the waiting."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +11,13 @@ from co2sim.schedule import Collective, Instance
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
 from realrun.collectives import Buffers, alone, launch
+from realrun.kernels import Synthetic
 from realrun.run import Run, common_start, compare
 from realrun.watch import Place
 
 _POLL: Seconds = 0.0005
+_CYCLES = 20_000_000
+"""Clock cycles to calibrate with: about ten milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,26 @@ class _Issued:
     instance: Instance
     start: torch.cuda.Event
     end: torch.cuda.Event
+
+
+class GpuSleep(Synthetic):
+    """Hold the stream, by counting the GPU's clock, as long as `Sleep` holds a thread."""
+
+    def __init__(self, seconds: Mapping[int, Seconds]) -> None:
+        """Measure how fast the clock counts."""
+        self._seconds = seconds
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_CYCLES)  # noqa: SLF001 - torch has no public kernel that waits
+        start.record()
+        torch.cuda._sleep(_CYCLES)  # noqa: SLF001
+        end.record()
+        end.synchronize()
+        self._rate = _CYCLES / (start.elapsed_time(end) / 1e3)
+
+    def compute(self, instance: Instance, ready: Seconds) -> None:
+        """Wait on the stream."""
+        del ready
+        torch.cuda._sleep(round(self._seconds[id(instance.op.work)] * self._rate))  # noqa: SLF001
 
 
 def run_on_gpu(run: Run) -> Trace:

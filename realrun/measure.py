@@ -81,6 +81,10 @@ def make_kernels(name: KernelName, prepared: Prepared, world: World) -> Kernels:
     """Synthetic kernels for a case."""
     if name == "flops":
         return Burn(world.device, TORCH_DTYPE[prepared.job.precision])
+    if world.device.type == "cuda":
+        from realrun.gpu import GpuSleep  # noqa: PLC0415 - only where there is one
+
+        return GpuSleep(durations(prepared))
     return Sleep(durations(prepared))
 
 

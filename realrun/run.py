@@ -72,7 +72,8 @@ class Run:
 def common_start(world: World) -> Seconds:
     """A moment just passed that all ranks agree on, on this rank's monotonic clock."""
     here = torch.tensor([world.clock.now()], dtype=torch.float64)
-    dist.all_reduce(here, op=dist.ReduceOp.MAX)
+    with world.together("common start"):
+        dist.all_reduce(here, op=dist.ReduceOp.MAX)
     start: float = here.item()
     return start - (world.clock.now() - time.monotonic())
 

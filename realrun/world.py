@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -65,9 +65,10 @@ class World:
         Raises MismatchError when another rank has another schedule.
         """
         self.agree("schedule", str(schedule))
-        for op in schedule.body:
-            if isinstance(op.work, Collective):
-                self._connect(op.stream, op.work.group)
+        with self.together("connection of communicators"):
+            for op in schedule.body:
+                if isinstance(op.work, Collective):
+                    self._connect(op.stream, op.work.group)
 
     def communicator(self, stream: str, group: Group) -> Communicator | None:
         """The communicator of a connected schedule; None if this rank is alone in the group."""
@@ -92,7 +93,8 @@ class World:
     def agree(self, what: str, text: str) -> None:
         """Compare a text across ranks. Raises MismatchError that names the first difference."""
         texts: list[str | None] = [None] * self.layout.world_size
-        dist.all_gather_object(texts, text)
+        with self.together(f"agreement on the {what}"):
+            dist.all_gather_object(texts, text)
         for rank, other in enumerate(texts):
             if other != texts[0]:
                 lines = zip((texts[0] or "").splitlines(), (other or "").splitlines(), strict=False)
@@ -101,9 +103,14 @@ class World:
                     f"rank {rank} has another {what} than rank 0: {two!r} instead of {one!r}"
                 )
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier()
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Something that all ranks do outside of a schedule. Raises RankFailure if one is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            everybody = range(self.layout.world_size)
+            raise self.watch.lost(Place(-1, 0, what), everybody, error) from error
 
     def leave(self) -> None:
         """End in good order."""
@@ -205,7 +212,8 @@ def _machine() -> str:
 def gather_objects(world: World, value: object) -> list[object] | None:
     """Every rank's value, on rank 0; None elsewhere."""
     found: list[object] | None = [None] * world.layout.world_size if world.rank == 0 else None
-    dist.gather_object(value, found)
+    with world.together("collection of results"):
+        dist.gather_object(value, found)
     return found
 
 

@@ -11,10 +11,24 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 
-def on_ranks(function: str, nproc: int, *, gpus_per_node: int = 0, **arguments: Any) -> list[Any]:
+def on_ranks(
+    function: str,
+    nproc: int,
+    *,
+    gpus_per_node: int = 0,
+    backend: str = "gloo",
+    **arguments: Any,
+) -> list[Any]:
     """What `workers.FUNCTION(world, **arguments)` gives on every rank; it must be JSON."""
     with tempfile.TemporaryDirectory() as folder:
-        request = json.dumps({"function": function, "arguments": arguments, "folder": folder})
+        request = json.dumps(
+            {
+                "function": function,
+                "arguments": arguments,
+                "folder": folder,
+                "backend": backend,
+            }
+        )
         script = (
             "import sys; from realrun.launch import run_local; sys.exit(run_local("
             f"[sys.executable, {str(ROOT / 'tests' / 'workers.py')!r}], {nproc},"

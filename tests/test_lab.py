@@ -12,8 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tiny import cluster as tiny_cluster
 
 from co2sim.catalog import load_cluster
+from co2sim.cost import footprint
+from co2sim.schedule import WORLD, Collective, DType, Kind
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
 from realrun.lab import FRAME, PAYLOAD, TOOLS, Lab, burst, check_machine, run_lab, stated_cluster
@@ -152,7 +155,11 @@ def test_burst_is_small_and_holds_packets(rate: float) -> None:
 
 SEE = """
 import json, os, socket
+from tiny import cluster as tiny_cluster
+
 from co2sim.catalog import load_cluster
+from co2sim.cost import footprint
+from co2sim.schedule import WORLD, Collective, DType, Kind
 cluster = load_cluster(os.environ["REALRUN_CLUSTER"]).value
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GLOO_SOCKET_IFNAME"]
 print(json.dumps({
@@ -279,3 +286,57 @@ def test_nothing_is_left(number: signal.Signals, code: int) -> None:
     names = Path("/run/netns")
     assert not names.exists() or not {f"net:[{f.stat().st_ino}]" for f in names.iterdir()} & spaces
     assert not Path("/dev/shm/cluster.toml").exists()  # noqa: S108 - the lab's own, not ours
+
+
+SENT = """
+import json, sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from co2sim.schedule import WORLD, Collective, DType, Kind, Op, Schedule
+from realrun.collectives import allocate, carry_out
+from realrun.world import join
+
+def sent():
+    (line,) = (x for x in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in x)
+    return int(line.partition(":")[2].split()[8])
+
+world = join("gloo", 30.0)
+found = {}
+for kind in Kind:
+    dtype, scales = (DType.FP32, 0) if "reduce" in kind else (DType.INT4, 256)
+    work = Collective(kind, "x", 1_000_000, dtype, WORLD, scales)
+    world.connect(Schedule("s", (Op("c", work, "comm"),)))
+    at = world.communicator("comm", WORLD)
+    buffers = allocate(work, len(at.members), world.device)
+    before = sent()
+    for _ in range(5):
+        carry_out(work, buffers, at, 30.0)
+    dist.barrier()
+    found[kind] = (sent() - before) / 5
+everything = [None] * 4
+dist.all_gather_object(everything, found)
+if world.rank == 0:
+    print(json.dumps(everything))
+world.leave()
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.dist
+@pytest.mark.usefixtures("machine")
+def test_what_is_on_the_wire_is_what_was_predicted() -> None:
+    """Counted by the kernel at each node's network card: the footprint's bytes, and 4 % headers.
+
+    Int4 is half a byte an element, its scales are along, and reduce_scatter is no all-reduce.
+    """
+    lab = Lab(4, 1, "1 Gbit/s")
+    (line,) = output(lab, [sys.executable, "-c", SENT])
+    found = json.loads(line)
+    for kind in Kind:
+        dtype, scales = (DType.FP32, 0) if "reduce" in kind else (DType.INT4, 256)
+        work = Collective(kind, "x", 1_000_000, dtype, WORLD, scales)
+        cost = footprint(work, tiny_cluster(4, 1, backend="gloo"))
+        most = max(node[kind] for node in found)
+        assert cost.inter < most < 1.08 * cost.inter + 20_000

@@ -293,6 +293,12 @@ def test_nccl_runs_one_collective_at_a_time_per_communicator() -> None:
     assert ends(trace) == pytest.approx({"a": 3e-3, "b": 6e-3})
 
 
+def test_streams_with_communicators_of_their_own_share_the_links() -> None:
+    """As `realrun` makes them: two streams of one group are in flight together, on NCCL too."""
+    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1, communicators="stream"))
+    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
+
+
 def test_gloo_runs_what_is_in_flight_together() -> None:
     """Two of one group share the NIC and end together."""
     trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1, backend="gloo"))

@@ -10,7 +10,7 @@ import tiny
 
 from co2sim.errors import CatalogError
 from co2sim.noise import Noise
-from co2sim.schedule import Schedule
+from co2sim.schedule import WORLD, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
 from co2sim.trace import Span, Trace, read_json_lines
 
@@ -120,6 +120,38 @@ def test_clock_errors_within_the_tolerance_are_forgiven() -> None:
     early = corrupted(trace, "average", start=span_of(trace, "average").start - 1e-6)
     assert early.violations(schedule)
     assert early.violations(schedule, tolerance=2e-6) == []
+
+
+def test_on_a_real_network_members_may_leave_apart_but_not_before_all_have_come() -> None:
+    """`skew` forgives the first, nothing forgives the second."""
+    work = Collective(Kind.ALL_REDUCE, "x", 10, DType.FP32, WORLD)
+    one = Schedule("one", (Op("average", work, "comm"),))
+    spans = (Span(0, 0, "average", "comm", 0.0, 1.0), Span(1, 0, "average", "comm", 2.0, 3.0))
+    early = Trace("one", Layout(2, 1), 1, {0: 1, 1: 1}, spans)
+    assert early.violations(one, skew=float("inf")) == [
+        "'average' of round 0 ends on rank 0 before rank 1 has come"
+    ]
+    assert early.violations(one, tolerance=1.5, skew=float("inf")) == []
+    spans = (Span(0, 0, "average", "comm", 0.0, 3.0), Span(1, 0, "average", "comm", 2.0, 3.5))
+    apart = replace(early, spans=spans)
+    assert apart.violations(one) == ["'average' of round 0 ends apart in the group of rank 0"]
+    assert apart.violations(one, skew=1.0) == []
+
+
+def test_a_broadcast_waits_for_its_first_member_only() -> None:
+    """Who sends may leave before the others have come; who receives may not leave before it."""
+    work = Collective(Kind.BROADCAST, "x", 10, DType.FP32, WORLD)
+    schedule = Schedule("one", (Op("spread", work, "comm"),))
+
+    def broken(*times: tuple[float, float]) -> list[str]:
+        spans = tuple(Span(rank, 0, "spread", "comm", *time) for rank, time in enumerate(times))
+        trace = Trace("one", Layout(2, 1), 1, {0: 1, 1: 1}, spans)
+        return trace.violations(schedule, skew=float("inf"))
+
+    assert broken((0.0, 1.0), (2.0, 3.0)) == []
+    assert broken((2.0, 3.0), (0.0, 1.0)) == [
+        "'spread' of round 0 ends on rank 1 before rank 0 has come"
+    ]
 
 
 def test_json_lines_read_back_as_the_same_trace(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from co2sim.schedule import (
     Schedule,
     block,
 )
-from realrun.collectives import allocate, carry_out
+from realrun.collectives import allocate, carry_out, launch
 from realrun.executor import execute
-from realrun.kernels import Sleep, Synthetic
+from realrun.kernels import Kernels, Sleep, Synthetic
 from realrun.run import compare
 from realrun.world import World, join
 
@@ -58,7 +58,10 @@ def _mistakes(world: World, work: Collective) -> list[str]:
     shape = (n, len(buffers.given))
     inputs = torch.randint(0, 200 // n, shape, generator=generator).to(buffers.given.dtype)
     buffers.given.copy_(inputs[me])
-    carry_out(work, buffers, at, 20.0)
+    if world.device.type == "cuda":
+        launch(work, buffers, at).wait()
+    else:
+        carry_out(work, buffers, at, 20.0)
     parts = inputs.view(n, n, -1) if shape[1] % n == 0 else None
     match work.kind:
         case Kind.ALL_REDUCE:
@@ -73,7 +76,7 @@ def _mistakes(world: World, work: Collective) -> list[str]:
             expected = parts[:, me].reshape(-1)
         case Kind.BROADCAST:
             expected = inputs[0]
-    if torch.equal(buffers.taken, expected):
+    if torch.equal(buffers.taken.cpu(), expected.to(buffers.taken.dtype)):
         return []
     return [f"{work} on rank {me} of {n}"]
 
@@ -84,9 +87,31 @@ def all_strategies(world: World, variants: list[str]) -> list[list[str]]:
     for text in variants:
         schedule = strategies.parse(text).schedule(job(), world.layout)
         seconds = {id(op.work): 1e-4 for op in schedule.body}
-        trace = execute(schedule, Sleep(seconds), 3, world, check=True)
+        trace = execute(schedule, sleeping(world, seconds), 3, world, check=True)
         found.append([text, *trace.violations(schedule, skew=float("inf"))])
     return found
+
+
+def sleeping(world: World, seconds: dict[int, float]) -> Kernels:
+    """Kernels that hold a thread, or a GPU's stream."""
+    if world.device.type == "cpu":
+        return Sleep(seconds)
+    from realrun.gpu import GpuSleep  # noqa: PLC0415 - needs a GPU
+
+    return GpuSleep(seconds)
+
+
+def gpu_overlap(world: World) -> list[list[Any]]:
+    """Two streams that each sleep, and what waits for both: the spans of the second round."""
+    nap, short = Compute("nap", 1.0), Compute("short", 1.0)
+    body = (
+        Op("a", nap, "one"),
+        Op("b", nap, "two"),
+        Op("c", short, "three", (After("a"), After("b"))),
+    )
+    kernels = sleeping(world, {id(nap): 0.2, id(short): 0.001})
+    trace = execute(Schedule("two", body), kernels, 2, world)
+    return [[span.op, span.start, span.end] for span in trace.spans if span.round == 1]
 
 
 class Recursion(Synthetic):
@@ -197,7 +222,7 @@ def groups(world: World) -> list[Any]:
 def main() -> None:
     """Join, do what REQUEST asks, write the answer."""
     request = json.loads(os.environ["REQUEST"])
-    world = join("gloo", 20.0)
+    world = join(request["backend"], 20.0)
     answer = globals()[request["function"]](world, **request["arguments"])
     (Path(request["folder"]) / str(world.rank)).write_text(json.dumps(answer))
     world.leave()

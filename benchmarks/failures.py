@@ -1,0 +1,86 @@
+"""Kill one rank of three in every phase, ten times each: all others stop in time and say why.
+
+    python benchmarks/failures.py        # a few minutes
+
+Writes benchmarks/results/failures.md.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from test_failures import DEADLINE, run_with_fault  # noqa: E402
+
+PHASES = {
+    "kill:startup": "at start-up",
+    "kill:compute": "in compute",
+    "kill:before": "before a collective",
+    "kill:inside": "inside a collective",
+    "stop:compute": "frozen in compute (SIGSTOP)",
+    "raise:compute": "a kernel raises",
+}
+
+
+def main() -> None:
+    """Run all, and write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args()
+    lines = [
+        "# What happens when a rank fails",
+        "",
+        (
+            f"Three ranks, a deadline of {DEADLINE:g} s. *Stopped in time*: every other rank ended"
+            " by itself within the deadline and 5 s, with an error that names the rank, its op and"
+            " its round (at start-up: the rank), exit code 1, partial traces written (not at"
+            " start-up), and no process left. Seconds are from the fault to the last survivor's"
+            " partial trace."
+        ),
+        "",
+        "| rank fails | stopped in time | median s | longest s |",
+        "|---|---|---|---|",
+    ]
+    for fault, words in PHASES.items():
+        good, seconds = 0, []
+        for number in range(given.times):
+            victim = number % 3
+            with tempfile.TemporaryDirectory() as folder:
+                took, fine = attempt(f"{fault}:{victim}", Path(folder))
+            good += fine
+            seconds.append(took)
+            print(f"{fault}:{victim} {'ok' if fine else 'NOT OK'} {took:.1f} s", file=sys.stderr)
+        lines.append(
+            f"| {words} | {good} of {given.times} | {median(seconds):.1f} | {max(seconds):.1f} |"
+        )
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "failures.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def attempt(fault: str, folder: Path) -> tuple[float, bool]:
+    """Seconds until the survivors had stopped, and whether all was as it should be."""
+    victim = int(fault[-1])
+    code, errors, seconds, left = run_with_fault(fault, folder)
+    survivors = {0, 1, 2} - {victim}
+    place = "" if "startup" in fault else r".*'\S+' of round 1"
+    told = [
+        re.search(rf"^\[rank {rank}\] error: rank {victim} {place}", errors, re.MULTILINE)
+        for rank in survivors
+    ]
+    traces = [folder / "out" / "ddp" / "partial" / f"rank{rank}.jsonl" for rank in survivors]
+    if "startup" not in fault:
+        if not all(path.exists() for path in traces):
+            return seconds, False
+        began = float((folder / "time").read_text())
+        seconds = max(path.stat().st_mtime for path in traces) - began
+    return seconds, code == 1 and all(told) and not left and seconds < DEADLINE + 5
+
+
+if __name__ == "__main__":
+    main()

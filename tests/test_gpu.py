@@ -1,0 +1,75 @@
+"""What only a GPU can show: CUDA streams, events and NCCL. Skipped, with the reason, elsewhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import on_ranks
+from tiny import VARIANTS
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).parent.parent
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPUS, reason="there is no CUDA device"),
+]
+several = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, there are {GPUS}")
+
+
+def test_every_strategy_runs_on_one_gpu_and_breaks_no_rule() -> None:
+    """Streams wait for each other's events: own events show it."""
+    variants = [text for text in VARIANTS if "node" not in text]
+    (found,) = on_ranks("all_strategies", 1, backend="nccl", variants=variants)
+    assert found == [[text] for text in variants]
+
+
+def test_streams_of_a_gpu_run_at_the_same_time() -> None:
+    """Two kernels of 0.2 s on two streams end together; what waits for both starts then."""
+    (found,) = on_ranks("gpu_overlap", 1, backend="nccl")
+    spans = {op: (start, end) for op, start, end in found}
+    for name in ("a", "b"):
+        start, end = spans[name]
+        assert end - start == pytest.approx(0.2, rel=0.1)
+    assert spans["a"][0] < spans["b"][1]
+    assert spans["b"][0] < spans["a"][1]
+    assert spans["c"][0] >= max(spans["a"][1], spans["b"][1]) - 1e-5
+
+
+@several
+def test_nccl_collectives_give_what_a_single_process_computes() -> None:
+    """Every kind, type and size over NCCL, against a process that knows all inputs."""
+    assert on_ranks("collectives", 2, backend="nccl") == [[]] * 2
+
+
+@several
+def test_every_strategy_runs_over_nccl_and_breaks_no_rule() -> None:
+    """Unchanged schedules, two GPUs, in checking mode."""
+    found = on_ranks("all_strategies", 2, backend="nccl", variants=VARIANTS)
+    for rank in range(2):
+        assert found[rank] == [[text] for text in VARIANTS]
+
+
+def test_flops_kernels_and_a_probe_run_on_a_gpu(tmp_path: Path) -> None:
+    """Probe one GPU, then run DDP with real matrix products and predict it from the probe."""
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "realrun", *arguments, "--nproc", "1", "--backend", "nccl"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    call("probe", "--quick", "--out", "gpu.toml")
+    figures = json.loads(call("run", "-c", "gpu.toml", "-m", "gpt2-small", "-s", "ddp", "--json"))
+    assert 0 < figures["mfu"] <= 1.2
