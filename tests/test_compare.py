@@ -1,8 +1,6 @@
 """Predicted beside measured: the cause that was changed is the cause that is named."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +20,7 @@ from co2sim import metrics
 from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cluster import Cluster, Link
-from co2sim.errors import Co2simError, OptionError
+from co2sim.errors import OptionError
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import NODE, WORLD, After, Collective, Compute, DType, Kind, Op, Schedule
 from co2sim.simulator import execute
@@ -486,33 +484,3 @@ def test_a_trace_of_another_schedule_is_refused() -> None:
         compare("run", other)
     with pytest.raises(OptionError, match="99 rounds"):
         compare("run", replace(record, rounds=99))
-
-
-@pytest.mark.lab
-@pytest.mark.dist
-def test_one_command_predicts_runs_and_compares(tmp_path: Path) -> None:
-    """`co2analysis lab`, as the README has it: two strategies, side by side, and a figure each."""
-    from realrun.lab import check_machine  # noqa: PLC0415
-
-    try:
-        check_machine()
-    except Co2simError as error:
-        pytest.skip(str(error))
-    command = [
-        *(sys.executable, "-m", "analysis", "lab", "--nodes", "2", "--rate", "1 Gbit/s"),
-        *("--model", "tiny-5m", "-s", "co2:tau=2", "-s", "ddp", "--rounds", "1"),
-        *("--figure", "out/timelines.png"),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "error of round time, median" in done.stdout
-    for name in ("ddp", "co2-tau=2"):
-        assert (tmp_path / "out" / f"timelines-{name}.png").read_bytes().startswith(b"\x89PNG")
