@@ -151,17 +151,17 @@ gpu = "virtual"
 backend = "gloo"
 
 [intra]
-bandwidth = {{ value = "10 Gbit/s", assumed = true, source = "all-reduce of 16 MiB by 4 ranks over \
-loopback, as seen on a virtual machine of two cores; depends on the machine and its load" }}
-latency = {{ value = "50 us", assumed = true, source = "one message of Gloo over loopback, as seen \
-on a virtual machine of two cores; depends on the machine and its load" }}
+bandwidth = {{ value = "12 Gbit/s", assumed = true, source = "`realrun probe` on a virtual machine \
+of two cores gave 1.3 to 1.6 GB/s; loopback shares the cores with the ranks" }}
+latency = {{ value = "300 us", assumed = true, source = "`realrun probe` on a virtual machine of two \
+cores gave 0.2 to 0.5 ms; depends on the machine and its load" }}
 
 [inter]
 bandwidth = {{ value = "{rate}", source = "rate of tc tbf at each node's eth0" }}
 efficiency = {{ value = {PAYLOAD / FRAME:.4f}, source = "TCP payload of an Ethernet frame: \
 1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} bytes that tbf counts" }}
-latency = {{ value = "70 us", assumed = true, source = "one message of Gloo over veth, bridge and \
-tbf, as seen on a virtual machine of two cores; depends on the machine and its load" }}
+latency = {{ value = "250 us", assumed = true, source = "`realrun probe` in labs of 1 and 3 Gbit/s \
+on a virtual machine of two cores gave 0.22 to 0.30 ms; depends on the machine and its load" }}
 """
 
 
