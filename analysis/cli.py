@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from analysis.descriptions import changed
-from co2sim.catalog import load_cluster
+from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import options
 from co2sim.cli.entry import run_app
-from co2sim.cli.files import write_atomically
+from co2sim.cli.files import check_writable, write_atomically
 from co2sim.cli.report import console
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
+from co2sim.strategies import parse
 from realrun import record
 from realrun.cli.lab import GpusPerNode, Nodes, Rate
+from realrun.launch import started
 from realrun.record import folder_name
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ def lab(  # noqa: PLR0917 - one argument per option
     strategy: Annotated[
         list[str], typer.Option("--strategy", "-s", help="As in `realrun run`. Repeatable.")
     ],
+    model: options.Model,
     nodes: Nodes = 4,
     gpus_per_node: GpusPerNode = 1,
     rate: Rate = "1 Gbit/s",
@@ -120,15 +123,20 @@ def lab(  # noqa: PLR0917 - one argument per option
 ) -> None:
     """Execute strategies in a lab on this machine (root), and compare them with their prediction.
 
-    Further options, such as --model and --rounds, are those of `realrun run`.
+    Further options, such as --rounds and --kernels, are those of `realrun run`.
     """
+    for text in strategy:
+        parse(text)
+    load_model(model)
+    check_writable(out)
     inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
     cluster: list[str] = []
     if probe:
         cluster = ["--cluster", str(out / "probe.toml")]
         _in_lab(inside, ["probe", "--gpu", "virtual", "--out", cluster[1]])
     strategies = [item for text in strategy for item in ("--strategy", text)]
-    _in_lab(inside, ["run", *cluster, *strategies, "--out", str(out), "--json", *context.args])
+    asked = ["--model", model, *strategies, "--out", str(out), "--json", *context.args]
+    _in_lab(inside, ["run", *cluster, *asked])
     folders = [out / folder_name(text) for text in strategy]
     compare(folders, figure=figure)
 
@@ -136,11 +144,15 @@ def lab(  # noqa: PLR0917 - one argument per option
 def _in_lab(lab_options: Sequence[str], command: Sequence[str]) -> None:
     """Run a command of `realrun` as every rank of a lab; what it prints is not shown."""
     program = [sys.executable, "-m", "realrun", "lab", "run", *lab_options, "--", "realrun"]
-    done = subprocess.run(  # noqa: S603 - our own command
-        [*program, *command], stdout=subprocess.DEVNULL, check=False
-    )
-    if done.returncode:
-        raise typer.Exit(done.returncode)
+    lab_process = started([*program, *command], {}, output=subprocess.DEVNULL, errors=None)
+    try:
+        code = lab_process.wait()
+    finally:
+        if lab_process.poll() is None:
+            lab_process.terminate()
+            lab_process.wait()
+    if code:
+        raise typer.Exit(code)
 
 
 def _figures(found: list["Comparison"], figure: Path, rank: int) -> dict[Path, bytes]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from analysis.causes import Cause, Difference, attribute, dominant, totals
 from analysis.splits import active_starts
-from co2sim import metrics, study
+from co2sim import metrics
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
+from co2sim.metrics import is_steady
 from co2sim.result import Prepared, Result
 from co2sim.schedule import Collective, Op, Schedule
 from co2sim.simulator import execute
@@ -60,7 +61,8 @@ class Spent:
 class Comparison:
     """A run beside its prediction. The traces hold the same rounds of the same ranks.
 
-    `predicted` is the steady state of the simulation, `measured` the figures that the run gave.
+    `predicted` are the simulation's figures for these rounds, which may not have reached a steady
+    state (rounds that wait for older ones may pile up slowly); `measured` those that the run gave.
     """
 
     name: str
@@ -103,13 +105,18 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> Compar
         case = replace(case, cluster=_fitting(name, cluster, record.trace))
     prepared = case.prepare()
     _check(name, record, prepared)
-    simulated = execute(
-        prepared.schedule,
-        prepared.cluster,
-        precision=prepared.job.precision,
-        rounds=record.trace.rounds,
-        fold=False,
+    simulated, free = (
+        execute(
+            prepared.schedule,
+            prepared.cluster,
+            precision=prepared.job.precision,
+            rounds=record.trace.rounds,
+            fold=False,
+            free_communication=without,
+        )
+        for without in (False, True)
     )
+    steady = is_steady(simulated, prepared.schedule, record.rounds)
     differences = attribute(
         prepared.schedule,
         prepared.cluster,
@@ -123,7 +130,7 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> Compar
         name=name,
         record=record,
         schedule=prepared.schedule,
-        predicted=study.run(case),
+        predicted=prepared.measure(simulated, record.rounds, steady, free),
         measured=record.figures,
         simulated=simulated,
         differences=differences,

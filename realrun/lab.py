@@ -49,6 +49,9 @@ _UNSHARE_ALL = (*_UNSHARE, "--mount-proc")
 _SWITCH = "10.77.255.254"
 _CLUSTER_FILE = "/dev/shm/cluster.toml"  # noqa: S108 - a file system of our own is mounted there
 
+_RANKS_PER_CORE = 2
+"""With more, the cores are the bottleneck, not the network."""
+
 _SYSCTLS = {
     # Nothing is ever lost, so the window just grows until the pipe is full, and stays so.
     "ipv4/tcp_congestion_control": "reno",
@@ -106,6 +109,12 @@ def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
     """
     program = resolved(command)
     check_machine()
+    if lab.world_size > _RANKS_PER_CORE * (os.cpu_count() or 1):
+        print(  # noqa: T201 - while it can still be stopped
+            f"warning: {lab.world_size} ranks share {os.cpu_count()} cores: expect what they move,"
+            " most of all inside a node, to be slower than the stated rate allows",
+            file=sys.stderr,
+        )
     inside = json.dumps([lab.nodes, lab.gpus_per_node, lab.rate, grace, program])
     code = f"import sys; sys.path[:] = {sys.path!r}; from realrun.lab import _first; _first()"
     outer = started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
@@ -153,8 +162,8 @@ backend = "gloo"
 [intra]
 bandwidth = {{ value = "12 Gbit/s", assumed = true, source = "`realrun probe` on a virtual machine \
 of two cores gave 1.3 to 1.6 GB/s; loopback shares the cores with the ranks" }}
-latency = {{ value = "300 us", assumed = true, source = "`realrun probe` on a virtual machine of two \
-cores gave 0.2 to 0.5 ms; depends on the machine and its load" }}
+latency = {{ value = "300 us", assumed = true, source = "`realrun probe` on a virtual machine of \
+two cores gave 0.2 to 0.5 ms; depends on the machine and its load" }}
 
 [inter]
 bandwidth = {{ value = "{rate}", source = "rate of tc tbf at each node's eth0" }}

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Self, TextIO
 
-from co2sim.units import Seconds, duration
+from co2sim.units import Seconds
 from realrun.errors import LaunchError
-from realrun.watch import Store, tell
+from realrun.watch import Store, gone, tell
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-GRACE: Seconds = 30.0
+GRACE: Seconds = 5.0
 """How long other ranks may take to stop after one failed, unless said otherwise."""
 
 MAX_RANKS = 256
@@ -158,11 +158,17 @@ def host_store(address: str) -> "TCPStore":
 
 def start(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
     """Start a rank that dies with this thread; `environment` is added to this process's own."""
-    return RankProcess(rank, started(command, environment, output=subprocess.PIPE))
+    return RankProcess(
+        rank, started(command, environment, output=subprocess.PIPE, errors=subprocess.PIPE)
+    )
 
 
 def started(
-    command: Sequence[str], environment: Mapping[str, str], *, output: int | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    output: int | None = None,
+    errors: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own that dies with this thread."""
     mortal = [sys.executable, "-I", "-S", "-c", _MORTAL, str(os.getpid())]
@@ -172,7 +178,7 @@ def started(
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=output,
+            stderr=errors,
             start_new_session=True,
         )
     except OSError as error:
@@ -202,15 +208,19 @@ def supervise(ranks: Sequence[RankProcess], store: Store, grace: Seconds) -> int
                 deadline = time.monotonic() + grace
                 with suppress(RuntimeError):
                     tell(store, first.rank, _ending(first))
+                    silent = set(gone(store))
+                    late = [one for one in running if one.rank in silent]
+                    for one in late:
+                        one.kill()
             if time.monotonic() >= deadline:
-                late, deadline = list(running), float("inf")
-                for one in late:
+                late, deadline = [*late, *running], float("inf")
+                for one in running:
                     one.kill()
     if first is None:
         return 0
     words = f"error: rank {first.rank} {_ending(first)}"
     if late:
-        words += f"; {_named(late)} did not stop within {duration(grace)} and had to be killed"
+        words += f"; {_named(late)} did not stop and had to be killed"
     print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it ended
     return 1
 

@@ -95,4 +95,10 @@ def read(folder: Path) -> Record:
         )
     except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, KeyError):
+            reason = f"run.json has no {error.args[0]!r}"
+        elif isinstance(error, OSError):
+            reason = f"{error.filename}: {(error.strerror or '').lower()}"
+        elif isinstance(error, json.JSONDecodeError):
+            reason = f"run.json is not JSON ({reason})"
         raise CatalogError(f"{folder} is not the folder of a run: {reason}") from error

@@ -43,11 +43,23 @@ class Place:
         return f"{self.op!r} of round {self.round}"
 
 
-def tell(store: Store, rank: int, reason: str) -> None:
-    """Tell everybody that `rank` failed, and how: "was killed by SIGKILL"."""
+def tell(store: Store, rank: int, reason: str, *, silent: bool = False) -> None:
+    """Tell everybody that `rank` failed, and how: "was killed by SIGKILL".
+
+    A silent rank does not listen any more: its launcher need not wait for it.
+    """
     index = store.add(f"{FAILURES}/reserved", 1) - 1
-    store.set(f"realrun/failure/{index}", json.dumps({"rank": rank, "reason": reason}))
+    told = {"rank": rank, "reason": reason, "silent": silent}
+    store.set(f"realrun/failure/{index}", json.dumps(told))
     store.add(FAILURES, 1)
+
+
+def gone(store: Store) -> list[int]:
+    """The ranks that were told to be silent."""
+    told = [
+        json.loads(store.get(f"realrun/failure/{index}")) for index in range(store.add(FAILURES, 0))
+    ]
+    return [one["rank"] for one in told if one["silent"]]
 
 
 class Watch:
@@ -110,7 +122,7 @@ class Watch:
             r for r in others if before.get(r, {}).get("beat") == after.get(r, {}).get("beat")
         ]
         if silent:
-            return self._fail(silent, "gives no sign of life", place)
+            return self._fail(silent, "gives no sign of life", place, silent=True)
         at = {rank: [Place(*p) for p in after[rank].get("at", {}).values()] for rank in others}
         away = [r for r, at_ in at.items() if all(one.number != place.number for one in at_)]
         behind = [r for r in away if at[r] and all(one.number < place.number for one in at[r])]
@@ -121,11 +133,15 @@ class Watch:
 
     def missing(self, ranks: Sequence[int], reason: str) -> RankFailure:
         """These ranks are not there: tell everybody."""
-        return self._fail(ranks, reason, None)
+        return self._fail(ranks, reason, None, silent=True)
 
-    def _fail(self, ranks: Sequence[int], reason: str, place: Place | None) -> RankFailure:
+    def _fail(
+        self, ranks: Sequence[int], reason: str, place: Place | None, *, silent: bool = False
+    ) -> RankFailure:
         for rank in ranks or [self._rank]:
-            self._quietly(lambda rank=rank: tell(self._store, rank, reason))  # type: ignore[misc]
+            self._quietly(
+                lambda rank=rank: tell(self._store, rank, reason, silent=silent)  # type: ignore[misc]
+            )
         self.failure = self.failure or failure(ranks, reason, place)
         return self.failure
 

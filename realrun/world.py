@@ -177,14 +177,18 @@ def join(
 def _device(backend: Backend, local: int) -> torch.device:
     if backend == "gloo":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise OptionError("backend nccl needs a CUDA device, and there is none; use --backend gloo")
-    if local >= torch.cuda.device_count():
-        raise OptionError(
-            f"local rank {local} has no GPU: this node has {torch.cuda.device_count()}"
-        )
+    need_gpus(local + 1)
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def need_gpus(count: int) -> None:
+    """Raise OptionError unless this node has as many GPUs."""
+    found = torch.cuda.device_count()
+    if not found:
+        raise OptionError("backend nccl needs CUDA devices, and there is none; use --backend gloo")
+    if found < count:
+        raise OptionError(f"{count} ranks need a GPU each, and this node has {found}")
 
 
 def _wait_for_all(store: Store, watch: Watch, rank: int, size: int, deadline: Seconds) -> None:

@@ -85,8 +85,20 @@ def test_commands_of_the_lab_run(command: str, tmp_path: Path) -> None:
         pytest.skip(str(error))
     printed = shell(command, tmp_path)
     assert "error of round time, median" in printed
-    for name in ("ddp", "co2-tau=4"):
+    for name in ("ddp-bucket_mib=2.0", "co2-tau=4"):
         assert (tmp_path / "out" / f"timelines-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.dist
+def test_commands_on_local_cores_run(tmp_path: Path) -> None:
+    """Probe, run and compare, one after the other; only fewer rounds than by default."""
+    pytest.importorskip("torch")
+    commands = [
+        command for command in COMMANDS if not command.startswith(("co2sim ", "co2analysis lab "))
+    ]
+    assert len(commands) == 3
+    script = "\n".join(commands).replace("-s ddp --out", "-s ddp --rounds 1 --out")
+    assert "error of round time, median" in shell(script, tmp_path)
 
 
 @pytest.mark.dist

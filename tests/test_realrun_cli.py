@@ -100,6 +100,12 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
         ((*RUN, "-s", "ddp", "--nproc", "0"), "--nproc is 0; it must be at least 1"),
         ((*RUN, "-s", "ddp", "--backend", "mpi"), "--backend is 'mpi'"),
         ((*RUN, "-s", "ddp", "--deadline", "5"), "--deadline"),
+        (
+            (*RUN, "-s", "ddp", "--deadline", "1 ms"),
+            "--deadline is '1 ms'; it must be at least 1 s",
+        ),
+        ((*RUN, "-s", "ddp", "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
+        (("probe", "--nproc", "2", "--out", "/proc/x/c.toml"), "cannot write into /proc/x"),
         ((*RUN, "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
         ((*RUN, "-s", "ddp"), "RANK is not set"),
         (("run", "-c", "nowhere", "-m", "tiny-5m", "-s", "ddp"), "nowhere"),

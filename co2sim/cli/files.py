@@ -3,8 +3,20 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from co2sim.errors import OptionError
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OptionError unless files can be made in `folder`, or in what exists of its path."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    try:
+        with TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OptionError(f"cannot write into {folder}: {reason} ({existing})") from error
 
 
 def write_atomically(contents: Mapping[Path, bytes]) -> None:

@@ -39,7 +39,7 @@ def whole(flag: str) -> Callable[[str], int]:
     return read
 
 
-def seconds(flag: str, text: str) -> float:
+def seconds(flag: str, text: str, least: float = 0.0) -> float:
     """A length of time with its unit, above 0. Raises OptionError that names the option."""
     try:
         found = parse(text, "s")
@@ -47,6 +47,8 @@ def seconds(flag: str, text: str) -> float:
         raise OptionError(f"{flag}: {error}") from None
     if found <= 0:
         raise OptionError(f"{flag} is {text!r}; it must be above 0")
+    if found < least:
+        raise OptionError(f"{flag} is {text!r}; it must be at least {least:g} s")
     return found
 
 

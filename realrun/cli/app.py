@@ -10,6 +10,7 @@ import typer
 
 from co2sim.case import Case
 from co2sim.cli import options
+from co2sim.cli.files import check_writable
 from co2sim.errors import OptionError
 from co2sim.schedule import Layout
 from co2sim.strategies import parse
@@ -99,16 +100,17 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
         raise OptionError("a strategy is given twice")
     cases = [replace(job, cluster=stated, strategy=text) for text in strategy]
     means = launching.known_backend(backend)
-    limit = options.seconds("--deadline", deadline)
+    limit = options.seconds("--deadline", deadline, least=1.0)
     launching.checked_nproc(nproc)
     for case in cases:  # what is wrong is better said once than by every rank
         if nproc is None:
             case.load()
         else:
             settle(case, Layout(1, nproc), means)[0].prepare()
+    check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
     settings = ranks.Settings(means, limit, nproc)
     if nproc is not None:
-        sys.exit(ranks.start(settings, sys.argv[1:]))
+        raise typer.Exit(ranks.start(settings, sys.argv[1:]))
     ranks.run(cases, settings, name, rounds, out, check=check, as_json=json_)  # type: ignore[arg-type]

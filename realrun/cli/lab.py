@@ -44,7 +44,7 @@ def run(
         typer.Option(
             metavar="TIME", help="How long other ranks may take to stop after one failed."
         ),
-    ] = "30 s",
+    ] = "5 s",
 ) -> None:
     """Build the lab, run a command as every rank in it, and take it down again.
 

@@ -10,6 +10,7 @@ import typer
 
 from co2sim.catalog import names
 from co2sim.cli import options
+from co2sim.cli.files import check_writable
 from co2sim.errors import OptionError, UnitError, nearest
 from co2sim.schedule import DType
 from co2sim.units import duration, parse, scaled
@@ -79,7 +80,8 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         seconds = options.seconds("--budget", budget)
     precisions = _precisions(precision, backend) if gpu is None else ()
     largest = _size(size)
-    wait = options.seconds("--deadline", deadline)
+    wait = options.seconds("--deadline", deadline, least=1.0)
+    check_writable(out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
     from realrun.cluster_file import NOTHING  # noqa: PLC0415 - slow
     from realrun.probe import Plan  # noqa: PLC0415 - torch
@@ -88,7 +90,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     if not precisions and str(nproc or os.environ.get("WORLD_SIZE")) == "1":
         raise OptionError(NOTHING)
     if nproc is not None:
-        sys.exit(ranks.start(settings, sys.argv[1:]))
+        raise typer.Exit(ranks.start(settings, sys.argv[1:]))
     plan = Plan(precisions, largest, seconds)
     ranks.as_rank(settings, None, lambda rank: _measure(rank, plan, out, name, gpu))
 

@@ -19,10 +19,13 @@ from realrun import record
 from realrun.launch import run_local
 from realrun.measure import KernelName, measure, partial_trace
 from realrun.record import Record
-from realrun.world import World, join
+from realrun.world import World, join, need_gpus
 
 _GRACE: Seconds = 5.0
 """What a rank may take to stop once it has been told that another one failed."""
+
+_NEWS: Seconds = 5.0
+"""Between two lines that tell how far a run is."""
 
 Progress: TypeAlias = Callable[[str], None]
 
@@ -39,6 +42,8 @@ class Settings:
 def start(settings: Settings, arguments: Sequence[str]) -> int:
     """Run this same command as `nproc` local ranks; gives the exit code."""
     assert settings.nproc is not None
+    if settings.backend == "nccl":
+        need_gpus(settings.nproc)
     command = [sys.executable, "-m", "realrun", *without_nproc(arguments)]
     return run_local(command, settings.nproc, grace=_GRACE)
 
@@ -69,7 +74,7 @@ def as_rank(settings: Settings, folder: Path | None, work: Callable[[Rank], None
     rank: Rank | None = None
     try:
         rank = Rank(join(settings.backend, settings.deadline), folder)
-        if rank.world.rank == 0 and sys.stderr.isatty():
+        if rank.world.rank == 0:
             rank.progress = _progress()
         work(rank)
         rank.world.leave()
@@ -125,22 +130,20 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
 
 
 def _progress() -> Progress:
-    """A line on the terminal that tells how far a run is, renewed a few times a second."""
-    last = 0.0
+    """A line every few seconds that tells how far a run is; none for what takes no longer."""
+    last = time.monotonic()
 
     def show(text: str) -> None:
         nonlocal last
-        if time.monotonic() - last > 0.2:  # noqa: PLR2004
+        if time.monotonic() - last > _NEWS:
             last = time.monotonic()
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
     return show
 
 
 def _print(records: Sequence[Record], folders: Sequence[Path], *, as_json: bool) -> None:
     figures = [dict(found.figures) for found in records]
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
     if as_json:
         print(json.dumps(figures[0] if len(figures) == 1 else figures, indent=2))
         return
