@@ -17,10 +17,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 from test_failures import DEADLINE, run_with_fault  # noqa: E402
 
 PHASES = {
-    "kill:startup": "at start-up",
-    "kill:compute": "in compute",
-    "kill:before": "before a collective",
-    "kill:inside": "inside a collective",
+    "kill:startup": "killed at start-up",
+    "kill:compute": "killed in compute",
+    "kill:before": "killed before a collective",
+    "kill:inside": "killed inside a collective",
     "stop:compute": "frozen in compute (SIGSTOP)",
     "raise:compute": "a kernel raises",
 }
@@ -30,6 +30,7 @@ def main() -> None:
     """Run all, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--only", default="", help="only faults such as kill:inside")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     lines = [
@@ -47,6 +48,8 @@ def main() -> None:
         "|---|---|---|---|",
     ]
     for fault, words in PHASES.items():
+        if given.only not in fault:
+            continue
         good, seconds = 0, []
         for number in range(given.times):
             victim = number % 3

@@ -19,10 +19,12 @@ from realrun.kernels import Kernels
 
 HOW, PHASE, VICTIM = os.environ["FAULT"].split(":")
 ROUND = 1
+LOCK = threading.Lock()
 
 
 def fail() -> None:
-    """Do it, and leave word of when."""
+    """Do it, and leave word of when. Other streams that come here wait."""
+    LOCK.acquire()
     Path(os.environ["FAULT_TIME"]).write_text(str(time.time()), encoding="ascii")
     match HOW:
         case "kill":
