@@ -199,4 +199,4 @@ def _other(recorded: Any, reference: str | None, changes: Mapping[str, str]) -> 
 
 def main() -> None:
     """Run a command. Bad input ends it with one line on stderr and exit code 2."""
-    run_app(app)
+    run_app(app, kept="runs that had finished are kept")

@@ -33,6 +33,7 @@ class _Threads:
         self.buffers = run.buffers()
         instances = list(run.schedule.instances(run.rounds))
         self.ends: list[Seconds | None] = [None] * len(instances)
+        self.left = len(instances)
         self.spans: list[Span] = []
         self.changed = threading.Condition()
         self.failure: Co2simError | None = None
@@ -51,7 +52,7 @@ class _Threads:
         for thread in threads:
             thread.start()
         with self.changed:
-            self.changed.wait_for(lambda: self.failure or None not in self.ends)
+            self.changed.wait_for(lambda: self.failure or not self.left)
         if not self.failure:
             for thread in threads:
                 thread.join()
@@ -74,7 +75,7 @@ class _Threads:
                 ready = max(free, self._await(instance.waits))
                 free = self._perform(instance, ready)
         except _Stopped:
-            pass
+            pass  # why stands in self.failure, and the main thread raises it
 
     def _await(self, waits: Sequence[int]) -> Seconds:
         """When the last of the awaited ops ended."""
@@ -111,6 +112,7 @@ class _Threads:
         with self.changed:
             self.spans.append(span)
             self.ends[number] = end
+            self.left -= 1
             self.changed.notify_all()
         return end
 

@@ -11,8 +11,11 @@ INTERRUPTED = 130
 """Exit code of a shell for a process ended by control-C."""
 
 
-def run_app(app: typer.Typer) -> None:
-    """Run a command. Bad input ends it with one line on stderr and exit code 2."""
+def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
+    """Run a command. Bad input ends it with one line on stderr and exit code 2.
+
+    `kept` says what is on the disk after control-C.
+    """
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -29,5 +32,5 @@ def run_app(app: typer.Typer) -> None:
         print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
         code = 2
     if code == INTERRUPTED:  # typer, too, turns control-C into this code
-        print("interrupted; nothing was written", file=sys.stderr)
+        print(f"interrupted; {kept}", file=sys.stderr)
     sys.exit(code or 0)

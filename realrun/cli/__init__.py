@@ -9,7 +9,7 @@ from realrun.cli.app import app
 def main() -> None:
     """Run a command of `realrun`."""
     try:
-        run_app(app)
+        run_app(app, kept="runs that had finished are kept")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
