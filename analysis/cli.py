@@ -19,7 +19,8 @@ from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
 from co2sim.strategies import parse
 from realrun import record
-from realrun.cli.lab import GpusPerNode, Nodes, Rate
+from realrun.cli.lab import GpusPerNode, IntraRate, Nodes, Rate
+from realrun.lab import INTRA_RATE
 from realrun.launch import started
 from realrun.record import folder_name
 
@@ -99,7 +100,7 @@ def compare(
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def lab(  # noqa: PLR0917 - one argument per option
+def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     context: typer.Context,
     strategy: Annotated[
         list[str], typer.Option("--strategy", "-s", help="As in `realrun run`. Repeatable.")
@@ -108,6 +109,7 @@ def lab(  # noqa: PLR0917 - one argument per option
     nodes: Nodes = 4,
     gpus_per_node: GpusPerNode = 1,
     rate: Rate = "1 Gbit/s",
+    intra_rate: IntraRate = INTRA_RATE,
     probe: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -130,6 +132,7 @@ def lab(  # noqa: PLR0917 - one argument per option
     load_model(model)
     check_writable(out)
     inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
+    inside += ["--intra-rate", intra_rate]
     cluster: list[str] = []
     if probe:
         cluster = ["--cluster", str(out / "probe.toml")]

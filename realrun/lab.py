@@ -1,8 +1,9 @@
-"""A cluster of network namespaces on one machine, with a known bandwidth between its nodes.
+"""A cluster of network namespaces on one machine, with known bandwidths.
 
-Each node is a network namespace whose `eth0` is plugged into one bridge, and `tc tbf` limits what
-it sends. All of it lives in a network, process and mount namespace of its own: the network of the
-machine is not touched, and all that was made vanishes with the first process in there.
+Each node is a network namespace whose `eth0` is plugged into one bridge. `tc tbf` limits what it
+sends there, and what its ranks send each other over loopback. All of it lives in a network, process
+and mount namespace of its own: the network of the machine is not touched, and all that was made
+vanishes with the first process in there.
 
     launcher - unshare - first process (reaps) - lab process - one holder a node, and the ranks
 """
@@ -13,10 +14,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from co2sim.errors import Co2simError, UnitError
 from co2sim.units import BytesPerSecond, Seconds, parse
@@ -44,6 +46,9 @@ PAYLOAD = 1448
 FRAME = 1514
 """Bytes of that frame as tbf counts them: with the 14 of its Ethernet header."""
 
+LOOPBACK_PAYLOAD, LOOPBACK_FRAME = 65536 - 52, 65536 + 14
+"""The same on the loopback device."""
+
 _UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child=SIGKILL")
 _UNSHARE_ALL = (*_UNSHARE, "--mount-proc")
 _SWITCH = "10.77.255.254"
@@ -56,22 +61,26 @@ _SYSCTLS = {
     # Nothing is ever lost, so the window just grows until the pipe is full, and stays so.
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_slow_start_after_idle": "0",
-    # Keeps the queue in front of the rate limit short: others do not wait behind it.
-    "ipv4/tcp_limit_output_bytes": "131072",
     "ipv6/conf/all/disable_ipv6": "1",
 }
+
+
+INTRA_RATE = "3 Gbit/s"
+"""What loopback reaches for every rank even where two ranks share a core and send at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
     """What to build: `rate` is what each node sends at most, such as "1 Gbit/s".
 
+    `intra_rate` is what each rank sends at most inside its node; the ranks of a node share the sum.
     Raises LabError when it cannot be built anywhere.
     """
 
     nodes: int
     gpus_per_node: int
     rate: str
+    intra_rate: str = INTRA_RATE
 
     def __post_init__(self) -> None:
         for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
@@ -82,9 +91,8 @@ class Lab:
                 f"{self.nodes} nodes of {self.gpus_per_node} are {self.world_size} ranks;"
                 f" a lab has at most {MAX_RANKS}"
             )
-        slowest, fastest = 1e6 / 8, 1e11 / 8
-        if not slowest <= self.bandwidth <= fastest:
-            raise LabError(f"the rate is {self.rate!r}; it must be 1 Mbit/s to 100 Gbit/s")
+        _bandwidth("rate", self.rate)
+        _bandwidth("rate inside a node", self.intra_rate)
 
     @property
     def world_size(self) -> int:
@@ -93,11 +101,24 @@ class Lab:
 
     @property
     def bandwidth(self) -> BytesPerSecond:
-        """What each node sends at most, with all headers."""
-        try:
-            return parse(self.rate, "B/s")
-        except UnitError as error:
-            raise LabError(f"the rate of a lab: {error}") from error
+        """What each node sends to others at most, with all headers."""
+        return _bandwidth("rate", self.rate)
+
+    @property
+    def loopback(self) -> BytesPerSecond:
+        """What the ranks of a node send to each other at most, all together, with all headers."""
+        return self.gpus_per_node * _bandwidth("rate inside a node", self.intra_rate)
+
+
+def _bandwidth(what: str, text: str) -> BytesPerSecond:
+    try:
+        value = parse(text, "B/s")
+    except UnitError as error:
+        raise LabError(f"the {what} of a lab: {error}") from error
+    slowest, fastest = 1e6 / 8, 1e11 / 8
+    if not slowest <= value <= fastest:
+        raise LabError(f"the {what} is {text!r}; it must be 1 Mbit/s to 100 Gbit/s")
+    return value
 
 
 def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
@@ -115,7 +136,7 @@ def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
             " most of all inside a node, to be slower than the stated rate allows",
             file=sys.stderr,
         )
-    inside = json.dumps([lab.nodes, lab.gpus_per_node, lab.rate, grace, program])
+    inside = json.dumps([asdict(lab), grace, program])
     code = f"import sys; sys.path[:] = {sys.path!r}; from realrun.lab import _first; _first()"
     outer = started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
     try:
@@ -150,7 +171,7 @@ def check_machine() -> None:
 
 def stated_cluster(lab: Lab) -> str:
     """The lab as a cluster file of co2sim: predict with it what the lab will do."""
-    rate = " ".join(lab.rate.split())
+    rate, intra = (" ".join(text.split()) for text in (lab.rate, lab.intra_rate))
     return f"""\
 name = "lab: {lab.nodes} nodes of {lab.gpus_per_node} at {rate}"
 source = "how the lab is built"
@@ -160,8 +181,9 @@ gpu = "virtual"
 backend = "gloo"
 
 [intra]
-bandwidth = {{ value = "12 Gbit/s", assumed = true, source = "`realrun probe` on a virtual machine \
-of two cores gave 1.3 to 1.6 GB/s; loopback shares the cores with the ranks" }}
+bandwidth = {{ value = "{intra}", source = "rate of tc tbf at each node's loopback, per rank" }}
+efficiency = {{ value = {LOOPBACK_PAYLOAD / LOOPBACK_FRAME:.4f}, source = "TCP payload of a \
+frame of loopback, whose MTU is 65536: {LOOPBACK_PAYLOAD} of the {LOOPBACK_FRAME} bytes counted" }}
 latency = {{ value = "300 us", assumed = true, source = "`realrun probe` on a virtual machine of \
 two cores gave 0.2 to 0.5 ms; depends on the machine and its load" }}
 
@@ -209,11 +231,9 @@ def _first() -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _inside(
-    nodes: int, gpus_per_node: int, rate: str, grace: Seconds, command: Sequence[str]
-) -> int:
+def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) -> int:
     """Build the lab around this process and run the ranks; the exit code."""
-    lab = Lab(nodes, gpus_per_node, rate)
+    lab = Lab(**asked)
     try:
         holders = _build(lab)
         with ranks_killed_at_end() as ranks:
@@ -268,32 +288,24 @@ def _node(lab: Lab, index: int) -> int:
     port, enter = f"node{index}", _enter(holder.pid)
     _ip(f"link add {port} type veth peer name eth0 netns {holder.pid}")
     _ip(f"link set {port} gso_max_size {longest} master br0 up")
-    _sysctl(enter)
+    # A short queue in front of the rate limit: answers to what comes in wait behind it.
+    _sysctl(enter, _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(size)})
     _ip(
         "link set lo up",
         f"addr add 10.77.{index // 250}.{index % 250 + 1}/16 dev eth0",
         f"link set eth0 gso_max_size {longest} up",
         enter=enter,
     )
-    _run(
-        [
-            *enter,
-            "tc",
-            "qdisc",
-            "replace",
-            "dev",
-            "eth0",
-            "root",
-            "tbf",
-            "rate",
-            f"{lab.bandwidth * 8:.0f}bit",
-            "burst",
-            str(size),
-            "limit",
-            "64mb",
-        ]
-    )
+    _limit(enter, "eth0", lab.bandwidth, size)
+    # Loopback works on the cores of the ranks: its timer is served later.
+    _limit(enter, "lo", lab.loopback, max(int(lab.loopback * 1e-3), 2 * LOOPBACK_FRAME))
     return holder.pid
+
+
+def _limit(enter: Sequence[str], device: str, bandwidth: BytesPerSecond, size: int) -> None:
+    """Let a device send at most `bandwidth`, after bursts of `size` bytes."""
+    tbf = f"rate {bandwidth * 8:.0f}bit burst {size} limit 64mb"
+    _run([*enter, *f"tc qdisc replace dev {device} root tbf {tbf}".split()])
 
 
 def _enter(holder: int) -> list[str]:
@@ -304,9 +316,9 @@ def _ip(*commands: str, enter: Iterable[str] = ()) -> None:
     _run([*enter, "ip", "-batch", "-"], "\n".join(commands))
 
 
-def _sysctl(enter: Iterable[str]) -> None:
+def _sysctl(enter: Iterable[str], values: Mapping[str, str]) -> None:
     """Set what the kernel has; a key that it lacks changes little."""
-    lines = [f"echo {value} > /proc/sys/net/{key}" for key, value in _SYSCTLS.items()]
+    lines = [f"echo {value} > /proc/sys/net/{key}" for key, value in values.items()]
     script = "\n".join(f"({line}) 2>/dev/null" for line in lines)
     _run([*enter, "sh", "-c", f"{script}\ntrue"])
 

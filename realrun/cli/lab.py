@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from co2sim.cli import options
-from realrun.lab import Lab, run_lab, stated_cluster
+from realrun.lab import INTRA_RATE, Lab, run_lab, stated_cluster
 
 lab = typer.Typer(
     rich_markup_mode=None,
@@ -26,6 +26,9 @@ GpusPerNode = Annotated[
 Rate = Annotated[
     str, typer.Option(metavar="RATE", help="What each node sends at most, such as '1 Gbit/s'.")
 ]
+IntraRate = Annotated[
+    str, typer.Option(metavar="RATE", help="What each rank sends at most inside its node.")
+]
 
 
 @lab.command(context_settings={"allow_interspersed_args": False})
@@ -39,6 +42,7 @@ def run(
     nodes: Nodes = 4,
     gpus_per_node: GpusPerNode = 1,
     rate: Rate = "1 Gbit/s",
+    intra_rate: IntraRate = INTRA_RATE,
     grace: Annotated[
         str,
         typer.Option(
@@ -51,11 +55,16 @@ def run(
     Ranks have torchrun's environment; REALRUN_CLUSTER names a file that states this cluster.
     """
     time = options.seconds("--grace", grace)
-    code = run_lab(command or [], Lab(nodes, gpus_per_node, rate), grace=time)
+    code = run_lab(command or [], Lab(nodes, gpus_per_node, rate, intra_rate), grace=time)
     raise typer.Exit(code)
 
 
 @lab.command()
-def cluster(nodes: Nodes = 4, gpus_per_node: GpusPerNode = 1, rate: Rate = "1 Gbit/s") -> None:
+def cluster(
+    nodes: Nodes = 4,
+    gpus_per_node: GpusPerNode = 1,
+    rate: Rate = "1 Gbit/s",
+    intra_rate: IntraRate = INTRA_RATE,
+) -> None:
     """Print the lab as a cluster file, to predict with: co2sim run -c lab.toml ..."""
-    print(stated_cluster(Lab(nodes, gpus_per_node, rate)), end="")
+    print(stated_cluster(Lab(nodes, gpus_per_node, rate, intra_rate)), end="")
