@@ -75,16 +75,21 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
     """Split the spans of collectives into waiting and communication.
 
     A span starts when its rank is ready. Until the last member is there it waits; from then on it
-    communicates (or waits for its communicator). The busiest and the longest waiting rank count.
+    communicates (or waits for its communicator). A rank that is alone in its group only copies.
+    The busiest and the longest waiting rank count.
     """
     groups = {op.name: op.work.group for op in schedule.body if isinstance(op.work, Collective)}
-    spans = [span for span in trace.spans if span.op in groups and span.end > during.start]
     started: dict[tuple[str, int, range], Seconds] = {}
-    meetings = []
-    for span in spans:
+    spans, meetings = [], []
+    for span in trace.spans:
+        if span.op not in groups or span.end <= during.start:
+            continue
         members = groups[span.op].members(span.rank, trace.layout)
+        if len(members) == 1:
+            continue
         key = (span.op, span.round, members)
         started[key] = max(started.get(key, span.start), span.start)
+        spans.append(span)
         meetings.append(key)
     under_way: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
     waiting: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}

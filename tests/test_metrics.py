@@ -129,11 +129,20 @@ def test_communication_is_busy_as_on_the_busiest_rank() -> None:
     """Of two nodes with 1 and 2 s of communication in a round, the second counts."""
     inside = Collective(Kind.ALL_GATHER, "b", 10, DType.BF16, NODE)
     schedule = Schedule("nodes", (*SCHEDULE.body[:-1], replace(SCHEDULE.body[-1], work=inside)))
-    quiet = hand((1, 3, 1, 2), (4, 6, 4, 5))
-    loud = hand((1, 3, 1, 3), (4, 6, 4, 6), rank=1)
-    trace = replace(traced(*quiet, *loud), layout=Layout(2, 1))
+    quiet = [span for rank in (0, 1) for span in hand((1, 3, 1, 2), (4, 6, 4, 5), rank=rank)]
+    loud = [span for rank in (2, 3) for span in hand((1, 3, 1, 3), (4, 6, 4, 6), rank=rank)]
+    trace = replace(traced(*quiet, *loud), layout=Layout(2, 2))
     during = metrics.window(trace, schedule, 2)
     assert metrics.communication(trace, schedule, during).busy == 2
+
+
+def test_a_rank_alone_in_its_group_does_not_communicate() -> None:
+    """What it does for a gather inside a node of one rank is a copy."""
+    inside = Collective(Kind.ALL_GATHER, "b", 10, DType.BF16, NODE)
+    schedule = Schedule("nodes", (*SCHEDULE.body[:-1], replace(SCHEDULE.body[-1], work=inside)))
+    trace = replace(traced(*THREE, *hand((1, 2, 1, 3), rank=1)), layout=Layout(2, 1))
+    during = metrics.window(trace, schedule, 2)
+    assert metrics.communication(trace, schedule, during) == metrics.Communication(0, 0)
 
 
 def test_waiting_for_slower_ranks_is_not_communication() -> None:
