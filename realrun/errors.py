@@ -17,6 +17,10 @@ class MismatchError(Co2simError):
     """Ranks do not do the same: another schedule, or another collective at the same place."""
 
 
+class NonFiniteError(Co2simError):
+    """An inf or a NaN where it would spread to other ranks."""
+
+
 class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
     """A rank died, hung or raised, so that others could not go on.
 
