@@ -5,7 +5,7 @@
 Symmetric, so zero is exact and a code needs no offset. Blocks run along the last dimension; the
 last one of a row may be short, so that rows share neither a scale nor a byte and can be sent to
 different ranks. This is the reference; CUDA tensors go through the kernels of `quantize_triton`
-where Triton is installed.
+where Triton is installed: the same bits for `nearest`, other random numbers for `stochastic`.
 """
 
 from functools import cache
@@ -32,6 +32,7 @@ SMALLEST = 2.0**-126
 """Smallest scale, the smallest normal fp32: a block below it in all elements becomes zeros."""
 
 _HALF_BYTE = 4
+_LARGEST_FUSED = 1 << 14
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,11 +72,11 @@ def quantize(
         raise OptionError(f"cannot quantize {x.dtype}; it must be one of {_SOURCES}")
     if x.dim() == 0:
         raise OptionError("cannot quantize a scalar; it must have at least one dimension")
-    fused = _fused(x)
-    if fused is None:
+    fused = _fused(x, bits, block)
+    if fused is None or not x.numel():
         made = _quantize(x, bits, block, rounding, generator)
     else:
-        made = Quantized(*fused.quantize(x, bits, block, rounding, generator))
+        made = Quantized(*fused.quantize(x, bits, block, _seed(rounding, generator)))
     if refuse_non_finite and not bool(made.scales.isfinite().all()):
         found = torch.nonzero(~made.scales.flatten().isfinite())
         raise NonFiniteError(
@@ -97,11 +98,47 @@ def dequantize(codes: Tensor, scales: Tensor, bits: Bits, block: int, elements: 
             f"{codes.shape[-1]} bytes of codes and {scales.shape[-1]} scales are not {elements}"
             f" elements of int{bits} in blocks of {block}: those have {expected[0]}, {expected[1]}"
         )
-    fused = _fused(codes)
-    if fused is None:
+    fused = _fused(codes, bits, block)
+    if fused is None or not codes.numel():
         return _dequantize(codes, scales, bits, block, elements)
     found: Tensor = fused.dequantize(codes, scales, bits, block, elements)
     return found
+
+
+def sum_rows(rows: Quantized, bits: Bits, block: int, elements: int) -> Tensor:
+    """The fp32 sum [elements] of quantized rows [ranks, ...], in the order of the ranks."""
+    fused = _fused(rows.codes, bits, block)
+    if fused is not None:
+        found: Tensor = fused.sum_rows(rows.codes, rows.scales, bits, block, elements)
+        return found
+    total = dequantize(rows.codes[0], rows.scales[0], bits, block, elements)
+    for codes, scales in zip(rows.codes[1:], rows.scales[1:], strict=True):
+        total += dequantize(codes, scales, bits, block, elements)
+    return total
+
+
+def sum_and_quantize(
+    rows: Quantized,
+    bits: Bits,
+    block: int,
+    elements: int,
+    parts: int,
+    rounding: Rounding = "nearest",
+    generator: Generator | None = None,
+) -> Quantized:
+    """Sum quantized rows [ranks, ...] of `elements`, and quantize the sum as `parts` equal rows.
+
+    An inf or a NaN spoils its block, as with `refuse_non_finite=False`. Raises OptionError when
+    the parts would not be equal.
+    """
+    if elements % parts:
+        raise OptionError(f"{elements} elements are not {parts} equal parts")
+    fused = _fused(rows.codes, bits, block)
+    if fused is not None:
+        seed = _seed(rounding, generator)
+        return Quantized(*fused.sum_and_quantize(*rows, bits, block, elements, parts, seed))
+    total = sum_rows(rows, bits, block, elements).view(parts, -1)
+    return quantize(total, bits, block, rounding, generator, refuse_non_finite=False)
 
 
 def wire_bytes(elements: int, bits: Bits, block: int) -> int:
@@ -146,9 +183,19 @@ def _kernels() -> ModuleType | None:
         return None
 
 
-def _fused(x: Tensor) -> ModuleType | None:
+def _fused(x: Tensor, bits: Bits, block: int) -> ModuleType | None:
     """The module of fused kernels, where it can be used."""
-    return _kernels() if x.is_cuda else None
+    # Where blocks of int4 start in the middle of a byte, no kernel can own a block.
+    odd = bits == _HALF_BYTE and block % 2
+    return _kernels() if x.is_cuda and block <= _LARGEST_FUSED and not odd else None
+
+
+def _seed(rounding: Rounding, generator: Generator | None) -> int | None:
+    """A seed for a kernel's own random numbers; None for rounding to nearest."""
+    if rounding == "nearest":
+        return None
+    device = generator.device if generator is not None else None
+    return int(torch.randint(2**31, (), generator=generator, device=device))
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
