@@ -5,7 +5,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
@@ -67,9 +67,9 @@ class LocalUpdate:
     *Options.* `worker`: "gpu" (every rank; pass the bare module, not DDP), "node" (the
     LOCAL_WORLD_SIZE ranks of a node, with DDP or FSDP2 among `Workers.per_node().inner`; each rank
     averages its share), or a Workers. `dtype` on the wire: "fp32", "bf16" or "int8" (see
-    `average`). `bucket_mib`: MiB of
-    fp32 in one collective. `check_every` rounds, ranks compare a hash of their anchors (0: never).
-    `deadline`: how many seconds one worker may be behind another, before RankFailure.
+    `average`). `bucket_mib`: MiB of fp32 in one collective. `check_every` rounds, ranks compare a
+    hash of their anchors (0: never). `deadline`: how many seconds one worker may be behind another
+    before RankFailure.
 
     *Start.* Ranks compare names, shapes and types of parameters, the optimizer's class and all
     settings (MismatchError), then the first worker's parameters and buffers are sent to all. Load
@@ -110,13 +110,16 @@ class LocalUpdate:
         self._links = Links(workers, deadline)
         self._flat = Flat.of(parameters, self._links.gather)
         self._layout = describe(parameters, workers, rule, tau)
-        settings = {"rule": rule, "dtype": dtype, "bucket_mib": bucket_mib, "every": check_every}
-        optimizer_name = type(optimizer).__name__
+        settings = {
+            "optimizer": type(optimizer).__name__,
+            **{one.name: getattr(rule, one.name) for one in fields(rule)},
+            "dtype": dtype,
+            "bucket_mib": bucket_mib,
+            "check_every": check_every,
+        }
         self._links.agree(
             "model, optimizer or setting",
-            "\n".join(
-                [self._layout, optimizer_name, *(f"{k} = {v!r}" for k, v in settings.items())]
-            ),
+            "\n".join([self._layout, *(f"{key} = {value}" for key, value in settings.items())]),
             across="\n".join(self._flat.describe()),
         )
         self._links.share(*first_tensors(model))
@@ -136,7 +139,8 @@ class LocalUpdate:
                 )
                 for name, count in rows.items()
             },
-            chunk=flat.chunk,
+            self._rule.numbers(),
+            flat.chunk,
         )
         flat.read(self._state.anchor)
         self._free = [flat.empty() for _ in range(max(1, self._rule.staleness))]
@@ -287,8 +291,7 @@ class LocalUpdate:
             "anchor": self._state.anchor,
             **self._state.vectors,
             **{f"average{i}": averages[i] for i in range(self._rule.staleness)},
-            "numbers": dict(self._state.numbers),
-            "counters": counters,
+            "numbers": {**counters, **self._state.numbers},
         }
         return {_key(): own}
 
@@ -313,15 +316,15 @@ class LocalUpdate:
         self._state.anchor.copy_(own["anchor"])
         for name, vector in self._state.vectors.items():
             vector.copy_(own[name])
-        self._state.numbers = dict(own["numbers"])
-        counters = own["counters"]
-        self._round, self._step, self._used = (counters[key] for key in ("round", "step", "used"))
-        self._penalty, self._clipped = counters["penalty"], counters["clipped"]
-        self._waited, self._average.sent = counters["waited"], counters["bytes_sent"]
+        numbers = own["numbers"]
+        self._state.numbers = {name: numbers[name] for name in self._state.numbers}
+        self._round, self._step, self._used = (numbers[key] for key in ("round", "step", "used"))
+        self._penalty, self._clipped = numbers["penalty"], numbers["clipped"]
+        self._waited, self._average.sent = numbers["waited"], numbers["bytes_sent"]
         buffers = [*(flight.vector for flight in self._flights), *self._free]
         for index in range(self._rule.staleness):
             buffers[index].copy_(own[f"average{index}"])
-        flying = counters["in_flight"]
+        flying = numbers["in_flight"]
         first = self._round - flying
         self._flights = deque(Flight(first + i, buffers[i]) for i in range(flying))
         self._free = buffers[flying:]
