@@ -17,6 +17,15 @@ class MismatchError(Co2simError):
     """Ranks do not do the same: another schedule, or another collective at the same place."""
 
 
+class NotFinite(Co2simError):  # noqa: N818 - says what was found
+    """An average has NaN or infinite elements; it was not used. `round` is the one it is of."""
+
+    def __init__(self, message: str, *, round: int | None = None) -> None:  # noqa: A002 - as below
+        """Keep where."""
+        super().__init__(message)
+        self.round = round
+
+
 class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
     """A rank died, hung or raised, so that others could not go on.
 

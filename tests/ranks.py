@@ -1,4 +1,4 @@
-"""Run a function of `workers` on several processes that talk over Gloo."""
+"""Run a function of a test module on several processes that talk over Gloo."""
 
 import json
 import os
@@ -17,12 +17,14 @@ def on_ranks(
     *,
     gpus_per_node: int = 0,
     backend: str = "gloo",
+    module: str = "workers",
     **arguments: Any,
 ) -> list[Any]:
-    """What `workers.FUNCTION(world, **arguments)` gives on every rank; it must be JSON."""
+    """What `MODULE.FUNCTION(world, **arguments)` gives on every rank; it must be JSON."""
     with tempfile.TemporaryDirectory() as folder:
         request = json.dumps(
             {
+                "module": module,
                 "function": function,
                 "arguments": arguments,
                 "folder": folder,
@@ -31,7 +33,7 @@ def on_ranks(
         )
         script = (
             "import sys; from realrun.launch import run_local; sys.exit(run_local("
-            f"[sys.executable, {str(ROOT / 'tests' / 'workers.py')!r}], {nproc},"
+            f"[sys.executable, {str(ROOT / 'tests' / 'rank_main.py')!r}], {nproc},"
             f" environment={{'REQUEST': {request!r},"
             f" 'LOCAL_WORLD_SIZE': '{gpus_per_node or nproc}'}}))"
         )

@@ -1,0 +1,28 @@
+"""Training algorithms for anybody's loop: the local-update family, overlapped and blocking.
+
+from realrun.algorithms import CO2
+
+with CO2(model, optimizer, tau=12):
+    for batch in loader:
+        ...
+        optimizer.step()
+"""
+
+from realrun.algorithms.co2 import CO2
+from realrun.algorithms.diloco import DiLoCo
+from realrun.algorithms.local_sgd import LocalSGD
+from realrun.algorithms.local_update import LocalUpdate, Stats
+from realrun.algorithms.overlap_local_sgd import OverlapLocalSGD
+from realrun.algorithms.slowmo import SlowMo
+from realrun.algorithms.workers import Workers
+
+__all__ = [
+    "CO2",
+    "DiLoCo",
+    "LocalSGD",
+    "LocalUpdate",
+    "OverlapLocalSGD",
+    "SlowMo",
+    "Stats",
+    "Workers",
+]
