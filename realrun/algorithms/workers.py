@@ -125,14 +125,24 @@ class Links:
             self._inner = self._connect(workers.inner_ranks, "gloo")
 
     def _connect(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | None:
-        if len(ranks) == 1:
+        """A new group of these ranks; all ranks make all groups.
+
+        With use_local_synchronization torch names a group after its ranks and the number of groups
+        that there are: after one was destroyed the next gets its name, and with it the addresses
+        that it left in the store, where nobody listens any more.
+        """
+        if not dist.is_initialized():
             return None
-        made = dist.new_group(
-            ranks, timedelta(seconds=self.deadline), backend, use_local_synchronization=True
-        )
-        assert isinstance(made, dist.ProcessGroup)
-        self._made.append(made)
-        return made
+        wanted: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(wanted, ranks)
+        found = None
+        for members in sorted({tuple(one) for one in wanted if len(one) > 1}):
+            made = dist.new_group(list(members), timedelta(seconds=self.deadline), backend)
+            if _me() in members:
+                found = made
+        if found is not None:
+            self._made.append(found)
+        return found
 
     def close(self) -> None:
         """Give the communicators back. Nothing may be under way."""

@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from realrun.errors import CheckpointError
 from realrun.world import World
@@ -48,9 +52,9 @@ def step_of(checkpoint: Path) -> int:
 def save(
     folder: Path, step: int, state: Mapping[str, Any], identity: Mapping[str, Any], world: World
 ) -> Path:
-    """Write this rank's `state` (mappings and lists of tensors and plain values). All ranks call it.
+    """Write this rank's `state`: mappings and lists of tensors and plain values.
 
-    Raises CheckpointError when it cannot be written.
+    All ranks call it. Raises CheckpointError when it cannot be written.
     """
     place, draft = folder / f"step-{step:06d}", folder / f".step-{step:06d}"
     named: dict[str, Tensor] = {}
@@ -62,17 +66,17 @@ def save(
         if world.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            text = json.dumps({**identity, "ranks": world.layout.world_size}, indent=2)
-            (draft / _IDENTITY).write_text(f"{text}\n")
+            text = identity_text(identity, world.layout.world_size)
+            (draft / _IDENTITY).write_text(text)
         dist.barrier()
         mine = {f"rank{world.rank}.{name}": tensor for name, tensor in named.items()}
-        dcp.save(mine, checkpoint_id=draft)  # ends on all ranks once all of it is written
+        write_tensors(mine, checkpoint_id=draft)  # ends on all ranks once all of it is written
         if world.rank == 0:
             shutil.rmtree(place, ignore_errors=True)
             draft.rename(place)
             _prune(folder)
         dist.barrier()
-    except (OSError, dcp.api.CheckpointException) as error:
+    except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write the checkpoint {place}: {_one_line(error)}") from error
     return place
 
@@ -81,21 +85,26 @@ def load(checkpoint: Path, world: World) -> dict[str, Any]:
     """This rank's state. All ranks call it. Raises CheckpointError when it is not whole."""
     prefix = f"rank{world.rank}."
     try:
-        metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         named = {
             name: torch.empty(one.size, dtype=one.properties.dtype)
             for name, one in metadata.items()
-            if name.startswith(prefix) and isinstance(one, dcp.metadata.TensorStorageMetadata)
+            if name.startswith(prefix) and isinstance(one, TensorStorageMetadata)
         }
-        dcp.load(named, checkpoint_id=checkpoint)
+        read_tensors(named, checkpoint_id=checkpoint)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
         rest = io.BytesIO(tensors.pop(_REST).numpy().tobytes())
         found: dict[str, Any] = _join(torch.load(rest, weights_only=True), tensors)
-    except (OSError, KeyError, ValueError, EOFError, dcp.api.CheckpointException) as error:
+    except (OSError, KeyError, ValueError, EOFError, CheckpointException) as error:
         raise CheckpointError(
             f"cannot read the checkpoint {checkpoint}: {_one_line(error)}"
         ) from error
     return found
+
+
+def identity_text(identity: Mapping[str, Any], ranks: int) -> str:
+    """What a checkpoint says of the training that it is of."""
+    return json.dumps({**identity, "ranks": ranks}, indent=2) + "\n"
 
 
 def check(checkpoint: Path, identity: Mapping[str, Any], ranks: int) -> None:
@@ -106,7 +115,7 @@ def check(checkpoint: Path, identity: Mapping[str, Any], ranks: int) -> None:
         raise CheckpointError(
             f"cannot read the checkpoint {checkpoint}: {_one_line(error)}"
         ) from error
-    mine = json.loads(json.dumps({**identity, "ranks": ranks}))
+    mine = json.loads(identity_text(identity, ranks))
     for name in sorted(seen.keys() | mine.keys()):
         if seen.get(name) != mine.get(name):
             raise CheckpointError(

@@ -1,10 +1,9 @@
-"""The digits task: scikit-learn's 1,797 images of 8 x 8 pixels, and a small convolutional network."""
+"""The digits task: scikit-learn's 1,797 images of 8 x 8 pixels, and a small convnet."""
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from co2sim.errors import OptionError
 from realrun.train.shapes import CONVNETS
 from realrun.train.task import VALIDATION_BATCH, Batch, Task, fingerprint
 
@@ -44,14 +43,9 @@ class ConvNet(nn.Module):
 
 
 def digits(size: str, device: torch.device) -> Task:
-    """Name the digit. Raises OptionError when scikit-learn is missing."""
-    try:
-        from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise OptionError(
-            "task digits needs scikit-learn, which is not installed: pip install 'co2sim[train]'"
-        ) from error
+    """Name the digit. `support.check` has seen that scikit-learn, an extra, is there."""
     import sklearn  # noqa: PLC0415
+    from sklearn.datasets import load_digits  # noqa: PLC0415
 
     found = load_digits()
     images = torch.from_numpy(found.images).float()[:, None] / 16.0  # 0 to 16 shades

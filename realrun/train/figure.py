@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -14,33 +15,39 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito: told apart by colour-blind readers."""
 
 MARKERS = "osD^vP*X"
-STYLE = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "text.parse_math": False,
+}
 
 _AXES = {"step": "step", "tokens": "{}s of all ranks", "seconds": "seconds, without validation"}
 _PALE = 0.35
 
 
 def draw(runs: Mapping[str, Sequence[Row]], title: str, unit: str = "token") -> bytes:
-    """A PNG with a colour for each run: pale its training loss, with markers its validation loss."""
+    """A PNG, a colour for each run: pale its training loss, with markers its validation loss."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11.0, 3.9), layout="constrained")
         axes = figure.subplots(1, len(_AXES), sharey=True)
         for axis, (name, label) in zip(axes, _AXES.items(), strict=True):
             for place, (run, rows) in enumerate(runs.items()):
-                _lines(axis, name, rows, run, place)
+                _lines(axis, name, rows, f"{run}: " if len(runs) > 1 else "", place)
             axis.set_xlabel(label.format(unit))
             axis.set_xlim(left=0)
-            axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+            if name != "seconds":
+                axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes[0].set_ylabel(f"cross-entropy, nats per {unit}")
         handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.suptitle(title)
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+        figure.suptitle(title if len(runs) > 1 else f"{next(iter(runs))}: {title}")
         out = io.BytesIO()
         figure.savefig(out, format="png", dpi=150)
         return out.getvalue()
 
 
-def _lines(axis: Axes, name: str, rows: Sequence[Row], run: str, place: int) -> None:
+def _lines(axis: Axes, name: str, rows: Sequence[Row], prefix: str, place: int) -> None:
     colour = COLOURS[place % len(COLOURS)]
     seen = [row for row in rows if row.validation_loss is not None]
     axis.plot(
@@ -49,7 +56,7 @@ def _lines(axis: Axes, name: str, rows: Sequence[Row], run: str, place: int) -> 
         color=colour,
         alpha=_PALE,
         linewidth=1,
-        label=f"{run}: training, rank 0",
+        label=f"{prefix}training, rank 0",
     )
     axis.plot(
         [getattr(row, name) for row in seen],
@@ -57,5 +64,5 @@ def _lines(axis: Axes, name: str, rows: Sequence[Row], run: str, place: int) -> 
         color=colour,
         marker=MARKERS[place % len(MARKERS)],
         markersize=4,
-        label=f"{run}: validation, mean of the workers",
+        label=f"{prefix}validation, mean of the workers",
     )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-import co2sim
 from co2sim.cli.files import write_atomically
 from co2sim.errors import Co2simError
 from co2sim.units import Seconds
@@ -135,9 +135,9 @@ class _Run:
         settings = self.settings
         votes = Votes(self.world, max(settings.round, _VOTE), stop) if stop else None
         while self.step < settings.last:
+            self.step += 1
             with self._place("local step" if settings.local else "step"):
                 began = time.monotonic()
-                self.step += 1
                 self._train()
                 stopping = votes is not None and votes.take(self.step)
                 self._snapshot()
@@ -186,8 +186,8 @@ class _Run:
     def _warm_up(self) -> None:
         """One pass that changes nothing, off the clock.
 
-        What is made in a first pass is there afterwards: above all, DDP has its final buckets, and a
-        resumed run sums in the same order as one that was not interrupted.
+        What is made in a first pass is there afterwards: above all, DDP has its final buckets, and
+        a resumed run sums in the same order as one that was not interrupted.
         """
         self._backward(0)
         self.losses.clear()
@@ -287,7 +287,7 @@ class _Run:
             "parameters": sum(p.numel() for p in self.method.bare.parameters()),
             "nodes": layout.nodes,
             "ranks_per_node": layout.gpus_per_node,
-            "co2sim": co2sim.__version__,
+            "co2sim": _own_version(),
             "python": platform.python_version(),
             "numpy": np.__version__,
             **describe(self.world),
@@ -304,6 +304,14 @@ class _Run:
         place = Place(self.step, self.step // self.settings.round, f"{what} {self.step}")
         with _guard(self.world, place):
             yield
+
+
+def _own_version() -> str:
+    """Ours, if we were installed."""
+    try:
+        return version("co2sim")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 @contextmanager

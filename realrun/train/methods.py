@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from co2sim.schedule import NODE, PEERS, WORLD, Group
-from co2sim.strategies import CO2, Strategy
+from co2sim.schedule import NODE, PEERS, WORLD
+from co2sim.strategies import Strategy
+from co2sim.strategies.co2 import CO2
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
 from realrun.train import outer
@@ -95,9 +95,9 @@ class Method:
 
     def put(self, parts: Iterable[Tensor]) -> None:
         """Write parameters."""
+        self._forget()
         for place, part in zip(self.held, parts, strict=True):
             place.copy_(part)
-        self._forget()
 
     @contextmanager
     def mean(self, parts: list[Tensor] | None = None) -> Iterator[nn.Module]:
@@ -112,7 +112,7 @@ class Method:
             dist.all_reduce(flat, group=self.peers)
             flat /= self.workers
         sizes = [part.numel() for part in own]
-        self.put(p.view_as(o) for p, o in zip(flat.split(sizes), own, strict=True))
+        self.put(p.view_as(o) for p, o in zip(torch.split(flat, sizes), own, strict=True))
         try:
             yield self.bare
         finally:
@@ -175,13 +175,14 @@ def build(settings: Settings, model: nn.Module, world: World) -> Method:
     """Wrap a model, which is equal on all ranks, as the strategy wants it. All ranks call it."""
     strategy = settings.parsed
     if not settings.local:
-        wrapped = _shared(strategy, strategy.name, model, world, group(world, WORLD))
+        among = world.group("training", WORLD)
+        wrapped = _shared(strategy, strategy.name, model, world, among)
         optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
         stepper = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         return Method(wrapped, model, optimizer, stepper, None, None, 1)
     inside = getattr(strategy, "worker", "gpu") == "node" and world.layout.gpus_per_node > 1
-    peers = group(world, PEERS if inside else WORLD)
-    node = group(world, NODE) if inside else None
+    peers = world.group("training", PEERS if inside else WORLD)
+    node = world.group("training", NODE) if inside else None
     inner = getattr(strategy, "inner", None) or "zero2"
     wrapped = _shared(strategy, inner, model, world, node) if node else model
     optimizer = _optimizer(settings, model, shard=False)
@@ -194,18 +195,6 @@ def build(settings: Settings, model: nn.Module, world: World) -> Method:
         peers,
         peers.size(),
     )
-
-
-def group(world: World, kind: Group) -> dist.ProcessGroup:
-    """A new communicator of this kind, with the world's deadline. All ranks call it."""
-    size = world.layout.world_size
-    found: dist.ProcessGroup | None = None
-    for members in dict.fromkeys(kind.members(rank, world.layout) for rank in range(size)):
-        made = dist.new_group(list(members), timeout=timedelta(seconds=world.deadline))
-        if world.rank in members:
-            found = made
-    assert found is not None
-    return found
 
 
 def _shared(
@@ -258,4 +247,5 @@ def _outer(
     if isinstance(strategy, CO2):
         options["staleness"] = strategy.staleness
     kind = _ALGORITHMS[strategy.name]
-    return kind(model, optimizer, worker=workers, deadline=world.deadline, **options)
+    made: OuterStep = kind(model, optimizer, worker=workers, deadline=world.deadline, **options)
+    return made

@@ -77,7 +77,7 @@ class Settings:
             value = getattr(self, name)
             if not least <= value <= _MOST:
                 raise OptionError(f"{name} is {value}; it must be {least} to {_MOST:.0e}")
-        for name, least, most in (
+        for name, low, most in (
             ("lr", 1e-12, 1e3),
             ("final_lr", 0.0, 1.0),
             ("momentum", 0.0, 0.9999),
@@ -85,8 +85,8 @@ class Settings:
             ("clip_grad", 0.0, 1e9),
         ):
             value = getattr(self, name)
-            if not least <= value <= most:
-                raise OptionError(f"{name} is {value:g}; it must be {least:g} to {most:g}")
+            if not low <= value <= most:
+                raise OptionError(f"{name} is {value:g}; it must be {low:g} to {most:g}")
         if self.stop > self.steps:
             raise OptionError(f"stop is {self.stop}; there are {self.steps} steps")
         if self.warmup > self.steps:

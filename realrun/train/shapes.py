@@ -1,4 +1,4 @@
-"""Shapes of the models that are trained here, by the name of a preset, and what co2sim reads of them.
+"""Shapes of the models that are trained here, by the name of a preset, also for co2sim.
 
 Needs no torch: a prediction of `realrun train` uses the same numbers as the training itself.
 """
@@ -56,6 +56,7 @@ class GPTShape:
 
     def toml(self) -> str:
         """The same as a model file, for `co2sim run --model`."""
+        h = self.hidden
         return f"""\
 # The model of `realrun train --task text`; the norms of co2sim have a weight and a bias, as here.
 name = "GPT of {self.parameters} parameters"
@@ -72,8 +73,8 @@ vocab = {VOCABULARY}
 tied = true
 positions = {self.context}
 seq_len = {self.context}
-parameters = {{ value = {self.parameters}, source = "({VOCABULARY} + {self.context}) x {self.hidden}\
- + {self.layers} x (12 x {self.hidden}^2 + 4 x {self.hidden}) + 2 x {self.hidden}" }}
+parameters = {{ value = {self.parameters}, source = "({VOCABULARY} + {self.context}) x {h}\
+ + {self.layers} x (12 x {h}^2 + 4 x {h}) + 2 x {h}" }}
 """
 
 

@@ -1,6 +1,7 @@
 """What the training can honour of a strategy: the rest is refused in words. Needs no torch."""
 
 from dataclasses import fields
+from importlib.util import find_spec
 
 from co2sim.errors import OptionError
 from co2sim.schedule import DType, Layout
@@ -31,6 +32,10 @@ def check(settings: Settings, layout: Layout) -> None:
     """Raise OptionError for what cannot be trained on these ranks."""
     strategy = settings.parsed
     _check_options(strategy)
+    if settings.task == "digits" and find_spec("sklearn") is None:
+        raise OptionError(
+            "task digits needs scikit-learn, which is not installed: pip install 'co2sim[train]'"
+        )
     ranks = layout.world_size
     if settings.batch % ranks:
         raise OptionError(

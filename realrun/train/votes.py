@@ -1,11 +1,11 @@
 """Whether to stop: ranks vote, and learn the result some steps later, so that nobody waits."""
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from co2sim.schedule import WORLD
 from realrun.world import World
 
 
@@ -18,8 +18,8 @@ class Votes:
 
     def __init__(self, world: World, every: int, wish: Callable[[], bool]) -> None:
         self._every, self._wish = every, wish
-        self._group = dist.new_group(timeout=timedelta(seconds=world.deadline), backend="gloo")
-        self._given = torch.zeros(1, dtype=torch.int32)
+        self._group = world.group("votes", WORLD)
+        self._given = torch.zeros(1, dtype=torch.int32, device=world.device)
         self._work: dist.Work | None = None
 
     def take(self, step: int) -> bool:
