@@ -17,8 +17,8 @@ class MismatchError(Co2simError):
     """Ranks do not do the same: another schedule, or another collective at the same place."""
 
 
-class NotFinite(Co2simError):  # noqa: N818 - says what was found
-    """An average has NaN or infinite elements; it was not used. `round` is the one it is of."""
+class NonFiniteError(Co2simError):
+    """An inf or a NaN where it would spread to other ranks. `round` is the average's, if of one."""
 
     def __init__(self, message: str, *, round: int | None = None) -> None:  # noqa: A002 - as below
         """Keep where."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from local_problem import network, optimizer, train, vector
 
 from realrun import algorithms

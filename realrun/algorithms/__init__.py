@@ -1,6 +1,4 @@
-"""Training algorithms for anybody's loop: the local-update family, overlapped and blocking.
-
-from realrun.algorithms import CO2
+"""Training algorithms for anybody's PyTorch loop: the local-update family, and ZeRO++ for FSDP2.
 
 with CO2(model, optimizer, tau=12):
     for batch in loader:
@@ -15,6 +13,7 @@ from realrun.algorithms.local_update import LocalUpdate, Stats
 from realrun.algorithms.overlap_local_sgd import OverlapLocalSGD
 from realrun.algorithms.slowmo import SlowMo
 from realrun.algorithms.workers import Workers
+from realrun.algorithms.zeropp import apply_zeropp
 
 __all__ = [
     "CO2",
@@ -25,4 +24,5 @@ __all__ = [
     "SlowMo",
     "Stats",
     "Workers",
+    "apply_zeropp",
 ]

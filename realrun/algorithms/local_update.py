@@ -22,7 +22,7 @@ from realrun.algorithms.options import at_least, one_of, positive
 from realrun.algorithms.rule import Rule, State
 from realrun.algorithms.start import describe, first_tensors, refuse_wider_ddp, trainable
 from realrun.algorithms.workers import Links, Worker, workers_of
-from realrun.errors import MismatchError, NotFinite
+from realrun.errors import MismatchError, NonFiniteError
 
 
 class Common(TypedDict, total=False):
@@ -66,7 +66,8 @@ class LocalUpdate:
 
     *Options.* `worker`: "gpu" (every rank; pass the bare module, not DDP), "node" (the
     LOCAL_WORLD_SIZE ranks of a node, with DDP or FSDP2 among `Workers.per_node().inner`; each rank
-    averages its share), or a Workers. `dtype` on the wire: "fp32" or "bf16". `bucket_mib`: MiB of
+    averages its share), or a Workers. `dtype` on the wire: "fp32", "bf16" or "int8" (see
+    `average`). `bucket_mib`: MiB of
     fp32 in one collective. `check_every` rounds, ranks compare a hash of their anchors (0: never).
     `deadline`: how many seconds one worker may be behind another, before RankFailure.
 
@@ -77,7 +78,7 @@ class LocalUpdate:
     *Steps* of all workers must be equally many. A GradScaler that skips a step on one worker only
     lets that worker fall behind.
 
-    *Errors* leave `optimizer.step()`: NotFinite, before a NaN or infinity reaches parameters,
+    *Errors* leave `optimizer.step()`: NonFiniteError, before a NaN or infinity reaches parameters,
     anchor or momentum; RankFailure; MismatchError. After one, every further step raises it again.
 
     *End.* Leaving the `with` block, or `close`, waits for averages under way, does not apply them,
@@ -198,7 +199,7 @@ class LocalUpdate:
         self._free.append(self._flights.popleft().vector)
 
     def _norm(self, flight: Flight) -> float:
-        """Norm of an average over the whole model. Raises NotFinite on all ranks of the worker."""
+        """Norm of an average over the whole model. Raises NonFiniteError, on all of a worker."""
         total = self._links.total
         norm = self._state.norm(flight.vector, total)
         if math.isfinite(norm):
@@ -209,7 +210,7 @@ class LocalUpdate:
             (square,) = total([float((flight.vector.double() ** 2).sum())])
             return math.sqrt(square)
         where = f"first in {self._flat.name_at(int(bad[0]))!r}" if len(bad) else "on other ranks"
-        raise NotFinite(
+        raise NonFiniteError(
             f"the average of round {flight.round}, used in round {self._round}, has {count:g}"
             f" elements that are NaN or infinite, {where}; parameters, anchor and momentum are as"
             " before",
