@@ -7,6 +7,12 @@ from ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 SHARED = ["ddp", "zero1", "zero2", "zero3"]
+"""Every gradient is that of all: they learn the same."""
+
+QUANTIZED = ["zeropp"]
+MOMENTUM = ["slowmo", "diloco", "co2"]
+"""With their default momentum a few rounds are too few."""
+
 LOCAL = ["local_sgd", "overlap_local_sgd", "slowmo", "diloco", "co2"]
 
 
@@ -17,15 +23,16 @@ def learned(first: float, last: float) -> bool:
 
 def test_every_strategy_learns() -> None:
     """On two ranks; those that share every gradient end with the same loss."""
-    strategies = SHARED + [f"{name}:tau=2" for name in LOCAL if name not in {"slowmo", "co2"}]
+    plain = [f"{name}:tau=2" for name in LOCAL if name not in MOMENTUM]
+    strategies = [*SHARED, *QUANTIZED, *plain]
     found, other = on_ranks("learn", 2, module="train_workers", strategies=strategies, outer={})
     for strategy, (first, last, sent) in found.items():
         assert learned(first, last), strategy
         assert other[strategy][:2] == [first, last]
-        assert (sent is None) == (strategy in SHARED)
+        assert (sent is None) == (strategy in SHARED + QUANTIZED)
     ends = [found[strategy][1] for strategy in SHARED]
     assert max(ends) - min(ends) < 1e-3
-    gentle = [f"{name}:tau=2" for name in ("slowmo", "co2")]
+    gentle = [*(f"{name}:tau=2" for name in MOMENTUM), "diloco:tau=2,dtype=int8"]
     found, _ = on_ranks(
         "learn", 2, module="train_workers", strategies=gentle, outer={"momentum": "0.1"}
     )
@@ -60,7 +67,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
 
 def test_resumed_is_uninterrupted_with_nodes_as_workers(tmp_path: Path) -> None:
     """The same with DDP and ZeRO inside, and shares of the outer state on every rank."""
-    strategies = ["co2:tau=4,worker=node,inner=ddp", "co2:tau=4,worker=node,inner=zero2"]
+    strategies = [f"co2:tau=4,worker=node,inner={name}" for name in ("ddp", "zero2")] + QUANTIZED
     found = on_ranks(
         "resume",
         4,

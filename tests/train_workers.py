@@ -28,7 +28,13 @@ def learn(world: World, strategies: list[str], outer: dict[str, str]) -> dict[st
     found = {}
     for strategy in strategies:
         settings = Settings(
-            strategy=strategy, outer=outer, steps=32, eval_every=8, seed=1, optimizer="adamw", **SMALL
+            strategy=strategy,
+            outer=outer,
+            steps=32,
+            eval_every=8,
+            seed=1,
+            optimizer="adamw",
+            **SMALL,
         )
         history = train(settings, world)
         seen = [row.validation_loss for row in history.rows if row.validation_loss]

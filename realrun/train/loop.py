@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,12 +80,10 @@ def train(
         model = task.model().to(world.device)
     with _guard(world, Place(-1, 0, "start of the training")):
         method = build(settings, model, world)
-    try:
+    with method.outer or nullcontext():
         run = _Run(settings, task, world, method, identity, folder)
         run.begin(resume=resume)
         return run.go(progress, stop)
-    finally:
-        method.close()
 
 
 def make_task(settings: Settings, device: torch.device) -> Task:

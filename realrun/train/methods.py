@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from co2sim.schedule import NODE, PEERS, WORLD
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
+from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
 from realrun.train import outer
@@ -44,7 +45,8 @@ class OuterStep(Protocol):
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
     def stats(self) -> Stats: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +126,6 @@ class Method:
             name: (p.full_tensor() if isinstance(p, DTensor) else p.detach()).cpu().clone()
             for name, p in self.bare.named_parameters()
         }
-
-    def close(self) -> None:
-        """Detach the algorithm."""
-        if self.outer:
-            self.outer.close()
 
     def _forget(self) -> None:
         """Let FSDP gather parameters anew: what it holds gathered may be of others by now."""
@@ -215,6 +212,15 @@ def _shared(
     # Whole layers stay on a rank between its forward and its backward pass in stage 2, not in 3.
     for layer in (*getattr(model, "layers", ()), model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=name != "zero2")
+    if isinstance(strategy, ZeroPP):
+        algorithms.apply_zeropp(
+            model,
+            ranks_per_node=world.layout.gpus_per_node,
+            qwz=strategy.qwz,
+            hpz=strategy.hpz,
+            qgz=strategy.qgz,
+            block=strategy.scale_block,
+        )
     return model
 
 

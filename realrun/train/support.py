@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from co2sim.errors import OptionError
 from co2sim.schedule import DType, Layout
 from co2sim.strategies import Strategy
+from co2sim.strategies.zeropp import ZeroPP
 from realrun.train.settings import Settings
 
 _IGNORED = {
@@ -35,6 +36,11 @@ def check(settings: Settings, layout: Layout) -> None:
     if settings.task == "digits" and find_spec("sklearn") is None:
         raise OptionError(
             "task digits needs scikit-learn, which is not installed: pip install 'co2sim[train]'"
+        )
+    if isinstance(strategy, ZeroPP) and strategy.hpz_group not in {0, layout.gpus_per_node}:
+        raise OptionError(
+            f"zeropp: hpz_group={strategy.hpz_group} cannot be trained with: the groups are the"
+            f" nodes, of {layout.gpus_per_node} ranks here"
         )
     ranks = layout.world_size
     if settings.batch % ranks:
