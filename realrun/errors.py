@@ -45,3 +45,11 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
         super().__init__(message)
         self.ranks, self.op, self.round = ranks, op, round
         self.trace: Any = None
+
+
+class TrainingError(Co2simError):
+    """A training cannot go on: its loss is not a number any more."""
+
+
+class CheckpointError(Co2simError):
+    """A checkpoint that is not there, is not whole, or is of another training."""
