@@ -14,14 +14,14 @@ import torch.distributed.checkpoint as dcp
 from local_problem import batch, loss, network, optimizer, train, vector
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from co2sim.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
-from realrun.algorithms.average import Average, Flight
+from realrun.algorithms.average import WIRES, Average, Flight
 from realrun.world import World
 
 SMALL = 1e-4
@@ -31,6 +31,7 @@ SMALL = 1e-4
 def made(case: dict[str, Any], world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Model, optimizer and algorithm of a case, from a seed that only rank 0 has right."""
     model = network(getattr(torch, case.get("model", "float32")), seed=world.rank)
+    model.to(world.device)
     optim = optimizer(model, case["inner"])
     algorithm = getattr(algorithms, case["algorithm"])(model, optim, **case["options"])
     return model, optim, algorithm
@@ -117,6 +118,20 @@ def data_parallel(world: World) -> float:
     moved = (vector(ours) - vector(network())).abs().max()
     assert moved > 0.1
     return float((vector(ours) - vector(theirs)).abs().max())
+
+
+def averages(world: World) -> list[list[float]]:
+    """Rank r gives r + 1 everywhere, on every wire: largest error of the mean, seconds waited."""
+    found = []
+    for wire in WIRES:
+        average = Average(dist.group.WORLD, wire, 10.0, 4 * 300_000)
+        given = torch.full((1_000_001,), world.rank + 1.0, device=world.device)
+        flight = average.launch(given, 0)
+        waited = flight.wait()
+        mean = (dist.get_world_size() + 1) / 2
+        found.append([float((given - mean).abs().max()), waited])
+        average.close()
+    return found
 
 
 def several(world: World, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -426,6 +441,35 @@ def _train_inside(
 def _whole(model: nn.Module) -> torch.Tensor:
     full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     return torch.cat([one.detach().reshape(-1) for one in full])
+
+
+def evaluated_inside(world: World) -> list[float]:
+    """Losses of FSDP2 models that stay gathered: live, consensus, live again, and live anew.
+
+    In the middle of a round, without a backward pass in between.
+    """
+    case = {"inside": "fsdp", "inner": "sgd", "algorithm": "SlowMo", "options": {"tau": 2}}
+    model, optim, slowmo = _inside(case, world)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(reshard_after_forward=False)
+    found = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            found.append(float(loss(model, 7, 7)))
+
+    with slowmo:
+        _train_inside(model, optim, world, range(3))
+        evaluate()
+        with slowmo.consensus():
+            evaluate()
+        evaluate()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        evaluate()
+    return found
 
 
 def wrong_inside(world: World, folder: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -141,6 +140,7 @@ NOT_FINITE = [(float("nan"), "fp32", 1), (float("inf"), "int8", 2), (float("-inf
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What three ranks gave, by function: starting them takes longer than all they do."""
     calls: dict[str, dict[str, Any]] = {
+        "averages": {},
         "equal": {},
         "data_parallel": {},
         "refused": {},
@@ -206,6 +206,14 @@ def test_low_precision_on_the_wire_and_in_the_model() -> None:
     assert np.abs(np.diff(wanted[:, 0], axis=0)).max() < 2 * resolution
     assert np.abs(wanted[-1] - wanted[0]).max() > 10 * resolution
     np.testing.assert_allclose(found, wanted, rtol=2.0**-7, atol=1e-5)
+
+
+def test_an_average_is_a_mean_in_every_bucket(three_ranks: dict[str, list[Any]]) -> None:
+    """A million elements in four buckets: 1, 2 and 3 become 2."""
+    for answer in three_ranks["averages"]:
+        for error, waited in answer:
+            assert error < 1e-6
+            assert 0 < waited < 10
 
 
 def test_ranks_that_differ_are_refused_at_the_start(three_ranks: dict[str, list[Any]]) -> None:
@@ -339,9 +347,32 @@ INSIDE = [
 ]
 
 
-def test_nodes_as_workers_equal_the_reference_of_two_workers() -> None:
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two nodes of two ranks gave, by function."""
+    calls: dict[str, dict[str, Any]] = {
+        "inside_nodes": {"cases": INSIDE},
+        "evaluated_inside": {},
+        "wrong_inside": {"folder": str(tmp_path_factory.mktemp("nodes"))},
+    }
+    answers = on_ranks("several", 4, gpus_per_node=2, module=MODULE, calls=calls)
+    return {name: [answer[name] for answer in answers] for name in calls}
+
+
+def test_an_evaluation_of_the_consensus_leaves_nothing_gathered(
+    two_nodes: dict[str, list[Any]],
+) -> None:
+    """FSDP2 that keeps whole parameters after a forward must not go on with the wrong ones."""
+    for live, consensus, again, anew in two_nodes["evaluated_inside"]:
+        assert live == again == anew
+        assert consensus != live
+
+
+def test_nodes_as_workers_equal_the_reference_of_two_workers(
+    two_nodes: dict[str, list[Any]],
+) -> None:
     """Two nodes of two ranks, DDP or FSDP2 inside; each rank keeps and averages its share."""
-    answers = on_ranks("inside_nodes", 4, gpus_per_node=2, module=MODULE, cases=INSIDE)
+    answers = two_nodes["inside_nodes"]
     for index, given in enumerate(INSIDE):
         seen: list[Any] = []
         wanted = expected(given, 2, seen)[:, [0, 0, 1, 1]]
@@ -361,9 +392,9 @@ def test_nodes_as_workers_equal_the_reference_of_two_workers() -> None:
             assert [one["clipped"] for one in told] == pytest.approx([share] * 4)
 
 
-def test_nodes_fail_and_resume_as_one(tmp_path: Path) -> None:
+def test_nodes_fail_and_resume_as_one(two_nodes: dict[str, list[Any]]) -> None:
     """A NaN or a drift in one rank's share is an error on all; dcp keeps every rank's state."""
-    answers = on_ranks("wrong_inside", 4, gpus_per_node=2, module=MODULE, folder=str(tmp_path))
+    answers = two_nodes["wrong_inside"]
     for rank, answer in enumerate(answers):
         for inside in ("ddp", "fsdp"):
             assert answer[f"{inside} nan"].startswith(

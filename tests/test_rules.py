@@ -158,7 +158,7 @@ def test_ranks_that_did_not_meet_are_not_taken_for_one(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("inner", "tau", "k", "gap"),
-    itertools.product(("sgd", "adamw"), (1, 3), (1, 2), ("constant", "gap_aware")),
+    list(itertools.product(("sgd", "adamw"), (1, 3), (1, 2), ("constant", "gap_aware"))),
 )
 def test_one_worker_needs_no_process_group(inner: str, tau: int, k: int, gap: Any) -> None:
     """CO2 alone equals its transcription with one worker; nothing is sent or waited for."""

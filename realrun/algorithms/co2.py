@@ -114,8 +114,10 @@ class CO2(LocalUpdate):
     `gap` and `penalty`: see CO2Rule; a penalty other than 1 needs gap="constant".
 
     `clip` bounds elements of m, which are displacements in the units of parameters, not gradients.
-    For SGD a displacement is about lr * tau * gradient, for Adam at most about lr * tau; m is up to
-    1 / (1 - outer_momentum) times as much. A clip of 1 to 3 times lr * tau bites on outliers only.
+    For SGD a displacement is about lr * tau * gradient; for Adam it is at most about lr * tau, its
+    mean over workers mostly far less; m is up to 1 / (1 - outer_momentum) times as much. So choose
+    it relative to lr * tau, and watch `stats().clipped`: with Adam, 1 to 3 times lr * tau stops
+    what runs away, a quarter of it also outliers.
 
     For all other options and what is kept, see LocalUpdate. Raises OptionError.
     """

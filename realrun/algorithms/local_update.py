@@ -12,6 +12,7 @@ from typing import Any, Self, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from co2sim.errors import Co2simError, OptionError
@@ -68,8 +69,8 @@ class LocalUpdate:
     LOCAL_WORLD_SIZE ranks of a node, with DDP or FSDP2 among `Workers.per_node().inner`; each rank
     averages its share), or a Workers. `dtype` on the wire: "fp32", "bf16" or "int8" (see
     `average`). `bucket_mib`: MiB of fp32 in one collective. `check_every` rounds, ranks compare a
-    hash of their anchors (0: never). `deadline`: how many seconds one worker may be behind another
-    before RankFailure.
+    hash of their anchors (0: never); where hardware differs, so may rounding. `deadline`: how many
+    seconds one worker may be behind another before RankFailure.
 
     *Start.* Ranks compare names, shapes and types of parameters, the optimizer's class and all
     settings (MismatchError), then the first worker's parameters and buffers are sent to all. Load
@@ -107,6 +108,8 @@ class LocalUpdate:
         workers = workers_of(worker)
         refuse_wider_ddp(model, workers)
         self._rule, self._tau, self._check_every = rule, tau, check_every
+        # FSDP2 may keep parameters gathered, after a forward without backward.
+        self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self._links = Links(workers, deadline)
         self._flat = Flat.of(parameters, self._links.gather)
         self._layout = describe(parameters, workers, rule, tau)
@@ -224,6 +227,8 @@ class LocalUpdate:
     def _publish(self, vector: Tensor) -> None:
         with self._links.together("gathering of parameters inside the worker", round=self._round):
             self._flat.write(vector)
+        for module in self._gathered:
+            module.reshard()
 
     def check_drift(self) -> None:
         """Compare a hash of the anchor across workers. All ranks call this.
