@@ -204,7 +204,7 @@ def test_low_precision_on_the_wire_and_in_the_model() -> None:
     found = histories(answers, 4)
     resolution = 2.0**-8 * np.abs(wanted).max()
     assert np.abs(np.diff(wanted[:, 0], axis=0)).max() < 2 * resolution
-    assert np.abs(wanted[-1] - wanted[0]).max() > 10 * resolution
+    assert np.abs(wanted[-1] - wanted[0]).max() > 5 * resolution
     np.testing.assert_allclose(found, wanted, rtol=2.0**-7, atol=1e-5)
 
 
@@ -385,7 +385,7 @@ def test_nodes_as_workers_equal_the_reference_of_two_workers(
         if given["algorithm"] != "OverlapLocalSGD":
             assert all(one["anchor"] == one["history"][-1] for one in told)
         assert told[0]["kept"] + told[1]["kept"] == 80, "shares of a worker are the whole model"
-        assert {one["kept"] for one in told} == ({40} if given["inside"] == "ddp" else {47, 33})
+        assert {one["kept"] for one in told} == ({40} if given["inside"] == "ddp" else {48, 32})
         if seen and not low:
             share = sum(clipped for _, clipped in seen) / (len(seen) * 80)
             assert [one["penalty"] for one in told] == pytest.approx([seen[-1][0]] * 4, rel=1e-4)
