@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim.errors import OptionError
+from realrun.errors import NonFiniteError
 
 torch = pytest.importorskip("torch")
 
@@ -19,7 +20,10 @@ from torch import nn  # noqa: E402 - needs torch
 
 from realrun import algorithms  # noqa: E402 - needs torch
 from realrun.algorithms import CO2, Stats  # noqa: E402 - needs torch
+from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
+from realrun.algorithms.finite import finite_norm  # noqa: E402 - needs torch
+from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.rule import State  # noqa: E402 - needs torch
 
 ELEMENTS = 5
@@ -187,3 +191,15 @@ def test_a_scheduler_and_gradient_accumulation_change_nothing_for_the_hook() -> 
                 optim.step()
                 scheduler.step()
         assert (co2.stats().rounds, co2.stats().steps) == (1, 3)
+
+
+def test_huge_averages_are_finite_and_infinite_ones_are_not() -> None:
+    """Their squares overflow fp32, which is no reason to stop; an infinity is, and is named."""
+    flat = Flat.of([("a", torch.zeros(3)), ("b", torch.zeros(2))])
+    state = State(flat.empty(), {}, {}, 2)
+    huge = torch.tensor([3e30, 0.0, 0.0, 0.0, -4e30])
+    norm = finite_norm(Flight(4, huge), 5, flat, state, list)
+    assert norm == pytest.approx(5e30)
+    huge[3] = -math.inf
+    with pytest.raises(NonFiniteError, match=r"round 4, used in round 5, has 1 .*first in 'b'"):
+        finite_norm(Flight(4, huge), 5, flat, state, list)
