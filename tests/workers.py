@@ -1,9 +1,6 @@
 """What ranks of the tests do: functions from a joined world to something that JSON can hold."""
 
-import json
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +26,7 @@ from realrun.collectives import allocate, carry_out, launch
 from realrun.executor import execute
 from realrun.kernels import Kernels, Sleep, Synthetic
 from realrun.run import compare
-from realrun.world import World, join
+from realrun.world import World
 
 SIZES = (1, 2, 7, 1000, 300_001)
 """Elements: fewer than ranks, uneven, and more than one segment."""
@@ -217,16 +214,3 @@ def groups(world: World) -> list[Any]:
     assert made[0] is not None
     assert made[1] is not None
     return [*members, made[0].group is not made[1].group]
-
-
-def main() -> None:
-    """Join, do what REQUEST asks, write the answer."""
-    request = json.loads(os.environ["REQUEST"])
-    world = join(request["backend"], 20.0)
-    answer = globals()[request["function"]](world, **request["arguments"])
-    (Path(request["folder"]) / str(world.rank)).write_text(json.dumps(answer))
-    world.leave()
-
-
-if __name__ == "__main__":
-    main()

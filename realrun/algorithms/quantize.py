@@ -1,0 +1,243 @@
+"""Block quantization: int8 or int4 codes, and one fp32 scale for every `block` elements.
+
+    code = round(x / scale), scale = max|x| of the block / 127 (int8) or 7 (int4)
+
+Symmetric, so zero is exact and a code needs no offset. Blocks run along the last dimension; the
+last one of a row may be short, so that rows share neither a scale nor a byte and can be sent to
+different ranks. This is the reference; CUDA tensors go through the kernels of `quantize_triton`
+where Triton is installed: the same bits for `nearest`, other random numbers for `stochastic`.
+"""
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Generator, Tensor
+from torch.nn.functional import pad
+
+from co2sim.errors import OptionError
+from co2sim.schedule import SCALE_BYTES
+from realrun.errors import NonFiniteError
+
+Bits: TypeAlias = Literal[4, 8]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+
+TOP = {4: 7, 8: 127}
+"""Largest code."""
+SHARE = {4: float.fromhex("0x1.249248p-3"), 8: float.fromhex("0x1.020408p-7")}
+"""1 / TOP in fp32, rounded down so far that no code times its scale overflows fp32."""
+SMALLEST = 2.0**-126
+"""Smallest scale, the smallest normal fp32: a block below it in all elements becomes zeros."""
+
+_HALF_BYTE = 4
+_LARGEST_FUSED = 1 << 14
+_SOURCES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Quantized(NamedTuple):
+    """Codes (int8, or uint8 with two int4 to a byte, the first in the low half), and scales."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def quantize(
+    x: Tensor,
+    bits: Bits,
+    block: int,
+    rounding: Rounding = "nearest",
+    generator: Generator | None = None,
+    *,
+    refuse_non_finite: bool = True,
+) -> Quantized:
+    """Quantize rows [..., elements] of fp32, bf16 or fp16 to codes and scales.
+
+    `nearest` (half to even) is off by at most half a scale, `stochastic` by less than one and by
+    nothing on average, both up to the rounding of fp32. `stochastic` draws from `generator`, on
+    any device, or from torch's own.
+
+    Codes are [..., elements] int8 or [..., ceil(elements / 2)] uint8, scales [..., ceil(elements /
+    block)] fp32. Raises OptionError for other options, and NonFiniteError for inf and NaN; looking
+    for them waits for a GPU once. Without `refuse_non_finite` the whole block of an inf or a NaN
+    comes back as inf and NaN.
+    """
+    _check(bits, block)
+    if rounding not in get_args(Rounding):
+        raise OptionError(f"rounding is {rounding!r}; it must be 'nearest' or 'stochastic'")
+    if generator is not None and rounding == "nearest":
+        raise OptionError("a generator does not apply to rounding='nearest'")
+    if x.dtype not in _SOURCES:
+        raise OptionError(f"cannot quantize {x.dtype}; it must be one of {_SOURCES}")
+    if x.dim() == 0:
+        raise OptionError("cannot quantize a scalar; it must have at least one dimension")
+    fused = _fused(x, bits, block)
+    if fused is None or not x.numel():
+        made = _quantize(x, bits, block, rounding, generator)
+    else:
+        made = Quantized(*fused.quantize(x, bits, block, _seed(rounding, generator)))
+    if refuse_non_finite and not bool(made.scales.isfinite().all()):
+        found = torch.nonzero(~made.scales.flatten().isfinite())
+        raise NonFiniteError(
+            f"cannot quantize inf or NaN: {len(found)} of {made.scales.numel()} blocks hold some,"
+            f" the first is block {int(found[0])}"
+        )
+    return made
+
+
+def dequantize(codes: Tensor, scales: Tensor, bits: Bits, block: int, elements: int) -> Tensor:
+    """The fp32 rows [..., elements] that codes and scales stand for.
+
+    Raises OptionError when their shapes do not belong to `elements` in blocks of `block`.
+    """
+    _check(bits, block)
+    expected = (-(-elements * bits // 8), -(-elements // block))
+    if (codes.shape[-1], scales.shape[-1]) != expected:
+        raise OptionError(
+            f"{codes.shape[-1]} bytes of codes and {scales.shape[-1]} scales are not {elements}"
+            f" elements of int{bits} in blocks of {block}: those have {expected[0]}, {expected[1]}"
+        )
+    fused = _fused(codes, bits, block)
+    if fused is None or not codes.numel():
+        return _dequantize(codes, scales, bits, block, elements)
+    found: Tensor = fused.dequantize(codes, scales, bits, block, elements)
+    return found
+
+
+def sum_rows(rows: Quantized, bits: Bits, block: int, elements: int) -> Tensor:
+    """The fp32 sum [elements] of quantized rows [ranks, ...], in the order of the ranks."""
+    fused = _fused(rows.codes, bits, block)
+    if fused is not None:
+        found: Tensor = fused.sum_rows(rows.codes, rows.scales, bits, block, elements)
+        return found
+    total = dequantize(rows.codes[0], rows.scales[0], bits, block, elements)
+    for codes, scales in zip(rows.codes[1:], rows.scales[1:], strict=True):
+        total += dequantize(codes, scales, bits, block, elements)
+    return total
+
+
+def sum_and_quantize(
+    rows: Quantized,
+    bits: Bits,
+    block: int,
+    elements: int,
+    parts: int,
+    rounding: Rounding = "nearest",
+    generator: Generator | None = None,
+) -> Quantized:
+    """Sum quantized rows [ranks, ...] of `elements`, and quantize the sum as `parts` equal rows.
+
+    An inf or a NaN spoils its block, as with `refuse_non_finite=False`. Raises OptionError when
+    the parts would not be equal.
+    """
+    if elements % parts:
+        raise OptionError(f"{elements} elements are not {parts} equal parts")
+    fused = _fused(rows.codes, bits, block)
+    if fused is not None:
+        seed = _seed(rounding, generator)
+        return Quantized(*fused.sum_and_quantize(*rows, bits, block, elements, parts, seed))
+    total = sum_rows(rows, bits, block, elements).view(parts, -1)
+    return quantize(total, bits, block, rounding, generator, refuse_non_finite=False)
+
+
+def wire_bytes(elements: int, bits: Bits, block: int) -> int:
+    """Bytes of one quantized row with its scales: what a schedule states, rounded up."""
+    return -(-elements * bits // 8) + -(-elements // block) * int(SCALE_BYTES)
+
+
+def to_wire(quantized: Quantized) -> Tensor:
+    """One message per row, [..., wire_bytes] uint8: the scales, then the codes."""
+    codes, scales = quantized
+    return torch.cat((scales.contiguous().view(torch.uint8), codes.view(torch.uint8)), dim=-1)
+
+
+def from_wire(wire: Tensor, bits: Bits, block: int, elements: int) -> Quantized:
+    """Codes and scales of `to_wire` messages of rows of `elements`."""
+    _check(bits, block)
+    size = wire_bytes(elements, bits, block)
+    if wire.dtype != torch.uint8 or wire.shape[-1] != size:
+        raise OptionError(
+            f"a message of {wire.shape[-1]} x {wire.dtype} is not {elements} elements of int{bits}"
+            f" in blocks of {block}: that is {size} x torch.uint8"
+        )
+    count = -(-elements // block) * int(SCALE_BYTES)
+    # A clone starts on an address that fp32 can be read from; a slice may not.
+    scales = wire[..., :count].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    codes = wire[..., count:]
+    return Quantized(codes if bits == _HALF_BYTE else codes.view(torch.int8), scales)
+
+
+def _check(bits: int, block: int) -> None:
+    if bits not in TOP:
+        raise OptionError(f"bits is {bits}; it must be 4 or 8")
+    if block < 1:
+        raise OptionError(f"block is {block}; it must be at least 1")
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        return import_module("realrun.algorithms.quantize_triton")
+    except ImportError:  # no Triton
+        return None
+
+
+def _fused(x: Tensor, bits: Bits, block: int) -> ModuleType | None:
+    """The module of fused kernels, where it can be used."""
+    # Where blocks of int4 start in the middle of a byte, no kernel can own a block.
+    odd = bits == _HALF_BYTE and block % 2
+    return _kernels() if x.is_cuda and block <= _LARGEST_FUSED and not odd else None
+
+
+def _seed(rounding: Rounding, generator: Generator | None) -> int | None:
+    """A seed for a kernel's own random numbers; None for rounding to nearest."""
+    if rounding == "nearest":
+        return None
+    device = generator.device if generator is not None else None
+    return int(torch.randint(2**31, (), generator=generator, device=device))
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """Rows [..., elements] as [..., blocks, block], filled up with zeros."""
+    missing = -x.shape[-1] % block
+    return (pad(x, (0, missing)) if missing else x).reshape(*x.shape[:-1], -1, block)
+
+
+def _quantize(
+    x: Tensor, bits: Bits, block: int, rounding: Rounding, generator: Generator | None
+) -> Quantized:
+    elements = x.shape[-1]
+    if x.numel() == 0:
+        codes = x.new_empty(x.shape, dtype=torch.int8)
+        return Quantized(_pack(codes) if bits == _HALF_BYTE else codes, x.float())
+    blocks = _blocks(x.float(), min(block, elements))
+    scales = (blocks.abs().amax(-1) * SHARE[bits]).clamp_min(SMALLEST)
+    steps = blocks * scales.reciprocal().unsqueeze(-1)
+    if rounding == "nearest":
+        steps = steps.round()
+    else:
+        device = generator.device if generator is not None else x.device
+        draws = torch.rand(steps.shape, generator=generator, device=device).to(x.device)
+        below = steps.floor()
+        # Not floor(steps + draw): that sum rounds up to the next integer more often than it should.
+        steps = below + (draws < steps - below)
+    # The scale is rounded down, so that the largest element may be a hair above the largest code.
+    codes = steps.clamp(-TOP[bits], TOP[bits]).to(torch.int8).flatten(-2)[..., :elements]
+    return Quantized(_pack(codes) if bits == _HALF_BYTE else codes.contiguous(), scales)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two int4 to a byte, in two's complement."""
+    halves = (pad(codes, (0, 1)) if codes.shape[-1] % 2 else codes).view(torch.uint8)
+    return (halves[..., 0::2] & 15) | (halves[..., 1::2] << 4)
+
+
+def _dequantize(codes: Tensor, scales: Tensor, bits: Bits, block: int, elements: int) -> Tensor:
+    if elements == 0:
+        return codes.new_empty(codes.shape, dtype=torch.float32)
+    if bits == _HALF_BYTE:
+        halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)[..., :elements]
+        codes = (halves ^ 8).to(torch.int8) - 8  # the sign is the highest of the four bits
+    blocks = _blocks(codes, min(block, elements)).float() * scales.unsqueeze(-1)
+    return blocks.flatten(-2)[..., :elements].contiguous()

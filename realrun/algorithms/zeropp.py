@@ -1,0 +1,169 @@
+"""ZeRO++ for FSDP2: int8 weight gathers, backward gathers inside nodes, int4 gradients.
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    apply_zeropp(model)                    # ranks_per_node from LOCAL_WORLD_SIZE
+
+Three switches, the same as those of co2sim's `zeropp`, with the same bytes on the wire:
+
+qwz: forward gathers send int8 codes and scales. Every rank computes with the decoded weights, its
+own shard's included, so that all have the same; the optimizer keeps the exact shards.
+hpz: backward gathers stay inside the node: FSDP2 reshards a module after its forward over the
+ranks of the node only. What they send is not quantized (again).
+qgz: gradients are quantized to int4, exchanged inside the node, summed, quantized again, exchanged
+among the ranks with the same place in every node, and summed. Slices are reordered before the
+first exchange, so that each rank ends with its own shard. The result is what FSDP2 asked for: the
+mean over all ranks, unless a divide factor was set.
+
+Source: Wang et al. 2023, arXiv 2306.10209.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+import torch.distributed as dist
+from torch import Generator, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from co2sim.errors import OptionError
+from realrun.algorithms.quantize import Rounding
+from realrun.algorithms.zeropp_collectives import Gather, Places, Reduce, Sent, ZeroPP
+from realrun.errors import MismatchError
+
+__all__ = ["Places", "Sent", "ZeroPP", "apply_zeropp"]
+
+_BLOCK = 2048
+
+
+def apply_zeropp(
+    model: nn.Module,
+    *,
+    ranks_per_node: int | None = None,
+    qwz: bool = True,
+    hpz: bool = True,
+    qgz: bool = True,
+    block: int = _BLOCK,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+) -> ZeroPP:
+    """Switch the modules of `model` that went through `fully_shard` to ZeRO++. All ranks call it.
+
+    Ranks k * ranks_per_node and following are node k (default: LOCAL_WORLD_SIZE). `block` elements
+    share a scale. `rounding` is that of gradients; `stochastic` draws from a generator seeded with
+    `seed` + rank. hpz leaves modules alone that keep their weights after the forward
+    (`reshard_after_forward=False`, and the root by default) or have a group size of their own.
+    With a switch off FSDP2 does what it did. An inf or a NaN in weights or gradients spreads to
+    its whole block, on all ranks.
+
+    Mixed precision, gradient accumulation (`set_requires_gradient_sync`) and divide factors work
+    as before. Raises OptionError for what does not, and MismatchError when ranks disagree.
+    """
+    _check(block, rounding, qwz=qwz, qgz=qgz)
+    groups = _param_groups(model)
+    mesh = _mesh(groups)
+    per_node = _ranks_per_node(ranks_per_node, mesh.size())
+    _agree(f"ranks_per_node={per_node}, qwz={qwz}, hpz={hpz}, qgz={qgz}, block={block}")
+    grid = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, per_node))
+    rank = mesh.get_local_rank()
+    zeropp = ZeroPP(
+        Places(mesh.size() // per_node, per_node, rank, grid.get_group(1), grid.get_group(0)),
+        generator=Generator().manual_seed(seed + rank) if rounding == "stochastic" else None,
+    )
+    for module, params in groups:
+        module.set_custom_all_gather(Gather(params, zeropp, block if qwz else 0))
+        module.set_custom_reduce_scatter(Reduce(zeropp, block if qgz else 0, rounding))
+        if hpz:
+            _keep_secondary(module, params, grid)
+    return zeropp
+
+
+def _check(block: int, rounding: str, *, qwz: bool, qgz: bool) -> None:
+    if block < 1:
+        raise OptionError(f"block is {block}; it must be at least 1")
+    if block != _BLOCK and not (qwz or qgz):
+        raise OptionError(f"block={block} needs qwz or qgz")
+    if rounding not in get_args(Rounding):
+        raise OptionError(f"rounding is {rounding!r}; it must be 'nearest' or 'stochastic'")
+    if rounding != "nearest" and not qgz:
+        raise OptionError(f"rounding={rounding!r} needs qgz; weights are rounded to nearest")
+
+
+def _param_groups(model: nn.Module) -> list[tuple[FSDPModule, FSDPParamGroup]]:
+    """Every group of parameters that communicates together, with one of its modules."""
+    found: dict[int, tuple[FSDPModule, FSDPParamGroup]] = {}
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise OptionError(
+            f"{type(model).__name__} has no FSDP2 modules; call fully_shard on its layers and on"
+            " itself before apply_zeropp"
+        )
+    for module in modules:
+        groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001 - no public way
+        if len(groups) > 1:
+            raise OptionError(
+                f"{type(module).__name__} shards its parameters over several meshes"
+                " (shard_placement_fn); ZeRO++ needs one"
+            )
+        for group in groups:
+            found.setdefault(id(group), (module, group))
+    return list(found.values())
+
+
+def _mesh(groups: Sequence[tuple[FSDPModule, FSDPParamGroup]]) -> DeviceMesh:
+    """The one mesh of all groups: 1-D, all ranks in order."""
+    world = list(range(dist.get_world_size()))
+    meshes = [group.mesh_info for _, group in groups]
+    for info in meshes:
+        if info.mesh.ndim != 1 or info.is_spmd_mesh or info.mesh.mesh.tolist() != world:
+            raise OptionError(
+                f"ZeRO++ needs a 1-D mesh of all {len(world)} ranks in order, not {info.mesh}:"
+                " call fully_shard without a mesh, not with replication (HSDP) or other parallelism"
+            )
+    return meshes[0].mesh
+
+
+def _ranks_per_node(given: int | None, world: int) -> int:
+    if given is None:
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not text.isdecimal():
+            raise OptionError(
+                f"ranks_per_node is not given and LOCAL_WORLD_SIZE is {text!r}: start ranks with"
+                " torchrun, or give it"
+            )
+        given = int(text)
+    if given < 1 or world % given:
+        raise OptionError(f"ranks_per_node is {given}; it must divide the {world} ranks")
+    return given
+
+
+def _agree(text: str) -> None:
+    """Compare with all ranks: they would exchange buffers of other sizes, and hang."""
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            raise MismatchError(f"rank {rank} calls apply_zeropp with {other}, rank 0 {texts[0]}")
+
+
+def _keep_secondary(module: FSDPModule, params: FSDPParamGroup, grid: DeviceMesh) -> None:
+    """Do what `fully_shard(reshard_after_forward=ranks of a node)` does, on one mesh for all.
+
+    FSDP2 itself would make new process groups for every module.
+    """
+    if params.post_forward_mesh_info != params.mesh_info or grid.size(0) == 1:
+        return  # the weights stay whole, another group was asked for, or the node is the world
+    if grid.size(1) == 1:
+        module.set_reshard_after_forward(False, recurse=False)
+        return
+    info = HSDPMeshInfo(grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+    params.post_forward_mesh_info = info
+    for param in params.fsdp_params:
+        param.post_forward_mesh_info = info
+        whole = torch.empty(param._orig_size, device="meta")  # noqa: SLF001
+        param._init_sharded_post_forward_param_metadata(whole)  # noqa: SLF001
