@@ -73,3 +73,14 @@ def test_flops_kernels_and_a_probe_run_on_a_gpu(tmp_path: Path) -> None:
     call("probe", "--quick", "--out", "gpu.toml")
     figures = json.loads(call("run", "-c", "gpu.toml", "-m", "gpt2-small", "-s", "ddp", "--json"))
     assert 0 < figures["mfu"] <= 1.2
+
+
+@several
+def test_qgz_gives_the_mean_over_nccl() -> None:
+    """The reduction of ZeRO++ on two GPUs as one node and as two, with Triton if it is there."""
+    for answers in on_ranks("means", 2, backend="nccl", module="zeropp_workers", layouts=[1, 2]):
+        for found in answers:
+            assert found["nearest"] == pytest.approx(1.0, abs=0.01)
+            assert found["stochastic"] == pytest.approx(1.0, abs=0.01)
+            assert found["nearest error"] <= found["bound"]
+            assert found["summed"] == pytest.approx(2.0, rel=0.01)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from co2sim.errors import Co2simError
 from realrun.algorithms import zeropp_collectives
 from realrun.algorithms.quantize import dequantize, quantize
-from realrun.algorithms.zeropp import ZeroPP, apply_zeropp
+from realrun.algorithms.zeropp import apply_zeropp
 from realrun.world import World
 
 OFF = {"qwz": False, "hpz": False, "qgz": False}
@@ -42,7 +42,7 @@ class Product(nn.Module):
 
 
 def factors(rank: int, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
-    """Gradients of a rank: something in common, and something of its own."""
+    """Gradients of a rank, on the CPU: something in common, and something of its own."""
     common, own = (torch.Generator().manual_seed(seed) for seed in (1, 100 + rank))
     return [
         torch.randn(shape, generator=common) + torch.randn(shape, generator=own) for shape in shapes
@@ -69,17 +69,19 @@ def slope(got: Tensor, expected: Tensor) -> float:
     return float((got @ expected) / (expected @ expected))
 
 
-def reduced(per_node: int, **options: Any) -> tuple[list[Tensor], ZeroPP, Product]:
-    """Gradients after one backward with qgZ alone."""
+def reduced(per_node: int, divide: float = 0.0, bad: int | None = None, **options: Any) -> Tensor:
+    """Gradients after one backward with qgZ alone; rank `bad` adds a NaN."""
     model = Product()
     fully_shard(model)
-    divide = options.pop("divide", None)
     how = {"ranks_per_node": per_node, "block": 256, "qwz": False, "hpz": False}
-    zeropp = apply_zeropp(model, **how, **options)
+    apply_zeropp(model, **how, **options)
     if divide:
         model.set_gradient_divide_factor(divide)
-    model(factors(dist.get_rank())).backward()
-    return [whole(weight.grad) for weight in model.weights], zeropp, model
+    given = factors(dist.get_rank())
+    if dist.get_rank() == bad:
+        given[0][3, 5] = float("nan")
+    model([factor.to(model.weights[0].device) for factor in given]).backward()
+    return flat([whole(weight.grad) for weight in model.weights]).cpu()
 
 
 def means(world: World, layouts: list[int]) -> list[dict[str, float]]:
@@ -92,7 +94,7 @@ def means(world: World, layouts: list[int]) -> list[dict[str, float]]:
         nodes = ranks // per_node
         answer: dict[str, float] = {}
         for rounding in ("nearest", "stochastic"):
-            got = flat(reduced(per_node, rounding=rounding)[0])
+            got = reduced(per_node, rounding=rounding)
             answer[rounding] = slope(got, expected)
             answer[f"{rounding} error"] = float((got - expected).abs().max())
         # Every rank's step, then every node's step of its sum, if there are two hops; halved.
@@ -101,15 +103,17 @@ def means(world: World, layouts: list[int]) -> list[dict[str, float]]:
             steps += nodes * (per_node * largest + steps / nodes / 2) / 7
         answer["bound"] = steps / ranks / 2
         runs = torch.stack(
-            [flat(reduced(per_node, rounding="stochastic", seed=seed)[0]) for seed in range(1, 9)]
+            [reduced(per_node, rounding="stochastic", seed=seed) for seed in range(1, 9)]
         )
         # Every element's mean error, all added up, in standard errors of that sum.
         variance = float(runs.var(0).sum()) / len(runs)
         answer["bias"] = float((runs.mean(0) - expected).sum()) / variance**0.5
-        answer["summed"] = slope(flat(reduced(per_node, divide=1.0)[0]), expected)
+        answer["summed"] = slope(reduced(per_node, divide=1.0), expected)
+        spoilt = ~reduced(per_node, bad=ranks - 1).isfinite()
+        answer["spoilt"] = int(spoilt.sum()) if bool(spoilt[3 * SHAPES[0][1] + 5]) else 0
         with replaced(zeropp_collectives, "_factor", lambda _op, _ranks, n=nodes: 1 / n):
-            # DeepSpeed 0.17, all_to_all_quant_reduce: sums inside the node, a mean over nodes.
-            answer["deepspeed"] = slope(flat(reduced(per_node)[0]), expected)
+            # DeepSpeed, all_to_all_quant_reduce: a sum inside the node, and a mean over nodes.
+            answer["deepspeed"] = slope(reduced(per_node), expected)
         found.append(answer)
     return found
 
