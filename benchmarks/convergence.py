@@ -164,7 +164,8 @@ def wanted(configuration: Configuration, budget: Budget, known: Known) -> Iterat
         yield tuned(choices[0], lr)
     for _ in range(0 if budget.quick else EXTENSIONS):
         best = min(rates, key=lambda lr: loss(choices[0], lr))
-        if loss(choices[0], best) == float("inf") or best not in {rates[0], rates[-1]}:
+        missing = any(tuned(choices[0], lr).key(budget) not in known for lr in rates)
+        if missing or best not in {rates[0], rates[-1]}:
             break
         further = 2 * best if best == rates[-1] else best / 2
         rates = sorted([*rates, further])

@@ -140,7 +140,7 @@ class _Run:
                 self._snapshot()
                 self.seconds += time.monotonic() - began
             with self._place("validation"):
-                self._note()
+                self._note(last=stopping or self.step == settings.last)
             if progress:
                 progress(self._standing())
             every = settings.checkpoint_every
@@ -195,11 +195,11 @@ class _Run:
         if self.settings.evaluate == "after" and self.settings.evaluates(self.step):
             self.pending[self.step] = self.method.copy()
 
-    def _note(self) -> None:
+    def _note(self, *, last: bool) -> None:
         """Add a row to the log, if one is due."""
         settings, stats = self.settings, None
         evaluates = settings.evaluates(self.step)
-        if not (evaluates or self.step % settings.log_every == 0 or self.step == settings.last):
+        if not (evaluates or last or self.step % settings.log_every == 0):
             return
         found: tuple[float | None, float | None] = (None, None)
         if evaluates and settings.evaluate == "during":
