@@ -51,7 +51,7 @@ class Budget:
     """What all configurations have in common: the model, and how much it sees."""
 
     size: str = "mini"
-    steps: int = 960
+    steps: int = 768
     batch: int = 32
     warmup: int = 48
     eval_every: int = 96

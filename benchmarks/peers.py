@@ -130,11 +130,15 @@ def our_co2(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Se
 
 @contextmanager
 def _manager(model: nn.Module, world: World) -> Iterator[Any]:
-    """A Manager of torchft: every rank is a replica, rank 0 hosts the lighthouse."""
+    """A Manager of torchft: every rank is a replica, rank 0 hosts the lighthouse.
+
+    Replicas tell each other their host's name; nodes of the lab have only addresses.
+    """
+    host = _own_address()
+    socket.gethostname = lambda: host
     from torchft import Manager, ProcessGroupGloo  # noqa: PLC0415
     from torchft._torchft import LighthouseServer  # noqa: PLC0415
 
-    host = _own_address()
     shared: list[Any] = [None]
     lighthouse = None
     if world.rank == 0:
@@ -149,6 +153,7 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
         load_state_dict=lambda state: model.load_state_dict(state["model"]),
         state_dict=lambda: {"model": model.state_dict()},
         min_replica_size=NODES,
+        init_sync=False,  # weights are equal; else the first round of all but one is lost
         use_async_quorum=False,
         timeout=limit,
         rank=0,
@@ -160,12 +165,26 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
         hostname=host,
     )
     try:
-        yield manager
-        dist.barrier()
+        with _silent():
+            yield manager
+            dist.barrier()
     finally:
         manager.shutdown(wait=False)
         if lighthouse:
             lighthouse.shutdown()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without stderr: torchft tells every quorum there, and cannot be asked not to."""
+    kept = os.dup(2)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _own_address() -> str:
@@ -200,11 +219,11 @@ def torchft_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iter
 PEERS: dict[str, Attach] = {
     "torch DDP": torch_ddp,
     "torch post-local SGD": torch_post_local,
-    "torchft LocalSGD": torchft_local,
-    "torchft DiLoCo": torchft_diloco,
     "our LocalSGD": our_local,
     "our DiLoCo": our_diloco,
     "our CO2": our_co2,
+    "torchft LocalSGD": torchft_local,
+    "torchft DiLoCo": torchft_diloco,
 }
 
 
@@ -246,13 +265,20 @@ def run_rank(steps: int, only: str, out: Path) -> None:
         if name.startswith("torchft") and find_spec("torchft") is None:
             line["note"] = "not installed"
         else:
-            measured(attach, task, world, WARM_UP)
-            seconds, loss = measured(attach, task, world, steps)
-            line |= {"tokens_per_s": steps * BATCH * task.units / seconds, "loss": loss}
+            try:
+                measured(attach, task, world, WARM_UP)
+                seconds, loss = measured(attach, task, world, steps)
+                line |= {"tokens_per_s": steps * BATCH * task.units / seconds, "loss": loss}
+            except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
+                line["note"] = (
+                    f"failed: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
+                )
         lines.append(line)
         if world.rank == 0:
             print(line, file=sys.stderr, flush=True)
             pd.DataFrame(lines).to_csv(out / "peers.csv", index=False)
+        if line["note"].startswith("failed"):
+            os._exit(0)  # ranks may not agree on where they are: no more of them can be measured
     world.leave()
 
 
@@ -272,7 +298,7 @@ def report(frame: pd.DataFrame, rate: str, steps: int) -> str:
             f" {theirs}. {machine()}"
         ),
         "",
-        "| | tokens/s | validation loss | |",
+        "| algorithm | tokens/s | validation loss | note |",
         "|---|---|---|---|",
     ]
     for _, r in frame.iterrows():
@@ -298,7 +324,7 @@ def main() -> None:
     inside = [sys.executable, __file__, *sys.argv[1:]]
     command = ["lab", "run", "--nodes", str(NODES), "--rate", given.rate, "--", *inside]
     subprocess.run([sys.executable, "-m", "realrun", *command], check=True)
-    frame = pd.read_csv(given.out / "peers.csv", keep_default_na=True).fillna({"note": ""})
+    frame = pd.read_csv(given.out / "peers.csv", dtype={"note": str}).fillna({"note": ""})
     text_ = report(frame, given.rate, given.steps)
     (given.out / "peers.md").write_text(text_)
     print(text_)
