@@ -26,6 +26,7 @@ COMMANDS = [
 ]
 SIMULATED = [command for command in COMMANDS if command.startswith("co2sim ")]
 IN_A_LAB = [command for command in COMMANDS if command.startswith("co2analysis lab ")]
+TRAINING = [command for command in COMMANDS if command.startswith("realrun lab run ")]
 WITH_TORCHRUN = next(
     block for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) if "torchrun" in block
 )
@@ -33,6 +34,7 @@ WITH_TORCHRUN = next(
 
 def test_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Every Python block of the README runs, and prints something."""
+    pytest.importorskip("torch")
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert blocks
     for block in blocks:
@@ -89,12 +91,30 @@ def test_commands_of_the_lab_run(command: str, tmp_path: Path) -> None:
         assert (tmp_path / "out" / f"timelines-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.lab
+@pytest.mark.dist
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_in_the_lab_runs(command: str, tmp_path: Path) -> None:
+    """The GPT learns with CO2 on four slow nodes; only smaller, and for two rounds."""
+    pytest.importorskip("torch")
+    try:
+        check_machine()
+    except LabError as error:
+        pytest.skip(str(error))
+    shell(f"{command} --size tiny --steps 24 --warmup 4", tmp_path)
+    rows = (tmp_path / "out" / "train" / "log.csv").read_text().splitlines()
+    assert rows[-1].startswith("24,")
+    assert (tmp_path / "out" / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.dist
 def test_commands_on_local_cores_run(tmp_path: Path) -> None:
     """Probe, run and compare, one after the other; only fewer rounds than by default."""
     pytest.importorskip("torch")
     commands = [
-        command for command in COMMANDS if not command.startswith(("co2sim ", "co2analysis lab "))
+        command
+        for command in COMMANDS
+        if not command.startswith(("co2sim ", "co2analysis lab ", "realrun lab "))
     ]
     assert len(commands) == 3
     script = "\n".join(commands).replace("-s ddp --out", "-s ddp --rounds 1 --out")
