@@ -18,9 +18,10 @@ def on_ranks(
     gpus_per_node: int = 0,
     backend: str = "gloo",
     module: str = "workers",
+    limit: float = 120.0,
     **arguments: Any,
 ) -> list[Any]:
-    """What `MODULE.FUNCTION(world, **arguments)` gives on every rank; it must be JSON."""
+    """What `MODULE.FUNCTION(world, **arguments)` gives on every rank, within `limit` seconds, as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         request = json.dumps(
             {
@@ -42,7 +43,7 @@ def on_ranks(
             env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=limit,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
