@@ -94,3 +94,14 @@ def test_algorithms_over_nccl_equal_their_published_equations() -> None:
     for index, given in enumerate(CASES):
         wanted = expected(given, 2, [])
         assert abs(histories(answers, index) - wanted).max() < 1e-4, given
+
+
+@several
+def test_qgz_gives_the_mean_over_nccl() -> None:
+    """The reduction of ZeRO++ on two GPUs as one node and as two, with Triton if it is there."""
+    for answers in on_ranks("means", 2, backend="nccl", module="zeropp_workers", layouts=[1, 2]):
+        for found in answers:
+            assert found["nearest"] == pytest.approx(1.0, abs=0.01)
+            assert found["stochastic"] == pytest.approx(1.0, abs=0.01)
+            assert found["nearest error"] <= found["bound"]
+            assert found["summed"] == pytest.approx(2.0, rel=0.01)

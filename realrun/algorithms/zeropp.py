@@ -21,6 +21,7 @@ Source: Wang et al. 2023, arXiv 2306.10209.
 
 import os
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import get_args
 
 import torch
@@ -54,9 +55,11 @@ def apply_zeropp(
 ) -> ZeroPP:
     """Switch the modules of `model` that went through `fully_shard` to ZeRO++. All ranks call it.
 
-    Ranks k * ranks_per_node and following are node k (default: LOCAL_WORLD_SIZE). `block` elements
-    share a scale. `rounding` is that of gradients; `stochastic` draws from a generator seeded with
-    `seed` + rank. hpz leaves modules alone that keep their weights after the forward
+    A node is `ranks_per_node` consecutive ranks (default: LOCAL_WORLD_SIZE). `block` elements share
+    a scale. `rounding` is that of gradients: `nearest` has the smaller error, but two hops
+    in int4 can shift the mean by about 1 % (slopes of 0.987 to 1.011 on normal gradients of 2 x 2
+    ranks); `stochastic` is right on average, from a generator seeded with `seed` and the rank.
+    hpz leaves modules alone that keep their weights after the forward
     (`reshard_after_forward=False`, and the root by default) or have a group size of their own.
     With a switch off FSDP2 does what it did. An inf or a NaN in weights or gradients spreads to
     its whole block, on all ranks.
@@ -73,7 +76,7 @@ def apply_zeropp(
     rank = mesh.get_local_rank()
     zeropp = ZeroPP(
         Places(mesh.size() // per_node, per_node, rank, grid.get_group(1), grid.get_group(0)),
-        generator=Generator().manual_seed(seed + rank) if rounding == "stochastic" else None,
+        generator=_generator(seed, rank) if rounding == "stochastic" else None,
     )
     for module, params in groups:
         module.set_custom_all_gather(Gather(params, zeropp, block if qwz else 0))
@@ -81,6 +84,12 @@ def apply_zeropp(
         if hpz:
             _keep_secondary(module, params, grid)
     return zeropp
+
+
+def _generator(seed: int, rank: int) -> Generator:
+    """Random numbers of a rank that nobody else's small seeds give, such as those of its data."""
+    digest = sha256(f"zeropp {seed} {rank}".encode()).digest()
+    return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _check(block: int, rounding: str, *, qwz: bool, qgz: bool) -> None:

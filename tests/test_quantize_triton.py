@@ -1,0 +1,163 @@
+"""Triton kernels against the reference: on a GPU, or on CPU with TRITON_INTERPRET=1.
+
+Where there is Triton but no GPU, they are compiled at least.
+"""
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="there is no Triton")
+from torch import Tensor  # noqa: E402 - needs torch
+
+from realrun.algorithms import quantize as reference  # noqa: E402
+from realrun.algorithms import quantize_triton as fused  # noqa: E402
+from realrun.algorithms.quantize import Bits, Quantized, from_wire, to_wire  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = pytest.mark.gpu
+device = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="there is no CUDA device"
+)
+CASES = [(1, 5, 4), (3, 1, 2), (2, 1026, 256), (3, 213, 96), (2, 96, 2048)]
+"""Rows, elements, block: short and odd rows, blocks that are no power of two, larger than a row."""
+
+
+def rows(count: int, elements: int, kind: str, dtype: torch.dtype) -> Tensor:
+    """Ordinary, sparse, tiny, huge, and ties between two codes."""
+    generator = torch.Generator().manual_seed(count * elements)
+    x = torch.randn(count, elements, generator=generator)
+    match kind:
+        case "sparse":
+            x[torch.rand(x.shape, generator=generator) < 0.9] = 0.0
+        case "tiny":
+            x *= 1e-36
+            if INTERPRETED and dtype == torch.bfloat16:  # whose interpreter misreads denormals
+                x[x.abs() < torch.finfo(dtype).tiny] = 0.0
+        case "huge":
+            x = x.clamp(-1, 1) * float(torch.finfo(dtype).max)
+        case "ties":
+            x = torch.randint(-14, 15, x.shape, generator=generator) / 2
+            x[:, 0] = 7.0
+    return x.to(dtype).to(DEVICE)
+
+
+def plain(x: Tensor, bits: Bits, block: int) -> Quantized:
+    """By the reference, on the device."""
+    return reference._quantize(x, bits, block, "nearest", None)
+
+
+@device
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # the interpreter's sums
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["normal", "sparse", "tiny", "huge", "ties"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nearest_gives_the_bits_of_the_reference(bits: Bits, kind: str, dtype: torch.dtype) -> None:
+    """Codes, scales, what they decode to, sums of rows and requantized sums."""
+    for count, elements, block in CASES:
+        x = rows(count, elements, kind, dtype)
+        made = plain(x, bits, block)
+        codes, scales = fused.quantize(x, bits, block, None)
+        assert torch.equal(codes, made.codes)
+        assert torch.equal(scales, made.scales)
+        received = from_wire(to_wire(made), bits, block, elements)  # strided, as from a message
+        decoded = reference._dequantize(*made, bits, block, elements)
+        assert torch.equal(fused.dequantize(*received, bits, block, elements), decoded)
+        total = decoded[0].clone()
+        for row in decoded[1:]:
+            total += row
+        assert torch.equal(fused.sum_rows(*received, bits, block, elements), total)
+        if not bool(total.isfinite().all()):
+            continue  # huge rows add up to inf, which is another test's
+        for parts in (1, 2, 3):
+            if elements % parts == 0:
+                expected = plain(total.view(parts, -1), bits, block)
+                found = fused.sum_and_quantize(*received, bits, block, elements, parts, None)
+                assert torch.equal(found[0], expected.codes)
+                assert torch.equal(found[1], expected.scales)
+
+
+@device
+@pytest.mark.parametrize("bits", [4, 8])
+def test_stochastic_follows_the_same_law(bits: Bits) -> None:
+    """Off by less than a step, by nothing on average, the same for the same seed."""
+    given = torch.tensor([1.0, 0.3003, -0.011, -1.0, 0.777, 0.0])
+    x = given.repeat(4, 1500).to(DEVICE)
+    made = fused.quantize(x, bits, 1024, 3)
+    back = fused.dequantize(*made, bits, 1024, 9000)
+    step = float(made[1][0, 0])
+    assert float((back - x).abs().max()) <= step * (1 + 2e-5)
+    means = back.double().view(-1, 6).mean(0).cpu()
+    assert bool(((means - given).abs() <= 4 * step / 2 / 6000**0.5 + 1e-6).all())
+    assert not bool(back[:, 5::6].any())
+    again, other = fused.quantize(x, bits, 1024, 3), fused.quantize(x, bits, 1024, 4)
+    assert torch.equal(again[0], made[0])
+    assert not torch.equal(other[0], made[0])
+
+
+@device
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_infinity_and_nan_spoil_their_block_only(value: float, bits: Bits) -> None:
+    """Also those that appear in a sum."""
+    x = torch.ones(2, 10, device=DEVICE)
+    x[0, 5] = value
+    made = fused.quantize(x, bits, 4, None)
+    good = [True] * 4 + [False] * 4 + [True] * 2
+    back = fused.dequantize(*made, bits, 4, 10)
+    assert back.isfinite().tolist() == [good, [True] * 10]
+    summed = fused.sum_and_quantize(*made, bits, 4, 10, 1, None)
+    assert fused.dequantize(*summed, bits, 4, 10).isfinite().tolist() == [good]
+
+
+@device
+@pytest.mark.skipif(INTERPRETED, reason="the dispatch looks for CUDA tensors")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_cuda_tensors_take_the_kernels(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give what CPU tensors give; what kernels cannot do goes to the reference."""
+    used = []
+    original = fused.quantize
+    monkeypatch.setattr(fused, "quantize", lambda *given: used.append(1) or original(*given))
+    x = torch.randn(3, 1000)
+    for block, count in ((256, 1), (1 << 15, 1), (7, 1 if bits == 4 else 2)):
+        codes, scales = reference.quantize(x.cuda(), bits, block)
+        expected = reference.quantize(x, bits, block)
+        assert torch.equal(codes.cpu(), expected.codes)
+        assert torch.equal(scales.cpu(), expected.scales)
+        assert len(used) == count
+
+
+@pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability: int) -> None:
+    """For GPUs of any kind, also without one: exact division, no multiply-add, denormals kept."""
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415 - needs Triton
+    from triton.compiler import ASTSource, compile  # noqa: A004, PLC0415
+
+    constants = fused._encoding(bits, 2048, 10_000, None)
+    options = {"enable_fp_fusion": constants.pop("enable_fp_fusion")}
+    tensors = {"x": "*bf16", "out": "*fp32", "scales": "*fp32", "new_scales": "*fp32"}
+    codes = "*u8" if bits == 4 else "*i8"
+    for kernel in (fused._quantize_kernel, fused._sum_kernel, fused._sum_and_quantize_kernel):
+        names = kernel.arg_names
+        signature = {
+            name: "constexpr"
+            if name in constants
+            else tensors.get(name, codes if name.endswith("codes") else "i32")
+            for name in names
+        }
+        known = {(names.index(name),): value for name, value in constants.items() if name in names}
+        made = compile(
+            ASTSource(kernel, signature, known), GPUTarget("cuda", capability, 32), options
+        )
+        text = made.asm["ptx"]
+        assert "fma.rn.f32" not in text
+        assert ".ftz" not in text
+        if kernel is not fused._sum_kernel:
+            assert "div.rn.f32" in text
+            assert "div.full" not in text
+            assert text.count("0f4B400000") >= 2  # the rounding is not optimized away
+            assert "0fCB400000" in text
