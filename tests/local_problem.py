@@ -35,8 +35,8 @@ def batch(worker: int, step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
 def loss(model: nn.Module, worker: int, step: int) -> Tensor:
     """Mean squared error on the batch of a step."""
     given, wanted = batch(worker, step)
-    dtype = next(model.parameters()).dtype
-    return (model(given.to(dtype)) - wanted.to(dtype)).square().mean()
+    like = next(model.parameters())
+    return (model(given.to(like)) - wanted.to(like)).square().mean()
 
 
 def train(model: nn.Module, optim: torch.optim.Optimizer, worker: int, steps: range) -> None:
@@ -48,8 +48,8 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, worker: int, steps: ra
 
 
 def vector(model: nn.Module) -> Tensor:
-    """All parameters in one row, in fp32."""
-    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])
+    """All parameters in one row, in fp32, on the CPU."""
+    return torch.cat([p.detach().float().cpu().reshape(-1) for p in model.parameters()])
 
 
 def set_vector(model: nn.Module, values: Tensor) -> None:

@@ -29,8 +29,12 @@ def co2(  # noqa: PLR0913 - the symbols of the algorithm
     penalty: float = 1.0,
     phi: float | None = None,
     seen: list[Any] | None = None,
+    held: Callable[[Vector], Vector] = lambda x: x,
 ) -> Vector:
-    """CO2 with staleness k >= 1. `seen` takes (Lambda, clipped elements) of every average used."""
+    """CO2 with staleness k >= 1. `seen` takes (Lambda, clipped elements) of every average used.
+
+    `held` is what the model's type makes of a point.
+    """
     x, m = [x0], np.zeros_like(x0)
     displacements: list[Vector] = []
     history = []
@@ -50,9 +54,10 @@ def co2(  # noqa: PLR0913 - the symbols of the algorithm
                 m = np.clip(m, -phi, phi)
             if seen is not None:
                 seen.append((scale, clipped))
-        displacements.append(np.mean([x[t] - local(i, x[t], t) for i in range(workers)], axis=0))
+        start = held(x[t])
+        displacements.append(np.mean([start - local(i, start, t) for i in range(workers)], axis=0))
         x.append(x[t] - alpha * m)
-        history.append([x[t + 1]] * workers)
+        history.append([held(x[t + 1])] * workers)
     return np.array(history)
 
 
@@ -114,9 +119,11 @@ def overlap_local_sgd(
     return np.array(history)
 
 
-def steps_of(tau: int, inner: str, workers: int) -> tuple[Vector, Local]:
+def steps_of(
+    tau: int, inner: str, workers: int, dtype: torch.dtype = torch.float32
+) -> tuple[Vector, Local]:
     """x_0, and tau plain steps of a torch optimizer for every worker of the problem."""
-    models = [network() for _ in range(workers)]
+    models = [network(dtype) for _ in range(workers)]
     optimizers = [optimizer(model, inner) for model in models]
 
     def local(worker: int, x: Vector, t: int) -> Vector:
@@ -124,4 +131,4 @@ def steps_of(tau: int, inner: str, workers: int) -> tuple[Vector, Local]:
         train(models[worker], optimizers[worker], worker, range(t * tau, (t + 1) * tau))
         return vector(models[worker]).double().numpy()
 
-    return vector(network()).double().numpy(), local
+    return vector(network(dtype)).double().numpy(), local

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2sim.errors import OptionError
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.options import at_least, between, one_of, positive
 from realrun.algorithms.rule import Absorbed, State, Total
@@ -30,8 +31,8 @@ class CO2Rule:
     Overlap, ICLR 2024, arXiv 2401.16265.
     """
 
-    momentum: float
-    lr: float
+    outer_momentum: float
+    outer_lr: float
     gap: Gap = "constant"
     penalty: float = 1.0
     clip: float | None = None
@@ -40,10 +41,12 @@ class CO2Rule:
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
-        between("outer_momentum", self.momentum)
-        positive("outer_lr", self.lr)
+        between("outer_momentum", self.outer_momentum)
+        positive("outer_lr", self.outer_lr)
         one_of("gap", self.gap, ("constant", "gap_aware"))
         at_least("penalty", self.penalty, 1.0)
+        if self.gap != "constant" and self.penalty != 1.0:
+            raise OptionError(f"penalty is {self.penalty}, but gap={self.gap!r} computes it")
         at_least("staleness", self.staleness, 0)
         if self.clip is not None:
             positive("clip", self.clip)
@@ -58,6 +61,10 @@ class CO2Rule:
         past = {"past": self.staleness - 1} if self._remembers else {}
         return {"momentum": 0, **past}
 
+    def numbers(self) -> dict[str, float]:
+        """The largest |D| so far, and how many averages there were."""
+        return {"largest": 0.0, "absorbed": 0.0}
+
     @property
     def _remembers(self) -> bool:
         return self.gap == "gap_aware" and self.staleness > 1
@@ -67,11 +74,11 @@ class CO2Rule:
         momentum, limit, clipped = state.vectors["momentum"], self.clip, []
         penalty = self._penalty(state, norm, total)
         if self._remembers:
-            past, number = state.vectors["past"], int(state.numbers.get("absorbed", 0))
-            past[number % len(past)].copy_(momentum)
-            state.numbers["absorbed"] = number + 1
+            past = state.vectors["past"]
+            past[int(state.numbers["absorbed"]) % len(past)].copy_(momentum)
+        state.numbers["absorbed"] += 1
         for m, mean in state.chunks(momentum, average):
-            m.mul_(self.momentum).add_(mean, alpha=1 / penalty)
+            m.mul_(self.outer_momentum).add_(mean, alpha=1 / penalty)
             if limit is not None:
                 clipped.append((m.abs() > limit).sum())
                 m.clamp_(-limit, limit)
@@ -80,13 +87,13 @@ class CO2Rule:
     def move(self, state: State) -> None:
         """Anchor: x_{t+1,0} <- x_{t,0} - alpha m."""
         for anchor, m in state.chunks(state.anchor, state.vectors["momentum"]):
-            anchor.add_(m, alpha=-self.lr)
+            anchor.add_(m, alpha=-self.outer_lr)
 
     def _penalty(self, state: State, norm: float, total: Total) -> float:
         """Lambda_t, from points that were known before this average."""
         if self.gap == "constant":
             return self.penalty
-        largest = state.numbers.get("largest", 0.0)
+        largest = state.numbers["largest"]
         state.numbers["largest"] = max(largest, norm)
         if largest == 0.0 or self.staleness == 0:
             return 1.0
@@ -107,8 +114,10 @@ class CO2(LocalUpdate):
     `gap` and `penalty`: see CO2Rule; a penalty other than 1 needs gap="constant".
 
     `clip` bounds elements of m, which are displacements in the units of parameters, not gradients.
-    For SGD a displacement is about lr * tau * gradient, for Adam at most about lr * tau; m is up to
-    1 / (1 - outer_momentum) times as much. A clip of 1 to 3 times lr * tau bites on outliers only.
+    For SGD a displacement is about lr * tau * gradient; for Adam it is at most about lr * tau, its
+    mean over workers mostly far less; m is up to 1 / (1 - outer_momentum) times as much. So choose
+    it relative to lr * tau, and watch `stats().clipped`: with Adam, 1 to 3 times lr * tau stops
+    what runs away, a quarter of it also outliers.
 
     For all other options and what is kept, see LocalUpdate. Raises OptionError.
     """
@@ -128,8 +137,8 @@ class CO2(LocalUpdate):
         **common: Unpack[Common],
     ) -> None:
         rule = CO2Rule(
-            momentum=outer_momentum,
-            lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer_lr=outer_lr,
             gap=gap,
             penalty=penalty,
             clip=clip,

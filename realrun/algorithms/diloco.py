@@ -18,28 +18,34 @@ class DiLoCoRule:
     Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1.
     """
 
-    momentum: float
-    lr: float
+    outer_momentum: float
+    outer_lr: float
     staleness: int = 0
     pull: None = None
     clips: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
-        between("outer_momentum", self.momentum)
-        positive("outer_lr", self.lr)
+        between("outer_momentum", self.outer_momentum)
+        positive("outer_lr", self.outer_lr)
 
     def vectors(self) -> dict[str, int]:
         """The momentum."""
         return {"momentum": 0}
+
+    def numbers(self) -> dict[str, float]:
+        """None."""
+        return {}
 
     def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
         """Both updates in one go: nothing is under way."""
         del norm, total
         vectors = (state.vectors["momentum"], average, state.anchor)
         for m, mean, anchor in state.chunks(*vectors):
-            m.mul_(self.momentum).add_(mean)
-            anchor.add_(mean, alpha=-self.lr).add_(m, alpha=-self.lr * self.momentum)
+            m.mul_(self.outer_momentum).add_(mean)
+            anchor.add_(mean, alpha=-self.outer_lr).add_(
+                m, alpha=-self.outer_lr * self.outer_momentum
+            )
         return Absorbed()
 
     def move(self, state: State) -> None:
@@ -64,5 +70,5 @@ class DiLoCo(LocalUpdate):
         outer_momentum: float = 0.9,
         **common: Unpack[Common],
     ) -> None:
-        rule = DiLoCoRule(momentum=outer_momentum, lr=outer_lr)
+        rule = DiLoCoRule(outer_momentum=outer_momentum, outer_lr=outer_lr)
         super().__init__(model, optimizer, rule, tau=tau, **common)

@@ -12,7 +12,7 @@ parameter that did not move has displacement 0 exactly. Taken from the anchor it
 would feed the rounding error back and undo all that fp32 keeps below the dtype's resolution.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -105,23 +105,9 @@ class Flat:
             raise OptionError(f"parameters are on {', '.join(sorted(map(str, devices)))}; use one")
         for name, one in parameters:
             _check(name, one)
-        kinds = list(dict.fromkeys((one.dtype, sharded[name]) for name, one in parameters))
-        ordered = sorted(
-            parameters, key=lambda pair: kinds.index((pair[1].dtype, sharded[pair[0]]))
-        )
-        place, sections, start = ranks.index(_me()), [], 0
-        for (dtype, is_sharded), row in groupby(
-            ordered, key=lambda pair: (pair[1].dtype, sharded[pair[0]])
-        ):
-            members = tuple(Member(name, one, memory(one).numel()) for name, one in row)
-            whole = sum(member.elements for member in members)
-            spread = len(ranks) > 1 and not is_sharded
-            share = -(-whole // len(ranks)) if spread else 0
-            first = min(place * share, whole)
-            size = min(share, whole - first) if spread else whole
-            sections.append(Section(dtype, members, start, first, size, share))
-            start += size
-        return cls(tuple(sections), start, devices.pop(), inner)
+        sections = lay_out(parameters, sharded, ranks.index(_me()), len(ranks))
+        elements = sum(section.size for section in sections)
+        return cls(sections, elements, devices.pop(), inner)
 
     def describe(self) -> list[str]:
         """One line per section: what ranks that average with each other must have alike."""
@@ -198,6 +184,29 @@ class Flat:
                         return member.name
                     at -= member.elements
         raise IndexError(f"element {element} of {self.elements}")
+
+
+def lay_out(
+    parameters: Sequence[tuple[str, Tensor]], sharded: Mapping[str, bool], place: int, count: int
+) -> tuple[Section, ...]:
+    """Sections of named parameters, as the rank at `place` among `count` of a worker keeps them."""
+
+    def kind(pair: tuple[str, Tensor]) -> tuple[torch.dtype, bool]:
+        return pair[1].dtype, sharded[pair[0]]
+
+    kinds = list(dict.fromkeys(map(kind, parameters)))
+    ordered = sorted(parameters, key=lambda pair: kinds.index(kind(pair)))
+    sections, start = [], 0
+    for (dtype, is_sharded), row in groupby(ordered, key=kind):
+        members = tuple(Member(name, one, memory(one).numel()) for name, one in row)
+        whole = sum(member.elements for member in members)
+        spread = count > 1 and not is_sharded
+        share = -(-whole // count) if spread else 0
+        first = min(place * share, whole)
+        size = min(share, whole - first) if spread else whole
+        sections.append(Section(dtype, members, start, first, size, share))
+        start += size
+    return tuple(sections)
 
 
 def memory(parameter: Tensor) -> Tensor:

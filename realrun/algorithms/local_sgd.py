@@ -27,6 +27,10 @@ class LocalSGDRule:
         """Nothing."""
         return {}
 
+    def numbers(self) -> dict[str, float]:
+        """None."""
+        return {}
+
     def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
         """Nothing is under way, so the anchor may move at once."""
         del norm, total

@@ -1,28 +1,30 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
 import hashlib
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, fields
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from co2sim.errors import Co2simError, OptionError
 from co2sim.units import Seconds
 from realrun.algorithms.average import BUCKET_MIB, WIRES, Average, Flight, Wire
+from realrun.algorithms.finite import finite_norm
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.options import at_least, one_of, positive
+from realrun.algorithms.progress import Progress, Stats
 from realrun.algorithms.rule import Rule, State
 from realrun.algorithms.start import describe, first_tensors, refuse_wider_ddp, trainable
 from realrun.algorithms.workers import Links, Worker, workers_of
-from realrun.errors import MismatchError, NonFiniteError
+from realrun.errors import MismatchError
 
 
 class Common(TypedDict, total=False):
@@ -33,24 +35,6 @@ class Common(TypedDict, total=False):
     bucket_mib: float
     check_every: int
     deadline: Seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What an algorithm has done so far, on this rank.
-
-    `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
-    elements of the momentum that were clipped, over all averages used and the whole model.
-    `waited` are seconds in which training stood still for an average, `bytes_sent` the bytes that
-    this rank sent to other workers for averages.
-    """
-
-    rounds: int
-    steps: int
-    penalty: float
-    clipped: float
-    waited: Seconds
-    bytes_sent: int
 
 
 class LocalUpdate:
@@ -67,9 +51,9 @@ class LocalUpdate:
     *Options.* `worker`: "gpu" (every rank; pass the bare module, not DDP), "node" (the
     LOCAL_WORLD_SIZE ranks of a node, with DDP or FSDP2 among `Workers.per_node().inner`; each rank
     averages its share), or a Workers. `dtype` on the wire: "fp32", "bf16" or "int8" (see
-    `average`). `bucket_mib`: MiB of
-    fp32 in one collective. `check_every` rounds, ranks compare a hash of their anchors (0: never).
-    `deadline`: how many seconds one worker may be behind another, before RankFailure.
+    `average`). `bucket_mib`: MiB of fp32 in one collective. `check_every` rounds, ranks compare a
+    hash of their anchors (0: never); where hardware differs, so may rounding. `deadline`: how many
+    seconds one worker may be behind another before RankFailure.
 
     *Start.* Ranks compare names, shapes and types of parameters, the optimizer's class and all
     settings (MismatchError), then the first worker's parameters and buffers are sent to all. Load
@@ -82,7 +66,10 @@ class LocalUpdate:
     anchor or momentum; RankFailure; MismatchError. After one, every further step raises it again.
 
     *End.* Leaving the `with` block, or `close`, waits for averages under way, does not apply them,
-    and removes the hook. An exception that leaves the block waits for nobody.
+    and removes the hook. An exception that leaves the block waits for nobody. Steps after the last
+    full round stay each worker's own: let all steps be a multiple of `tau`, or take `consensus`.
+
+    On a GPU the host waits for the device once a round, to see that the average is finite.
     """
 
     def __init__(
@@ -107,16 +94,21 @@ class LocalUpdate:
         workers = workers_of(worker)
         refuse_wider_ddp(model, workers)
         self._rule, self._tau, self._check_every = rule, tau, check_every
+        # FSDP2 may keep parameters gathered, after a forward without backward.
+        self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self._links = Links(workers, deadline)
         self._flat = Flat.of(parameters, self._links.gather)
         self._layout = describe(parameters, workers, rule, tau)
-        settings = {"rule": rule, "dtype": dtype, "bucket_mib": bucket_mib, "every": check_every}
-        optimizer_name = type(optimizer).__name__
+        settings = {
+            "optimizer": type(optimizer).__name__,
+            **{one.name: getattr(rule, one.name) for one in fields(rule)},
+            "dtype": dtype,
+            "bucket_mib": bucket_mib,
+            "check_every": check_every,
+        }
         self._links.agree(
             "model, optimizer or setting",
-            "\n".join(
-                [self._layout, optimizer_name, *(f"{k} = {v!r}" for k, v in settings.items())]
-            ),
+            "\n".join([self._layout, *(f"{key} = {value}" for key, value in settings.items())]),
             across="\n".join(self._flat.describe()),
         )
         self._links.share(*first_tensors(model))
@@ -136,21 +128,21 @@ class LocalUpdate:
                 )
                 for name, count in rows.items()
             },
-            chunk=flat.chunk,
+            self._rule.numbers(),
+            flat.chunk,
         )
         flat.read(self._state.anchor)
         self._free = [flat.empty() for _ in range(max(1, self._rule.staleness))]
         self._flights: deque[Flight] = deque()
         (self._elements,) = self._links.total([flat.elements])
-        self._step = self._round = 0
-        self._penalty, self._clipped, self._used, self._waited = 1.0, 0.0, 0, 0.0
+        self._progress = Progress()
         self._failure: Co2simError | None = None
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """The hook: one more local step."""
         del optimizer, args, kwargs
-        self._step += 1
-        if self._step >= self._tau:
+        self._progress.step += 1
+        if self._progress.step >= self._tau:
             self._close_round()
 
     @torch.no_grad()
@@ -159,9 +151,9 @@ class LocalUpdate:
             raise self._failure
         try:
             self._outer_step()
-            self._step = 0
-            self._round += 1
-            if self._check_every and self._round % self._check_every == 0:
+            self._progress.step = 0
+            self._progress.round += 1
+            if self._check_every and self._progress.round % self._check_every == 0:
                 self.check_drift()
         except Co2simError as error:
             self._failure = error
@@ -179,7 +171,7 @@ class LocalUpdate:
             flat.round(buffer)
             self._publish(buffer)
         flat.displace(state.anchor, buffer)
-        self._flights.append(self._average.launch(buffer, self._round))
+        self._flights.append(self._average.launch(buffer, self._progress.round))
         if not rule.staleness:
             self._use_average()
         if rule.pull is None:
@@ -189,37 +181,23 @@ class LocalUpdate:
     def _use_average(self) -> None:
         """Wait for the oldest average, see that it is finite, and give it to the rule."""
         flight = self._flights[0]
-        self._waited += flight.wait()
-        norm = self._norm(flight)
-        absorbed = self._rule.absorb(self._state, flight.vector, norm, self._links.total)
-        self._used += 1
-        self._penalty = absorbed.penalty
+        self._progress.waited += flight.wait()
+        total = self._links.total
+        norm = finite_norm(flight, self._progress.round, self._flat, self._state, total)
+        absorbed = self._rule.absorb(self._state, flight.vector, norm, total)
+        self._progress.used += 1
+        self._progress.penalty = absorbed.penalty
         if self._rule.clips:
-            self._clipped += self._links.total([absorbed.clipped])[0]
+            self._progress.clipped += total([absorbed.clipped])[0]
         self._free.append(self._flights.popleft().vector)
 
-    def _norm(self, flight: Flight) -> float:
-        """Norm of an average over the whole model. Raises NonFiniteError, on all of a worker."""
-        total = self._links.total
-        norm = self._state.norm(flight.vector, total)
-        if math.isfinite(norm):
-            return norm
-        bad = (~flight.vector.isfinite()).nonzero()
-        (count,) = total([len(bad)])
-        if not count:  # squares too large for fp32
-            (square,) = total([float((flight.vector.double() ** 2).sum())])
-            return math.sqrt(square)
-        where = f"first in {self._flat.name_at(int(bad[0]))!r}" if len(bad) else "on other ranks"
-        raise NonFiniteError(
-            f"the average of round {flight.round}, used in round {self._round}, has {count:g}"
-            f" elements that are NaN or infinite, {where}; parameters, anchor and momentum are as"
-            " before",
-            round=flight.round,
-        )
-
     def _publish(self, vector: Tensor) -> None:
-        with self._links.together("gathering of parameters inside the worker", round=self._round):
+        with self._links.together(
+            "gathering of parameters inside the worker", round=self._progress.round
+        ):
             self._flat.write(vector)
+        for module in self._gathered:
+            module.reshard()
 
     def check_drift(self) -> None:
         """Compare a hash of the anchor across workers. All ranks call this.
@@ -231,9 +209,8 @@ class LocalUpdate:
         (count,) = self._links.total([len(drifted)])
         if count:
             who = f"ranks {drifted}" if drifted else "ranks of other shards"
-            raise MismatchError(
-                f"after round {self._round - 1} the anchor of {who} is not that of the others"
-            )
+            last = self._progress.round - 1
+            raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -251,15 +228,7 @@ class LocalUpdate:
 
     def stats(self) -> Stats:
         """What was done so far."""
-        considered = self._used * self._elements
-        return Stats(
-            rounds=self._round,
-            steps=self._round * self._tau + self._step,
-            penalty=self._penalty,
-            clipped=self._clipped / considered if considered else 0.0,
-            waited=self._waited,
-            bytes_sent=self._average.sent,
-        )
+        return self._progress.stats(self._tau, self._elements, self._average.sent)
 
     def state_dict(self) -> dict[str, Any]:
         """All that is kept, this rank's part under the key `rankR`. All ranks call this.
@@ -272,14 +241,10 @@ class LocalUpdate:
         """
         self._drain()
         averages = [*(flight.vector for flight in self._flights), *self._free]
-        counters = {
-            "round": self._round,
-            "step": self._step,
+        numbers = {
+            **asdict(self._progress),
+            **self._state.numbers,
             "in_flight": len(self._flights),
-            "used": self._used,
-            "penalty": self._penalty,
-            "clipped": self._clipped,
-            "waited": self._waited,
             "bytes_sent": self._average.sent,
         }
         own = {
@@ -287,8 +252,7 @@ class LocalUpdate:
             "anchor": self._state.anchor,
             **self._state.vectors,
             **{f"average{i}": averages[i] for i in range(self._rule.staleness)},
-            "numbers": dict(self._state.numbers),
-            "counters": counters,
+            "numbers": numbers,
         }
         return {_key(): own}
 
@@ -313,22 +277,21 @@ class LocalUpdate:
         self._state.anchor.copy_(own["anchor"])
         for name, vector in self._state.vectors.items():
             vector.copy_(own[name])
-        self._state.numbers = dict(own["numbers"])
-        counters = own["counters"]
-        self._round, self._step, self._used = (counters[key] for key in ("round", "step", "used"))
-        self._penalty, self._clipped = counters["penalty"], counters["clipped"]
-        self._waited, self._average.sent = counters["waited"], counters["bytes_sent"]
+        numbers = own["numbers"]
+        self._state.numbers = {name: numbers[name] for name in self._state.numbers}
+        self._progress = Progress(**{one.name: numbers[one.name] for one in fields(Progress)})
+        self._average.sent = numbers["bytes_sent"]
         buffers = [*(flight.vector for flight in self._flights), *self._free]
         for index in range(self._rule.staleness):
             buffers[index].copy_(own[f"average{index}"])
-        flying = counters["in_flight"]
-        first = self._round - flying
+        flying = numbers["in_flight"]
+        first = self._progress.round - flying
         self._flights = deque(Flight(first + i, buffers[i]) for i in range(flying))
         self._free = buffers[flying:]
 
     def _drain(self) -> None:
         for flight in self._flights:
-            self._waited += flight.wait()
+            self._progress.waited += flight.wait()
 
     def close(self) -> None:
         """Wait for averages under way, without applying them, and let go of the optimizer."""

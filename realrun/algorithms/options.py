@@ -20,11 +20,11 @@ def between(name: str, given: float) -> None:
         raise OptionError(f"{name} is {given!r}; it must be at least 0 and less than 1")
 
 
-def positive(name: str, given: float, most: float = math.inf) -> None:
-    """A finite number above 0, and at most `most`."""
-    if not _is_number(given) or not 0 < given <= most or given == math.inf:
-        limit = "" if most == math.inf else f" and at most {most:g}"
-        raise OptionError(f"{name} is {given!r}; it must be a number above 0{limit}")
+def positive(name: str, given: float, below: float = math.inf) -> None:
+    """A finite number above 0, and below `below`."""
+    if not _is_number(given) or not 0 < given < below:
+        limit = "" if below == math.inf else f" and below {below:g}"
+        raise OptionError(f"{name} is {given!r}; it must be a finite number above 0{limit}")
 
 
 def one_of(name: str, given: str, allowed: Sequence[str]) -> None:

@@ -20,31 +20,36 @@ class OverlapLocalSGDRule:
     2. every worker: x <- (1 - pull) x + pull z_t;
     3. launch the average of these x, which gives X_t.
 
-    With b = 0 the anchor is the mean of one round ago. What travels is z_t - x, whose mean D is
-    z_t - X_t. Source: Wang, Liang, Joshi 2020, Overlap Local-SGD, arXiv 2002.09539
-    (its anchor with momentum); the paper leaves open when the first average is used.
+    With b = 0 the anchor is the mean of one round ago. With pull = 1 nothing would ever move: what
+    is averaged would be the anchor. What travels is z_t - x, whose mean D is z_t - X_t. Source:
+    Wang, Liang, Joshi 2020, Overlap Local-SGD, arXiv 2002.09539 (its anchor with momentum); when
+    the first average is used is our reading.
     """
 
     pull: float
-    momentum: float
+    anchor_momentum: float
     staleness: int = 1
     clips: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
         positive("pull", self.pull, 1.0)
-        between("anchor_momentum", self.momentum)
+        between("anchor_momentum", self.anchor_momentum)
 
     def vectors(self) -> dict[str, int]:
         """The anchor's momentum."""
         return {"momentum": 0}
+
+    def numbers(self) -> dict[str, float]:
+        """None."""
+        return {}
 
     def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
         """Anchor: v <- b v - D; z <- z + v."""
         del norm, total
         vectors = (state.vectors["momentum"], average, state.anchor)
         for v, mean, anchor in state.chunks(*vectors):
-            v.mul_(self.momentum).sub_(mean)
+            v.mul_(self.anchor_momentum).sub_(mean)
             anchor.add_(v)
         return Absorbed()
 
@@ -70,5 +75,5 @@ class OverlapLocalSGD(LocalUpdate):
         anchor_momentum: float = 0.7,
         **common: Unpack[Common],
     ) -> None:
-        rule = OverlapLocalSGDRule(pull=pull, momentum=anchor_momentum)
+        rule = OverlapLocalSGDRule(pull=pull, anchor_momentum=anchor_momentum)
         super().__init__(model, optimizer, rule, tau=tau, **common)

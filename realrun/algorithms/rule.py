@@ -1,8 +1,8 @@
 """What an algorithm does with an average: pure functions over flat vectors."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class State:
 
     anchor: Tensor
     vectors: dict[str, Tensor]
-    numbers: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, float]
     chunk: int = 2**18
 
     def chunks(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -52,7 +52,10 @@ class Rule(Protocol):
     D is the average over workers of anchor - x after the local steps. `staleness` rounds pass
     between its launch and its use. `pull` is how far x goes towards the anchor, before the
     displacement of this round is taken; None where x is set to the anchor instead, afterwards.
+    A rule is a frozen dataclass, and its fields are what workers must have alike.
     """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def staleness(self) -> int: ...  # noqa: D102
@@ -64,6 +67,9 @@ class Rule(Protocol):
     def vectors(self) -> dict[str, int]:
         """Names of the vectors it keeps, and how many rows each has (0: a plain vector)."""
 
+    def numbers(self) -> dict[str, float]:
+        """Numbers that it keeps, as they are before round 0."""
+
     def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
         """Take D in. `norm` is its Euclidean norm over the whole model.
 
@@ -73,8 +79,3 @@ class Rule(Protocol):
 
     def move(self, state: State) -> None:
         """Move the anchor, after the displacement of this round was taken from it."""
-
-
-def alone(numbers: Sequence[float]) -> list[float]:
-    """The total of a worker that is one rank."""
-    return list(numbers)

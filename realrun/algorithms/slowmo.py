@@ -21,28 +21,32 @@ class SlowMoRule:
     Source: Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643, algorithm 1.
     """
 
-    momentum: float
-    lr: float
+    outer_momentum: float
+    outer_lr: float
     staleness: int = 0
     pull: None = None
     clips: bool = False
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
-        between("outer_momentum", self.momentum)
-        positive("outer_lr", self.lr)
+        between("outer_momentum", self.outer_momentum)
+        positive("outer_lr", self.outer_lr)
 
     def vectors(self) -> dict[str, int]:
         """The momentum."""
         return {"momentum": 0}
+
+    def numbers(self) -> dict[str, float]:
+        """None."""
+        return {}
 
     def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
         """Both updates in one go: nothing is under way."""
         del norm, total
         vectors = (state.vectors["momentum"], average, state.anchor)
         for m, mean, anchor in state.chunks(*vectors):
-            m.mul_(self.momentum).add_(mean)
-            anchor.add_(m, alpha=-self.lr)
+            m.mul_(self.outer_momentum).add_(mean)
+            anchor.add_(m, alpha=-self.outer_lr)
         return Absorbed()
 
     def move(self, state: State) -> None:
@@ -66,5 +70,5 @@ class SlowMo(LocalUpdate):
         outer_lr: float = 1.0,
         **common: Unpack[Common],
     ) -> None:
-        rule = SlowMoRule(momentum=outer_momentum, lr=outer_lr)
+        rule = SlowMoRule(outer_momentum=outer_momentum, outer_lr=outer_lr)
         super().__init__(model, optimizer, rule, tau=tau, **common)

@@ -115,41 +115,37 @@ class Links:
     """
 
     def __init__(self, workers: Workers, deadline: float) -> None:
-        """Connect. All ranks call this, in the same order."""
+        """Connect. All ranks of torch.distributed call this, in the same order."""
         self.workers, self.deadline = workers, deadline
-        self._made: list[dist.ProcessGroup] = []
+        self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
+        peers, inner = tuple(workers.peer_ranks), tuple(workers.inner_ranks)
         with self.together("connection of communicators"):
-            self.average = self._connect(workers.peer_ranks)
-            self.gather = self._connect(workers.inner_ranks)
-            self._peers = self._connect(workers.peer_ranks, "gloo")
-            self._inner = self._connect(workers.inner_ranks, "gloo")
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                self._connect(peers, inner)
+        self.average, self._peers = self._made.get((peers, None)), self._made.get((peers, "gloo"))
+        self.gather, self._inner = self._made.get((inner, None)), self._made.get((inner, "gloo"))
 
-    def _connect(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup | None:
-        """A new group of these ranks; all ranks make all groups.
+    def _connect(self, peers: tuple[int, ...], inner: tuple[int, ...]) -> None:
+        """Make the groups of all ranks, also those that this rank is not in.
 
-        With use_local_synchronization torch names a group after its ranks and the number of groups
-        that there are: after one was destroyed the next gets its name, and with it the addresses
-        that it left in the store, where nobody listens any more.
+        Groups that only members make (`use_local_synchronization`) would get the names, and find
+        the addresses in the store, of closed ones with the same members (torch 2.13).
         """
-        if not dist.is_initialized():
-            return None
-        wanted: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(wanted, ranks)
-        found = None
-        for members in sorted({tuple(one) for one in wanted if len(one) > 1}):
-            made = dist.new_group(list(members), timedelta(seconds=self.deadline), backend)
-            if _me() in members:
-                found = made
-        if found is not None:
-            self._made.append(found)
-        return found
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, (peers, inner))
+        limit = timedelta(seconds=self.deadline)
+        for ranks in sorted({ranks for pair in everybody for ranks in pair if len(ranks) > 1}):
+            for backend in (None, "gloo"):
+                made = dist.new_group(list(ranks), limit, backend)
+                if isinstance(made, dist.ProcessGroup) and ranks in (peers, inner):
+                    self._made[ranks, backend] = made
 
     def close(self) -> None:
         """Give the communicators back. Nothing may be under way."""
         if dist.is_initialized():
-            for made in self._made:
+            for made in self._made.values():
                 dist.destroy_process_group(made)
-        self._made = []
+        self._made = {}
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Sums of numbers over this worker's ranks."""
