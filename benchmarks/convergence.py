@@ -51,7 +51,7 @@ class Budget:
     """What all configurations have in common: the model, and how much it sees."""
 
     size: str = "mini"
-    steps: int = 960
+    steps: int = 768
     batch: int = 32
     warmup: int = 48
     eval_every: int = 96
@@ -164,7 +164,8 @@ def wanted(configuration: Configuration, budget: Budget, known: Known) -> Iterat
         yield tuned(choices[0], lr)
     for _ in range(0 if budget.quick else EXTENSIONS):
         best = min(rates, key=lambda lr: loss(choices[0], lr))
-        if loss(choices[0], best) == float("inf") or best not in {rates[0], rates[-1]}:
+        missing = any(tuned(choices[0], lr).key(budget) not in known for lr in rates)
+        if missing or best not in {rates[0], rates[-1]}:
             break
         further = 2 * best if best == rates[-1] else best / 2
         rates = sorted([*rates, further])

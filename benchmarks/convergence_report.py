@@ -71,8 +71,8 @@ def report(frame: pd.DataFrame, budget: Budget, known: Known) -> str:
         (
             f"A GPT of {facts['parameters']:,} parameters on the characters of Python"
             f" {facts['python']}'s standard library (data {facts['sha256'][:12]}), {WORKERS}"
-            f" workers, {budget.steps} steps of {budget.batch} x 64 characters ({tokens:,} in all), AdamW,"
-            f" {budget.warmup} steps of warm-up, cosine to a tenth. {machine()}"
+            f" workers, {budget.steps} steps of {budget.batch} x 64 characters ({tokens:,} in all),"
+            f" AdamW, {budget.warmup} steps of warm-up, cosine to a tenth. {machine()}"
         ),
         "",
         (

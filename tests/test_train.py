@@ -12,12 +12,12 @@ from co2sim.catalog import load_model
 from co2sim.errors import CatalogError, OptionError
 from co2sim.schedule import Layout
 from realrun.errors import CheckpointError
-from realrun.train import checkpoint, log, outer
+from realrun.train import folder, log, outer
 from realrun.train.digits import digits
 from realrun.train.figure import draw
 from realrun.train.gpt import GPT
 from realrun.train.log import Log, Row
-from realrun.train.settings import Settings, check_folder
+from realrun.train.settings import Settings
 from realrun.train.shapes import GPTS, VOCABULARY, GPTShape
 from realrun.train.support import check
 from realrun.train.task import Task, loss_of, scores
@@ -297,21 +297,20 @@ def test_a_row_is_on_the_disk_once_it_is_added(tmp_path: Path) -> None:
     kept.close()
     filled = replace(ROWS[0], validation_loss=3.75, accuracy=0.5)
     assert log.read(tmp_path) == (filled, *ROWS[1:])
-    with (tmp_path / log.LOG).open("a") as file:
+    with (tmp_path / folder.LOG).open("a") as file:
         file.write("40,400,1.5,2.")
     assert log.read(tmp_path) == (filled, *ROWS[1:])
-    (tmp_path / log.LOG).write_text("something\nelse\n")
+    (tmp_path / folder.LOG).write_text("something\nelse\n")
     with pytest.raises(CatalogError, match="is not the log of a training"):
         log.read(tmp_path)
 
 
 def test_a_second_run_does_not_write_over_the_first(tmp_path: Path) -> None:
     """It goes on with it, or elsewhere."""
-    check_folder(tmp_path, resume=False)
+    folder.check_new(tmp_path)
     Log(tmp_path).close()
-    check_folder(tmp_path, resume=True)
     with pytest.raises(OptionError, match="holds a training run already: go on with --resume"):
-        check_folder(tmp_path, resume=False)
+        folder.check_new(tmp_path)
 
 
 def test_figures_are_drawn() -> None:
@@ -327,26 +326,25 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     place = tmp_path / "step-000010"
     place.mkdir()
     identity = Settings(strategy="co2:tau=4").identity()
-    (place / "identity.json").write_text(checkpoint.identity_text(identity, 2))
-    checkpoint.check(place, identity, 2)
-    checkpoint.check(place, Settings(strategy="co2(tau=4)", stop=5).identity(), 2)
+    (place / "identity.json").write_text(folder.identity_text(identity, 2))
+    folder.check_identity(place, identity, 2)
+    folder.check_identity(place, Settings(strategy="co2(tau=4)", stop=5).identity(), 2)
     for other, ranks, said in (
         (Settings(strategy="co2:tau=5"), 2, "its strategy is 'co2(tau=4)', not 'co2(tau=5)'"),
         (Settings(strategy="co2:tau=4", lr=1.0), 2, "its lr is 0.003, not 1.0"),
         (Settings(strategy="co2:tau=4"), 3, "its ranks is 2, not 3"),
     ):
         with pytest.raises(CheckpointError) as caught:
-            checkpoint.check(place, other.identity(), ranks)
+            folder.check_identity(place, other.identity(), ranks)
         assert said in str(caught.value)
     with pytest.raises(CheckpointError, match="cannot read the checkpoint"):
-        checkpoint.check(tmp_path / "step-000020", identity, 2)
+        folder.check_identity(tmp_path / "step-000020", identity, 2)
 
 
 def test_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
     """By number; a folder that was not renamed yet is none."""
-    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert folder.checkpoints(tmp_path) == []
     for name in ("step-000008", "step-1000010", "step-000020", ".step-2000000", "step-x"):
-        (tmp_path / name).mkdir()
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    assert checkpoint.step_of(found) == 1_000_010
+        (tmp_path / folder.CHECKPOINTS / name).mkdir(parents=True)
+    found = folder.checkpoints(tmp_path)
+    assert [folder.step_of(path) for path in found] == [8, 20, 1_000_010]

@@ -16,7 +16,7 @@ import torch
 from co2sim import Case, study
 from realrun.errors import LabError
 from realrun.lab import check_machine
-from realrun.train import log
+from realrun.train import folder, log
 from realrun.train.shapes import GPTS
 
 ROOT = Path(__file__).parent.parent
@@ -27,12 +27,12 @@ TRAIN = ("train", *SMALL, "--steps", "24", "--eval-every", "8")
 
 
 def call(
-    folder: Path, *arguments: str, launcher: tuple[str, ...] = REALRUN, **environment: str
+    place: Path, *arguments: str, launcher: tuple[str, ...] = REALRUN, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder."""
     return subprocess.run(
         [*launcher, *arguments],
-        cwd=folder,
+        cwd=place,
         env={**ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
@@ -68,21 +68,21 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(tmp_path: Path) 
     assert [row.step for row in rows if row.validation_loss] == [8, 16, 24]
     assert [row.rounds for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(a.seconds < b.seconds for a, b in pairwise(rows))
-    record = json.loads((tmp_path / "out" / log.RECORD).read_text())
+    record = json.loads((tmp_path / "out" / folder.RECORD).read_text())
     assert record["settings"]["strategy"] == "co2(tau=4)"
     assert len(record["facts"]["sha256"]) == 64
     assert record["facts"]["python"] == sys.version.split()[0]
-    weights = torch.load(tmp_path / "out" / log.MODEL)
+    weights = torch.load(tmp_path / "out" / folder.MODEL)
     assert sum(tensor.numel() for tensor in weights.values()) == record["facts"]["parameters"]
-    assert (tmp_path / "out" / log.FIGURE).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / folder.FIGURE).read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-000024"]
 
     again = call(tmp_path, *TRAIN, "-s", "co2:tau=4", "--nproc", "2")
     assert again.returncode == 2
     assert "out holds a training run already: go on with --resume" in again.stderr
     other = call(tmp_path, *TRAIN, "-s", "co2:tau=6", "--nproc", "2", "--resume")
-    assert other.returncode == 1
-    assert "is of another training: its outer is" in other.stderr
+    assert (other.returncode, other.stderr.count("\n")) == (2, 1)
+    assert "is of another training: its strategy is 'co2(tau=4)', not 'co2(tau=6)'" in other.stderr
 
 
 @pytest.mark.dist
@@ -105,7 +105,7 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(tmp_path: Path) 
         check=False,
     )
     assert re.search(
-        r"^\[rank 0\] error: rank 1 was killed by SIGKILL; stopped in 'local step 1\d' of round",
+        r"^\[rank 0\] error: rank 1 was killed by SIGKILL; stopped in '[a-z ]+ 1\d' of round",
         died.stderr,
         re.MULTILINE,
     ), died.stderr
@@ -139,7 +139,7 @@ def test_control_c_leaves_a_checkpoint(tmp_path: Path) -> None:
         text=True,
     )
     limit = time.monotonic() + 60
-    path = tmp_path / "out" / log.LOG
+    path = tmp_path / "out" / folder.LOG
     while time.monotonic() < limit and not (path.exists() and len(path.read_text()) > 200):
         time.sleep(0.1)
     running.send_signal(signal.SIGINT)

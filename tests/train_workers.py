@@ -9,6 +9,7 @@ import torch
 
 from co2sim.errors import Co2simError
 from realrun.train import History, Settings, loop, train
+from realrun.train.folder import MODEL
 from realrun.train.task import Task
 from realrun.world import World
 
@@ -56,7 +57,7 @@ def resume(world: World, strategies: list[str], folder: str) -> dict[str, list[s
             wrong.append(f"{len(half.rows)} rows, stopped {half.stopped}, {rest.stopped}")
         if world.rank == 0:
             wrong += _differences(whole, rest)
-            one, other = (torch.load(path / loop.MODEL) for path in (at_once, parted))
+            one, other = (torch.load(path / MODEL) for path in (at_once, parted))
             wrong += [name for name in one if not torch.equal(one[name], other[name])]
         found[strategy] = wrong
     return found

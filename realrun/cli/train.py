@@ -18,9 +18,10 @@ from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 from co2sim.units import duration, scaled
 from realrun.cli import options as launching
-from realrun.train.log import FIGURE, LOG, History
+from realrun.train.folder import FIGURE, LOG, check_identity, check_new, checkpoints
+from realrun.train.log import History
 from realrun.train.outer import pairs
-from realrun.train.settings import Settings, check_folder
+from realrun.train.settings import Settings
 from realrun.train.support import check
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     launching.checked_nproc(nproc)
     if nproc is not None:
         check(settings, Layout(1, nproc))
-        check_folder(out, resume=resume)
+        _check_out(settings, out, nproc, resume=resume)
         check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
@@ -218,6 +219,15 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     if nproc is not None:
         raise typer.Exit(ranks.start(how, sys.argv[1:], training=True))
     ranks.as_rank(how, None, lambda rank: _run(rank, settings, out, resume=resume, as_json=json_))
+
+
+def _check_out(settings: Settings, out: Path, ranks: int, *, resume: bool) -> None:
+    """Refuse a folder that is of another training."""
+    if not resume:
+        check_new(out)
+        return
+    for last in checkpoints(out)[-1:]:
+        check_identity(last, settings.identity(), ranks)
 
 
 def _with_tau(strategy: str, tau: int | None) -> str:
@@ -234,7 +244,9 @@ def _run(rank: "Rank", settings: Settings, out: Path, *, resume: bool, as_json: 
     from realrun.train.loop import train as train_  # noqa: PLC0415 - torch
 
     if rank.world.rank == 0:
-        check_folder(out, resume=resume)
+        _check_out(settings, out, rank.world.layout.world_size, resume=resume)
+        if resume and not checkpoints(out):
+            print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
     with _asked() as asked, _shown(rank, settings) as show:
         history = train_(
             settings, rank.world, out, resume=resume, progress=show, stop=lambda: bool(asked)

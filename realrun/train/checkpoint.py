@@ -6,8 +6,6 @@ the same folder.
 """
 
 import io
-import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,30 +21,22 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from realrun.errors import CheckpointError
+from realrun.train.folder import (
+    CHECKPOINTS,
+    IDENTITY,
+    checkpoint_name,
+    checkpoints,
+    identity_text,
+)
 from realrun.world import World
 
 _KEPT = 2
 """Checkpoints that stay; older ones are removed."""
 
-_IDENTITY = "identity.json"
-_NAME = re.compile(r"step-(\d+)")
 _REST = "rest"
 """Name of what is no tensor: torch.save of it as bytes, with names in the places of tensors."""
 
 _MARK = "tensor:"
-
-
-def latest(folder: Path) -> Path | None:
-    """The last whole checkpoint in a folder."""
-    found = [path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)]
-    return max(found, key=step_of, default=None)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which it was written."""
-    match = _NAME.fullmatch(checkpoint.name)
-    assert match is not None
-    return int(match[1])
 
 
 def save(
@@ -56,7 +46,8 @@ def save(
 
     All ranks call it. Raises CheckpointError when it cannot be written.
     """
-    place, draft = folder / f"step-{step:06d}", folder / f".step-{step:06d}"
+    place = folder / CHECKPOINTS / checkpoint_name(step)
+    draft = place.with_name(f".{place.name}")
     named: dict[str, Tensor] = {}
     rest = _split(state, "", named)
     out = io.BytesIO()
@@ -67,14 +58,15 @@ def save(
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             text = identity_text(identity, world.layout.world_size)
-            (draft / _IDENTITY).write_text(text)
+            (draft / IDENTITY).write_text(text)
         dist.barrier()
         mine = {f"rank{world.rank}.{name}": tensor for name, tensor in named.items()}
         write_tensors(mine, checkpoint_id=draft)  # ends on all ranks once all of it is written
         if world.rank == 0:
             shutil.rmtree(place, ignore_errors=True)
             draft.rename(place)
-            _prune(folder)
+            for old in checkpoints(folder)[:-_KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
         dist.barrier()
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write the checkpoint {place}: {_one_line(error)}") from error
@@ -100,36 +92,6 @@ def load(checkpoint: Path, world: World) -> dict[str, Any]:
             f"cannot read the checkpoint {checkpoint}: {_one_line(error)}"
         ) from error
     return found
-
-
-def identity_text(identity: Mapping[str, Any], ranks: int) -> str:
-    """What a checkpoint says of the training that it is of."""
-    return json.dumps({**identity, "ranks": ranks}, indent=2) + "\n"
-
-
-def check(checkpoint: Path, identity: Mapping[str, Any], ranks: int) -> None:
-    """Raise CheckpointError unless the checkpoint is of this training on as many ranks."""
-    try:
-        seen = json.loads((checkpoint / _IDENTITY).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot read the checkpoint {checkpoint}: {_one_line(error)}"
-        ) from error
-    mine = json.loads(identity_text(identity, ranks))
-    for name in sorted(seen.keys() | mine.keys()):
-        if seen.get(name) != mine.get(name):
-            raise CheckpointError(
-                f"{checkpoint} is of another training: its {name} is {seen.get(name)!r}, not"
-                f" {mine.get(name)!r}"
-            )
-
-
-def _prune(folder: Path) -> None:
-    found = sorted(
-        (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of
-    )
-    for path in found[:-_KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _split(value: Any, name: str, named: dict[str, Tensor]) -> Any:

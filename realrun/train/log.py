@@ -10,6 +10,7 @@ from typing import IO, Any, Protocol
 
 from co2sim.cli.files import write_atomically
 from co2sim.errors import CatalogError
+from realrun.train.folder import LOG, RECORD
 from realrun.train.settings import Settings
 
 
@@ -26,12 +27,6 @@ class Stats(Protocol):
     def waited(self) -> float: ...  # noqa: D102
     @property
     def bytes_sent(self) -> int: ...  # noqa: D102
-
-
-LOG = "log.csv"
-RECORD = "train.json"
-FIGURE = "loss.png"
-MODEL = "model.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

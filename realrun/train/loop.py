@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from co2sim.cli.files import write_atomically
-from co2sim.errors import Co2simError
 from co2sim.units import Seconds
-from realrun.errors import RankFailure, TrainingError
+from realrun.errors import TrainingError
 from realrun.train import checkpoint, support
 from realrun.train.digits import digits
-from realrun.train.log import FIGURE, LOG, MODEL, History, Log, Row, read, write_record
+from realrun.train.folder import FIGURE, LOG, MODEL, check_identity, checkpoints
+from realrun.train.guard import guarded
+from realrun.train.log import History, Log, Row, read, write_record
 from realrun.train.methods import Method, build
 from realrun.train.settings import Settings
 from realrun.train.task import Task, loss_of, scores
@@ -32,8 +33,6 @@ from realrun.train.text import text
 from realrun.train.votes import Votes
 from realrun.watch import Place
 from realrun.world import World, describe
-
-CHECKPOINTS = "checkpoints"
 
 _VOTE = 8
 """Steps, at least, from a vote on whether to stop to its result."""
@@ -78,7 +77,7 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = task.model().to(world.device)
-    with _guard(world, Place(-1, 0, "start of the training")):
+    with guarded(world, Place(-1, 0, "start of the training")):
         method = build(settings, model, world)
     with method.outer or nullcontext():
         run = _Run(settings, task, world, method, identity, folder)
@@ -113,14 +112,14 @@ class _Run:
     def begin(self, *, resume: bool) -> None:
         """Make ready: warm up, load the last checkpoint, open the log."""
         rows: tuple[Row, ...] = ()
-        with _guard(self.world, Place(-1, 0, "start of the training")):
+        with guarded(self.world, Place(-1, 0, "start of the training")):
             self._warm_up()
-            found = checkpoint.latest(self.folder / CHECKPOINTS) if self.folder else None
+            found = checkpoints(self.folder)[-1:] if self.folder and resume else []
             if resume:
                 self.world.agree("last checkpoint", str(found))
-            if resume and found:
-                checkpoint.check(found, self.identity, self.world.layout.world_size)
-                state = checkpoint.load(found, self.world)
+            for last in found:
+                check_identity(last, self.identity, self.world.layout.world_size)
+                state = checkpoint.load(last, self.world)
                 self.method.load_state(state["method"])
                 self.step, self.seconds = state["step"], state["seconds"]
                 self.losses = state["losses"]
@@ -141,7 +140,7 @@ class _Run:
                 self._snapshot()
                 self.seconds += time.monotonic() - began
             with self._place("validation"):
-                self._note()
+                self._note(last=stopping or self.step == settings.last)
             if progress:
                 progress(self._standing())
             every = settings.checkpoint_every
@@ -196,11 +195,11 @@ class _Run:
         if self.settings.evaluate == "after" and self.settings.evaluates(self.step):
             self.pending[self.step] = self.method.copy()
 
-    def _note(self) -> None:
+    def _note(self, *, last: bool) -> None:
         """Add a row to the log, if one is due."""
         settings, stats = self.settings, None
         evaluates = settings.evaluates(self.step)
-        if not (evaluates or self.step % settings.log_every == 0 or self.step == settings.last):
+        if not (evaluates or last or self.step % settings.log_every == 0):
             return
         found: tuple[float | None, float | None] = (None, None)
         if evaluates and settings.evaluate == "during":
@@ -249,7 +248,7 @@ class _Run:
             "seconds": self.seconds,
             "losses": self.losses,
         }
-        checkpoint.save(self.folder / CHECKPOINTS, self.step, state, self.identity, self.world)
+        checkpoint.save(self.folder, self.step, state, self.identity, self.world)
 
     def _end(self) -> History:
         self._validate_pending()
@@ -300,7 +299,7 @@ class _Run:
     @contextmanager
     def _place(self, what: str) -> Iterator[None]:
         place = Place(self.step, self.step // self.settings.round, f"{what} {self.step}")
-        with _guard(self.world, place):
+        with guarded(self.world, place):
             yield
 
 
@@ -310,24 +309,3 @@ def _own_version() -> str:
         return version("co2sim")
     except PackageNotFoundError:
         return "not installed"
-
-
-@contextmanager
-def _guard(world: World, place: Place) -> Iterator[None]:
-    """Tell where this rank is, and whose fault it is when that fails."""
-    world.watch.enter("training", place)
-    try:
-        yield
-    except RankFailure as error:
-        if error.ranks:
-            raise
-        raise world.watch.lost(place, range(world.layout.world_size), error) from error
-    except Co2simError as error:
-        if world.watch.failure:
-            raise world.watch.failure from error
-        world.watch.raised(place, error)
-        raise
-    except RuntimeError as error:
-        raise world.watch.lost(place, range(world.layout.world_size), error) from error
-    finally:
-        world.watch.exit("training")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from co2sim.errors import OptionError, nearest
@@ -154,11 +153,3 @@ class Settings:
             "context": self.shape.context if self.task == "text" else 0,
             "outer": dict(sorted(self.outer.items())),
         }
-
-
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse to write a second run over a first one."""
-    if not resume and (folder / "log.csv").exists():
-        raise OptionError(
-            f"{folder} holds a training run already: go on with --resume, or choose another --out"
-        )
