@@ -18,7 +18,12 @@ class MismatchError(Co2simError):
 
 
 class NonFiniteError(Co2simError):
-    """An inf or a NaN where it would spread to other ranks."""
+    """An inf or a NaN where it would spread to other ranks. `round` is the average's, if of one."""
+
+    def __init__(self, message: str, *, round: int | None = None) -> None:  # noqa: A002 - as below
+        """Keep where."""
+        super().__init__(message)
+        self.round = round
 
 
 class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
@@ -40,3 +45,11 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
         super().__init__(message)
         self.ranks, self.op, self.round = ranks, op, round
         self.trace: Any = None
+
+
+class TrainingError(Co2simError):
+    """A training cannot go on: its loss is not a number any more."""
+
+
+class CheckpointError(Co2simError):
+    """A checkpoint that is not there, is not whole, or is of another training."""

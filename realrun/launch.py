@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -79,26 +79,46 @@ def run_local(
     *,
     grace: Seconds = GRACE,
     environment: Mapping[str, str] | None = None,
+    ask_first: bool = False,
+    own_terminal: bool = False,
 ) -> int:
     """Run `command` as `nproc` ranks on this machine, and give the exit code of `supervise`.
 
     `environment` is added to this process's own. Killing this process kills all ranks, and what
-    they started; control-C gives 130 and SIGTERM 143. Call it from the main thread.
-    Raises LaunchError when the ranks cannot be started.
+    they started; control-C gives 130 and SIGTERM 143. With `ask_first` the first of them only tells
+    the ranks, by SIGTERM, to come to an end, and the second kills. With `own_terminal` rank 0
+    writes its errors to this process's terminal itself, if there is one: it may draw there. Call it
+    from the main thread. Raises LaunchError when the ranks cannot be started.
     """
     if not 1 <= nproc <= MAX_RANKS:
         raise LaunchError(f"cannot start {nproc} ranks; it must be 1 to {MAX_RANKS}")
     program = resolved(command)
+    asked: list[int] = []
+    alive: list[RankProcess] = []
+
+    def ask(number: int) -> None:
+        asked.append(number)
+        for one in alive:
+            one.process.terminate()
+
+    draws = own_terminal and sys.stderr.isatty()
     try:
-        with stoppable(), _guard() as guard, ranks_killed_at_end() as ranks:
+        with (
+            stoppable(ask if ask_first else None),
+            _guard() as guard,
+            ranks_killed_at_end() as ranks,
+        ):
             store = host_store("127.0.0.1")
             for rank in range(nproc):
                 variables = rank_environment(
                     rank, nproc, local_world_size=nproc, address="127.0.0.1", port=store.port
                 )
-                ranks.append(start(rank, program, {**variables, **(environment or {})}))
+                given = {**variables, **(environment or {})}
+                ranks.append(start(rank, program, given, errors=rank > 0 or not draws))
                 _put(guard, ranks[-1].process.pid)
-            return supervise(ranks, store, grace)
+                alive.append(ranks[-1])
+            code = supervise(ranks, store, grace)
+            return 128 + asked[0] if asked and not code else code
     except Stopped as stopped:
         return stopped.exit_code
 
@@ -156,10 +176,16 @@ def host_store(address: str) -> "TCPStore":
     )
 
 
-def start(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
-    """Start a rank that dies with this thread; `environment` is added to this process's own."""
+def start(
+    rank: int, command: Sequence[str], environment: Mapping[str, str], *, errors: bool = True
+) -> RankProcess:
+    """Start a rank that dies with this thread; `environment` is added to this process's own.
+
+    Its output goes into pipes; its errors stay with this process's own unless `errors`.
+    """
+    pipe = subprocess.PIPE
     return RankProcess(
-        rank, started(command, environment, output=subprocess.PIPE, errors=subprocess.PIPE)
+        rank, started(command, environment, output=pipe, errors=pipe if errors else None)
     )
 
 
@@ -234,14 +260,19 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def stoppable() -> Generator[None]:
-    """Raise Stopped at the first SIGINT, SIGTERM or SIGHUP; more of them change nothing."""
-    stopped = False
+def stoppable(first: Callable[[int], None] | None = None) -> Generator[None]:
+    """Raise Stopped at the first SIGINT, SIGTERM or SIGHUP; more of them change nothing.
+
+    With `first` the first signal calls that instead, and the second raises.
+    """
+    signals = 0
 
     def stop(number: int, _: FrameType | None) -> None:
-        nonlocal stopped
-        if not stopped:
-            stopped = True
+        nonlocal signals
+        signals += 1
+        if first and signals == 1:
+            first(number)
+        elif signals == 1 + (first is not None):
             raise Stopped(number)
 
     before = {

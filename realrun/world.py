@@ -58,6 +58,7 @@ class World:
     watch: Watch
     clock: Clock = field(default_factory=Clock)
     _made: dict[tuple[str, Group], Communicator | None] = field(default_factory=dict)
+    _groups: dict[tuple[str, Group], dist.ProcessGroup] = field(default_factory=dict)
 
     def connect(self, schedule: Schedule) -> None:
         """Make the communicators of a schedule: one per stream and group. All ranks call this.
@@ -90,6 +91,19 @@ class World:
                 place = members.index(self.rank)
                 self._made[stream, group] = Communicator(made, tuple(members), place)
 
+    def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
+        """The process group of this kind for a purpose, made at the first call. All ranks call it.
+
+        It stays: DTensor remembers groups by the ranks in them, also once they were destroyed.
+        """
+        if (purpose, kind) not in self._groups:
+            size, limit = self.layout.world_size, timedelta(seconds=self.deadline)
+            for members in dict.fromkeys(kind.members(rank, self.layout) for rank in range(size)):
+                made = dist.new_group(list(members), timeout=limit)
+                if self.rank in members:
+                    self._groups[purpose, kind] = made
+        return self._groups[purpose, kind]
+
     def agree(self, what: str, text: str) -> None:
         """Compare a text across ranks. Raises MismatchError that names the first difference."""
         texts: list[str | None] = [None] * self.layout.world_size
@@ -116,6 +130,7 @@ class World:
         """End in good order."""
         self.watch.stop()
         self._made.clear()
+        self._groups.clear()
         dist.destroy_process_group()
 
 

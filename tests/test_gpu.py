@@ -75,6 +75,27 @@ def test_flops_kernels_and_a_probe_run_on_a_gpu(tmp_path: Path) -> None:
     assert 0 < figures["mfu"] <= 1.2
 
 
+def test_averages_over_nccl_run_beside_the_compute_stream() -> None:
+    """On every wire, int8 on a stream of its own; what was waited is measured by events."""
+    (found,) = on_ranks("averages", 1, backend="nccl", module="algorithm_workers")
+    for error, waited in found:
+        assert error < 1e-6
+        assert 0 <= waited < 10
+
+
+@several
+def test_algorithms_over_nccl_equal_their_published_equations() -> None:
+    """The cases of the CPU, with models on two GPUs."""
+    from test_local_update import CASES, expected, histories  # noqa: PLC0415 - a suite of its own
+
+    answers = on_ranks(
+        "follow", 2, backend="nccl", gpus_per_node=2, module="algorithm_workers", cases=CASES
+    )
+    for index, given in enumerate(CASES):
+        wanted = expected(given, 2, [])
+        assert abs(histories(answers, index) - wanted).max() < 1e-4, given
+
+
 @several
 def test_qgz_gives_the_mean_over_nccl() -> None:
     """The reduction of ZeRO++ on two GPUs as one node and as two, with Triton if it is there."""

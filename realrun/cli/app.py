@@ -18,6 +18,7 @@ from co2sim.strategies.step import title
 from realrun.cli import options as launching
 from realrun.cli.lab import lab
 from realrun.cli.probe import probe
+from realrun.cli.train import train
 from realrun.settle import settle
 
 CLUSTER = "REALRUN_CLUSTER"
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.add_typer(lab, name="lab")
 app.command()(probe)
+app.command()(train)
 
 
 @app.callback(invoke_without_command=True)

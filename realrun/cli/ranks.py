@@ -39,13 +39,18 @@ class Settings:
     nproc: int | None
 
 
-def start(settings: Settings, arguments: Sequence[str]) -> int:
-    """Run this same command as `nproc` local ranks; gives the exit code."""
+def start(settings: Settings, arguments: Sequence[str], *, training: bool = False) -> int:
+    """Run this same command as `nproc` local ranks; gives the exit code.
+
+    A training is asked to stop before it is killed, and draws its progress itself.
+    """
     assert settings.nproc is not None
     if settings.backend == "nccl":
         need_gpus(settings.nproc)
     command = [sys.executable, "-m", "realrun", *without_nproc(arguments)]
-    return run_local(command, settings.nproc, grace=_GRACE)
+    return run_local(
+        command, settings.nproc, grace=_GRACE, ask_first=training, own_terminal=training
+    )
 
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:
@@ -75,7 +80,7 @@ def as_rank(settings: Settings, folder: Path | None, work: Callable[[Rank], None
     try:
         rank = Rank(join(settings.backend, settings.deadline), folder)
         if rank.world.rank == 0:
-            rank.progress = _progress()
+            rank.progress = news()
         work(rank)
         rank.world.leave()
     except Co2simError as error:
@@ -129,7 +134,7 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
     os._exit(1)
 
 
-def _progress() -> Progress:
+def news() -> Progress:
     """A line every few seconds that tells how far a run is; none for what takes no longer."""
     last = time.monotonic()
 

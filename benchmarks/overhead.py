@@ -1,0 +1,147 @@
+"""What CO2 itself costs: its hook at every step, and its outer step, with communication free.
+
+    python benchmarks/overhead.py               # a few minutes on one core
+
+Two copies of a small GPT train in turn, blocks of `tau` steps without and with CO2, in one process:
+the mean over one worker needs no communication. Besides the blocks, every call of the hook is
+timed on its own, since a fraction of a percent drowns in the noise of steps. Medians; writes
+overhead.md.
+"""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.nn import functional
+
+from realrun.algorithms import CO2
+from realrun.train.gpt import GPT
+from realrun.train.shapes import GPTS, VOCABULARY
+
+RESULTS = Path(__file__).parent / "results"
+STEP_LIMIT, ROUND_LIMIT = 0.01, 0.05
+"""Shares of a step, and of a round, that the hook and the outer step may take."""
+
+WARM_UP = 3
+"""Rounds that are not counted: the first have no average to use."""
+
+
+class Training:
+    """A GPT and its optimizer; steps on random characters."""
+
+    def __init__(self, size: str, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(GPTS[size])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        shape = (batch, GPTS[size].context + 1)
+        self.characters = torch.randint(0, VOCABULARY, shape)
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds of each step."""
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            self.optimizer.zero_grad()
+            logits = self.model(self.characters[:, :-1])
+            wanted = self.characters[:, 1:].reshape(-1)
+            functional.cross_entropy(logits.flatten(0, 1), wanted).backward()
+            self.optimizer.step()
+            found.append(time.perf_counter() - start)
+        return found
+
+
+class TimedCO2(CO2):
+    """CO2 that keeps how long every call of its hook took."""
+
+    calls: list[float]
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        start = time.perf_counter()
+        super()._after_step(optimizer, args, kwargs)
+        self.calls.append(time.perf_counter() - start)
+
+
+def measure(
+    size: str, batch: int, tau: int, rounds: int, **options: float | str
+) -> dict[str, float]:
+    """Medians in seconds: a step, a block without and with CO2, the hook, the outer step."""
+    plain, ours = Training(size, batch), Training(size, batch)
+    co2 = TimedCO2(ours.model, ours.optimizer, tau=tau, **options)  # type: ignore[arg-type]
+    co2.calls = []
+    steps, blocks, with_co2 = [], [], []
+    for number in range(-WARM_UP, rounds):
+        if number == 0:
+            co2.calls = []
+        turns = [(plain, blocks), (ours, with_co2)]
+        for training, found in turns if number % 2 else reversed(turns):
+            taken = training.steps(tau)
+            if number >= 0:
+                found.append(sum(taken))
+                steps += taken if training is plain else []
+    co2.close()
+    outer = co2.calls[tau - 1 :: tau]
+    hooks = [seconds for index, seconds in enumerate(co2.calls) if (index + 1) % tau]
+    return {
+        "step": median(steps),
+        "block": median(blocks),
+        "with": median(with_co2),
+        "hook": median(hooks),
+        "outer": median(outer),
+    }
+
+
+def main() -> int:
+    """Measure and write; exit code 1 if a limit is passed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", default="mini,small,medium")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tau", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    tau = given.tau
+    lines = [
+        "# What CO2 costs when communication is free",
+        "",
+        (
+            f"One process, one thread, batches of {given.batch}, tau {tau}, {given.rounds} rounds,"
+            " medians. *Hook*: a local step that does not close a round. *Outer step*: all that CO2"
+            f" does at the end of a round. {platform.processor() or platform.machine()},"
+            f" {os.cpu_count()} cores, torch {torch.__version__}."
+        ),
+        "",
+        (
+            "| GPT | parameters | options | step ms | hook us | of a step | outer step ms"
+            f" | of {tau} steps | block with CO2 / without |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    bad = 0
+    for size in given.sizes.split(","):
+        for name, options in (
+            ("defaults", {}),
+            ("clip, staleness 2", {"clip": 0.01, "staleness": 2}),
+        ):
+            found = measure(size, given.batch, tau, given.rounds, **options)
+            hook, outer = found["hook"] / found["step"], found["outer"] / (tau * found["step"])
+            bad += hook >= STEP_LIMIT or outer >= ROUND_LIMIT
+            lines.append(
+                f"| {size} | {GPTS[size].parameters:,} | {name} | {found['step'] * 1e3:.1f}"
+                f" | {found['hook'] * 1e6:.1f} | {hook:.4%} | {found['outer'] * 1e3:.2f}"
+                f" | {outer:.2%} | {found['with'] / found['block']:.3f} |"
+            )
+            print(lines[-1], file=sys.stderr)
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "overhead.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

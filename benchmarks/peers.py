@@ -1,0 +1,338 @@
+"""Beside the peers, in one run of the lab: tokens per second and the last loss of each.
+
+    sudo python benchmarks/peers.py                        # some minutes
+    sudo python benchmarks/peers.py --rate "1000 Mbit/s" --steps 480
+
+torch DDP, torch's post-local SGD, LocalSGD and DiLoCo of torchft, and our LocalSGD, DiLoCo and CO2
+train the same GPT from the same weights on the same samples with the same AdamW: a local step is
+the same code for all. Settings are equal where the algorithms are; none is tuned. torchft is not a
+dependency of ours: pip install torchft-nightly (0.2 and later run with torch 2.13); what is not
+installed, or fails, is said in the table.
+
+Each runs twice: a short time first, so that nothing is measured that happens only once. Seconds
+are rank 0's between two barriers. The loss is the validation loss of the mean of the workers.
+Writes peers.csv and peers.md.
+"""
+
+import argparse
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from fidelity import machine
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from realrun.algorithms import CO2, DiLoCo, LocalSGD
+from realrun.errors import TrainingError
+from realrun.train.shapes import GPTS
+from realrun.train.task import Task, loss_of, scores
+from realrun.train.text import text
+from realrun.world import World, join
+
+RESULTS = Path(__file__).parent / "results"
+NODES = 4
+SIZE = "mini"
+BATCH = 32
+TAU = 12
+LR = 5e-3
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
+WARM_UP = 2 * TAU
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a step calls: a model, and an optimizer."""
+
+    model: nn.Module
+    optimizer: Any
+
+
+Attach = Callable[[nn.Module, Optimizer, World], contextlib.AbstractContextManager[Setup]]
+
+
+@contextmanager
+def torch_ddp(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
+    """DistributedDataParallel."""
+    del world
+    yield Setup(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer)
+
+
+@contextmanager
+def torch_post_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
+    """PostLocalSGDOptimizer: no gradient is reduced from the first step on, models are averaged."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    alone, _ = dist.new_subgroups(1)
+    state = PostLocalSGDState(None, alone, 0, post_local_gradient_allreduce=False)
+    wrapped.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=TAU)
+    averager.step = 1  # it would average after the first step, else after every TAU steps
+    del world
+    yield Setup(wrapped, PostLocalSGDOptimizer(optim=optimizer, averager=averager))
+
+
+@contextmanager
+def our_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
+    """LocalSGD."""
+    with LocalSGD(model, optimizer, tau=TAU, deadline=world.deadline):
+        yield Setup(model, optimizer)
+
+
+@contextmanager
+def our_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
+    """DiLoCo."""
+    with DiLoCo(
+        model,
+        optimizer,
+        tau=TAU,
+        outer_lr=OUTER_LR,
+        outer_momentum=OUTER_MOMENTUM,
+        deadline=world.deadline,
+    ):
+        yield Setup(model, optimizer)
+
+
+@contextmanager
+def our_co2(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
+    """CO2."""
+    with CO2(
+        model,
+        optimizer,
+        tau=TAU,
+        outer_lr=0.5,
+        outer_momentum=OUTER_MOMENTUM,
+        gap="constant",
+        deadline=world.deadline,
+    ):
+        yield Setup(model, optimizer)
+
+
+@contextmanager
+def _manager(model: nn.Module, world: World) -> Iterator[Any]:
+    """A Manager of torchft: every rank is a replica, rank 0 hosts the lighthouse.
+
+    Replicas tell each other their host's name; nodes of the lab have only addresses.
+    """
+    host = _own_address()
+    socket.gethostname = lambda: host
+    from torchft import Manager, ProcessGroupGloo  # noqa: PLC0415
+    from torchft._torchft import LighthouseServer  # noqa: PLC0415
+
+    shared: list[Any] = [None]
+    lighthouse = None
+    if world.rank == 0:
+        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=NODES, join_timeout_ms=1000)
+        port = lighthouse.address().rpartition(":")[2]
+        shared = [f"http://{host}:{port}"]
+    dist.broadcast_object_list(shared)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    limit = timedelta(seconds=world.deadline)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=limit),
+        load_state_dict=lambda state: model.load_state_dict(state["model"]),
+        state_dict=lambda: {"model": model.state_dict()},
+        min_replica_size=NODES,
+        init_sync=False,  # weights are equal; else the first round of all but one is lost
+        use_async_quorum=False,
+        timeout=limit,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        lighthouse_addr=shared[0],
+        replica_id=f"rank{world.rank}_",
+        hostname=host,
+    )
+    try:
+        yield manager
+        dist.barrier()
+    finally:
+        manager.shutdown(wait=False)
+        if lighthouse:
+            lighthouse.shutdown()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without stderr: torchft tells every quorum there, and cannot be asked not to."""
+    kept = os.dup(2)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _own_address() -> str:
+    """The address of this node, as the others see it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def torchft_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
+    """LocalSGD of torchft."""
+    from torchft.local_sgd import LocalSGD as Theirs  # noqa: PLC0415
+
+    with (
+        _silent(),
+        _manager(model, world) as manager,
+        Theirs(manager, model, optimizer, sync_every=TAU),
+    ):
+        yield Setup(model, optimizer)
+
+
+@contextmanager
+def torchft_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
+    """DiLoCo of torchft, the whole model as one fragment."""
+    from torchft.local_sgd import DiLoCo as Theirs  # noqa: PLC0415
+
+    outer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+    with (
+        _silent(),
+        _manager(model, world) as manager,
+        Theirs(manager, [model], optimizer, outer, sync_every=TAU, pin_memory=False),
+    ):
+        yield Setup(model, optimizer)
+
+
+PEERS: dict[str, Attach] = {
+    "torch DDP": torch_ddp,
+    "torch post-local SGD": torch_post_local,
+    "our LocalSGD": our_local,
+    "our DiLoCo": our_diloco,
+    "our CO2": our_co2,
+    "torchft LocalSGD": torchft_local,
+    "torchft DiLoCo": torchft_diloco,
+}
+
+
+def measured(attach: Attach, task: Task, world: World, steps: int) -> tuple[float, float]:
+    """Seconds for `steps` steps, and the last validation loss. All ranks call this."""
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = AdamW(model.parameters(), lr=LR)
+    with attach(model, optimizer, world) as setup:
+        dist.barrier()
+        began = time.monotonic()
+        for step in range(1, steps + 1):
+            batch = task.batch(0, step, BATCH, world.rank, NODES)
+            setup.optimizer.zero_grad()
+            loss = loss_of(setup.model, batch)
+            loss.backward()
+            setup.optimizer.step()
+        seconds = time.monotonic() - began
+        if not torch.isfinite(loss):
+            raise TrainingError(f"the last loss is {loss.item()}")
+        dist.barrier()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter)
+            parameter.div_(NODES)
+        total, _, count = sum(scores(model, batch) for batch in task.validation)
+    return seconds, float(total / count)
+
+
+def run_rank(steps: int, only: str, out: Path) -> None:
+    """Be one of the ranks: measure all that are installed."""
+    world = join("gloo", 60.0)
+    task = text(GPTS[SIZE], world.device)
+    lines = []
+    for name, attach in PEERS.items():
+        if only not in name:
+            continue
+        line: dict[str, Any] = {"name": name, "tokens_per_s": None, "loss": None, "note": ""}
+        if name.startswith("torchft") and find_spec("torchft") is None:
+            line["note"] = "not installed"
+        else:
+            try:
+                measured(attach, task, world, WARM_UP)
+                seconds, loss = measured(attach, task, world, steps)
+                line |= {"tokens_per_s": steps * BATCH * task.units / seconds, "loss": loss}
+            except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
+                line["note"] = (
+                    f"failed: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
+                )
+        lines.append(line)
+        if world.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+            pd.DataFrame(lines).to_csv(out / "peers.csv", index=False)
+        if line["note"].startswith("failed"):
+            os._exit(0)  # ranks may not agree on where they are: no more of them can be measured
+    world.leave()
+
+
+def report(frame: pd.DataFrame, rate: str, steps: int) -> str:
+    """The table in Markdown."""
+    try:
+        theirs = version("torchft-nightly")
+    except PackageNotFoundError:
+        theirs = "not installed"
+    lines = [
+        "# Beside the peers",
+        "",
+        (
+            f"{NODES} nodes at {rate}, a GPT of {GPTS[SIZE].parameters:,} parameters, {steps} steps"
+            f" of {BATCH} x {GPTS[SIZE].context} characters, AdamW at {LR:g}, tau {TAU}; outer lr"
+            f" {OUTER_LR:g} and momentum {OUTER_MOMENTUM:g} (CO2: lr 0.5). torchft-nightly:"
+            f" {theirs}. {machine()}"
+        ),
+        "",
+        "| algorithm | tokens/s | validation loss | note |",
+        "|---|---|---|---|",
+    ]
+    for _, r in frame.iterrows():
+        figures = (
+            ("-", "-") if pd.isna(r["loss"]) else (f"{r['tokens_per_s']:,.0f}", f"{r['loss']:.4f}")
+        )
+        lines.append(f"| {r['name']} | {' | '.join(figures)} | {r['note']} |")
+    return "\n".join([*lines, "", "Made by `sudo python benchmarks/peers.py`.", ""])
+
+
+def main() -> None:
+    """Start the lab, or be one of its ranks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rate", default="100 Mbit/s")
+    parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--only", default="", help="only names that contain this")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    if "RANK" in os.environ:
+        run_rank(given.steps, given.only, given.out)
+        return
+    given.out.mkdir(parents=True, exist_ok=True)
+    inside = [sys.executable, __file__, *sys.argv[1:]]
+    command = ["lab", "run", "--nodes", str(NODES), "--rate", given.rate, "--", *inside]
+    subprocess.run([sys.executable, "-m", "realrun", *command], check=True)
+    frame = pd.read_csv(given.out / "peers.csv", dtype={"note": str}).fillna({"note": ""})
+    text_ = report(frame, given.rate, given.steps)
+    (given.out / "peers.md").write_text(text_)
+    print(text_)
+
+
+if __name__ == "__main__":
+    main()

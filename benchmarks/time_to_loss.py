@@ -1,0 +1,305 @@
+"""Wall-clock to a given loss in the lab: predicted by co2sim before, measured after.
+
+    sudo python benchmarks/time_to_loss.py             # about 12 minutes on two cores
+    sudo python benchmarks/time_to_loss.py --quick     # a trial of two minutes
+
+DDP, DiLoCo, which waits for its averages, and CO2, which hides them, train the same small GPT on
+four nodes at 100 and at 1000 Mbit/s. What goes into a prediction is known before anything is run at
+that rate:
+
+- how many steps the loss takes: from a run of the same training without a lab, whose seed is the
+  same: network and clock do not change what is learned;
+- the time of a local step: from a calibration in a lab of the same nodes in which nothing is sent
+  (local_sgd with a tau beyond its end): it holds that the ranks share the cores;
+- all communication: from the rate at which the lab is built, by co2sim. It runs the model of
+  `realrun train --describe` on a GPU that takes the calibrated time for a step.
+
+Learning rates and outer steps are those of convergence.csv, where there is one. Measured seconds
+are rank 0's, and count all but validation, which comes after the training. Writes time_to_loss.csv,
+time_to_loss.md and time_to_loss.png.
+"""
+
+import argparse
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import matplotlib as mpl
+import pandas as pd
+from fidelity import machine
+from matplotlib.figure import Figure
+
+from co2sim import Case, run
+from co2sim.catalog import load_cluster
+from co2sim.cluster import GPU
+from co2sim.schedule import DType
+from co2sim.workload import Workload
+from realrun.lab import Lab, stated_cluster
+from realrun.train import Row
+from realrun.train.figure import COLOURS, STYLE
+from realrun.train.log import read
+from realrun.train.shapes import GPTS
+
+Rows: TypeAlias = tuple[Row, ...]
+
+RESULTS = Path(__file__).parent / "results"
+NODES = 4
+RATES = ("100 Mbit/s", "1000 Mbit/s")
+SIZE = "mini"
+BATCH = 32
+EVERY = 24
+"""Steps between validations: the resolution of "the step at which the loss is reached"."""
+
+_ENOUGH = 1e15
+"""A speed, in bytes per second, that adds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A strategy with what was tuned for it. `line` is its line in convergence.csv."""
+
+    name: str
+    strategy: str
+    line: str
+    lr: float
+    outer: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """For `realrun train`."""
+        options = ["--outer", self.outer] if self.outer else []
+        return ["-s", self.strategy, "--lr", f"{self.lr:g}", *options]
+
+
+ENTRIES = (
+    Entry("DDP", "ddp", "AdamW-DDP", 1e-2, ""),
+    Entry("DiLoCo, tau 12", "diloco:tau=12", "DiLoCo 12", 5e-3, "momentum=0.5,lr=1"),
+    Entry("CO2, tau 12", "co2:tau=12", "CO2 12, ", 5e-3, "momentum=0.5,lr=0.5,gap=constant"),
+)
+"""With the learning rates and outer steps to take where convergence.csv has none."""
+
+
+def entries(out: Path) -> list[Entry]:
+    """What is compared, with the best line of convergence.csv for each."""
+    path = out / "convergence.csv"
+    if not path.exists():
+        return list(ENTRIES)
+    frame = pd.read_csv(path, keep_default_na=False)
+    found = []
+    for entry in ENTRIES:
+        lines = frame[frame["configuration"].str.startswith(entry.line)].sort_values("loss")
+        if len(lines):
+            best = lines.iloc[0]
+            found.append(replace(entry, lr=float(best["lr"]), outer=str(best["outer"])))
+        else:
+            found.append(entry)
+    return found
+
+
+def trained(arguments: Sequence[str], steps: int, folder: Path, lab: Lab | None) -> Rows:
+    """Train in a lab, or on this machine's loopback; the rows of the log."""
+    command = ["train", "--size", SIZE, "--batch", str(BATCH), "--steps", str(steps)]
+    command += ["--warmup", str(steps // 20), "--eval-every", str(EVERY), "--log-every", str(EVERY)]
+    command += ["--checkpoint-every", "0", "--evaluate", "after", "--out", str(folder)]
+    command += arguments
+    realrun = [sys.executable, "-m", "realrun"]
+    if lab is None:
+        command = [*realrun, *command, "--nproc", str(NODES)]
+    else:
+        inside = ["lab", "run", "--nodes", str(lab.nodes), "--rate", lab.rate, "--", "realrun"]
+        command = [*realrun, *inside, *command]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ})
+    return read(folder)
+
+
+def calibrated(lab: Lab, folder: Path, steps: int) -> float:
+    """Seconds of a local step in this lab while nothing is sent; the first ones do not count."""
+    arguments = ["-s", "local_sgd:tau=10000", "--lr", "0.005", "--eval-every", "0"]
+    rows = trained(arguments, steps, folder, lab)
+    first, last = rows[0], rows[-1]
+    return (last.seconds - first.seconds) / (last.step - first.step)
+
+
+def predicted(entry: Entry, lab: Lab, step: float, folder: Path) -> float:
+    """Seconds of a step, communication included, on a GPU that takes `step` for it alone."""
+    path = folder / "stated.toml"
+    path.write_text(stated_cluster(lab))
+    model, micro_batch = GPTS[SIZE].model(), BATCH // NODES
+    job = Workload(model, micro_batch, precision=DType.FP32, recompute="none")
+    speed = job.hardware_flops_per_sample * micro_batch / step
+    gpu = GPU("calibrated", 1e12, _ENOUGH, {"fp32": speed}, ((1.0, 1.0),))
+    cluster = replace(load_cluster(str(path)).value, gpu=gpu, communicators="stream")
+    case = Case(
+        cluster=cluster,
+        model=model,
+        strategy=entry.strategy,
+        micro_batch=micro_batch,
+        precision="fp32",
+        recompute="none",
+    )
+    return run(case).step_time_s
+
+
+def reached(rows: Rows, target: float) -> Row | None:
+    """The first row whose validation loss is as low."""
+    low = (row for row in rows if row.validation_loss and row.validation_loss <= target)
+    return next(low, None)
+
+
+def compare(
+    chosen: Sequence[Entry], rates: Sequence[str], steps: int, target: float
+) -> tuple[pd.DataFrame, dict[tuple[str, str], tuple[Rows, float]]]:
+    """The table, and for the figure the rows and the predicted step by rate and name."""
+    lines: list[dict[str, Any]] = []
+    curves = {}
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        free = {}
+        for entry in chosen:
+            free[entry.name] = trained(entry.arguments, steps, folder / f"free {entry.name}", None)
+            print(f"without a lab: {entry.name} ends at {_last(free[entry.name]):.4f}", flush=True)
+        target = target or max(_last(rows) for rows in free.values())
+        for rate in rates:
+            lab = Lab(NODES, 1, rate)
+            step = calibrated(lab, folder / f"alone {rate}", 5 * EVERY)
+            expected = {entry.name: predicted(entry, lab, step, folder) for entry in chosen}
+            for entry in chosen:  # all of them are predicted by now
+                rows = trained(entry.arguments, steps, folder / f"{rate} {entry.name}", lab)
+                before, after = reached(free[entry.name], target), reached(rows, target)
+                line = {
+                    "rate": rate,
+                    "entry": entry.name,
+                    "strategy": entry.strategy,
+                    "lr": entry.lr,
+                    "outer": entry.outer,
+                    "target": target,
+                    "local_step_s": step,
+                    "steps": before.step if before else None,
+                    "predicted_step_s": expected[entry.name],
+                    "predicted_s": before.step * expected[entry.name] if before else None,
+                    "measured_steps": after.step if after else None,
+                    "measured_step_s": rows[-1].seconds / rows[-1].step,
+                    "measured_s": after.seconds if after else None,
+                    "waited_s": rows[-1].waited,
+                }
+                lines.append(line)
+                curves[rate, entry.name] = (rows, expected[entry.name])
+                print(f"{rate}: {entry.name}: {_words(line)}", flush=True)
+    return pd.DataFrame(lines), curves
+
+
+def _last(rows: Rows) -> float:
+    found = [row.validation_loss for row in rows if row.validation_loss is not None]
+    return found[-1]
+
+
+def _words(line: dict[str, Any]) -> str:
+    if line["predicted_s"] is None or line["measured_s"] is None:
+        return "the loss was not reached"
+    error = line["predicted_s"] / line["measured_s"] - 1
+    return f"predicted {line['predicted_s']:.1f} s, measured {line['measured_s']:.1f}, {error:+.1%}"
+
+
+def report(frame: pd.DataFrame, steps: int) -> str:
+    """The table in Markdown."""
+    lines = [
+        "# Time to a loss in the lab",
+        "",
+        (
+            f"A GPT of {GPTS[SIZE].parameters:,} parameters, {NODES} nodes of one rank, {BATCH} x"
+            f" {GPTS[SIZE].context} characters a step, at most {steps} steps. The loss to reach is"
+            f" {frame['target'].iloc[0]:.4f} nats per character, the worst that one of them ends"
+            f" with; validated every {EVERY} steps. Predicted before: steps from a run without a"
+            " lab, a local step from a calibration in a lab where nothing is sent, communication by"
+            f" co2sim from the stated rate. {machine()}"
+        ),
+        "",
+        (
+            "| rate | strategy | steps | local step ms | step ms: predicted | measured"
+            " | time to loss: predicted s | measured s | error |"
+        ),
+        "|" + "---|" * 9,
+    ]
+    for _, r in frame.iterrows():
+        missing = pd.isna(r["predicted_s"]) or pd.isna(r["measured_s"])
+        steps_ = "-" if pd.isna(r["steps"]) else f"{r['steps']:.0f}"
+        if not missing and r["steps"] != r["measured_steps"]:
+            steps_ += f" (in the lab {r['measured_steps']:.0f})"
+        times = ["-"] * 3
+        if not missing:
+            error = r["predicted_s"] / r["measured_s"] - 1
+            times = [f"{r['predicted_s']:.1f}", f"{r['measured_s']:.1f}", f"{error:+.1%}"]
+        lines.append(
+            f"| {r['rate']} | `{r['strategy']}` | {steps_} | {r['local_step_s'] * 1e3:.1f}"
+            f" | {r['predicted_step_s'] * 1e3:.1f} | {r['measured_step_s'] * 1e3:.1f}"
+            f" | {' | '.join(times)} |"
+        )
+    return "\n".join([*lines, "", "Made by `sudo python benchmarks/time_to_loss.py`.", ""])
+
+
+def draw(
+    frame: pd.DataFrame, curves: dict[tuple[str, str], tuple[Rows, float]], rates: Sequence[str]
+) -> bytes:
+    """Loss over wall-clock for every rate: measured lines, predicted ones dashed."""
+    names = list(dict.fromkeys(frame["entry"]))
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(max(7.8, 5.2 * len(rates)), 4.4), layout="constrained")
+        axes = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
+        for axis, rate in zip(axes, rates, strict=True):
+            for place, name in enumerate(names):
+                rows, step = curves[rate, name]
+                seen = [row for row in rows if row.validation_loss is not None]
+                losses = [row.validation_loss or 0.0 for row in seen]
+                colour = COLOURS[place]
+                axis.plot(
+                    [row.seconds for row in seen], losses, color=colour, label=f"{name}, measured"
+                )
+                axis.plot(
+                    [row.step * step for row in seen],
+                    losses,
+                    color=colour,
+                    linestyle="--",
+                    label=f"{name}, predicted",
+                )
+            axis.axhline(frame["target"].iloc[0], color="grey", linestyle=":", linewidth=1)
+            axis.set_xlim(left=0)
+            axis.set_title(rate, fontsize=9)
+            axis.set_xlabel("seconds")
+        axes[0].set_ylabel("validation loss, nats per character")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=len(names),
+            frameon=False,
+        )
+        out = io.BytesIO()
+        figure.savefig(out, format="png", dpi=150)
+        return out.getvalue()
+
+
+def main() -> None:
+    """Predict, run, compare."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few steps, one rate")
+    parser.add_argument("--steps", type=int, default=960)
+    parser.add_argument("--target", type=float, default=0.0, help="the loss to reach")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    steps, rates = (96, RATES[:1]) if given.quick else (given.steps, RATES)
+    frame, curves = compare(entries(RESULTS), rates, steps, given.target)
+    given.out.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(given.out / "time_to_loss.csv", index=False)
+    text = report(frame, steps)
+    (given.out / "time_to_loss.md").write_text(text)
+    (given.out / "time_to_loss.png").write_bytes(draw(frame, curves, rates))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

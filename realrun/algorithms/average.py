@@ -1,0 +1,205 @@
+"""The mean of flat fp32 vectors over workers, asynchronously, in buckets.
+
+On the wire, and what it costs a rank among n, for S bytes of fp32:
+
+- "fp32": ring all-reduce, 2 (n-1)/n S bytes;
+- "bf16": the rounded vector, summed in bf16; half of that;
+- "int8": blocks of 2048 elements with one fp32 scale. Each rank quantizes, exchanges parts with
+  all others (all_to_all), sums in fp32 what it got, quantizes the mean and sends it to all
+  (all_gather): two roundings of at most half a scale, and a quarter of the bytes of fp32. The
+  chain runs on a thread that owns the communicator, beside training; on a GPU, on a stream of its
+  own.
+
+All ranks get the same bits, since every element is summed on one of them only.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from co2sim.units import Seconds
+from realrun.algorithms.quantize import (
+    dequantize,
+    from_wire,
+    quantize,
+    sum_rows,
+    to_wire,
+    wire_bytes,
+)
+from realrun.algorithms.workers import lost
+
+Wire: TypeAlias = Literal["fp32", "bf16", "int8"]
+
+WIRES = ("fp32", "bf16", "int8")
+
+BUCKET_MIB = 25.0
+"""As in DistributedDataParallel: large enough for full bandwidth, small enough to pipeline."""
+
+BLOCK = 2048
+"""Elements of int8 that share a scale; as in co2sim's `diloco`."""
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """An average under way. `vector` must not be touched until `wait` has returned."""
+
+    round: int
+    vector: Tensor
+    waits: list[Callable[[Seconds], None]] = field(default_factory=list)
+    finish: Callable[[], None] = lambda: None
+    deadline: Seconds = 60.0
+
+    def wait(self) -> Seconds:
+        """Wait until `vector` holds the mean; gives the seconds waited, 0 if it was there.
+
+        On a GPU these are the seconds that its stream stood still. Raises RankFailure.
+        """
+        if not self.waits:
+            return 0.0
+        clock = Stopwatch(self.vector.device)
+        limit = time.monotonic() + self.deadline
+        try:
+            while self.waits:
+                self.waits[0](max(0.001, limit - time.monotonic()))
+                self.waits.pop(0)
+        except (RuntimeError, TimeoutError) as error:
+            what = f"the average of round {self.round}"
+            raise lost(what, error, self.deadline, round=self.round) from error
+        waited = clock.seconds()
+        self.finish()
+        return waited
+
+
+class Stopwatch:
+    """Seconds spent here: of this thread, or of the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start."""
+        self._start = time.perf_counter()
+        self._event = _event() if device.type == "cuda" else None
+        if self._event:
+            self._event.record()
+
+    def seconds(self) -> Seconds:
+        """Seconds since the start. A GPU is waited for: its next use needs the result anyway."""
+        if not self._event:
+            return time.perf_counter() - self._start
+        end = _event()
+        end.record()
+        end.synchronize()
+        return float(self._event.elapsed_time(end)) / 1e3
+
+
+class Average:
+    """Means over the ranks of `group`, which nobody else uses; None: this rank is alone.
+
+    `sent` counts the bytes that this rank sends to others: an all-reduce goes around the ring, an
+    exchange is pairwise; vectors are cut into n equal parts, rounded up.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, wire: Wire, deadline: Seconds, bucket: int
+    ) -> None:
+        """`bucket` is in bytes of fp32."""
+        self._group, self._wire, self._deadline = group, wire, deadline
+        self._elements = max(1, bucket // 4)
+        self._size = group.size() if group else 1
+        self._owner: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self.sent = 0
+
+    def launch(self, vector: Tensor, number: int) -> Flight:
+        """Start averaging `vector` in place, for round `number`."""
+        flight = Flight(number, vector, deadline=self._deadline)
+        if self._group is None or not len(vector):
+            return flight
+        if self._wire == "int8":
+            flight.waits = [self._submit(bucket) for bucket in torch.split(vector, self._elements)]
+            return flight
+        sent = vector if self._wire == "fp32" else vector.to(torch.bfloat16)
+        for bucket in torch.split(sent, self._elements):
+            work = dist.all_reduce(bucket, group=self._group, async_op=True)
+            assert work is not None
+            flight.waits.append(partial(_wait, work))
+            part = -(-len(bucket) // self._size)
+            self.sent += 2 * (self._size - 1) * part * bucket.element_size()
+
+        def finish() -> None:
+            if sent is not vector:
+                vector.copy_(sent)
+            vector.div_(self._size)
+
+        flight.finish = finish
+        return flight
+
+    def _submit(self, bucket: Tensor) -> Callable[[Seconds], None]:
+        """Hand a bucket to the thread that owns the group; gives how to wait for it."""
+        if self._owner is None:
+            self._owner = ThreadPoolExecutor(1, thread_name_prefix="average")
+            self._stream = _stream(bucket.device) if bucket.is_cuda else None
+        part = -(-len(bucket) // self._size)
+        self.sent += 2 * (self._size - 1) * wire_bytes(part, 8, BLOCK)
+        if self._stream is None:
+            return partial(_result, self._owner.submit(self._exchange, bucket, part))
+        filled = torch.cuda.current_stream(bucket.device).record_event()
+        done = self._owner.submit(self._beside, bucket, part, filled, self._stream)
+
+        def wait(seconds: Seconds) -> None:
+            event = done.result(seconds)
+            torch.cuda.current_stream(bucket.device).wait_event(event)
+
+        return wait
+
+    def _beside(
+        self, bucket: Tensor, part: int, filled: torch.cuda.Event, stream: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        """Exchange on a stream of its own; gives the event of its end."""
+        with torch.cuda.device(bucket.device), torch.cuda.stream(stream):
+            stream.wait_event(filled)
+            self._exchange(bucket, part)
+            ended: torch.cuda.Event = stream.record_event()
+            return ended
+
+    def _exchange(self, bucket: Tensor, part: int) -> None:
+        """`bucket` <- the mean of all ranks' buckets; NaN and infinities spoil their block."""
+        assert self._group is not None
+        n = self._size
+        rows = bucket.new_zeros(n * part)
+        rows[: len(bucket)].copy_(bucket)
+        given = to_wire(quantize(rows.view(n, part), 8, BLOCK, refuse_non_finite=False))
+        taken = torch.empty_like(given)
+        dist.all_to_all_single(taken.view(-1), given.view(-1), group=self._group)
+        mean = sum_rows(from_wire(taken, 8, BLOCK, part), 8, BLOCK, part).div_(n)
+        mine = to_wire(quantize(mean, 8, BLOCK, refuse_non_finite=False))
+        dist.all_gather_single(taken.view(-1), mine, group=self._group)
+        codes, scales = from_wire(taken, 8, BLOCK, part)
+        bucket.copy_(dequantize(codes, scales, 8, BLOCK, part).view(-1)[: len(bucket)])
+
+    def close(self) -> None:
+        """Let go of the thread. Nothing may be under way."""
+        if self._owner is not None:
+            self._owner.shutdown()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _wait(work: dist.Work, seconds: Seconds) -> None:
+    work.wait(timedelta(seconds=seconds))
+
+
+def _result(done: Future[None], seconds: Seconds) -> None:
+    done.result(seconds)

@@ -1,0 +1,147 @@
+"""CO2: local steps whose average is hidden behind the next round's."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2sim.errors import OptionError
+from realrun.algorithms.local_update import Common, LocalUpdate
+from realrun.algorithms.options import at_least, between, one_of, positive
+from realrun.algorithms.rule import Absorbed, State, Total
+
+Gap: TypeAlias = Literal["constant", "gap_aware"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CO2Rule:
+    """m <- beta m + D / Lambda, clipped to [-clip, clip]; then x <- x - alpha m.
+
+    The published equation for the penalty Lambda is not available to us; it is a named choice:
+
+    - "constant": Lambda = `penalty`, as in the authors' released code (1 there).
+    - "gap_aware", ours: Lambda_t = 1 + |x_{t,0} - x_{t-k,0}| / max_{s<t-k} alpha |D_s|, with
+      staleness k, Euclidean norms over the whole model; 1 where the maximum is over nothing, or
+      0. For k = 1 it lies in [1, 1 + 1/(1-beta)]. Since x_{t,0} - x_{t-k,0} = -alpha (the sum of
+      the last k momenta), alpha cancels.
+
+    Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
+    Overlap, ICLR 2024, arXiv 2401.16265.
+    """
+
+    outer_momentum: float
+    outer_lr: float
+    gap: Gap = "constant"
+    penalty: float = 1.0
+    clip: float | None = None
+    staleness: int = 1
+    pull: None = None
+
+    def __post_init__(self) -> None:
+        """Refuse options out of range."""
+        between("outer_momentum", self.outer_momentum)
+        positive("outer_lr", self.outer_lr)
+        one_of("gap", self.gap, ("constant", "gap_aware"))
+        at_least("penalty", self.penalty, 1.0)
+        if self.gap != "constant" and self.penalty != 1.0:
+            raise OptionError(f"penalty is {self.penalty}, but gap={self.gap!r} computes it")
+        at_least("staleness", self.staleness, 0)
+        if self.clip is not None:
+            positive("clip", self.clip)
+
+    @property
+    def clips(self) -> bool:
+        """Whether elements are counted."""
+        return self.clip is not None
+
+    def vectors(self) -> dict[str, int]:
+        """The momentum; for the gap over k > 1 rounds also the k - 1 before it."""
+        past = {"past": self.staleness - 1} if self._remembers else {}
+        return {"momentum": 0, **past}
+
+    def numbers(self) -> dict[str, float]:
+        """The largest |D| so far, and how many averages there were."""
+        return {"largest": 0.0, "absorbed": 0.0}
+
+    @property
+    def _remembers(self) -> bool:
+        return self.gap == "gap_aware" and self.staleness > 1
+
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+        """Momentum: m <- beta m + D / Lambda, clipped."""
+        momentum, limit, clipped = state.vectors["momentum"], self.clip, []
+        penalty = self._penalty(state, norm, total)
+        if self._remembers:
+            past = state.vectors["past"]
+            past[int(state.numbers["absorbed"]) % len(past)].copy_(momentum)
+        state.numbers["absorbed"] += 1
+        for m, mean in state.chunks(momentum, average):
+            m.mul_(self.outer_momentum).add_(mean, alpha=1 / penalty)
+            if limit is not None:
+                clipped.append((m.abs() > limit).sum())
+                m.clamp_(-limit, limit)
+        return Absorbed(penalty, int(torch.stack(clipped).sum()) if clipped else 0)
+
+    def move(self, state: State) -> None:
+        """Anchor: x_{t+1,0} <- x_{t,0} - alpha m."""
+        for anchor, m in state.chunks(state.anchor, state.vectors["momentum"]):
+            anchor.add_(m, alpha=-self.outer_lr)
+
+    def _penalty(self, state: State, norm: float, total: Total) -> float:
+        """Lambda_t, from points that were known before this average."""
+        if self.gap == "constant":
+            return self.penalty
+        largest = state.numbers["largest"]
+        state.numbers["largest"] = max(largest, norm)
+        if largest == 0.0 or self.staleness == 0:
+            return 1.0
+        moved = state.vectors["momentum"]
+        if self._remembers:
+            moved = moved + state.vectors["past"].sum(0)
+        return 1.0 + state.norm(moved, total) / largest
+
+
+class CO2(LocalUpdate):
+    """Train with CO2: every worker takes `tau` local steps; averages stay out of the way.
+
+    At the end of round t: wait for the all-reduce launched `staleness` rounds ago, the mean D of
+    x_{s,0} - x_{s,tau}; m <- outer_momentum m + D / Lambda_t, clipped to [-clip, clip]; launch
+    the all-reduce of this round's displacement; x_{t+1,0} <- x_{t,0} - outer_lr m. So the first
+    `staleness` rounds end where they began. `staleness` 0 waits at once, and is SlowMo.
+
+    `gap` and `penalty`: see CO2Rule; a penalty other than 1 needs gap="constant".
+
+    `clip` bounds elements of m, which are displacements in the units of parameters, not gradients.
+    For SGD a displacement is about lr * tau * gradient; for Adam it is at most about lr * tau, its
+    mean over workers mostly far less; m is up to 1 / (1 - outer_momentum) times as much. So choose
+    it relative to lr * tau, and watch `stats().clipped`: with Adam, 1 to 3 times lr * tau stops
+    what runs away, a quarter of it also outliers.
+
+    For all other options and what is kept, see LocalUpdate. Raises OptionError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        tau: int = 12,
+        outer_momentum: float = 0.5,
+        outer_lr: float = 1.0,
+        gap: Gap = "gap_aware",
+        penalty: float = 1.0,
+        clip: float | None = None,
+        staleness: int = 1,
+        **common: Unpack[Common],
+    ) -> None:
+        rule = CO2Rule(
+            outer_momentum=outer_momentum,
+            outer_lr=outer_lr,
+            gap=gap,
+            penalty=penalty,
+            clip=clip,
+            staleness=staleness,
+        )
+        super().__init__(model, optimizer, rule, tau=tau, **common)

@@ -1,0 +1,74 @@
+"""DiLoCo: AdamW inside, Nesterov momentum on the averaged pseudo-gradient outside."""
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from realrun.algorithms.local_update import Common, LocalUpdate
+from realrun.algorithms.options import between, positive
+from realrun.algorithms.rule import Absorbed, State, Total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCoRule:
+    """m <- beta m + D; x <- x - alpha (D + beta m), as torch.optim.SGD(nesterov=True) on D.
+
+    Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1.
+    """
+
+    outer_momentum: float
+    outer_lr: float
+    staleness: int = 0
+    pull: None = None
+    clips: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse options out of range."""
+        between("outer_momentum", self.outer_momentum)
+        positive("outer_lr", self.outer_lr)
+
+    def vectors(self) -> dict[str, int]:
+        """The momentum."""
+        return {"momentum": 0}
+
+    def numbers(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+        """Both updates in one go: nothing is under way."""
+        del norm, total
+        vectors = (state.vectors["momentum"], average, state.anchor)
+        for m, mean, anchor in state.chunks(*vectors):
+            m.mul_(self.outer_momentum).add_(mean)
+            anchor.add_(mean, alpha=-self.outer_lr).add_(
+                m, alpha=-self.outer_lr * self.outer_momentum
+            )
+        return Absorbed()
+
+    def move(self, state: State) -> None:
+        """The anchor has moved."""
+
+
+class DiLoCo(LocalUpdate):
+    """Train with DiLoCo: `tau` local steps, then wait for the average D of x_{t,0} - x_{t,tau}.
+
+    D is the gradient of an SGD with Nesterov momentum that moves the common point. The inner
+    optimizer is yours (AdamW in the paper, with tau 500). See DiLoCoRule for the source,
+    LocalUpdate for the other options. Raises OptionError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        tau: int = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        **common: Unpack[Common],
+    ) -> None:
+        rule = DiLoCoRule(outer_momentum=outer_momentum, outer_lr=outer_lr)
+        super().__init__(model, optimizer, rule, tau=tau, **common)

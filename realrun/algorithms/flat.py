@@ -1,0 +1,258 @@
+"""Parameters as one flat fp32 vector: the part of it that this rank keeps for its worker.
+
+Parameters of one dtype stand together, in the order of the model, each in the order of its memory:
+
+- sharded (DTensor, as FSDP2 makes them): this rank's local shard;
+- replicated among the g ranks of a worker (plain parameters, DDP): this rank's 1/g of all of them
+  in a row, rounded up, so the last ranks may have less, or nothing. Writing gathers the others'.
+
+Rounding. The vector is the truth in fp32; the model holds its rounding to the parameters' dtype.
+A displacement is therefore taken from the *rounded* anchor, where the local steps began: a
+parameter that did not move has displacement 0 exactly. Taken from the anchor itself, every round
+would feed the rounding error back and undo all that fp32 keeps below the dtype's resolution.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from co2sim.errors import OptionError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What fp32 holds exactly."""
+
+_CHUNK = {"cpu": 2**18, "cuda": 2**25}
+"""Elements that are worked on at once: few enough for a CPU's cache, many enough for a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter, and the elements of it that this rank could write."""
+
+    name: str
+    parameter: Tensor
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Parameters of one dtype; elements [first, first + size) of their row are this rank's.
+
+    They stand at [start, start + size) of this rank's vector. `share` elements are what each rank
+    of the worker has at most; it is 0 where nothing needs to be gathered.
+    """
+
+    dtype: torch.dtype
+    members: tuple[Member, ...]
+    start: int
+    first: int
+    size: int
+    share: int
+
+    def pieces(self, vector: Tensor, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Memory of parameters, and the elements of `vector` that belong there.
+
+        `vector` holds elements [first, last) of the section's row.
+        """
+        at = 0
+        for member in self.members:
+            low, high = max(at, first), min(at + member.elements, last)
+            if low < high:
+                part = memory(member.parameter)[low - at : high - at]
+                yield part, vector[low - first : high - first]
+            at += member.elements
+
+    @property
+    def whole(self) -> int:
+        """Elements of the whole row."""
+        return sum(member.elements for member in self.members)
+
+    def own(self, vector: Tensor) -> Tensor:
+        """This section of a vector of this rank."""
+        return vector[self.start : self.start + self.size]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """How this rank's parameters map to its flat vector of `elements` fp32 numbers."""
+
+    sections: tuple[Section, ...]
+    elements: int
+    device: torch.device
+    inner: dist.ProcessGroup | None
+    """Where ranks of one worker gather replicated parameters; None if each rank has them all."""
+
+    @classmethod
+    def of(
+        cls, parameters: Sequence[tuple[str, Tensor]], inner: dist.ProcessGroup | None = None
+    ) -> "Flat":
+        """Lay out named parameters; `inner` holds the ranks of this rank's worker.
+
+        Raises OptionError for parameters that cannot be kept so: other dtypes, memory with holes,
+        several devices, or sharded over other ranks than the worker's.
+        """
+        if not parameters:
+            raise OptionError("the model has no trainable parameters")
+        ranks = dist.get_process_group_ranks(inner) if inner else [_me()]
+        sharded = {name: _is_sharded(name, one, ranks) for name, one in parameters}
+        devices = {one.device for _, one in parameters}
+        if len(devices) > 1:
+            raise OptionError(f"parameters are on {', '.join(sorted(map(str, devices)))}; use one")
+        for name, one in parameters:
+            _check(name, one)
+        sections = lay_out(parameters, sharded, ranks.index(_me()), len(ranks))
+        elements = sum(section.size for section in sections)
+        return cls(sections, elements, devices.pop(), inner)
+
+    def describe(self) -> list[str]:
+        """One line per section: what ranks that average with each other must have alike."""
+        return [
+            f"section of {section.dtype}: {section.size} elements from {section.first}"
+            for section in self.sections
+        ]
+
+    def empty(self) -> Tensor:
+        """A vector of zeros."""
+        return torch.zeros(self.elements, device=self.device)
+
+    @torch.no_grad()
+    def read(self, vector: Tensor) -> None:
+        """`vector` <- what the model holds."""
+        for section in self.sections:
+            own = section.own(vector)
+            pairs = list(section.pieces(own, section.first, section.first + section.size))
+            if pairs:
+                torch._foreach_copy_([there for _, there in pairs], [live for live, _ in pairs])
+
+    @torch.no_grad()
+    def write(self, vector: Tensor) -> None:
+        """The model <- `vector`, rounded; ranks that share replicated parameters gather them."""
+        for section in self.sections:
+            values, first = section.own(vector), section.first
+            last = first + section.size
+            if section.share:
+                values, first, last = self._gather(section, values), 0, section.whole
+            pairs = list(section.pieces(values, first, last))
+            if pairs:
+                torch._foreach_copy_([live for live, _ in pairs], [here for _, here in pairs])
+
+    def _gather(self, section: Section, own: Tensor) -> Tensor:
+        """The section's whole row, in its dtype, from all ranks of the worker."""
+        assert self.inner is not None
+        mine = torch.zeros(section.share, dtype=section.dtype, device=self.device)
+        mine[: section.size].copy_(own)
+        row = torch.empty(
+            section.share * self.inner.size(), dtype=section.dtype, device=self.device
+        )
+        dist.all_gather_single(row, mine, group=self.inner)
+        return row
+
+    def round(self, vector: Tensor) -> None:
+        """Round `vector` to what the model would hold."""
+        for section in self.sections:
+            if section.dtype != torch.float32:
+                own = section.own(vector)
+                own.copy_(own.to(section.dtype))
+
+    def displace(self, anchor: Tensor, live: Tensor) -> None:
+        """`live` <- rounded anchor - live: how far the model has moved down from its anchor."""
+        for section in self.sections:
+            for start, here in zip(
+                torch.split(section.own(anchor), self.chunk),
+                torch.split(section.own(live), self.chunk),
+                strict=True,
+            ):
+                torch.sub(start.to(section.dtype), here, out=here)
+
+    @property
+    def chunk(self) -> int:
+        """Elements to work on at once."""
+        return _CHUNK.get(self.device.type, _CHUNK["cuda"])
+
+    def name_at(self, element: int) -> str:
+        """The parameter that an element of the vector belongs to."""
+        for section in self.sections:
+            at = element - section.start + section.first
+            if 0 <= element - section.start < section.size:
+                for member in section.members:
+                    if at < member.elements:
+                        return member.name
+                    at -= member.elements
+        raise IndexError(f"element {element} of {self.elements}")
+
+
+def lay_out(
+    parameters: Sequence[tuple[str, Tensor]], sharded: Mapping[str, bool], place: int, count: int
+) -> tuple[Section, ...]:
+    """Sections of named parameters, as the rank at `place` among `count` of a worker keeps them."""
+
+    def kind(pair: tuple[str, Tensor]) -> tuple[torch.dtype, bool]:
+        return pair[1].dtype, sharded[pair[0]]
+
+    kinds = list(dict.fromkeys(map(kind, parameters)))
+    ordered = sorted(parameters, key=lambda pair: kinds.index(kind(pair)))
+    sections, start = [], 0
+    for (dtype, is_sharded), row in groupby(ordered, key=kind):
+        members = tuple(Member(name, one, memory(one).numel()) for name, one in row)
+        whole = sum(member.elements for member in members)
+        spread = count > 1 and not is_sharded
+        share = -(-whole // count) if spread else 0
+        first = min(place * share, whole)
+        size = min(share, whole - first) if spread else whole
+        sections.append(Section(dtype, members, start, first, size, share))
+        start += size
+    return tuple(sections)
+
+
+def memory(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter, as a flat view in the order of memory."""
+    local = parameter.detach()
+    if isinstance(local, DTensor):
+        with torch.no_grad():
+            local = local.to_local()
+    if local.is_contiguous():
+        return local.view(-1)
+    return local.as_strided((local.numel(),), (1,))
+
+
+def _me() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _is_sharded(name: str, parameter: Tensor, ranks: list[int]) -> bool:
+    """Whether ranks of the worker hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    mesh = sorted(parameter.device_mesh.mesh.flatten().tolist())
+    if mesh != sorted(ranks):
+        raise OptionError(
+            f"{name!r} is spread over ranks {mesh}, but this rank's worker is ranks {ranks}: shard"
+            " inside a worker (worker='node')"
+        )
+    if all(placement.is_shard() for placement in parameter.placements):
+        return len(ranks) > 1
+    if all(placement.is_replicate() for placement in parameter.placements):
+        return False
+    raise OptionError(
+        f"{name!r} is placed as {parameter.placements}; it must be sharded, or replicated, over"
+        " all ranks of the worker"
+    )
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    if parameter.dtype not in DTYPES:
+        raise OptionError(
+            f"{name!r} is {parameter.dtype}; averages are in fp32, so parameters must be one of"
+            f" {', '.join(str(one).removeprefix('torch.') for one in DTYPES)}"
+        )
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    step = 1
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1 and stride != step:
+            raise OptionError(f"{name!r} is not dense in memory (strides {local.stride()})")
+        step *= max(1, size)

@@ -1,0 +1,50 @@
+"""How far an algorithm has come: what it counts, and what it tells."""
+
+from dataclasses import dataclass
+
+from co2sim.units import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an algorithm has done so far, on this rank.
+
+    `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
+    elements of the momentum that were clipped, over all averages used and the whole model.
+    `waited` are seconds in which training stood still for an average, `bytes_sent` the bytes that
+    this rank sent to other workers for averages.
+    """
+
+    rounds: int
+    steps: int
+    penalty: float
+    clipped: float
+    waited: Seconds
+    bytes_sent: int
+
+
+@dataclass(slots=True)
+class Progress:
+    """Full rounds, steps of the round that has begun, averages used, and what became of them.
+
+    `clipped` counts elements of the whole model over all averages used.
+    """
+
+    round: int = 0
+    step: int = 0
+    used: int = 0
+    penalty: float = 1.0
+    clipped: float = 0.0
+    waited: Seconds = 0.0
+
+    def stats(self, tau: int, elements: float, sent: int) -> Stats:
+        """For users; `elements` are those of the whole model."""
+        considered = self.used * elements
+        return Stats(
+            rounds=self.round,
+            steps=self.round * tau + self.step,
+            penalty=self.penalty,
+            clipped=self.clipped / considered if considered else 0.0,
+            waited=self.waited,
+            bytes_sent=sent,
+        )

@@ -1,0 +1,63 @@
+"""Before round 0: what is averaged, and what ranks must have alike."""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from co2sim.errors import OptionError
+from realrun.algorithms.flat import memory
+from realrun.algorithms.rule import Rule
+from realrun.algorithms.workers import Workers
+
+
+def trainable(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """Names and parameters to average. Raises OptionError unless the optimizer holds just them."""
+    if not isinstance(optimizer, Optimizer):
+        raise OptionError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        if parameter.requires_grad and id(parameter) not in held:
+            raise OptionError(
+                f"the optimizer does not hold {name!r}, which is trainable: add it, or set its"
+                " requires_grad to False before"
+            )
+    if held - {id(parameter) for _, parameter in named}:
+        raise OptionError("the optimizer holds parameters that are not the model's")
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def refuse_wider_ddp(model: nn.Module, workers: Workers) -> None:
+    """Raise OptionError if DDP already makes models of several workers the same."""
+    if isinstance(model, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(model.process_group)
+        if set(ranks) - set(workers.inner_ranks):
+            raise OptionError(
+                f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
+                " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
+                " process_group=Workers.per_node().inner)"
+            )
+
+
+def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: int) -> str:
+    """What a saved state must have in common with the run that loads it."""
+    lines = [
+        f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
+        f"staleness = {rule.staleness}",
+        f"tau = {tau}",
+        f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
+    ]
+    for name, one in parameters:
+        dtype = str(one.dtype).removeprefix("torch.")
+        placed = f" {one.placements}" if isinstance(one, DTensor) else ""
+        lines.append(f"{name}: {tuple(one.shape)} {dtype}{placed}")
+    return "\n".join(lines)
+
+
+def first_tensors(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """What all workers start with: tensors that ranks of a worker have alike, and shards."""
+    tensors = [*model.parameters(), *model.buffers()]
+    replicated = [one for one in tensors if not isinstance(one, DTensor)]
+    return replicated, [memory(one) for one in tensors if isinstance(one, DTensor)]

@@ -1,0 +1,338 @@
+"""`realrun train`: train a small model on real data with any strategy."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from co2sim.cli import options
+from co2sim.cli.files import check_writable
+from co2sim.errors import OptionError
+from co2sim.schedule import Layout
+from co2sim.strategies import parse, with_options
+from co2sim.strategies.step import title
+from co2sim.units import duration, scaled
+from realrun.cli import options as launching
+from realrun.train.folder import FIGURE, LOG, check_identity, check_new, checkpoints
+from realrun.train.log import History
+from realrun.train.outer import pairs
+from realrun.train.settings import Settings
+from realrun.train.support import check
+
+if TYPE_CHECKING:
+    from realrun.cli.ranks import Rank
+    from realrun.train.loop import Progress, Standing
+
+
+def train(  # noqa: PLR0913, PLR0917 - one argument per option
+    task: Annotated[
+        str,
+        typer.Option(
+            "--task",
+            "-t",
+            help="text: a GPT on the characters of Python's standard library. digits: a"
+            " convolutional network on scikit-learn's digits.",
+        ),
+    ] = "text",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="As in `co2sim run`: ddp, co2:tau=12, zeropp, diloco:tau=48 ...",
+        ),
+    ] = "ddp",
+    tau: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.whole("--tau"), metavar="N", help="The same as the strategy's own tau."
+        ),
+    ] = None,
+    outer: Annotated[
+        str,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Of the outer step, which no schedule knows. co2: momentum, lr, gap (constant or"
+            " gap_aware), penalty, clip; slowmo, diloco: momentum, lr; overlap_local_sgd: pull,"
+            " momentum. As in momentum=0.5,gap=gap_aware.",
+        ),
+    ] = "",
+    size: Annotated[str, typer.Option(help="tiny, mini, small, medium or large.")] = "small",
+    context: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--context"),
+            metavar="N",
+            help="Characters in a sample of text; default: 64 to 256, by size.",
+        ),
+    ] = 0,
+    steps: Annotated[
+        int, typer.Option(parser=options.whole("--steps"), metavar="N", help="Optimizer steps.")
+    ] = 600,
+    stop: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--stop"),
+            metavar="N",
+            help="End after this step with a checkpoint, to go on with --resume.",
+        ),
+    ] = 0,
+    batch: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--batch"),
+            metavar="N",
+            help="Samples per step over all ranks, which share them equally.",
+        ),
+    ] = 32,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd.")] = "adamw",
+    lr: Annotated[
+        float,
+        typer.Option(parser=options.number("--lr"), metavar="N", help="Highest learning rate."),
+    ] = 3e-3,
+    final_lr: Annotated[
+        float,
+        typer.Option(
+            parser=options.number("--final-lr"),
+            metavar="N",
+            help="What is left of it at the last step, after half a cosine.",
+        ),
+    ] = 0.1,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--warmup"), metavar="N", help="Steps until lr is reached."
+        ),
+    ] = 20,
+    momentum: Annotated[
+        float, typer.Option(parser=options.number("--momentum"), metavar="N", help="Of sgd.")
+    ] = 0.9,
+    weight_decay: Annotated[
+        float,
+        typer.Option(parser=options.number("--weight-decay"), metavar="N", help="Of matrices."),
+    ] = 0.01,
+    clip_grad: Annotated[
+        float,
+        typer.Option(
+            parser=options.number("--clip-grad"),
+            metavar="N",
+            help="Largest norm of a worker's gradient; 0: any.",
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--seed"), metavar="N", help="Of weights and of the samples drawn."
+        ),
+    ] = 0,
+    log_every: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--log-every"), metavar="N", help="Steps between rows of the log."
+        ),
+    ] = 10,
+    eval_every: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--eval-every"),
+            metavar="N",
+            help="Steps between validations, of the mean of all workers; local updates wait for"
+            " the end of a round. 0: only at the end.",
+        ),
+    ] = 100,
+    evaluate: Annotated[
+        str,
+        typer.Option(
+            help="during: at once, off the clock. after: once training is over, so that no average"
+            " that is under way gets free time.",
+        ),
+    ] = "during",
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--checkpoint-every"),
+            metavar="N",
+            help="Steps between checkpoints, of which two are kept; 0: only at the end.",
+        ),
+    ] = 100,
+    resume: Annotated[  # noqa: FBT002
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, if any.")
+    ] = False,
+    describe: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option("--describe", help="Print the model of task text as a file for co2sim; stop."),
+    ] = False,
+    nproc: launching.Nproc = None,
+    backend: launching.BackendName = "gloo",
+    deadline: launching.Deadline = "60 s",
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="Folder: log, figure, parameters, checkpoints. All ranks see it."
+        ),
+    ] = Path("out"),
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Train a small model on real data, with checkpoints, a log and a figure of the loss."""
+    settings = Settings(
+        task=task,  # type: ignore[arg-type]
+        strategy=_with_tau(strategy, tau),
+        size=size,
+        context=context,
+        steps=steps,
+        stop=stop,
+        batch=batch,
+        optimizer=optimizer,  # type: ignore[arg-type]
+        lr=lr,
+        final_lr=final_lr,
+        warmup=warmup,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        clip_grad=clip_grad,
+        outer=pairs(outer),
+        seed=seed,
+        log_every=log_every,
+        eval_every=eval_every,
+        evaluate=evaluate,  # type: ignore[arg-type]
+        checkpoint_every=checkpoint_every,
+    )
+    if describe:
+        if task != "text":
+            raise OptionError("--describe needs --task text: co2sim knows transformers")
+        print(settings.shape.toml(), end="")
+        return
+    means = launching.known_backend(backend)
+    limit = options.seconds("--deadline", deadline, least=1.0)
+    launching.checked_nproc(nproc)
+    if nproc is not None:
+        check(settings, Layout(1, nproc))
+        _check_out(settings, out, nproc, resume=resume)
+        check_writable(out)
+    from realrun.cli import ranks  # noqa: PLC0415 - torch
+
+    how = ranks.Settings(means, limit, nproc)
+    if nproc is not None:
+        raise typer.Exit(ranks.start(how, sys.argv[1:], training=True))
+    ranks.as_rank(how, None, lambda rank: _run(rank, settings, out, resume=resume, as_json=json_))
+
+
+def _check_out(settings: Settings, out: Path, ranks: int, *, resume: bool) -> None:
+    """Refuse a folder that is of another training."""
+    if not resume:
+        check_new(out)
+        return
+    for last in checkpoints(out)[-1:]:
+        check_identity(last, settings.identity(), ranks)
+
+
+def _with_tau(strategy: str, tau: int | None) -> str:
+    """The strategy with another tau. Raises OptionError when it has none, or one of its own."""
+    if tau is None:
+        return strategy
+    if "tau" in strategy:
+        raise OptionError(f"--tau {tau}, and --strategy {strategy} gives another one")
+    return title(with_options(parse(strategy), {"tau": str(tau)}))
+
+
+def _run(rank: "Rank", settings: Settings, out: Path, *, resume: bool, as_json: bool) -> None:
+    """Train as one rank among others; rank 0 tells how it went."""
+    from realrun.train.loop import train as train_  # noqa: PLC0415 - torch
+
+    if rank.world.rank == 0:
+        _check_out(settings, out, rank.world.layout.world_size, resume=resume)
+        if resume and not checkpoints(out):
+            print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
+    with _asked() as asked, _shown(rank, settings) as show:
+        history = train_(
+            settings, rank.world, out, resume=resume, progress=show, stop=lambda: bool(asked)
+        )
+    if rank.world.rank == 0:
+        if as_json:
+            print(json.dumps(history.figures, indent=2))
+        else:
+            _print(history, out)
+
+
+@contextmanager
+def _asked() -> Iterator[list[int]]:
+    """The signals that asked this process to stop: it shall do so in good order."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda got, _: asked.append(got)) for number in numbers]
+    try:
+        yield asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _shown(rank: "Rank", settings: Settings) -> "Iterator[Progress | None]":
+    """A bar on a terminal, else a line every few seconds; nothing on ranks other than 0."""
+    if rank.progress is None:
+        yield None
+        return
+    unit = "tokens" if settings.task == "text" else "images"
+
+    def words(at: "Standing") -> str:
+        seen = "" if at.validation_loss is None else f", validation {at.validation_loss:.4f}"
+        return f"loss {at.loss:.4f}{seen}, {scaled(at.tokens_per_s, unit)}/s"
+
+    if not sys.stderr.isatty():
+        line = rank.progress
+        yield lambda at: line(f"{settings.name}: step {at.step} of {at.steps}, {words(at)}")
+        return
+    from rich.console import Console  # noqa: PLC0415 - takes a while
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bar  # noqa: PLC0415
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[words]}"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(settings.name, total=settings.last, words="")
+
+        def show(at: "Standing") -> None:
+            bar.update(task, completed=at.step, words=words(at))
+
+        yield show
+
+
+def _print(history: History, out: Path) -> None:
+    """How it went, and where things are."""
+    found, facts = history.figures, history.facts
+    unit = "tokens" if history.settings.task == "text" else "images"
+    ranks = facts["nodes"] * facts["ranks_per_node"]
+    print(
+        f"{history.settings.name} on {ranks} ranks: {facts['parameters']:,} parameters,"
+        f" {found['step']:,} steps, {found['tokens']:,} {unit},"
+        f" {duration(found['seconds'])}, {scaled(found['tokens_per_s'], unit)}/s"
+    )
+    if found["validation_loss"] is not None:
+        print(
+            f"validation loss {found['validation_loss']:.4f} (best"
+            f" {found['best_validation_loss']:.4f}), {found['accuracy']:.1%} right"
+        )
+    if found["rounds"] is not None:
+        print(
+            f"outer steps {found['rounds']}, waited {duration(found['waited'])} for averages,"
+            f" sent {scaled(found['bytes_sent'], 'B')} per rank; last penalty"
+            f" {found['penalty']:.3f}, {found['clipped']:.2%} of elements clipped"
+        )
+    print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
+    if history.stopped:
+        print(f"stopped after step {found['step']}; go on with --resume")

@@ -1,0 +1,20 @@
+"""Training on real data with every strategy: `realrun train`, and `train` for studies."""
+
+from typing import TYPE_CHECKING, Any
+
+from realrun.train.log import History, Row
+from realrun.train.settings import Settings
+
+if TYPE_CHECKING:
+    from realrun.train.loop import Standing, train
+
+__all__ = ["History", "Row", "Settings", "Standing", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is asked for: a command line checks its input first."""
+    if name in {"Standing", "train"}:
+        from realrun.train import loop  # noqa: PLC0415
+
+        return getattr(loop, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,35 @@
+"""What a rank tells when it cannot go on, and whose fault that is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from co2sim.errors import Co2simError
+from realrun.errors import RankFailure
+from realrun.watch import Place
+from realrun.world import World
+
+
+@contextmanager
+def guarded(world: World, place: Place) -> Iterator[None]:
+    """Work that others depend on, at a place that they can see.
+
+    Raises RankFailure, with the ranks that are lost, when a collective fails. An error of this rank
+    is told to the others, and goes on here.
+    """
+    world.watch.enter("training", place)
+    everybody = range(world.layout.world_size)
+    try:
+        yield
+    except RankFailure as error:
+        if error.ranks:
+            raise
+        raise world.watch.lost(place, everybody, error) from error
+    except Co2simError as error:
+        if world.watch.failure:
+            raise world.watch.failure from error
+        world.watch.raised(place, error)
+        raise
+    except RuntimeError as error:
+        raise world.watch.lost(place, everybody, error) from error
+    finally:
+        world.watch.exit("training")

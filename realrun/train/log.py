@@ -1,0 +1,179 @@
+"""What a training leaves behind while it runs: a row per logging interval, and its settings."""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from co2sim.cli.files import write_atomically
+from co2sim.errors import CatalogError
+from realrun.train.folder import LOG, RECORD
+from realrun.train.settings import Settings
+
+
+class Stats(Protocol):
+    """What an outer step tells; see `realrun.algorithms`."""
+
+    @property
+    def rounds(self) -> int: ...  # noqa: D102
+    @property
+    def penalty(self) -> float: ...  # noqa: D102
+    @property
+    def clipped(self) -> float: ...  # noqa: D102
+    @property
+    def waited(self) -> float: ...  # noqa: D102
+    @property
+    def bytes_sent(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Where a training stands after a step.
+
+    `tokens` (images, for task digits) are those of all ranks. `seconds` are on rank 0's clock,
+    without validation and checkpoints. `train_loss` is rank 0's own, averaged over the steps since
+    the row before: it costs no communication. `validation_loss` and `accuracy` are those of the
+    mean of all workers' parameters; None where they were not taken. The rest is what the outer step
+    tells: see `realrun.algorithms`. Losses are in nats for each token (image).
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    train_loss: float
+    lr: float
+    validation_loss: float | None = None
+    accuracy: float | None = None
+    rounds: int | None = None
+    penalty: float | None = None
+    clipped: float | None = None
+    waited: float | None = None
+    bytes_sent: int | None = None
+
+    def with_stats(self, stats: Stats) -> "Row":
+        """The row with what an outer step tells."""
+        return replace(
+            self,
+            rounds=stats.rounds,
+            penalty=stats.penalty,
+            clipped=stats.clipped,
+            waited=stats.waited,
+            bytes_sent=stats.bytes_sent,
+        )
+
+
+_NAMES = tuple(field.name for field in fields(Row))
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A training as one rank saw it. `stopped` if it ended before its last step.
+
+    `facts` say what the data, the model and the machine are.
+    """
+
+    settings: Settings
+    rows: tuple[Row, ...]
+    facts: Mapping[str, Any]
+    stopped: bool = False
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The last row, the last and the best validation loss, and the speed."""
+        seen = [row for row in self.rows if row.validation_loss is not None]
+        if not self.rows:
+            return {"step": 0}
+        last = asdict(self.rows[-1])
+        if seen:
+            last |= {"validation_loss": seen[-1].validation_loss, "accuracy": seen[-1].accuracy}
+        return {
+            "strategy": self.settings.name,
+            **last,
+            "best_validation_loss": min(
+                (row.validation_loss for row in seen if row.validation_loss is not None),
+                default=None,
+            ),
+            "tokens_per_s": last["tokens"] / last["seconds"] if last["seconds"] else None,
+        }
+
+
+class Log:
+    """Rows, in memory and, if there is a folder, in its log.csv: each is there once it is added."""
+
+    def __init__(self, folder: Path | None, kept: Sequence[Row] = ()) -> None:
+        """Begin with the rows that are kept of a run that is resumed."""
+        self.rows = list(kept)
+        self._path = folder / LOG if folder else None
+        self._file: IO[str] | None = None
+        self._rewrite()
+
+    def add(self, row: Row) -> None:
+        """Add a row."""
+        self.rows.append(row)
+        if self._file:
+            self._file.write(_line(row))
+            self._file.flush()
+
+    def fill(self, step: int, validation_loss: float, accuracy: float) -> None:
+        """Add to the row of a step what was found out later."""
+        for place, row in enumerate(self.rows):
+            if row.step == step:
+                self.rows[place] = replace(row, validation_loss=validation_loss, accuracy=accuracy)
+        self._rewrite()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file:
+            self._file.close()
+
+    def _rewrite(self) -> None:
+        if self._path:
+            self.close()
+            text = ",".join(_NAMES) + "\n" + "".join(map(_line, self.rows))
+            write_atomically({self._path: text.encode()})
+            self._file = self._path.open("a", encoding="utf-8")
+
+
+def _line(row: Row) -> str:
+    out = io.StringIO()
+    values = asdict(row)
+    csv.writer(out, lineterminator="\n").writerow(
+        ["" if values[name] is None else values[name] for name in _NAMES]
+    )
+    return out.getvalue()
+
+
+def read(folder: Path) -> tuple[Row, ...]:
+    """The rows of a folder's log. Raises CatalogError when there is none, or it is none of ours."""
+    path = folder / LOG
+    try:
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # the last may be torn
+        return tuple(_row(line) for line in csv.DictReader(whole.splitlines()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CatalogError(f"{path} is not the log of a training: {error}") from error
+
+
+def _row(texts: Mapping[str, str]) -> Row:
+    whole = {"step", "tokens", "rounds", "bytes_sent"}
+    values: dict[str, Any] = {
+        name: (int(texts[name]) if name in whole else float(texts[name])) if texts[name] else None
+        for name in _NAMES
+    }
+    return Row(**values)
+
+
+def write_record(folder: Path, history: History) -> None:
+    """Write the settings, the facts and the figures. Raises OptionError when that fails."""
+    text = json.dumps(
+        {
+            "settings": history.settings.to_dict(),
+            "facts": dict(history.facts),
+            "figures": history.figures,
+            "stopped": history.stopped,
+        },
+        indent=2,
+    )
+    write_atomically({folder / RECORD: f"{text}\n".encode()})

@@ -1,0 +1,311 @@
+"""The training loop: one for all strategies."""
+
+import io
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from co2sim.cli.files import write_atomically
+from co2sim.units import Seconds
+from realrun.errors import TrainingError
+from realrun.train import checkpoint, support
+from realrun.train.digits import digits
+from realrun.train.folder import FIGURE, LOG, MODEL, check_identity, checkpoints
+from realrun.train.guard import guarded
+from realrun.train.log import History, Log, Row, read, write_record
+from realrun.train.methods import Method, build
+from realrun.train.settings import Settings
+from realrun.train.task import Task, loss_of, scores
+from realrun.train.text import text
+from realrun.train.votes import Votes
+from realrun.watch import Place
+from realrun.world import World, describe
+
+_VOTE = 8
+"""Steps, at least, from a vote on whether to stop to its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a training is: the loss of the last step, and the last validation loss."""
+
+    step: int
+    steps: int
+    loss: float
+    validation_loss: float | None
+    tokens_per_s: float
+
+
+Progress: TypeAlias = Callable[[Standing], None]
+
+
+def train(
+    settings: Settings,
+    world: World,
+    folder: Path | None = None,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> History:
+    """Train; every rank of the world calls this with the same settings.
+
+    With a folder rank 0 writes the log, the record and the parameters there, and all ranks
+    checkpoints; `resume` goes on from the last of them, if there is one. Once `stop` gives true on
+    any rank (all give one, or none does) all end together, some steps later, with a checkpoint.
+
+    Raises OptionError for what cannot be trained here, TrainingError when the loss is no number any
+    more, CheckpointError, MismatchError when ranks differ, and RankFailure when one is lost.
+    """
+    support.check(settings, world.layout)
+    task = make_task(settings, world.device)
+    identity = {**settings.identity(), "data": task.facts["sha256"]}
+    world.agree("training", json.dumps(identity, indent=1))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = task.model().to(world.device)
+    with guarded(world, Place(-1, 0, "start of the training")):
+        method = build(settings, model, world)
+    with method.outer or nullcontext():
+        run = _Run(settings, task, world, method, identity, folder)
+        run.begin(resume=resume)
+        return run.go(progress, stop)
+
+
+def make_task(settings: Settings, device: torch.device) -> Task:
+    """The data and the model of the settings."""
+    if settings.task == "text":
+        return text(settings.shape, device)
+    return digits(settings.size, device)
+
+
+@dataclass
+class _Run:
+    """One training on this rank. `seconds` of training had passed when `since` began."""
+
+    settings: Settings
+    task: Task
+    world: World
+    method: Method
+    identity: dict[str, Any]
+    folder: Path | None
+    step: int = 0
+    seconds: Seconds = 0.0
+    losses: list[float] = field(default_factory=list)
+    validated: float | None = None
+    pending: dict[int, list[Tensor]] = field(default_factory=dict)
+    log: Log = field(default_factory=lambda: Log(None))
+
+    def begin(self, *, resume: bool) -> None:
+        """Make ready: warm up, load the last checkpoint, open the log."""
+        rows: tuple[Row, ...] = ()
+        with guarded(self.world, Place(-1, 0, "start of the training")):
+            self._warm_up()
+            found = checkpoints(self.folder)[-1:] if self.folder and resume else []
+            if resume:
+                self.world.agree("last checkpoint", str(found))
+            for last in found:
+                check_identity(last, self.identity, self.world.layout.world_size)
+                state = checkpoint.load(last, self.world)
+                self.method.load_state(state["method"])
+                self.step, self.seconds = state["step"], state["seconds"]
+                self.losses = state["losses"]
+                if self.folder and self.world.rank == 0 and (self.folder / LOG).exists():
+                    rows = tuple(row for row in read(self.folder) if row.step <= self.step)
+        self.log = Log(self.folder if self.world.rank == 0 else None, rows)
+
+    def go(self, progress: Progress | None, stop: Callable[[], bool] | None) -> History:
+        """All steps that are left."""
+        settings = self.settings
+        votes = Votes(self.world, max(settings.round, _VOTE), stop) if stop else None
+        while self.step < settings.last:
+            self.step += 1
+            with self._place("local step" if settings.local else "step"):
+                began = time.monotonic()
+                self._train()
+                stopping = votes is not None and votes.take(self.step)
+                self._snapshot()
+                self.seconds += time.monotonic() - began
+            with self._place("validation"):
+                self._note(last=stopping or self.step == settings.last)
+            if progress:
+                progress(self._standing())
+            every = settings.checkpoint_every
+            ending = stopping or self.step == settings.last
+            if self.folder and (ending or (every and self.step % every == 0)):
+                with self._place("checkpoint"):
+                    self._save()
+            if stopping:
+                break
+        with self._place("end of the training"):
+            if votes:
+                votes.close()
+            return self._end()
+
+    def _train(self) -> None:
+        """One step; a loss that is no number never reaches the parameters."""
+        settings, method, world = self.settings, self.method, self.world
+        method.set_rate(settings.learning_rate(self.step))
+        self._backward(self.step)
+        if settings.clip_grad:
+            clip_grad_norm_(method.bare.parameters(), settings.clip_grad)
+        if not math.isfinite(self.losses[-1]):
+            raise TrainingError(
+                f"the loss of step {self.step} is {self.losses[-1]} on rank {world.rank}: training"
+                " cannot go on; a lower lr, a longer warmup or a lower clip_grad may help"
+            )
+        method.optimizer.step()
+
+    def _backward(self, step: int) -> None:
+        """The gradients of this rank's share of the step's samples; notes the loss."""
+        self.method.optimizer.zero_grad()
+        size = self.world.layout.world_size
+        batch = self.task.batch(
+            self.settings.seed, step, self.settings.batch, self.world.rank, size
+        )
+        loss = loss_of(self.method.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.losses.append(loss.item())
+
+    def _warm_up(self) -> None:
+        """One pass that changes nothing, off the clock.
+
+        What is made in a first pass is there afterwards: above all, DDP has its final buckets, and
+        a resumed run sums in the same order as one that was not interrupted.
+        """
+        self._backward(0)
+        self.losses.clear()
+        self.method.optimizer.zero_grad()
+
+    def _snapshot(self) -> None:
+        """Keep the parameters, to be validated once training is over."""
+        if self.settings.evaluate == "after" and self.settings.evaluates(self.step):
+            self.pending[self.step] = self.method.copy()
+
+    def _note(self, *, last: bool) -> None:
+        """Add a row to the log, if one is due."""
+        settings, stats = self.settings, None
+        evaluates = settings.evaluates(self.step)
+        if not (evaluates or last or self.step % settings.log_every == 0):
+            return
+        found: tuple[float | None, float | None] = (None, None)
+        if evaluates and settings.evaluate == "during":
+            found = self._validate()
+        row = Row(
+            step=self.step,
+            tokens=self.step * settings.batch * self.task.units,
+            seconds=self.seconds,
+            train_loss=sum(self.losses) / len(self.losses),
+            lr=settings.learning_rate(self.step),
+            validation_loss=found[0],
+            accuracy=found[1],
+        )
+        self.losses = []
+        if self.method.outer:
+            stats = self.method.outer.stats()
+        self.log.add(row.with_stats(stats) if stats else row)
+
+    def _validate(self, parts: list[Tensor] | None = None) -> tuple[float, float]:
+        """Loss and accuracy of the mean of all workers; ranks share the samples."""
+        batches, size = self.task.validation, self.world.layout.world_size
+        total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        with torch.no_grad(), self.method.mean(parts) as model:
+            for turn in range(-(-len(batches) // size)):
+                place = turn * size + self.world.rank
+                seen = scores(model, batches[min(place, len(batches) - 1)])  # all ranks call it
+                if place < len(batches):
+                    total += seen
+        dist.all_reduce(total)
+        loss, right, count = total.tolist()
+        self.validated = loss / count
+        return loss / count, right / count
+
+    def _validate_pending(self) -> None:
+        for step, parts in self.pending.items():
+            loss, accuracy = self._validate(parts)
+            self.log.fill(step, loss, accuracy)
+        self.pending.clear()
+
+    def _save(self) -> None:
+        assert self.folder is not None
+        self._validate_pending()
+        state = {
+            "method": self.method.state(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "losses": self.losses,
+        }
+        checkpoint.save(self.folder, self.step, state, self.identity, self.world)
+
+    def _end(self) -> History:
+        self._validate_pending()
+        history = History(
+            self.settings,
+            tuple(self.log.rows),
+            self._facts(),
+            stopped=self.step < self.settings.steps,
+        )
+        self.log.close()
+        if self.folder:
+            with self.method.mean():
+                whole = self.method.whole()
+            if self.world.rank == 0:
+                from realrun.train.figure import draw  # noqa: PLC0415 - matplotlib
+
+                out = io.BytesIO()
+                torch.save(whole, out)
+                runs = {self.settings.name: history.rows}
+                title = (
+                    f"{self.task.name}, {history.facts['parameters']:,} parameters,"
+                    f" {self.world.layout.world_size} ranks"
+                )
+                files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, self.task.unit)}
+                write_atomically({self.folder / name: data for name, data in files.items()})
+                write_record(self.folder, history)
+        return history
+
+    def _facts(self) -> dict[str, Any]:
+        layout = self.world.layout
+        return {
+            **self.task.facts,
+            "parameters": sum(p.numel() for p in self.method.bare.parameters()),
+            "nodes": layout.nodes,
+            "ranks_per_node": layout.gpus_per_node,
+            "co2sim": _own_version(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            **describe(self.world),
+        }
+
+    def _standing(self) -> Standing:
+        tokens = self.step * self.settings.batch * self.task.units
+        rate = tokens / self.seconds if self.seconds else 0.0
+        last = self.losses[-1] if self.losses else self.log.rows[-1].train_loss
+        return Standing(self.step, self.settings.steps, last, self.validated, rate)
+
+    @contextmanager
+    def _place(self, what: str) -> Iterator[None]:
+        place = Place(self.step, self.step // self.settings.round, f"{what} {self.step}")
+        with guarded(self.world, place):
+            yield
+
+
+def _own_version() -> str:
+    """Ours, if we were installed."""
+    try:
+        return version("co2sim")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,257 @@
+"""Every strategy as torch trains it: how the model is wrapped, who steps, and what averages."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from co2sim.schedule import NODE, PEERS, WORLD
+from co2sim.strategies import Strategy
+from co2sim.strategies.co2 import CO2
+from co2sim.strategies.zeropp import ZeroPP
+from realrun import algorithms
+from realrun.algorithms.workers import Workers
+from realrun.train import outer
+from realrun.train.log import Stats
+from realrun.train.settings import Settings
+from realrun.world import World
+
+_BETAS = (0.9, 0.95)
+"""Of AdamW; the second is lower than torch's, as is usual for language models."""
+
+
+_ALGORITHMS: dict[str, type[Any]] = {
+    "local_sgd": algorithms.LocalSGD,
+    "overlap_local_sgd": algorithms.OverlapLocalSGD,
+    "slowmo": algorithms.SlowMo,
+    "diloco": algorithms.DiLoCo,
+    "co2": algorithms.CO2,
+}
+
+
+class OuterStep(Protocol):
+    """An algorithm of `realrun.algorithms`, attached to a model and an optimizer."""
+
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
+    def stats(self) -> Stats: ...  # noqa: D102
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A model that trains by a strategy.
+
+    `model` is what is called, `bare` the same without its wrapper. `stepper` holds this rank's part
+    of the optimizer's state. `workers` ranks, one of each worker, meet in `peers` to average what
+    this rank holds; None where all workers are always alike.
+    """
+
+    model: nn.Module
+    bare: nn.Module
+    optimizer: Optimizer
+    stepper: Optimizer
+    outer: OuterStep | None
+    peers: dist.ProcessGroup | None
+    workers: int
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The parameters that this rank holds: its shards where they are sharded."""
+        return [local(parameter.detach()) for parameter in self.bare.parameters()]
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def state(self) -> dict[str, Any]:
+        """What this rank needs to go on from here."""
+        return {
+            "model": self.held,
+            "optimizer": _local(self.stepper.state_dict()),
+            "outer": self.outer.state_dict() if self.outer else {},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.put(state["model"])
+        self._load_optimizer(state["optimizer"])
+        if self.outer:
+            self.outer.load_state_dict(state["outer"])
+
+    def copy(self) -> list[Tensor]:
+        """A copy of what this rank holds."""
+        return [part.clone() for part in self.held]
+
+    def put(self, parts: Iterable[Tensor]) -> None:
+        """Write parameters."""
+        self._forget()
+        for place, part in zip(self.held, parts, strict=True):
+            place.copy_(part)
+
+    @contextmanager
+    def mean(self, parts: list[Tensor] | None = None) -> Iterator[nn.Module]:
+        """The model with the mean of all workers' parameters, or of these; then as it was."""
+        if parts is None and self.peers is None:
+            yield self.bare
+            self._forget()
+            return
+        own = self.copy()
+        flat = torch.cat([part.flatten() for part in (parts or own)])
+        if self.peers is not None:
+            dist.all_reduce(flat, group=self.peers)
+            flat /= self.workers
+        sizes = [part.numel() for part in own]
+        self.put(p.view_as(o) for p, o in zip(torch.split(flat, sizes), own, strict=True))
+        try:
+            yield self.bare
+        finally:
+            self.put(own)
+
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters of the whole model by name. All ranks call it."""
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p.detach()).cpu().clone()
+            for name, p in self.bare.named_parameters()
+        }
+
+    def _forget(self) -> None:
+        """Let FSDP gather parameters anew: what it holds gathered may be of others by now."""
+        for module in self.bare.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """As optimizers do it, but shards become what the parameters are."""
+        parameters = [p for group in self.stepper.param_groups for p in group["params"]]
+        states = {
+            number: {name: _like(value, parameters[int(number)]) for name, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        self.stepper.load_state_dict({**state, "state": states})
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(value: Any) -> Any:
+    """The same, inside of the state of an optimizer."""
+    if isinstance(value, dict):
+        return {key: _local(one) for key, one in value.items()}
+    return local(value) if isinstance(value, Tensor) else value
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """A shard of an optimizer's state as a DTensor, if its parameter is one."""
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.dim():
+        return DTensor.from_local(
+            value.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return value
+
+
+def build(settings: Settings, model: nn.Module, world: World) -> Method:
+    """Wrap a model, which is equal on all ranks, as the strategy wants it. All ranks call it."""
+    strategy = settings.parsed
+    if not settings.local:
+        among = world.group("training", WORLD)
+        wrapped = _shared(strategy, strategy.name, model, world, among)
+        optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
+        stepper = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        return Method(wrapped, model, optimizer, stepper, None, None, 1)
+    inside = getattr(strategy, "worker", "gpu") == "node" and world.layout.gpus_per_node > 1
+    peers = world.group("training", PEERS if inside else WORLD)
+    node = world.group("training", NODE) if inside else None
+    inner = getattr(strategy, "inner", None) or "zero2"
+    wrapped = _shared(strategy, inner, model, world, node) if node else model
+    optimizer = _optimizer(settings, model, shard=False)
+    return Method(
+        wrapped,
+        model,
+        optimizer,
+        optimizer,
+        _outer(settings, wrapped, optimizer, Workers(peers, node), world),
+        peers,
+        peers.size(),
+    )
+
+
+def _shared(
+    strategy: Strategy, name: str, model: nn.Module, world: World, among: dist.ProcessGroup
+) -> nn.Module:
+    """The model shared by the ranks of a group, by DDP or one of the stages of ZeRO."""
+    if name in {"ddp", "zero1"}:
+        device = [world.device] if world.device.type == "cuda" else None
+        mib = getattr(strategy, "bucket_mib", 25.0)
+        return DistributedDataParallel(
+            model,
+            device_ids=device,
+            process_group=among,
+            bucket_cap_mb=mib,
+            gradient_as_bucket_view=True,
+        )
+    mesh = DeviceMesh.from_group(among, world.device.type)
+    # Whole layers stay on a rank between its forward and its backward pass in stage 2, not in 3.
+    for layer in (*getattr(model, "layers", ()), model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=name != "zero2")
+    if isinstance(strategy, ZeroPP):
+        algorithms.apply_zeropp(
+            model,
+            ranks_per_node=world.layout.gpus_per_node,
+            qwz=strategy.qwz,
+            hpz=strategy.hpz,
+            qgz=strategy.qgz,
+            block=strategy.scale_block,
+        )
+    return model
+
+
+def _optimizer(settings: Settings, model: nn.Module, *, shard: bool) -> Optimizer:
+    """The optimizer of a step; only matrices decay."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    kind: type[Optimizer] = AdamW if settings.optimizer == "adamw" else SGD
+    options: dict[str, Any] = {"lr": settings.lr}
+    if settings.optimizer == "adamw":
+        options["betas"] = _BETAS
+    else:
+        options["momentum"] = settings.momentum
+    if shard:
+        return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
+    return kind(groups, **options)
+
+
+def _outer(
+    settings: Settings, model: nn.Module, optimizer: Optimizer, workers: Workers, world: World
+) -> OuterStep:
+    """The algorithm of a local-update strategy."""
+    strategy = settings.parsed
+    options: dict[str, Any] = outer.arguments(strategy.name, settings.outer)
+    options |= {"tau": settings.round, "dtype": str(strategy.dtype)}  # type: ignore[attr-defined]
+    if isinstance(strategy, CO2):
+        options["staleness"] = strategy.staleness
+    kind = _ALGORITHMS[strategy.name]
+    made: OuterStep = kind(model, optimizer, worker=workers, deadline=world.deadline, **options)
+    return made

@@ -1,0 +1,155 @@
+"""All that says how to train, checked. Needs no torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from co2sim.errors import OptionError, nearest
+from co2sim.strategies import Strategy, parse
+from co2sim.strategies.step import title
+from realrun.train import outer
+from realrun.train.shapes import GPTS, GPTShape, known_size
+
+TaskName = Literal["text", "digits"]
+OptimizerName = Literal["adamw", "sgd"]
+Evaluate = Literal["during", "after"]
+
+_MOST = 10**9
+_LOCAL = tuple(outer.OPTIONS)
+_HOW = ("stop", "log_every", "checkpoint_every", "evaluate")
+"""Fields that may differ between a run and its resumption: they do not change what is learned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to train, and how. Raises OptionError for values that are not allowed.
+
+    `batch` is samples of an optimizer step over all ranks; a sample of task text is `context`
+    characters (0: the preset's own). The learning rate rises linearly for `warmup` steps to `lr`
+    and falls along half a cosine to `final_lr` x `lr` at the last of `steps`. `clip_grad` bounds
+    the norm of each worker's gradient (0: not). `momentum` is that of sgd. `stop` ends the run
+    after this step, with a checkpoint (0: at `steps`).
+
+    Every `eval_every` steps the validation loss is taken (0: only at the end); local updates wait
+    for the end of the round. `evaluate` "during": at once, off the clock. "after": once training is
+    over, from copies of the parameters, so that an average that is in flight gets no free time.
+    """
+
+    task: TaskName = "text"
+    strategy: str = "ddp"
+    size: str = "small"
+    context: int = 0
+    steps: int = 600
+    stop: int = 0
+    batch: int = 32
+    optimizer: OptimizerName = "adamw"
+    lr: float = 3e-3
+    final_lr: float = 0.1
+    warmup: int = 20
+    momentum: float = 0.9
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    outer: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 100
+    evaluate: Evaluate = "during"
+    checkpoint_every: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("task", get_args(TaskName)),
+            ("optimizer", get_args(OptimizerName)),
+            ("evaluate", get_args(Evaluate)),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise OptionError(f"{name} is {value!r}; {nearest(value, allowed)}")
+        known_size(self.size)
+        outer.arguments(self.parsed.name, self.outer)
+        for name, least in (
+            *(("steps", 1), ("batch", 1), ("log_every", 1)),
+            *((n, 0) for n in ("context", "stop", "warmup", "seed", "eval_every")),
+            ("checkpoint_every", 0),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= _MOST:
+                raise OptionError(f"{name} is {value}; it must be {least} to {_MOST:.0e}")
+        for name, low, most in (
+            ("lr", 1e-12, 1e3),
+            ("final_lr", 0.0, 1.0),
+            ("momentum", 0.0, 0.9999),
+            ("weight_decay", 0.0, 1e3),
+            ("clip_grad", 0.0, 1e9),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= most:
+                raise OptionError(f"{name} is {value:g}; it must be {low:g} to {most:g}")
+        if self.stop > self.steps:
+            raise OptionError(f"stop is {self.stop}; there are {self.steps} steps")
+        if self.warmup > self.steps:
+            raise OptionError(f"warmup is {self.warmup}; there are {self.steps} steps")
+        if self.task == "digits" and self.context:
+            raise OptionError("context does not apply to task digits")
+
+    @property
+    def parsed(self) -> Strategy:
+        """The strategy of co2sim. Raises OptionError when there is no such."""
+        return parse(self.strategy)
+
+    @property
+    def name(self) -> str:
+        """The strategy as co2sim writes it, with the options of its outer step behind it."""
+        options = ", ".join(f"{name}={value}" for name, value in self.outer.items())
+        return title(self.parsed) + (f" with {options}" if options else "")
+
+    @property
+    def local(self) -> bool:
+        """Whether workers step by themselves between averages."""
+        return self.parsed.name in _LOCAL
+
+    @property
+    def round(self) -> int:
+        """Steps between averages: tau, or 1."""
+        return int(getattr(self.parsed, "tau", 1))
+
+    @property
+    def last(self) -> int:
+        """The step that this run ends with."""
+        return self.stop or self.steps
+
+    @property
+    def shape(self) -> GPTShape:
+        """The GPT of task text."""
+        preset = GPTS[self.size]
+        return replace(preset, context=self.context or preset.context)
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step, counted from 1."""
+        if step <= self.warmup:
+            return self.lr * step / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = (1 + math.cos(math.pi * done)) / 2
+        return self.lr * (self.final_lr + (1 - self.final_lr) * cosine)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the validation loss is taken after this step."""
+        if step == self.steps:
+            return True
+        if not self.eval_every or step % self.round:
+            return False
+        return step // self.eval_every > (step - self.round) // self.eval_every
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a record."""
+        return asdict(self)
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint and the run that resumes it must have in common."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _HOW}
+        return kept | {
+            "strategy": title(self.parsed),
+            "context": self.shape.context if self.task == "text" else 0,
+            "outer": dict(sorted(self.outer.items())),
+        }

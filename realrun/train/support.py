@@ -1,0 +1,62 @@
+"""What the training can honour of a strategy: the rest is refused in words. Needs no torch."""
+
+from dataclasses import fields
+from importlib.util import find_spec
+
+from co2sim.errors import OptionError
+from co2sim.schedule import DType, Layout
+from co2sim.strategies import Strategy
+from co2sim.strategies.zeropp import ZeroPP
+from realrun.train.settings import Settings
+
+_IGNORED = {
+    "zero1": {"bucket": "torch's ZeroRedundancyOptimizer has no buckets of its own"},
+    "zero2": {"bucket": "FSDP2 reduces a layer at a time"},
+    "zero3": {
+        "prefetch": "FSDP2 fetches one layer ahead",
+        "max_live": "FSDP2 fetches one layer ahead",
+    },
+    "zeropp": {
+        "prefetch": "FSDP2 fetches one layer ahead",
+        "max_live": "FSDP2 fetches one layer ahead",
+    },
+    "diloco": {
+        "fragments": "the whole model is averaged at once",
+        "delay": "the average is waited for (co2 is the strategy that does not)",
+        "scale_block": "its blocks have their own size",
+    },
+}
+"""Options that torch's own form of a strategy, or ours, does not have."""
+
+
+def check(settings: Settings, layout: Layout) -> None:
+    """Raise OptionError for what cannot be trained on these ranks."""
+    strategy = settings.parsed
+    _check_options(strategy)
+    if settings.task == "digits" and find_spec("sklearn") is None:
+        raise OptionError(
+            "task digits needs scikit-learn, which is not installed: pip install 'co2sim[train]'"
+        )
+    if isinstance(strategy, ZeroPP) and strategy.hpz_group not in {0, layout.gpus_per_node}:
+        raise OptionError(
+            f"zeropp: hpz_group={strategy.hpz_group} cannot be trained with: the groups are the"
+            f" nodes, of {layout.gpus_per_node} ranks here"
+        )
+    ranks = layout.world_size
+    if settings.batch % ranks:
+        raise OptionError(
+            f"batch is {settings.batch}; it must be a multiple of the {ranks} ranks, which share it"
+        )
+
+
+def _check_options(strategy: Strategy) -> None:
+    default = type(strategy)()
+    for field in fields(default):  # type: ignore[arg-type]
+        name, why = field.name, _IGNORED.get(strategy.name, {}).get(field.name)
+        if why and getattr(strategy, name) != getattr(default, name):
+            raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
+    dtype = getattr(strategy, "dtype", DType.FP32)
+    if dtype in {DType.FP16, DType.INT4}:
+        raise OptionError(f"dtype={dtype} cannot be trained with; use fp32, bf16 or int8")
+    if getattr(strategy, "inner", None) == "zero1":
+        raise OptionError("inner=zero1 cannot be trained with; use ddp, zero2 or zero3")

@@ -1,0 +1,540 @@
+"""What ranks of the tests of the local-update family do."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from local_problem import batch, loss, network, optimizer, train, vector
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from co2sim.errors import Co2simError
+from realrun import algorithms
+from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
+from realrun.algorithms.average import WIRES, Average, Flight
+from realrun.world import World
+
+SMALL = 1e-4
+"""MiB of a bucket: the problem's 80 elements make four."""
+
+
+DEADLINE = 3.0
+"""Seconds that workers wait for a lost one."""
+
+
+def made(case: dict[str, Any], world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Model, optimizer and algorithm of a case, from a seed that only rank 0 has right."""
+    model = network(getattr(torch, case.get("model", "float32")), seed=world.rank)
+    model.to(world.device)
+    optim = optimizer(model, case["inner"])
+    algorithm = getattr(algorithms, case["algorithm"])(model, optim, **case["options"])
+    return model, optim, algorithm
+
+
+def follow(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train by every case: what this rank holds after each round, and its stats."""
+    found = []
+    for case in cases:
+        model, optim, algorithm = made(case, world)
+        tau, history, stats = case["options"]["tau"], [], []
+        with algorithm:
+            for t in range(case["rounds"]):
+                train(model, optim, world.rank, range(t * tau, (t + 1) * tau))
+                history.append(vector(model).tolist())
+                stats.append(algorithm.stats())
+        found.append(
+            {
+                "history": history,
+                "penalties": [one.penalty for one in stats],
+                "clipped": stats[-1].clipped,
+                "counts": [stats[-1].rounds, stats[-1].steps],
+                "sent": stats[-1].bytes_sent,
+            }
+        )
+    return found
+
+
+@contextmanager
+def serial() -> Iterator[None]:
+    """Every average is waited for where it is launched."""
+    launch = Average.launch
+
+    def wait_at_once(self: Average, given: torch.Tensor, number: int) -> Flight:
+        flight = launch(self, given, number)
+        flight.wait()
+        return flight
+
+    Average.launch = wait_at_once  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Average.launch = launch  # type: ignore[method-assign]
+
+
+def equal(world: World) -> list[str]:
+    """Runs that must give the same bits; gives those that do not."""
+
+    def run(name: str, **options: Any) -> list[list[float]]:
+        rounds = options.pop("rounds", 6)
+        case = {"algorithm": name, "inner": "momentum", "rounds": rounds, "options": options}
+        history: list[list[float]] = follow(world, [case])[0]["history"]
+        return history
+
+    wrong = []
+    for name, options in (
+        ("CO2", {"staleness": 1}),
+        ("CO2", {"staleness": 3, "clip": 0.02}),
+        ("CO2", {"dtype": "bf16"}),
+        ("CO2", {"dtype": "int8", "staleness": 2}),
+        ("OverlapLocalSGD", {}),
+    ):
+        overlapped = run(name, tau=3, bucket_mib=SMALL, **options)
+        with serial():
+            if overlapped != run(name, tau=3, bucket_mib=SMALL, **options):
+                wrong.append(f"overlapped {name} {options} is not serial")
+    slow = run("SlowMo", tau=2, outer_momentum=0.7, outer_lr=0.8)
+    for gap in ("gap_aware", "constant"):
+        now = run("CO2", tau=2, outer_momentum=0.7, outer_lr=0.8, staleness=0, gap=gap)
+        if now != slow:
+            wrong.append(f"CO2 with staleness 0, {gap}, is not SlowMo")
+    if run("SlowMo", tau=2, outer_momentum=0.0, outer_lr=1.0) != run("LocalSGD", tau=2):
+        wrong.append("SlowMo without momentum is not LocalSGD")
+    return wrong
+
+
+def data_parallel(world: World) -> float:
+    """Largest difference between DDP and LocalSGD with tau = 1, both with SGD, in 10 steps."""
+    ours, theirs = network(), DistributedDataParallel(network())
+    mine, other = optimizer(ours, "sgd"), optimizer(theirs, "sgd")
+    with LocalSGD(ours, mine, tau=1):
+        train(ours, mine, world.rank, range(10))
+    train(theirs, other, world.rank, range(10))
+    moved = (vector(ours) - vector(network())).abs().max()
+    assert moved > 0.1
+    return float((vector(ours) - vector(theirs)).abs().max())
+
+
+def averages(world: World) -> list[list[float]]:
+    """Rank r gives r + 1 everywhere, on every wire: largest error of the mean, seconds waited."""
+    found = []
+    for wire in WIRES:
+        average = Average(dist.group.WORLD, wire, 10.0, 4 * 300_000)
+        given = torch.full((1_000_001,), world.rank + 1.0, device=world.device)
+        flight = average.launch(given, 0)
+        waited = flight.wait()
+        mean = (dist.get_world_size() + 1) / 2
+        found.append([float((given - mean).abs().max()), waited])
+        average.close()
+    return found
+
+
+def several(world: World, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Answers of several functions of this module, in one start of the ranks."""
+    return {name: globals()[name](world, **arguments) for name, arguments in calls.items()}
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """Type and text of the error that an action ends with."""
+    try:
+        action()
+    except Co2simError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refused(world: World) -> dict[str, str]:
+    """What ranks that differ are told when they start."""
+    odd = world.rank == 1
+
+    def start(
+        model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any
+    ) -> None:
+        CO2(model, kind(model.parameters(), lr=0.1), **options)
+
+    wider = nn.Linear(3, 4 if odd else 5)
+    renamed = nn.ModuleDict({"b" if odd else "a": nn.Linear(2, 2)})
+    deeper = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if odd else []))
+    half = nn.Linear(2, 2).to(torch.bfloat16 if odd else torch.float32)
+    plain = nn.Linear(2, 2)
+    return {
+        "shape": error_of(lambda: start(wider)),
+        "name": error_of(lambda: start(renamed)),
+        "more": error_of(lambda: start(deeper)),
+        "dtype": error_of(lambda: start(half)),
+        "optimizer": error_of(lambda: start(plain, torch.optim.Adam if odd else torch.optim.SGD)),
+        "tau": error_of(lambda: start(plain, tau=3 if odd else 4)),
+        "setting": error_of(lambda: start(plain, outer_momentum=0.1 if odd else 0.2)),
+        "ddp": error_of(lambda: start(DistributedDataParallel(nn.Linear(2, 2)))),
+    }
+
+
+def alike_at_start(world: World) -> list[list[float]]:
+    """Trainable and frozen parameters, and a buffer, right after the start; and after a round."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(world.rank + 1)
+    model[0].bias.requires_grad_(requires_grad=False)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSGD(model, optim, tau=1):
+        first = [float(t.sum()) for t in (*model.parameters(), *model.buffers())]
+        with torch.no_grad():
+            model[0].bias.fill_(world.rank)
+            model[1].running_mean.fill_(world.rank)
+        optim.step()
+        return [first, [float(model[0].bias.sum()), float(model[1].running_mean.sum())]]
+
+
+def not_finite(world: World, cases: list[Any]) -> list[dict[str, Any]]:
+    """What happens to averages that are not finite, for several values, wires and stalenesses."""
+    return [_not_finite(world, *case) for case in cases]
+
+
+def _not_finite(world: World, poison: float, dtype: str, staleness: int) -> dict[str, Any]:
+    """The last rank's model goes wrong in round 1; what everybody is told, and what changed."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    algorithm = CO2(model, optim, tau=2, dtype=dtype, staleness=staleness, bucket_mib=SMALL)  # type: ignore[arg-type]
+    told, before, after, again = "no error", [], [], ""
+    state = algorithm._state
+    try:
+        for step in range(12):
+            optim.zero_grad()
+            loss(model, world.rank, step).backward()
+            if step == 3 and world.rank == world.layout.world_size - 1:
+                with torch.no_grad():
+                    model[3].weight[1, 2] = poison
+            before = [vector(model), state.anchor.clone(), state.vectors["momentum"].clone()]
+            if step % 2:  # what closes a round moves other parameters only
+                model[0].weight.grad.zero_()
+            optim.step()
+    except Co2simError as error:
+        told = f"{type(error).__name__}: {error}"
+        after = [vector(model), state.anchor, state.vectors["momentum"]]
+        optim.zero_grad()
+        again = error_of(optim.step)
+        algorithm.close()
+    live = float((before[0][:35] - after[0][:35]).abs().max())
+    kept = [torch.equal(one, two) for one, two in zip(before[1:], after[1:], strict=True)]
+    return {
+        "told": told,
+        "again": again,
+        "kept": kept,
+        "live": live,
+        "finite": bool(after[1].isfinite().all() and after[2].isfinite().all()),
+        "rounds": algorithm.stats().rounds,
+    }
+
+
+def drifted(world: World) -> dict[str, str]:
+    """Rank 2's anchor is changed by one bit; what everybody is told at the next check."""
+    model = network()
+    optim = optimizer(model, "sgd")
+
+    def go_on(*, tampered: bool) -> None:
+        with CO2(model, optim, tau=1, check_every=2) as co2:
+            train(model, optim, world.rank, range(4))
+            if tampered and world.rank == 2:
+                anchor = co2._state.anchor
+                anchor[7] = torch.nextafter(anchor[7], torch.tensor(9.0))
+            train(model, optim, world.rank, range(4, 8))
+
+    return {
+        "plain": error_of(lambda: go_on(tampered=False)),
+        "tampered": error_of(lambda: go_on(tampered=True)),
+    }
+
+
+def leave(world: World) -> dict[str, Any]:
+    """How blocks end: with an exception on one rank, in the middle of a round, twice."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    found: dict[str, Any] = {}
+    began = time.monotonic()
+    try:
+        with CO2(model, optim, tau=1):
+            train(model, optim, world.rank, range(1))
+            if world.rank == 0:
+                raise KeyError("mine")  # noqa: TRY301 - what a user's loop might do
+    except KeyError:
+        found["seconds"] = time.monotonic() - began
+    dist.barrier()
+    model = network()
+    optim = optimizer(model, "sgd")
+    with CO2(model, optim, tau=2) as co2:
+        train(model, optim, world.rank, range(3))
+        under_way = len(co2._flights)
+        live = vector(model)
+    found["under way"] = under_way
+    found["not applied"] = torch.equal(live, vector(model))
+    steps = co2.stats().steps
+    train(model, optim, world.rank, range(3, 7))
+    found["let go"] = [steps, co2.stats().steps]
+    co2.close()
+    return found
+
+
+def consensus(world: World) -> list[Any]:
+    """What the model holds inside and after `consensus`, in the middle of a round."""
+    model = network(torch.bfloat16)
+    optim = optimizer(model, "sgd")
+    with SlowMo(model, optim, tau=2) as slowmo:
+        train(model, optim, world.rank, range(5))
+        live = vector(model)
+        with slowmo.consensus():
+            inside = vector(model)
+        return [inside.tolist(), torch.equal(live, vector(model)), live.tolist()]
+
+
+def resume(world: World, folder: str) -> list[str]:
+    """Runs cut after some steps and resumed, against uninterrupted ones; gives what differs."""
+    wrong = []
+    for inner in ("momentum", "adamw"):
+        for name, options in (
+            ("CO2", {"staleness": 1, "clip": 0.05}),
+            ("CO2", {"staleness": 2}),
+            ("CO2", {"staleness": 1, "dtype": "int8"}),
+            ("SlowMo", {}),
+            ("OverlapLocalSGD", {}),
+        ):
+            for cut, way in ((1, "save"), (6, "save"), (8, "dcp")):
+                case = {
+                    "algorithm": name,
+                    "inner": inner,
+                    "options": {"tau": 3, **options, "bucket_mib": SMALL},
+                }
+                path = Path(folder) / f"{inner} {name} {options} {cut}"
+                wrong += _resumed(world, case, cut, path, way)
+    return wrong
+
+
+def _resumed(world: World, case: dict[str, Any], cut: int, folder: Path, way: str) -> list[str]:
+    model, optim, algorithm = made(case, world)
+    with algorithm:
+        train(model, optim, world.rank, range(cut))
+        if way == "dcp":
+            dcp.save({"algorithm": algorithm}, checkpoint_id=folder)
+        mine = Path(f"{folder}-{world.rank}")
+        torch.save([model.state_dict(), optim.state_dict(), algorithm.state_dict()], mine)
+        train(model, optim, world.rank, range(cut, 16))
+        stats = algorithm.stats()
+    other, again, resumed = made(case, world)
+    with resumed:
+        weights, inner, state = torch.load(mine)
+        if way == "dcp":
+            dcp.load({"algorithm": resumed}, checkpoint_id=folder)
+        else:
+            resumed.load_state_dict(state)
+        other.load_state_dict(weights)
+        again.load_state_dict(inner)
+        train(other, again, world.rank, range(cut, 16))
+        ended = resumed.stats()
+    same = (
+        torch.equal(vector(model), vector(other)),
+        torch.equal(algorithm._state.anchor, resumed._state.anchor),
+        (stats.rounds, stats.steps, stats.penalty, stats.clipped, stats.bytes_sent)
+        == (ended.rounds, ended.steps, ended.penalty, ended.clipped, ended.bytes_sent),
+    )
+    return [] if all(same) else [f"{case} cut after {cut} ({way}): {same}"]
+
+
+def wrong_state(world: World) -> dict[str, str]:
+    """States of other ranks and of other runs."""
+
+    def algorithm(tau: int = 3, width: int = 2, **options: Any) -> LocalUpdate:
+        model = nn.Linear(2, width)
+        return CO2(model, torch.optim.SGD(model.parameters(), lr=0.1), tau=tau, **options)
+
+    state = algorithm().state_dict()
+    other = {f"rank{world.rank + 1}": state[f"rank{world.rank}"]}
+    return {
+        "rank": error_of(lambda: algorithm().load_state_dict(other)),
+        "tau": error_of(lambda: algorithm(tau=4).load_state_dict(state)),
+        "width": error_of(lambda: algorithm(width=3).load_state_dict(state)),
+        "same": error_of(lambda: algorithm(outer_lr=0.5).load_state_dict(state)),
+    }
+
+
+def lose(world: World, how: str, dtypes: list[str]) -> list[dict[str, Any]]:
+    """Rank 1 is killed, or late, in round 2; what the others are told, and when."""
+    found = []
+    for dtype in dtypes:
+        model = network()
+        optim = optimizer(model, "sgd")
+        told = ""
+        began = time.monotonic()
+        try:
+            with CO2(model, optim, tau=2, deadline=DEADLINE, dtype=dtype):  # type: ignore[arg-type]
+                for step in range(10):
+                    began = time.monotonic()
+                    if step == 4 and world.rank == 1:
+                        if how == "kill":
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        time.sleep(2 * DEADLINE + 1)
+                    train(model, optim, world.rank, range(step, step + 1))
+        except Co2simError as error:
+            told = f"{type(error).__name__}: {error}"
+        found.append({"told": told, "seconds": time.monotonic() - began})
+        if how == "late":
+            dist.barrier()  # all go on, with new communicators
+    return found
+
+
+def inside_nodes(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Two nodes of two ranks, DDP or FSDP2 inside; the whole model after each round, and stats."""
+    found = []
+    for case in cases:
+        tau, history = case["options"]["tau"], []
+        model, optim, algorithm = _inside(case, world)
+        with algorithm:
+            for t in range(case["rounds"]):
+                _train_inside(model, optim, world, range(t * tau, (t + 1) * tau))
+                history.append(_whole(model).tolist())
+            with algorithm.consensus():
+                anchor = _whole(model).tolist()
+            stats = algorithm.stats()
+        found.append(
+            {
+                "history": history,
+                "anchor": anchor,
+                "penalty": stats.penalty,
+                "clipped": stats.clipped,
+                "kept": algorithm._state.anchor.numel(),
+                "sent": stats.bytes_sent,
+            }
+        )
+    return found
+
+
+def _inside(
+    case: dict[str, Any], world: World
+) -> tuple[nn.Module, torch.optim.Optimizer, LocalUpdate]:
+    workers = Workers.per_node()
+    assert workers.inner is not None
+    model = network(seed=world.rank // 2)  # alike in a node; the first node's is the one
+    if case["inside"] == "fsdp":
+        mesh = DeviceMesh.from_group(workers.inner, "cpu")
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif case["inside"] == "ddp":
+        model = DistributedDataParallel(model, process_group=workers.inner)
+    optim = optimizer(model, case["inner"])
+    worker = workers if case.get("explicit") else "node"
+    kind = getattr(algorithms, case["algorithm"])
+    return model, optim, kind(model, optim, worker=worker, **case["options"])
+
+
+def _train_inside(
+    model: nn.Module, optim: torch.optim.Optimizer, world: World, steps: range
+) -> None:
+    """Each rank of a node takes half of the worker's batch."""
+    worker, place = divmod(world.rank, 2)
+    for step in steps:
+        given, wanted = (part[4 * place : 4 * place + 4] for part in batch(worker, step))
+        optim.zero_grad()
+        (model(given) - wanted).square().mean().backward()
+        optim.step()
+
+
+def _whole(model: nn.Module) -> torch.Tensor:
+    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([one.detach().reshape(-1) for one in full])
+
+
+def evaluated_inside(world: World) -> list[float]:
+    """Losses of FSDP2 models that stay gathered: live, consensus, live again, and live anew.
+
+    In the middle of a round, without a backward pass in between.
+    """
+    case = {"inside": "fsdp", "inner": "sgd", "algorithm": "SlowMo", "options": {"tau": 2}}
+    model, optim, slowmo = _inside(case, world)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(reshard_after_forward=False)
+    found = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            found.append(float(loss(model, 7, 7)))
+
+    with slowmo:
+        _train_inside(model, optim, world, range(3))
+        evaluate()
+        with slowmo.consensus():
+            evaluate()
+        evaluate()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        evaluate()
+    return found
+
+
+def wrong_inside(world: World, folder: str) -> dict[str, Any]:
+    """Failures and checkpoints where a worker is a node."""
+    found: dict[str, Any] = {}
+    for inside in ("ddp", "fsdp"):
+        case = {
+            "inside": inside,
+            "inner": "adamw",
+            "algorithm": "CO2",
+            "options": {"tau": 2, "check_every": 1},
+        }
+
+        def poisoned(case: dict[str, Any] = case) -> None:
+            model, optim, algorithm = _inside(case, world)
+            with algorithm:
+                _train_inside(model, optim, world, range(3))
+                if world.rank == 2:  # the first rank of the second node, in its own part
+                    algorithm._average.launch = _poison(algorithm._average.launch)  # type: ignore[method-assign]
+                _train_inside(model, optim, world, range(3, 8))
+
+        def tampered(case: dict[str, Any] = case) -> None:
+            model, optim, algorithm = _inside(case, world)
+            with algorithm:
+                _train_inside(model, optim, world, range(3))
+                if world.rank == 3:
+                    algorithm._state.anchor[1] += 1
+                _train_inside(model, optim, world, range(3, 8))
+
+        found[f"{inside} nan"] = error_of(poisoned)
+        found[f"{inside} drift"] = error_of(tampered)
+        model, optim, algorithm = _inside(case, world)
+        with algorithm:
+            _train_inside(model, optim, world, range(5))
+            dcp.save({"algorithm": algorithm}, checkpoint_id=f"{folder}/{inside}")
+            anchor = algorithm._state.anchor.clone()
+            flying = algorithm._flights[0].vector.clone()
+        _, _, other = _inside(case, world)
+        with other:
+            dcp.load({"algorithm": other}, checkpoint_id=f"{folder}/{inside}")
+            found[f"{inside} loaded"] = [
+                torch.equal(other._state.anchor, anchor),
+                torch.equal(other._flights[0].vector, flying),
+                other.stats().steps,
+            ]
+    sharded = network()
+    fully_shard(sharded, mesh=DeviceMesh("cpu", list(range(4))))
+    found["over all"] = error_of(
+        lambda: LocalSGD(sharded, optimizer(sharded, "sgd"), worker="node")
+    )
+    found["per gpu"] = error_of(lambda: LocalSGD(sharded, optimizer(sharded, "sgd")))
+    return found
+
+
+def _poison(launch: Callable[[torch.Tensor, int], Flight]) -> Callable[[torch.Tensor, int], Flight]:
+    def launch_nan(given: torch.Tensor, number: int) -> Flight:
+        given[0] = torch.nan
+        return launch(given, number)
+
+    return launch_nan

@@ -1,0 +1,67 @@
+"""A small training problem whose workers differ: the same for ranks and for references."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+INNER = ("sgd", "momentum", "adamw")
+RATE = {"sgd": 0.1, "momentum": 0.05, "adamw": 0.02}
+
+
+def network(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """Three layers, an unused-size bias, and a buffer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Tanh(), nn.Linear(7, 3))
+    return model.to(dtype)
+
+
+def optimizer(model: nn.Module, inner: str) -> torch.optim.Optimizer:
+    """One of INNER."""
+    if inner == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=RATE[inner])
+    momentum = 0.9 if inner == "momentum" else 0.0
+    return torch.optim.SGD(model.parameters(), lr=RATE[inner], momentum=momentum)
+
+
+def batch(worker: int, step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
+    """What a worker sees in a step: workers have different targets."""
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    given = torch.randn(rows, 5, generator=generator)
+    wanted = torch.sin(given[:, :3] * (1 + worker)) + 0.1 * worker
+    return given, wanted
+
+
+def loss(model: nn.Module, worker: int, step: int) -> Tensor:
+    """Mean squared error on the batch of a step."""
+    given, wanted = batch(worker, step)
+    like = next(model.parameters())
+    return (model(given.to(like)) - wanted.to(like)).square().mean()
+
+
+def train(model: nn.Module, optim: torch.optim.Optimizer, worker: int, steps: range) -> None:
+    """Plain steps; whatever hangs on the optimizer's hook happens inside."""
+    for step in steps:
+        optim.zero_grad()
+        loss(model, worker, step).backward()
+        optim.step()
+
+
+def vector(model: nn.Module) -> Tensor:
+    """All parameters in one row, in fp32, on the CPU."""
+    return torch.cat([p.detach().float().cpu().reshape(-1) for p in model.parameters()])
+
+
+def set_vector(model: nn.Module, values: Tensor) -> None:
+    """Write all parameters from one row."""
+    at = 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            part = values[at : at + parameter.numel()].view_as(parameter)
+            parameter.copy_(part)
+            at += parameter.numel()
+
+
+def name_of(case: dict[str, Any]) -> str:
+    """A case in words, for the error that names it."""
+    return " ".join(f"{key}={value}" for key, value in case.items())

@@ -1,0 +1,134 @@
+"""The published equations, written down plainly: one process, NumPy in float64, no shared code.
+
+`local(worker, x, t)` gives x_{t,tau} of a worker: where its local steps of round t lead from x. All
+functions give, for every t, what every worker holds after round t: rounds x workers x elements.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from local_problem import network, optimizer, set_vector, train, vector
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+Local = Callable[[int, Vector, int], Vector]
+
+
+def co2(  # noqa: PLR0913 - the symbols of the algorithm
+    x0: Vector,
+    local: Local,
+    workers: int,
+    rounds: int,
+    *,
+    beta: float,
+    alpha: float,
+    k: int = 1,
+    gap: str = "constant",
+    penalty: float = 1.0,
+    phi: float | None = None,
+    seen: list[Any] | None = None,
+    held: Callable[[Vector], Vector] = lambda x: x,
+) -> Vector:
+    """CO2 with staleness k >= 1. `seen` takes (Lambda, clipped elements) of every average used.
+
+    `held` is what the model's type makes of a point.
+    """
+    x, m = [x0], np.zeros_like(x0)
+    displacements: list[Vector] = []
+    history = []
+    for t in range(rounds):
+        used = t - k
+        if used >= 0:
+            scale = penalty
+            if gap == "gap_aware":
+                earlier = [alpha * np.linalg.norm(displacements[s]) for s in range(used)]
+                scale = 1.0
+                if earlier and max(earlier) > 0:
+                    scale = 1 + np.linalg.norm(x[t] - x[t - k]) / max(earlier)
+            m = beta * m + displacements[used] / scale
+            clipped = 0
+            if phi is not None:
+                clipped = int((np.abs(m) > phi).sum())
+                m = np.clip(m, -phi, phi)
+            if seen is not None:
+                seen.append((scale, clipped))
+        start = held(x[t])
+        displacements.append(np.mean([start - local(i, start, t) for i in range(workers)], axis=0))
+        x.append(x[t] - alpha * m)
+        history.append([held(x[t + 1])] * workers)
+    return np.array(history)
+
+
+def slowmo(
+    x0: Vector, local: Local, workers: int, rounds: int, *, beta: float, alpha: float, rate: float
+) -> Vector:
+    """SlowMo as its paper has it, algorithm 1: u in units of gradients, x <- x - alpha rate u."""
+    x, u = x0, np.zeros_like(x0)
+    history = []
+    for t in range(rounds):
+        mean = np.mean([local(i, x, t) for i in range(workers)], axis=0)
+        u = beta * u + (x - mean) / rate
+        x = x - alpha * rate * u
+        history.append([x] * workers)
+    return np.array(history)
+
+
+def local_sgd(x0: Vector, local: Local, workers: int, rounds: int) -> Vector:
+    """The mean of all models, every round."""
+    x = x0
+    history = []
+    for t in range(rounds):
+        x = np.mean([local(i, x, t) for i in range(workers)], axis=0)
+        history.append([x] * workers)
+    return np.array(history)
+
+
+def diloco(
+    x0: Vector, local: Local, workers: int, rounds: int, *, beta: float, alpha: float
+) -> Vector:
+    """The outer optimizer is torch's own SGD with Nesterov momentum, in float64."""
+    x = torch.from_numpy(x0.copy()).requires_grad_()
+    outer = torch.optim.SGD([x], lr=alpha, momentum=beta, nesterov=beta > 0)
+    history = []
+    for t in range(rounds):
+        at = x.detach().numpy().copy()
+        gradient = at - np.mean([local(i, at, t) for i in range(workers)], axis=0)
+        x.grad = torch.from_numpy(gradient)
+        outer.step()
+        history.append([x.detach().numpy().copy()] * workers)
+    return np.array(history)
+
+
+def overlap_local_sgd(
+    x0: Vector, local: Local, workers: int, rounds: int, *, pull: float, b: float
+) -> Vector:
+    """Models of workers differ; the anchor's average is used a round late."""
+    models = [x0] * workers
+    z, v, late = x0, np.zeros_like(x0), None
+    history = []
+    for t in range(rounds):
+        moved = [local(i, models[i], t) for i in range(workers)]
+        if late is not None:
+            v = b * v + (late - z)
+            z = z + v
+        models = [(1 - pull) * one + pull * z for one in moved]
+        late = np.mean(models, axis=0)
+        history.append(models)
+    return np.array(history)
+
+
+def steps_of(
+    tau: int, inner: str, workers: int, dtype: torch.dtype = torch.float32
+) -> tuple[Vector, Local]:
+    """x_0, and tau plain steps of a torch optimizer for every worker of the problem."""
+    models = [network(dtype) for _ in range(workers)]
+    optimizers = [optimizer(model, inner) for model in models]
+
+    def local(worker: int, x: Vector, t: int) -> Vector:
+        set_vector(models[worker], torch.from_numpy(x))
+        train(models[worker], optimizers[worker], worker, range(t * tau, (t + 1) * tau))
+        return vector(models[worker]).double().numpy()
+
+    return vector(network(dtype)).double().numpy(), local

@@ -1,0 +1,95 @@
+"""The plan of the convergence study: what is run next, given what is there."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from convergence import (  # type: ignore[import-not-found]
+    RATES,
+    SEEDS,
+    TUNING_SEED,
+    Ask,
+    Budget,
+    append,
+    configurations,
+    next_run,
+    read,
+    remaining,
+)
+
+BUDGET = Budget()
+
+
+def study(
+    best_lr: float, best_choice: int
+) -> tuple[dict[tuple[str, ...], dict[str, object]], list[Ask]]:
+    """All runs, if the loss is least at a rate and at one of the outer steps."""
+    known: dict[tuple[str, ...], dict[str, object]] = {}
+    asked = []
+    while (ask := next_run(BUDGET, known)) is not None:
+        asked.append(ask)
+        place = ask.configuration.choices.index(ask.choice)
+        wrong = abs(math.log2(ask.lr / best_lr)) + 0.1 * abs(place - best_choice)
+        known[ask.key(BUDGET)] = {"validation_loss": 2 + wrong}
+        assert len(asked) < 1000
+    return known, asked
+
+
+@pytest.mark.parametrize("best", [5e-3, 1e-2, 2e-2, 1.25e-3])
+def test_every_configuration_is_reported_at_its_best(best: float) -> None:
+    """Three seeds, none of them that of the tuning, at the best rate and outer step."""
+    _, asked = study(best, 1)
+    for configuration in configurations(BUDGET):
+        mine = [ask for ask in asked if ask.configuration == configuration]
+        reported = [ask for ask in mine if ask.seed != TUNING_SEED]
+        assert [ask.seed for ask in reported] == list(SEEDS)
+        assert {ask.lr for ask in reported} == {best}
+        wanted = configuration.choices[min(1, len(configuration.choices) - 1)]
+        assert {ask.choice for ask in reported} == {wanted}
+        assert mine[-3:] == reported
+
+
+def test_a_best_rate_at_the_edge_is_looked_beyond() -> None:
+    """By factors of 2, twice at most; one inside the grid is not."""
+    inside = {ask.lr for ask in study(RATES[1], 0)[1] if ask.configuration.name == "AdamW-DDP"}
+    assert inside == set(RATES)
+    above = {ask.lr for ask in study(1.0, 0)[1] if ask.configuration.name == "AdamW-DDP"}
+    assert above == {*RATES, 2 * RATES[-1], 4 * RATES[-1]}
+    below = {ask.lr for ask in study(1e-6, 0)[1] if ask.configuration.name == "AdamW-DDP"}
+    assert below == {*RATES, RATES[0] / 2, RATES[0] / 4}
+
+
+def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
+    """Rows survive in the file; the plan goes on behind them; another budget starts anew."""
+    assert read(tmp_path) == {}
+    first = next_run(BUDGET, {})
+    assert first is not None
+    row = {
+        "budget": BUDGET.label,
+        "configuration": first.configuration.name,
+        "choice": first.choice,
+        "lr": f"{first.lr:g}",
+        "seed": str(first.seed),
+        "validation_loss": 2.5,
+        "error": "",
+    }
+    append(tmp_path, row)
+    known = read(tmp_path)
+    assert known[first.key(BUDGET)]["validation_loss"] == 2.5
+    second = next_run(BUDGET, known)
+    assert second is not None
+    assert second != first
+    assert remaining(BUDGET, known) < remaining(BUDGET, {})
+    assert next_run(Budget(steps=96), known) == first
+    append(tmp_path, {**row, "lr": "1", "validation_loss": float("inf"), "error": "loss is nan"})
+    failed = read(tmp_path)[BUDGET.label, first.configuration.name, first.choice, "1", row["seed"]]
+    assert failed["validation_loss"] == float("inf")
+
+
+def test_clips_grow_with_what_a_round_can_move() -> None:
+    """A quarter of lr x tau, so that the share that is clipped can be compared."""
+    clipped = next(c for c in configurations(BUDGET) if c.name == "CO2 48, clip")
+    assert clipped.outer("momentum=0.5,lr=1", 0.01) == "momentum=0.5,lr=1,gap=constant,clip=0.12"

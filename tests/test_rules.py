@@ -1,0 +1,205 @@
+"""Rules of algorithms as pure functions, their options, and algorithms on one rank."""
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.errors import OptionError
+from realrun.errors import NonFiniteError
+
+torch = pytest.importorskip("torch")
+
+import reference_local_update as reference  # noqa: E402 - needs torch
+from local_problem import network, optimizer, train, vector  # noqa: E402 - needs torch
+from torch import nn  # noqa: E402 - needs torch
+
+from realrun import algorithms  # noqa: E402 - needs torch
+from realrun.algorithms import CO2, Stats  # noqa: E402 - needs torch
+from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
+from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
+from realrun.algorithms.finite import finite_norm  # noqa: E402 - needs torch
+from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
+from realrun.algorithms.rule import State  # noqa: E402 - needs torch
+
+ELEMENTS = 5
+AVERAGES = st.lists(
+    st.lists(st.floats(-10, 10, width=32), min_size=ELEMENTS, max_size=ELEMENTS),
+    min_size=1,
+    max_size=8,
+)
+
+
+def drive(rule: CO2Rule, averages: list[list[float]]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Anchors, what `absorb` told, and momenta, when these averages come one after the other."""
+    vectors = {
+        name: torch.zeros((rows, ELEMENTS) if rows else ELEMENTS)
+        for name, rows in rule.vectors().items()
+    }
+    state = State(torch.zeros(ELEMENTS), vectors, rule.numbers(), 2)
+    anchors, told, momenta = [state.anchor.double().numpy()], [], []
+    for number in range(len(averages) + rule.staleness):
+        if number >= rule.staleness:
+            average = torch.tensor(averages[number - rule.staleness])
+            norm = state.norm(average, list)
+            told.append(rule.absorb(state, average, norm, list))
+        momenta.append(vectors["momentum"].double().numpy())
+        rule.move(state)
+        anchors.append(state.anchor.double().numpy())
+    return anchors, told, momenta
+
+
+@given(AVERAGES, st.floats(0, 0.99), st.floats(0.01, 10), st.integers(1, 3))
+def test_the_gap_is_the_distance_that_the_anchor_went(
+    averages: list[list[float]], beta: float, alpha: float, k: int
+) -> None:
+    """Lambda by its definition, from anchors and averages; for k = 1 within its bounds."""
+    rule = CO2Rule(outer_momentum=beta, outer_lr=alpha, gap="gap_aware", staleness=k)
+    anchors, told, _ = drive(rule, averages)
+    for s, absorbed in enumerate(told):
+        t = s + k
+        largest = max((alpha * np.linalg.norm(averages[r]) for r in range(s)), default=0.0)
+        distance = np.linalg.norm(anchors[t] - anchors[t - k])
+        wanted = 1 + distance / largest if largest else 1.0
+        assert absorbed.penalty == pytest.approx(wanted, rel=1e-3, abs=1e-3)
+        assert absorbed.penalty >= 1
+        if k == 1:
+            assert absorbed.penalty <= (1 + 1 / (1 - beta)) * (1 + 1e-5)
+
+
+def test_the_gap_reaches_beyond_one() -> None:
+    """Steady averages: the anchor moves by 1/(Lambda (1-beta)) of them, so Lambda is not 1."""
+    rule = CO2Rule(outer_momentum=0.5, outer_lr=0.3, gap="gap_aware")
+    _, told, _ = drive(rule, [[1.0] * ELEMENTS] * 40)
+    limit = told[-1].penalty  # Lambda = 1 + 2 / Lambda
+    assert limit == pytest.approx(2.0, rel=1e-4)
+    assert told[0].penalty == 1.0
+
+
+@given(AVERAGES, st.floats(0, 0.9), st.floats(0.1, 5))
+def test_clip_bounds_every_element_and_counts_what_it_changed(
+    averages: list[list[float]], beta: float, limit: float
+) -> None:
+    """The momentum itself is clipped, so that the next round starts from the clipped one."""
+    rule = CO2Rule(outer_momentum=beta, outer_lr=1.0, clip=limit)
+    _, told, _ = drive(rule, averages)
+    m = np.zeros(ELEMENTS, np.float32)
+    for average, absorbed in zip(averages, told, strict=True):
+        m = np.float32(beta) * m + np.array(average, np.float32)
+        near = np.abs(np.abs(m) - limit) < 1e-4
+        low, high = (np.abs(m)[~near] > limit).sum(), (np.abs(m) > limit - 1e-4).sum()
+        assert low <= absorbed.clipped <= high
+        m = np.clip(m, np.float32(-limit), np.float32(limit))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("CO2", {"tau": 0}, "tau is 0; it must be a whole number, at least 1"),
+        ("CO2", {"tau": 2.5}, "tau is 2.5; it must be a whole number"),
+        ("CO2", {"tau": True}, "tau is True"),
+        ("CO2", {"outer_momentum": 1.0}, "outer_momentum is 1.0; it must be at least 0 and less"),
+        ("CO2", {"outer_momentum": -0.1}, "outer_momentum is -0.1"),
+        ("CO2", {"outer_lr": 0.0}, "outer_lr is 0.0; it must be a finite number above 0"),
+        ("CO2", {"outer_lr": math.inf}, "outer_lr is inf"),
+        ("CO2", {"outer_lr": math.nan}, "outer_lr is nan"),
+        ("CO2", {"clip": 0.0}, "clip is 0.0; it must be a finite number above 0"),
+        ("CO2", {"gap": "gapaware"}, "gap is 'gapaware'; did you mean 'gap_aware'?"),
+        ("CO2", {"gap": "constant", "penalty": 0.5}, "penalty is 0.5; it must be a number, at lea"),
+        ("CO2", {"penalty": 2.0}, "penalty is 2.0, but gap='gap_aware' computes it"),
+        ("CO2", {"staleness": -1}, "staleness is -1; it must be a whole number, at least 0"),
+        ("CO2", {"dtype": "int4"}, "dtype is 'int4'; did you mean 'int8'?"),
+        ("CO2", {"bucket_mib": 0}, "bucket_mib is 0"),
+        ("CO2", {"check_every": -1}, "check_every is -1"),
+        ("CO2", {"deadline": 0}, "deadline is 0"),
+        ("CO2", {"worker": "rack"}, "worker is 'rack'; it must be 'gpu', 'node' or a Workers"),
+        ("CO2", {"worker": "node"}, "worker='node' needs torch.distributed initialized"),
+        ("SlowMo", {"outer_momentum": 1.5}, "outer_momentum is 1.5"),
+        ("SlowMo", {"outer_lr": -1}, "outer_lr is -1"),
+        ("DiLoCo", {"outer_momentum": 2}, "outer_momentum is 2"),
+        ("DiLoCo", {"outer_lr": 0}, "outer_lr is 0"),
+        ("OverlapLocalSGD", {"pull": 1.0}, "pull is 1.0; it must be a finite number above 0 and b"),
+        ("OverlapLocalSGD", {"anchor_momentum": 1}, "anchor_momentum is 1"),
+        ("LocalSGD", {"tau": -3}, "tau is -3"),
+    ],
+)
+def test_options_out_of_range_are_refused(name: str, options: dict[str, Any], words: str) -> None:
+    """What was given, and what is allowed."""
+    model = network()
+    with pytest.raises(OptionError) as caught:
+        getattr(algorithms, name)(model, optimizer(model, "sgd"), **options)
+    assert words in str(caught.value)
+
+
+def test_the_optimizer_must_hold_what_is_trained() -> None:
+    """Otherwise parts of the model would drift apart, or be moved by nobody."""
+    model, other = network(), nn.Linear(2, 2)
+    part = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(OptionError, match=r"does not hold '1.weight', which is trainable"):
+        CO2(model, part)
+    more = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(OptionError, match="holds parameters that are not the model's"):
+        CO2(model, more)
+    with pytest.raises(OptionError, match="optimizer is a Linear"):
+        CO2(model, other)  # type: ignore[arg-type]
+    for parameter in model[1:].parameters():
+        parameter.requires_grad_(requires_grad=False)
+    with CO2(model, part) as co2:
+        assert co2._flat.elements == 5 * 7 + 7
+
+
+def test_ranks_that_did_not_meet_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun, a forgotten init_process_group would train every rank on its own."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = network()
+    with pytest.raises(OptionError, match=r"WORLD_SIZE is 4, but torch\.distributed is not"):
+        CO2(model, optimizer(model, "sgd"))
+
+
+@pytest.mark.parametrize(
+    ("inner", "tau", "k", "gap"),
+    list(itertools.product(("sgd", "adamw"), (1, 3), (1, 2), ("constant", "gap_aware"))),
+)
+def test_one_worker_needs_no_process_group(inner: str, tau: int, k: int, gap: Any) -> None:
+    """CO2 alone equals its transcription with one worker; nothing is sent or waited for."""
+    rounds = 5
+    x0, local = reference.steps_of(tau, inner, 1)
+    wanted = reference.co2(x0, local, 1, rounds, beta=0.5, alpha=0.8, k=k, gap=gap)
+    model = network()
+    optim = optimizer(model, inner)
+    with CO2(model, optim, tau=tau, outer_lr=0.8, staleness=k, gap=gap) as co2:
+        for t in range(rounds):
+            train(model, optim, 0, range(t * tau, (t + 1) * tau))
+            np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)
+    stats = co2.stats()
+    assert stats == Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0)
+
+
+def test_a_scheduler_and_gradient_accumulation_change_nothing_for_the_hook() -> None:
+    """Steps of the optimizer count, not backward passes, also behind a learning rate scheduler."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    with CO2(model, optim, tau=2) as co2:
+        scheduler = torch.optim.lr_scheduler.StepLR(optim, 1)
+        for step in range(6):
+            model(torch.ones(1, 5)).sum().backward()
+            if step % 2:
+                optim.step()
+                scheduler.step()
+        assert (co2.stats().rounds, co2.stats().steps) == (1, 3)
+
+
+def test_huge_averages_are_finite_and_infinite_ones_are_not() -> None:
+    """Their squares overflow fp32, which is no reason to stop; an infinity is, and is named."""
+    flat = Flat.of([("a", torch.zeros(3)), ("b", torch.zeros(2))])
+    state = State(flat.empty(), {}, {}, 2)
+    huge = torch.tensor([3e30, 0.0, 0.0, 0.0, -4e30])
+    norm = finite_norm(Flight(4, huge), 5, flat, state, list)
+    assert norm == pytest.approx(5e30)
+    huge[3] = -math.inf
+    with pytest.raises(NonFiniteError, match=r"round 4, used in round 5, has 1 .*first in 'b'"):
+        finite_norm(Flight(4, huge), 5, flat, state, list)

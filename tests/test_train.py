@@ -1,0 +1,350 @@
+"""What is trained: data, models, the schedule of the learning rate, and what may be asked."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from co2sim.catalog import load_model
+from co2sim.errors import CatalogError, OptionError
+from co2sim.schedule import Layout
+from realrun.errors import CheckpointError
+from realrun.train import folder, log, outer
+from realrun.train.digits import digits
+from realrun.train.figure import draw
+from realrun.train.gpt import GPT
+from realrun.train.log import Log, Row
+from realrun.train.settings import Settings
+from realrun.train.shapes import GPTS, VOCABULARY, GPTShape
+from realrun.train.support import check
+from realrun.train.task import Task, loss_of, scores
+from realrun.train.text import UNKNOWN, corpus, decode, encode, text
+
+CPU = torch.device("cpu")
+SHAPE = GPTShape(layers=2, hidden=16, heads=2, context=24)
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    """Task text with a very small model."""
+    return text(SHAPE, CPU)
+
+
+def test_text_of_ascii_survives_encoding() -> None:
+    """Printable ASCII, newline and tab come back; everything else is one unknown character."""
+    kept = "".join(map(chr, range(32, 127))) + "\n\t"
+    assert decode(encode(kept)) == kept
+    others = "\0\r\x7f\x80é€𝄞"
+    assert set(encode(others).tolist()) == {UNKNOWN}
+    assert len(encode(others)) == len(others)
+    assert encode(kept).max() < UNKNOWN < VOCABULARY
+
+
+def test_files_are_either_for_training_or_held_out(tmp_path: Path) -> None:
+    """Whole files, by name; what is about the machine is left out."""
+    for number in range(25):
+        (tmp_path / f"m{number:02}.py").write_text(f"number = {number:02}\n")
+    (tmp_path / "_sysconfigdata__linux_.py").write_text("secret\n")
+    (tmp_path / "notes.txt").write_text("no\n")
+    found = corpus(tmp_path)
+    assert found.validation_files == ("m09.py", "m19.py")
+    assert not set(found.train_files) & set(found.validation_files)
+    assert len(found.train_files) == 23
+    assert decode(found.validation) == "number = 09\nnumber = 19\n"
+    names = [f"number = {n:02}\n" for n in range(25) if n not in {9, 19}]
+    assert decode(found.train) == "".join(names)
+
+
+def test_without_sources_one_line_says_so(tmp_path: Path) -> None:
+    """An interpreter may come without them."""
+    with pytest.raises(OptionError, match=r"sources of the standard library, and .* has 0 Python"):
+        corpus(tmp_path)
+
+
+def test_the_standard_library_is_a_corpus_of_some_megabytes() -> None:
+    """Read twice it is the same; the validation is about a tenth, of other files."""
+    one, two = corpus(), corpus()
+    assert np.array_equal(one.train, two.train)
+    assert np.array_equal(one.validation, two.validation)
+    assert not set(one.train_files) & set(one.validation_files)
+    assert 2e6 < len(one.train) < 20e6
+    assert 0.03 < len(one.validation) / len(one.train) < 0.3
+
+
+def test_samples_predict_the_next_character(task: Task) -> None:
+    """Targets are the inputs one place on, cut from the training files."""
+    batch = task.batch(seed=3, step=5, samples=4)
+    assert batch.inputs.shape == batch.targets.shape == (4, SHAPE.context)
+    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    training = corpus().train.tobytes()
+    for row in batch.inputs:
+        assert row.numpy().astype(np.uint8).tobytes() in training
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_any_number_of_ranks_sees_the_same_samples(task: Task, parts: int) -> None:
+    """A step's samples depend on seed and step; ranks cut them up."""
+    whole = task.batch(seed=1, step=7, samples=8).inputs
+    shares = [task.batch(1, 7, 8, part, parts).inputs for part in range(parts)]
+    assert torch.equal(torch.cat(shares), whole)
+    assert not torch.equal(task.batch(1, 8, 8).inputs, whole)
+    assert not torch.equal(task.batch(2, 7, 8).inputs, whole)
+
+
+def test_validation_is_fixed_and_of_held_out_files(task: Task) -> None:
+    """Windows at even distances, all of them of the held-out characters."""
+    held = corpus().validation.tobytes()
+    for one, other in zip(task.validation, text(SHAPE, CPU).validation, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+    rows = torch.cat([batch.inputs for batch in task.validation])
+    assert rows.numel() <= 32_768
+    assert len(rows) == 32_768 // SHAPE.context
+    for row in rows[:: len(rows) // 20]:
+        assert row.numpy().astype(np.uint8).tobytes() in held
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_parameters_are_counted_alike_by_torch_formula_and_co2sim(
+    name: str, tmp_path: Path
+) -> None:
+    """So that what is predicted is what is trained; also through the file of --describe."""
+    shape = GPTS[name]
+    with torch.device("meta"):
+        counted = sum(parameter.numel() for parameter in GPT(shape).parameters())
+    path = tmp_path / "model.toml"
+    path.write_text(shape.toml())
+    described = load_model(str(path)).value
+    assert counted == shape.parameters == shape.model().parameters == described.parameters
+    assert described.blocks == shape.model().blocks
+    assert described.tokens == shape.context
+
+
+def test_an_untrained_model_knows_nothing(task: Task) -> None:
+    """The first loss is that of a uniform guess among the vocabulary."""
+    torch.manual_seed(0)
+    model = task.model()
+    loss = loss_of(model, task.batch(0, 1, 32)).item()
+    assert loss == pytest.approx(math.log(VOCABULARY), abs=0.15)
+
+
+def test_later_characters_do_not_change_earlier_logits() -> None:
+    """The GPT is causal: nothing of the answer leaks into the question."""
+    torch.manual_seed(0)
+    model = GPT(SHAPE)
+    characters = torch.randint(VOCABULARY, (2, SHAPE.context))
+    changed = characters.clone()
+    place = SHAPE.context // 2
+    changed[:, place] = (changed[:, place] + 1) % VOCABULARY
+    one, other = model(characters), model(changed)
+    assert torch.equal(one[:, :place], other[:, :place])
+    assert (one[:, place:] != other[:, place:]).any(dim=2).all()
+
+
+def test_scores_agree_with_the_loss(task: Task) -> None:
+    """Sum over places, places named rightly, and places."""
+    torch.manual_seed(0)
+    model, batch = task.model(), task.validation[0]
+    with torch.no_grad():
+        loss, right, count = scores(model, batch).tolist()
+        named = model(batch.inputs).argmax(2) == batch.targets
+        assert loss / count == pytest.approx(loss_of(model, batch).item(), rel=1e-5)
+    assert (right, count) == (named.sum().item(), batch.targets.numel())
+
+
+def test_digits_are_split_and_learned() -> None:
+    """No image is on both sides, and a small network learns them."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    task = digits("tiny", CPU)
+    seen = torch.cat([batch.inputs for batch in task.validation]).flatten(1)
+    train = task.draw(np.arange(task.choices)).inputs.flatten(1)
+    assert len(seen) + len(train) == 1797
+    assert (torch.cdist(seen, train) > 0).all()
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(60):
+        optimizer.zero_grad()
+        loss_of(model, task.batch(0, step, 64)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        _, right, count = sum(scores(model, batch) for batch in task.validation)
+    assert right / count > 0.85
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an extra."""
+    monkeypatch.setattr("realrun.train.support.find_spec", lambda _: None)
+    with pytest.raises(OptionError, match=r"pip install 'co2sim\[train\]'"):
+        check(Settings(task="digits"), Layout(1, 1))
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    """Linear to `lr` at the end of warm-up, half a cosine to `final_lr` of it at the end."""
+    settings = Settings(steps=100, warmup=10, lr=2.0, final_lr=0.1)
+    rates = [settings.learning_rate(step) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[9] == max(rates) == 2.0
+    assert rates[54] == pytest.approx((2.0 + 0.2) / 2)
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert Settings(steps=10, warmup=0, lr=1.0).learning_rate(10) == pytest.approx(0.1)
+
+
+def test_local_updates_are_validated_at_ends_of_rounds() -> None:
+    """At the first one at or after every multiple of `eval_every`, and at the last step."""
+    settings = Settings(strategy="co2:tau=12", steps=100, eval_every=20)
+    assert [s for s in range(1, 101) if settings.evaluates(s)] == [24, 48, 60, 84, 100]
+    plain = Settings(steps=50, eval_every=20)
+    assert [s for s in range(1, 51) if plain.evaluates(s)] == [20, 40, 50]
+    never = replace(plain, eval_every=0)
+    assert [s for s in range(1, 51) if never.evaluates(s)] == [50]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"task": "txt"}, "task is 'txt'; did you mean 'text'?"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'; did you mean 'adamw'?"),
+        ({"evaluate": "never"}, "evaluate is 'never'"),
+        ({"size": "smal"}, "unknown size 'smal'; did you mean 'small'?"),
+        ({"strategy": "cc2"}, "unknown strategy 'cc2'; did you mean 'co2'?"),
+        ({"steps": 0}, "steps is 0; it must be 1 to"),
+        ({"batch": 0}, "batch is 0"),
+        ({"stop": 601}, "stop is 601; there are 600 steps"),
+        ({"warmup": 601}, "warmup is 601; there are 600 steps"),
+        ({"lr": 0.0}, "lr is 0; it must be"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"final_lr": 1.5}, "final_lr is 1.5; it must be 0 to 1"),
+        ({"clip_grad": -1.0}, "clip_grad is -1"),
+        ({"task": "digits", "context": 8}, "context does not apply to task digits"),
+        ({"outer": {"lr": "1"}}, "ddp has no outer step: lr does not apply"),
+        ({"strategy": "local_sgd", "outer": {"lr": "1"}}, "local_sgd takes the plain mean"),
+        ({"strategy": "slowmo", "outer": {"gap": "constant"}}, "slowmo has no 'gap'"),
+        ({"strategy": "co2", "outer": {"momentum": "1"}}, "momentum is 1; it must be at least 0"),
+        ({"strategy": "co2", "outer": {"clip": "0"}}, "clip is 0; it must be above 0"),
+        ({"strategy": "co2", "outer": {"clip": "x"}}, "clip is 'x'; it must be a number"),
+        ({"strategy": "co2", "outer": {"gap": "aware"}}, "gap is 'aware'"),
+        ({"strategy": "co2", "outer": {"gap": "gap_aware", "penalty": "2"}}, "penalty is that of"),
+    ],
+)
+def test_settings_refuse_in_words(changes: dict[str, object], said: str) -> None:
+    """What, what was given, what is allowed."""
+    with pytest.raises(OptionError) as caught:
+        Settings(**changes)  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("zero1:bucket=1000", "zero1: bucket cannot be trained with: torch's ZeroRedundancy"),
+        ("zero2:bucket=1000", "zero2: bucket cannot"),
+        ("zero3:prefetch=10", "zero3: prefetch cannot be trained with: FSDP2 fetches one layer"),
+        ("zeropp:max_live=10", "zeropp: max_live cannot"),
+        ("diloco:fragments=2", "diloco: fragments cannot"),
+        ("diloco:tau=4,delay=2", "diloco: delay cannot"),
+        ("diloco:dtype=int4", "dtype=int4 cannot be trained with; use fp32, bf16 or int8"),
+        ("co2:dtype=fp16", "dtype=fp16 cannot"),
+        ("co2:worker=node,inner=zero1", "inner=zero1 cannot"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(strategy: str, said: str) -> None:
+    """Nothing is ignored silently."""
+    with pytest.raises(OptionError) as caught:
+        check(Settings(strategy=strategy), Layout(1, 2))
+    assert said in str(caught.value)
+
+
+def test_ranks_share_a_batch_equally() -> None:
+    """Else a sample would count more on one rank than on another."""
+    check(Settings(batch=6), Layout(1, 3))
+    with pytest.raises(OptionError, match=r"batch is 7; it must be a multiple of the 3 ranks"):
+        check(Settings(batch=7), Layout(1, 3))
+
+
+def test_outer_options_are_read_as_pairs() -> None:
+    """NAME=VALUE between commas; the algorithm gets its own names."""
+    given = outer.pairs(" momentum=0.5, gap=gap_aware ,clip=0.01")
+    assert outer.arguments("co2", given) == {
+        "outer_momentum": 0.5,
+        "gap": "gap_aware",
+        "clip": 0.01,
+    }
+    assert outer.arguments("overlap_local_sgd", {"momentum": "0.7"}) == {"anchor_momentum": 0.7}
+    assert outer.pairs("") == {}
+    for wrong, said in (("momentum", "is not NAME=VALUE"), ("lr=1,lr=2", "given twice")):
+        with pytest.raises(OptionError, match=said):
+            outer.pairs(wrong)
+
+
+ROWS = (
+    Row(step=10, tokens=100, seconds=0.5, train_loss=4.0, lr=1e-3),
+    Row(step=20, tokens=200, seconds=1.0, train_loss=3.0, lr=1e-3, rounds=2, penalty=1.5),
+    Row(step=30, tokens=300, seconds=1.25, train_loss=2.5, lr=1e-3, validation_loss=2.75),
+)
+
+
+def test_a_row_is_on_the_disk_once_it_is_added(tmp_path: Path) -> None:
+    """And comes back as it was; a line that was torn off in the middle is left out."""
+    kept = Log(tmp_path)
+    for count, row in enumerate(ROWS, start=1):
+        kept.add(row)
+        assert log.read(tmp_path) == ROWS[:count]
+    kept.fill(10, 3.75, 0.5)
+    kept.close()
+    filled = replace(ROWS[0], validation_loss=3.75, accuracy=0.5)
+    assert log.read(tmp_path) == (filled, *ROWS[1:])
+    with (tmp_path / folder.LOG).open("a") as file:
+        file.write("40,400,1.5,2.")
+    assert log.read(tmp_path) == (filled, *ROWS[1:])
+    (tmp_path / folder.LOG).write_text("something\nelse\n")
+    with pytest.raises(CatalogError, match="is not the log of a training"):
+        log.read(tmp_path)
+
+
+def test_a_second_run_does_not_write_over_the_first(tmp_path: Path) -> None:
+    """It goes on with it, or elsewhere."""
+    folder.check_new(tmp_path)
+    Log(tmp_path).close()
+    with pytest.raises(OptionError, match="holds a training run already: go on with --resume"):
+        folder.check_new(tmp_path)
+
+
+def test_figures_are_drawn() -> None:
+    """A PNG of one run, and of two."""
+    for names in (("a",), ("a", "b")):
+        picture = draw(dict.fromkeys(names, ROWS), "title")
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 10_000
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
+    """One line says what differs."""
+    place = tmp_path / "step-000010"
+    place.mkdir()
+    identity = Settings(strategy="co2:tau=4").identity()
+    (place / "identity.json").write_text(folder.identity_text(identity, 2))
+    folder.check_identity(place, identity, 2)
+    folder.check_identity(place, Settings(strategy="co2(tau=4)", stop=5).identity(), 2)
+    for other, ranks, said in (
+        (Settings(strategy="co2:tau=5"), 2, "its strategy is 'co2(tau=4)', not 'co2(tau=5)'"),
+        (Settings(strategy="co2:tau=4", lr=1.0), 2, "its lr is 0.003, not 1.0"),
+        (Settings(strategy="co2:tau=4"), 3, "its ranks is 2, not 3"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            folder.check_identity(place, other.identity(), ranks)
+        assert said in str(caught.value)
+    with pytest.raises(CheckpointError, match="cannot read the checkpoint"):
+        folder.check_identity(tmp_path / "step-000020", identity, 2)
+
+
+def test_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    """By number; a folder that was not renamed yet is none."""
+    assert folder.checkpoints(tmp_path) == []
+    for name in ("step-000008", "step-1000010", "step-000020", ".step-2000000", "step-x"):
+        (tmp_path / folder.CHECKPOINTS / name).mkdir(parents=True)
+    found = folder.checkpoints(tmp_path)
+    assert [folder.step_of(path) for path in found] == [8, 20, 1_000_010]

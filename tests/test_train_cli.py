@@ -1,0 +1,226 @@
+"""`realrun train` as users call it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from co2sim import Case, study
+from realrun.errors import LabError
+from realrun.lab import check_machine
+from realrun.train import folder, log
+from realrun.train.shapes import GPTS
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+REALRUN = (sys.executable, "-m", "realrun")
+SMALL = ("--size", "tiny", "--context", "16", "--batch", "8", "--log-every", "4")
+TRAIN = ("train", *SMALL, "--steps", "24", "--eval-every", "8")
+
+
+def call(
+    place: Path, *arguments: str, launcher: tuple[str, ...] = REALRUN, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder."""
+    return subprocess.run(
+        [*launcher, *arguments],
+        cwd=place,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.dist
+def test_a_training_leaves_its_log_figure_parameters_and_record(tmp_path: Path) -> None:
+    """And says on one line each how it went; a second one does not write over it."""
+    done = call(
+        tmp_path,
+        *TRAIN,
+        "-s",
+        "co2",
+        "--tau",
+        "4",
+        "--outer",
+        "momentum=0.2,clip=1",
+        "--nproc",
+        "2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^co2\(tau=4\) with momentum=0.2, clip=1 on 2 ranks: 61,248 parameters, 24 steps, 3,072"
+        r" tokens,",
+        done.stdout,
+    ), done.stdout
+    assert re.search(r"^outer steps 6, waited .* for averages, sent", done.stdout, re.MULTILINE)
+    rows = log.read(tmp_path / "out")
+    assert [row.step for row in rows] == [4, 8, 12, 16, 20, 24]
+    assert [row.step for row in rows if row.validation_loss] == [8, 16, 24]
+    assert [row.rounds for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(a.seconds < b.seconds for a, b in pairwise(rows))
+    record = json.loads((tmp_path / "out" / folder.RECORD).read_text())
+    assert record["settings"]["strategy"] == "co2(tau=4)"
+    assert len(record["facts"]["sha256"]) == 64
+    assert record["facts"]["python"] == sys.version.split()[0]
+    weights = torch.load(tmp_path / "out" / folder.MODEL)
+    assert sum(tensor.numel() for tensor in weights.values()) == record["facts"]["parameters"]
+    assert (tmp_path / "out" / folder.FIGURE).read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-000024"]
+
+    again = call(tmp_path, *TRAIN, "-s", "co2:tau=4", "--nproc", "2")
+    assert again.returncode == 2
+    assert "out holds a training run already: go on with --resume" in again.stderr
+    other = call(tmp_path, *TRAIN, "-s", "co2:tau=6", "--nproc", "2", "--resume")
+    assert (other.returncode, other.stderr.count("\n")) == (2, 1)
+    assert "is of another training: its strategy is 'co2(tau=4)', not 'co2(tau=6)'" in other.stderr
+
+
+@pytest.mark.dist
+def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(tmp_path: Path) -> None:
+    """The survivor says who died and where; what is resumed ends as if nothing had happened."""
+    arguments = (*TRAIN, "-s", "co2:tau=4", "--outer", "momentum=0.2", "--checkpoint-every", "6")
+    died = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from realrun.launch import run_local; run_local(sys.argv[1:], 2)",
+            *(sys.executable, str(ROOT / "tests" / "dying_rank.py")),
+            *arguments,
+        ],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "DIES": "1:15"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert re.search(
+        r"^\[rank 0\] error: rank 1 was killed by SIGKILL; stopped in '[a-z ]+ 1\d' of round",
+        died.stderr,
+        re.MULTILINE,
+    ), died.stderr
+    names = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert names >= {"step-000006", "step-000012"}
+
+    resumed = call(tmp_path, *arguments, "--nproc", "2", "--resume", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    whole = call(tmp_path, *arguments, "--nproc", "2", "--out", "whole", "--json")
+    one, other = json.loads(resumed.stdout), json.loads(whole.stdout)
+    assert one["step"] == 24
+    assert one["validation_loss"] == other["validation_loss"]
+    rows, others = log.read(tmp_path / "out"), log.read(tmp_path / "whole")
+    assert [(r.step, r.train_loss, r.validation_loss) for r in rows] == [
+        (r.step, r.train_loss, r.validation_loss) for r in others
+    ]
+    left = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert left == {"step-000018", "step-000024"}  # two are kept, and no draft
+
+
+@pytest.mark.dist
+def test_control_c_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """The ranks are asked to stop, and do so together; the launcher ends as a shell expects."""
+    arguments = ("train", *SMALL, "--steps", "100000", "-s", "co2:tau=4", "--checkpoint-every", "0")
+    running = subprocess.Popen(
+        [*REALRUN, *arguments, "--nproc", "2"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    limit = time.monotonic() + 60
+    path = tmp_path / "out" / folder.LOG
+    while time.monotonic() < limit and not (path.exists() and len(path.read_text()) > 200):
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    printed, said = running.communicate(timeout=60)
+    assert running.returncode == 130, said
+    stopped = re.search(r"stopped after step (\d+); go on with --resume", printed)
+    assert stopped, printed + said
+    kept = tmp_path / "out" / "checkpoints" / f"step-{int(stopped[1]):06d}"
+    assert (kept / ".metadata").exists()
+    further = str(int(stopped[1]) + 4)
+    done = call(tmp_path, *arguments, "--nproc", "2", "--resume", "--stop", further, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == int(further)
+
+
+@pytest.mark.dist
+def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
+    """Two ranks by torchrun's environment; ranks on one node share a batch."""
+    torchrun = (
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", "2", "-m", "realrun"),
+    )
+    done = call(tmp_path, *TRAIN, "-s", "zero2", launcher=torchrun, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert "zero2 on 2 ranks: 61,248 parameters, 24 steps" in done.stdout
+
+
+@pytest.mark.lab
+def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
+    """Two nodes at 100 Mbit/s, of one rank each."""
+    try:
+        check_machine()
+    except LabError as error:
+        pytest.skip(str(error))
+    done = call(
+        tmp_path,
+        *("lab", "run", "--nodes", "2", "--rate", "100 Mbit/s", "--", "realrun"),
+        *(*TRAIN, "-s", "co2:tau=4", "--evaluate", "after", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["step"] == 24
+    assert figures["validation_loss"] < 4.5
+    assert figures["bytes_sent"] == 6 * 4 * 61_248  # two ranks send everything once, in fp32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*TRAIN, "--task", "txt"), "task is 'txt'; did you mean 'text'?"),
+        ((*TRAIN, "-s", "dpd"), "unknown strategy 'dpd'; did you mean 'ddp'?"),
+        ((*TRAIN, "-s", "ddp", "--tau", "3"), "ddp has no option 'tau'"),
+        ((*TRAIN, "-s", "co2:tau=3", "--tau", "4"), "--tau 4, and --strategy co2:tau=3 gives"),
+        ((*TRAIN, "--outer", "momentum=0.5"), "ddp has no outer step: momentum does not apply"),
+        ((*TRAIN, "--lr", "fast"), "--lr is 'fast'; it must be a number"),
+        ((*TRAIN, "--nproc", "3"), "batch is 8; it must be a multiple of the 3 ranks"),
+        ((*TRAIN, "--nproc", "0"), "--nproc is 0; it must be at least 1"),
+        ((*TRAIN, "--backend", "mpi"), "--backend is 'mpi'"),
+        ((*TRAIN, "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
+        ((*TRAIN, "--nproc", "2", "-s", "zero3:prefetch=1"), "zero3: prefetch cannot be trained"),
+        ((*TRAIN, "--nproc", "2", "-s", "zeropp:hpz_group=1"), "hpz_group=1 cannot be trained"),
+        (TRAIN, "RANK is not set"),
+        (("train", "--task", "digits", "--describe"), "--describe needs --task text"),
+    ],
+)
+def test_bad_input_gives_one_line_and_starts_nothing(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    """What was wrong, on stderr; exit code 2, nothing written."""
+    done = call(tmp_path, *arguments)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_trained_can_be_predicted(tmp_path: Path) -> None:
+    """The file of --describe is a model of co2sim, of as many parameters."""
+    done = call(tmp_path, "train", "--size", "mini", "--describe")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "model.toml").write_text(done.stdout)
+    case = Case(cluster="dgx-h100", model=str(tmp_path / "model.toml"), strategy="co2")
+    predicted = study.run(case)
+    assert predicted.model == f"GPT of {GPTS['mini'].parameters} parameters"

@@ -1,0 +1,145 @@
+"""What ranks of the tests of training do."""
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from co2sim.errors import Co2simError
+from realrun.train import History, Settings, loop, train
+from realrun.train.folder import MODEL
+from realrun.train.task import Task
+from realrun.world import World
+
+SMALL: dict[str, Any] = {
+    "size": "tiny",
+    "context": 16,
+    "batch": 8,
+    "warmup": 4,
+    "lr": 1e-2,
+    "log_every": 4,
+    "checkpoint_every": 0,
+}
+
+
+def learn(world: World, strategies: list[str], outer: dict[str, str]) -> dict[str, Any]:
+    """Train by every strategy; the first and the last validation loss, and what was sent."""
+    found = {}
+    for strategy in strategies:
+        settings = Settings(
+            strategy=strategy,
+            outer=outer,
+            steps=32,
+            eval_every=8,
+            seed=1,
+            optimizer="adamw",
+            **SMALL,
+        )
+        history = train(settings, world)
+        seen = [row.validation_loss for row in history.rows if row.validation_loss]
+        found[strategy] = [seen[0], seen[-1], history.rows[-1].bytes_sent]
+    return found
+
+
+def resume(world: World, strategies: list[str], folder: str) -> dict[str, list[str]]:
+    """What differs between 24 steps at once, and 11 and the other 13 from a checkpoint."""
+    found = {}
+    for number, strategy in enumerate(strategies):
+        given = {"strategy": strategy, "steps": 24, "eval_every": 8, **SMALL}
+        at_once, parted = Path(folder) / f"{number}a", Path(folder) / f"{number}b"
+        whole = train(Settings(**given), world, at_once)
+        half = train(Settings(stop=11, **given), world, parted)
+        rest = train(Settings(**given), world, parted, resume=True)
+        wrong = []
+        if (len(half.rows), half.stopped, rest.stopped) != (3, True, False):
+            wrong.append(f"{len(half.rows)} rows, stopped {half.stopped}, {rest.stopped}")
+        if world.rank == 0:
+            wrong += _differences(whole, rest)
+            one, other = (torch.load(path / MODEL) for path in (at_once, parted))
+            wrong += [name for name in one if not torch.equal(one[name], other[name])]
+        found[strategy] = wrong
+    return found
+
+
+def _differences(whole: History, rest: History) -> list[str]:
+    """The rows of the stop are there, too: step 11."""
+    parted = [row for row in rest.rows if row.step != 11]
+    wrong = [] if len(parted) == len(whole.rows) else ["rows"]
+    for one, other in zip(whole.rows, parted, strict=False):
+        for name, value in asdict(one).items():
+            same = value == asdict(other)[name]
+            # The row after the stop averages fewer losses; times and waits are never equal.
+            averaged = name == "train_loss" and one.step == 12
+            if not same and not averaged and name not in {"seconds", "waited"}:
+                wrong.append(f"{name} of step {one.step}: {value} and {asdict(other)[name]}")
+    return wrong
+
+
+def deferred(world: World) -> list[list[float | None]]:
+    """Validation losses of a training that takes them at once, and of one that does it after."""
+    found = []
+    for evaluate in ("during", "after"):
+        given = {"strategy": "overlap_local_sgd:tau=4", "steps": 16, "eval_every": 4, **SMALL}
+        history = train(Settings(evaluate=evaluate, **given), world)
+        found.append([row.validation_loss for row in history.rows])
+    return found
+
+
+def stopped(world: World) -> list[int]:
+    """Steps after which ranks stop, when only the last of them is asked to."""
+    asked = []
+
+    def stop() -> bool:
+        asked.append(world.rank)
+        return world.rank == world.layout.world_size - 1 and len(asked) > 1
+
+    steps = []
+    for strategy in ("ddp", "co2:tau=12"):
+        asked.clear()
+        settings = Settings(**{**SMALL, "strategy": strategy, "steps": 600, "batch": 6})
+        history = train(settings, world, stop=stop)
+        assert history.stopped
+        steps.append(history.rows[-1].step)
+    return steps
+
+
+def refused(world: World) -> list[str]:
+    """What ranks say that cannot train."""
+    said = []
+    for given in (
+        {"batch": 7},
+        {"strategy": "zero3:prefetch=3"},
+        {"seed": world.rank},
+    ):
+        try:
+            train(Settings(**{**SMALL, "steps": 4, **given}), world)
+        except Co2simError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def not_a_number(world: World) -> str:
+    """Rank 1's loss becomes NaN in step 3; what every rank says."""
+    batch = Task.batch
+
+    def spoiled(self: Task, seed: int, step: int, *given: Any) -> Any:
+        if step == 3 and world.rank == 1:
+            with torch.no_grad():
+                next(iter(models)).norm.weight.fill_(math.nan)
+        return batch(self, seed, step, *given)
+
+    models: list[Any] = []
+    build = loop.build
+
+    def noticed(settings: Settings, model: Any, world: World) -> Any:
+        models.append(model)
+        return build(settings, model, world)
+
+    Task.batch, loop.build = spoiled, noticed  # type: ignore[assignment, method-assign]
+    try:
+        train(Settings(strategy="co2:tau=2", steps=8, **SMALL), world)
+    except Co2simError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
