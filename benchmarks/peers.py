@@ -165,9 +165,8 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
         hostname=host,
     )
     try:
-        with _silent():
-            yield manager
-            dist.barrier()
+        yield manager
+        dist.barrier()
     finally:
         manager.shutdown(wait=False)
         if lighthouse:
@@ -199,7 +198,11 @@ def torchft_local(model: nn.Module, optimizer: Optimizer, world: World) -> Itera
     """LocalSGD of torchft."""
     from torchft.local_sgd import LocalSGD as Theirs  # noqa: PLC0415
 
-    with _manager(model, world) as manager, Theirs(manager, model, optimizer, sync_every=TAU):
+    with (
+        _silent(),
+        _manager(model, world) as manager,
+        Theirs(manager, model, optimizer, sync_every=TAU),
+    ):
         yield Setup(model, optimizer)
 
 
@@ -210,6 +213,7 @@ def torchft_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iter
 
     outer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
     with (
+        _silent(),
         _manager(model, world) as manager,
         Theirs(manager, [model], optimizer, outer, sync_every=TAU, pin_memory=False),
     ):

@@ -249,7 +249,7 @@ def draw(
     """Loss over wall-clock for every rate: measured lines, predicted ones dashed."""
     names = list(dict.fromkeys(frame["entry"]))
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.2 * len(rates), 4.4), layout="constrained")
+        figure = Figure(figsize=(max(7.8, 5.2 * len(rates)), 4.4), layout="constrained")
         axes = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
         for axis, rate in zip(axes, rates, strict=True):
             for place, name in enumerate(names):

@@ -28,6 +28,10 @@ SMALL = 1e-4
 """MiB of a bucket: the problem's 80 elements make four."""
 
 
+DEADLINE = 3.0
+"""Seconds that workers wait for a lost one."""
+
+
 def made(case: dict[str, Any], world: World) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """Model, optimizer and algorithm of a case, from a seed that only rank 0 has right."""
     model = network(getattr(torch, case.get("model", "float32")), seed=world.rank)
@@ -303,15 +307,14 @@ def resume(world: World, folder: str) -> list[str]:
             ("SlowMo", {}),
             ("OverlapLocalSGD", {}),
         ):
-            for cut in (1, 6, 8, 11):
-                for way in ("save", "dcp"):
-                    case = {
-                        "algorithm": name,
-                        "inner": inner,
-                        "options": {"tau": 3, **options, "bucket_mib": SMALL},
-                    }
-                    text = f"{inner} {name} {options} cut after {cut}, {way}"
-                    wrong += _resumed(world, case, cut, Path(folder) / text.replace(" ", ""), way)
+            for cut, way in ((1, "save"), (6, "save"), (8, "dcp")):
+                case = {
+                    "algorithm": name,
+                    "inner": inner,
+                    "options": {"tau": 3, **options, "bucket_mib": SMALL},
+                }
+                path = Path(folder) / f"{inner} {name} {options} {cut}"
+                wrong += _resumed(world, case, cut, path, way)
     return wrong
 
 
@@ -321,7 +324,7 @@ def _resumed(world: World, case: dict[str, Any], cut: int, folder: Path, way: st
         train(model, optim, world.rank, range(cut))
         if way == "dcp":
             dcp.save({"algorithm": algorithm}, checkpoint_id=folder)
-        mine = folder.with_suffix(f".{world.rank}")
+        mine = Path(f"{folder}-{world.rank}")
         torch.save([model.state_dict(), optim.state_dict(), algorithm.state_dict()], mine)
         train(model, optim, world.rank, range(cut, 16))
         stats = algorithm.stats()
@@ -362,24 +365,29 @@ def wrong_state(world: World) -> dict[str, str]:
     }
 
 
-def die(world: World, how: str, dtype: str) -> dict[str, Any]:
+def lose(world: World, how: str, dtypes: list[str]) -> list[dict[str, Any]]:
     """Rank 1 is killed, or late, in round 2; what the others are told, and when."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    told = ""
-    began = time.monotonic()
-    try:
-        with CO2(model, optim, tau=2, deadline=1.5, dtype=dtype):  # type: ignore[arg-type]
-            for step in range(10):
-                began = time.monotonic()
-                if step == 4 and world.rank == 1:
-                    if how == "kill":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    time.sleep(4)
-                train(model, optim, world.rank, range(step, step + 1))
-    except Co2simError as error:
-        told = f"{type(error).__name__}: {error}"
-    return {"told": told, "seconds": time.monotonic() - began}
+    found = []
+    for dtype in dtypes:
+        model = network()
+        optim = optimizer(model, "sgd")
+        told = ""
+        began = time.monotonic()
+        try:
+            with CO2(model, optim, tau=2, deadline=DEADLINE, dtype=dtype):  # type: ignore[arg-type]
+                for step in range(10):
+                    began = time.monotonic()
+                    if step == 4 and world.rank == 1:
+                        if how == "kill":
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        time.sleep(2 * DEADLINE + 1)
+                    train(model, optim, world.rank, range(step, step + 1))
+        except Co2simError as error:
+            told = f"{type(error).__name__}: {error}"
+        found.append({"told": told, "seconds": time.monotonic() - began})
+        if how == "late":
+            dist.barrier()  # all go on, with new communicators
+    return found
 
 
 def inside_nodes(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -19,11 +19,12 @@ def on_ranks(
     backend: str = "gloo",
     module: str = "workers",
     dies: int | None = None,
+    limit: float = 120.0,
     **arguments: Any,
 ) -> list[Any]:
     """What `MODULE.FUNCTION(world, **arguments)` gives on every rank; it must be JSON.
 
-    The rank that `dies` gives None.
+    The rank that `dies` gives None. All have `limit` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         request = json.dumps(
@@ -46,7 +47,7 @@ def on_ranks(
             env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=limit,
             check=False,
         )
         assert dies is not None or done.returncode == 0, done.stdout + done.stderr

@@ -281,6 +281,38 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
 
 
 @pytest.mark.dist
+def test_ranks_may_be_asked_to_end_before_they_are_killed() -> None:
+    """The first control-C is passed on as SIGTERM, and what ranks still say is heard."""
+    script = (
+        "import sys; from realrun.launch import run_local;"
+        "sys.exit(run_local(['bash', '-c', sys.argv[1]], 2, ask_first=True))"
+    )
+    ready = "echo ready $RANK; while true; do sleep 0.05; done"
+    for trap, signals, code in (
+        ('trap "echo asked $RANK; exit 0" TERM;', 1, 130),
+        ('trap "echo asked $RANK" TERM;', 2, 130),
+    ):
+        running = subprocess.Popen(
+            [sys.executable, "-c", script, trap + ready],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert running.stdout is not None
+        lines = [running.stdout.readline() for _ in range(2)]
+        running.send_signal(signal.SIGINT)
+        lines += [running.stdout.readline() for _ in range(2)]
+        assert sorted(line.split("] ")[-1] for line in lines) == [
+            *("asked 0\n", "asked 1\n"),
+            *("ready 0\n", "ready 1\n"),
+        ]
+        for _ in range(signals - 1):
+            assert running.poll() is None  # they went on; the second is for good
+            running.send_signal(signal.SIGINT)
+        running.communicate(timeout=30)
+        assert running.returncode == code
+
+
 def test_unreadable_program_ends_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

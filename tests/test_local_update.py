@@ -281,7 +281,7 @@ def test_the_drift_check_names_ranks_whose_anchor_is_another(
 def test_blocks_end_in_good_order(three_ranks: dict[str, list[Any]]) -> None:
     """An exception waits for nobody; else averages are waited for, not applied; hooks go."""
     answers = three_ranks["leave"]
-    assert answers[0]["seconds"] < 1
+    assert answers[0]["seconds"] < 20  # of a deadline of 60
     for answer in answers:
         assert answer["under way"] == 1
         assert answer["not applied"]
@@ -320,15 +320,16 @@ def test_states_of_other_ranks_and_runs_are_refused(three_ranks: dict[str, list[
         assert answer["same"] == "no error"
 
 
-@pytest.mark.parametrize(("how", "dtype"), [("kill", "fp32"), ("late", "fp32"), ("late", "int8")])
-def test_a_lost_worker_raises_in_time(how: str, dtype: str) -> None:
+@pytest.mark.parametrize(("how", "dtypes"), [("kill", ["fp32"]), ("late", ["fp32", "int8"])])
+def test_a_lost_worker_raises_in_time(how: str, dtypes: list[str]) -> None:
     """The others are told what they were doing, soon after a death or the deadline."""
-    answers = on_ranks("die", 3, module=MODULE, dies=1, how=how, dtype=dtype)
-    for answer in (answers[0], answers[2]):
-        assert re.match(
-            "RankFailure: the average of round [12] failed: a rank died", answer["told"]
-        )
-        assert answer["seconds"] < 3.5
+    dies = 1 if how == "kill" else None
+    answers = on_ranks("lose", 3, module=MODULE, dies=dies, how=how, dtypes=dtypes)
+    for found in (answers[0], answers[2]):
+        for answer in found:
+            told = "RankFailure: the average of round [12] failed: a rank died, or came more than 3"
+            assert re.match(told, answer["told"])
+            assert answer["seconds"] < (2 if how == "kill" else 6.5)
 
 
 INSIDE = [

@@ -133,18 +133,19 @@ def test_mixed_precision_accumulation_and_fp16_gradients_work() -> None:
 
 
 def test_a_small_gpt_trains_to_the_same_loss() -> None:
-    """150 steps on source code: within 2 % of FSDP2 with qwZ, with qgZ and with all three.
+    """100 steps on source code: within 2 % of FSDP2 with qwZ, with qgZ and with all three.
 
     hpZ alone gives the bits of FSDP2, which another test shows.
     """
-    plain, *others = run("quality", steps=150, parts=["", "qwz", "qgz", "all"], block=64)[0]
-    assert plain < 2.0  # it has learnt: 4.85 at the start
+    parts = ["", "qwz", "qgz", "all"]
+    plain, *others = run("quality", limit=300.0, steps=100, parts=parts, block=64)[0]
+    assert plain < 2.6  # it has learnt: 4.85 at the start
     assert others == pytest.approx([plain] * 3, rel=0.02)
     assert plain not in others
 
 
 def test_what_it_cannot_do_is_refused_in_words() -> None:
-    """One line each; and nodes are those of torchrun unless said otherwise."""
+    """One line each. Nodes are torchrun's unless said otherwise; ranks draw different numbers."""
     expected = {
         "plain": "OptionError: Product has no FSDP2 modules; call fully_shard on its layers",
         "divide": "OptionError: ranks_per_node is 3; it must divide the 4 ranks",
@@ -161,7 +162,9 @@ def test_what_it_cannot_do_is_refused_in_words() -> None:
         "op": "OptionError: qgz cannot reduce gradients by RedOpType.MAX",
         "default": "4",
     }
-    for found in run("refusals"):
+    everywhere = run("refusals")
+    assert len({found.pop("seed") for found in everywhere}) == RANKS
+    for found in everywhere:
         assert found.keys() == expected.keys()
         for what, start in expected.items():
             assert found[what].startswith(start)

@@ -442,5 +442,8 @@ def refusals(world: World) -> dict[str, str]:
         "op": why(lambda: reduce(torch.empty(2), torch.empty(8), world_group, op)),
     }
     os.environ["LOCAL_WORLD_SIZE"] = local
-    found["default"] = str(apply_zeropp(model()).places.per_node)
+    zeropp = apply_zeropp(model(), rounding="stochastic", seed=5)
+    assert zeropp.generator is not None
+    found["default"] = str(zeropp.places.per_node)
+    found["seed"] = str(zeropp.generator.initial_seed())
     return found
