@@ -313,6 +313,7 @@ def test_ranks_may_be_asked_to_end_before_they_are_killed() -> None:
         assert running.returncode == code
 
 
+@pytest.mark.dist
 def test_unreadable_program_ends_in_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
