@@ -1,5 +1,6 @@
 """Golden files, and how many examples Hypothesis tries."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,9 @@ GOLDEN = Path(__file__).parent / "golden"
 settings.register_profile("fast", max_examples=40, deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", max_examples=1000, deadline=None, database=None)
 settings.load_profile("fast")
+
+# In the background of a shell control-C is ignored, and so it would be by all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
