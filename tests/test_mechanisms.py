@@ -53,7 +53,7 @@ def test_quantization_kernels_may_be_slower_than_others() -> None:
 
 
 def test_hops_in_turn_add_the_time_inside_the_node() -> None:
-    """A ring over nodes takes the sum of both links instead of the larger; inside one node equal."""
+    """A ring over nodes takes the sum of both links instead of the larger one."""
     work = Collective(Kind.ALL_GATHER, "x", 10**9, DType.FP16, WORLD)
     in_turn = replace(CLUSTER, hops="in_turn")
     pushed = 2e9 * 63 / 64
