@@ -89,10 +89,12 @@ def scalability(
         figure = Figure(figsize=(6.0, 4.0), layout="constrained")
         axis = figure.subplots()
         colours = dict(zip(curves, ("#0072B2", "#009E73", "#D55E00", "#CC79A7"), strict=False))
+        styles = dict(zip(curves, ("-", "-", "--", ":"), strict=False))
         for name, points in curves.items():
             axis.plot(
                 [gpus for gpus, _ in points],
                 [value for _, value in points],
+                styles[name],
                 color=colours[name],
                 label=f"{name}, predicted",
             )
@@ -124,7 +126,7 @@ def scatter(rows: Sequence[Row], kind: str) -> bytes:
     """Signed errors of the iteration times by published time, one colour for each micro-batch."""
     found = [row for row in rows if row.cell.source == "vtrain"]
     with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim"}):
-        figure = Figure(figsize=(6.0, 3.6), layout="constrained")
+        figure = Figure(figsize=(8.0, 4.0), layout="constrained")
         axis = figure.subplots()
         colours = {"1": "#0072B2", "2": "#009E73", "4": "#E69F00", "8": "#D55E00"}
         for micro, colour in colours.items():
@@ -141,7 +143,7 @@ def scatter(rows: Sequence[Row], kind: str) -> bytes:
                     marker,
                     color=colour,
                     markersize=4,
-                    label=f"micro-batch {micro}, hidden {hidden}",
+                    label=f"batch {micro}, hidden {hidden}",
                 )
         axis.axhline(0, color="black", lw=0.8)
         axis.set_xscale("log")
@@ -149,5 +151,5 @@ def scatter(rows: Sequence[Row], kind: str) -> bytes:
         axis.set_ylabel("error of the prediction, %")
         axis.set_title("Data-parallel GPT training on 2 to 8 A100", fontsize=10)
         _plain(axis)
-        axis.legend(frameon=False, fontsize=7, ncols=2)
+        figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
         return _render(figure, kind)
