@@ -57,8 +57,8 @@ def fit(group: Group, cells: Sequence[Cell], *, cross_validate: bool = True) -> 
     values, jacobian, residuals = _solve(group, chosen)
     freedom = len(chosen) - count
     scatter = math.sqrt(float(residuals @ residuals) / freedom) if freedom else None
-    unscaled = np.linalg.pinv(jacobian.T @ jacobian)
-    covariance = unscaled * (scatter or 0.0) ** 2
+    unscaled: Array = np.linalg.pinv(jacobian.T @ jacobian).astype(np.float64)
+    covariance: Array = unscaled * (scatter or 0.0) ** 2
     held = _cross_validate(group, chosen) if cross_validate and freedom >= FOLDS else None
     mape = float(np.mean(np.abs(np.expm1(residuals))))
     return Fit(group.name, values, covariance, unscaled, scatter, freedom, len(chosen), mape, held)
@@ -96,7 +96,9 @@ def _solve(
         starts.append(np.full(len(low), 0.5))
     best = min(
         (
-            least_squares(residuals, start, bounds=(0, 1), diff_step=1e-3, ftol=1e-5, xtol=1e-5)
+            least_squares(
+                residuals, start, bounds=(0, 1), diff_step=np.array([1e-3]), ftol=1e-5, xtol=1e-5
+            )
             for start in starts
         ),
         key=lambda found: float(found.cost),

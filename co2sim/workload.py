@@ -125,8 +125,10 @@ class Workload:
         shared: dict[tuple[float, ...], tuple[Compute, Compute]] = {}
         works = []
         for block in self.model.blocks:
-            key = (block.flops, block.attention_flops, block.parameters, block.activation_bytes)
-            key += (block.attention_bytes, block.calls)
+            key = (
+                *(block.flops, block.attention_flops, block.parameters),
+                *(block.activation_bytes, block.attention_bytes, block.calls),
+            )
             if key not in shared:
                 shared[key] = self._passes(block)
             works.append(BlockWork(block, *shared[key]))
