@@ -9,6 +9,19 @@ from typing import Literal
 
 from co2sim.workload import Block, Model
 
+LAYER_CALLS = 26
+"""Operations of one layer's forward pass in an eager framework with the fusions of Megatron-LM:
+
+2 norms, 4 matrix products with weights, 2 of attention, scaled masked softmax, 3 times bias,
+dropout and residual, GELU, and 13 views, splits, transpositions and copies between them.
+"""
+
+HEAD_CALLS = 10
+"""Norm, matrix product, and the cross entropy in eight."""
+
+START_CALLS = 20
+"""Batch, masks, positions, two look-ups, their sum and dropout, scaling and averaging the loss."""
+
 Attention = Literal["softmax", "linear"]
 Norm = Literal["layernorm", "rmsnorm", "none"]
 
@@ -74,6 +87,8 @@ class Transformer:
             attention_flops=scores,
             attention_bytes=5.0 * self.heads * s * s if softmax else 0.0,
             boundary_bytes=2.0 * s * h,
+            width=h,
+            calls=LAYER_CALLS,
         )
 
 
@@ -102,7 +117,14 @@ def language_model(
     return Model(
         name=name,
         blocks=(
-            Block("embedding", tuple(size for size in lookups if size), 0.0, float(s * h)),
+            Block(
+                "embedding",
+                tuple(size for size in lookups if size),
+                0.0,
+                float(s * h),
+                width=h,
+                calls=START_CALLS,
+            ),
             *body.blocks(s),
             Block(
                 "head",
@@ -110,6 +132,9 @@ def language_model(
                 flops=2.0 * s * h * (vocab + (h if head_transform else 0)),
                 activation_bytes=float(s * (4 * h + 4 * vocab)),  # input, norm, and logits in fp32
                 boundary_bytes=2.0 * s * h,
+                width=h,
+                calls=HEAD_CALLS,
+                vocabulary=True,
             ),
         ),
         tokens=tokens,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Literal
 
 from co2sim.errors import OptionError
@@ -15,12 +16,50 @@ Backend = Literal["nccl", "gloo"]
 Communicators = Literal["group", "stream"]
 """Who has a communicator: every group, as in training frameworks, or every stream and group."""
 
+Hops = Literal["pipelined", "in_turn"]
+"""pipelined: a ring moves data inside nodes and between them at once. in_turn: one after the
+other, as where a large buffer is collected inside the node before it leaves it."""
+
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 """auto: what the backend picks; see `cost`."""
 
 
+_MOST_VARIATION = 0.2
+"""Above that the slowest of a million links would stand still."""
+
 _MOST = 1_000_000
 """Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """How fast the kernels of a training step run, as fitted to published runs.
+
+    Matrix products of inner dimension w attain gemm_efficiency x w / (w + gemm_width) of peak,
+    those over a vocabulary `vocabulary_efficiency`. `call_overhead` is what the host needs to issue
+    an operation, `kernel_gap` what the GPU loses between two. Kernels of block quantization attain
+    `quantization_efficiency` of what others attain of the memory bandwidth.
+    """
+
+    gemm_efficiency: float
+    gemm_width: float = 0.0
+    vocabulary_efficiency: float | None = None
+    call_overhead: Seconds = 0.0
+    kernel_gap: Seconds = 0.0
+    quantization_efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU can be."""
+        _fraction("kernels", gemm_efficiency=self.gemm_efficiency)
+        _fraction("kernels", quantization_efficiency=self.quantization_efficiency)
+        if self.vocabulary_efficiency is not None:
+            _fraction("kernels", vocabulary_efficiency=self.vocabulary_efficiency)
+        _not_negative(
+            "kernels",
+            gemm_width=self.gemm_width,
+            call_overhead=self.call_overhead,
+            kernel_gap=self.kernel_gap,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +68,7 @@ class GPU:
 
     `peak` is the dense speed by precision. `efficiency` lists (FLOP of an op, attained fraction of
     peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
+    Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`.
     """
 
     name: str
@@ -38,6 +78,7 @@ class GPU:
     efficiency: tuple[tuple[Flops, float], ...]
     memory_efficiency: float = 1.0
     launch_overhead: Seconds = 0.0
+    kernels: KernelTimes | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
@@ -55,22 +96,44 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link, one direction: `efficiency` is the fraction of `bandwidth` that payload attains."""
+    """A link, one direction: `efficiency` is the fraction of `bandwidth` that payload attains.
+
+    `exchange_efficiency` is the fraction of that left to an all-to-all with its many small
+    messages. `variation` is the coefficient of variation of the throughput among equal links: a
+    collective goes at the pace of the slowest of them.
+    """
 
     bandwidth: BytesPerSecond
     latency: Seconds = 0.0
     efficiency: float = 1.0
+    exchange_efficiency: float = 1.0
+    variation: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
         _at_least_one("link", bandwidth=self.bandwidth)
         _not_negative("link", latency=self.latency)
         _fraction("link", efficiency=self.efficiency)
+        _fraction("link", exchange_efficiency=self.exchange_efficiency)
+        if not 0 <= self.variation <= _MOST_VARIATION:
+            raise OptionError(
+                f"link: variation is {self.variation}; it must be 0 to {_MOST_VARIATION}"
+            )
 
     @property
     def payload_bandwidth(self) -> BytesPerSecond:
         """Payload bytes per second."""
         return self.bandwidth * self.efficiency
+
+    def slowest(self, count: int) -> "Link":
+        """The slowest of `count` equal links of normally distributed throughput, as expected.
+
+        Source: Blom 1958 for the expected smallest of n normal values.
+        """
+        if not self.variation or count < 2:  # noqa: PLR2004 - of one link there is no slowest
+            return self
+        below = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+        return replace(self, efficiency=self.efficiency * (1 - self.variation * below))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +154,7 @@ class Cluster:
     backend: Backend = "nccl"
     communicators: Communicators = "group"
     all_reduce: AllReduce = "auto"
+    hops: Hops = "pipelined"
     interference: float = 0.0
     sites: int = 1
     wan: Link | None = None
@@ -140,6 +204,11 @@ class Cluster:
                 f"{gpus} GPUs are {nodes} nodes, which do not divide into {sites} equal sites"
             )
         return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)
+
+    @property
+    def nics(self) -> Link:
+        """What a collective over all nodes gets of `inter`: that of the slowest node."""
+        return self.inter.slowest(self.nodes)
 
 
 def _at_least_one(what: str, **values: float) -> None:

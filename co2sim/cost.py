@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from co2sim.cluster import GPU, AllReduce, Cluster
+from co2sim.cluster import GPU, AllReduce, Cluster, KernelTimes
 from co2sim.errors import OptionError, nearest
-from co2sim.schedule import Collective, Compute, Group, Kind, Schedule
-from co2sim.units import Bytes, FlopsPerSecond, Seconds
+from co2sim.schedule import Collective, Compute, Group, Kernels, Kind, Schedule
+from co2sim.units import Bytes, Flops, FlopsPerSecond, Seconds
 
 
 def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
@@ -33,12 +33,36 @@ def efficiency(gpu: GPU, flops: float) -> float:
     return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in gpu.efficiency]))
 
 
+def kernel_time(
+    flops: Flops, kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str
+) -> Seconds:
+    """A pass over a block: the slower of the GPU and of the host that issues its operations.
+
+    The GPU needs the time of the matrix products, that of the elementwise kernels, which move
+    memory and hardly compute, and a gap after each.
+    """
+    attained = times.gemm_efficiency * kernels.width / (kernels.width + times.gemm_width)
+    if kernels.vocabulary and times.vocabulary_efficiency is not None:
+        attained = times.vocabulary_efficiency
+    products = flops / (peak_flops(gpu, precision) * attained)
+    elementwise = kernels.elementwise_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
+    device = products + elementwise + kernels.calls * times.kernel_gap
+    return max(device, kernels.calls * times.call_overhead)
+
+
 def compute_time(work: Compute, gpu: GPU, precision: str) -> Seconds:
-    """Roofline: the slower of arithmetic and memory traffic, plus the launch overhead."""
+    """Roofline: the slower of arithmetic and memory traffic, plus the launch overhead.
+
+    Where both say what kernels a pass consists of, `kernel_time` instead.
+    """
+    if work.kernels and gpu.kernels:
+        return kernel_time(work.flops, work.kernels, gpu, gpu.kernels, precision)
     arithmetic = 0.0
     if work.flops:
         arithmetic = work.flops / (peak_flops(gpu, precision) * efficiency(gpu, work.flops))
     memory = work.memory_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
+    if gpu.kernels and work.kernel.startswith(("quantize", "dequantize")):
+        memory /= gpu.kernels.quantization_efficiency
     return max(arithmetic, memory) + gpu.launch_overhead
 
 
@@ -48,7 +72,8 @@ class Footprint:
 
     `intra` is bytes through each member's link inside the node, `inter` through the NICs of each
     node, `wan` through the uplink of each site; `sent` is what each member puts on any of them.
-    `members_per_node` and `members_per_site` count the group's ranks there.
+    `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
+    the fraction of the payload bandwidth of the NICs that these messages attain.
     """
 
     latency: Seconds
@@ -58,6 +83,7 @@ class Footprint:
     sent: Bytes
     members_per_node: int
     members_per_site: int
+    inter_efficiency: float = 1.0
 
     def groups(self, cluster: Cluster) -> tuple[int, int]:
         """How many groups of the kind share the NICs of a node, and the uplink of a site."""
@@ -72,7 +98,8 @@ class Footprint:
     def alone(self, cluster: Cluster) -> Seconds:
         """Time when nothing but the groups of the same kind is in flight."""
         wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
-        speeds = (cluster.intra.payload_bandwidth, cluster.inter.payload_bandwidth, wan)
+        nics = cluster.nics.payload_bandwidth * self.inter_efficiency
+        speeds = (cluster.intra.payload_bandwidth, nics, wan)
         pairs = zip(self.loads(cluster), speeds, strict=True)
         return self.latency + max(size / speed for size, speed in pairs)
 
@@ -144,9 +171,13 @@ def _divides(one: int, other: int) -> bool:
 def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster) -> Footprint:
     """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once."""
     hops = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, cluster)
+    intra = pushed if at.per_node > 1 else 0.0
+    before = 0.0
+    if cluster.hops == "in_turn" and at.nodes > 1:
+        before, intra = intra / cluster.intra.payload_bandwidth, 0.0
     return Footprint(
-        latency=passes * hops,
-        intra=pushed if at.per_node > 1 else 0.0,
+        latency=passes * hops + before,
+        intra=intra,
         inter=pushed if at.nodes > 1 else 0.0,
         wan=pushed if at.sites > 1 else 0.0,
         sent=pushed,
@@ -166,6 +197,7 @@ def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
         sent=size * (m - 1) / m,
         members_per_node=k,
         members_per_site=q,
+        inter_efficiency=cluster.inter.exchange_efficiency,
     )
 
 

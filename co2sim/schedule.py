@@ -110,12 +110,31 @@ def block(ranks: int) -> Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a pass launches: matrix products of inner dimension `width`, and the rest.
+
+    `calls` are operations that the framework issues, `elementwise_bytes` the memory traffic of
+    those that are no matrix products, and `vocabulary` says that the products' output has the
+    width of a vocabulary.
+    """
+
+    width: int
+    calls: float
+    elementwise_bytes: Bytes
+    vocabulary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
-    """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic."""
+    """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic.
+
+    `kernels` says what it consists of, for GPUs whose kernels are known (`co2sim.cost`).
+    """
 
     kernel: str
     flops: Flops
     memory_bytes: Bytes = 0.0
+    kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
         """Refuse negative or infinite work."""

@@ -145,7 +145,7 @@ class _Run:
         found: dict[Hashable, float] = {}
         for index in range(len(self.classes)):
             found["gpu", index] = cluster.intra.payload_bandwidth
-            found["nic", self.folding.node(index)] = cluster.inter.payload_bandwidth
+            found["nic", self.folding.node(index)] = cluster.nics.payload_bandwidth
         if cluster.wan:
             speed = cluster.wan.payload_bandwidth
             found.update({("wan", site): speed for site in range(cluster.sites)})
@@ -160,6 +160,7 @@ class _Run:
         loads: dict[Hashable, float] = {}
         copies: dict[Hashable, int] = {}
         intra, nic, wan = cost.loads(cluster)
+        nic /= cost.inter_efficiency  # the time of the link that the messages take
         on_node, on_site = cost.groups(cluster)
         for index in communicator.members:
             loads["gpu", index] = intra
@@ -168,7 +169,7 @@ class _Run:
                 loads["nic", node], copies["nic", node] = nic, on_node
                 loads["wan", 0], copies["wan", 0] = wan, on_site
             else:
-                loads["nic", node] = cost.inter
+                loads["nic", node] = cost.inter / cost.inter_efficiency
                 loads["wan", node // cluster.nodes_per_site] = cost.wan
         loads = {link: size for link, size in loads.items() if size}
         capacity = self.network.capacity

@@ -6,11 +6,11 @@ for softmax attention, without a discount for causal masks. Norms, biases and ac
 out. A backward pass is twice a forward pass; `recompute` adds to the hardware FLOP only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from co2sim.errors import OptionError
-from co2sim.schedule import Compute, DType
+from co2sim.schedule import Compute, DType, Kernels
 from co2sim.units import Bytes, Flops
 
 Recompute = Literal["none", "selective", "full"]
@@ -34,6 +34,8 @@ class Block:
     forward pass over one sample, `attention_flops` the part of them that "selective" recomputation
     repeats. `activation_bytes` and `attention_bytes` are what a backward pass needs of one sample
     in a 2-byte type, without and with attention scores; `boundary_bytes` is the block's input.
+    `width` is the inner dimension of its matrix products, `calls` how many operations a framework
+    issues for a forward pass (0: not known), `vocabulary` marks the output over a vocabulary.
     """
 
     name: str
@@ -43,6 +45,9 @@ class Block:
     attention_flops: Flops = 0.0
     attention_bytes: Bytes = 0.0
     boundary_bytes: Bytes = 0.0
+    width: int = 0
+    calls: int = 0
+    vocabulary: bool = False
 
     @property
     def parameters(self) -> int:
@@ -120,7 +125,10 @@ class Workload:
         shared: dict[tuple[float, ...], tuple[Compute, Compute]] = {}
         works = []
         for block in self.model.blocks:
-            key = (block.flops, block.attention_flops, block.parameters, block.activation_bytes)
+            key = (
+                *(block.flops, block.attention_flops, block.parameters),
+                *(block.activation_bytes, block.attention_bytes, block.calls),
+            )
             if key not in shared:
                 shared[key] = self._passes(block)
             works.append(BlockWork(block, *shared[key]))
@@ -137,9 +145,45 @@ class Workload:
             block.parameters * self.precision.bytes if flops else 0.0
         )  # a look-up reads only rows
         traffic = weights + 2 * block.activation_bytes * self.precision.bytes / 2 * self.micro_batch
+        again = 1 if self.recompute == "full" else 0
         return (
-            Compute("forward", flops, traffic),
-            Compute("backward", 2 * flops + repeated[self.recompute], 2 * traffic),
+            Compute("forward", flops, traffic, self._kernels(block, 1, 1)),
+            Compute(
+                "backward",
+                2 * flops + repeated[self.recompute],
+                2 * traffic,
+                self._kernels(block, 2 + again, 1 + again),
+            ),
+        )
+
+    def _kernels(self, block: Block, passes: int, turns: int) -> Kernels | None:
+        """What `passes` times the work of a forward pass launches, in `turns` through the block.
+
+        Elementwise kernels write every activation that is kept, attention scores included, and
+        read it again. Autograd runs one node for every operation of the forward pass, so a
+        backward pass issues as many as a forward pass, each twice as much work.
+        """
+        if not block.calls:
+            return None
+        kept = (block.activation_bytes + block.attention_bytes) * self.precision.bytes / 2
+        return Kernels(
+            block.width,
+            turns * block.calls,
+            2.0 * passes * kept * self.micro_batch,
+            block.vocabulary,
+        )
+
+    def recomputed(self, work: BlockWork) -> tuple[Compute, Compute]:
+        """A backward pass with full recomputation in two: the forward pass again, then the rest."""
+        forward, whole = work.forward, work.backward
+        return (
+            replace(forward, kernel="recompute"),
+            Compute(
+                "backward",
+                whole.flops - forward.flops,
+                whole.memory_bytes,
+                self._kernels(work.block, 2, 1),
+            ),
         )
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from co2sim.architecture import Attention, Norm, Transformer, language_model, vision_transformer
-from co2sim.cluster import GPU, AllReduce, Backend, Cluster, Communicators, Link
+from co2sim.cluster import GPU, AllReduce, Backend, Cluster, Communicators, Hops, KernelTimes, Link
 from co2sim.errors import UnitError
 from co2sim.units import Unit, parse
 from co2sim.workload import Block, Model
@@ -58,6 +58,21 @@ def _points(value: Any) -> Any:
     return value if isinstance(value, list) else [{"flops": f, "value": value} for f in ends]
 
 
+class KernelsSpec(_Spec):
+    """`kernels` of a GPU: constants that were fitted to published runs."""
+
+    gemm_efficiency: Fraction
+    gemm_width: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
+    vocabulary_efficiency: Fraction | None = None
+    call_overhead: Time = 0.0
+    kernel_gap: Time = 0.0
+    quantization_efficiency: Fraction = 1.0
+
+    def build(self) -> KernelTimes:
+        """The constants in SI units."""
+        return KernelTimes(**self.model_dump())
+
+
 class GPUSpec(_Spec):
     """`gpus/*.toml`."""
 
@@ -68,6 +83,7 @@ class GPUSpec(_Spec):
     efficiency: Annotated[list[Point], BeforeValidator(_points), Field(min_length=1)]
     memory_efficiency: Fraction
     launch_overhead: Time
+    kernels: KernelsSpec | None = None
 
     def build(self) -> GPU:
         """The GPU in SI units."""
@@ -80,6 +96,7 @@ class GPUSpec(_Spec):
             tuple(points),
             self.memory_efficiency,
             self.launch_overhead,
+            self.kernels.build() if self.kernels else None,
         )
 
 
@@ -89,10 +106,18 @@ class LinkSpec(_Spec):
     bandwidth: Bandwidth
     latency: Time
     efficiency: Fraction = 1.0
+    exchange_efficiency: Fraction = 1.0
+    variation: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
 
     def build(self) -> Link:
         """The link in SI units."""
-        return Link(self.bandwidth, self.latency, self.efficiency)
+        return Link(
+            self.bandwidth,
+            self.latency,
+            self.efficiency,
+            self.exchange_efficiency,
+            self.variation,
+        )
 
 
 class ClusterSpec(_Spec):
@@ -107,6 +132,7 @@ class ClusterSpec(_Spec):
     backend: Backend = "nccl"
     communicators: Communicators = "group"
     all_reduce: AllReduce = "auto"
+    hops: Hops = "pipelined"
     interference: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
     sites: Count = 1
     wan: LinkSpec | None = None
@@ -130,6 +156,7 @@ class ClusterSpec(_Spec):
             backend=self.backend,
             communicators=self.communicators,
             all_reduce=self.all_reduce,
+            hops=self.hops,
             interference=self.interference,
             sites=self.sites,
             wan=self.wan.build() if self.wan else None,

@@ -3,13 +3,17 @@
 `zero3` and `zeropp` differ only in the works that fetch and reduce a block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from co2sim.schedule import After, Collective, Compute, Op
-from co2sim.strategies.step import COMPUTE, Step, micro_prefix
+from co2sim.strategies.step import COMPUTE, Step, buckets, micro_prefix
 from co2sim.units import Bytes
-from co2sim.workload import Block, Workload
+from co2sim.workload import Block, BlockWork, Workload
+
+KEPT = 10**12
+"""A `max_reuse` that no block exceeds: its parameters stay from recomputation to gradients."""
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -17,29 +21,48 @@ REDUCE = "reduce"
 Works: TypeAlias = Sequence[tuple[str, Compute | Collective]]
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How far fetches run ahead, how long a block stays, and how much is reduced at once.
+
+    All in elements: DeepSpeed's `stage3_prefetch_bucket_size`, `stage3_max_live_parameters`,
+    `stage3_max_reuse_distance` and `reduce_bucket_size`.
+    """
+
+    prefetch: int
+    max_live: int
+    max_reuse: int
+    reduce_bucket: int
+
+
 def sharded_step(
     job: Workload,
     shards: int,
-    budget: tuple[int, int],
+    budget: Budget,
     fetch: Callable[[str, Block], Works],
-    reduce: Callable[[Block], Works],
+    reduce: Callable[[str, int], Works],
     refresh: Compute | None = None,
 ) -> Step:
-    """One optimizer step; `budget` is (prefetch, max_live) in elements.
+    """One optimizer step.
 
-    `fetch(direction, block)` and `reduce(block)` give named works that run one after the other.
+    With full recomputation a backward pass uses the parameters of a block twice. They are kept
+    from the first use to the second if these lie at most `max_reuse` elements apart, which is twice
+    the block; else they are fetched twice, and `direction` is "recompute" the first time.
+    `fetch(direction, block)` and `reduce(name, elements)` give named works that run one after the
+    other. A gradient is reduced as soon as `reduce_bucket` elements of the block are there, while
+    the rest of its backward pass goes on.
     A reduction is issued behind the fetch that becomes possible with it, since compute waits for
     the fetch (FSDP's BACKWARD_PRE order). `refresh` runs once, behind the first fetches of all
     blocks: it renews a secondary shard.
     """
     works = job.works()
     uses = [
-        (f"{micro_prefix(micro, job)}", direction, work.block, getattr(work, direction))
+        (f"{micro_prefix(micro, job)}", direction, block, compute)
         for micro in range(job.accumulation)
-        for direction, turn in (("forward", works), ("backward", works[::-1]))
-        for work in turn
+        for direction, block, compute in _uses(job, works, budget.max_reuse)
     ]
-    waits = prefetch_waits([block.parameters for _, _, block, _ in uses], *budget)
+    sizes = [block.parameters for _, _, block, _ in uses]
+    waits = prefetch_waits(sizes, budget.prefetch, budget.max_live)
     ops: list[Op] = []
     runs: list[str] = []
     reduced: tuple[After, ...] = ()
@@ -63,18 +86,67 @@ def sharded_step(
         if pending:
             reduced = line_up(REDUCE, *pending)
             pending = None
-        runs.append(f"{prefix}{direction}.{block.name}")
-        ops.append(Op(runs[-1], compute, COMPUTE, here))
+        name = f"{prefix}{direction}.{block.name}"
+        parts = _parts(block, budget.reduce_bucket) if direction == "backward" else [0]
+        for number, elements in enumerate(parts, start=1):
+            end = f".{number}" if len(parts) > 1 else ""
+            if pending:
+                reduced = line_up(REDUCE, *pending)
+            share = elements / block.parameters if len(parts) > 1 else 1.0
+            ops.append(Op(name + end, _share(compute, share), COMPUTE, here))
+            here = ()
+            pending = None
+            if elements:
+                named = reduce(f"{block.name}.gradient", elements)
+                pending = (name + end, named, f"{prefix}*.{block.name}{end}")
+        runs.append(ops[-1].name)
         if refresh and len(runs) == len(works):
             ops.append(Op("refresh", refresh, GATHER))
-        if direction == "backward" and block.parameters:
-            pending = (runs[-1], reduce(block), f"{prefix}*.{block.name}")
     if pending:
         reduced = line_up(REDUCE, *pending)
     share = -(-job.parameters // shards)
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, reduced))
     first_fetch = next(op.name for op in ops if op.stream == GATHER)
     return Step(ops, (first_fetch, runs[0]), ("optimizer",))
+
+
+def _parts(block: Block, bucket: int) -> list[int]:
+    """Elements of a block's gradient that are reduced together, in backward order."""
+    if block.parameters <= bucket:
+        return [block.parameters]
+    return [part.elements for part in buckets([block], bucket)]
+
+
+def _share(work: Compute, share: float) -> Compute:
+    """A part of a pass."""
+    if share == 1:
+        return work
+    kernels = work.kernels
+    if kernels:
+        kernels = replace(
+            kernels,
+            calls=kernels.calls * share,
+            elementwise_bytes=kernels.elementwise_bytes * share,
+        )
+    return replace(
+        work, flops=work.flops * share, memory_bytes=work.memory_bytes * share, kernels=kernels
+    )
+
+
+def _uses(
+    job: Workload, works: Sequence[BlockWork], max_reuse: int
+) -> Iterator[tuple[str, Block, Compute]]:
+    """Direction, block and work of every use of parameters in a micro-step."""
+    for work in works:
+        yield "forward", work.block, work.forward
+    for work in works[::-1]:
+        block = work.block
+        if job.recompute == "full" and block.flops and 2 * block.parameters > max_reuse:
+            again, rest = job.recomputed(work)
+            yield "recompute", block, again
+            yield "backward", block, rest
+        else:
+            yield "backward", block, work.backward
 
 
 def prefetch_waits(sizes: Sequence[int], prefetch: int, max_live: int) -> list[int]:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from co2sim.memory import model_states
 from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
-from co2sim.strategies.sharded import Works, sharded_step, transient
+from co2sim.strategies.sharded import KEPT, Budget, Works, sharded_step, transient
 from co2sim.strategies.step import Step, at_least_one, chain, group_size, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
@@ -18,19 +18,24 @@ class Zero3:
     Gathers run ahead of the compute while the blocks ahead hold at most `prefetch` elements, and
     all blocks present at most `max_live`. A block larger than the budget is not prefetched, so its
     gather is exposed. DeepSpeed itself fetches module by module, and so hides part of a large
-    layer: set `prefetch` to the size of a layer to see the other extreme. Defaults: DeepSpeed's
-    `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Source: Rajbhandari et al. 2020,
-    arXiv 1910.02054.
+    layer: set `prefetch` to the size of a layer to see the other extreme. With full recomputation
+    a block larger than half of `max_reuse` is fetched a third time, for the recomputation (1e9 is
+    DeepSpeed's `stage3_max_reuse_distance`; here blocks are kept unless told otherwise). A block's
+    gradient is reduced in parts of `reduce_bucket` elements, each as soon as it is there. Defaults:
+    DeepSpeed's `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Source: Rajbhandari
+    et al. 2020, arXiv 1910.02054.
     """
 
     name: ClassVar[str] = "zero3"
 
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
+    max_reuse: int = KEPT
+    reduce_bucket: int = KEPT
 
     def __post_init__(self) -> None:
         """Refuse a budget that holds nothing."""
-        at_least_one(self, "max_live")
+        at_least_one(self, "max_live", "max_reuse", "reduce_bucket")
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
@@ -39,18 +44,12 @@ class Zero3:
             work = Collective(Kind.ALL_GATHER, block.name, block.parameters, job.precision, group)
             return [("gather", work)]
 
-        def reduce(block: Block) -> Works:
-            buffer = f"{block.name}.gradient"
-            return [
-                (
-                    "reduce",
-                    Collective(Kind.REDUCE_SCATTER, buffer, block.parameters, job.precision, group),
-                )
-            ]
+        def reduce(name: str, elements: int) -> Works:
+            work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, group)
+            return [("reduce", work)]
 
-        return sharded_step(
-            job, group_size(group, layout), (self.prefetch, self.max_live), fetch, reduce
-        )
+        budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
+        return sharded_step(job, group_size(group, layout), budget, fetch, reduce)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """One optimizer step over all ranks."""

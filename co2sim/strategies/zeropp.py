@@ -19,7 +19,7 @@ from co2sim.schedule import (
 )
 from co2sim.schedule import block as block_group
 from co2sim.strategies.quantized import recode, sum_received
-from co2sim.strategies.sharded import Works, sharded_step, transient
+from co2sim.strategies.sharded import KEPT, Budget, Works, sharded_step, transient
 from co2sim.strategies.step import Step, at_least_one, chain, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
@@ -34,8 +34,9 @@ class ZeroPP:
     Three switches. qwz: forward gathers in int8, one fp32 scale for every `scale_block` elements.
     hpz: backward gathers inside groups of `hpz_group` ranks (0: one node) from a secondary
     half-precision shard, refreshed once per optimizer step. qgz: int4 gradients by all-to-all
-    inside the node, sum, and all-to-all among peers. `prefetch` and `max_live` are those of
-    `zero3`. Source: Wang et al. 2023, arXiv 2306.10209.
+    inside the node, sum, and all-to-all among peers.
+    `prefetch`, `max_live`, `max_reuse` and `reduce_bucket` are those of `zero3`; the gather for a
+    recomputation is that of a forward pass. Source: Wang et al. 2023, arXiv 2306.10209.
     """
 
     name: ClassVar[str] = "zeropp"
@@ -47,10 +48,12 @@ class ZeroPP:
     scale_block: int = _SCALE_BLOCK
     prefetch: int = 50_000_000
     max_live: int = 1_000_000_000
+    max_reuse: int = KEPT
+    reduce_bucket: int = KEPT
 
     def __post_init__(self) -> None:
         """Refuse options that hold nothing, or that belong to a switch that is off."""
-        at_least_one(self, "scale_block", "max_live")
+        at_least_one(self, "scale_block", "max_live", "max_reuse", "reduce_bucket")
         if self.hpz_group and not self.hpz:
             raise OptionError(f"hpz_group={self.hpz_group} does not apply to hpz=false")
         if self.scale_block != _SCALE_BLOCK and not (self.qwz or self.qgz):
@@ -93,20 +96,13 @@ class ZeroPP:
                 ),
             ]
 
-        def reduce(block: Block) -> Works:
-            name = f"{block.name}.gradient"
+        def reduce(name: str, elements: int) -> Works:
             if not self.qgz:
-                return [
-                    (
-                        "reduce",
-                        Collective(
-                            Kind.REDUCE_SCATTER, name, block.parameters, job.precision, WORLD
-                        ),
-                    )
-                ]
-            return self._quantized_reduce(name, block.parameters, job, layout)
+                work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, WORLD)
+                return [("reduce", work)]
+            return self._quantized_reduce(name, elements, job, layout)
 
-        budget = (self.prefetch, self.max_live)
+        budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
         refresh = None
         if self.hpz:
             share = -(-job.parameters // len(secondary.members(0, layout)))

@@ -1,0 +1,110 @@
+"""What every mechanism is worth: the errors without it, as it stands and after a new fit."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from analysis.published import Cell, Setup, Term, predict
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """A mechanism by name, the group of cells it matters to, and how to run a cell without it."""
+
+    name: str
+    group: str
+    without: Callable[[Cell], Cell]
+
+
+def _changed(cell: Cell, change: Callable[[Setup], Setup]) -> Cell:
+    """The cell with all its configurations changed."""
+
+    def of(term: Term) -> Term:
+        return replace(term, setup=change(term.setup))
+
+    return replace(
+        cell, terms=tuple(of(term) for term in cell.terms), over=tuple(of(t) for t in cell.over)
+    )
+
+
+def _strategy(old: str, new: str) -> Callable[[Cell], Cell]:
+    return lambda cell: _changed(
+        cell, lambda setup: replace(setup, strategy=setup.strategy.replace(old, new))
+    )
+
+
+def _override(path: str, text: str) -> Callable[[Cell], Cell]:
+    return lambda cell: _changed(
+        cell, lambda setup: replace(setup, overrides=(*setup.overrides, (path, text)))
+    )
+
+
+MECHANISMS = (
+    Mechanism(
+        "parameters fetched again for recomputation",
+        "v100-zeropp",
+        _strategy("max_reuse=1000000000", "max_reuse=1000000000000"),
+    ),
+    Mechanism(
+        "gradients reduced matrix by matrix",
+        "v100-zeropp",
+        _strategy("reduce_bucket=10000000", "reduce_bucket=1000000000000"),
+    ),
+    Mechanism(
+        "gathers and reductions in queues of their own",
+        "v100-zeropp",
+        _override("communicators", "group"),
+    ),
+    Mechanism(
+        "slow kernels of quantization",
+        "v100-zeropp",
+        _override("gpu.kernels.quantization_efficiency", "1"),
+    ),
+    Mechanism("intra-node hop in turn", "v100-zeropp", _override("hops", "pipelined")),
+    Mechanism(
+        "efficiency of matrix products by width",
+        "v100-zeropp",
+        _override("gpu.kernels.gemm_width", "0"),
+    ),
+    Mechanism(
+        "all-to-all slower than a ring",
+        "v100-zeropp",
+        _override("inter.exchange_efficiency", "1"),
+    ),
+    Mechanism(
+        "host that issues operations",
+        "a100-data-parallel",
+        _override("gpu.kernels.call_overhead", "0 us"),
+    ),
+    Mechanism(
+        "gap after every kernel", "a100-data-parallel", _override("gpu.kernels.kernel_gap", "0 us")
+    ),
+    Mechanism(
+        "slow product over the vocabulary",
+        "a100-data-parallel",
+        _override("gpu.kernels.vocabulary_efficiency", "0.9"),
+    ),
+    Mechanism(
+        "memory traffic of optimizer and elementwise kernels",
+        "a100-data-parallel",
+        _override("gpu.memory_bandwidth", "1e9 GB/s"),
+    ),
+    Mechanism("slowest of several TCP links", "a100-co2", _override("inter.variation", "0")),
+)
+
+
+def mape(cells: Sequence[Cell]) -> float:
+    """Mean absolute relative error."""
+    return fmean(abs(predict(cell, fast=True) / cell.published - 1) for cell in cells)
+
+
+def ablate(cells: Sequence[Cell]) -> list[tuple[Mechanism, float, float]]:
+    """Each mechanism with the mean absolute error with and without it, over its cells."""
+    found = []
+    for mechanism in MECHANISMS:
+        chosen = [cell for cell in cells if cell.group == mechanism.group]
+        if chosen:
+            found.append(
+                (mechanism, mape(chosen), mape([mechanism.without(cell) for cell in chosen]))
+            )
+    return found

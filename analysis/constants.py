@@ -1,0 +1,185 @@
+"""The fitted constants: what each means, where it stands in the catalog, and its bounds."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+from co2sim.catalog import load_cluster, load_model
+from co2sim.cluster import Cluster
+from co2sim.errors import OptionError
+from co2sim.units import duration
+from co2sim.workload import Model
+
+T = TypeVar("T")
+
+CATALOG = resources.files("co2sim.catalog")
+RECORD = "calibrations.toml"
+"""What was fitted, on what, how well, and how certain: beside the clusters that use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """One fitted number: `path` in a `Cluster`, `file` and key of the catalog, physical bounds."""
+
+    name: str
+    path: str
+    file: str
+    low: float
+    high: float
+    unit: str
+    means: str
+
+    def text(self, value: float) -> str:
+        """The value as the catalog writes it."""
+        return f'"{value * 1e6:.4g} us"' if self.unit == "s" else f"{value:.4g}"
+
+    def shown(self, value: float) -> str:
+        """The value for people."""
+        return duration(value) if self.unit == "s" else f"{value:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Constants that are fitted together, on the fit cells of one source."""
+
+    name: str
+    source: str
+    generation: str
+    constants: tuple[Constant, ...]
+
+
+_MEGATRON = "fraction of the GPU's peak that large matrix products attain"
+
+GROUPS = {
+    group.name: group
+    for group in (
+        Group(
+            "v100-zeropp",
+            "zeropp",
+            "V100",
+            (
+                Constant(
+                    "gemm_efficiency", "gpu.kernels.gemm_efficiency",
+                    "gpus/v100-32-megatron.toml", 0.3, 0.9, "", _MEGATRON,
+                ),
+                Constant(
+                    "gemm_width", "gpu.kernels.gemm_width",
+                    "gpus/v100-32-megatron.toml", 0.0, 4000.0, "",
+                    "hidden size at which matrix products attain half of that",
+                ),
+                Constant(
+                    "exchange_efficiency", "inter.exchange_efficiency",
+                    "clusters/dgx2-calibrated.toml", 0.1, 1.0, "",
+                    "fraction of the NICs' bandwidth left to the all-to-all of quantized gradients",
+                ),
+                Constant(
+                    "quantization_efficiency", "gpu.kernels.quantization_efficiency",
+                    "gpus/v100-32-megatron.toml", 0.05, 1.0, "",
+                    "fraction of the memory bandwidth that kernels of block quantization attain",
+                ),
+                Constant(
+                    "intra_efficiency", "intra.efficiency",
+                    "clusters/dgx2-calibrated.toml", 0.5, 1.0, "",
+                    "fraction of the NVLink rate that a collective attains inside a node of 16",
+                ),
+            ),
+        ),
+        Group(
+            "a100-data-parallel",
+            "vtrain",
+            "A100",
+            (
+                Constant(
+                    "gemm_efficiency", "gpu.kernels.gemm_efficiency",
+                    "gpus/a100-80-megatron.toml", 0.3, 0.9, "", _MEGATRON,
+                ),
+                Constant(
+                    "vocabulary_efficiency", "gpu.kernels.vocabulary_efficiency",
+                    "gpus/a100-80-megatron.toml", 0.05, 0.9, "",
+                    "the same for the product over the vocabulary, with its loss",
+                ),
+                Constant(
+                    "call_overhead", "gpu.kernels.call_overhead",
+                    "gpus/a100-80-megatron.toml", 1e-6, 2e-4, "s",
+                    "time in which the host issues one operation",
+                ),
+                Constant(
+                    "kernel_gap", "gpu.kernels.kernel_gap",
+                    "gpus/a100-80-megatron.toml", 0.0, 3e-5, "s",
+                    "time that the GPU loses at every operation",
+                ),
+            ),
+        ),
+        Group(
+            "a100-co2",
+            "co2",
+            "A100",
+            (
+                Constant(
+                    "compute_efficiency", "gpu.efficiency",
+                    "gpus/a100-80-transnormer.toml", 0.05, 0.9, "",
+                    "fraction of the GPU's peak that the passes of TransNormerLLM attain",
+                ),
+                Constant(
+                    "tcp_efficiency", "inter.efficiency",
+                    "clusters/a100-tcp80-calibrated.toml", 0.05, 1.0, "",
+                    "fraction of 80 Gbit/s that the collectives of NCCL attain over TCP",
+                ),
+            ),
+        ),
+    )
+}  # fmt: skip
+
+
+def replaced(thing: T, path: str, value: float) -> T:
+    """A copy of a frozen dataclass with the value at a dotted path replaced.
+
+    An efficiency that is a table becomes the same at every size.
+    """
+    first, _, rest = path.partition(".")
+    if not is_dataclass(thing) or first not in {field.name for field in fields(thing)}:
+        raise OptionError(f"{type(thing).__name__} has no {first!r}")
+    old = getattr(thing, first)
+    new: Any = replaced(old, rest, value) if rest else value
+    if isinstance(old, tuple):
+        new = tuple((size, value) for size, _ in old)
+    return replace(thing, **{first: new})  # type: ignore[type-var]
+
+
+def stated(group: Group, cluster: Cluster) -> dict[str, float]:
+    """The constants as the catalog states them."""
+    found = {}
+    for constant in group.constants:
+        value: Any = cluster
+        for part in constant.path.split("."):
+            value = getattr(value, part)
+        found[constant.name] = float(value[0][1] if isinstance(value, tuple) else value)
+    return found
+
+
+def with_constants(cluster: Cluster, group: Group, values: Mapping[str, float]) -> Cluster:
+    """The cluster with other constants."""
+    for constant in group.constants:
+        if constant.name in values:
+            cluster = replaced(cluster, constant.path, values[constant.name])
+    return cluster
+
+
+@cache
+def cluster_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Cluster:
+    """A cluster of the catalog, read once."""
+    return load_cluster(reference, dict(overrides)).value
+
+
+@cache
+def model_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Model:
+    """A model of the catalog, read once."""
+    return load_model(reference, dict(overrides)).value
+
+
+def record() -> dict[str, Any]:
+    """The fits behind the catalog's constants, by group."""
+    return tomllib.loads((CATALOG / RECORD).read_text())

@@ -1,0 +1,120 @@
+"""The report of `co2analysis validate` as Markdown."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from analysis.ablation import Mechanism
+from analysis.constants import GROUPS, cluster_of, stated
+from analysis.validate import Row, Summary
+
+_CLUSTERS = {
+    "v100-zeropp": "dgx2-calibrated",
+    "a100-data-parallel": "a100-node-calibrated",
+    "a100-co2": "a100-tcp80-calibrated",
+}
+"""Where each group's constants are in use."""
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the first `left` columns are texts."""
+    rule = ["---"] * left + ["---:"] * (len(columns) - left)
+    lines = [columns, rule, *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def number(value: float) -> str:
+    """Four significant figures, without an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"  # noqa: PLR2004
+
+
+def percent(value: float) -> str:
+    """Signed, in percent."""
+    return f"{value:+.1%}"
+
+
+def summary_table(found: Mapping[tuple[str, str, str], Summary]) -> str:
+    """Errors per source, use and strategy."""
+    rows = [
+        (
+            source,
+            use,
+            strategy,
+            str(item.cells),
+            f"{item.mape:.1%}",
+            percent(item.bias),
+            f"{percent(item.worst.error)}: {item.worst.cell.name}",
+            f"{item.inside:.0%}",
+        )
+        for (source, use, strategy), item in found.items()
+    ]
+    columns = (
+        *("source", "use", "strategy", "cells", "MAPE", "bias"),
+        *("largest error", "in 90 % interval"),
+    )
+    return table(columns, rows, 3)
+
+
+def cell_table(rows: Iterable[Row]) -> str:
+    """Every cell."""
+    found = [
+        (
+            row.cell.source,
+            row.cell.name,
+            row.cell.use,
+            number(row.cell.published),
+            number(row.predicted),
+            percent(row.error),
+            f"{number(row.low)} to {number(row.high)}",
+        )
+        for row in rows
+    ]
+    columns = ("source", "cell", "use", "published", "predicted", "error", "90 % interval")
+    return table(columns, found, 3)
+
+
+def constants_of(entries: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The fitted constants with their 90 % confidence intervals."""
+    found = []
+    for name, entry in entries.items():
+        group = GROUPS[name]
+        values = stated(group, cluster_of(_CLUSTERS[name], ()))
+        for place, constant in enumerate(group.constants):
+            half = entry["interval_factor"] * entry["covariance"][place][place] ** 0.5
+            value = values[constant.name]
+            found.append(
+                {
+                    "group": name,
+                    "generation": group.generation,
+                    "constant": constant.name,
+                    "means": constant.means,
+                    "value": value,
+                    "low": max(constant.low, value - half),
+                    "high": min(constant.high, value + half),
+                    "bounds": (constant.low, constant.high),
+                    "shown": constant.shown(value),
+                    "interval": (
+                        f"{constant.shown(max(constant.low, value - half))} to"
+                        f" {constant.shown(min(constant.high, value + half))}"
+                    ),
+                }
+            )
+    return found
+
+
+def constant_table(found: Iterable[Mapping[str, Any]]) -> str:
+    """The same as a table."""
+    rows = [
+        (item["generation"], item["constant"], item["means"], item["shown"], item["interval"])
+        for item in found
+    ]
+    columns = ("generation", "constant", "what it is", "value", "90 % confidence")
+    return table(columns, rows, 3)
+
+
+def ablation_table(found: Iterable[tuple[Mechanism, float, float]]) -> str:
+    """Errors with and without every mechanism."""
+    rows = [
+        (mechanism.group, mechanism.name, f"{before:.1%}", f"{after:.1%}")
+        for mechanism, before, after in found
+    ]
+    return table(("cells", "mechanism left out", "MAPE with it", "without"), rows, 2)

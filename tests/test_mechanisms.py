@@ -1,0 +1,141 @@
+"""Mechanisms that calibrated clusters use: each follows its closed form, and is off by default."""
+
+from dataclasses import replace
+
+import pytest
+
+import co2sim
+from co2sim.case import Case
+from co2sim.catalog import load_cluster
+from co2sim.cluster import KernelTimes, Link
+from co2sim.cost import compute_time, footprint
+from co2sim.errors import OptionError
+from co2sim.schedule import PEERS, WORLD, Collective, Compute, DType, Kernels, Kind
+
+CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
+PASS = Compute("forward", 1e12, 0.0, Kernels(width=1000, calls=20, elementwise_bytes=1e9))
+
+
+def test_kernels_are_the_slower_of_gpu_and_host() -> None:
+    """Products by width, elementwise traffic and gaps on the GPU; or the calls of the host."""
+    gpu = CLUSTER.gpu
+    times = KernelTimes(gemm_efficiency=0.8, gemm_width=1000.0, kernel_gap=1e-5)
+    products = 1e12 / (gpu.peak["fp16"] * 0.4)
+    device = products + 1e9 / (gpu.memory_bandwidth * gpu.memory_efficiency) + 20e-5
+    assert compute_time(PASS, replace(gpu, kernels=times), "fp16") == pytest.approx(device)
+    slow_host = replace(times, call_overhead=device)
+    assert compute_time(PASS, replace(gpu, kernels=slow_host), "fp16") == pytest.approx(20 * device)
+
+
+def test_the_product_over_a_vocabulary_has_its_own_efficiency() -> None:
+    """Where it is stated; else that of the width."""
+    assert PASS.kernels
+    head = replace(PASS, kernels=replace(PASS.kernels, vocabulary=True, elementwise_bytes=0.0))
+    gpu = replace(CLUSTER.gpu, kernels=KernelTimes(0.8, vocabulary_efficiency=0.2))
+    assert compute_time(head, gpu, "fp16") == pytest.approx(1e12 / (gpu.peak["fp16"] * 0.2))
+    gpu = replace(CLUSTER.gpu, kernels=KernelTimes(0.8))
+    assert compute_time(head, gpu, "fp16") == pytest.approx(1e12 / (gpu.peak["fp16"] * 0.8))
+
+
+def test_gpus_without_kernels_cost_as_before() -> None:
+    """What a pass consists of changes nothing where the GPU does not say how fast that is."""
+    bare = Compute("forward", 1e12)
+    assert compute_time(PASS, CLUSTER.gpu, "fp16") == compute_time(bare, CLUSTER.gpu, "fp16")
+
+
+def test_quantization_kernels_may_be_slower_than_others() -> None:
+    """At half the efficiency they take twice the time of their bytes; other kernels do not."""
+    gpu = replace(CLUSTER.gpu, launch_overhead=0.0)
+    slow = replace(gpu, kernels=KernelTimes(0.5, quantization_efficiency=0.5))
+    quantize, copy = Compute("quantize", 0.0, 1e9), Compute("copy", 0.0, 1e9)
+    assert compute_time(quantize, slow, "fp16") == 2 * compute_time(quantize, gpu, "fp16")
+    assert compute_time(copy, slow, "fp16") == compute_time(copy, gpu, "fp16")
+
+
+def test_hops_in_turn_add_the_time_inside_the_node() -> None:
+    """A ring over nodes takes the sum of both links instead of the larger one."""
+    work = Collective(Kind.ALL_GATHER, "x", 10**9, DType.FP16, WORLD)
+    in_turn = replace(CLUSTER, hops="in_turn")
+    pushed = 2e9 * 63 / 64
+    extra = pushed / CLUSTER.intra.payload_bandwidth
+    together = footprint(work, CLUSTER).alone(CLUSTER)
+    assert footprint(work, in_turn).alone(in_turn) == pytest.approx(together + extra)
+    one, alone = CLUSTER.resized(16), in_turn.resized(16)
+    assert footprint(work, alone).alone(alone) == footprint(work, one).alone(one)
+
+
+def test_an_exchange_attains_a_fraction_of_the_nics() -> None:
+    """Half of the bandwidth, twice the time; the bytes stay, and a ring does not change."""
+    slow = replace(CLUSTER, inter=replace(CLUSTER.inter, exchange_efficiency=0.5))
+    for kind, factor in ((Kind.ALL_TO_ALL, 2.0), (Kind.ALL_GATHER, 1.0)):
+        work = Collective(kind, "x", 10**9, DType.FP16, PEERS)
+        one, other = footprint(work, CLUSTER), footprint(work, slow)
+        assert one.loads(CLUSTER) == other.loads(slow)
+        grown = (other.alone(slow) - other.latency) / (one.alone(CLUSTER) - one.latency)
+        assert grown == pytest.approx(factor)
+
+
+def test_the_slowest_of_more_links_is_slower() -> None:
+    """One link is as stated; then the expectation falls as that of the smallest normal value."""
+    link = Link(1e9, variation=0.1)
+    speeds = [link.slowest(count).payload_bandwidth for count in (1, 2, 16, 1000)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] == 1e9
+    assert speeds[1] == pytest.approx(1e9 * (1 - 0.1 * 0.5642), rel=0.005)  # 1 / sqrt(pi)
+    assert speeds[2] == pytest.approx(1e9 * (1 - 0.1 * 1.766), rel=0.005)
+    with pytest.raises(OptionError, match="variation"):
+        Link(1e9, variation=0.5)
+
+
+def case(strategy: str, recompute: str = "full") -> Case:
+    """A model of blocks of 85M parameters on 64 GPUs."""
+    overrides = {"model.layers": "4", "model.hidden": "1024"}
+    return Case(
+        cluster="dgx2-ib1",
+        model="gpt2-xl",
+        strategy=strategy,
+        gpus=64,
+        recompute=recompute,  # type: ignore[arg-type]
+        overrides={**overrides, "model.heads": "16", "model.ffn": "4096"},
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
+def test_blocks_that_are_not_kept_are_fetched_again_for_recomputation(strategy: str) -> None:
+    """A reuse distance below twice the layer brings one gather more of each layer, not of more."""
+    names = {
+        reuse: [op.name for op in case(f"{strategy}:max_reuse={reuse}").prepare().schedule.body]
+        for reuse in (10_000_000, 30_000_000)
+    }
+    again = [name for name in names[10_000_000] if name.startswith("gather.recompute")]
+    assert len(again) == 4
+    assert not [name for name in names[30_000_000] if "recompute.layer" in name]
+    kept = case(f"{strategy}:max_reuse=10000000", "selective").prepare().schedule
+    assert not [op for op in kept.body if "recompute" in op.name]
+
+
+def test_recomputation_in_two_parts_is_the_same_arithmetic() -> None:
+    """The FLOP of a step do not depend on the reuse distance."""
+    flops = [
+        sum(
+            op.work.flops
+            for op in case(f"zero3:max_reuse={reuse}").prepare().schedule.body
+            if isinstance(op.work, Compute)
+        )
+        for reuse in (1, 10**12)
+    ]
+    assert flops[0] == pytest.approx(flops[1])
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
+def test_gradients_reduced_in_parts_move_the_same_bytes(strategy: str) -> None:
+    """Parts add up to the whole gradient and to the whole pass."""
+    whole, parts = (
+        co2sim.run(case(f"{strategy}:reduce_bucket={bucket}")) for bucket in (10**12, 10**6)
+    )
+    assert parts.nic_bytes_per_node_per_step == pytest.approx(
+        whole.nic_bytes_per_node_per_step, rel=1e-3
+    )
+    assert parts.hardware_tflops_per_gpu * parts.step_time_s == pytest.approx(
+        whole.hardware_tflops_per_gpu * whole.step_time_s
+    )
