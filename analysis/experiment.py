@@ -52,7 +52,8 @@ def variants(
     """Variants from numbers and arrays of one length, which are broadcast together."""
     floats = (inner_step, outer_step, momentum, penalty, clip, noise)
     *numbers, flags = np.broadcast_arrays(*(np.atleast_1d(v) for v in floats), gap_aware)
-    return Variants(*(np.array(n, dtype=float) for n in numbers), np.array(flags, dtype=bool))
+    parts = [np.array(number, dtype=float) for number in numbers]
+    return Variants(*parts, gap_aware=np.array(flags, dtype=bool))  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
