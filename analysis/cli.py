@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from analysis import convergence
 from analysis.descriptions import changed
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import options
@@ -198,6 +199,11 @@ def _other(recorded: Any, reference: str | None, changes: Mapping[str, str]) -> 
     if reference is not None:
         return load_cluster(reference, changes).value
     return changed(recorded, changes) if changes else None
+
+
+app.command()(convergence.bound)
+app.command()(convergence.tau)
+app.command()(convergence.verify)
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ Arrays have the leading axes (variants, seeds, workers). All variants of one cal
 noise, and so do calls with the same seed and sizes: differences between them have little noise.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -95,7 +96,7 @@ def run(
     local_steps: int,
     seeds: int,
     delay: int = 1,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     sampler: Sampler | None = None,
 ) -> Outcome:
     """Run all variants from the problem's start.
@@ -126,7 +127,7 @@ def walk(  # noqa: PLR0913 - one argument per size
     local_steps: int,
     seeds: int,
     delay: int = 1,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     sampler: Sampler | None = None,
     record: bool = False,
 ) -> tuple[Outcome, Path | None]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from analysis import bound, oracle
 from analysis.bound import TERMS, Bound, Infeasible, Setting
-from analysis.experiment import Variants, run
+from analysis.experiment import Variants, run, variants
 from analysis.families import FAMILIES
 from analysis.logistic import Logistic, Minibatches
 from analysis.problems import Array, Gaussian, Problem, Quadratic
@@ -102,15 +102,12 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run all variants of a cell: [{what differs, A, its standard error, zeta^2, sigma^2}]."""
     problem = FAMILIES[spec["family"]](spec["workers"])
     chosen = list(_variants(problem, spec))
-    which = Variants(
-        *(
-            np.array([float(getattr(setting, name)) for setting, _ in chosen])
-            for name in ("inner_step", "outer_step", "momentum", "penalty")
-        ),
-        np.full(len(chosen), np.inf),
-        np.array([setting.noise for setting, _ in chosen]),
-        np.array([setting.most_penalty is not None for setting, _ in chosen]),
-    )
+    columns = {
+        name: np.array([float(getattr(setting, name)) for setting in chosen])
+        for name in ("inner_step", "outer_step", "momentum", "penalty", "noise")
+    }
+    aware = np.array([setting.most_penalty is not None for setting in chosen])
+    which = variants(columns.pop("inner_step"), **columns, gap_aware=aware)
     if spec["seeds"]:
         measured, error, spread, noise = _simulated(problem, which, spec)
     else:
@@ -124,7 +121,7 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
         "outer_step": which.outer_step.tolist(),
         "momentum": which.momentum.tolist(),
         "penalty": which.penalty.tolist(),
-        "most_penalty": [setting.most_penalty for setting, _ in chosen],
+        "most_penalty": [setting.most_penalty for setting in chosen],
         "noise": noise.tolist(),
         "heterogeneity": (spread if known is None else np.full(len(chosen), known)).tolist(),
         "measured": measured.tolist(),
@@ -167,7 +164,7 @@ def _simulated(problem: Problem, which: Variants, spec: Mapping[str, Any]) -> tu
     return found.gradient.mean(axis=1), error, found.spread, found.variance
 
 
-def _variants(problem: Problem, spec: Mapping[str, Any]) -> Iterator[tuple[Setting, float]]:
+def _variants(problem: Problem, spec: Mapping[str, Any]) -> Iterator[Setting]:
     """The settings that run side by side; what is measured later is left out."""
     drawn = str(spec["family"]).endswith("minibatches")
     for outer_step, momentum in _PAIRS:
@@ -192,7 +189,7 @@ def _variants(problem: Problem, spec: Mapping[str, Any]) -> Iterator[tuple[Setti
             largest = bound.largest_inner_step(whole)
             for fraction in _FRACTIONS:
                 for noise in (0.0,) if drawn else _NOISES:
-                    yield replace(whole, inner_step=fraction * largest, noise=noise), fraction
+                    yield replace(whole, inner_step=fraction * largest, noise=noise)
 
 
 def rows(

@@ -18,8 +18,6 @@ _PENALTIES = (1.0, 2.0, 4.0)
 _LOADS = (0.2, 0.4, 0.8, 1.2, 1.6)
 """gamma L tau of the runs that penalty and clipping may rescue."""
 _STEPS = 16
-_DIVERGED = 1e3
-"""Measured A over its value at the start beyond which a run counts as diverged."""
 _GENTLE = 0.3
 """Largest slope in T, in magnitude, of a run whose fixed step leaves it at its noise floor."""
 
@@ -105,13 +103,15 @@ def _parts(fraction: float, tau: int) -> Iterator[dict[str, Any]]:
     whole = replace(whole, inner_step=fraction * bound.largest_inner_step(whole))
     covered = bound.evaluate(whole)
     assert isinstance(covered, Bound)
-    sizes = {"workers": 4, "rounds": whole.rounds, "local_steps": tau}
+    sizes: dict[str, Any] = {"workers": 4, "rounds": whole.rounds, "local_steps": tau}
     noisy = variants(whole.inner_step, noise=_SIGMA2)
     quiet = variants(whole.inner_step)
     resting = replace(problem, start=0 * problem.start)
     start = oracle.exact(problem, quiet, **sizes)
     late, now = (oracle.exact(resting, noisy, **sizes, delay=delay) for delay in (1, 0))
-    single = oracle.exact(resting, noisy, workers=4, rounds=whole.rounds * tau, local_steps=1, delay=0)
+    single = oracle.exact(
+        resting, noisy, workers=4, rounds=whole.rounds * tau, local_steps=1, delay=0
+    )
     floor = oracle.exact(replace(two, start=two.optimum), quiet, **sizes, spread=True)
     mixed = replace(whole, noise=0.0, heterogeneity=float(floor.spread[0]))
     apart = bound.evaluate(mixed)
@@ -142,7 +142,13 @@ def _rescue(spec: Mapping[str, Any]) -> dict[str, Any]:
     ]
     step, penalty, clip, aware = (np.array(part) for part in zip(*grid, strict=True))
     which = variants(
-        step, outer_step=1.0, momentum=0.5, penalty=penalty, clip=clip, noise=_SIGMA2, gap_aware=aware
+        step,
+        outer_step=1.0,
+        momentum=0.5,
+        penalty=penalty,
+        clip=clip,
+        noise=_SIGMA2,
+        gap_aware=aware,
     )
     found = run(
         problem,
@@ -165,7 +171,7 @@ def _rescue(spec: Mapping[str, Any]) -> dict[str, Any]:
                 "rule": _rule(which, place),
                 "measured": min(float(measured[place]), 1e300),
                 "clipped": float(found.clipped[place]),
-                "diverged": bool(measured[place] > _DIVERGED * first),
+                "lost": bool(measured[place] > first),
             }
             for place, load in enumerate(np.repeat(_LOADS, len(_rules(spec["delay"]))).tolist())
         ],
@@ -192,7 +198,7 @@ def _controls(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What must not work."""
     problem = FAMILIES["isotropic"](4)
     assert isinstance(problem, Quadratic)
-    rounds = 2 ** np.arange(8, 17)
+    rounds: Array = np.array([2.0**exponent for exponent in range(8, 17)])
     fixed = _over_rounds(problem, [variants(0.05, noise=_SIGMA2)] * len(rounds), rounds)
     tuned = [variants(float(np.sqrt(4 / (t * 4))), noise=_SIGMA2) for t in rounds]
     scaled = _over_rounds(problem, tuned, rounds)
@@ -202,9 +208,10 @@ def _controls(spec: Mapping[str, Any]) -> dict[str, Any]:
             progress = factor * oracle.edge(beta)
             step = 1 - (1 - progress / alpha) ** (1 / 4)
             which = variants(step, outer_step=alpha, momentum=beta)
-            sizes = {"workers": 1, "local_steps": 4, "seeds": 1}
+            sizes: dict[str, Any] = {"workers": 1, "local_steps": 4, "seeds": 1}
             values = [
-                float(run(problem, which, rounds=count, **sizes).value[0, 0]) for count in (500, 1000)
+                float(run(problem, which, rounds=count, **sizes).value[0, 0])
+                for count in (500, 1000)
             ]
             beyond.append(
                 {"alpha": alpha, "beta": beta, "factor": factor, "growth": values[1] / values[0]}

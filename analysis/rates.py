@@ -113,9 +113,7 @@ def summary(
     results: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
 ) -> dict[str, Any]:
     """Everything that the report says about rates."""
-    exact = {
-        spec["family"]: cell["cells"] for spec, cell in results if spec["what"] == "exact"
-    }
+    exact = {spec["family"]: cell["cells"] for spec, cell in results if spec["what"] == "exact"}
     return {
         "slopes": [line for family in exact for line in _exact_slopes(family, exact[family])],
         "agreement": [
@@ -123,7 +121,9 @@ def summary(
             for family in exact
             for line in _agreement(family, exact[family], _simulated(results, family))
         ],
-        "fits": [_fit(family, exact[family], pair) for family in exact for pair in range(len(PAIRS))],
+        "fits": [
+            _fit(family, exact[family], pair) for family in exact for pair in range(len(PAIRS))
+        ],
         "curves": {family: _curve(cells) for family, cells in exact.items()},
     }
 
@@ -136,9 +136,7 @@ def _exact_slopes(family: str, cells: Sequence[Mapping[str, Any]]) -> Iterator[d
     for place, (alpha, beta) in enumerate(PAIRS):
         for name, low, high in STRATA:
             chosen = [
-                c
-                for c in cells
-                if low <= c["load"] < high and np.isfinite(c["exact"][place])
+                c for c in cells if low <= c["load"] < high and np.isfinite(c["exact"][place])
             ]
             found = slopes(_sizes(chosen), np.array([c["exact"][place] for c in chosen]))
             yield {
@@ -177,17 +175,14 @@ def _agreement(
     chosen = [
         c
         for c in cells
-        if low <= c["load"] < high
-        and (c["workers"], c["local_steps"], c["rounds"]) in simulated
+        if low <= c["load"] < high and (c["workers"], c["local_steps"], c["rounds"]) in simulated
     ]
     if not chosen:
         return
     for place, (alpha, beta) in enumerate(PAIRS):
         sizes = _sizes(chosen)
         expected = slopes(sizes, np.array([c["exact"][place] for c in chosen]))
-        each = [
-            simulated[c["workers"], c["local_steps"], c["rounds"]][place] for c in chosen
-        ]
+        each = [simulated[c["workers"], c["local_steps"], c["rounds"]][place] for c in chosen]
         measured = slopes(sizes, np.array([seeds.mean() for seeds in each]))
         spread = [seeds.std(ddof=1) / seeds.mean() / np.sqrt(len(seeds)) for seeds in each]
         design = np.concatenate([np.ones((len(sizes), 1)), np.log(sizes)], axis=1)
