@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from analysis import fidelity
+from analysis import convergence, fidelity
 from analysis.descriptions import changed
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import options
@@ -203,6 +203,9 @@ def _other(recorded: Any, reference: str | None, changes: Mapping[str, str]) -> 
 
 app.command("validate")(fidelity.validate_command)
 app.command("calibrate")(fidelity.calibrate_command)
+app.command()(convergence.bound)
+app.command()(convergence.tau)
+app.command()(convergence.verify)
 
 
 def main() -> None:

@@ -1,0 +1,253 @@
+"""The convergence bound of CO2 with explicit constants: four terms, or "infeasible".
+
+Steps are those of the derivation in the project's THEORY page. Two of its results are sharpened
+here: the best split of the descent (`_split`) has a closed form, and so has the largest feasible
+step; and the drift of convex functions does not grow for heterogeneous ones either.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from scipy.optimize import minimize_scalar
+
+from co2sim.errors import OptionError
+
+_SMALLEST = 1e-9
+"""Smallest fraction of the largest feasible step that `tuned` considers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the bound is about. Squared gradients below are in units of f squared per x squared.
+
+    `smoothness` is L: every worker's f_i has an L-Lipschitz gradient. `noise` is sigma squared:
+    the variance of one worker's stochastic gradient, summed over coordinates. `heterogeneity` is
+    zeta squared: the mean over workers of |grad f_i - grad f|^2 where the run comes by. `gap` is
+    Delta = f(x_0) - inf f. `workers` is G, `rounds` T, `local_steps` tau, `inner_step` gamma,
+    `outer_step` alpha, `momentum` beta in [0, 1), `penalty` Lambda >= 1. With `most_penalty` the
+    penalty may vary in [1, most_penalty] instead, by a rule that knows only the points where rounds
+    began. `delay` is how many rounds late an average is used: 1 is CO2, 0 is SlowMo, and 0 with
+    outer_step 1 and momentum 0 is local SGD. `convex`: every f_i is convex.
+
+    Raises OptionError for what is out of range.
+    """
+
+    smoothness: float
+    noise: float
+    heterogeneity: float = 0.0
+    gap: float
+    workers: int
+    rounds: int
+    local_steps: int
+    inner_step: float
+    outer_step: float = 1.0
+    momentum: float = 0.0
+    penalty: float = 1.0
+    most_penalty: float | None = None
+    delay: int = 1
+    convex: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("smoothness", "inner_step", "outer_step"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise OptionError(f"{name} is {value:g}; it must be above 0")
+        for name in ("noise", "heterogeneity", "gap"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise OptionError(f"{name} is {value:g}; it must be 0 or more")
+        for name, least in (("workers", 1), ("rounds", 1), ("local_steps", 1), ("delay", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise OptionError(f"{name} is {value}; it must be at least {least}")
+        if not 0 <= self.momentum < 1:
+            raise OptionError(f"momentum is {self.momentum:g}; it must be in [0, 1)")
+        if not (self.penalty >= 1 and (self.most_penalty or 1) >= 1):
+            raise OptionError("the penalty must be at least 1")
+        if self.most_penalty is not None and self.penalty != 1:
+            raise OptionError("give penalty or most_penalty, not both")
+
+    @property
+    def virtual_step(self) -> float:
+        """Eta = alpha gamma / ((1 - beta) Lambda): what an average moves the model in the end."""
+        return self.outer_step * self.inner_step / ((1 - self.momentum) * self.penalty)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """An upper bound of A, the mean of E|grad f|^2 over all steps of all rounds, by term.
+
+    A variable penalty has multiplied every term by its largest value.
+    """
+
+    optimization: float
+    noise: float
+    staleness: float
+    drift: float
+
+    @property
+    def total(self) -> float:
+        """The bound."""
+        return self.optimization + self.noise + self.staleness + self.drift
+
+    @property
+    def dominant(self) -> str:
+        """The name of the largest term."""
+        return max(TERMS, key=lambda name: float(getattr(self, name)))
+
+
+TERMS = ("optimization", "noise", "staleness", "drift")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasible:
+    """Outside the condition of the theorem, which then says nothing.
+
+    `load` is L eta + 2 L sqrt(C), which has to be below 1.
+    """
+
+    load: float
+    largest_inner_step: float
+
+
+def gap_constants(setting: Setting) -> tuple[float, float]:
+    """C and N: how far the virtual iterate is from the averaged one, by gradients and by noise.
+
+    An average counts with weight 1 until it is used and with 1, beta, beta^2, ... times the rest of
+    its effect from then on, so that weights sum to delay - 1 + 1/(1 - beta) and their squares to
+    delay - 1 + 1/(1 - beta^2). Delays 1 and 0 give the page's formulas for CO2 and SlowMo.
+
+    Source: THEORY, derivation, step 3.
+    """
+    tau, beta, eta = setting.local_steps, setting.momentum, setting.virtual_step
+    apart = abs(eta - setting.inner_step)
+    if setting.most_penalty is not None:
+        apart = max(apart, abs(eta / setting.most_penalty - setting.inner_step))
+    weights = setting.delay - 1 + 1 / (1 - beta)
+    squares = setting.delay - 1 + 1 / (1 - beta**2)
+    pairs = tau * (tau - 1)
+    by_gradients = (
+        (eta * tau * weights) ** 2 + 1.5 * eta * apart * pairs * weights + apart**2 * pairs / 2
+    )
+    return by_gradients, eta**2 * tau * squares + apart**2 * (tau - 1) / 2
+
+
+def drift(setting: Setting) -> tuple[float, ...]:
+    """The bound r_k^2 of the mean squared distance of workers from their average, k = 0 ... tau-1.
+
+    A step x - gamma grad f_i(x) of a convex function with gamma <= 2/L brings points no further
+    apart, so distances grow by the factor a = 1, else a = 1 + gamma L. (The page demands zeta = 0
+    for a = 1; that is not needed: x^i - mean is split at the averaged point, where the first part
+    is a nonexpansive map of every f_i and only the second is heterogeneity.)
+
+    Source: THEORY, derivation, step 4.
+    """
+    step = setting.inner_step
+    growth = 1 + step * setting.smoothness
+    if setting.convex and step * setting.smoothness <= 2:  # noqa: PLR2004 - the formula's
+        growth = 1.0
+    pull = step * math.sqrt(setting.heterogeneity)
+    spread = step**2 * setting.noise * (1 - 1 / setting.workers)
+    found = [0.0]
+    for _ in range(setting.local_steps - 1):
+        found.append((growth * math.sqrt(found[-1]) + pull) ** 2 + spread)
+    return tuple(found)
+
+
+def load(setting: Setting) -> float:
+    """L eta + 2 L sqrt(C). The theorem holds where it is below 1.
+
+    Source: THEORY, bound: L sqrt(C) < (1 - L eta)/2. Proportional to gamma.
+    """
+    smooth = setting.smoothness
+    return smooth * (setting.virtual_step + 2 * math.sqrt(gap_constants(setting)[0]))
+
+
+def largest_inner_step(setting: Setting) -> float:
+    """The gamma below which the setting, otherwise unchanged, is feasible."""
+    return setting.inner_step / load(setting)
+
+
+def evaluate(setting: Setting) -> Bound | Infeasible:
+    """The four terms, or why there are none.
+
+    The split (c, rho) is the best one: K = (1 + 1/rho)/c with the largest rho is
+    1/((u - y) - B/y) for y = u - c, u = 1 - L eta and B = L^2 C; its least value, at y = sqrt(B),
+    is 1/(u - 2 sqrt(B)) = 1/(1 - load).
+
+    Source: THEORY, bound, and derivation, steps 2 to 5.
+    """
+    taken = load(setting)
+    if not taken < 1:
+        return Infeasible(load=taken, largest_inner_step=largest_inner_step(setting))
+    smooth, eta = setting.smoothness, setting.virtual_step
+    averaged = setting.noise / setting.workers
+    factor = setting.most_penalty or 1.0
+    _, by_noise = gap_constants(setting)
+    distances = drift(setting)
+    return Bound(
+        optimization=factor * 2 * setting.gap / (eta * setting.rounds * setting.local_steps),
+        noise=factor * smooth * eta * averaged,
+        staleness=factor * smooth**2 * by_noise * averaged / (1 - taken),
+        drift=factor * smooth**2 * sum(distances) / len(distances),
+    )
+
+
+def split(setting: Setting) -> tuple[float, float]:
+    """The best (c, rho) of a feasible setting; rho is infinite where there is no gap."""
+    free = 1 - setting.smoothness * setting.virtual_step
+    gap = setting.smoothness**2 * gap_constants(setting)[0]
+    chosen = free - math.sqrt(gap)
+    return chosen, chosen * math.sqrt(gap) / gap - 1 if gap else math.inf
+
+
+def tuned(setting: Setting) -> Setting:
+    """The setting with the inner step that makes the bound least."""
+    largest = math.log(largest_inner_step(setting))
+
+    def total(position: float) -> float:
+        found = evaluate(replace(setting, inner_step=math.exp(position)))
+        return math.log(found.total) if isinstance(found, Bound) else math.inf
+
+    best = minimize_scalar(
+        total, bounds=(largest + math.log(_SMALLEST), largest - 1e-9), method="bounded"
+    )
+    return replace(setting, inner_step=math.exp(float(best.x)))
+
+
+def rate_step(setting: Setting, scale: float) -> Setting:
+    """The setting with the step of the rate form: eta = scale sqrt(G/(T tau)).
+
+    `scale` = sqrt(2 Delta/(L sigma^2)) makes the optimization and the noise term least together.
+
+    Source: THEORY, rate form.
+    """
+    eta = scale * math.sqrt(setting.workers / (setting.rounds * setting.local_steps))
+    unit = replace(setting, inner_step=1.0).virtual_step
+    return replace(setting, inner_step=eta / unit)
+
+
+def published(setting: Setting) -> float | Infeasible:
+    """The published bound of SlowMo, whose shape the theorem of CO2 has; its step size is fixed.
+
+    The inner step is set to alpha gamma/(1 - beta) = sqrt(G/(T tau)); V, the variance of the
+    averaged direction, is sigma^2/G, and the effect of the base optimizer is L^2 times `drift`. The
+    horizon condition is checked; `load` is then the factor by which tau T is too short.
+
+    Source: Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643, Theorem 1.
+    """
+    at = rate_step(replace(setting, penalty=1.0, most_penalty=None), 1.0)
+    workers, tau, beta, alpha = at.workers, at.local_steps, at.momentum, at.outer_step
+    steps = tau * at.rounds
+    widest = max(3 * tau * (1 - beta - alpha) / alpha, 4 * tau * beta / (1 - beta), 1.0)
+    least = workers * at.smoothness**2 * (1 + math.sqrt(3) * widest)
+    if steps < least:
+        return Infeasible(load=least / steps, largest_inner_step=at.inner_step)
+    distances = drift(at)
+    noise = at.noise * at.smoothness
+    return (
+        (2 * at.gap + noise) / math.sqrt(workers * steps)
+        + at.smoothness**2 * sum(distances) / tau
+        + 4 * noise * at.smoothness * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
+        + 8 * noise * at.smoothness * tau / steps * beta**2 / (1 - beta**2)
+    )

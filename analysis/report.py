@@ -1,0 +1,260 @@
+"""The report of `co2analysis verify`: every number in it comes from the run."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from analysis import charts
+from analysis.pages import Block, Heading, Picture, Table, Text, markdown, to_html
+from analysis.rates import FEATURES, STRATA
+from analysis.verify import Findings
+
+
+def files(found: Findings, folder: Path, seconds: float) -> dict[Path, bytes]:
+    """The report as Markdown and HTML, its figures, and the numbers as JSON."""
+    pictures = {
+        "bound.png": charts.bound_figure(found.rows),
+        "rates.png": charts.rates_figure(found.rates),
+        "rescue.png": charts.rescue_figure(found.isolation["rescue"]),
+        "oracle.png": charts.oracle_figure(found.oracle),
+    }
+    blocks = list(_blocks(found, seconds))
+    whole = {folder / name: content for name, content in pictures.items()}
+    whole[folder / "report.md"] = markdown(blocks)
+    whole[folder / "report.html"] = to_html(blocks, pictures)
+    whole[folder / "results.json"] = json.dumps(found.to_dict(), indent=1).encode()
+    return whole
+
+
+def _blocks(found: Findings, seconds: float) -> Iterator[Block]:
+    yield Heading("The convergence bound of CO2, checked", 1)
+    kind = "quick protocol" if found.quick else "whole protocol"
+    verdict = "Everything holds." if found.passed else "NOT everything holds; see below."
+    yield Text(
+        f"{verdict} {kind.capitalize()}: {found.cells} cells,"
+        f" {found.grid['configurations']:,} configurations of the bound, {seconds:.0f} s"
+        " (cells of an earlier run that was interrupted are not counted in the time)."
+    )
+    lines = [[c.claim, "holds" if c.passed else "FAILS", c.found] for c in found.checks]
+    yield Table(["claim", "", "found"], lines)
+    yield from _bound(found.grid)
+    yield from _terms(found)
+    yield from _rates(found.rates)
+    yield from _isolation(found.isolation)
+    yield from _oracle(found.oracle)
+
+
+def _bound(grid: Mapping[str, Any]) -> Iterator[Block]:
+    yield Heading("Bound against measurement")
+    yield Picture("bound.png", "Measured mean squared gradient against the bound")
+    yield Text(
+        "Inner steps are 10, 50 and 95 % of the largest feasible one. A configuration passes if the"
+        " measured mean plus three standard errors is at most the bound. In families called exact"
+        " the mean comes from the oracle, without sampling. Penalties are constant, or follow the"
+        " gap-aware rule in [1, 1 + 1/(1 - beta)]; delay 0 is SlowMo or local SGD, 1 is CO2."
+    )
+    for title, key in (
+        ("problem", "by_family"),
+        ("largest term of the bound", "by_term"),
+        ("penalty", "by_penalty"),
+        ("delay", "by_delay"),
+    ):
+        rows = [
+            [
+                name,
+                f"{line['configurations']:,}",
+                f"{line['violations']}",
+                f"{line['median']:.3f}",
+                f"{line['largest']:.3f}",
+            ]
+            for name, line in grid[key].items()
+        ]
+        yield Table(
+            [title, "configurations", "violations", "median measured/bound", "largest"], rows
+        )
+    yield Heading("Tightest configurations", 3)
+    yield _configurations(grid["worst"])
+    if grid["violating"]:
+        yield Heading("Violations", 3)
+        yield _configurations(grid["violating"])
+    published = grid["published"]
+    if published["asked"]:
+        yield Text(
+            f"SlowMo's own theorem prescribes its step and a long horizon: of the"
+            f" {published['asked']} settings with delay 0 and no penalty in the grid it is silent"
+            f" on {published['silent']}."
+        )
+
+
+def _configurations(lines: Sequence[Mapping[str, Any]]) -> Table:
+    names = ("family", "delay", "penalty", "G", "tau", "T", "alpha", "beta", "gamma", "noise")
+    rows = [
+        [_text(line[n]) for n in (*names, "measured", "error", "bound", "ratio")] for line in lines
+    ]
+    return Table([*names[:-1], "sigma²", "measured", "s.e.", "bound", "ratio"], rows)
+
+
+def _terms(found: Findings) -> Iterator[Block]:
+    yield Heading("Each term alone")
+    yield Text(
+        "On quadratics the parts of the measured value can be told apart exactly: without noise,"
+        " without a start, with and without delay, at the optimum of workers that differ. This is"
+        " each part beside the term that covers it, without momentum and penalty."
+    )
+    by: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
+    for line in found.isolation["terms"]:
+        if line["ratio"] is not None:
+            by.setdefault((line["term"], line["fraction"]), []).append(line)
+    rows = [
+        [term, f"{fraction:g}", *(_ratio(lines, tau) for tau in (1, 4, 16))]
+        for (term, fraction), lines in by.items()
+    ]
+    yield Table(
+        ["term", "of the largest gamma", *(f"part/term, tau = {tau}" for tau in (1, 4, 16))],
+        sorted(rows, key=lambda row: row[0]),
+    )
+    needed, wrong = found.grid["needed"], found.grid["wrong"]
+    yield Text(
+        "How far could a term alone shrink before the grid saw a violation, and how many violations"
+        " would a tenth of it give? At 0 or below the grid would not miss the term, because the"
+        " other terms have room to spare; that such a term is real is shown by the parts above."
+    )
+    rows = [[name, f"{needed[name]:.3f}", f"{wrong[name]:,}"] for name in needed]
+    yield Table(["term", "may shrink to", "violations at a tenth"], rows)
+
+
+def _ratio(lines: Sequence[Mapping[str, Any]], tau: int) -> str:
+    return next((f"{line['ratio']:.3f}" for line in lines if line["tau"] == tau), "-")
+
+
+def _rates(rates: Mapping[str, Any]) -> Iterator[Block]:
+    yield Heading("Rates")
+    yield Picture("rates.png", "Exact value against T and the fit of four terms")
+    yield Text(
+        "Step of the rate form: eta = sqrt(G/(T tau)), alpha = 1 - beta. Slopes are exponents of a"
+        " power law in G, tau and T, exact, by strata of gamma L tau: "
+        + ", ".join(f"{name} {low:g} to {high:g}" for name, low, high in STRATA)
+        + "."
+    )
+    rows = [
+        [
+            line["family"],
+            f"{line['beta']:g}",
+            line["stratum"],
+            f"{line['cells']}",
+            *(f"{value:+.3f}" for value in line["slopes"]),
+        ]
+        for line in rates["slopes"]
+    ]
+    yield Table(["problem", "beta", "stratum", "cells", "G", "tau", "T"], rows)
+    yield Text("Simulated slopes, three standard errors either way, and the oracle's, same cells:")
+    rows = [
+        [
+            line["family"],
+            f"{line['beta']:g}",
+            f"{line['cells']}",
+            *(
+                f"{m:+.3f} [{low:+.3f}, {high:+.3f}], oracle {exact:+.3f}"
+                for m, low, high, exact in zip(
+                    line["measured"], line["low"], line["high"], line["exact"], strict=True
+                )
+            ),
+        ]
+        for line in rates["agreement"]
+    ]
+    yield Table(["problem", "beta", "cells", "G", "tau", "T"], rows)
+    yield Text(
+        "Nonnegative coefficients of the four features, with the 95 % interval of a bootstrap over"
+        " cells, and the root mean square of the relative errors with and without G tau/T:"
+    )
+    rows = [
+        [
+            line["family"],
+            f"{line['beta']:g}",
+            *(
+                f"{c:.3f} [{low:.3f}, {high:.3f}]"
+                for c, low, high in zip(
+                    line["coefficients"], line["low"], line["high"], strict=True
+                )
+            ),
+            f"{line['error']:.1%}",
+            f"{line['error_without']:.1%}",
+        ]
+        for line in rates["fits"]
+    ]
+    yield Table(["problem", "beta", *FEATURES, "error", "without G tau/T"], rows)
+
+
+def _isolation(found: Mapping[str, Any]) -> Iterator[Block]:
+    yield Heading("Staleness alone")
+    yield Text(
+        "CO2 minus SlowMo with the same noise, tau = 4, G = 4; beside it the standard error that"
+        " independent noise would have given. With delay 0 the two are the same program: excess 0."
+    )
+    rows = [
+        [
+            line["family"],
+            _text(line["gamma"]),
+            f"{line['beta']:g}",
+            _text(line["synchronous"]),
+            f"{line['excess']:.3g} ± {line['error']:.1g}",
+            f"± {line['alone']:.1g}",
+        ]
+        for line in found["staleness"]
+    ]
+    yield Table(["problem", "gamma", "beta", "SlowMo", "excess of CO2", "if noise differed"], rows)
+    yield Heading("Where penalty and clipping rescue a run, and where they cost")
+    yield Picture("rescue.png", "Mean squared gradient with penalties and clips")
+    yield Text(
+        "tau = 16, G = 8, alpha = 1, beta = 0.5, measured mean squared gradient over that at the"
+        " start; above 1 (marked lost) a run is worse than not moving. Clips are in units of"
+        " gradients; the share of clipped elements stands in parentheses. Runs that clip are no"
+        " part of the bound check."
+    )
+    for part in found["rescue"]:
+        loads = list(dict.fromkeys(line["load"] for line in part["lines"]))
+        rules = list(dict.fromkeys(line["rule"] for line in part["lines"]))
+        rows = [
+            [rule, *(_cell(line, part["first"]) for line in part["lines"] if line["rule"] == rule)]
+            for rule in rules
+        ]
+        name = "CO2" if part["delay"] else "SlowMo"
+        yield Table(
+            [f"{name}, {part['family']}", *(f"gamma L tau = {load:g}" for load in loads)], rows
+        )
+    yield Heading("What must fail")
+    controls = found["controls"]
+    yield Text(
+        f"A fixed step has the slope {controls['fixed_slope']:+.3f} in T, that of the rate form"
+        f" {controls['scaled_slope']:+.3f}. The oracle of CO2 refuses runs with delay 0 with |z| up"
+        f" to {controls['delay_0_against_delay_1']:.0f}. At the edge of stability, without noise:"
+    )
+    rows = [
+        [f"{e['alpha']:g}", f"{e['beta']:g}", f"{e['factor']:g}", f"{e['growth']:.3g}"]
+        for e in controls["beyond"]
+    ]
+    yield Table(["alpha", "beta", "alpha q over the edge", "f - f_inf, round 1000 over 500"], rows)
+
+
+def _cell(line: Mapping[str, Any], first: float) -> str:
+    text = f"{line['measured'] / first:.2g}"
+    if line["clipped"]:
+        text += f" ({line['clipped']:.0%})"
+    return f"{text}, lost" if line["lost"] else text
+
+
+def _oracle(found: Mapping[str, Any]) -> Iterator[Block]:
+    yield Heading("Oracles")
+    yield Picture("oracle.png", "Scores of simulated means, and edges of stability")
+    yield Text(
+        f"Identities: largest relative error {found['largest_identity_error']:.1e} on"
+        f" {found['identities']} settings. {len(found['scores'])} z on"
+        f" {found['configurations']} configurations, the largest {found['largest_score']:.2f}."
+        f" Edge of stability on {len(found['edges'])} (alpha, beta): largest distance"
+        f" {found['largest_edge_error']:.1e}."
+    )
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
