@@ -301,10 +301,10 @@ def test_ranks_may_be_asked_to_end_before_they_are_killed(obey: bool, tmp_path: 
         text=True,
     )
     try:
-        assert wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+        assert wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 90)
         running.send_signal(signal.SIGTERM)
         if not obey:
-            assert wait_until(lambda: len(list(tmp_path.glob("asked*"))) == 2)
+            assert wait_until(lambda: len(list(tmp_path.glob("asked*"))) == 2, 30)
             assert running.poll() is None
             running.send_signal(signal.SIGTERM)
         said, _ = running.communicate(timeout=30)
