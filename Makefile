@@ -1,11 +1,12 @@
 # make run: the main job. make test: what CI runs. make bench: the speed of the simulator.
 # make fidelity: predicted against measured in the lab (root, 30 min). make failures: ranks that die.
+# make convergence: what every strategy learns (an hour). make time-to-loss, make peers: in the lab (root).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test bench fidelity failures golden format clean
+.PHONY: run test bench fidelity failures convergence time-to-loss peers golden format clean
 
 run: $(STAMP)
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
@@ -29,6 +30,15 @@ fidelity: $(STAMP)-dev
 
 failures: $(STAMP)-dev
 	$(BIN)/python benchmarks/failures.py
+
+convergence: $(STAMP)-dev
+	$(BIN)/python benchmarks/convergence.py
+
+time-to-loss: $(STAMP)-dev
+	$(BIN)/python benchmarks/time_to_loss.py
+
+peers: $(STAMP)-dev
+	$(BIN)/python benchmarks/peers.py
 
 golden: $(STAMP)-dev
 	$(BIN)/pytest --update-golden tests/test_strategies.py

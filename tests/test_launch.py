@@ -281,36 +281,39 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
 
 
 @pytest.mark.dist
-def test_ranks_may_be_asked_to_end_before_they_are_killed() -> None:
-    """The first control-C is passed on as SIGTERM, and what ranks still say is heard."""
-    script = (
+@pytest.mark.parametrize("obey", [True, False])
+def test_ranks_may_be_asked_to_end_before_they_are_killed(obey: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """The first signal is passed on as SIGTERM, and what ranks still say is heard.
+
+    They may go on; the second kills.
+    """
+    launch = (
         "import sys; from realrun.launch import run_local;"
         "sys.exit(run_local(['bash', '-c', sys.argv[1]], 2, ask_first=True))"
     )
-    ready = "echo ready $RANK; while true; do sleep 0.05; done"
-    for trap, signals, code in (
-        ('trap "echo asked $RANK; exit 0" TERM;', 1, 130),
-        ('trap "echo asked $RANK" TERM;', 2, 130),
-    ):
-        running = subprocess.Popen(
-            [sys.executable, "-c", script, trap + ready],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert running.stdout is not None
-        lines = [running.stdout.readline() for _ in range(2)]
-        running.send_signal(signal.SIGINT)
-        lines += [running.stdout.readline() for _ in range(2)]
-        assert sorted(line.split("] ")[-1] for line in lines) == [
-            *("asked 0\n", "asked 1\n"),
-            *("ready 0\n", "ready 1\n"),
-        ]
-        for _ in range(signals - 1):
-            assert running.poll() is None  # they went on; the second is for good
-            running.send_signal(signal.SIGINT)
-        running.communicate(timeout=30)
-        assert running.returncode == code
+    end = "exit 0" if obey else "touch asked$RANK"
+    script = f"trap 'echo asked; {end}' TERM; touch ready$RANK; while true; do sleep 0.05; done"
+    running = subprocess.Popen(
+        [sys.executable, "-c", launch, script],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 90)
+        running.send_signal(signal.SIGTERM)
+        if not obey:
+            assert wait_until(lambda: len(list(tmp_path.glob("asked*"))) == 2, 30)
+            assert running.poll() is None
+            running.send_signal(signal.SIGTERM)
+        said, _ = running.communicate(timeout=30)
+        assert running.returncode == 143
+        if obey:
+            assert sorted(said.splitlines()) == ["[rank 1] asked", "asked"]
+    finally:
+        running.kill()
+        running.communicate()
 
 
 @pytest.mark.dist

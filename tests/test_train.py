@@ -69,6 +69,7 @@ def test_the_standard_library_is_a_corpus_of_some_megabytes() -> None:
     one, two = corpus(), corpus()
     assert np.array_equal(one.train, two.train)
     assert np.array_equal(one.validation, two.validation)
+    assert one.sha256 == two.sha256
     assert not set(one.train_files) & set(one.validation_files)
     assert 2e6 < len(one.train) < 20e6
     assert 0.03 < len(one.validation) / len(one.train) < 0.3

@@ -24,22 +24,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def learn(world: World, strategies: list[str], outer: dict[str, str]) -> dict[str, Any]:
-    """Train by every strategy; the first and the last validation loss, and what was sent."""
+def learn(world: World, strategies: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Train by every strategy, with an outer step; two validation losses, and what was sent."""
     found = {}
-    for strategy in strategies:
-        settings = Settings(
-            strategy=strategy,
-            outer=outer,
-            steps=32,
-            eval_every=8,
-            seed=1,
-            optimizer="adamw",
-            **SMALL,
-        )
-        history = train(settings, world)
+    for strategy, outer in strategies.items():
+        given = {"strategy": strategy, "outer": outer, "steps": 32, "eval_every": 16, **SMALL}
+        history = train(Settings(seed=1, **given), world)
         seen = [row.validation_loss for row in history.rows if row.validation_loss]
-        found[strategy] = [seen[0], seen[-1], history.rows[-1].bytes_sent]
+        found[strategy] = [*seen, history.rows[-1].bytes_sent]
     return found
 
 
@@ -47,7 +39,7 @@ def resume(world: World, strategies: list[str], folder: str) -> dict[str, list[s
     """What differs between 24 steps at once, and 11 and the other 13 from a checkpoint."""
     found = {}
     for number, strategy in enumerate(strategies):
-        given = {"strategy": strategy, "steps": 24, "eval_every": 8, **SMALL}
+        given = {"strategy": strategy, "steps": 24, "eval_every": 12, **SMALL}
         at_once, parted = Path(folder) / f"{number}a", Path(folder) / f"{number}b"
         whole = train(Settings(**given), world, at_once)
         half = train(Settings(stop=11, **given), world, parted)

@@ -7,6 +7,7 @@ two versions do not compare, and the record of a run holds the version and a has
 import platform
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +35,13 @@ _ASCII = 128
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Characters by their numbers (uint8), and the files that they are from."""
+    """Characters by their numbers (uint8), the files that they are from, and a hash of it all."""
 
     train: np.ndarray
     validation: np.ndarray
     train_files: tuple[str, ...]
     validation_files: tuple[str, ...]
+    sha256: str
 
 
 def corpus(folder: Path | None = None) -> Corpus:
@@ -57,12 +59,20 @@ def corpus(folder: Path | None = None) -> Corpus:
         )
     held_out = files[_HELD_OUT - 1 :: _HELD_OUT]
     kept = [path for path in files if path not in held_out]
+    train, validation = (
+        np.concatenate([_read(path) for path in paths]) for paths in (kept, held_out)
+    )
     return Corpus(
-        np.concatenate([_read(path) for path in kept]),
-        np.concatenate([_read(path) for path in held_out]),
+        train,
+        validation,
         tuple(path.name for path in kept),
         tuple(path.name for path in held_out),
+        fingerprint(train.tobytes(), validation.tobytes()),
     )
+
+
+_standard_library = cache(corpus)
+"""Read once, however often this process trains."""
 
 
 def _read(path: Path) -> np.ndarray:
@@ -87,7 +97,7 @@ def decode(numbers: np.ndarray) -> str:
 def text(shape: GPTShape, device: torch.device) -> Task:
     """Predict the next character from up to `context` before it."""
     assert len(CHARACTERS) + 1 == VOCABULARY
-    data = corpus()
+    data = _standard_library()
     train, held = (torch.from_numpy(part) for part in (data.train, data.validation))
     window = torch.arange(shape.context + 1)
 
@@ -119,6 +129,6 @@ def text(shape: GPTShape, device: torch.device) -> Task:
             "train": f"{len(train)} characters of {len(data.train_files)} files",
             "validation": f"{count * shape.context} of {len(held)} characters of"
             f" {len(data.validation_files)} files",
-            "sha256": fingerprint(data.train.tobytes(), data.validation.tobytes()),
+            "sha256": data.sha256,
         },
     )
