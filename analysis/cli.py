@@ -203,6 +203,7 @@ def _other(recorded: Any, reference: str | None, changes: Mapping[str, str]) -> 
 
 app.command()(convergence.bound)
 app.command()(convergence.tau)
+app.command()(convergence.trends)
 app.command()(convergence.verify)
 
 
