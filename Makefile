@@ -1,12 +1,13 @@
 # make run: the main job. make test: what CI runs. make bench: the speed of the simulator.
 # make fidelity: predicted against measured in the lab (root, 30 min). make failures: ranks that die.
 # make convergence: what every strategy learns (an hour). make time-to-loss, make peers: in the lab (root).
+# make verify: the convergence bound, checked.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test bench fidelity failures convergence time-to-loss peers golden format clean
+.PHONY: run test bench fidelity verify failures convergence time-to-loss peers golden format clean
 
 run: $(STAMP)
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
@@ -27,6 +28,9 @@ fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep
 	$(BIN)/python benchmarks/fidelity.py flops
 	$(BIN)/python benchmarks/fidelity.py hiding
+
+verify: $(STAMP)-dev
+	$(BIN)/co2analysis verify --out out/verify
 
 failures: $(STAMP)-dev
 	$(BIN)/python benchmarks/failures.py

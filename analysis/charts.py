@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.bound import TERMS, Bound
-from analysis.grid import Row
+from analysis.ratios import Row
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
 """Okabe and Ito: told apart by colour-blind readers."""

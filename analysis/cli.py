@@ -205,6 +205,7 @@ app.command("validate")(fidelity.validate_command)
 app.command("calibrate")(fidelity.calibrate_command)
 app.command()(convergence.bound)
 app.command()(convergence.tau)
+app.command()(convergence.trends)
 app.command()(convergence.verify)
 
 

@@ -1,4 +1,4 @@
-"""The commands of `co2analysis` about convergence: bound, tau, verify."""
+"""The commands of `co2analysis` about convergence: bound, tau, trends, verify."""
 
 import json
 import os
@@ -194,6 +194,42 @@ def tau(  # noqa: PLR0913 - one argument per option
         typer.echo(json.dumps(tau_to_dict(timings, advices, reached), indent=2))
         return
     print_tau(console(), timings, advices, target, reached)
+
+
+def trends(
+    workers: Annotated[int, _whole("--workers", "G.")] = 4,
+    steps: Annotated[int, _whole("--steps", "Local steps of every run.")] = 512,
+    taus: Annotated[str, typer.Option(help="Taus to try.")] = "1,4,16",
+    seeds: Annotated[int, _whole("--seeds", "Runs of every cell.")] = 3,
+    target: Annotated[float, _number("--target", "Training loss to reach.")] = 0.2,
+    *,
+    by_label: Annotated[
+        bool, typer.Option("--by-label", help="Every worker sees other digits.")
+    ] = False,
+    json_: options.Json = False,
+) -> None:
+    """Train a small network with CO2, SlowMo and local SGD, beside the bound: a trend, no check."""
+    from analysis import trends as networks  # noqa: PLC0415 - scipy, only for this command
+
+    if min(workers, steps, seeds) < 1:
+        raise OptionError("--workers, --steps and --seeds must be at least 1")
+    wanted = [options.whole("--taus")(text) for text in taus.split(",")]
+    if not all(1 <= each <= steps for each in wanted):
+        raise OptionError(f"--taus is {taus!r}; each must be from 1 to --steps, {steps}")
+    found = list(
+        networks.trends(
+            workers=workers,
+            steps=steps,
+            taus=wanted,
+            seeds=seeds,
+            target=target,
+            by_label=by_label,
+        )
+    )
+    if json_:
+        typer.echo(json.dumps(networks.to_dict(found), indent=2))
+        return
+    networks.print_all(console(), found, target)
 
 
 def verify(

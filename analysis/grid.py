@@ -1,15 +1,14 @@
 """The bound against measured gradients, over a grid of configurations."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from analysis import bound, oracle
-from analysis.bound import TERMS, Bound, Infeasible, Setting
-from analysis.experiment import Variants, run, variants
+from analysis import bound, oracle, ratios
+from analysis.bound import Setting
+from analysis.experiment import Variants, run, select, variants
 from analysis.families import FAMILIES
 from analysis.logistic import Logistic, Minibatches
 from analysis.problems import Array, Gaussian, Problem, Quadratic
@@ -21,34 +20,13 @@ _PENALTIES: tuple[float | None, ...] = (1.0, 2.0, None)
 _FRACTIONS = (0.1, 0.5, 0.95)
 """Of the largest feasible inner step."""
 _NOISES = (0.0, 0.3, 10.0)
-_MARGIN = 3.0
-"""Standard errors that are added to the measured mean."""
+_MORE = 8
+"""Factor of the seeds of what is undecided."""
+_ATTEMPTS = 3
+_MOST = 2**21
+"""Numbers of an array that are simulated at once."""
 _BATCH = 8
 """Rows of a minibatch."""
-
-
-class Row(NamedTuple):
-    """One configuration, its measured A with its standard error, and its bound."""
-
-    family: str
-    delay: int
-    rule: str
-    setting: Setting
-    measured: float
-    error: float
-    bound: Bound | Infeasible
-
-    @property
-    def ratio(self) -> float:
-        """Measured over bound; NaN where there is none."""
-        return self.measured / self.bound.total if isinstance(self.bound, Bound) else np.nan
-
-    @property
-    def violated(self) -> bool:
-        """Whether mean plus three standard errors exceeds the bound."""
-        if isinstance(self.bound, Infeasible):
-            return False
-        return not self.measured + _MARGIN * self.error <= self.bound.total
 
 
 def plan(*, quick: bool) -> Iterator[dict[str, Any]]:
@@ -99,7 +77,11 @@ def _exact_plan(*, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Run all variants of a cell: [{what differs, A, its standard error, zeta^2, sigma^2}]."""
+    """Run all variants of a cell: columns of what differs, A, its error, zeta^2 and sigma^2.
+
+    Where the mean is below the bound and three standard errors above it are not, more seeds
+    decide; what stays undecided counts as a violation.
+    """
     problem = FAMILIES[spec["family"]](spec["workers"])
     chosen = list(_variants(problem, spec))
     columns = {
@@ -108,8 +90,34 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     }
     aware = np.array([setting.most_penalty is not None for setting in chosen])
     which = variants(columns.pop("inner_step"), **columns, gap_aware=aware)
-    if spec["seeds"]:
-        measured, error, spread, noise = _simulated(problem, which, spec)
+    cell = _cell(problem, chosen, which, spec, spec["seeds"])
+    for attempt in range(1, _ATTEMPTS + 1):
+        found = ratios.rows([(spec, cell)])
+        places = [place for place, row in enumerate(found) if row.undecided]
+        if not places:
+            break
+        again = _cell(
+            problem,
+            [chosen[place] for place in places],
+            select(which, np.array(places)),
+            spec,
+            spec["seeds"] * _MORE**attempt,
+        )
+        for name in ("noise", "heterogeneity", "measured", "error", "seeds"):
+            for place, value in zip(places, again[name], strict=True):
+                cell[name][place] = value
+    return cell
+
+
+def _cell(
+    problem: Problem,
+    chosen: Sequence[Setting],
+    which: Variants,
+    spec: Mapping[str, Any],
+    seeds: int,
+) -> dict[str, Any]:
+    if seeds:
+        measured, error, spread, noise = _simulated(problem, which, spec, seeds)
     else:
         measured, error, spread, noise = _exact(problem, which, spec)
     known = problem.most_spread
@@ -126,6 +134,7 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
         "heterogeneity": (spread if known is None else np.full(len(chosen), known)).tolist(),
         "measured": measured.tolist(),
         "error": error.tolist(),
+        "seeds": [seeds] * len(chosen),
     }
 
 
@@ -144,24 +153,29 @@ def _exact(problem: Problem, which: Variants, spec: Mapping[str, Any]) -> tuple[
     return found.gradient, np.zeros(len(which)), found.spread, which.noise
 
 
-def _simulated(problem: Problem, which: Variants, spec: Mapping[str, Any]) -> tuple[Array, ...]:
+def _simulated(
+    problem: Problem, which: Variants, spec: Mapping[str, Any], seeds: int
+) -> tuple[Array, ...]:
     """A with its standard error, zeta^2 and sigma^2 where the runs came by."""
     drawn = str(spec["family"]).endswith("minibatches") and isinstance(problem, Logistic)
-    found = run(
-        problem,
-        which,
-        workers=spec["workers"],
-        rounds=spec["rounds"],
-        local_steps=spec["local_steps"],
-        seeds=spec["seeds"],
-        delay=spec["delay"],
-        seed=spec["workers"] + 100 * spec["local_steps"] + 10_000 * spec["rounds"],
-        sampler=Minibatches(problem, _BATCH)
-        if drawn and isinstance(problem, Logistic)
-        else Gaussian(problem),
-    )
-    error = found.gradient.std(axis=1, ddof=1) / np.sqrt(spec["seeds"])
-    return found.gradient.mean(axis=1), error, found.spread, found.variance
+    sizes = {name: spec[name] for name in ("workers", "rounds", "local_steps", "delay")}
+    seed = [spec["workers"], spec["local_steps"], spec["rounds"], seeds]
+    step = max(1, _MOST // (seeds * spec["workers"] * len(problem.start)))
+    parts = []
+    for first in range(0, len(which), step):
+        found = run(
+            problem,
+            select(which, slice(first, first + step)),
+            **sizes,
+            seeds=seeds,
+            seed=seed,
+            sampler=Minibatches(problem, _BATCH)
+            if drawn and isinstance(problem, Logistic)
+            else Gaussian(problem),
+        )
+        error = found.gradient.std(axis=1, ddof=1) / np.sqrt(seeds)
+        parts.append((found.gradient.mean(axis=1), error, found.spread, found.variance))
+    return tuple(np.concatenate(part) for part in zip(*parts, strict=True))
 
 
 def _variants(problem: Problem, spec: Mapping[str, Any]) -> Iterator[Setting]:
@@ -190,123 +204,3 @@ def _variants(problem: Problem, spec: Mapping[str, Any]) -> Iterator[Setting]:
             for fraction in _FRACTIONS:
                 for noise in (0.0,) if drawn else _NOISES:
                     yield replace(whole, inner_step=fraction * largest, noise=noise)
-
-
-def rows(
-    results: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
-    evaluate: Callable[[Setting], Bound | Infeasible] | None = None,
-) -> list[Row]:
-    """Every configuration of the measured cells, with its bound."""
-    evaluate = evaluate or bound.evaluate
-    found = []
-    for spec, cell in results:
-        for place, measured in enumerate(cell["measured"]):
-            numbers = ("inner_step", "outer_step", "momentum", "penalty", "most_penalty")
-            setting = Setting(
-                smoothness=cell["smoothness"],
-                noise=cell["noise"][place],
-                heterogeneity=cell["heterogeneity"][place],
-                gap=cell["gap"],
-                workers=spec["workers"],
-                rounds=spec["rounds"],
-                local_steps=spec["local_steps"],
-                delay=spec["delay"],
-                convex=cell["convex"],
-                **{name: cell[name][place] for name in numbers},
-            )
-            rule = "gap-aware" if setting.most_penalty else f"{setting.penalty:g}"
-            error = cell["error"][place]
-            family = spec["family"] if spec["seeds"] else f"{spec['family']}, exact"
-            delay = spec["delay"]
-            found.append(Row(family, delay, rule, setting, measured, error, evaluate(setting)))
-    return found
-
-
-def needed(found: Sequence[Row]) -> dict[str, float]:
-    """The factor by which a term, alone, may shrink before the first violation.
-
-    At most 0: the grid would not notice if the term were missing.
-    """
-    factors = dict.fromkeys(TERMS, -np.inf)
-    for row in found:
-        if isinstance(row.bound, Infeasible):
-            continue
-        reached = row.measured + _MARGIN * row.error
-        for name in TERMS:
-            term = float(getattr(row.bound, name))
-            if term > 0:
-                factors[name] = max(factors[name], (reached - row.bound.total + term) / term)
-    return factors
-
-
-def wrong(found: Sequence[Row], name: str, factor: float) -> int:
-    """How many violations there would be if a term were multiplied by `factor`."""
-    count = 0
-    for row in found:
-        if isinstance(row.bound, Bound):
-            changed = replace(row.bound, **{name: factor * float(getattr(row.bound, name))})
-            count += row._replace(bound=changed).violated
-    return count
-
-
-def summary(found: Sequence[Row]) -> dict[str, Any]:
-    """Everything that the report says about the grid, as plain values."""
-    feasible = [row for row in found if isinstance(row.bound, Bound)]
-    return {
-        "configurations": len(feasible),
-        "infeasible": len(found) - len(feasible),
-        "violations": sum(row.violated for row in feasible),
-        "worst": [_words(row) for row in sorted(feasible, key=lambda r: -r.ratio)[:5]],
-        "violating": [_words(row) for row in feasible if row.violated][:20],
-        "by_family": _grouped(feasible, lambda row: row.family),
-        "by_term": _grouped(feasible, lambda row: row.bound.dominant),  # type: ignore[union-attr]
-        "by_penalty": _grouped(feasible, lambda row: f"penalty {row.rule}"),
-        "by_delay": _grouped(feasible, lambda row: f"delay {row.delay}"),
-        "needed": needed(feasible),
-        "wrong": {name: wrong(feasible, name, 0.1) for name in TERMS},
-        "published": _published(feasible),
-    }
-
-
-def _published(found: Sequence[Row]) -> dict[str, Any]:
-    """How often SlowMo's theorem speaks at all at these sizes, for delay 0 and no penalty."""
-    asked = [row for row in found if row.delay == 0 and row.rule == "1"]
-    unique = {
-        replace(row.setting, inner_step=1.0): row.family for row in asked
-    }  # its step size is its own
-    values = [bound.published(setting) for setting in unique]
-    return {"asked": len(values), "silent": sum(isinstance(v, Infeasible) for v in values)}
-
-
-def _words(row: Row) -> dict[str, Any]:
-    setting = row.setting
-    return {
-        "family": row.family,
-        "delay": row.delay,
-        "penalty": row.rule,
-        "G": setting.workers,
-        "tau": setting.local_steps,
-        "T": setting.rounds,
-        "alpha": setting.outer_step,
-        "beta": setting.momentum,
-        "gamma": setting.inner_step,
-        "noise": setting.noise,
-        "measured": row.measured,
-        "error": row.error,
-        "bound": row.bound.total if isinstance(row.bound, Bound) else None,
-        "ratio": row.ratio,
-    }
-
-
-def _grouped(found: Sequence[Row], key: Callable[[Row], str]) -> dict[str, dict[str, float]]:
-    counts = Counter(key(row) for row in found)
-    whole: dict[str, dict[str, float]] = {}
-    for name in counts:
-        ratios: Array = np.array([row.ratio for row in found if key(row) == name])
-        whole[name] = {
-            "configurations": counts[name],
-            "violations": sum(row.violated for row in found if key(row) == name),
-            "median": float(np.median(ratios)),
-            "largest": float(ratios.max()),
-        }
-    return whole

@@ -38,7 +38,7 @@ def plan(*, quick: bool) -> Iterator[dict[str, Any]]:
                     "local_steps": tau,
                     "rounds": 32,
                     "delay": delay,
-                    "seeds": 400 if quick else 2000,
+                    "seeds": 4000,
                 }
 
 

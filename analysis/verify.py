@@ -9,9 +9,9 @@ from typing import Any
 
 from joblib import Parallel, delayed, parallel_config
 
-from analysis import grid, isolation, oracles, rates
+from analysis import grid, isolation, oracles, rates, ratios
 from analysis.bound import Bound, Infeasible, Setting
-from analysis.grid import Row
+from analysis.ratios import Row
 from co2sim.cli.files import write_atomically
 
 _LAYERS: dict[str, Any] = {
@@ -23,7 +23,7 @@ _LAYERS: dict[str, Any] = {
 """Modules with `plan` and `measure`."""
 _SOURCES = (
     *("bound", "experiment", "families", "grid", "isolation", "logistic", "oracle", "oracles"),
-    *("problems", "rates"),
+    *("problems", "rates", "ratios"),
 )
 """A change of any of these modules makes measured cells stale."""
 LEAST_CONFIGURATIONS = 3000
@@ -143,10 +143,10 @@ def judge(
     evaluate: Callable[[Setting], Bound | Infeasible] | None = None,
 ) -> Findings:
     """What the cells say. Another `evaluate` puts another bound in place of ours."""
-    rows = grid.rows(measured["grid"], evaluate)
+    rows = ratios.rows(measured["grid"], evaluate)
     parts = {
         "oracle": oracles.summary(measured["oracle"]),
-        "grid": grid.summary(rows),
+        "grid": ratios.summary(rows),
         "rates": rates.summary(measured["rates"]),
         "isolation": isolation.summary(measured["isolation"]),
     }
