@@ -55,9 +55,11 @@ def fit(group: Group, cells: Sequence[Cell], *, cross_validate: bool = True) -> 
             f"{group.name}: {len(chosen)} cells to fit {count} constants on; is --data missing?"
         )
     values, jacobian, residuals = _solve(group, chosen)
+    scales = np.array([constant.high - constant.low for constant in group.constants])
     freedom = len(chosen) - count
     scatter = math.sqrt(float(residuals @ residuals) / freedom) if freedom else None
-    unscaled: Array = np.linalg.pinv(jacobian.T @ jacobian).astype(np.float64)
+    inverse = np.linalg.pinv(jacobian.T @ jacobian)  # of what is scaled: units differ by 1e9
+    unscaled: Array = (np.outer(scales, scales) * inverse).astype(np.float64)
     covariance: Array = unscaled * (scatter or 0.0) ** 2
     held = _cross_validate(group, chosen) if cross_validate and freedom >= FOLDS else None
     mape = float(np.mean(np.abs(np.expm1(residuals))))
@@ -72,7 +74,7 @@ def residuals_of(cells: Sequence[Cell], values: Mapping[str, float]) -> Array:
 def _solve(
     group: Group, cells: Sequence[Cell], *, thorough: bool = True
 ) -> tuple[dict[str, float], Array, Array]:
-    """Least squares inside the bounds, with constants scaled to [0, 1].
+    """Least squares inside the bounds, with constants scaled to [0, 1], as is the Jacobian.
 
     It starts at the values of the catalog, and if `thorough` in the middle of the bounds too.
     """
@@ -103,7 +105,7 @@ def _solve(
         ),
         key=lambda found: float(found.cost),
     )
-    return named(best.x), np.asarray(best.jac) / (high - low), np.asarray(best.fun)
+    return named(best.x), np.asarray(best.jac), np.asarray(best.fun)
 
 
 def _cross_validate(group: Group, cells: Sequence[Cell]) -> float:

@@ -52,6 +52,7 @@ class Group:
 
 
 _MEGATRON = "fraction of the GPU's peak that large matrix products attain"
+_WIDTH = "hidden size at which matrix products attain half of what large ones do"
 
 GROUPS = {
     group.name: group
@@ -68,7 +69,7 @@ GROUPS = {
                 Constant(
                     "gemm_width", "gpu.kernels.gemm_width",
                     "gpus/v100-32-megatron.toml", 0.0, 4000.0, "",
-                    "hidden size at which matrix products attain half of that",
+                    _WIDTH,
                 ),
                 Constant(
                     "exchange_efficiency", "inter.exchange_efficiency",
@@ -93,8 +94,9 @@ GROUPS = {
             "A100",
             (
                 Constant(
-                    "gemm_efficiency", "gpu.kernels.gemm_efficiency",
-                    "gpus/a100-80-megatron.toml", 0.3, 0.9, "", _MEGATRON,
+                    "gemm_width", "gpu.kernels.gemm_width",
+                    "gpus/a100-80-megatron.toml", 0.0, 4000.0, "",
+                    _WIDTH,
                 ),
                 Constant(
                     "vocabulary_efficiency", "gpu.kernels.vocabulary_efficiency",

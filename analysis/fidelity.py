@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from analysis import ablation, reporting, tokens, validate
+from analysis import ablation, explain, reporting, tokens, validate
 from analysis.constants import GROUPS, record
 from analysis.published import Cell, predict
 from analysis.tables_published import PAPERS, co2_term, from_csv, from_papers, papers
@@ -103,6 +103,8 @@ def report(rows: Sequence[validate.Row], known: Sequence[Cell], *, brief: bool) 
     ]
     if not brief:
         parts += [
+            "## The largest errors, looked into\n",
+            *(_explained(row, rows, known) for row in largest),
             "## Fitted constants\n",
             reporting.constant_table(reporting.constants_of(record())),
             "## Mechanisms\n",
@@ -112,6 +114,16 @@ def report(rows: Sequence[validate.Row], known: Sequence[Cell], *, brief: bool) 
         ]
     parts += ["## All cells\n", reporting.cell_table(rows)]
     return "\n".join(parts)
+
+
+def _explained(row: validate.Row, rows: Sequence[validate.Row], known: Sequence[Cell]) -> str:
+    return reporting.explanation(
+        row,
+        None if row.cell.terms[0].quantity == "iteration_ms" else explain.shares(row.cell),
+        explain.alike(row, rows),
+        explain.remedies(row.cell, known),
+        ablation.mape([cell for cell in known if cell.group == row.cell.group]),
+    )
 
 
 def _token_table(known: Sequence[Cell]) -> str:

@@ -5,7 +5,9 @@ from typing import Any
 
 from analysis.ablation import Mechanism
 from analysis.constants import GROUPS, cluster_of, stated
+from analysis.explain import Alike, Remedy, Shares
 from analysis.validate import Row, Summary
+from co2sim.units import duration
 
 _CLUSTERS = {
     "v100-zeropp": "dgx2-calibrated",
@@ -118,3 +120,33 @@ def ablation_table(found: Iterable[tuple[Mechanism, float, float]]) -> str:
         for mechanism, before, after in found
     ]
     return table(("cells", "mechanism left out", "MAPE with it", "without"), rows, 2)
+
+
+def explanation(
+    row: Row, parts: Shares | None, like: Alike | None, remedies: Sequence[Remedy], before: float
+) -> str:
+    """What is known about one error; `before` is the mean absolute error of the cell's group."""
+    lines = [f"**{row.cell.name}** ({percent(row.error)})\n"]
+    if parts:
+        lines.append(
+            f"- A round takes {duration(parts.round_s)}: {duration(parts.compute_s)} without"
+            f" communication, and {duration(parts.exposed_s)} of communication that nothing hides;"
+            f" {duration(parts.communication_s)} of it are under way in all."
+        )
+    if like:
+        words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in like.labels)
+        lines.append(
+            f"- The {like.cells} cells of {words} are off by {percent(like.error)} on average, all"
+            f" others by {percent(like.others)}."
+        )
+    for remedy in remedies:
+        shown = remedy.constant.shown
+        here = f"`{remedy.constant.name}` is {shown(remedy.value)}"
+        if remedy.needed is None or remedy.mape is None:
+            lines.append(f"- {here}; no value within its bounds would meet this cell.")
+        else:
+            lines.append(
+                f"- {here}; {shown(remedy.needed)} would meet this cell, with a mean absolute error"
+                f" of {remedy.mape:.1%} over its group instead of {before:.1%}."
+            )
+    return "\n".join(lines) + "\n"

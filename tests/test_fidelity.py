@@ -3,12 +3,13 @@
 import json
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from analysis import ablation, calibrate, tokens, validate, writing
+from analysis import ablation, calibrate, explain, tokens, validate, writing
 from analysis.cli import app
 from analysis.constants import GROUPS, cluster_of, record, replaced, stated
 from analysis.fidelity import ITERATION_TIMES, cells_of
@@ -218,6 +219,47 @@ def test_mechanisms_change_what_they_are_about() -> None:
             predict(mechanism.without(cell), fast=True) / predict(cell, fast=True) for cell in mine
         ]
         assert not mine or max(abs(math.log(ratio)) for ratio in changed) > 1e-3, mechanism.name
+
+
+def test_a_remedy_meets_the_cell_it_is_for() -> None:
+    """The value that is said to meet a cell does, and it is None where no bound value can."""
+    cells = [cell for cell in from_papers() if cell.group == "a100-co2"]
+    (cell,) = (c for c in cells if c.use == "check" and "tau=12" in c.name)
+    found = {remedy.constant.name: remedy for remedy in explain.remedies(cell, cells)}
+    needed = found["tcp_efficiency"].needed
+    assert needed is not None
+    assert needed < found["tcp_efficiency"].value
+    assert predict(cell, {"tcp_efficiency": needed}) == pytest.approx(cell.published, rel=1e-3)
+    out_of_reach = replace(cell, published=50.0)
+    assert all(remedy.needed is None for remedy in explain.remedies(out_of_reach, cells))
+
+
+def test_cells_that_share_an_error_are_found() -> None:
+    """A label, or a pair, whose cells are all off by the same is named before any other."""
+    cell = next(cell for cell in from_papers() if cell.group == "v100-zeropp")
+    rows = [
+        validate.Row(replace(cell, published=1.0, labels={"a": a, "b": b, "n": n}), predicted)
+        for a in "12"
+        for b in "12"
+        for n in "1234"
+        for predicted in [0.9 if a + b == "12" else 1.01]
+    ]
+    odd = next(row for row in rows if row.error < 0)
+    found = explain.alike(odd, rows)
+    assert found is not None
+    assert found.labels == (("a", "1"), ("b", "2"))
+    assert (found.cells, found.error) == (4, pytest.approx(-0.1))
+    assert found.others == pytest.approx(0.01)
+
+
+def test_the_whole_report_looks_into_the_largest_errors() -> None:
+    """`validate` says what the round of the worst cell consists of, and what would mend it."""
+    found = CliRunner().invoke(app, ["validate", "--papers", str(PAPERS)])
+    assert found.exit_code == 0, found.output
+    text = found.output.partition("## The largest errors, looked into")[2].partition("## Fitted")[0]
+    assert text.count("\n**") == 3
+    assert "A round takes" in text
+    assert "would meet this cell" in text
 
 
 def test_the_commands_print_tables_json_and_figures(tmp_path: Path) -> None:
