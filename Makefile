@@ -1,13 +1,14 @@
 # make run: the main job. make test: what CI runs. make bench: the speed of the simulator.
 # make fidelity: predicted against measured in the lab (root, 30 min). make failures: ranks that die.
 # make convergence: what every strategy learns (an hour). make time-to-loss, make peers: in the lab (root).
+# make overhead: what CO2 itself costs (a few minutes).
 # make verify: the convergence bound, checked.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test bench fidelity verify failures convergence time-to-loss peers golden format clean
+.PHONY: run test bench fidelity verify failures convergence time-to-loss peers overhead golden format clean
 
 run: $(STAMP)
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
@@ -43,6 +44,9 @@ time-to-loss: $(STAMP)-dev
 
 peers: $(STAMP)-dev
 	$(BIN)/python benchmarks/peers.py
+
+overhead: $(STAMP)-dev
+	$(BIN)/python benchmarks/overhead.py
 
 golden: $(STAMP)-dev
 	$(BIN)/pytest --update-golden tests/test_strategies.py

@@ -38,12 +38,18 @@ CLIP = 0.25
 """Momenta are clipped to so many lr x tau: what a worker moves an element at most is about 1."""
 
 OUTER = {
-    "co2": ("momentum=0.5,lr=0.5", "momentum=0.2,lr=0.8", "momentum=0,lr=1", "momentum=0.5,lr=1"),
+    "co2": (
+        *("momentum=0.5,lr=0.5", "momentum=0.2,lr=0.8", "momentum=0,lr=1"),
+        *("momentum=0.5,lr=1", "momentum=0,lr=0.5"),
+    ),
     "slowmo": ("momentum=0.5,lr=1", "momentum=0.2,lr=1", "momentum=0.7,lr=1"),
     "diloco": ("momentum=0.9,lr=0.7", "momentum=0.5,lr=1", "momentum=0.9,lr=0.3"),
     "overlap_local_sgd": ("pull=0.6,momentum=0.7", "pull=0.6,momentum=0", "pull=0.3,momentum=0.7"),
 }
-"""Outer steps to choose from; the first while the learning rate is tuned."""
+"""Outer steps to choose from; the first while the learning rate is tuned.
+
+The gain of CO2's, lr / (1 - momentum), is 1, 2 or 1/2: a delayed step may need to be a smaller one.
+"""
 
 
 @dataclass(frozen=True, slots=True)

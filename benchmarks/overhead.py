@@ -1,6 +1,6 @@
 """What CO2 itself costs: its hook at every step, and its outer step, with communication free.
 
-    python benchmarks/overhead.py               # a few minutes on one core
+    python benchmarks/overhead.py               # two minutes on one core
 
 Two copies of a small GPT train in turn, blocks of `tau` steps without and with CO2, in one process:
 the mean over one worker needs no communication. Besides the blocks, every call of the hook is
@@ -98,7 +98,7 @@ def measure(
 def main() -> int:
     """Measure and write; exit code 1 if a limit is passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", default="mini,small,medium")
+    parser.add_argument("--sizes", default="mini,small")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tau", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=20)

@@ -1,6 +1,6 @@
 """Wall-clock to a given loss in the lab: predicted by co2sim before, measured after.
 
-    sudo python benchmarks/time_to_loss.py             # about 12 minutes on two cores
+    sudo python benchmarks/time_to_loss.py             # about 9 minutes on two cores
     sudo python benchmarks/time_to_loss.py --quick     # a trial of two minutes
 
 DDP, DiLoCo, which waits for its averages, and CO2, which hides them, train the same small GPT on
@@ -287,7 +287,7 @@ def main() -> None:
     """Predict, run, compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few steps, one rate")
-    parser.add_argument("--steps", type=int, default=960)
+    parser.add_argument("--steps", type=int, default=768)
     parser.add_argument("--target", type=float, default=0.0, help="the loss to reach")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()

@@ -166,7 +166,22 @@ def refused(world: World) -> dict[str, str]:
     deeper = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if odd else []))
     half = nn.Linear(2, 2).to(torch.bfloat16 if odd else torch.float32)
     plain = nn.Linear(2, 2)
+    frozen = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 4 if odd else 3)})
+    frozen["b"].requires_grad_(requires_grad=False)
+    buffered = nn.Linear(2, 2)
+    if odd:
+        buffered.register_buffer("extra", torch.zeros(2))
+    image = nn.Conv2d(3, 4, 3)
+    image.to(memory_format=torch.channels_last if odd else torch.contiguous_format)
+
+    def start_trained(model: nn.Module) -> None:
+        trained = [one for one in model.parameters() if one.requires_grad]
+        CO2(model, torch.optim.SGD(trained, lr=0.1))
+
     return {
+        "frozen": error_of(lambda: start_trained(frozen)),
+        "buffer": error_of(lambda: start(buffered)),
+        "order": error_of(lambda: start(image)),
         "shape": error_of(lambda: start(wider)),
         "name": error_of(lambda: start(renamed)),
         "more": error_of(lambda: start(deeper)),
@@ -282,6 +297,34 @@ def leave(world: World) -> dict[str, Any]:
     found["let go"] = [steps, co2.stats().steps]
     co2.close()
     return found
+
+
+def misused(world: World) -> dict[str, str]:
+    """What is told when a block is entered again, an optimizer shared, or a parameter unfrozen."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    co2 = CO2(model, optim, tau=1)
+    shared = error_of(lambda: CO2(model, optim, tau=1))
+    with co2:
+        train(model, optim, world.rank, range(1))
+
+    def again() -> None:
+        with co2:
+            train(model, optim, world.rank, range(1, 2))
+
+    def unfrozen() -> None:
+        late = network()
+        late[0].weight.requires_grad_(requires_grad=False)
+        every = optimizer(late, "sgd")
+        with CO2(late, every, tau=1):
+            late[0].weight.requires_grad_()
+            train(late, every, world.rank, range(1))
+
+    return {
+        "shared": shared,
+        "again": error_of(again),
+        "unfrozen": error_of(unfrozen),
+    }
 
 
 def consensus(world: World) -> list[Any]:
@@ -483,6 +526,18 @@ def evaluated_inside(world: World) -> list[float]:
 def wrong_inside(world: World, folder: str) -> dict[str, Any]:
     """Failures and checkpoints where a worker is a node."""
     found: dict[str, Any] = {}
+
+    def bare(steps: int) -> None:
+        model = network()
+        optim = optimizer(model, "sgd")
+        with CO2(model, optim, tau=2, worker="node"):
+            train(model, optim, world.rank, range(steps))
+
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    bare(0)
+    found["groups"] = len(groups) - before
+    found["bare"] = error_of(lambda: bare(3))
     for inside in ("ddp", "fsdp"):
         case = {
             "inside": inside,

@@ -26,6 +26,8 @@ def case(algorithm: str, inner: str = "sgd", model: str = "float32", **options: 
     """A case for ranks and reference."""
     rounds = options.pop("rounds", ROUNDS)
     options.setdefault("bucket_mib", 1e-4)
+    if algorithm == "CO2":
+        options = {"outer_momentum": 0.5, "outer_lr": 1.0, **options}
     return {
         "algorithm": algorithm,
         "inner": inner,
@@ -80,8 +82,8 @@ def expected(given: dict[str, Any], workers: int, seen: list[Any]) -> NDArray[np
         case "CO2":
             return reference.co2(
                 *run,
-                beta=options.get("outer_momentum", 0.5),
-                alpha=options.get("outer_lr", 1.0),
+                beta=options["outer_momentum"],
+                alpha=options["outer_lr"],
                 k=options.get("staleness", 1),
                 gap=options.get("gap", "gap_aware"),
                 penalty=options.get("penalty", 1.0),
@@ -148,6 +150,7 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]
         "not_finite": {"cases": NOT_FINITE},
         "drifted": {},
         "leave": {},
+        "misused": {},
         "consensus": {},
         "resume": {"folder": str(tmp_path_factory.mktemp("states"))},
         "wrong_state": {},
@@ -224,10 +227,19 @@ def test_ranks_that_differ_are_refused_at_the_start(three_ranks: dict[str, list[
     assert answers[0] == answers[1] == answers[2]
     words = "MismatchError: rank 1 has another model, optimizer or setting than rank 0: "
     assert answers[0] == {
-        "shape": words + "'weight: (4, 3) float32' instead of 'weight: (5, 3) float32'",
-        "name": words + "'b.weight: (2, 2) float32' instead of 'a.weight: (2, 2) float32'",
-        "more": words + "'1.weight: (2, 2) float32' instead of 'optimizer = SGD'",
-        "dtype": words + "'weight: (2, 2) bfloat16' instead of 'weight: (2, 2) float32'",
+        "frozen": words + "'not averaged: b.weight: (4, 2) float32, strides (2, 1)' instead of 'not"
+        " averaged: b.weight: (3, 2) float32, strides (2, 1)'",
+        "buffer": words + "'not averaged: extra: (2,) float32, strides (1,)' instead of 'optimizer"
+        " = SGD'",
+        "order": words + "'weight: (4, 3, 3, 3) float32, strides (27, 1, 9, 3)' instead of 'weight:"
+        " (4, 3, 3, 3) float32, strides (27, 9, 3, 1)'",
+        "shape": words + "'weight: (4, 3) float32, strides (3, 1)' instead of 'weight: (5, 3)"
+        " float32, strides (3, 1)'",
+        "name": words + "'b.weight: (2, 2) float32, strides (2, 1)' instead of 'a.weight: (2, 2)"
+        " float32, strides (2, 1)'",
+        "more": words + "'1.weight: (2, 2) float32, strides (2, 1)' instead of 'optimizer = SGD'",
+        "dtype": words + "'weight: (2, 2) bfloat16, strides (2, 1)' instead of 'weight: (2, 2)"
+        " float32, strides (2, 1)'",
         "optimizer": words + "'optimizer = Adam' instead of 'optimizer = SGD'",
         "tau": words + "'tau = 3' instead of 'tau = 4'",
         "setting": words + "'outer_momentum = 0.1' instead of 'outer_momentum = 0.2'",
@@ -288,6 +300,22 @@ def test_blocks_end_in_good_order(three_ranks: dict[str, list[Any]]) -> None:
         assert answer["let go"] == [3, 3]
 
 
+def test_misuse_is_told_and_not_trained_on(three_ranks: dict[str, list[Any]]) -> None:
+    """A closed block, a second algorithm, a late parameter: all ranks are told."""
+    for answer in three_ranks["misused"]:
+        assert answer == {
+            "shared": (
+                "OptionError: the optimizer already closes rounds for another algorithm; close that"
+                " one first"
+            ),
+            "again": "OptionError: this CO2 is closed and averages nothing; make a new one",
+            "unfrozen": (
+                "OptionError: the optimizer trains a parameter of shape (7, 5) that was frozen, or"
+                " not there, when averaging began: close this, and make a new CO2"
+            ),
+        }
+
+
 def test_consensus_shows_the_anchor_and_gives_the_model_back(
     three_ranks: dict[str, list[Any]],
 ) -> None:
@@ -316,7 +344,8 @@ def test_states_of_other_ranks_and_runs_are_refused(three_ranks: dict[str, list[
         assert answer["tau"] == (
             "OptionError: the saved state is of another run: 'tau = 3', here 'tau = 4'"
         )
-        assert "'weight: (2, 2) float32', here 'weight: (3, 2) float32'" in answer["width"]
+        saved, here = ("'weight: (2, 2) float32, strides (2, 1)'", "'weight: (3, 2) float32")
+        assert f"{saved}, here {here}" in answer["width"]
         assert answer["same"] == "no error"
 
 
@@ -327,7 +356,9 @@ def test_a_lost_worker_raises_in_time(how: str, dtypes: list[str]) -> None:
     answers = on_ranks("lose", 3, module=MODULE, dies=dies, how=how, dtypes=dtypes)
     for found in (answers[0], answers[2]):
         for answer in found:
-            told = "RankFailure: the average of round [12] failed: a rank died, or came more than 3"
+            told = (
+                "RankFailure: the average of round [12] failed: a rank died, took fewer steps, or"
+            )
             assert re.match(told, answer["told"])
             assert answer["seconds"] < (2 if how == "kill" else 6.5)
 
@@ -405,6 +436,12 @@ def test_nodes_fail_and_resume_as_one(two_nodes: dict[str, list[Any]]) -> None:
             assert answer[f"{inside} drift"].startswith("MismatchError: after round 1"), answer
             assert answer[f"{inside} loaded"] == [True, True, 5]
         mine = [0, 1] if rank < 2 else [2, 3]
+        assert answer["bare"] == (
+            f"MismatchError: after round 0 the ranks of a worker, {mine}, hold different"
+            " parameters: wrap the model in DDP or FSDP2 over Workers.per_node().inner, or take"
+            " worker='gpu'"
+        )
+        assert answer["groups"] == 0, "groups made for worker='node' are given back"
         assert "over ranks [0, 1, 2, 3]" in answer["over all"]
         assert f"worker is ranks {mine}" in answer["over all"]
         assert f"worker is ranks [{rank}]" in answer["per gpu"]

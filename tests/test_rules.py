@@ -171,7 +171,8 @@ def test_one_worker_needs_no_process_group(inner: str, tau: int, k: int, gap: An
     wanted = reference.co2(x0, local, 1, rounds, beta=0.5, alpha=0.8, k=k, gap=gap)
     model = network()
     optim = optimizer(model, inner)
-    with CO2(model, optim, tau=tau, outer_lr=0.8, staleness=k, gap=gap) as co2:
+    options: dict[str, Any] = {"outer_momentum": 0.5, "outer_lr": 0.8, "gap": gap}
+    with CO2(model, optim, tau=tau, staleness=k, **options) as co2:
         for t in range(rounds):
             train(model, optim, 0, range(t * tau, (t + 1) * tau))
             np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)

@@ -111,6 +111,11 @@ class CO2(LocalUpdate):
     the all-reduce of this round's displacement; x_{t+1,0} <- x_{t,0} - outer_lr m. So the first
     `staleness` rounds end where they began. `staleness` 0 waits at once, and is SlowMo.
 
+    The gain outer_lr / (1 - outer_momentum) is what a displacement moves the anchor in the end. An
+    average that comes a round late is a delayed step, which is stable up to smaller steps only: the
+    default gain of 1/2 was the best of those tried on a small GPT (benchmarks/convergence.py), with
+    a gain of 2 it hardly learned. The larger lr x tau is, the smaller the gain must be.
+
     `gap` and `penalty`: see CO2Rule; a penalty other than 1 needs gap="constant".
 
     `clip` bounds elements of m, which are displacements in the units of parameters, not gradients.
@@ -128,8 +133,8 @@ class CO2(LocalUpdate):
         optimizer: Optimizer,
         *,
         tau: int = 12,
-        outer_momentum: float = 0.5,
-        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        outer_lr: float = 0.5,
         gap: Gap = "gap_aware",
         penalty: float = 1.0,
         clip: float | None = None,

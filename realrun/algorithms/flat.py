@@ -152,6 +152,12 @@ class Flat:
         dist.all_gather_single(row, mine, group=self.inner)
         return row
 
+    def replicas(self) -> Iterator[Tensor]:
+        """Memory of the parameters that other ranks of the worker must hold, too."""
+        for section in self.sections:
+            if section.share:
+                yield from (memory(member.parameter) for member in section.members)
+
     def round(self, vector: Tensor) -> None:
         """Round `vector` to what the model would hold."""
         for section in self.sections:

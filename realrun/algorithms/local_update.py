@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from types import TracebackType
 from typing import Any, Self, TypedDict
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,18 @@ from realrun.algorithms.flat import Flat
 from realrun.algorithms.options import at_least, one_of, positive
 from realrun.algorithms.progress import Progress, Stats
 from realrun.algorithms.rule import Rule, State
-from realrun.algorithms.start import describe, first_tensors, refuse_wider_ddp, trainable
-from realrun.algorithms.workers import Links, Worker, workers_of
+from realrun.algorithms.start import (
+    describe,
+    describe_others,
+    first_tensors,
+    refuse_wider_ddp,
+    trainable,
+)
+from realrun.algorithms.workers import Links, Worker
 from realrun.errors import MismatchError
+
+_ATTACHED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose steps an algorithm counts."""
 
 
 class Common(TypedDict, total=False):
@@ -43,10 +53,11 @@ class LocalUpdate:
     Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or a context manager; the
     training loop does not change. What they share:
 
-    *Parameters* are those of `model` that require a gradient when this is made; the optimizer must
-    hold all of them, and no others. Frozen ones and buffers start alike everywhere and are never
-    averaged. They are fp32, bf16 or fp16; anchor, momentum and displacement are fp32 vectors (see
-    `flat`), and the model holds the anchor's rounding.
+    *Parameters* are those of `model` that require a gradient when this is made; the optimizer, one,
+    must hold all of them, and no others; one that is unfrozen or added later is an OptionError.
+    Frozen ones and buffers start alike everywhere and are never averaged. They are fp32, bf16 or
+    fp16; anchor, momentum and displacement are fp32 vectors (see `flat`), and the model holds the
+    anchor's rounding.
 
     *Options.* `worker`: "gpu" (every rank; pass the bare module, not DDP), "node" (the
     LOCAL_WORLD_SIZE ranks of a node, with DDP or FSDP2 among `Workers.per_node().inner`; each rank
@@ -55,19 +66,24 @@ class LocalUpdate:
     hash of their anchors (0: never); where hardware differs, so may rounding. `deadline`: how many
     seconds one worker may be behind another before RankFailure.
 
-    *Start.* Ranks compare names, shapes and types of parameters, the optimizer's class and all
-    settings (MismatchError), then the first worker's parameters and buffers are sent to all. Load
-    checkpoints after that.
+    *Start.* Ranks compare names, shapes, types and memory order of parameters and buffers, the
+    optimizer's class and all settings (MismatchError), then the first worker's parameters and
+    buffers are sent to all. Load checkpoints after that.
 
-    *Steps* of all workers must be equally many. A GradScaler that skips a step on one worker only
-    lets that worker fall behind.
+    *Steps* of all workers must be equally many: one that has taken fewer makes the others wait
+    until `deadline` and raise RankFailure, at the latest when they close. A GradScaler must
+    therefore skip a step on all workers or on none: reduce its found_inf, or train in bf16.
 
     *Errors* leave `optimizer.step()`: NonFiniteError, before a NaN or infinity reaches parameters,
     anchor or momentum; RankFailure; MismatchError. After one, every further step raises it again.
 
+    *Within a worker* of several ranks DDP or FSDP2 keeps replicas equal; without, the end of the
+    first round, and every check, finds them different (MismatchError).
+
     *End.* Leaving the `with` block, or `close`, waits for averages under way, does not apply them,
-    and removes the hook. An exception that leaves the block waits for nobody. Steps after the last
-    full round stay each worker's own: let all steps be a multiple of `tau`, or take `consensus`.
+    and removes the hook; there is no second entry. An exception that leaves the block waits for
+    nobody. Steps after the last full round stay each worker's own: let all steps be a multiple of
+    `tau`, or take `consensus`.
 
     On a GPU the host waits for the device once a round, to see that the average is finite.
     """
@@ -91,12 +107,18 @@ class LocalUpdate:
         at_least("check_every", check_every, 0)
         positive("deadline", deadline)
         parameters = trainable(model, optimizer)
-        workers = workers_of(worker)
+        if optimizer in _ATTACHED:
+            raise OptionError(
+                "the optimizer already closes rounds for another algorithm; close that one first"
+            )
+        self._links = Links(worker, deadline)
+        workers = self._links.workers
         refuse_wider_ddp(model, workers)
+        self._trained = {id(one) for _, one in parameters}
+        self._optimizer = optimizer
         self._rule, self._tau, self._check_every = rule, tau, check_every
         # FSDP2 may keep parameters gathered, after a forward without backward.
         self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
-        self._links = Links(workers, deadline)
         self._flat = Flat.of(parameters, self._links.gather)
         self._layout = describe(parameters, workers, rule, tau)
         settings = {
@@ -108,13 +130,21 @@ class LocalUpdate:
         }
         self._links.agree(
             "model, optimizer or setting",
-            "\n".join([self._layout, *(f"{key} = {value}" for key, value in settings.items())]),
+            "\n".join(
+                [
+                    self._layout,
+                    *describe_others(model, parameters),
+                    *(f"{key} = {value}" for key, value in settings.items()),
+                ]
+            ),
             across="\n".join(self._flat.describe()),
         )
         self._links.share(*first_tensors(model))
         self._average = Average(self._links.average, dtype, deadline, int(bucket_mib * 2**20))
         self._begin()
         self._hook = optimizer.register_step_post_hook(self._after_step)
+        self._closed = False
+        _ATTACHED.add(optimizer)
 
     def _begin(self) -> None:
         """The state before round 0."""
@@ -150,14 +180,44 @@ class LocalUpdate:
         if self._failure:
             raise self._failure
         try:
+            self._check_trained()
+            checks = self._check_every and (self._progress.round + 1) % self._check_every == 0
+            if checks or not self._progress.round:
+                self._check_inside()
             self._outer_step()
             self._progress.step = 0
             self._progress.round += 1
-            if self._check_every and self._progress.round % self._check_every == 0:
+            if checks:
                 self.check_drift()
         except Co2simError as error:
             self._failure = error
             raise
+
+    def _check_trained(self) -> None:
+        """Refuse parameters that are trained, but were not at the start: nobody averages them."""
+        for group in self._optimizer.param_groups:
+            for one in group["params"]:
+                if one.requires_grad and id(one) not in self._trained:
+                    raise OptionError(
+                        f"the optimizer trains a parameter of shape {tuple(one.shape)} that was"
+                        " frozen, or not there, when averaging began: close this, and make a new"
+                        f" {type(self).__name__}"
+                    )
+
+    def _check_inside(self) -> None:
+        """Refuse ranks of a worker that hold different replicas: each averages only its share."""
+        parts = list(self._flat.replicas())
+        if not parts:
+            return
+        mark = hashlib.blake2b()
+        for part in parts:
+            mark.update(part.cpu().view(torch.uint8).numpy().tobytes())
+        if not self._links.same_inside(mark.hexdigest()):
+            raise MismatchError(
+                f"after round {self._progress.round} the ranks of a worker,"
+                f" {self._links.workers.inner_ranks}, hold different parameters: wrap the model in"
+                " DDP or FSDP2 over Workers.per_node().inner, or take worker='gpu'"
+            )
 
     def _outer_step(self) -> None:
         """The order matters; with staleness 1, one buffer serves every average."""
@@ -233,9 +293,10 @@ class LocalUpdate:
     def state_dict(self) -> dict[str, Any]:
         """All that is kept, this rank's part under the key `rankR`. All ranks call this.
 
-        Averages under way are waited for and saved as they arrived, so a resumed run does what
-        the uninterrupted one does, bit for bit. Within a round workers hold different models:
-        every rank must save its model and optimizer, too. Every key is one rank's own, so that
+        Averages under way are waited for and saved as they arrived, so a resumed run does what the
+        uninterrupted one does, bit for bit. Within a round workers hold different models: every
+        rank must save its own model and optimizer, too (torch.distributed.checkpoint keeps one copy
+        of what is not sharded: give those a key per rank). Every key is one rank's own, so that
         torch.distributed.checkpoint keeps all of them: `dcp.save({"co2": co2, ...})`. Tensors are
         the live ones, as in optimizers: copy what is not written at once.
         """
@@ -298,14 +359,21 @@ class LocalUpdate:
         self._close(wait=True)
 
     def _close(self, *, wait: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self._hook.remove()
+        _ATTACHED.discard(self._optimizer)
         if wait and not self._failure:
             self._drain()
             self._average.close()
             self._links.close()
 
     def __enter__(self) -> Self:
-        """Nothing more to do: the hook is there from the start."""
+        """The hook is there from the start. Raises OptionError once this is closed."""
+        if self._closed:
+            name = type(self).__name__
+            raise OptionError(f"this {name} is closed and averages nothing; make a new one")
         return self
 
     def __exit__(

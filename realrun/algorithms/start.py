@@ -30,9 +30,11 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]
 
 
 def refuse_wider_ddp(model: nn.Module, workers: Workers) -> None:
-    """Raise OptionError if DDP already makes models of several workers the same."""
-    if isinstance(model, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(model.process_group)
+    """Raise OptionError if DDP, anywhere in the model, makes models of several workers the same."""
+    for module in model.modules():
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        ranks = dist.get_process_group_ranks(module.process_group)
         if set(ranks) - set(workers.inner_ranks):
             raise OptionError(
                 f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
@@ -49,11 +51,24 @@ def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule,
         f"tau = {tau}",
         f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
     ]
-    for name, one in parameters:
-        dtype = str(one.dtype).removeprefix("torch.")
-        placed = f" {one.placements}" if isinstance(one, DTensor) else ""
-        lines.append(f"{name}: {tuple(one.shape)} {dtype}{placed}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_line(name, one) for name, one in parameters)])
+
+
+def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:
+    """All that is sent at the start besides: frozen parameters and buffers."""
+    known = {id(one) for _, one in parameters}
+    others = [*model.named_parameters(), *model.named_buffers()]
+    return [f"not averaged: {_line(*pair)}" for pair in others if id(pair[1]) not in known]
+
+
+def _line(name: str, one: Tensor) -> str:
+    """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
+    dtype = str(one.dtype).removeprefix("torch.")
+    placed = f" {one.placements}" if isinstance(one, DTensor) else ""
+    strides = tuple(
+        stride for stride, size in zip(one.stride(), one.shape, strict=True) if size > 1
+    )
+    return f"{name}: {tuple(one.shape)} {dtype}, strides {strides}{placed}"
 
 
 def first_tensors(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

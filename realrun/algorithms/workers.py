@@ -111,14 +111,16 @@ class Links:
     """The communicators of one algorithm, that nobody else uses.
 
     `average` is left to averages alone. Numbers and texts travel over Gloo, on GPUs too. A group
-    of one rank is None. Every wait ends after `deadline` seconds.
+    of one rank is None. Every wait ends after `deadline` seconds, but the very first, for all
+    ranks to come: that is bounded by the timeout of torch.distributed's own group.
     """
 
-    def __init__(self, workers: Workers, deadline: float) -> None:
+    def __init__(self, worker: Worker, deadline: float) -> None:
         """Connect. All ranks of torch.distributed call this, in the same order."""
-        self.workers, self.deadline = workers, deadline
+        self.workers, self.deadline = workers_of(worker), deadline
+        self._own = () if isinstance(worker, Workers) else (self.workers.inner, self.workers.peers)
         self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
-        peers, inner = tuple(workers.peer_ranks), tuple(workers.inner_ranks)
+        peers, inner = tuple(self.workers.peer_ranks), tuple(self.workers.inner_ranks)
         with self.together("connection of communicators"):
             if dist.is_initialized() and dist.get_world_size() > 1:
                 self._connect(peers, inner)
@@ -143,9 +145,10 @@ class Links:
     def close(self) -> None:
         """Give the communicators back. Nothing may be under way."""
         if dist.is_initialized():
-            for made in self._made.values():
+            own = [one for one in self._own if one not in {None, dist.group.WORLD}]
+            for made in (*self._made.values(), *own):
                 dist.destroy_process_group(made)
-        self._made = {}
+        self._made, self._own = {}, ()
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Sums of numbers over this worker's ranks."""
@@ -176,6 +179,10 @@ class Links:
             f"rank {ranks[index]} has another {what} than rank {ranks[0]}: {two!r} instead of"
             f" {one!r}"
         )
+
+    def same_inside(self, mark: str) -> bool:
+        """Whether all ranks of this worker have the same mark."""
+        return len(set(self.collect(mark, self._inner))) == 1
 
     def drifted(self, mark: str) -> list[int]:
         """Peers whose mark is not that of the majority; all ranks of a worker raise together."""
@@ -223,9 +230,10 @@ def lost(
     round: int | None = None,  # noqa: A002 - what it is called everywhere here
 ) -> RankFailure:
     """The error to raise when a collective failed: a peer died, or did not come in time."""
-    reason = " ".join(str(error).split())[:200]
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
     return RankFailure(
-        f"{what} failed: a rank died, or came more than {deadline:g} s late ({reason})",
+        f"{what} failed: a rank died, took fewer steps, or came more than {deadline:g} s late"
+        f" ({reason})",
         op=what,
         round=round,
     )

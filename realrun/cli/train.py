@@ -247,7 +247,13 @@ def _run(rank: "Rank", settings: Settings, out: Path, *, resume: bool, as_json: 
         _check_out(settings, out, rank.world.layout.world_size, resume=resume)
         if resume and not checkpoints(out):
             print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
-    with _asked() as asked, _shown(rank, settings) as show:
+        if left := settings.last % settings.round:
+            print(
+                f"{settings.last} steps are no multiple of tau, {settings.round}: what workers"
+                f" learn in the last {left} enters only the final mean",
+                file=sys.stderr,
+            )
+    with _asked(rank.world.rank) as asked, _shown(rank, settings) as show:
         history = train_(
             settings, rank.world, out, resume=resume, progress=show, stop=lambda: bool(asked)
         )
@@ -259,11 +265,17 @@ def _run(rank: "Rank", settings: Settings, out: Path, *, resume: bool, as_json: 
 
 
 @contextmanager
-def _asked() -> Iterator[list[int]]:
+def _asked(rank: int) -> Iterator[list[int]]:
     """The signals that asked this process to stop: it shall do so in good order."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda got, _: asked.append(got)) for number in numbers]
+
+    def ask(number: int, _: object) -> None:
+        if not asked and not rank:
+            print("asked to stop: ends some steps later, with a checkpoint", file=sys.stderr)
+        asked.append(number)
+
+    before = [signal.signal(number, ask) for number in numbers]
     try:
         yield asked
     finally:
@@ -315,6 +327,9 @@ def _shown(rank: "Rank", settings: Settings) -> "Iterator[Progress | None]":
 def _print(history: History, out: Path) -> None:
     """How it went, and where things are."""
     found, facts = history.figures, history.facts
+    if not history.rows:
+        print(f"nothing left to train, and no row in {out / LOG}")
+        return
     unit = "tokens" if history.settings.task == "text" else "images"
     ranks = facts["nodes"] * facts["ranks_per_node"]
     print(

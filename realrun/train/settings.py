@@ -17,7 +17,7 @@ Evaluate = Literal["during", "after"]
 
 _MOST = 10**9
 _LOCAL = tuple(outer.OPTIONS)
-_HOW = ("stop", "log_every", "checkpoint_every", "evaluate")
+_HOW = ("stop", "log_every", "eval_every", "checkpoint_every", "evaluate")
 """Fields that may differ between a run and its resumption: they do not change what is learned."""
 
 
