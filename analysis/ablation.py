@@ -1,10 +1,10 @@
-"""What every mechanism is worth: the errors without it, as it stands and after a new fit."""
+"""What every mechanism is worth: the errors without it, all constants as they are (no new fit)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from analysis.published import Cell, Setup, Term, predict
+from analysis.published import Cell, changed, predict, with_override
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,27 +16,14 @@ class Mechanism:
     without: Callable[[Cell], Cell]
 
 
-def _changed(cell: Cell, change: Callable[[Setup], Setup]) -> Cell:
-    """The cell with all its configurations changed."""
-
-    def of(term: Term) -> Term:
-        return replace(term, setup=change(term.setup))
-
-    return replace(
-        cell, terms=tuple(of(term) for term in cell.terms), over=tuple(of(t) for t in cell.over)
-    )
-
-
 def _strategy(old: str, new: str) -> Callable[[Cell], Cell]:
-    return lambda cell: _changed(
+    return lambda cell: changed(
         cell, lambda setup: replace(setup, strategy=setup.strategy.replace(old, new))
     )
 
 
 def _override(path: str, text: str) -> Callable[[Cell], Cell]:
-    return lambda cell: _changed(
-        cell, lambda setup: replace(setup, overrides=(*setup.overrides, (path, text)))
-    )
+    return lambda cell: with_override(cell, path, text)
 
 
 MECHANISMS = (
@@ -104,7 +91,7 @@ def mape(cells: Sequence[Cell], values: Mapping[str, float] | None = None) -> fl
 
 
 def ablate(cells: Sequence[Cell]) -> list[tuple[Mechanism, float, float]]:
-    """Each mechanism with the mean absolute error with and without it, over its cells."""
+    """Each mechanism with the mean absolute error with and without it, over all its cells."""
     found = []
     for mechanism in MECHANISMS:
         chosen = [cell for cell in cells if cell.group == mechanism.group]

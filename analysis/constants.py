@@ -20,6 +20,9 @@ RECORD = "calibrations.toml"
 """What was fitted, on what, how well, and how certain: beside the clusters that use it."""
 
 
+_NEAR = 1e-3
+
+
 @dataclass(frozen=True, slots=True)
 class Constant:
     """One fitted number: `path` in a `Cluster`, `file` and key of the catalog, physical bounds."""
@@ -31,6 +34,10 @@ class Constant:
     high: float
     unit: str
     means: str
+
+    def at_bound(self, value: float) -> bool:
+        """Whether a value is at a bound, to a thousandth: a bounded fit stays just inside."""
+        return min(value - self.low, self.high - value) <= _NEAR * (self.high - self.low)
 
     def text(self, value: float) -> str:
         """The value as the catalog writes it."""

@@ -11,25 +11,30 @@ import typer
 from analysis import ablation, explain, reporting, tokens, validate
 from analysis.constants import GROUPS, record
 from analysis.published import Cell, predict
-from analysis.tables_published import PAPERS, co2_term, from_csv, from_papers, papers
+from analysis.sources import DATA_VARIABLE, ITERATION_TIMES, PAPERS, iteration_times, papers
+from analysis.tables_csv import from_csv, marked
+from analysis.tables_published import co2_term, from_papers, unpredicted
 from co2sim.cli.files import write_atomically
 from co2sim.errors import CatalogError, OptionError
 
-ITERATION_TIMES = "a100_dp_iteration_times.csv"
-
-_BESIDE = PAPERS.parent.parent / "shared" / "data"
-"""Where published tables that are not copied into the project may lie."""
+_REFERRED = "vtrain"
+"""The source whose table is only referred to."""
 
 _COUNTS = (512, 1024, 2048, 4096, 8192)
 _GPUS = (8, 16, 32, 64, 128)
 _LARGEST = 3
 
-Papers = Annotated[Path, typer.Option(help="Folder of the published results.")]
+Papers = Annotated[
+    Path,
+    typer.Option(
+        "--papers", help="Folder of the published results.", show_default="those of the package"
+    ),
+]
 Data = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
-        help=f"Folder with {ITERATION_TIMES}, or that file; by default {_BESIDE} if it is there.",
+        help=f"Folder with {ITERATION_TIMES}, or that file; by default what {DATA_VARIABLE} names.",
     ),
 ]
 
@@ -37,15 +42,22 @@ Data = Annotated[
 def cells_of(folder: Path, data: Path | None) -> list[Cell]:
     """All cells with `use` as published, and the table that is only referred to, if it is there."""
     found = from_papers(folder)
-    if data is None and (_BESIDE / ITERATION_TIMES).is_file():
-        data = _BESIDE
-    if data is not None:
-        path = data / ITERATION_TIMES if data.is_dir() else data
-        if not path.is_file():
-            raise OptionError(f"--data {data}: {path} does not exist")
-        about = papers(folder)["vtrain"].about["data"]
-        found += from_csv(path, about["use"], folder)
+    path = iteration_times(data)
+    if path is not None:
+        about = papers(folder)[_REFERRED].about["data"]
+        found += from_csv(path, about["use"], folder, _REFERRED)
     return found
+
+
+def _say_what_is_missing(known: Sequence[Cell], chosen: Sequence[Cell]) -> None:
+    """On stderr: without their table no A100 iteration time is predicted, or known as fitted."""
+    if any(cell.source == _REFERRED for cell in known):
+        return
+    note = "the A100 iteration times were not read; --data names their folder"
+    if chosen is known:
+        typer.echo(f"note: {note}", err=True)
+    elif any(cell.source == _REFERRED for cell in chosen):
+        typer.echo(f"note: {note}, so that rows that were fitted on count as check", err=True)
 
 
 def validate_command(
@@ -57,9 +69,7 @@ def validate_command(
             help="Predict further cells, in the format of one of the published tables. Repeatable.",
         ),
     ] = None,
-    papers_: Annotated[
-        Path, typer.Option("--papers", help="Folder of the published results.")
-    ] = PAPERS,
+    papers_: Papers = PAPERS,
     markdown: Annotated[Path | None, typer.Option(help="Write the whole report here.")] = None,
     figures: Annotated[
         Path | None, typer.Option(help="Folder for figures, prediction beside publication.")
@@ -72,14 +82,20 @@ def validate_command(
     """Predict published results: signed errors, fitted constants, ablation, figures."""
     known = cells_of(papers_, data)
     if cells:
-        chosen = [cell for path in cells for cell in from_csv(path, "check", papers_)]
+        read = [cell for path in cells for cell in from_csv(path, "check", papers_)]
+        chosen = marked(read, known)
     else:
         chosen = known
+    _say_what_is_missing(known, chosen)
     rows = validate.validate(chosen)
     files: dict[Path, bytes] = {}
     if figures is not None:
         files |= _figures(rows, figures, papers_)
-    text = "" if json_ and markdown is None else report(rows, known, brief=brief or bool(cells))
+    text = ""
+    if markdown is not None or not json_:
+        text = report(rows, known, brief=brief or bool(cells))
+        if not cells:
+            text += "\n## Not predicted\n\n" + reporting.unpredicted_table(unpredicted(papers_))
     if markdown is not None:
         files[markdown] = text.encode()
     write_atomically(files)
@@ -104,14 +120,25 @@ def report(rows: Sequence[validate.Row], known: Sequence[Cell], *, brief: bool) 
     if not brief:
         parts += [
             "## The largest errors, looked into\n",
-            *(_explained(row, rows, known) for row in largest),
+            *(_explained(row, rows, known) for row in largest if row.has_interval),
             "## Fitted constants\n",
             reporting.constant_table(reporting.constants_of(record())),
+            reporting.fit_table(record()),
             "## Mechanisms\n",
             reporting.ablation_table(ablation.ablate(known)),
-            "## CO2: tokens per GPU and step are not published\n",
-            _token_table(known),
         ]
+        if any(cell.group == tokens.GROUP for cell in known):
+            by_tokens = tokens.study(known, _COUNTS)
+            links = {
+                "links differ, as calibrated": tokens.refitted(known),
+                "equal links": tokens.equal_links(known),
+            }
+            parts += [
+                "## CO2: tokens per GPU and step are not published\n",
+                reporting.refit_table({f"{n:,}": it for n, it in by_tokens.items()}, "tokens"),
+                "## CO2 with equal links\n",
+                reporting.refit_table(links, "links"),
+            ]
     parts += ["## All cells\n", reporting.cell_table(rows)]
     return "\n".join(parts)
 
@@ -124,21 +151,6 @@ def _explained(row: validate.Row, rows: Sequence[validate.Row], known: Sequence[
         explain.remedies(row.cell, known),
         ablation.mape([cell for cell in known if cell.group == row.cell.group]),
     )
-
-
-def _token_table(known: Sequence[Cell]) -> str:
-    found = tokens.study(known, _COUNTS)
-    names = list(found[0].errors)
-    rows = [
-        (
-            f"{item.tokens:,}",
-            *(f"{value:.3f}" for value in item.values.values()),
-            *(reporting.percent(item.errors[name]) for name in names),
-        )
-        for item in found
-    ]
-    columns = ("tokens", *found[0].values, *names)
-    return reporting.table(columns, rows, 1)
 
 
 def _figures(rows: Sequence[validate.Row], folder: Path, papers_: Path) -> dict[Path, bytes]:
@@ -175,9 +187,7 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def calibrate_command(
     data: Data = None,
-    papers_: Annotated[
-        Path, typer.Option("--papers", help="Folder of the published results.")
-    ] = PAPERS,
+    papers_: Papers = PAPERS,
     group: Annotated[
         list[str] | None,
         typer.Option(help=f"Only this group: {', '.join(GROUPS)}. Repeatable; not with --write."),
@@ -207,10 +217,7 @@ def calibrate_command(
             typer.echo(f"  cross-validated: {found.cross_validated:.2%}")
         for constant in GROUPS[found.group].constants:
             value = shown["values"][constant.name]
-            at_bound = value in {constant.low, constant.high}
-            typer.echo(
-                f"  {constant.name}: {constant.shown(value)}{' (at its bound)' if at_bound else ''}"
-            )
+            typer.echo(f"  {constant.name}: {reporting.at_bound(constant, value)}")
     if write:
         files = writing.catalog_files(fits)
         files |= dict([writing.record_file(fits)])

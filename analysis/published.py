@@ -1,6 +1,6 @@
 """Published cells, and their prediction by simulation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
@@ -11,14 +11,14 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.cost import compute_time, footprint
 from co2sim.result import Prepared
-from co2sim.schedule import Collective, Compute, Schedule
+from co2sim.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulator import execute
 from co2sim.units import Seconds
 from co2sim.workload import Recompute
 
 Use = Literal["fit", "check"]
 
-Quantity = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms"]
+Quantity = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms", "inter_node_volume"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A quantity of one configuration."""
+    """A quantity of one configuration, or the `part` of it that some collectives make up."""
 
     setup: Setup
     quantity: Quantity
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,22 @@ class Cell:
     per_gpu: bool = False
     rounding: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def changed(cell: Cell, change: Callable[[Setup], Setup]) -> Cell:
+    """The cell with all its configurations changed."""
+
+    def of(term: Term) -> Term:
+        return replace(term, setup=change(term.setup))
+
+    return replace(
+        cell, terms=tuple(of(term) for term in cell.terms), over=tuple(of(t) for t in cell.over)
+    )
+
+
+def with_override(cell: Cell, path: str, text: str) -> Cell:
+    """The cell with one number of its clusters changed."""
+    return changed(cell, lambda setup: replace(setup, overrides=(*setup.overrides, (path, text))))
 
 
 def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool = False) -> float:
@@ -107,6 +124,8 @@ def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool
 def evaluate(term: Term, group: str, values: tuple[tuple[str, float], ...], *, fast: bool) -> float:
     """The value of a term."""
     setup = term.setup
+    if term.quantity == "inter_node_volume":
+        return _volume(setup, group, term.part)
     case = setup.case(group, dict(values))
     if fast and _is_serial(setup):
         step = _serial_step(setup, case)
@@ -121,6 +140,28 @@ def evaluate(term: Term, group: str, values: tuple[tuple[str, float], ...], *, f
     if term.quantity == "tokens_per_s":
         return samples * job.model.tokens * setup.gpus
     return samples * job.hardware_flops_per_sample / 1e12
+
+
+def _volume(setup: Setup, group: str, part: str) -> float:
+    """What a node sends to others in a step, as a multiple of the model in its training type.
+
+    `part` is `total`, or one of those that `_part` names. Scales are not counted.
+    """
+    prepared = _prepared(setup, group)
+    cluster: Cluster = cluster_of(setup.cluster, setup.overrides).resized(setup.gpus)
+    sent = sum(
+        footprint(replace(op.work, scale_block=0), cluster).loads(cluster)[1]
+        for op in prepared.schedule.body
+        if isinstance(op.work, Collective) and part in {"total", _part(op.name, op.work)}
+    )
+    return sent / (prepared.job.parameters * prepared.job.precision.bytes)
+
+
+def _part(name: str, work: Collective) -> str:
+    """The part of a step of ZeRO-3 that a collective belongs to."""
+    if work.kind != Kind.ALL_GATHER:
+        return "gradient_reduce_scatter"
+    return "forward_all_gather" if ".forward." in name else "backward_all_gather"
 
 
 def step_time(case: Case) -> Seconds:

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from analysis.ablation import Mechanism
-from analysis.constants import GROUPS, cluster_of, stated
+from analysis.constants import GROUPS, Constant, cluster_of, stated
 from analysis.explain import Alike, Remedy, Shares
+from analysis.tables_published import Unpredicted
+from analysis.tokens import Refitted
 from analysis.validate import Row, Summary
 from co2sim.units import duration
 
@@ -45,7 +47,7 @@ def summary_table(found: Mapping[tuple[str, str, str], Summary]) -> str:
             f"{item.mape:.1%}",
             percent(item.bias),
             f"{percent(item.worst.error)}: {item.worst.cell.name}",
-            f"{item.inside:.0%}",
+            "-" if item.inside is None else f"{item.inside:.0%}",
         )
         for (source, use, strategy), item in found.items()
     ]
@@ -66,12 +68,17 @@ def cell_table(rows: Iterable[Row]) -> str:
             number(row.cell.published),
             number(row.predicted),
             percent(row.error),
-            f"{number(row.low)} to {number(row.high)}",
+            f"{number(row.low)} to {number(row.high)}" if row.has_interval else "-",
         )
         for row in rows
     ]
     columns = ("source", "cell", "use", "published", "predicted", "error", "90 % interval")
     return table(columns, found, 3)
+
+
+def at_bound(constant: Constant, value: float) -> str:
+    """A value of a constant, and whether it is at a bound."""
+    return constant.shown(value) + (" (at bound)" if constant.at_bound(value) else "")
 
 
 def constants_of(entries: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -83,6 +90,7 @@ def constants_of(entries: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
         for place, constant in enumerate(group.constants):
             half = entry["interval_factor"] * entry["covariance"][place][place] ** 0.5
             value = values[constant.name]
+            low, high = max(constant.low, value - half), min(constant.high, value + half)
             found.append(
                 {
                     "group": name,
@@ -90,14 +98,11 @@ def constants_of(entries: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
                     "constant": constant.name,
                     "means": constant.means,
                     "value": value,
-                    "low": max(constant.low, value - half),
-                    "high": min(constant.high, value + half),
+                    "low": low,
+                    "high": high,
                     "bounds": (constant.low, constant.high),
-                    "shown": constant.shown(value),
-                    "interval": (
-                        f"{constant.shown(max(constant.low, value - half))} to"
-                        f" {constant.shown(min(constant.high, value + half))}"
-                    ),
+                    "shown": at_bound(constant, value),
+                    "interval": f"{at_bound(constant, low)} to {at_bound(constant, high)}",
                 }
             )
     return found
@@ -119,7 +124,51 @@ def ablation_table(found: Iterable[tuple[Mechanism, float, float]]) -> str:
         (mechanism.group, mechanism.name, f"{before:.1%}", f"{after:.1%}")
         for mechanism, before, after in found
     ]
-    return table(("cells", "mechanism left out", "MAPE with it", "without"), rows, 2)
+    columns = ("cells", "mechanism left out", "MAPE with it, fit and check cells", "without")
+    return table(columns, rows, 2)
+
+
+def fit_table(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """How well every group was fitted, and where the scatter behind its intervals is from."""
+    rows = []
+    for name, entry in entries.items():
+        held = entry.get("cross_validated")
+        rows.append(
+            (
+                name,
+                entry.get("assumed", "scatter: that of its own fit"),
+                str(entry["cells"]),
+                f"{entry['mape']:.1%}",
+                "-" if held is None else f"{held:.1%}",
+                f"{entry['scatter']:.1%}",
+            )
+        )
+    columns = (
+        *("group", "intervals from", "fit cells", "MAPE of the fit"),
+        *("cross-validated", "scatter"),
+    )
+    return table(columns, rows, 2)
+
+
+def refit_table(found: Mapping[str, Refitted], what: str) -> str:
+    """Constants and errors of CO2's check cells under several assumptions."""
+    first = next(iter(found.values()))
+    rows = [
+        (
+            name,
+            *(f"{value:.3f}" for value in item.values.values()),
+            f"missed by {percent(item.missed)}" if item.missed else "met",
+            *(percent(error) for error in item.errors.values()),
+        )
+        for name, item in found.items()
+    ]
+    return table((what, *first.values, "fit cells", *first.errors), rows, 1)
+
+
+def unpredicted_table(found: Iterable[Unpredicted]) -> str:
+    """Published cells that are not predicted, with the reason."""
+    rows = [(cell.source, cell.name, cell.reason, number(cell.published)) for cell in found]
+    return table(("source", "cell", "why not", "published"), rows, 3)
 
 
 def explanation(

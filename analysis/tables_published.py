@@ -1,71 +1,54 @@
-"""Published cells from `papers/` and from CSV tables, as configurations to simulate.
+"""Published cells of `papers/` as configurations to simulate."""
 
-Everything that a source leaves open is stated in the `[simulation]` table of its `paper.toml`.
-"""
-
-import csv
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from analysis.published import ONE_BUCKET, Cell, Setup, Term, Use
-from co2sim.errors import CatalogError, OptionError
-
-PAPERS = Path(__file__).parent.parent / "papers"
-"""In a clone; an installed package has none, and needs `--papers`."""
+from analysis.published import Cell, Setup, Term, Use
+from analysis.sources import PAPERS, Paper, papers
+from co2sim.errors import OptionError
 
 _LINK_GBITS = 100
-_SIZES = (18, 49, 91, 138)
+SIZES = (18, 49, 91, 138)
+"""Of the models of ZeRO++, in billions of parameters."""
+
+_SHAPE_KNOWN = 18
+"""The one model of ZeRO++ whose shape is published."""
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
-    """One source: its key, what it says of itself, and how its runs are simulated."""
+class Unpredicted:
+    """A published cell that is not predicted, and why, in a word."""
 
-    key: str
-    about: Mapping[str, Any]
-
-    @property
-    def simulation(self) -> Mapping[str, Any]:
-        """The `[simulation]` table."""
-        found: Mapping[str, Any] = self.about["simulation"]
-        return found
-
-    def strategy(self, text: str) -> str:
-        """A strategy with the options that the source's framework gives it."""
-        options = self.simulation.get("options", {})
-        name = text.partition(":")[0].partition("(")[0]
-        extra = options.get(name)
-        if not extra:
-            return text
-        return f"{text},{extra}" if ":" in text else f"{text}:{extra}"
-
-
-def papers(folder: Path = PAPERS) -> dict[str, Paper]:
-    """All sources that say how to simulate their runs, by key."""
-    found = {}
-    for path in sorted(folder.glob("*/paper.toml")):
-        about = tomllib.loads(path.read_text())
-        if "simulation" in about:
-            found[path.parent.name] = Paper(path.parent.name, about)
-    if not found:
-        raise OptionError(f"{folder} holds no papers; give their folder with --papers")
-    return found
+    source: str
+    name: str
+    published: float
+    reason: str
 
 
 def from_papers(folder: Path = PAPERS) -> list[Cell]:
-    """Every cell of `papers/` whose quantity the simulator predicts."""
-    found = []
+    """Every cell of `papers/` that is predicted."""
+    return [found for found in _read(folder) if isinstance(found, Cell)]
+
+
+def unpredicted(folder: Path = PAPERS) -> list[Unpredicted]:
+    """Every other cell of `papers/`."""
+    return [found for found in _read(folder) if isinstance(found, Unpredicted)]
+
+
+def _read(folder: Path) -> Iterator[Cell | Unpredicted]:
     for key, paper in papers(folder).items():
         path = folder / key / "results.toml"
-        if path.exists():
-            for row in tomllib.loads(path.read_text())["cell"]:
-                make = _QUANTITIES.get(row["quantity"])
-                if make and "cluster" in row:
-                    found += make(paper, row)
-    return found
+        for row in tomllib.loads(path.read_text())["cell"] if path.exists() else ():
+            found = _QUANTITIES[row["quantity"]](paper, row)
+            if isinstance(found, Cell):
+                yield found
+            else:
+                parts = [row["quantity"].replace("_", " ")]
+                parts += [row[name] for name in ("part", "model", "strategy") if name in row]
+                yield Unpredicted(key, ", ".join(parts), float(row["value"]), found)
 
 
 def _links(cluster: str) -> int:
@@ -75,6 +58,9 @@ def _links(cluster: str) -> int:
 def zeropp_term(paper: Paper, size: int, tokens: int, links: int, strategy: str) -> Term:
     """Throughput of a model of `size` billion parameters at some micro-batch and links."""
     plan = paper.simulation
+    micro_batch, left = divmod(tokens, plan["seq_len"])
+    if left or micro_batch < 1:
+        raise OptionError(f"{tokens} tokens are no multiple of sequences of {plan['seq_len']}")
     setup = Setup(
         cluster=plan["cluster"],
         overrides=(("inter.bandwidth", f"{_LINK_GBITS * links} Gbit/s"),),
@@ -82,7 +68,7 @@ def zeropp_term(paper: Paper, size: int, tokens: int, links: int, strategy: str)
         strategy=paper.strategy(strategy),
         gpus=plan["gpus"],
         precision=plan["precision"],
-        micro_batch=max(1, tokens // plan["seq_len"]),
+        micro_batch=micro_batch,
         recompute=plan["recompute"],
     )
     return Term(setup=setup, quantity="tflops_per_gpu")
@@ -105,54 +91,68 @@ def zeropp_cell(
     )
 
 
-def _tflops(paper: Paper, row: Mapping[str, Any]) -> list[Cell]:
+def _tflops(paper: Paper, row: Mapping[str, Any]) -> Cell:
     size = int(row["model"].removeprefix("gpt-").removesuffix("b"))
     links = _links(row["cluster"])
     value = float(row["value"])
-    return [
-        zeropp_cell(paper, size, row["tokens_per_gpu"], links, row["strategy"], value, row["use"])
-    ]
+    return zeropp_cell(
+        paper, size, row["tokens_per_gpu"], links, row["strategy"], value, row["use"]
+    )
 
 
-def _speedup(paper: Paper, row: Mapping[str, Any]) -> list[Cell]:
+def _speedup(paper: Paper, row: Mapping[str, Any]) -> Cell | str:
+    if "cluster" not in row:
+        return "network and micro-batch not stated"
     if "tokens_per_gpu" not in row:
-        return []
+        return "a ratio of cells marked fit"
     links, tokens = _links(row["cluster"]), row["tokens_per_gpu"]
     pick = "max" if row["quantity"].startswith("max") else "min"
-    return [
-        Cell(
-            source="zeropp",
-            name=f"{pick} speed-up over sizes, {tokens} tokens, {links} x 100 Gbit/s",
-            strategy="zeropp / zero3",
-            group="v100-zeropp",
-            published=float(row["value"]),
-            use=row["use"],
-            terms=tuple(zeropp_term(paper, s, tokens, links, row["strategy"]) for s in _SIZES),
-            over=tuple(zeropp_term(paper, s, tokens, links, row["baseline"]) for s in _SIZES),
-            pick="max" if pick == "max" else "min",
-            rounding=row.get("rounding", 0.0),
-        )
-    ]
+    return Cell(
+        source="zeropp",
+        name=f"{pick} speed-up over sizes, {tokens} tokens, {links} x 100 Gbit/s",
+        strategy="zeropp / zero3",
+        group="v100-zeropp",
+        published=float(row["value"]),
+        use=row["use"],
+        terms=tuple(zeropp_term(paper, s, tokens, links, row["strategy"]) for s in SIZES),
+        over=tuple(zeropp_term(paper, s, tokens, links, row["baseline"]) for s in SIZES),
+        pick="max" if pick == "max" else "min",
+        rounding=row.get("rounding", 0.0),
+    )
 
 
-def _ratio(paper: Paper, row: Mapping[str, Any]) -> list[Cell]:
+def _ratio(paper: Paper, row: Mapping[str, Any]) -> Cell:
     """In words: as fast as the baseline on another cluster."""
     size = int(row["model"].removeprefix("gpt-").removesuffix("b"))
     here, there = _links(row["cluster"]), _links(row["baseline_cluster"])
     tokens = 2048
-    return [
-        Cell(
-            source="zeropp",
-            name=f"{size}B, zeropp at {here} / zero3 at {there} x 100 Gbit/s, {tokens} tokens",
-            strategy="zeropp / zero3",
-            group="v100-zeropp",
-            published=float(row["value"]),
-            use=row["use"],
-            terms=(zeropp_term(paper, size, tokens, here, row["strategy"]),),
-            over=(zeropp_term(paper, size, tokens, there, row["baseline"]),),
-            rounding=0.1,
-        )
-    ]
+    return Cell(
+        source="zeropp",
+        name=f"{size}B, zeropp at {here} / zero3 at {there} x 100 Gbit/s, {tokens} tokens",
+        strategy="zeropp / zero3",
+        group="v100-zeropp",
+        published=float(row["value"]),
+        use=row["use"],
+        terms=(zeropp_term(paper, size, tokens, here, row["strategy"]),),
+        over=(zeropp_term(paper, size, tokens, there, row["baseline"]),),
+        rounding=0.1,
+    )
+
+
+def _volume(paper: Paper, row: Mapping[str, Any]) -> Cell | str:
+    if not row["value"]:
+        return "an error relative to zero"
+    term = zeropp_term(paper, _SHAPE_KNOWN, paper.simulation["seq_len"], 1, row["strategy"])
+    part = row["part"]
+    return Cell(
+        source="zeropp-volume",
+        name=f"{_SHAPE_KNOWN}B, {part.replace('_', ' ')}, {row['strategy']}",
+        strategy=row["strategy"],
+        group="zeropp-volume",
+        published=float(row["value"]),
+        use=row["use"],
+        terms=(replace(term, quantity="inter_node_volume", part=part),),
+    )
 
 
 def co2_term(paper: Paper, strategy: str, gpus: int) -> Term:
@@ -201,130 +201,28 @@ def co2_ratio(paper: Paper, strategy: str, sizes: tuple[int, int], value: float,
     )
 
 
-def _throughput(paper: Paper, row: Mapping[str, Any]) -> list[Cell]:
-    return [co2_cell(paper, row["strategy"], row["gpus"], float(row["value"]), row["use"])]
+def _throughput(paper: Paper, row: Mapping[str, Any]) -> Cell:
+    return co2_cell(paper, row["strategy"], row["gpus"], float(row["value"]), row["use"])
 
 
-def _scalability(paper: Paper, row: Mapping[str, Any]) -> list[Cell]:
+def _scalability(paper: Paper, row: Mapping[str, Any]) -> Cell:
     sizes = row["from_gpus"], row["to_gpus"]
-    return [co2_ratio(paper, row["strategy"], sizes, float(row["value"]), row["use"])]
+    return co2_ratio(paper, row["strategy"], sizes, float(row["value"]), row["use"])
 
 
-_QUANTITIES: dict[str, Callable[[Paper, Mapping[str, Any]], list[Cell]]] = {
+def _quality(_paper: Paper, _row: Mapping[str, Any]) -> str:
+    return "quality of training"
+
+
+_QUANTITIES: dict[str, Callable[[Paper, Mapping[str, Any]], Cell | str]] = {
     "tflops_per_gpu": _tflops,
     "tokens_per_s": _throughput,
     "scalability_ratio": _scalability,
     "max_speedup": _speedup,
     "min_speedup": _speedup,
     "throughput_ratio": _ratio,
+    "inter_node_volume_ratio": _volume,
+    "top1_accuracy_percent": _quality,
+    "perplexity": _quality,
 }
-
-
-def iteration_setup(paper: Paper, row: Mapping[str, str]) -> Setup:
-    """The run behind a row of the iteration times."""
-    plan = paper.simulation
-    hidden = int(row["hidden"])
-    shape = {
-        "layers": row["layers"],
-        "hidden": row["hidden"],
-        "heads": row["heads"],
-        "ffn": str(4 * hidden),
-        "vocab": str(plan["vocab"]),
-        "positions": row["seq_len"],
-        "seq_len": row["seq_len"],
-    }
-    gpus, micro = int(row["gpus"]), int(row["micro_batch"])
-    steps, left = divmod(int(row["global_batch"]), gpus * micro)
-    if left or not steps:
-        raise CatalogError(f"global batch {row['global_batch']} is no multiple of {gpus} x {micro}")
-    return Setup(
-        cluster=plan["cluster"],
-        model=plan["model"],
-        model_overrides=tuple(shape.items()),
-        strategy=ONE_BUCKET,
-        gpus=gpus,
-        precision=plan["precision"],
-        micro_batch=micro,
-        accumulation=steps,
-        recompute=plan["recompute"],
-    )
-
-
-def from_csv(path: Path, use: Use, folder: Path = PAPERS) -> list[Cell]:
-    """The cells of a table in one of the three formats of the published data.
-
-    Raises CatalogError for a table in no known format, or a row that cannot be read.
-    """
-    sources = papers(folder)
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CatalogError(f"cannot read {path}: {error}") from error
-    columns = set(rows[0]) if rows else set()
-    for needed, source, read in _FORMATS:
-        if needed <= columns:
-            found = []
-            for number, row in enumerate(rows, start=2):
-                try:
-                    found += list(read(sources[source], row, use))
-                except (KeyError, ValueError, TypeError) as error:
-                    raise CatalogError(f"{path}, line {number}: {error}") from error
-            return found
-    known = "; or ".join(", ".join(sorted(needed)) for needed, _, _ in _FORMATS)
-    raise CatalogError(f"{path} holds no known table; expected the columns {known}")
-
-
-def _zeropp_row(paper: Paper, row: Mapping[str, str], use: Use) -> Iterator[Cell]:
-    for strategy in ("zero3", "zeropp"):
-        value = row[f"{strategy}_tflops_per_gpu"]
-        if value:
-            yield zeropp_cell(
-                paper,
-                int(row["model_params_b"]),
-                int(row["tokens_per_gpu"]),
-                int(row["ib_links_100gbps_per_node"]),
-                strategy,
-                float(value),
-                use,
-            )
-
-
-def _co2_row(paper: Paper, row: Mapping[str, str], use: Use) -> Iterator[Cell]:
-    strategy = paper.simulation["methods"][row["method"]]
-    if row["tau"]:
-        strategy = strategy.replace("TAU", row["tau"])
-    gpus = int(row["gpus"])
-    fit = use == "fit" and row["method"] == "adamw_zero2" and gpus in {8, 16}
-    if row["words_per_s"]:
-        value = float(row["words_per_s"])
-        yield co2_cell(paper, strategy, gpus, value, "fit" if fit else "check")
-    if row["scalability_16_to_128"]:
-        value = float(row["scalability_16_to_128"])
-        yield co2_ratio(paper, strategy, (16, 128), value, "check")
-
-
-def _iteration_row(paper: Paper, row: Mapping[str, str], use: Use) -> Iterator[Cell]:
-    name = (
-        f"{row['gpus']} GPUs, batch {row['global_batch']}, micro-batch {row['micro_batch']},"
-        f" hidden {row['hidden']}, {row['layers']} layers"
-    )
-    yield Cell(
-        source="vtrain",
-        name=name,
-        strategy="ddp",
-        group="a100-data-parallel",
-        published=float(row["iteration_ms"]),
-        use=use,
-        terms=(Term(setup=iteration_setup(paper, row), quantity="iteration_ms"),),
-        labels={key: row[key] for key in ("gpus", "micro_batch", "hidden", "layers")},
-    )
-
-
-_FORMATS: tuple[
-    tuple[set[str], str, Callable[[Paper, Mapping[str, str], Use], Iterator[Cell]]], ...
-] = (
-    ({"model_params_b", "tokens_per_gpu", "ib_links_100gbps_per_node"}, "zeropp", _zeropp_row),
-    ({"method", "tau", "gpus", "words_per_s"}, "co2", _co2_row),
-    ({"gpus", "global_batch", "micro_batch", "hidden", "iteration_ms"}, "vtrain", _iteration_row),
-)
+"""A cell, or why it is not predicted."""

@@ -39,7 +39,10 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A cell, its prediction, and the interval of the prediction; errors are of the prediction."""
+    """A cell, its prediction, and the interval of the prediction; errors are of the prediction.
+
+    Without fitted constants there is no interval: its ends are NaN.
+    """
 
     cell: Cell
     predicted: float
@@ -50,6 +53,11 @@ class Row:
     def error(self) -> float:
         """Signed and relative: positive where the prediction is too high."""
         return self.predicted / self.cell.published - 1
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether the prediction depends on fitted constants, and so has an interval."""
+        return not math.isnan(self.low)
 
     @property
     def inside(self) -> bool:
@@ -66,8 +74,8 @@ class Row:
             "published": self.cell.published,
             "predicted": self.predicted,
             "error": self.error,
-            "low": self.low,
-            "high": self.high,
+            "low": self.low if self.has_interval else None,
+            "high": self.high if self.has_interval else None,
             "phases_s": phases(self.cell),
         }
 
@@ -129,24 +137,25 @@ def _moves(cell: Cell, group: Group, calibration: Calibration) -> tuple[float, f
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Errors over several cells."""
+    """Errors over several cells; `inside` is None where none has an interval."""
 
     cells: int
     mape: float
     bias: float
     worst: Row
-    inside: float
+    inside: float | None
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Summary":
         """Of at least one row."""
         errors = [row.error for row in rows]
+        inside = [row.inside for row in rows if row.has_interval]
         return cls(
             len(rows),
             fmean(abs(error) for error in errors),
             fmean(errors),
             max(rows, key=lambda row: abs(row.error)),
-            fmean(row.inside for row in rows),
+            fmean(inside) if inside else None,
         )
 
 
