@@ -105,8 +105,11 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
     if json_:
         typer.echo(json.dumps(figures, indent=2))
         return
+    note = "" if inner_step is not None else " (tuned)"
+    if note and not theory.has_best_step(setting):
+        note = " (the bound falls up to the largest feasible gamma: without noise, its infimum)"
     rows = [
-        ("inner step gamma", f"{setting.inner_step:.6g}{' (tuned)' * (inner_step is None)}"),
+        ("inner step gamma", f"{setting.inner_step:.6g}{note}"),
         ("largest feasible gamma", f"{figures['largest_inner_step']:.6g}"),
         ("load L eta + 2 L sqrt(C), feasible below 1", f"{figures['load']:.4f}"),
     ]
