@@ -111,6 +111,7 @@ def rates_figure(found: Mapping[str, Any]) -> bytes:
             )
         axes[0].set_ylabel("mean of |grad f|², exact; G = 8, alpha = 1, beta = 0")
         axes[0].legend(
+            loc="lower left",
             fontsize=8,
             title="solid: fit of four terms, gamma L tau < 0.5\n"
             "dotted: the same less G tau/T, not refitted\npoints: gamma L tau < 1",
@@ -168,11 +169,11 @@ def _mark_beyond(axis: Axes, beyond: Sequence[tuple[float, float]]) -> None:
         axis.annotate(
             text,
             (load, _CEILING),
-            (0, 9),
+            (0, 18),
             textcoords="offset points",
             ha="center",
             fontsize=6,
-            arrowprops={"arrowstyle": "<-", "lw": 0.8},
+            arrowprops={"arrowstyle": "<-", "lw": 1.0, "shrinkB": 2},
         )
     if beyond:
         axis.set_ylim(top=_CEILING * 10)

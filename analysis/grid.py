@@ -213,8 +213,10 @@ def _variants(problem: Problem, spec: Mapping[str, Any]) -> Iterator[Setting]:
     resting = spec["family"] in AT_MINIMUM
     drawn = str(spec["family"]).endswith("minibatches")
     fractions: tuple[float, ...] = _FRACTIONS
-    if resting:  # runs of workers that differ would diverge at the last
-        fractions = _SMALL_FRACTIONS + (() if problem.heterogeneous else _FRACTIONS[-1:])
+    if resting:  # workers that differ would drift apart without end at larger ones
+        fractions = (
+            _SMALL_FRACTIONS[:2] if problem.heterogeneous else _SMALL_FRACTIONS + _FRACTIONS[-1:]
+        )
     noises = (0.0,) if drawn or (resting and problem.heterogeneous) else _NOISES
     for outer_step, momentum in _PAIRS + (_SMALL_PAIRS if resting else ()):
         for penalty in _PENALTIES:

@@ -13,7 +13,7 @@ def grid_blocks(grid: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Bound against measurement")
     yield Picture("bound.png", "Measured mean squared gradient against the bound")
     yield Text(
-        "Inner steps are 10, 50 and 95 % of the largest feasible one (2, 10 and 50 % for runs that"
+        "Inner steps are 10, 50 and 95 % of the largest feasible one (2 to 95 % for runs that"
         " begin at a minimum). A configuration passes if the measured mean plus a margin is at most"
         " the bound: three standard errors where the seeds are many, and as many more as Student's"
         f" t asks for where they are few ({margin(8):.2f} for 8). In families called exact the mean"
@@ -77,7 +77,7 @@ def _tightness(grid: Mapping[str, Any]) -> str:
     return (
         f"What the tightness comes from: the largest ratio, {best['ratio']:.3f}, is a run {kind}"
         f" with tau = {best['tau']}, delay {best['delay']} and beta = {best['beta']:g} on"
-        f" {best['family']}: gradient descent{', delayed' if best['delay'] else ''}. It says little"
+        f" {best['family']}: {'delayed ' if best['delay'] else ''}gradient descent. It says little"
         " about other terms. The largest ratio where one term dominates the bound:"
         f" {terms}."
     )
@@ -154,7 +154,7 @@ def _begins(line: Mapping[str, Any]) -> str:
 def _blindness(every: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     """What errors would pass, in words."""
     passing = [
-        f"a {name} term {1 / every[name]['begins']:.2g} times too small"
+        f"the {name} term {1 / every[name]['begins']:.2g} times too small"
         for name in TERMS
         if every[name]["begins"] > 0
     ]
@@ -172,7 +172,7 @@ def _blindness(every: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
         )
     return words + (
         " What is seen of staleness is the part of an outer step unlike gamma; the part of delay"
-        " and momentum stays below the room in the noise term wherever the theorem holds."
+        " and momentum stays below the room in the noise term in every run here."
         if every[LATE]["begins"] <= 0 < every["staleness"]["begins"]
         else ""
     )
