@@ -110,15 +110,16 @@ def rates_figure(found: Mapping[str, Any]) -> bytes:
                 fontsize=9,
             )
         axes[0].set_ylabel("mean of |grad f|², exact; G = 8, alpha = 1, beta = 0")
-        axes[0].legend(
-            loc="lower left",
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside right center",
             fontsize=8,
             title="solid: fit of four terms, gamma L tau < 0.5\n"
             "dotted: the same less G tau/T, not refitted\npoints: gamma L tau < 1",
             title_fontsize=7,
         )
 
-    return _drawn((9.5, 4.2), draw)
+    return _drawn((11.0, 4.2), draw)
 
 
 def rescue_figure(found: Sequence[Mapping[str, Any]]) -> bytes:
