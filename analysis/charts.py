@@ -30,7 +30,11 @@ def bound_figure(rows: Sequence[Row]) -> bytes:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
         points = {
             name: np.array(
-                [(r.total, r.measured) for r in feasible if _dominant(r) == name and r.measured > 0]
+                [
+                    (r.total, r.measured)
+                    for r in feasible
+                    if _dominant(r) == name and r.measured > 0 < r.total
+                ]
             )
             for name in TERMS
         }
@@ -61,7 +65,10 @@ def bound_figure(rows: Sequence[Row]) -> bytes:
             if handle is not None:
                 handle.set_alpha(1)
         families = list(dict.fromkeys(row.family for row in feasible))
-        ratios = [[row.ratio for row in feasible if row.family == name] for name in families]
+        ratios = [
+            [min(row.ratio, _CEILING) for row in feasible if row.family == name]
+            for name in families
+        ]
         right.boxplot(
             ratios[::-1],
             orientation="horizontal",

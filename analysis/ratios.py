@@ -49,7 +49,9 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Measured over bound; NaN where there is none."""
+        """Measured over bound; NaN where there is none, infinite where it is 0 and A is not."""
+        if self.total == 0:
+            return np.inf if self.measured else 0.0
         return self.measured / self.total
 
     @property
