@@ -67,11 +67,6 @@ class Row(NamedTuple):
         return self.measured + margin(self.seeds) * self.error
 
     @property
-    def undecided(self) -> bool:
-        """Whether it is violated, but not by the mean alone: more seeds could tell."""
-        return self.violated and self.measured <= self.total
-
-    @property
     def total(self) -> float:
         """The bound, or NaN."""
         return self.bound.total if isinstance(self.bound, Bound) else np.nan

@@ -22,8 +22,8 @@ def grid_blocks(grid: Mapping[str, Any]) -> Iterator[Block]:
         " are the same run (without noise any G; with one local step any alpha and Lambda of the"
         " same virtual step) count once. "
         + (
-            f"{grid['resampled']:,} configurations whose mean passed without its margin were"
-            f" decided by more seeds, up to {grid['most_seeds']:,}."
+            f"{grid['resampled']:,} configurations whose mean plus margin exceeded the bound were"
+            f" decided by fresh runs with more seeds, up to {grid['most_seeds']:,}."
             if grid["resampled"]
             else "No configuration needed more seeds than the table states."
         )
