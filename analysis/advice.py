@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from analysis.tau import ASSUMPTIONS, Choice, Timing, best, explain
+from analysis.tau import Choice, Timing, best, explain
 from co2sim.cli.report import print_table
 from co2sim.units import Seconds, duration
 
@@ -20,40 +20,46 @@ def print_tau(
     advices: Advices,
     target: float | None,
     reached: Sequence[Seconds | None],
+    assumed: Sequence[str],
 ) -> None:
     """Rounds and predicted errors by tau, the best of each time, why, and what is assumed."""
-    by_tau = [{choice.timing.tau: choice for choice in choices} for _, choices in advices]
-    winners = [best(choices).timing.tau if choices else None for _, choices in advices]
+    titles = [_title(timing) for timing in timings]
+    alike = len(set(titles)) == 1
     rows = []
     for place, timing in enumerate(timings):
-        cells = [
-            _total(known.get(timing.tau), best_one=winner == timing.tau)
-            for known, winner in zip(by_tau, winners, strict=True)
-        ]
+        cells = [_cell(timing, choices) for _, choices in advices]
         if target is not None:
             until = reached[place]
             cells.append("-" if until is None else _time(until))
-        exposed = timing.exposed / timing.round_time
-        rows.append((f"{timing.tau}", duration(timing.round_time), f"{exposed:.1%}", *cells))
+        head = (f"{timing.tau}", duration(timing.round_time), timing.share)
+        rows.append((*head, *cells) if alike else (titles[place], *head, *cells))
     columns = ["tau", "round", "exposed", *(f"bound after {_time(time)}" for time, _ in advices)]
     if target is not None:
         columns.append(f"time to {target:g}")
-    first = timings[0]
-    sources = ", ".join(dict.fromkeys(timing.source for timing in timings))
-    title = (
-        f"{first.workers} workers, averages {first.delay} rounds late; rounds {sources}; * least"
-    )
-    print_table(out, title, columns, rows)
+    title = f"{titles[0]}; * least" if alike else "* least"
+    print_table(out, title, columns if alike else ["rounds", *columns], rows)
     for time, choices in advices:
-        words = " ".join(explain(choices)) if choices else "not even one round fits in"
+        why = " ".join(explain(choices, _most(timings))) if choices else ""
+        words = why or "not even one round fits in"
         out.print(f"after {_time(time)}: {words}\n", highlight=False, markup=False)
     out.print("assumed:", highlight=False)
-    for sentence in ASSUMPTIONS:
+    for sentence in assumed:
         out.print(f"- {sentence}", highlight=False, markup=False)
 
 
+def _title(timing: Timing) -> str:
+    return f"{timing.workers} workers, averages {timing.delay} rounds late; rounds {timing.source}"
+
+
+def _most(timings: Sequence[Timing]) -> int:
+    return max(timing.tau for timing in timings)
+
+
 def tau_to_dict(
-    timings: Sequence[Timing], advices: Advices, reached: Sequence[Seconds | None]
+    timings: Sequence[Timing],
+    advices: Advices,
+    reached: Sequence[Seconds | None],
+    assumed: Sequence[str],
 ) -> dict[str, Any]:
     """The same as plain values."""
     return {
@@ -71,19 +77,21 @@ def tau_to_dict(
                     }
                     for choice in choices
                 ],
-                "why": list(explain(choices)) if choices else [],
+                "why": list(explain(choices, _most(timings))) if choices else [],
             }
             for time, choices in advices
         ],
         "seconds_to_target": list(reached),
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": list(assumed),
     }
 
 
-def _total(choice: Choice | None, *, best_one: bool) -> str:
-    if choice is None:
-        return "-"
-    return f"{choice.bound.total:.4g}{' *' if best_one else '  '}"
+def _cell(timing: Timing, choices: Sequence[Choice]) -> str:
+    """The bound of a row, which is told from others by what it is, not by its tau."""
+    for choice in choices:
+        if choice.timing is timing:
+            return f"{choice.bound.total:.4g}{' *' if choice is best(choices) else '  '}"
+    return "-"
 
 
 def _time(seconds: Seconds) -> str:

@@ -1,8 +1,14 @@
 """The convergence bound of CO2 with explicit constants: four terms, or "infeasible".
 
 Steps are those of the derivation in the project's THEORY page. Two of its results are sharpened
-here: the best split of the descent (`_split`) has a closed form, and so has the largest feasible
+here: the best split of the descent (`split`) has a closed form, and so has the largest feasible
 step; and the drift of convex functions does not grow for heterogeneous ones either.
+
+Three slips of the page, corrected where they are used: in step 1 z_t - x_t is -eta Lambda m_t, the
+page leaves out Lambda (`gap_constants` needs no m, so no constant changes); "without the delay the
+first term is -eta beta m_t" holds with CO2's indexing, where m_t is what x_{t+1} is made of without
+D_t, while SlowMo's own m_t contains D_t; and a = 1 for convex functions does not need zeta = 0
+(`drift`).
 """
 
 import math
@@ -12,8 +18,22 @@ from scipy.optimize import minimize_scalar
 
 from co2sim.errors import OptionError
 
-_SMALLEST = 1e-9
+_SMALLEST = 1e-60
 """Smallest fraction of the largest feasible step that `tuned` considers."""
+_EDGE = 1e-9
+"""How close to the largest feasible step `tuned` comes, relatively."""
+_BEYOND = 1e4
+"""Above the logarithm of every finite bound."""
+_LEAST, _MOST = 1e-60, 1e60
+"""The magnitudes of constants for which no term over- or underflows."""
+_ABOVE_0 = ("smoothness", "inner_step", "outer_step")
+_RANGES = (
+    ("workers", 1, 10**60),
+    ("rounds", 1, 10**60),
+    ("local_steps", 1, 100_000),
+    ("delay", 0, 1_000_000),
+)
+"""Whole numbers; `drift` takes as long as there are local steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,24 +68,30 @@ class Setting:
     convex: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("smoothness", "inner_step", "outer_step"):
+        for name in (*_ABOVE_0, "noise", "heterogeneity", "gap"):
             value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise OptionError(f"{name} is {value:g}; it must be above 0")
-        for name in ("noise", "heterogeneity", "gap"):
-            value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)):
-                raise OptionError(f"{name} is {value:g}; it must be 0 or more")
-        for name, least in (("workers", 1), ("rounds", 1), ("local_steps", 1), ("delay", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise OptionError(f"{name} is {value}; it must be at least {least}")
+            if not (_LEAST <= value <= _MOST or (value == 0 and name not in _ABOVE_0)):
+                zero = "" if name in _ABOVE_0 else "0, or "
+                raise OptionError(
+                    f"{name} is {value:g}; it must be {zero}from {_LEAST:g} to {_MOST:g}"
+                )
+        self._check_counts()
         if not 0 <= self.momentum < 1:
             raise OptionError(f"momentum is {self.momentum:g}; it must be in [0, 1)")
-        if not (self.penalty >= 1 and (self.most_penalty or 1) >= 1):
-            raise OptionError("the penalty must be at least 1")
+        for name in ("penalty", "most_penalty"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= _MOST:
+                raise OptionError(f"{name} is {value:g}; it must be from 1 to {_MOST:g}")
         if self.most_penalty is not None and self.penalty != 1:
             raise OptionError("give penalty or most_penalty, not both")
+
+    def _check_counts(self) -> None:
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise OptionError(
+                    f"{name} is {_short(value)}; it must be from {least} to {_short(most)}"
+                )
 
     @property
     def virtual_step(self) -> float:
@@ -126,19 +152,26 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
     weights = setting.delay - 1 + 1 / (1 - beta)
     squares = setting.delay - 1 + 1 / (1 - beta**2)
     pairs = tau * (tau - 1)
-    by_gradients = (
-        (eta * tau * weights) ** 2 + 1.5 * eta * apart * pairs * weights + apart**2 * pairs / 2
-    )
-    return by_gradients, eta**2 * tau * squares + apart**2 * (tau - 1) / 2
+    reach, square = eta * tau * weights, apart * apart  # a product overflows to infinity, ** raises
+    by_gradients = reach * reach + 1.5 * eta * apart * pairs * weights + square * pairs / 2
+    return by_gradients, eta * eta * tau * squares + square * (tau - 1) / 2
 
 
-def drift(setting: Setting) -> tuple[float, ...]:
-    """The bound r_k^2 of the mean squared distance of workers from their average, k = 0 ... tau-1.
+def late_share(setting: Setting) -> float:
+    """The share of N that delay and momentum have; the rest is of an outer step unlike gamma."""
+    late = replace(setting, local_steps=1)
+    _, whole = gap_constants(setting)
+    return gap_constants(late)[1] * setting.local_steps / whole if whole else 0.0
+
+
+def drift(setting: Setting) -> float:
+    """The mean over k = 0 ... tau-1 of r_k^2, the bound of E mean_i |x^i - mean|^2.
 
     A step x - gamma grad f_i(x) of a convex function with gamma <= 2/L brings points no further
     apart, so distances grow by the factor a = 1, else a = 1 + gamma L. (The page demands zeta = 0
     for a = 1; that is not needed: x^i - mean is split at the averaged point, where the first part
-    is a nonexpansive map of every f_i and only the second is heterogeneity.)
+    is a nonexpansive map of every f_i and only the second is heterogeneity.) Infinite where it is
+    too large for a number.
 
     Source: THEORY, derivation, step 4.
     """
@@ -147,11 +180,14 @@ def drift(setting: Setting) -> tuple[float, ...]:
     if setting.convex and step * setting.smoothness <= 2:  # noqa: PLR2004 - the formula's
         growth = 1.0
     pull = step * math.sqrt(setting.heterogeneity)
-    spread = step**2 * setting.noise * (1 - 1 / setting.workers)
-    found = [0.0]
-    for _ in range(setting.local_steps - 1):
-        found.append((growth * math.sqrt(found[-1]) + pull) ** 2 + spread)
-    return tuple(found)
+    spread = step * step * setting.noise * (1 - 1 / setting.workers)
+    square = total = 0.0
+    if pull or spread:
+        for _ in range(setting.local_steps - 1):
+            length = growth * math.sqrt(square) + pull
+            square = length * length + spread
+            total += square
+    return total / setting.local_steps
 
 
 def load(setting: Setting) -> float:
@@ -184,12 +220,11 @@ def evaluate(setting: Setting) -> Bound | Infeasible:
     averaged = setting.noise / setting.workers
     factor = setting.most_penalty or 1.0
     _, by_noise = gap_constants(setting)
-    distances = drift(setting)
     return Bound(
         optimization=factor * 2 * setting.gap / (eta * setting.rounds * setting.local_steps),
         noise=factor * smooth * eta * averaged,
         staleness=factor * smooth**2 * by_noise * averaged / (1 - taken),
-        drift=factor * smooth**2 * sum(distances) / len(distances),
+        drift=factor * smooth**2 * drift(setting),
     )
 
 
@@ -202,17 +237,40 @@ def split(setting: Setting) -> tuple[float, float]:
 
 
 def tuned(setting: Setting) -> Setting:
-    """The setting with the inner step that makes the bound least."""
+    """The setting with the inner step that makes the bound least.
+
+    Without noise and drift the bound falls up to the largest feasible step, which is not feasible
+    itself: the step is then just below it, and the bound there its infimum to within 1e-9. Raises
+    OptionError without a gap: the bound then falls to 0 with the step, and no step is best.
+    """
+    if setting.gap == 0:
+        raise OptionError(
+            "gap is 0: the bound falls to 0 with the inner step, none is best; give an inner step,"
+            " or a gap above 0"
+        )
     largest = math.log(largest_inner_step(setting))
+    lower = max(largest + math.log(_SMALLEST), math.log(_LEAST) + _EDGE)
+    upper = min(largest + math.log1p(-_EDGE), math.log(_MOST) - _EDGE)
+    if upper <= lower:
+        raise OptionError(
+            f"the largest feasible inner step is {math.exp(largest):g}; it must be from {_LEAST:g}"
+            f" to {_MOST:g}"
+        )
 
     def total(position: float) -> float:
         found = evaluate(replace(setting, inner_step=math.exp(position)))
-        return math.log(found.total) if isinstance(found, Bound) else math.inf
+        if isinstance(found, Bound) and math.isfinite(found.total):
+            return math.log(found.total)
+        return _BEYOND + position - lower
 
-    best = minimize_scalar(
-        total, bounds=(largest + math.log(_SMALLEST), largest - 1e-9), method="bounded"
-    )
-    return replace(setting, inner_step=math.exp(float(best.x)))
+    best = minimize_scalar(total, bounds=(lower, upper), method="bounded")
+    position = min((float(best.x), upper), key=total)
+    return replace(setting, inner_step=math.exp(position))
+
+
+def has_best_step(setting: Setting) -> bool:
+    """Whether some inner step makes the bound least, other than the largest feasible one."""
+    return setting.noise > 0 or (setting.heterogeneity > 0 and setting.local_steps > 1)
 
 
 def rate_step(setting: Setting, scale: float) -> Setting:
@@ -243,11 +301,14 @@ def published(setting: Setting) -> float | Infeasible:
     least = workers * at.smoothness**2 * (1 + math.sqrt(3) * widest)
     if steps < least:
         return Infeasible(load=least / steps, largest_inner_step=at.inner_step)
-    distances = drift(at)
     noise = at.noise * at.smoothness
     return (
         (2 * at.gap + noise) / math.sqrt(workers * steps)
-        + at.smoothness**2 * sum(distances) / tau
+        + at.smoothness**2 * drift(at)
         + 4 * noise * at.smoothness * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
         + 8 * noise * at.smoothness * tau / steps * beta**2 / (1 - beta**2)
     )
+
+
+def _short(value: int) -> str:
+    return f"{value}" if value < 10**9 else f"{value:.3g}" if value < 10**300 else "above 1e300"

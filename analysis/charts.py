@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.bound import TERMS, Bound
-from analysis.ratios import Row
+from analysis.ratios import Row, distinct
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
 """Okabe and Ito: told apart by colour-blind readers."""
@@ -18,44 +18,57 @@ _MARKERS = "osD^vP*X"
 _STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 _CEILING = 1e2
 """Where diverged runs are drawn."""
+_ENDLESS = 1e30
+"""Values above are called diverged."""
 
 
 def bound_figure(rows: Sequence[Row]) -> bytes:
     """Measured against bound, and the ratio by family."""
-    feasible = [row for row in rows if isinstance(row.bound, Bound)]
+    feasible = distinct([row for row in rows if isinstance(row.bound, Bound)])
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-        for name, colour, marker in zip(TERMS, COLOURS, _MARKERS, strict=False):
-            points = np.array(
+        points = {
+            name: np.array(
                 [
-                    (row.bound.total, row.measured)
-                    for row in feasible
-                    if isinstance(row.bound, Bound) and row.bound.dominant == name
+                    (r.total, r.measured)
+                    for r in feasible
+                    if _dominant(r) == name and r.measured > 0 < r.total
                 ]
             )
-            if len(points):
+            for name in TERMS
+        }
+        for layer, name in enumerate(sorted(TERMS, key=lambda name: -len(points[name]))):
+            place = TERMS.index(name)
+            if len(points[name]):
                 left.plot(
-                    *points.T,
-                    marker,
-                    color=colour,
-                    ms=2.5,
-                    alpha=0.5,
+                    *points[name].T,
+                    _MARKERS[place],
+                    color=COLOURS[place],
+                    ms=2 if layer == 0 else 3,
+                    alpha=0.25 if layer == 0 else 0.6,
                     mew=0,
-                    label=name,
+                    zorder=2 + layer,
+                    label=f"{name} ({len(points[name]):,})",
                     rasterized=True,
                 )
-        totals = [row.bound.total for row in feasible if isinstance(row.bound, Bound)]
-        ends = np.array([min(totals), max(totals)])
+        shown = np.concatenate([part for part in points.values() if len(part)])
+        ends = np.array([shown[:, 0].min(), shown[:, 0].max()])
         left.plot(ends, ends, color="black", lw=1)
         left.set(xscale="log", yscale="log", xlabel="bound", ylabel="measured mean of |grad f|²")
         left.set_title(
             f"{len(feasible):,} configurations; none may be above the line", loc="left", fontsize=9
         )
-        left.set_ylim(bottom=ends[0] * 1e-3)
-        left.legend(title="largest term of the bound", fontsize=8, markerscale=2.5)
+        left.set_ylim(shown[:, 1].min() / 2, max(ends[1], shown[:, 1].max()) * 2)
+        legend = left.legend(title="largest term of the bound", fontsize=8, markerscale=2.5)
+        for handle in legend.legend_handles:
+            if handle is not None:
+                handle.set_alpha(1)
         families = list(dict.fromkeys(row.family for row in feasible))
-        ratios = [[row.ratio for row in feasible if row.family == name] for name in families]
+        ratios = [
+            [min(row.ratio, _CEILING) for row in feasible if row.family == name]
+            for name in families
+        ]
         right.boxplot(
             ratios[::-1],
             orientation="horizontal",
@@ -73,8 +86,12 @@ def bound_figure(rows: Sequence[Row]) -> bytes:
     return _drawn((11.0, 5.0), draw)
 
 
+def _dominant(row: Row) -> str:
+    return row.bound.dominant if isinstance(row.bound, Bound) else ""
+
+
 def rates_figure(found: Mapping[str, Any]) -> bytes:
-    """A against T, exact and fitted, for equal and for different workers."""
+    """A against T, exact and fitted, for equal and for different workers; alpha = 1, beta = 0."""
     names = ("isotropic", "two kinds")
     titles = ("all workers alike", "two kinds of workers")
 
@@ -99,10 +116,17 @@ def rates_figure(found: Mapping[str, Any]) -> bytes:
                 loc="left",
                 fontsize=9,
             )
-        axes[0].set_ylabel("mean of |grad f|², exact; G = 8")
-        axes[0].legend(fontsize=8, title="dotted: without the term G tau/T", title_fontsize=8)
+        axes[0].set_ylabel("mean of |grad f|², exact; G = 8, alpha = 1, beta = 0")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside right center",
+            fontsize=8,
+            title="solid: fit of four terms, gamma L tau < 0.5\n"
+            "dotted: the same less G tau/T, not refitted\npoints: gamma L tau < 1",
+            title_fontsize=7,
+        )
 
-    return _drawn((9.5, 4.2), draw)
+    return _drawn((11.0, 4.2), draw)
 
 
 def rescue_figure(found: Sequence[Mapping[str, Any]]) -> bytes:
@@ -115,17 +139,25 @@ def rescue_figure(found: Sequence[Mapping[str, Any]]) -> bytes:
         for part in found:
             axis = axes[0 if part["delay"] else 1][families.index(part["family"])]
             rules = list(dict.fromkeys(line["rule"] for line in part["lines"]))
+            beyond: list[tuple[float, float]] = []
             palette = ("#000000", *(colour for colour in COLOURS if colour != "#000000"))
             for rule, colour, marker in zip(rules, palette, _MARKERS, strict=False):
                 mine = [line for line in part["lines"] if line["rule"] == rule]
                 loads = [line["load"] for line in mine]
-                values = [min(line["measured"] / part["first"], _CEILING) for line in mine]
+                true = [line["measured"] / part["first"] for line in mine]
+                values = [min(value, _CEILING) for value in true]
+                beyond += [
+                    (load, value)
+                    for load, value in zip(loads, true, strict=True)
+                    if value > _CEILING
+                ]
                 style = "-" if "clip" not in rule else "--"
                 axis.plot(
                     loads, values, style, marker=marker, color=colour, ms=4, lw=1.2, label=rule
                 )
             axis.axhline(1, color="black", lw=0.8, ls=":")
             axis.set_yscale("log")
+            _mark_beyond(axis, beyond)
             axis.set_title(f"{titles[part['delay']]}, {part['family']}", loc="left", fontsize=9)
         for axis in axes[1]:
             axis.set_xlabel("gamma L tau")
@@ -135,6 +167,24 @@ def rescue_figure(found: Sequence[Mapping[str, Any]]) -> bytes:
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
 
     return _drawn((2.9 * len(families) + 1.2, 6.2), draw)
+
+
+def _mark_beyond(axis: Axes, beyond: Sequence[tuple[float, float]]) -> None:
+    """An arrow for each place where runs are above the figure, with the largest value there."""
+    for load in {load for load, _ in beyond}:
+        largest = max(value for place, value in beyond if place == load)
+        text = "diverged" if largest > _ENDLESS else f"{largest:.0e}"
+        axis.annotate(
+            text,
+            (load, _CEILING),
+            (0, 18),
+            textcoords="offset points",
+            ha="center",
+            fontsize=6,
+            arrowprops={"arrowstyle": "<-", "lw": 1.0, "shrinkB": 2},
+        )
+    if beyond:
+        axis.set_ylim(top=_CEILING * 10)
 
 
 def oracle_figure(found: Mapping[str, Any]) -> bytes:

@@ -20,6 +20,12 @@ def _number(flag: str, words: str) -> Any:
     return typer.Option(flag, parser=options.number(flag), metavar="N", help=words)
 
 
+def _folder(text: str | Path) -> Path:
+    if not str(text):
+        raise OptionError("--out is ''; it must be a folder")
+    return Path(text)
+
+
 def _whole(flag: str, words: str) -> Any:
     return typer.Option(flag, parser=options.whole(flag), metavar="N", help=words)
 
@@ -105,8 +111,11 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
     if json_:
         typer.echo(json.dumps(figures, indent=2))
         return
+    note = "" if inner_step is not None else " (tuned)"
+    if note and not theory.has_best_step(setting):
+        note = " (the bound falls up to the largest feasible gamma: without noise, its infimum)"
     rows = [
-        ("inner step gamma", f"{setting.inner_step:.6g}{' (tuned)' * (inner_step is None)}"),
+        ("inner step gamma", f"{setting.inner_step:.6g}{note}"),
         ("largest feasible gamma", f"{figures['largest_inner_step']:.6g}"),
         ("load L eta + 2 L sqrt(C), feasible below 1", f"{figures['load']:.4f}"),
     ]
@@ -145,7 +154,10 @@ def tau(  # noqa: PLR0913 - one argument per option
     gpus: options.Gpus = None,
     micro_batch: options.MicroBatch = 1,
     overrides: options.Overrides = None,
-    taus: Annotated[str, typer.Option(help="Taus to simulate.")] = "1,2,4,8,16,32,64,128,256",
+    taus: Annotated[
+        str | None,
+        typer.Option(help="Taus to simulate; default: 1 to 256, and longer while that is better."),
+    ] = None,
     times: Annotated[
         str, typer.Option("--times", help="Times of training to compare at.")
     ] = "1 h, 10 h, 100 h",
@@ -163,6 +175,8 @@ def tau(  # noqa: PLR0913 - one argument per option
 
     if bool(runs) == (cluster is not None):
         raise OptionError("give runs or --cluster: one of the two, not both")
+    if target is not None and not 0 < target < float("inf"):
+        raise OptionError(f"--target is {target:g}; it must be above 0 and finite")
     problem = theory.Setting(
         smoothness=smoothness,
         noise=noise,
@@ -187,13 +201,18 @@ def tau(  # noqa: PLR0913 - one argument per option
             micro_batch=micro_batch,
             overrides=options.pairs(overrides, "--set"),
         )
-        timings = advice.simulated(case, [options.whole("--taus")(t) for t in taus.split(",")])
+        timings = (
+            advice.searched(problem, case, lengths)
+            if taus is None
+            else advice.simulated(case, [options.whole("--taus")(t) for t in taus.split(",")])
+        )
     advices = [(length, advice.after(problem, timings, length)) for length in lengths]
     reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
+    assumed = advice.assumptions(problem)
     if json_:
-        typer.echo(json.dumps(tau_to_dict(timings, advices, reached), indent=2))
+        typer.echo(json.dumps(tau_to_dict(timings, advices, reached, assumed), indent=2))
         return
-    print_tau(console(), timings, advices, target, reached)
+    print_tau(console(), timings, advices, target, reached, assumed)
 
 
 def trends(
@@ -234,7 +253,14 @@ def trends(
 
 def verify(
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder of the report, and of measured cells.")
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            parser=_folder,
+            metavar="FOLDER",
+            help="Folder of the report, and of measured cells.",
+        ),
     ] = Path("out/verify"),
     quick: Annotated[  # noqa: FBT002
         bool, typer.Option("--quick", help="A smaller protocol: under a minute on 2 cores.")
@@ -254,6 +280,8 @@ def verify(
     from analysis import report  # noqa: PLC0415
     from analysis import verify as protocol  # noqa: PLC0415
 
+    if jobs < 0:
+        raise OptionError(f"--jobs is {jobs}; it must be 0 (all cores) or more")
     check_writable(out)
     began = time.monotonic()
     with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -1,9 +1,11 @@
 """A simulator of CO2, SlowMo and local SGD: many variants, seeds and workers at once.
 
 Arrays have the leading axes (variants, seeds, workers). All variants of one call see the same
-noise, and so do calls with the same seed and sizes: differences between them have little noise.
+noise unless they are `apart`, and so do calls with the same seed and sizes: differences between
+them have little noise.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -87,7 +89,7 @@ class Path:
     sums: Array
 
 
-def run(
+def run(  # noqa: PLR0913 - one argument per size
     problem: Problem,
     which: Variants,
     *,
@@ -98,10 +100,12 @@ def run(
     delay: int = 1,
     seed: int | Sequence[int] = 0,
     sampler: Sampler | None = None,
+    apart: bool = False,
 ) -> Outcome:
     """Run all variants from the problem's start.
 
     `delay` is how many rounds late the average of a round is used: 1 or more is CO2, 0 is SlowMo.
+    With `apart` every variant has noise of its own, else all have the same.
     What diverges becomes infinite or NaN, without a warning. Raises OptionError for a negative
     delay, and for a gap-aware penalty without delay.
     """
@@ -115,6 +119,7 @@ def run(
         delay=delay,
         seed=seed,
         sampler=sampler,
+        apart=apart,
     )[0]
 
 
@@ -129,6 +134,7 @@ def walk(  # noqa: PLR0913 - one argument per size
     delay: int = 1,
     seed: int | Sequence[int] = 0,
     sampler: Sampler | None = None,
+    apart: bool = False,
     record: bool = False,
 ) -> tuple[Outcome, Path | None]:
     """As `run`, and with `record` the path as well."""
@@ -140,15 +146,15 @@ def walk(  # noqa: PLR0913 - one argument per size
     outer = _Outer(which, seeds, len(problem.start))
     rng = np.random.default_rng(seed)
     x = np.broadcast_to(problem.start, (len(which), seeds, len(problem.start))).copy()
-    shape = (local_steps, seeds, workers)
-    per_round = local_steps * seeds * workers * len(problem.start)
+    shape = ((len(which),) if apart else ()) + (seeds, workers)
+    per_round = local_steps * math.prod(shape) * len(problem.start)
     ahead = max(1, min(rounds, _CHUNK // per_round))
     sums: list[Array] = []
     kept: list[tuple[Array, Array, Array]] = []
     with np.errstate(over="ignore", invalid="ignore"):
         for turn in range(rounds):
             if turn % ahead == 0:
-                drawn = local.sampler.draw(rng, (ahead * local_steps, *shape[1:]))
+                drawn = local.sampler.draw(rng, (ahead * local_steps, *shape))
             first = turn % ahead * local_steps
             sums.append(local.steps(x, drawn[first : first + local_steps]))
             due = sums.pop(0) if len(sums) > delay else None

@@ -1,6 +1,7 @@
 """The problems of the protocol, by name."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,6 +35,21 @@ def two_kinds(workers: int) -> Quadratic:
     return Quadratic(np.tile(kinds, repeats), np.tile(centres, repeats), np.full(2, 2.5))
 
 
+def opposed(workers: int) -> Quadratic:
+    """Two kinds of workers, at the minimum of f, pulled opposite ways by opposite curvatures.
+
+    Local steps then drift apart as fast as the constants allow, and stop where f is not least.
+    """
+    kinds = np.array([[1.0], [-0.8]])
+    repeats = (workers // 2, 1)
+    whole = Quadratic(np.tile(kinds, repeats), np.tile(1 / kinds, repeats), np.zeros(1))
+    return replace(whole, start=whole.optimum)
+
+
+def _rested(problem: Quadratic) -> Quadratic:
+    return replace(problem, start=problem.optimum)
+
+
 def _tilts(workers: int, dimension: int, size: float) -> Array:
     line = np.linspace(-size, size, workers) if workers > 1 else np.zeros(1)
     signs = np.where(np.arange(dimension) % 2, -1.0, 1.0)
@@ -59,8 +75,13 @@ FAMILIES: dict[str, Callable[[int], Problem]] = {
     "hills apart": lambda workers: Hill(
         _heights(workers), _tilts(workers, 2, 0.8), np.array([1.5, -0.8])
     ),
+    "isotropic at its minimum": lambda _: same(1.0, 1.0, start=0.0),
+    "opposed at its minimum": opposed,
+    "two kinds at their minimum": lambda workers: _rested(two_kinds(workers)),
     "logistic": lambda _: breast_cancer(),
     "logistic, minibatches": lambda _: breast_cancer(),
     "logistic by label": breast_cancer,
 }
 """Made for a number of workers. `apart` and `by label`: the workers' functions differ."""
+AT_MINIMUM = tuple(family for family in FAMILIES if family.endswith("minimum"))
+"""Runs of these have no gap to close: noise, staleness or drift is all there is."""

@@ -1,14 +1,16 @@
 """The oracle layer of the protocol: identities, exact moments against simulation, stability."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from analysis import oracle
-from analysis.experiment import Path, Variants, run, select, variants, walk
+from analysis.experiment import Variants, run, select, variants, walk
 from analysis.families import FAMILIES, same
-from analysis.problems import Array, Quadratic
+from analysis.problems import Array, Gaussian, Quadratic
 
 IDENTITY = 1e-12
 """Largest relative error of the identities."""
@@ -24,19 +26,25 @@ _SLOWMO = [(a, b) for b in (0.0, 0.3, 0.6, 0.9) for a in (1.1 * (1 + b), 2.0 * (
 """Outer steps and momenta; a smaller alpha never gets to the edge, because q < 1 or q < 2."""
 
 
+_SIZES = ((2, 96), (5, 48), (12, 12), (3, 32))
+"""G and T of the cells to simulate."""
+
+
 def plan(*, quick: bool) -> Iterator[dict[str, Any]]:
     """Cells to simulate, the identities, and the edges."""
     yield {"what": "identities"}
     yield {"what": "edges"}
+    sizes = {1: (_SIZES[0], _SIZES[1]), 3: (_SIZES[1], _SIZES[2])}
+    sizes |= {8: (_SIZES[2], _SIZES[3]), 16: (_SIZES[3], _SIZES[0])}
     for family in ("isotropic", "spread", "quadratics apart"):
         for tau in (1, 8) if quick else (1, 3, 8, 16):
-            for delay in (1, 0):
+            for delay, (workers, rounds) in zip((1, 0), sizes[tau], strict=True):
                 yield {
                     "what": "moments",
                     "family": family,
-                    "workers": 4,
+                    "workers": workers,
                     "local_steps": tau,
-                    "rounds": 32,
+                    "rounds": rounds,
                     "delay": delay,
                     "seeds": 4000,
                 }
@@ -64,39 +72,69 @@ _CASES = (
 )
 
 
-def _identity(family: str, alpha: float, beta: float, penalty: float, delay: int) -> float:
-    """The largest error of z_{t+1} = z_t - eta D_t and z_0 = x_0, relative to the largest |x|.
+@dataclass(frozen=True)
+class _Watched:
+    """Gaussian noise; keeps the mean of the workers and of their noisy gradients at every step."""
 
-    z is made of what has not reached x yet: weights 1 up to the delay, then beta, beta^2, ...; for
-    delay 1 it is also the extrapolation x_{t+1} + beta/(1 - beta) (x_{t+1} - x_t): checked too.
+    inner: Gaussian
+    means: list[Array] = field(default_factory=list)
+    gradients_: list[Array] = field(default_factory=list)
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """As without a watch."""
+        return self.inner.draw(rng, shape)
+
+    def gradients(
+        self, points: Array, drawn: NDArray[Any], deviation: Array
+    ) -> tuple[Array, Array | None]:
+        """As without a watch."""
+        found = self.inner.gradients(points, drawn, deviation)
+        self.means.append(points.mean(axis=-2))
+        self.gradients_.append(found[0].mean(axis=-2))
+        return found
+
+
+def _identity(family: str, alpha: float, beta: float, penalty: float, delay: int) -> float:
+    """The largest error of the identities of the virtual iterate, relative to the largest |x|.
+
+    z is made of what has not reached x yet: weights 1 up to the delay, then beta, beta^2, ... The
+    sums are of the noisy gradients themselves, not of how far points moved. Checked are z_0 = x_0,
+    z_{t+1} = z_t - eta D_t and, within rounds, z_{t,k} - mean_{t,k} = z_t - x_t -
+    (eta - gamma) sum_{j<k} gradient_{t,j}; for delay 1 also that z is the extrapolation
+    x_{t+1} + beta/(1 - beta) (x_{t+1} - x_t), of points only, and z_t - x_t = -eta Lambda m_t.
 
     Source: THEORY, derivation, step 1. Its z_t - x_t = -eta m_t lacks a factor Lambda.
     """
-    step, rounds = 0.05, 24
+    step, rounds, count = 0.05, 24, 5
+    problem = FAMILIES[family](4)
     which = variants(step, outer_step=alpha, momentum=beta, penalty=penalty, noise=1.0)
-    sizes: dict[str, Any] = {"workers": 4, "rounds": rounds, "local_steps": 5, "seeds": 4}
-    _, path = walk(FAMILIES[family](4), which, **sizes, delay=delay, record=True)
+    sizes: dict[str, Any] = {"workers": 4, "rounds": rounds, "local_steps": count, "seeds": 4}
+    watched = _Watched(Gaussian(problem))
+    _, path = walk(problem, which, **sizes, delay=delay, sampler=watched, record=True)
     assert path is not None
     eta = alpha * step / ((1 - beta) * penalty)
-    virtual = [_virtual(path, t, eta, beta, delay) for t in range(rounds)]
-    errors = [np.abs(virtual[0] - path.points[0]).max()]
-    errors += [
-        np.abs(virtual[t + 1] - virtual[t] + eta * path.sums[t]).max() for t in range(rounds - 1)
-    ]
-    if delay == 1:
-        for t in range(rounds):
-            x, ahead = path.points[t], path.points[t + 1]
-            errors.append(np.abs(ahead + beta / (1 - beta) * (ahead - x) - virtual[t]).max())
-            errors.append(np.abs(virtual[t] - x + eta * penalty * path.momenta[t]).max())
-    return float(max(errors) / np.abs(path.points).max())
+    shape = (rounds, count, *path.points.shape[1:])
+    means, slopes = (np.array(p).reshape(shape) for p in (watched.means, watched.gradients_))
+    sums, before = slopes.sum(axis=1), np.cumsum(slopes, axis=1) - slopes
+    virtual = [_virtual(path.points, sums, t, eta, beta, delay) for t in range(rounds)]
+    errors = [virtual[0] - path.points[0]]
+    errors += [virtual[t + 1] - virtual[t] + eta * sums[t] for t in range(rounds - 1)]
+    for t, z in enumerate(virtual):
+        x, ahead = path.points[t], path.points[t + 1]
+        errors.append(z - eta * before[t] - means[t] - (z - x - (eta - step) * before[t]))
+        if delay == 1:
+            errors.append(ahead + beta / (1 - beta) * (ahead - x) - z)
+            errors.append(z - x + eta * penalty * path.momenta[t])
+    largest = max(np.abs(error).max() for error in errors)
+    return float(largest / np.abs(path.points).max())
 
 
-def _virtual(path: Path, t: int, eta: float, beta: float, delay: int) -> Any:
-    total = np.zeros_like(path.points[0])
+def _virtual(points: Array, sums: Array, t: int, eta: float, beta: float, delay: int) -> Array:
+    total = np.zeros_like(points[0])
     for s in range(t):
         age = t - s
-        total = total + (1.0 if age <= delay else beta ** (age - delay)) * path.sums[s]
-    return path.points[t] - eta * total
+        total = total + (1.0 if age <= delay else beta ** (age - delay)) * sums[s]
+    return np.asarray(points[t] - eta * total)
 
 
 def moments_variants() -> Variants:

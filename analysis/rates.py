@@ -64,7 +64,8 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     for rounds in spec["rounds"]:
         which = settings(workers, tau, rounds)
         sizes = {"workers": workers, "rounds": rounds, "local_steps": tau}
-        measured = run(problem, which, **sizes, seeds=spec["seeds"], seed=rounds + tau + workers)
+        seed = [rounds, tau, workers, *spec["family"].encode()]
+        measured = run(problem, which, **sizes, seeds=spec["seeds"], seed=seed)
         found.append({"rounds": rounds, "measured": measured.gradient.tolist()})
     return {"cells": found}
 

@@ -1,13 +1,14 @@
 """The report of `co2analysis verify`: every number in it comes from the run."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from analysis import charts
 from analysis.pages import Block, Heading, Picture, Table, Text, markdown, to_html
 from analysis.rates import FEATURES, STRATA
+from analysis.report_grid import grid_blocks, short, term_blocks
 from analysis.verify import Findings
 
 
@@ -33,106 +34,27 @@ def _blocks(found: Findings, seconds: float) -> Iterator[Block]:
     verdict = "Everything holds." if found.passed else "NOT everything holds; see below."
     yield Text(
         f"{verdict} {kind.capitalize()}: {found.cells} cells,"
-        f" {found.grid['configurations']:,} configurations of the bound, {seconds:.0f} s"
+        f" {found.grid['configurations']:,} distinct configurations of the bound (of"
+        f" {found.grid['settings']:,} settings), {seconds:.0f} s"
         " (cells of an earlier run that was interrupted are not counted in the time)."
     )
     lines = [[c.claim, "holds" if c.passed else "FAILS", c.found] for c in found.checks]
     yield Table(["claim", "", "found"], lines)
-    yield from _bound(found.grid)
-    yield from _terms(found)
+    yield from grid_blocks(found.grid)
+    yield from term_blocks(found.grid, found.isolation["terms"])
     yield from _rates(found.rates)
     yield from _isolation(found.isolation)
     yield from _oracle(found.oracle)
 
 
-def _bound(grid: Mapping[str, Any]) -> Iterator[Block]:
-    yield Heading("Bound against measurement")
-    yield Picture("bound.png", "Measured mean squared gradient against the bound")
-    yield Text(
-        "Inner steps are 10, 50 and 95 % of the largest feasible one. A configuration passes if the"
-        " measured mean plus three standard errors is at most the bound. In families called exact"
-        " the mean comes from the oracle, without sampling. Penalties are constant, or follow the"
-        " gap-aware rule in [1, 1 + 1/(1 - beta)]; delay 0 is SlowMo or local SGD, 1 is CO2. Where"
-        " the mean passed and the errors above it did not, more seeds decided:"
-        f" {grid['resampled']} configurations, up to {grid['most_seeds']:,} seeds."
-    )
-    for title, key in (
-        ("problem", "by_family"),
-        ("largest term of the bound", "by_term"),
-        ("penalty", "by_penalty"),
-        ("delay", "by_delay"),
-    ):
-        rows = [
-            [
-                name,
-                f"{line['configurations']:,}",
-                f"{line['violations']}",
-                f"{line['median']:.3f}",
-                f"{line['largest']:.3f}",
-            ]
-            for name, line in grid[key].items()
-        ]
-        yield Table(
-            [title, "configurations", "violations", "median measured/bound", "largest"], rows
-        )
-    yield Heading("Tightest configurations", 3)
-    yield _configurations(grid["worst"])
-    if grid["violating"]:
-        yield Heading("Violations", 3)
-        yield _configurations(grid["violating"])
-    published = grid["published"]
-    if published["asked"]:
-        yield Text(
-            f"SlowMo's own theorem prescribes its step and a long horizon: of the"
-            f" {published['asked']} settings with delay 0 and no penalty in the grid it is silent"
-            f" on {published['silent']}."
-        )
-
-
-def _configurations(lines: Sequence[Mapping[str, Any]]) -> Table:
-    names = ("family", "delay", "penalty", "G", "tau", "T", "alpha", "beta", "gamma", "noise")
-    rows = [
-        [_text(line[n]) for n in (*names, "measured", "error", "bound", "ratio")] for line in lines
-    ]
-    return Table([*names[:-1], "sigma²", "measured", "s.e.", "bound", "ratio"], rows)
-
-
-def _terms(found: Findings) -> Iterator[Block]:
-    yield Heading("Each term alone")
-    yield Text(
-        "On quadratics the parts of the measured value can be told apart exactly: without noise,"
-        " without a start, with and without delay, at the optimum of workers that differ. This is"
-        " each part beside the term that covers it, without momentum and penalty."
-    )
-    by: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
-    for line in found.isolation["terms"]:
-        if line["ratio"] is not None:
-            by.setdefault((line["term"], line["fraction"]), []).append(line)
-    rows = [
-        [term, f"{fraction:g}", *(_ratio(lines, tau) for tau in (1, 4, 16))]
-        for (term, fraction), lines in by.items()
-    ]
-    yield Table(
-        ["term", "of the largest gamma", *(f"part/term, tau = {tau}" for tau in (1, 4, 16))],
-        sorted(rows, key=lambda row: row[0]),
-    )
-    needed, wrong = found.grid["needed"], found.grid["wrong"]
-    yield Text(
-        "How far could a term alone shrink before the grid saw a violation, and how many violations"
-        " would a tenth of it give? At 0 or below the grid would not miss the term, because the"
-        " other terms have room to spare; that such a term is real is shown by the parts above."
-    )
-    rows = [[name, f"{needed[name]:.3f}", f"{wrong[name]:,}"] for name in needed]
-    yield Table(["term", "may shrink to", "violations at a tenth"], rows)
-
-
-def _ratio(lines: Sequence[Mapping[str, Any]], tau: int) -> str:
-    return next((f"{line['ratio']:.3f}" for line in lines if line["tau"] == tau), "-")
-
-
 def _rates(rates: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Rates")
-    yield Picture("rates.png", "Exact value against T and the fit of four terms")
+    yield Picture(
+        "rates.png",
+        "Exact value against T for alpha = 1, beta = 0, G = 8 and gamma L tau below 1; solid: the"
+        " fit of four terms to cells with gamma L tau below 0.5; dotted: the same fit less its term"
+        " G tau/T, not fitted again",
+    )
     yield Text(
         "Step of the rate form: eta = sqrt(G/(T tau)), alpha = 1 - beta. Slopes are exponents of a"
         " power law in G, tau and T, exact, by strata of gamma L tau: "
@@ -168,7 +90,8 @@ def _rates(rates: Mapping[str, Any]) -> Iterator[Block]:
     yield Table(["problem", "beta", "cells", "G", "tau", "T"], rows)
     yield Text(
         "Nonnegative coefficients of the four features, with the 95 % interval of a bootstrap over"
-        " cells, and the root mean square of the relative errors with and without G tau/T:"
+        " cells, and the root mean square of the relative errors of this fit and of one that is"
+        " made again without G tau/T, on cells with gamma L tau below 0.5:"
     )
     rows = [
         [
@@ -185,21 +108,21 @@ def _rates(rates: Mapping[str, Any]) -> Iterator[Block]:
         ]
         for line in rates["fits"]
     ]
-    yield Table(["problem", "beta", *FEATURES, "error", "without G tau/T"], rows)
+    yield Table(["problem", "beta", *FEATURES, "error", "refitted without G tau/T"], rows)
 
 
 def _isolation(found: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Staleness alone")
     yield Text(
         "CO2 minus SlowMo with the same noise, tau = 4, G = 4; beside it the standard error that"
-        " independent noise would have given. With delay 0 the two are the same program: excess 0."
+        " independent noise would have given."
     )
     rows = [
         [
             line["family"],
-            _text(line["gamma"]),
+            short(line["gamma"]),
             f"{line['beta']:g}",
-            _text(line["synchronous"]),
+            short(line["synchronous"]),
             f"{line['excess']:.3g} ± {line['error']:.1g}",
             f"± {line['alone']:.1g}",
         ]
@@ -207,7 +130,10 @@ def _isolation(found: Mapping[str, Any]) -> Iterator[Block]:
     ]
     yield Table(["problem", "gamma", "beta", "SlowMo", "excess of CO2", "if noise differed"], rows)
     yield Heading("Where penalty and clipping rescue a run, and where they cost")
-    yield Picture("rescue.png", "Mean squared gradient with penalties and clips")
+    yield Picture(
+        "rescue.png",
+        "Mean squared gradient with penalties and clips; arrows: above the figure, with the value",
+    )
     yield Text(
         "tau = 16, G = 8, alpha = 1, beta = 0.5, measured mean squared gradient over that at the"
         " start; above 1 (marked lost) a run is worse than not moving. Clips are in units of"
@@ -229,8 +155,10 @@ def _isolation(found: Mapping[str, Any]) -> Iterator[Block]:
     controls = found["controls"]
     yield Text(
         f"A fixed step has the slope {controls['fixed_slope']:+.3f} in T, that of the rate form"
-        f" {controls['scaled_slope']:+.3f}. The oracle of CO2 refuses runs with delay 0 with |z| up"
-        f" to {controls['delay_0_against_delay_1']:.0f}. At the edge of stability, without noise:"
+        f" {controls['scaled_slope']:+.3f}. Runs of the simulator without the delay fit SlowMo's"
+        f" oracle, which shares no code with it (|z| up to"
+        f" {controls['delay_0_against_delay_0']:.1f}), and that of CO2 refuses them (|z| up to"
+        f" {controls['delay_0_against_delay_1']:.0f}). At the edge of stability, without noise:"
     )
     rows = [
         [f"{e['alpha']:g}", f"{e['beta']:g}", f"{e['factor']:g}", f"{e['growth']:.3g}"]
@@ -250,13 +178,10 @@ def _oracle(found: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Oracles")
     yield Picture("oracle.png", "Scores of simulated means, and edges of stability")
     yield Text(
-        f"Identities: largest relative error {found['largest_identity_error']:.1e} on"
-        f" {found['identities']} settings. {len(found['scores'])} z on"
+        "Identities (z from points, sums from the noisy gradients, also within rounds): largest"
+        f" relative error {found['largest_identity_error']:.1e} on {found['identities']} settings."
+        f" {len(found['scores'])} z on"
         f" {found['configurations']} configurations, the largest {found['largest_score']:.2f}."
         f" Edge of stability on {len(found['edges'])} (alpha, beta): largest distance"
         f" {found['largest_edge_error']:.1e}."
     )
-
-
-def _text(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

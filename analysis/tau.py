@@ -1,6 +1,5 @@
 """Which tau: the time of a round on a cluster, joined with the bound of the error."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,21 +16,31 @@ from realrun import record
 
 _MOST_ROUNDS = 2**40
 """Where the search for a target ends."""
+USUAL = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Taus to simulate if none are asked for."""
+LONGEST = 4096
+"""Where the search for the best tau ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """How long a round takes with some tau; `exposed` is its part that only communicates.
 
+    `exposed` is None where it was not measured.
     `workers` is G: the number of replicas that are averaged. `delay` is in rounds.
     """
 
     tau: int
     round_time: Seconds
-    exposed: Seconds
+    exposed: Seconds | None
     workers: int
     delay: int
     source: str
+
+    @property
+    def share(self) -> str:
+        """The exposed share of the round, as text."""
+        return "unknown" if self.exposed is None else f"{self.exposed / self.round_time:.1%}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +60,20 @@ def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
     return sorted(found, key=lambda timing: timing.tau)
 
 
+def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[Timing]:
+    """Rounds with the usual taus, and with doubled ones while the last is best after some length.
+
+    The search ends at LONGEST, and where a round is longer than all lengths.
+    """
+    found = simulated(case, USUAL)
+    while found[-1].tau < LONGEST and any(
+        choices and best(choices).timing is found[-1]
+        for choices in (after(problem, found, length) for length in lengths)
+    ):
+        found.append(_simulated(case, 2 * found[-1].tau))
+    return found
+
+
 def _simulated(case: Case, tau: int) -> Timing:
     mine = vary(case, "strategy.tau", str(tau))
     result = run(mine)
@@ -64,18 +87,19 @@ def measured(folders: Sequence[Path]) -> list[Timing]:
         kept = record.read(folder)
         times = kept.figures
         case = kept.case
+        exposed = times.get("exposed_comm_s")
         found.append(
             _timing(
                 case,
                 float(times["round_time_s"]),
-                float(times.get("exposed_comm_s") or math.nan),
+                None if exposed is None else float(exposed),
                 f"measured in {folder.name}",
             )
         )
     return sorted(found, key=lambda timing: timing.tau)
 
 
-def _timing(case: Case, round_time: Seconds, exposed: Seconds, source: str) -> Timing:
+def _timing(case: Case, round_time: Seconds, exposed: Seconds | None, source: str) -> Timing:
     prepared = case.prepare()
     strategy = prepared.strategy
     tau = getattr(strategy, "tau", None)
@@ -142,15 +166,14 @@ def until(problem: Setting, timing: Timing, target: float) -> Seconds | None:
     return high * timing.round_time
 
 
-def explain(choices: Sequence[Choice]) -> Iterator[str]:
-    """Why the best tau is what it is, in sentences."""
+def explain(choices: Sequence[Choice], most: int) -> Iterator[str]:
+    """Why the best tau is what it is, in sentences. `most` is the largest that was asked for."""
     chosen = best(choices)
     timing, found = chosen.timing, chosen.bound
-    steps = {choice.timing.tau: choice.rounds * choice.timing.tau for choice in choices}
-    most = max(steps.values())
+    fastest = max(map(_steps, choices))
     yield (
-        f"tau = {timing.tau} makes {steps[timing.tau] / most:.0%} of the most steps that any tau"
-        f" makes; {timing.exposed / timing.round_time:.1%} of its rounds is exposed communication."
+        f"tau = {timing.tau} makes {_steps(chosen) / fastest:.0%} of the most steps that any tau"
+        f" makes; {timing.share} of its rounds is exposed communication."
     )
     rare = found.staleness + found.drift
     yield (
@@ -161,21 +184,38 @@ def explain(choices: Sequence[Choice]) -> Iterator[str]:
     shorter = [c for c in choices if c.timing.tau < timing.tau]
     longer = [c for c in choices if c.timing.tau > timing.tau]
     if shorter:
-        other = max(shorter, key=lambda choice: choice.timing.tau)
-        yield (
-            f"A tau of {other.timing.tau} makes {steps[other.timing.tau] / most:.0%} of the steps"
-            f" ({other.timing.exposed / other.timing.round_time:.1%} exposed); its bound is"
-            f" {other.bound.total / found.total - 1:+.1%}."
-        )
+        yield f"{_beside(max(shorter, key=_tau), chosen, fastest)}."
     if longer:
-        other = min(longer, key=lambda choice: choice.timing.tau)
+        other = min(longer, key=_tau)
         yield (
-            f"A tau of {other.timing.tau} makes {steps[other.timing.tau] / most:.0%} of the steps"
-            f" ({other.timing.exposed / other.timing.round_time:.1%} exposed); its bound is"
-            f" {other.bound.total / found.total - 1:+.1%}: it averages"
+            f"{_beside(other, chosen, fastest)}: it averages"
             f" {chosen.rounds / other.rounds:.1f} times as rarely, and its best gamma is"
             f" {other.inner_step / chosen.inner_step:.2f} times this one."
         )
+    if timing.tau == most and len(choices) > 1:
+        yield "It is the largest asked for; try longer."
+
+
+def _tau(choice: Choice) -> int:
+    return choice.timing.tau
+
+
+def _steps(choice: Choice) -> int:
+    return choice.rounds * choice.timing.tau
+
+
+def _beside(other: Choice, chosen: Choice, fastest: int) -> str:
+    return (
+        f"A tau of {other.timing.tau} makes {_steps(other) / fastest:.0%} of the steps"
+        f" ({other.timing.share} exposed); its bound is"
+        f" {other.bound.total / chosen.bound.total - 1:+.1%}"
+    )
+
+
+def assumptions(problem: Setting) -> list[str]:
+    """What an answer rests on."""
+    same = ["zeta^2 = 0: all workers see the same data."] if problem.heterogeneity == 0 else []
+    return [*ASSUMPTIONS, *same, f"Taus up to {LONGEST} are tried unless taus are given."]
 
 
 ASSUMPTIONS = (

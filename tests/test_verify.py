@@ -1,5 +1,6 @@
 """`co2analysis verify`, `bound` and `tau`: they hold, they can fail, they go on where they were."""
 
+import io
 import json
 import math
 import subprocess
@@ -10,9 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from rich.console import Console
 
 from analysis import bound, convergence, rates, ratios, tau, verify
+from analysis.advice import print_tau
 from analysis.bound import Bound, Infeasible, Setting
+from analysis.experiment import run, variants
+from analysis.families import FAMILIES
 from analysis.mlp import Batches, digits
 from analysis.pages import Heading, Table, Text, markdown, to_html
 from co2sim.case import Case
@@ -52,6 +57,8 @@ def test_quick_protocol_holds(protocol: Path) -> None:
     assert found["quick"]
     assert found["grid"]["violations"] == 0
     assert found["grid"]["configurations"] >= verify.LEAST_CONFIGURATIONS
+    assert found["grid"]["configurations"] < found["grid"]["settings"]
+    assert all(found["grid"]["noticed"][name]["begins"] > 0.5 for name in bound.TERMS)
     assert max(line["largest"] for line in found["grid"]["by_family"].values()) > verify.TIGHT
     assert all(check["passed"] for check in found["checks"])
     assert {line["family"] for line in found["rates"]["fits"] if line["found"]} == {"two kinds"}
@@ -77,7 +84,8 @@ def test_report_has_its_figures(protocol: Path) -> None:
     assert "Everything holds." in whole
 
 
-@pytest.mark.parametrize(("name", "factor"), [("optimization", 0.5), ("noise", 0.0)])
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+@pytest.mark.parametrize("name", bound.TERMS)
 def test_wrong_constants_are_noticed(
     protocol: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,7 +93,7 @@ def test_wrong_constants_are_noticed(
     name: str,
     factor: float,
 ) -> None:
-    """Delta in place of 2 Delta, or no noise term: violations are reported, with exit code 1."""
+    """With any one term missing or halved violations are reported, with exit code 1."""
     right = bound.evaluate
 
     def wrong(setting: Setting) -> Bound | Infeasible:
@@ -126,6 +134,99 @@ def test_infeasible_is_never_a_violation() -> None:
     assert not row.violated
     assert math.isnan(row.ratio)
     assert ratios.summary([row, row])["infeasible"] == 2
+
+
+def test_the_same_run_counts_once() -> None:
+    """Rows of equal family, measurement and bound are one configuration; others are not."""
+    inside = replace(PROBLEM, inner_step=1e-3)
+    row = ratios.Row("any", 1, "1", inside, 0.5, 0.0, bound.evaluate(inside))
+    again = row._replace(setting=replace(inside, workers=7), family="any, exact")
+    other = row._replace(measured=0.6)
+    assert ratios.distinct([row, again, other]) == [row, other]
+
+
+def test_few_seeds_widen_the_margin() -> None:
+    """The margin has the coverage of 3 normal standard errors: Student's t, from tables."""
+    assert ratios.margin(10_000) == pytest.approx(3, abs=2e-3)
+    assert ratios.margin(4) == pytest.approx(9.22, abs=0.02)
+
+
+def test_variants_apart_do_not_share_noise() -> None:
+    """Two equal variants see the same noise, or, apart, noise of their own."""
+    which = variants(np.full(2, 0.1), noise=1.0)
+    sizes = {"workers": 2, "rounds": 4, "local_steps": 3, "seeds": 5}
+    problem = FAMILIES["isotropic"](2)
+    one, two = run(problem, which, **sizes).gradient
+    np.testing.assert_array_equal(one, two)
+    one, two = run(problem, which, **sizes, apart=True).gradient
+    assert (one != two).all()
+
+
+def test_broken_cells_are_measured_again(tmp_path: Path) -> None:
+    """An empty file, a cut one and one of another kind are as good as none."""
+    for text in ("", '{"scores": [[1.', "[]", "{}"):
+        place = tmp_path / "cell.json"
+        place.write_text(text)
+        assert verify._kept(place) is None
+    place.write_text('{"scores": []}')
+    assert verify._kept(place) == {"scores": []}
+    assert verify._kept(tmp_path / "none.json") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("verify", "--jobs", "-1"), "--jobs is -1; it must be 0 (all cores) or more"),
+        (("verify", "--out", ""), "--out is ''; it must be a folder"),
+        *((("tau", "--target", t), "--target is") for t in ("nan", "inf", "0", "-1")),
+        *((("bound", "--penalty", p), "penalty is") for p in ("inf", "0")),
+        (("bound", "--most-penalty", "0"), "most_penalty is 0"),
+        (("bound", "--gap", "0", "--noise", "0"), "gap is 0"),
+        (("bound", "--rounds", "1" + "0" * 400), "rounds is above 1e300"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+    """What cannot be meant ends with exit code 2 and one line that says what and why."""
+    usual = {"--smoothness": "1", "--noise": "1", "--gap": "1"}
+    if arguments[0] == "bound":
+        usual |= {"--workers": "4", "--rounds": "100", "--local-steps": "8"}
+    if arguments[0] == "tau":
+        usual |= {"--cluster": "a100-tcp80"}
+    if arguments[0] == "verify":
+        usual = {}
+    usual |= dict(zip(arguments[1::2], arguments[2::2], strict=True))
+    done = co2analysis(arguments[0], *(part for pair in usual.items() for part in pair))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
+
+
+def test_search_for_tau_goes_on_while_longer_is_better() -> None:
+    """Over a slow network the search goes beyond the usual taus, until longer is worse."""
+    case = Case(cluster="two-sites-wan", model="gpt2-medium", strategy="co2:worker=node", gpus=64)
+    timings = tau.searched(replace(PROBLEM, gap=1e-3, noise=1e-9), case, [1e6])
+    assert timings[-1].tau > max(tau.USUAL)
+    chosen = tau.best(tau.after(replace(PROBLEM, gap=1e-3, noise=1e-9), timings, 1e6))
+    assert chosen.timing.tau < timings[-1].tau or timings[-1].tau == tau.LONGEST
+
+
+def test_runs_of_the_same_tau_are_told_apart() -> None:
+    """Two measured runs with one tau keep their own rows, titles and bounds; 0 is no gap."""
+    slow = replace(timing(4, 8.0), source="measured in slow", exposed=None)
+    timings = [timing(4, 2.0), slow]
+    choices = tau.after(PROBLEM, timings, 1e5)
+    shown = Console(width=250, record=True, file=io.StringIO())
+    print_tau(shown, timings, [(1e5, choices)], None, [], tau.assumptions(PROBLEM))
+    text = shown.export_text()
+    assert "measured in slow" in text
+    lines = [line for line in text.splitlines() if "workers, averages" in line]
+    assert len(lines) == 2
+    assert "0.0%" in lines[0]
+    assert "unknown" in lines[1]
+    assert f"{choices[0].bound.total:.4g}" in lines[0]
+    assert f"{choices[1].bound.total:.4g}" in lines[1]
+    assert "zeta^2 = 0" in text
+    assert list(tau.explain(choices, 4))[-1] == "It is the largest asked for; try longer."
 
 
 def test_diverged_measurement_is_a_violation() -> None:
