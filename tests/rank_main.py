@@ -5,7 +5,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from realrun.world import join
+from realrun.world import end, join
 
 
 def main() -> None:
@@ -18,6 +18,7 @@ def main() -> None:
     answer = function(world, **request["arguments"])
     (Path(request["folder"]) / str(world.rank)).write_text(json.dumps(answer))
     world.leave()
+    end()
 
 
 if __name__ == "__main__":

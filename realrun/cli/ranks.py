@@ -1,7 +1,6 @@
 """What a rank of a command does, and how local ranks are started."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from realrun import record
 from realrun.launch import run_local
 from realrun.measure import KernelName, measure, partial_trace
 from realrun.record import Record
-from realrun.world import World, join, need_gpus
+from realrun.world import World, end, join, need_gpus
 
 _GRACE: Seconds = 5.0
 """What a rank may take to stop once it has been told that another one failed."""
@@ -83,6 +82,7 @@ def as_rank(settings: Settings, folder: Path | None, work: Callable[[Rank], None
             rank.progress = news()
         work(rank)
         rank.world.leave()
+        end()
     except Co2simError as error:
         if rank is None and isinstance(error, OptionError):  # not started as a rank at all
             raise
@@ -130,8 +130,8 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
             message += f"; its spans so far are in {path}"
         except Co2simError as failed:
             message += f"; {failed}"
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    os._exit(1)
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    end(1)
 
 
 def news() -> Progress:
