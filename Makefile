@@ -43,6 +43,7 @@ time-to-loss: $(STAMP)-dev
 	$(BIN)/python benchmarks/time_to_loss.py
 
 peers: $(STAMP)-dev
+	$(BIN)/python -m pip install --quiet --editable '.[peers]'
 	$(BIN)/python benchmarks/peers.py
 
 overhead: $(STAMP)-dev

@@ -5,9 +5,8 @@
 
 torch DDP, torch's post-local SGD, LocalSGD and DiLoCo of torchft, and our LocalSGD, DiLoCo and CO2
 train the same GPT from the same weights on the same samples with the same AdamW: a local step is
-the same code for all. Settings are equal where the algorithms are; none is tuned. torchft is not a
-dependency of ours: pip install torchft-nightly (0.2 and later run with torch 2.13); what is not
-installed, or fails, is said in the table.
+the same code for all. Settings are equal where the algorithms are; none is tuned. torchft comes
+with pip install '.[peers]'; what is not installed, or fails, is said in the table.
 
 Each runs twice: a short time first, so that nothing is measured that happens only once. Seconds
 are rank 0's between two barriers. The loss is the validation loss of the mean of the workers.

@@ -80,7 +80,7 @@ class Entry:
 ENTRIES = (
     Entry("DDP", "ddp", "AdamW-DDP", 1e-2, ""),
     Entry("DiLoCo, tau 12", "diloco:tau=12", "DiLoCo 12", 5e-3, "momentum=0.5,lr=1"),
-    Entry("CO2, tau 12", "co2:tau=12", "CO2 12, ", 5e-3, "momentum=0.5,lr=0.5,gap=constant"),
+    Entry("CO2, tau 12", "co2:tau=12", "CO2 12, ", 1e-2, "momentum=0,lr=0.5,gap=gap_aware"),
 )
 """With the learning rates and outer steps to take where convergence.csv has none."""
 

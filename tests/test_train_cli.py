@@ -156,6 +156,22 @@ def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.dist
+def test_steps_that_close_no_round_are_pointed_out_and_a_lost_log_is_no_crash(
+    tmp_path: Path,
+) -> None:
+    """6 steps of rounds of 4; then nothing is left to train, and the log has gone."""
+    steps = ("--steps", "6", "--warmup", "2")
+    arguments = ("train", *SMALL, *steps, "-s", "local_sgd:tau=4", "--nproc", "1")
+    done = call(tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "6 steps are no multiple of tau, 4: what workers learn in the last 2" in done.stderr
+    (tmp_path / "out" / folder.LOG).unlink()
+    again = call(tmp_path, *arguments, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "nothing left to train" in again.stdout
+
+
+@pytest.mark.dist
 def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
     """Two ranks by torchrun's environment; ranks on one node share a batch."""
     torchrun = (

@@ -112,9 +112,9 @@ class CO2(LocalUpdate):
     `staleness` rounds end where they began. `staleness` 0 waits at once, and is SlowMo.
 
     The gain outer_lr / (1 - outer_momentum) is what a displacement moves the anchor in the end. An
-    average that comes a round late is a delayed step, which is stable up to smaller steps only: the
-    default gain of 1/2 was the best of those tried on a small GPT (benchmarks/convergence.py), with
-    a gain of 2 it hardly learned. The larger lr x tau is, the smaller the gain must be.
+    average that comes a round late is a delayed step, which is stable up to smaller steps only. On
+    a small GPT (benchmarks/convergence.py) the default gain of 1/2 was the best of those tried at
+    tau 3 and 12, a gain of 2 always the worst.
 
     `gap` and `penalty`: see CO2Rule; a penalty other than 1 needs gap="constant".
 

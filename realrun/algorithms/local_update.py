@@ -30,7 +30,7 @@ from realrun.algorithms.start import (
     refuse_wider_ddp,
     trainable,
 )
-from realrun.algorithms.workers import Links, Worker
+from realrun.algorithms.workers import Links, Worker, workers_of
 from realrun.errors import MismatchError
 
 _ATTACHED: WeakSet[Optimizer] = WeakSet()
@@ -111,9 +111,9 @@ class LocalUpdate:
             raise OptionError(
                 "the optimizer already closes rounds for another algorithm; close that one first"
             )
-        self._links = Links(worker, deadline)
-        workers = self._links.workers
+        workers = workers_of(worker)
         refuse_wider_ddp(model, workers)
+        self._links = Links(workers, deadline, owns=worker == "node")
         self._trained = {id(one) for _, one in parameters}
         self._optimizer = optimizer
         self._rule, self._tau, self._check_every = rule, tau, check_every

@@ -115,12 +115,15 @@ class Links:
     ranks to come: that is bounded by the timeout of torch.distributed's own group.
     """
 
-    def __init__(self, worker: Worker, deadline: float) -> None:
-        """Connect. All ranks of torch.distributed call this, in the same order."""
-        self.workers, self.deadline = workers_of(worker), deadline
-        self._own = () if isinstance(worker, Workers) else (self.workers.inner, self.workers.peers)
+    def __init__(self, workers: Workers, deadline: float, *, owns: bool) -> None:
+        """Connect. All ranks of torch.distributed call this, in the same order.
+
+        `owns`: the groups of `workers` were made for this alone, and are given back with the rest.
+        """
+        self.workers, self.deadline = workers, deadline
+        self._own = (workers.inner, workers.peers) if owns else ()
         self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
-        peers, inner = tuple(self.workers.peer_ranks), tuple(self.workers.inner_ranks)
+        peers, inner = tuple(workers.peer_ranks), tuple(workers.inner_ranks)
         with self.together("connection of communicators"):
             if dist.is_initialized() and dist.get_world_size() > 1:
                 self._connect(peers, inner)
