@@ -42,16 +42,11 @@ MECHANISMS = (
         "v100-zeropp",
         _override("communicators", "group"),
     ),
-    Mechanism(
-        "slow kernels of quantization",
-        "v100-zeropp",
-        _override("gpu.kernels.quantization_efficiency", "1"),
-    ),
     Mechanism("intra-node hop in turn", "v100-zeropp", _override("hops", "pipelined")),
     Mechanism(
-        "efficiency of matrix products by width",
+        "memory traffic of matrix products",
         "v100-zeropp",
-        _override("gpu.kernels.gemm_width", "0"),
+        _override("gpu.kernels.operand_efficiency", "1"),
     ),
     Mechanism(
         "all-to-all slower than a ring",
@@ -59,9 +54,9 @@ MECHANISMS = (
         _override("inter.exchange_efficiency", "1"),
     ),
     Mechanism(
-        "efficiency of matrix products by width",
+        "memory traffic of matrix products",
         "a100-data-parallel",
-        _override("gpu.kernels.gemm_width", "0"),
+        _override("gpu.kernels.operand_efficiency", "1"),
     ),
     Mechanism(
         "host that issues operations",

@@ -58,8 +58,7 @@ class Group:
     constants: tuple[Constant, ...]
 
 
-_MEGATRON = "fraction of the GPU's peak that large matrix products attain"
-_WIDTH = "hidden size at which matrix products attain half of what large ones do"
+_OPERANDS = "fraction of the memory bandwidth at which products move operands, each once"
 
 GROUPS = {
     group.name: group
@@ -70,28 +69,14 @@ GROUPS = {
             "V100",
             (
                 Constant(
-                    "gemm_efficiency", "gpu.kernels.gemm_efficiency",
-                    "gpus/v100-32-megatron.toml", 0.3, 0.9, "", _MEGATRON,
-                ),
-                Constant(
-                    "gemm_width", "gpu.kernels.gemm_width",
-                    "gpus/v100-32-megatron.toml", 0.0, 4000.0, "",
-                    _WIDTH,
+                    "operand_efficiency", "gpu.kernels.operand_efficiency",
+                    "gpus/v100-32-megatron.toml", 0.02, 1.0, "",
+                    _OPERANDS,
                 ),
                 Constant(
                     "exchange_efficiency", "inter.exchange_efficiency",
                     "clusters/dgx2-calibrated.toml", 0.1, 1.0, "",
                     "fraction of the NICs' bandwidth left to the all-to-all of quantized gradients",
-                ),
-                Constant(
-                    "quantization_efficiency", "gpu.kernels.quantization_efficiency",
-                    "gpus/v100-32-megatron.toml", 0.05, 1.0, "",
-                    "fraction of the memory bandwidth that kernels of block quantization attain",
-                ),
-                Constant(
-                    "intra_efficiency", "intra.efficiency",
-                    "clusters/dgx2-calibrated.toml", 0.5, 1.0, "",
-                    "fraction of the NVLink rate that a collective attains inside a node of 16",
                 ),
             ),
         ),
@@ -101,14 +86,14 @@ GROUPS = {
             "A100",
             (
                 Constant(
-                    "gemm_width", "gpu.kernels.gemm_width",
-                    "gpus/a100-80-megatron.toml", 0.0, 4000.0, "",
-                    _WIDTH,
+                    "operand_efficiency", "gpu.kernels.operand_efficiency",
+                    "gpus/a100-80-megatron.toml", 0.02, 1.0, "",
+                    _OPERANDS,
                 ),
                 Constant(
                     "vocabulary_efficiency", "gpu.kernels.vocabulary_efficiency",
                     "gpus/a100-80-megatron.toml", 0.05, 0.9, "",
-                    "the same for the product over the vocabulary, with its loss",
+                    "fraction of the peak that the product over the vocabulary attains",
                 ),
                 Constant(
                     "call_overhead", "gpu.kernels.call_overhead",

@@ -7,7 +7,7 @@ layer keeps 34 s h bytes and 5 a s^2 of attention scores; other widths change th
 from dataclasses import dataclass
 from typing import Literal
 
-from co2sim.workload import Block, Model
+from co2sim.workload import Block, MatMul, Model
 
 LAYER_CALLS = 26
 """Operations of one layer's forward pass in an eager framework with the fusions of Megatron-LM:
@@ -77,6 +77,15 @@ class Transformer:
         softmax = self.attention == "softmax"
         scores = 4.0 * s * s * q if softmax else 0.0
         mixing = scores if softmax else 4.0 * s * q * head_dim
+        across = s if softmax else head_dim
+        products = (
+            MatMul(s, h, sum(width for _, width in matrices[:3]) + len(gates) * q),
+            MatMul(s, head_dim, across, self.heads),
+            MatMul(s, across, head_dim, self.heads),
+            MatMul(s, q, h),
+            MatMul(s, h, (2 if self.gated else 1) * f),
+            MatMul(s, f, h),
+        )
         kept = 4 * h + 2 * h + 2 * q + 4 * kv + 2 * q + 2 * len(gates) * q  # norms and attention
         kept += 2 * h + (6 if self.gated else 4) * f + 2 * h  # MLP, and two dropout masks of a byte
         return Block(
@@ -87,7 +96,7 @@ class Transformer:
             attention_flops=scores,
             attention_bytes=5.0 * self.heads * s * s if softmax else 0.0,
             boundary_bytes=2.0 * s * h,
-            width=h,
+            products=products,
             calls=LAYER_CALLS,
         )
 
@@ -122,7 +131,6 @@ def language_model(
                 tuple(size for size in lookups if size),
                 0.0,
                 float(s * h),
-                width=h,
                 calls=START_CALLS,
             ),
             *body.blocks(s),
@@ -132,7 +140,10 @@ def language_model(
                 flops=2.0 * s * h * (vocab + (h if head_transform else 0)),
                 activation_bytes=float(s * (4 * h + 4 * vocab)),  # input, norm, and logits in fp32
                 boundary_bytes=2.0 * s * h,
-                width=h,
+                products=(
+                    *([MatMul(s, h, h)] if head_transform else []),
+                    MatMul(s, h, vocab),
+                ),
                 calls=HEAD_CALLS,
                 vocabulary=True,
             ),

@@ -35,28 +35,26 @@ _MOST = 1_000_000
 class KernelTimes:
     """How fast the kernels of a training step run, as fitted to published runs.
 
-    Matrix products of inner dimension w attain gemm_efficiency x w / (w + gemm_width) of peak,
-    those over a vocabulary `vocabulary_efficiency`. `call_overhead` is what the host needs to issue
-    an operation, `kernel_gap` what the GPU loses between two. Kernels of block quantization attain
-    `quantization_efficiency` of what others attain of the memory bandwidth.
+    Matrix products attain `gemm_efficiency` of peak where arithmetic bounds them, and move their
+    operands at `operand_efficiency` of the memory bandwidth where that does; those over a
+    vocabulary attain `vocabulary_efficiency` of peak. `call_overhead` is what the host needs to
+    issue an operation, `kernel_gap` what the GPU loses between two.
     """
 
     gemm_efficiency: float
-    gemm_width: float = 0.0
+    operand_efficiency: float = 1.0
     vocabulary_efficiency: float | None = None
     call_overhead: Seconds = 0.0
     kernel_gap: Seconds = 0.0
-    quantization_efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
         _fraction("kernels", gemm_efficiency=self.gemm_efficiency)
-        _fraction("kernels", quantization_efficiency=self.quantization_efficiency)
+        _fraction("kernels", operand_efficiency=self.operand_efficiency)
         if self.vocabulary_efficiency is not None:
             _fraction("kernels", vocabulary_efficiency=self.vocabulary_efficiency)
         _not_negative(
             "kernels",
-            gemm_width=self.gemm_width,
             call_overhead=self.call_overhead,
             kernel_gap=self.kernel_gap,
         )

@@ -17,7 +17,7 @@ import numpy as np
 from co2sim.cluster import GPU, AllReduce, Cluster, KernelTimes
 from co2sim.errors import OptionError, nearest
 from co2sim.schedule import Collective, Compute, Group, Kernels, Kind, Schedule
-from co2sim.units import Bytes, Flops, FlopsPerSecond, Seconds
+from co2sim.units import Bytes, FlopsPerSecond, Seconds
 
 
 def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
@@ -33,18 +33,23 @@ def efficiency(gpu: GPU, flops: float) -> float:
     return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in gpu.efficiency]))
 
 
-def kernel_time(
-    flops: Flops, kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str
-) -> Seconds:
+def kernel_time(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str) -> Seconds:
     """A pass over a block: the slower of the GPU and of the host that issues its operations.
 
     The GPU needs the time of the matrix products, that of the elementwise kernels, which move
-    memory and hardly compute, and a gap after each.
+    memory and hardly compute, and a gap after each. A product whose arithmetic takes as long as
+    its memory traffic overlaps them in part: the two add like the sides of a right angle.
     """
-    attained = times.gemm_efficiency * kernels.width / (kernels.width + times.gemm_width)
+    peak = peak_flops(gpu, precision)
     if kernels.vocabulary and times.vocabulary_efficiency is not None:
-        attained = times.vocabulary_efficiency
-    products = flops / (peak_flops(gpu, precision) * attained)
+        flops = sum(product.flops for product in kernels.products)
+        products = flops / (peak * times.vocabulary_efficiency)
+    else:
+        memory = gpu.memory_bandwidth * times.operand_efficiency
+        products = sum(
+            math.hypot(product.flops / (peak * times.gemm_efficiency), product.bytes / memory)
+            for product in kernels.products
+        )
     elementwise = kernels.elementwise_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
     device = products + elementwise + kernels.calls * times.kernel_gap
     return max(device, kernels.calls * times.call_overhead)
@@ -56,13 +61,11 @@ def compute_time(work: Compute, gpu: GPU, precision: str) -> Seconds:
     Where both say what kernels a pass consists of, `kernel_time` instead.
     """
     if work.kernels and gpu.kernels:
-        return kernel_time(work.flops, work.kernels, gpu, gpu.kernels, precision)
+        return kernel_time(work.kernels, gpu, gpu.kernels, precision)
     arithmetic = 0.0
     if work.flops:
         arithmetic = work.flops / (peak_flops(gpu, precision) * efficiency(gpu, work.flops))
     memory = work.memory_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
-    if gpu.kernels and work.kernel.startswith(("quantize", "dequantize")):
-        memory /= gpu.kernels.quantization_efficiency
     return max(arithmetic, memory) + gpu.launch_overhead
 
 

@@ -110,15 +110,27 @@ def block(ranks: int) -> Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product: its FLOP, and the bytes of its operands and its result, each once."""
+
+    flops: Flops
+    bytes: Bytes
+
+    def times(self, factor: float) -> "Product":
+        """So many of it, or a part of it."""
+        return Product(self.flops * factor, self.bytes * factor)
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a pass launches: matrix products of inner dimension `width`, and the rest.
+    """What a pass launches: matrix products, and the rest.
 
     `calls` are operations that the framework issues, `elementwise_bytes` the memory traffic of
     those that are no matrix products, and `vocabulary` says that the products' output has the
     width of a vocabulary.
     """
 
-    width: int
+    products: tuple[Product, ...]
     calls: float
     elementwise_bytes: Bytes
     vocabulary: bool = False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from co2sim.errors import OptionError
-from co2sim.schedule import Compute, DType, Kernels
+from co2sim.schedule import Compute, DType, Kernels, Product
 from co2sim.units import Bytes, Flops
 
 Recompute = Literal["none", "selective", "full"]
@@ -27,6 +27,30 @@ OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {"adamw": 12.0, "sgd": 8.0}
 
 
 @dataclass(frozen=True, slots=True)
+class MatMul:
+    """Matrix products of a forward pass over a sample: `rows` x `inner` times `inner` x `columns`.
+
+    Those with weights (`count` 0) take all samples of a micro-batch in one product. Others are
+    `count` products per sample, such as those of the heads of attention.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    count: int = 0
+
+    def product(self, samples: int, width: Bytes) -> Product:
+        """FLOP and bytes over `samples`, for elements of `width` bytes.
+
+        The two products of a backward pass have the same: they permute the three dimensions.
+        """
+        many = (self.count or 1) * samples
+        weights = self.inner * self.columns * (many if self.count else 1)
+        elements = many * self.rows * (self.inner + self.columns) + weights
+        return Product(2.0 * many * self.rows * self.inner * self.columns, elements * width)
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The unit of communication and of the schedule: an embedding, a layer, a head.
 
@@ -34,8 +58,8 @@ class Block:
     forward pass over one sample, `attention_flops` the part of them that "selective" recomputation
     repeats. `activation_bytes` and `attention_bytes` are what a backward pass needs of one sample
     in a 2-byte type, without and with attention scores; `boundary_bytes` is the block's input.
-    `width` is the inner dimension of its matrix products, `calls` how many operations a framework
-    issues for a forward pass (0: not known), `vocabulary` marks the output over a vocabulary.
+    `products` are its matrix products and `calls` how many operations a framework issues for a
+    forward pass (0: both not known), `vocabulary` marks the output over a vocabulary.
     """
 
     name: str
@@ -45,7 +69,7 @@ class Block:
     attention_flops: Flops = 0.0
     attention_bytes: Bytes = 0.0
     boundary_bytes: Bytes = 0.0
-    width: int = 0
+    products: tuple[MatMul, ...] = ()
     calls: int = 0
     vocabulary: bool = False
 
@@ -122,13 +146,10 @@ class Workload:
         Memory traffic is the least that the pass can do: the weights once, and every activation
         that is kept written once and read once; a backward pass moves twice as much.
         """
-        shared: dict[tuple[float, ...], tuple[Compute, Compute]] = {}
+        shared: dict[Block, tuple[Compute, Compute]] = {}
         works = []
         for block in self.model.blocks:
-            key = (
-                *(block.flops, block.attention_flops, block.parameters),
-                *(block.activation_bytes, block.attention_bytes, block.calls),
-            )
+            key = replace(block, name="")
             if key not in shared:
                 shared[key] = self._passes(block)
             works.append(BlockWork(block, *shared[key]))
@@ -145,19 +166,18 @@ class Workload:
             block.parameters * self.precision.bytes if flops else 0.0
         )  # a look-up reads only rows
         traffic = weights + 2 * block.activation_bytes * self.precision.bytes / 2 * self.micro_batch
-        again = 1 if self.recompute == "full" else 0
         return (
-            Compute("forward", flops, traffic, self._kernels(block, 1, 1)),
+            Compute("forward", flops, traffic, self._kernels(block, 1, "none")),
             Compute(
                 "backward",
                 2 * flops + repeated[self.recompute],
                 2 * traffic,
-                self._kernels(block, 2 + again, 1 + again),
+                self._kernels(block, 2, self.recompute),
             ),
         )
 
-    def _kernels(self, block: Block, passes: int, turns: int) -> Kernels | None:
-        """What `passes` times the work of a forward pass launches, in `turns` through the block.
+    def _kernels(self, block: Block, passes: int, recompute: Recompute) -> Kernels | None:
+        """What `passes` times the work of a forward pass launches, and what is recomputed before.
 
         Elementwise kernels write every activation that is kept, attention scores included, and
         read it again. Autograd runs one node for every operation of the forward pass, so a
@@ -165,11 +185,18 @@ class Workload:
         """
         if not block.calls:
             return None
-        kept = (block.activation_bytes + block.attention_bytes) * self.precision.bytes / 2
+        again = int(recompute == "full")
+        often = passes + again
+        attention = passes + 1 if recompute == "selective" and block.attention_flops else often
+        width = self.precision.bytes
+        kept = often * block.activation_bytes + attention * block.attention_bytes
         return Kernels(
-            block.width,
-            turns * block.calls,
-            2.0 * passes * kept * self.micro_batch,
+            tuple(
+                matmul.product(self.micro_batch, width).times(attention if matmul.count else often)
+                for matmul in block.products
+            ),
+            (1 + again) * block.calls,
+            kept * width * self.micro_batch,
             block.vocabulary,
         )
 
@@ -182,7 +209,7 @@ class Workload:
                 "backward",
                 whole.flops - forward.flops,
                 whole.memory_bytes,
-                self._kernels(work.block, 2, 1),
+                self._kernels(work.block, 2, "none"),
             ),
         )
 

@@ -145,6 +145,7 @@ def test_wrong_overrides_are_refused_in_one_line(overrides: dict[str, str], said
     [
         ({"layer": "3"}, "did you mean 'layers'?"),
         ({"layers": "many"}, "must be a whole number"),
+        ({"layers": "10001"}, "must be at most 10000"),
         ({"heads": "7"}, "not a multiple of heads 7"),
         ({"seq_len": "2048"}, "exceeds the 1024 learned positions"),
         ({"kv_heads": "5"}, "not a multiple of kv_heads 5"),

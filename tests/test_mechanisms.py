@@ -1,26 +1,34 @@
 """Mechanisms that calibrated clusters use: each follows its closed form, and is off by default."""
 
+import math
 from dataclasses import replace
+from itertools import permutations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import co2sim
 from co2sim.case import Case
-from co2sim.catalog import load_cluster
+from co2sim.catalog import load_cluster, load_model, names
 from co2sim.cluster import KernelTimes, Link
 from co2sim.cost import compute_time, footprint
 from co2sim.errors import OptionError
-from co2sim.schedule import PEERS, WORLD, Collective, Compute, DType, Kernels, Kind
+from co2sim.schedule import PEERS, WORLD, Collective, Compute, DType, Kernels, Kind, Product
+from co2sim.workload import MatMul, Workload
 
 CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
-PASS = Compute("forward", 1e12, 0.0, Kernels(width=1000, calls=20, elementwise_bytes=1e9))
+PASS = Compute("forward", 1e12, 0.0, Kernels((Product(1e12, 1e9),), 20, elementwise_bytes=1e9))
+SIZES = st.integers(1, 5000)
 
 
 def test_kernels_are_the_slower_of_gpu_and_host() -> None:
-    """Products by width, elementwise traffic and gaps on the GPU; or the calls of the host."""
+    """Products, elementwise traffic and gaps on the GPU; or the calls of the host."""
     gpu = CLUSTER.gpu
-    times = KernelTimes(gemm_efficiency=0.8, gemm_width=1000.0, kernel_gap=1e-5)
-    products = 1e12 / (gpu.peak["fp16"] * 0.4)
+    times = KernelTimes(gemm_efficiency=0.8, operand_efficiency=0.2, kernel_gap=1e-5)
+    arithmetic, operands = 1e12 / (gpu.peak["fp16"] * 0.8), 1e9 / (gpu.memory_bandwidth * 0.2)
+    products = math.sqrt(arithmetic**2 + operands**2)
     device = products + 1e9 / (gpu.memory_bandwidth * gpu.memory_efficiency) + 20e-5
     assert compute_time(PASS, replace(gpu, kernels=times), "fp16") == pytest.approx(device)
     slow_host = replace(times, call_overhead=device)
@@ -28,9 +36,9 @@ def test_kernels_are_the_slower_of_gpu_and_host() -> None:
 
 
 def test_the_product_over_a_vocabulary_has_its_own_efficiency() -> None:
-    """Where it is stated; else that of the width."""
-    assert PASS.kernels
-    head = replace(PASS, kernels=replace(PASS.kernels, vocabulary=True, elementwise_bytes=0.0))
+    """Where it is stated; else that of all products."""
+    product = Kernels((Product(1e12, 0.0),), 20, elementwise_bytes=0.0, vocabulary=True)
+    head = replace(PASS, kernels=product)
     gpu = replace(CLUSTER.gpu, kernels=KernelTimes(0.8, vocabulary_efficiency=0.2))
     assert compute_time(head, gpu, "fp16") == pytest.approx(1e12 / (gpu.peak["fp16"] * 0.2))
     gpu = replace(CLUSTER.gpu, kernels=KernelTimes(0.8))
@@ -43,13 +51,50 @@ def test_gpus_without_kernels_cost_as_before() -> None:
     assert compute_time(PASS, CLUSTER.gpu, "fp16") == compute_time(bare, CLUSTER.gpu, "fp16")
 
 
-def test_quantization_kernels_may_be_slower_than_others() -> None:
-    """At half the efficiency they take twice the time of their bytes; other kernels do not."""
-    gpu = replace(CLUSTER.gpu, launch_overhead=0.0)
-    slow = replace(gpu, kernels=KernelTimes(0.5, quantization_efficiency=0.5))
-    quantize, copy = Compute("quantize", 0.0, 1e9), Compute("copy", 0.0, 1e9)
-    assert compute_time(quantize, slow, "fp16") == 2 * compute_time(quantize, gpu, "fp16")
-    assert compute_time(copy, slow, "fp16") == compute_time(copy, gpu, "fp16")
+@given(rows=SIZES, inner=SIZES, columns=SIZES, samples=st.integers(1, 4), count=st.integers(0, 3))
+def test_operands_of_a_product_are_its_arrays(
+    rows: int, inner: int, columns: int, samples: int, count: int
+) -> None:
+    """Both operands and the result, with one copy of the weights for all samples."""
+
+    def array(*shape: int) -> np.ndarray:
+        return np.broadcast_to(np.float16(0), shape)  # takes no memory
+
+    if count:
+        many = count * samples
+        arrays = [array(many, rows, inner), array(many, inner, columns), array(many, rows, columns)]
+    else:
+        arrays = [
+            array(samples * rows, inner),
+            array(inner, columns),
+            array(samples * rows, columns),
+        ]
+    found = MatMul(rows, inner, columns, count).product(samples, DType.FP16.bytes)
+    assert found.bytes == sum(2 * one.size for one in arrays)
+    assert found.flops == 2 * samples * (count or 1) * rows * inner * columns
+
+
+@given(sizes=st.permutations([7, 300, 5000]))
+def test_products_of_a_backward_pass_cost_as_those_of_a_forward_pass(sizes: list[int]) -> None:
+    """Gradients of inputs and of weights permute the three dimensions, which changes nothing."""
+    alike = {MatMul(*order).product(1, 2.0) for order in permutations(sizes)}
+    assert len(alike) == 1
+
+
+@pytest.mark.parametrize("name", names("models"))
+def test_products_of_a_block_add_up_to_its_flop(name: str) -> None:
+    """In every pass, and for every kind of recomputation, wherever products are known."""
+    model = load_model(name).value
+    for recompute in ("none", "selective", "full"):
+        job = Workload(model, micro_batch=2, recompute=recompute)
+        for work in job.works():
+            passes = [work.forward, work.backward]
+            if recompute == "full" and work.block.flops:
+                passes += job.recomputed(work)
+            for one in passes:
+                if one.kernels and one.kernels.products:
+                    total = sum(product.flops for product in one.kernels.products)
+                    assert total == pytest.approx(one.flops)
 
 
 def test_hops_in_turn_add_the_time_inside_the_node() -> None:

@@ -39,6 +39,8 @@ def _no_truth(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=10**12)]
 Natural = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=10**15)]
+Depth = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=10_000)]
+"""Blocks of a model: the schedule holds every one of them."""
 
 
 class _Spec(BaseModel):
@@ -62,11 +64,10 @@ class KernelsSpec(_Spec):
     """`kernels` of a GPU: constants that were fitted to published runs."""
 
     gemm_efficiency: Fraction
-    gemm_width: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
+    operand_efficiency: Fraction = 1.0
     vocabulary_efficiency: Fraction | None = None
     call_overhead: Time = 0.0
     kernel_gap: Time = 0.0
-    quantization_efficiency: Fraction = 1.0
 
     def build(self) -> KernelTimes:
         """The constants in SI units."""
@@ -166,7 +167,7 @@ class ClusterSpec(_Spec):
 
 class _LayersSpec(_Spec):
     name: str
-    layers: Count
+    layers: Depth
     hidden: Count
     heads: Count
     ffn: Count
@@ -272,7 +273,7 @@ class BlockSpec(_Spec):
     """One block of `kind = "blocks"`, `repeat` times; `flops` and `activation` are per sample."""
 
     name: str
-    repeat: Count = 1
+    repeat: Depth = 1
     tensors: list[Count] = Field(min_length=1)
     flops: Annotated[float, _quantity("FLOP"), Field(ge=0)]
     activation: Annotated[float, _quantity("B"), Field(ge=0)]

@@ -125,6 +125,7 @@ def _share(work: Compute, share: float) -> Compute:
     if kernels:
         kernels = replace(
             kernels,
+            products=tuple(product.times(share) for product in kernels.products),
             calls=kernels.calls * share,
             elementwise_bytes=kernels.elementwise_bytes * share,
         )
