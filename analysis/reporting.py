@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from analysis.ablation import Mechanism
+from analysis.consistency import Least
 from analysis.constants import GROUPS, Constant, cluster_of, stated
 from analysis.explain import Alike, Remedy, Shares
 from analysis.tables_published import Unpredicted
@@ -163,6 +164,18 @@ def refit_table(found: Mapping[str, Refitted], what: str) -> str:
         for name, item in found.items()
     ]
     return table((what, *first.values, "fit cells", *first.errors), rows, 1)
+
+
+def consistency_text(found: Least) -> str:
+    """What the cells of throughput say of a ratio that is lower than they leave room for."""
+    return (
+        f"**{found.cell.name}**, without a simulator: if the average of a round took no longer than"
+        " a whole published step of `zero2` on as many GPUs, and hid behind the steps, the ratio"
+        f" would be at least {found.least:.3f}, whatever the rate of the network. The published"
+        f" {number(found.cell.published)} says that a round took at least {found.stretch:.1%}"
+        " longer than such a step, computation included: the average was slower than the traffic"
+        " of `zero2`, or was not hidden.\n"
+    )
 
 
 def unpredicted_table(found: Iterable[Unpredicted]) -> str:
