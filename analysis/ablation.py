@@ -76,7 +76,11 @@ MECHANISMS = (
         "a100-data-parallel",
         _override("gpu.memory_bandwidth", "1e9 GB/s"),
     ),
-    Mechanism("slowest of several TCP links", "a100-co2", _override("inter.variation", "0")),
+    Mechanism(
+        "gradients reduced to owners, parameters broadcast from them",
+        "a100-co2",
+        _strategy("owners=true,bucket=8388608", "owners=false"),
+    ),
 )
 
 

@@ -132,9 +132,8 @@ def report(rows: Sequence[validate.Row], known: Sequence[Cell], *, brief: bool) 
             parts += [
                 "## CO2: tokens per GPU and step are not published\n",
                 reporting.refit_table({f"{n:,}": it for n, it in by_tokens.items()}, "tokens"),
-                "## CO2: other assumptions about the cluster\n",
+                "## CO2: if tensors travelled otherwise\n",
                 reporting.refit_table(tokens.otherwise(known), "assumed"),
-                "18.9%: mean inside nodes, arXiv 2507.03114; for TCP none was found.\n",
                 *map(reporting.consistency_text, consistency.least_ratios(known)),
             ]
     parts += ["## All cells\n", reporting.cell_table(rows)]

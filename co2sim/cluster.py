@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Literal
 
 from co2sim.errors import OptionError
@@ -22,10 +21,6 @@ other, as where a large buffer is collected inside the node before it leaves it.
 
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 """auto: what the backend picks; see `cost`."""
-
-
-_MOST_VARIATION = 0.2
-"""Above that the slowest of a million links would stand still."""
 
 _MOST = 1_000_000
 """Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
@@ -97,15 +92,13 @@ class Link:
     """A link, one direction: `efficiency` is the fraction of `bandwidth` that payload attains.
 
     `exchange_efficiency` is the fraction of that left to an all-to-all with its many small
-    messages. `variation` is the coefficient of variation of the throughput among equal links: a
-    collective goes at the pace of the slowest of them.
+    messages.
     """
 
     bandwidth: BytesPerSecond
     latency: Seconds = 0.0
     efficiency: float = 1.0
     exchange_efficiency: float = 1.0
-    variation: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
@@ -113,25 +106,11 @@ class Link:
         _not_negative("link", latency=self.latency)
         _fraction("link", efficiency=self.efficiency)
         _fraction("link", exchange_efficiency=self.exchange_efficiency)
-        if not 0 <= self.variation <= _MOST_VARIATION:
-            raise OptionError(
-                f"link: variation is {self.variation}; it must be 0 to {_MOST_VARIATION}"
-            )
 
     @property
     def payload_bandwidth(self) -> BytesPerSecond:
         """Payload bytes per second."""
         return self.bandwidth * self.efficiency
-
-    def slowest(self, count: int) -> "Link":
-        """The slowest of `count` equal links of normally distributed throughput, as expected.
-
-        Source: Blom 1958 for the expected smallest of n normal values.
-        """
-        if not self.variation or count < 2:  # noqa: PLR2004 - of one link there is no slowest
-            return self
-        below = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-        return replace(self, efficiency=self.efficiency * (1 - self.variation * below))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +181,6 @@ class Cluster:
                 f"{gpus} GPUs are {nodes} nodes, which do not divide into {sites} equal sites"
             )
         return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)
-
-    @property
-    def nics(self) -> Link:
-        """What a collective over all nodes gets of `inter`: that of the slowest node."""
-        return self.inter.slowest(self.nodes)
 
 
 def _at_least_one(what: str, **values: float) -> None:

@@ -5,7 +5,9 @@ takes latency + the largest of bytes / bandwidth; `network` shares the links amo
 
 Bytes per link of a ring over m ranks with a buffer of S bytes: (m-1)/m S for all_gather and
 reduce_scatter, twice that for all_reduce (Patarasuk and Yuan 2009); the ring leaves each node, and
-each site, once. Latency steps follow NCCL's model (src/graph/tuning.cc).
+each site, once. Latency steps follow NCCL's model (src/graph/tuning.cc). A broadcast goes once
+around all ranks from its root, and a reduction to it: every hop waits for a piece before it passes
+it on. Roots are costed as if they were the first of their node.
 """
 
 import math
@@ -14,10 +16,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from co2sim.cluster import GPU, AllReduce, Cluster, KernelTimes
+from co2sim.cluster import GPU, AllReduce, Backend, Cluster, KernelTimes
 from co2sim.errors import OptionError, nearest
 from co2sim.schedule import Collective, Compute, Group, Kernels, Kind, Schedule
 from co2sim.units import Bytes, FlopsPerSecond, Seconds
+
+PIECE: Bytes = 2.0**19
+"""What a hop of a chain holds of a buffer before it passes it on, in each of its channels.
+
+NCCL: a step of the Simple protocol is an eighth (NCCL_STEPS, src/include/device.h) of its buffer of
+4 MiB (NCCL_BUFFSIZE), and broadcasts and reductions send single steps (BROADCAST_SLICESTEPS and
+REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass on as much.
+"""
+
+CHANNELS: dict[Backend, int] = {"nccl": 2, "gloo": 1}
+"""Channels that a buffer is spread over; NCCL doubles the rings it finds (src/graph/connect.cc),
+and finds one for every network card: the least is stated."""
 
 
 def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
@@ -101,7 +115,7 @@ class Footprint:
     def alone(self, cluster: Cluster) -> Seconds:
         """Time when nothing but the groups of the same kind is in flight."""
         wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
-        nics = cluster.nics.payload_bandwidth * self.inter_efficiency
+        nics = cluster.inter.payload_bandwidth * self.inter_efficiency
         speeds = (cluster.intra.payload_bandwidth, nics, wan)
         pairs = zip(self.loads(cluster), speeds, strict=True)
         return self.latency + max(size / speed for size, speed in pairs)
@@ -116,8 +130,8 @@ def footprint(work: Collective, cluster: Cluster) -> Footprint:
             return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
         case Kind.ALL_TO_ALL:
             return _pairwise(size, spread, cluster)
-        case Kind.BROADCAST:
-            return _ring(size, 1, spread, cluster)
+        case Kind.BROADCAST | Kind.REDUCE:
+            return _chain(size, spread, cluster)
         case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
             return _ring(size * (spread.members - 1) / spread.members, 1, spread, cluster)
     return _all_reduce(size, cluster.all_reduce, spread, cluster)
@@ -187,6 +201,19 @@ def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster) -> Footprin
         members_per_node=at.per_node,
         members_per_site=at.per_site,
     )
+
+
+def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
+    """A buffer passes every hop from end to end, in pieces; the slowest hop is busy with it all."""
+    piece = min(size, PIECE * CHANNELS[cluster.backend])
+    wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
+    hops = (
+        [piece / cluster.intra.payload_bandwidth] * (at.members - at.nodes)
+        + [piece / cluster.inter.payload_bandwidth] * (at.nodes - at.sites)
+        + [piece / wan] * (at.sites - 1)
+    )
+    ring = _ring(size, 1, at, replace(cluster, hops="pipelined"))
+    return replace(ring, latency=ring.latency + sum(hops) - max(hops))
 
 
 def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:

@@ -29,6 +29,7 @@ class Kind(StrEnum):
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
     BROADCAST = "broadcast"
+    REDUCE = "reduce"
 
 
 class DType(StrEnum):
@@ -168,7 +169,8 @@ class Collective:
     For all_to_all that is each rank's input.
 
     `scale_block` > 0 says that the buffer is block-quantized and carries one fp32 scale for every
-    `scale_block` elements.
+    `scale_block` elements. A broadcast comes from the member at place `root`, and a reduction goes
+    to it; places are counted around the group.
     """
 
     kind: Kind
@@ -177,9 +179,10 @@ class Collective:
     dtype: DType
     group: Group
     scale_block: int = 0
+    root: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse an empty or unnamed buffer."""
+        """Refuse an empty or unnamed buffer, and a root that the kind does not have."""
         if not self.buffer:
             raise ScheduleError(f"{self.kind}: the buffer has no name")
         if self.elements < 1 or self.scale_block < 0:
@@ -187,6 +190,11 @@ class Collective:
                 f"{self.kind}({self.buffer}): elements={self.elements},"
                 f" scale_block={self.scale_block}; elements must be at least 1,"
                 " scale_block 0 (no scales) or more"
+            )
+        if self.root and (self.root < 0 or self.kind not in {Kind.BROADCAST, Kind.REDUCE}):
+            raise ScheduleError(
+                f"{self.kind}({self.buffer}): root={self.root}; only a broadcast or a reduction has"
+                " one, 0 or more"
             )
 
     @property
@@ -196,9 +204,11 @@ class Collective:
         return self.elements * self.dtype.bytes + scales * SCALE_BYTES
 
     def __str__(self) -> str:
-        """`all_gather(layer0: 1000 int8/256) over world`."""
+        """`all_gather(layer0: 1000 int8/256) over world`, `reduce(...) over world, root 3`."""
         scales = f"/{self.scale_block}" if self.scale_block else ""
-        return f"{self.kind}({self.buffer}: {self.elements} {self.dtype}{scales}) over {self.group}"
+        root = f", root {self.root}" if self.root else ""
+        what = f"{self.buffer}: {self.elements} {self.dtype}{scales}"
+        return f"{self.kind}({what}) over {self.group}{root}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class _Run:
         found: dict[Hashable, float] = {}
         for index in range(len(self.classes)):
             found["gpu", index] = cluster.intra.payload_bandwidth
-            found["nic", self.folding.node(index)] = cluster.nics.payload_bandwidth
+            found["nic", self.folding.node(index)] = cluster.inter.payload_bandwidth
         if cluster.wan:
             speed = cluster.wan.payload_bandwidth
             found.update({("wan", site): speed for site in range(cluster.sites)})

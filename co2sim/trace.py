@@ -1,7 +1,7 @@
 """What happened when: spans, the rules that every trace must obey, and files that viewers open."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -161,6 +161,14 @@ def _order(
                 yield f"{which} starts before {awaited.op!r} has finished"
 
 
+def _decisive(spans: Sequence[Span], work: Collective) -> tuple[Span, Span]:
+    """The member that may not end before another has come, and that other."""
+    root = sorted(spans, key=lambda span: span.rank)[work.root % len(spans)]
+    first = root if work.kind is Kind.REDUCE else min(spans, key=lambda span: span.end)
+    last = root if work.kind is Kind.BROADCAST else max(spans, key=lambda span: span.start)
+    return first, last
+
+
 def _togetherness(
     trace: Trace,
     schedule: Schedule,
@@ -180,12 +188,9 @@ def _togetherness(
                     meetings.setdefault(members, []).append(found[rank, turn, op.name])
             for spans in meetings.values():
                 which = f"{op.name!r} of round {turn}"
-                first = min(spans, key=lambda span: span.end)
-                if op.work.kind is Kind.BROADCAST:  # only its first member is waited for
-                    last = min(spans, key=lambda span: span.rank)
-                else:
-                    last = max(spans, key=lambda span: span.start)
+                first, last = _decisive(spans, op.work)
                 if first.end < last.start - tolerance:
                     yield f"{which} ends on rank {first.rank} before rank {last.rank} has come"
-                if max(span.end for span in spans) - first.end > skew + tolerance:
+                ends = [span.end for span in spans]
+                if max(ends) - min(ends) > skew + tolerance:
                     yield f"{which} ends apart in the group of rank {first.rank}"

@@ -26,7 +26,8 @@ class Buffers:
     the fp32 scales of its blocks. Sizes are rounded up so that all parts are equal:
 
     all_reduce: (elements) in place. reduce_scatter: (members x part) -> (part).
-    all_gather: (part) -> (members x part). all_to_all: (members x part) both. broadcast: in place.
+    all_gather: (part) -> (members x part). all_to_all: (members x part) both. broadcast and
+    reduce: in place, from and to the root.
     """
 
     given: Tensor
@@ -39,7 +40,7 @@ def allocate(work: Collective, members: int, device: torch.device) -> Buffers:
     Raises OptionError for sums of quantized values: they would overflow, so they travel by
     all_to_all and are summed after dequantization.
     """
-    if work.kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER}:
+    if work.kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE}:
         if work.dtype not in _SUMMED:
             raise OptionError(
                 f"{work.kind}({work.buffer}) of {work.dtype}: sums are of"
@@ -50,7 +51,7 @@ def allocate(work: Collective, members: int, device: torch.device) -> Buffers:
         size, dtype = math.ceil(work.bytes), torch.uint8
     part = -(-size // members)
     match work.kind:
-        case Kind.ALL_REDUCE | Kind.BROADCAST:
+        case Kind.ALL_REDUCE | Kind.BROADCAST | Kind.REDUCE:
             given = torch.zeros(size, dtype=dtype, device=device)
             return Buffers(given, given)
         case Kind.REDUCE_SCATTER:
@@ -65,7 +66,7 @@ def allocate(work: Collective, members: int, device: torch.device) -> Buffers:
 
 def carry_out(work: Collective, buffers: Buffers, at: Communicator, deadline: Seconds) -> None:
     """Run a collective over Gloo and wait for its end, at most `deadline` seconds."""
-    given, taken = buffers.given, buffers.taken
+    given, taken, root = buffers.given, buffers.taken, work.root % len(at.members)
     match work.kind:
         case Kind.ALL_REDUCE:
             found = dist.all_reduce(given, group=at.group, async_op=True)
@@ -77,12 +78,15 @@ def carry_out(work: Collective, buffers: Buffers, at: Communicator, deadline: Se
         case Kind.ALL_TO_ALL:
             rings.all_to_all(given, taken, at, deadline)
         case Kind.BROADCAST:
-            rings.broadcast(given, at, deadline)
+            rings.broadcast(given, root, at, deadline)
+        case Kind.REDUCE:
+            rings.reduce(given, root, at, deadline)
 
 
 def launch(work: Collective, buffers: Buffers, at: Communicator) -> dist.Work:
     """Launch a collective over NCCL on the current stream."""
     given, taken, group = buffers.given, buffers.taken, at.group
+    root = work.root % len(at.members)
     match work.kind:
         case Kind.ALL_REDUCE:
             found = dist.all_reduce(given, group=group, async_op=True)
@@ -93,7 +97,9 @@ def launch(work: Collective, buffers: Buffers, at: Communicator) -> dist.Work:
         case Kind.ALL_TO_ALL:
             found = dist.all_to_all_single(taken, given, group=group, async_op=True)
         case Kind.BROADCAST:
-            found = dist.broadcast(given, group_src=0, group=group, async_op=True)
+            found = dist.broadcast(given, group_src=root, group=group, async_op=True)
+        case Kind.REDUCE:
+            found = dist.reduce(given, group_dst=root, group=group, async_op=True)
     assert isinstance(found, dist.Work)
     return found
 

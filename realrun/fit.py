@@ -188,7 +188,7 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
     """
     found = []
     for place, count in enumerate((layout.gpus_per_node, layout.nodes)):
-        links = [Link(1.0, float(place == 0)), Link(1.0, float(place == 1))]
+        links = [Link(1e18, float(place == 0)), Link(1e18, float(place == 1))]
         cluster = bare(layout, backend, *links)
         costs = [(footprint(sample.work, cluster), sample.seconds) for sample in samples]
         steps = [seconds / cost.latency for cost, seconds in costs if cost.latency]

@@ -20,9 +20,10 @@ _COLOURS = {
     Kind.ALL_GATHER: "#009E73",
     Kind.ALL_TO_ALL: "#CC79A7",
     Kind.BROADCAST: "#E69F00",
+    Kind.REDUCE: "#56B4E9",
 }
 """Okabe and Ito: told apart by colour-blind readers."""
-_MARKERS = dict(zip(Kind, "osD^v", strict=True))
+_MARKERS = dict(zip(Kind, "osD^vP", strict=True))
 
 
 def draw(measured: Measured, fitted: Fitted, name: str) -> bytes:

@@ -124,10 +124,10 @@ def all_to_all(source: Tensor, result: Tensor, at: Communicator, deadline: Secon
     exchange.finish()
 
 
-def broadcast(buffer: Tensor, at: Communicator, deadline: Seconds) -> None:
-    """Pass the first member's `buffer` along the chain of members."""
+def broadcast(buffer: Tensor, root: int, at: Communicator, deadline: Seconds) -> None:
+    """Pass the `buffer` of the member at place `root` around the ring."""
     exchange = Exchange(at, deadline)
-    first, last = at.me == 0, at.next == 0
+    first, last = at.me == root, at.next == root
     receives = (
         []
         if first
@@ -136,6 +136,25 @@ def broadcast(buffer: Tensor, at: Communicator, deadline: Seconds) -> None:
     for number, (tag, piece) in enumerate(_tagged(0, buffer)):
         if not first:
             exchange.wait(receives[number])
+        if not last:
+            exchange.send(piece, at.next, tag)
+    exchange.finish()
+
+
+def reduce(buffer: Tensor, root: int, at: Communicator, deadline: Seconds) -> None:
+    """Sum every member's `buffer` on the way around the ring, into that of the member at `root`.
+
+    The member after it starts. The buffers of the others are left with partial sums.
+    """
+    exchange = Exchange(at, deadline)
+    first, last = at.previous == root, at.me == root
+    received = buffer.new_empty(0 if first else len(buffer))
+    receives = [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(0, received)]
+    new = segments(received)
+    for number, (tag, piece) in enumerate(_tagged(0, buffer)):
+        if not first:
+            exchange.wait(receives[number])
+            piece.add_(new[number])
         if not last:
             exchange.send(piece, at.next, tag)
     exchange.finish()

@@ -10,7 +10,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.cluster import Cluster, Link
+from co2sim.cluster import Backend, Cluster, Link
 from co2sim.cost import compute_time, footprint, traffic
 from co2sim.errors import OptionError
 from co2sim.schedule import (
@@ -46,8 +46,8 @@ def ring(kind: Kind, ranks: list[int], size: float) -> Iterator[Message]:
     """Ring algorithms: the buffer in chunks, each passed on from rank to rank."""
     m = len(ranks)
     following = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
-    if kind is Kind.BROADCAST:
-        for sender, receiver in pairwise(ranks):
+    if kind in {Kind.BROADCAST, Kind.REDUCE}:
+        for sender, receiver in pairwise(ranks if kind is Kind.BROADCAST else ranks[::-1]):
             yield sender, receiver, size
         return
     for _ in range(2 if kind is Kind.ALL_REDUCE else 1):
@@ -250,6 +250,33 @@ def test_no_ring_is_slower_between_nodes_than_the_whole_buffer_twice(
     assert cost.inter <= SIZE * (gpus if kind is Kind.ALL_TO_ALL else 2)
     assert (cost.inter > 0) == (nodes > 1)
     assert (cost.intra > 0) == (gpus > 1)
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.sampled_from([Kind.BROADCAST, Kind.REDUCE]),
+    st.sampled_from(["nccl", "gloo"]),
+)
+def test_a_chain_takes_what_its_pieces_take_hop_by_hop(
+    nodes: int, gpus: int, pieces: int, kind: Kind, backend: Backend
+) -> None:
+    """A hop sends a piece once it has it, and has sent the one before."""
+    cluster = tiny.cluster(
+        nodes, gpus, backend=backend, intra=Link(10e9, 1e-6), inter=Link(1e9, 1e-5)
+    )
+    piece = 2**19 * (2 if backend == "nccl" else 1)
+    hops = [cluster.intra if place % gpus else cluster.inter for place in range(1, nodes * gpus)]
+    there = [0.0] * pieces
+    for link in hops:
+        free = 0.0
+        for number, came in enumerate(there):
+            free = max(free, came) + piece / link.bandwidth
+            there[number] = free
+    work = Collective(kind, "x", pieces * piece, DType.INT8, WORLD)
+    expected = (there[-1] + sum(link.latency for link in hops)) if hops else 0.0
+    assert footprint(work, cluster).alone(cluster) == pytest.approx(expected)
 
 
 def test_reduce_scatter_and_all_gather_are_halves_of_an_all_reduce() -> None:

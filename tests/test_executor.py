@@ -133,7 +133,7 @@ def test_buffers_hold_the_bytes_that_the_schedule_states(
 ) -> None:
     """Int4 half a byte, scales included; at most one element, or byte, more per member."""
     work = Collective(kind, "x", elements, dtype, WORLD, scale_block)
-    summed = kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER}
+    summed = kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE}
     if summed and scale_block:
         with pytest.raises(OptionError, match="sums are of fp32, fp16, bf16"):
             allocate(work, members, torch.device("cpu"))

@@ -102,9 +102,9 @@ def test_a_fit_needs_as_many_cells_as_constants() -> None:
 
 def test_assumed_tokens_hardly_matter() -> None:
     """With both constants set on the fit cells, CO2's other cells move by less than 6 points."""
-    found = tokens.study(from_papers(), (1024, 4096))
-    for name, error in found[1024].errors.items():
-        assert found[4096].errors[name] == pytest.approx(error, abs=0.06), name
+    found = tokens.study(from_papers(), (2048, 8192))
+    for name, error in found[2048].errors.items():
+        assert found[8192].errors[name] == pytest.approx(error, abs=0.06), name
 
 
 def test_a_fit_cell_that_no_bounded_constant_meets_is_marked() -> None:
@@ -116,20 +116,12 @@ def test_a_fit_cell_that_no_bounded_constant_meets_is_marked() -> None:
     assert "missed by -" in reporting.refit_table({"512": found[512]}, "tokens")
 
 
-def test_equal_links_are_predicted_with_a_fit_of_their_own() -> None:
-    """Without a variation of links both fit cells are met, with a lower TCP efficiency.
-
-    Slower computation beside traffic leaves AdamW alone, and makes the rounds of CO2 longer.
-    """
-    differing, equal, slowed = tokens.otherwise(from_papers()).values()
-    assert equal.missed == differing.missed == slowed.missed == 0
-    assert equal.values["tcp_efficiency"] < differing.values["tcp_efficiency"]
-    assert equal.errors.keys() == differing.errors.keys()
-    for name, error in slowed.errors.items():
-        if "co2" in name:
-            assert error < differing.errors[name]
-        else:
-            assert error == pytest.approx(differing.errors[name], abs=1e-3)
+def test_what_travels_otherwise_is_predicted_with_a_fit_of_its_own() -> None:
+    """Both fit cells are met each time, and 128 GPUs of `zero2` are faster without chains."""
+    calibrated, scattered = tokens.otherwise(from_papers()).values()
+    assert calibrated.missed == scattered.missed == 0
+    (name,) = (name for name in calibrated.errors if name == "7B, 128 GPUs, zero2")
+    assert scattered.errors[name] > calibrated.errors[name] + 0.05
 
 
 def test_published_cells_of_co2_contradict_full_overlap_at_tau_12() -> None:
@@ -290,7 +282,7 @@ def test_the_whole_report_looks_into_the_largest_errors() -> None:
     assert found.exit_code == 0, found.output
     text = found.output.partition("## The largest errors, looked into")[2].partition("## Fitted")[0]
     assert text.count("\n**") == 3
-    assert "## CO2: other assumptions about the cluster" in found.output
+    assert "## CO2: if tensors travelled otherwise" in found.output
     assert "quality of training" in found.output.partition("## Not predicted")[2]
     assert "A round takes" in text
     assert "would meet this cell" in text

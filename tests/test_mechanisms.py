@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 import co2sim
 from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model, names
-from co2sim.cluster import KernelTimes, Link
+from co2sim.cluster import KernelTimes
 from co2sim.cost import compute_time, footprint
-from co2sim.errors import OptionError
 from co2sim.schedule import PEERS, WORLD, Collective, Compute, DType, Kernels, Kind, Product
 from co2sim.workload import MatMul, Workload
 
@@ -118,18 +117,6 @@ def test_an_exchange_attains_a_fraction_of_the_nics() -> None:
         assert one.loads(CLUSTER) == other.loads(slow)
         grown = (other.alone(slow) - other.latency) / (one.alone(CLUSTER) - one.latency)
         assert grown == pytest.approx(factor)
-
-
-def test_the_slowest_of_more_links_is_slower() -> None:
-    """One link is as stated; then the expectation falls as that of the smallest normal value."""
-    link = Link(1e9, variation=0.1)
-    speeds = [link.slowest(count).payload_bandwidth for count in (1, 2, 16, 1000)]
-    assert speeds == sorted(speeds, reverse=True)
-    assert speeds[0] == 1e9
-    assert speeds[1] == pytest.approx(1e9 * (1 - 0.1 * 0.5642), rel=0.005)  # 1 / sqrt(pi)
-    assert speeds[2] == pytest.approx(1e9 * (1 - 0.1 * 1.766), rel=0.005)
-    with pytest.raises(OptionError, match="variation"):
-        Link(1e9, variation=0.5)
 
 
 def case(strategy: str, recompute: str = "full") -> Case:

@@ -255,7 +255,10 @@ def test_blocks_of_nodes_of_different_speed_unfold() -> None:
 def test_a_collective_alone_takes_the_alpha_beta_closed_form(
     kind: Kind, shape: tuple[int, int]
 ) -> None:
-    """Alone, a collective takes its latency steps and the bytes of its busiest link."""
+    """Alone, a collective takes its latency steps and the bytes of its busiest link.
+
+    Chains wait for a piece of two channels of half a MiB at every other hop, too.
+    """
     nodes, gpus = shape
     n, size, alpha, beta = nodes * gpus, 4e6, 1e-5, 1 / 1e9
     steps = (n - gpus) if kind is Kind.ALL_TO_ALL else nodes - 1
@@ -267,8 +270,9 @@ def test_a_collective_alone_takes_the_alpha_beta_closed_form(
         busiest = gpus * size * (n - gpus) / n * beta
     else:
         busiest = size * (n - 1) / n * beta
-    if kind is Kind.BROADCAST:
-        busiest *= n / (n - 1)
+    if kind in {Kind.BROADCAST, Kind.REDUCE}:
+        hops = [beta / 10] * (n - nodes) + [beta] * (nodes - 1)
+        busiest = size * max(hops) + 2**20 * (sum(hops) - max(hops))
     factor = 2 if kind is Kind.ALL_REDUCE else 1
     work = Collective(kind, "x", 1_000_000, DType.FP32, WORLD)
     cluster = tiny.cluster(*shape, intra=Link(10e9, alpha / 10), inter=Link(1e9, alpha))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
+from co2sim.cost import traffic
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
@@ -21,6 +22,7 @@ GOLDEN = [
     ("ddp", {"accumulation": 2}),
     ("zero1(bucket=700)", {"accumulation": 2}),
     ("zero2(bucket=700)", {"accumulation": 2}),
+    ("zero2(bucket=700,owners=true)", {}),
     ("zero3", {}),
     ("zero3(prefetch=900)", {"accumulation": 2}),
     ("zeropp", {}),
@@ -272,6 +274,21 @@ def test_local_steps_do_not_wait_for_the_average_of_co2() -> None:
         if wait.op == "average"
     }
     assert waiting == {"outer": 1}
+
+
+def test_zero2_by_owners_reduces_each_bucket_to_another_rank() -> None:
+    """Owners take turns from the first block on; a backward pass comes to them in reverse."""
+    schedule = tiny.schedule("zero2(bucket=300,owners=true)")
+    there = collectives(schedule, Kind.REDUCE)
+    assert sum(work.elements for work in there) == 2000
+    assert len(there) > 1
+    assert [work.root for work in there] == list(range(len(there)))[::-1]
+    assert [work.elements for work in collectives(schedule, Kind.BROADCAST)] == [2000]
+    assert not collectives(schedule, Kind.REDUCE_SCATTER)
+    assert not collectives(schedule, Kind.ALL_GATHER)
+    # a node passes everything on once to the next, and once back
+    sent = traffic(schedule, tiny.cluster(3, 2))
+    assert sent.nic == pytest.approx(2 * 2000 * DType.BF16.bytes)
 
 
 # --- options -----------------------------------------------------------------------------------

@@ -154,6 +154,28 @@ def test_a_broadcast_waits_for_its_first_member_only() -> None:
     ]
 
 
+def test_a_reduction_keeps_its_first_member_only() -> None:
+    """Who sends may leave before the others have come; the root, who gets the sum, may not."""
+    work = Collective(Kind.REDUCE, "x", 10, DType.FP32, WORLD)
+    schedule = Schedule("one", (Op("sum", work, "comm"),))
+
+    def broken(*times: tuple[float, float]) -> list[str]:
+        spans = tuple(Span(rank, 0, "sum", "comm", *time) for rank, time in enumerate(times))
+        trace = Trace("one", Layout(2, 1), 1, {0: 1, 1: 1}, spans)
+        return trace.violations(schedule, skew=float("inf"))
+
+    assert broken((2.0, 3.0), (0.0, 1.0)) == []
+    assert broken((0.0, 1.0), (2.0, 3.0)) == [
+        "'sum' of round 0 ends on rank 0 before rank 1 has come"
+    ]
+    work = replace(work, root=1)
+    schedule = Schedule("one", (Op("sum", work, "comm"),))
+    assert broken((0.0, 1.0), (2.0, 3.0)) == []
+    assert broken((2.0, 3.0), (0.0, 1.0)) == [
+        "'sum' of round 0 ends on rank 1 before rank 0 has come"
+    ]
+
+
 def test_json_lines_read_back_as_the_same_trace(tmp_path: Path) -> None:
     """Writing and reading a trace changes no bit of it."""
     _, trace = correct()

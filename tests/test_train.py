@@ -243,6 +243,7 @@ def test_settings_refuse_in_words(changes: dict[str, object], said: str) -> None
     [
         ("zero1:bucket=1000", "zero1: bucket cannot be trained with: torch's ZeroRedundancy"),
         ("zero2:bucket=1000", "zero2: bucket cannot"),
+        ("zero2:owners=true", "zero2: owners cannot be trained with: FSDP2 scatters gradients"),
         ("zero3:prefetch=10", "zero3: prefetch cannot be trained with: FSDP2 fetches one layer"),
         ("zeropp:max_live=10", "zeropp: max_live cannot"),
         ("diloco:fragments=2", "diloco: fragments cannot"),

@@ -20,6 +20,7 @@ VARIANTS = [
     "zero1(bucket=700)",
     "zero2",
     "zero2(bucket=700)",
+    "zero2(bucket=700,owners=true)",
     "zero3",
     "zero3(prefetch=0)",
     "zero3(prefetch=900,max_live=1300)",

@@ -36,11 +36,14 @@ def collectives(world: World) -> list[str]:
     """Every kind, type and size against a single process that knows all inputs; gives mistakes."""
     wrong = []
     for kind in Kind:
-        summed = kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER}
+        summed = kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE}
         for dtype in (DType.FP32, DType.FP16, DType.BF16) if summed else (DType.FP32, DType.INT4):
             for elements in SIZES:
-                work = Collective(kind, "x", elements, dtype, WORLD, 0 if summed else 64)
-                wrong += _mistakes(world, work)
+                roots = (0, 1) if kind in {Kind.BROADCAST, Kind.REDUCE} else (0,)
+                for root in roots:
+                    scales = 0 if summed else 64
+                    work = Collective(kind, "x", elements, dtype, WORLD, scales, root)
+                    wrong += _mistakes(world, work)
     return wrong
 
 
@@ -72,7 +75,9 @@ def _mistakes(world: World, work: Collective) -> list[str]:
             assert parts is not None
             expected = parts[:, me].reshape(-1)
         case Kind.BROADCAST:
-            expected = inputs[0]
+            expected = inputs[work.root]
+        case Kind.REDUCE:
+            expected = inputs.sum(0) if me == work.root else buffers.taken
     if torch.equal(buffers.taken.cpu(), expected.to(buffers.taken.dtype)):
         return []
     return [f"{work} on rank {me} of {n}"]

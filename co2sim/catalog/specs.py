@@ -108,7 +108,6 @@ class LinkSpec(_Spec):
     latency: Time
     efficiency: Fraction = 1.0
     exchange_efficiency: Fraction = 1.0
-    variation: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
 
     def build(self) -> Link:
         """The link in SI units."""
@@ -117,7 +116,6 @@ class LinkSpec(_Spec):
             self.latency,
             self.efficiency,
             self.exchange_efficiency,
-            self.variation,
         )
 
 

@@ -121,6 +121,8 @@ def passes(job: Workload, reduction: Reduction | None) -> list[Op]:
     if reduction:
         for number, bucket in enumerate(buckets(job.model.blocks, reduction.capacity)):
             ready.setdefault(bucket.ready, []).append((number, bucket))
+    owned = reduction is not None and reduction.kind is Kind.REDUCE
+    count = sum(map(len, ready.values()))
     ops: list[Op] = []
     for micro in range(job.accumulation):
         prefix = micro_prefix(micro, job)
@@ -139,6 +141,7 @@ def passes(job: Workload, reduction: Reduction | None) -> list[Op]:
                         bucket.elements,
                         job.precision,
                         reduction.group,
+                        root=count - 1 - number if owned else 0,
                     )
                     ops.append(Op(f"{prefix}reduce{number}", work, COMM, (After(backward.name),)))
     return ops
@@ -150,7 +153,7 @@ def bucketed_step(
     """A step with replicated parameters; with `gather_capacity` the optimizer is sharded.
 
     A sharded optimizer updates its share, then the parameters are all-gathered in pieces of at
-    most `gather_capacity` elements.
+    most `gather_capacity` elements, or broadcast where gradients are reduced to owners.
     """
     ranks = group_size(reduction.group, layout)
     first = f"{micro_prefix(0, job)}forward.{job.model.blocks[0].name}"
@@ -167,10 +170,11 @@ def bucketed_step(
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, (After(last),)))
     if not gather_capacity:
         return Step(ops, (first,), ("optimizer",))
-    for number, elements in enumerate(pieces(job.parameters, gather_capacity)):
-        work = Collective(
-            Kind.ALL_GATHER, f"parameters{number}", elements, job.precision, reduction.group
-        )
+    kind, sizes = Kind.ALL_GATHER, pieces(job.parameters, gather_capacity)
+    if reduction.kind is Kind.REDUCE:
+        kind, sizes = Kind.BROADCAST, [job.parameters]
+    for number, elements in enumerate(sizes):
+        work = Collective(kind, f"parameters{number}", elements, job.precision, reduction.group)
         ops.append(Op(f"gather{number}", work, COMM, (After("optimizer"),)))
     gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
     return Step(ops, (first,), gathers[-1:], gathers)

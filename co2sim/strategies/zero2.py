@@ -15,12 +15,17 @@ class Zero2:
     """Reduce-scatter gradients in every micro-step, update a share, all-gather parameters.
 
     A rank keeps only its share of the gradients, so they cannot wait for the last micro-step.
-    `bucket` is in elements, as in `zero1`. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+    `bucket` is in elements, as in `zero1`. With `owners` every bucket belongs to one rank, in turn
+    from the first block on: gradients are reduced to it and parameters broadcast from it, as
+    ShardedDataParallel and OSS of FairScale do (their bucket: 8388608). The broadcasts of owners
+    in turn overlap, each on the way behind the one before, and are one here. Source: Rajbhandari
+    et al. 2020, arXiv 1910.02054.
     """
 
     name: ClassVar[str] = "zero2"
 
     bucket: int = 500_000_000
+    owners: bool = False
 
     def __post_init__(self) -> None:
         """Refuse buckets that hold nothing."""
@@ -28,9 +33,8 @@ class Zero2:
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
-        reduction = Reduction(
-            kind=Kind.REDUCE_SCATTER, group=group, capacity=self.bucket, every_micro_step=True
-        )
+        kind = Kind.REDUCE if self.owners else Kind.REDUCE_SCATTER
+        reduction = Reduction(kind=kind, group=group, capacity=self.bucket, every_micro_step=True)
         return bucketed_step(job, layout, reduction, gather_capacity=self.bucket)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:

@@ -11,7 +11,10 @@ from realrun.train.settings import Settings
 
 _IGNORED = {
     "zero1": {"bucket": "torch's ZeroRedundancyOptimizer has no buckets of its own"},
-    "zero2": {"bucket": "FSDP2 reduces a layer at a time"},
+    "zero2": {
+        "bucket": "FSDP2 reduces a layer at a time",
+        "owners": "FSDP2 scatters gradients and gathers parameters",
+    },
     "zero3": {
         "prefetch": "FSDP2 fetches one layer ahead",
         "max_live": "FSDP2 fetches one layer ahead",
