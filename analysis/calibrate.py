@@ -27,7 +27,8 @@ class Fit:
 
     `scatter` is the standard deviation of log(predicted / published), None without degrees of
     freedom, and `unscaled` the covariance for a scatter of 1. `mape` and `cross_validated` are mean
-    absolute errors as fractions.
+    absolute errors as fractions; `by_label` is that of all cells with one value of a label at a
+    time left out, such as those of one micro-batch.
     """
 
     group: str
@@ -39,6 +40,7 @@ class Fit:
     cells: int
     mape: float
     cross_validated: float | None
+    by_label: dict[str, float]
 
 
 def fit_cells(cells: Sequence[Cell], group: Group) -> list[Cell]:
@@ -61,9 +63,26 @@ def fit(group: Group, cells: Sequence[Cell], *, cross_validate: bool = True) -> 
     inverse = np.linalg.pinv(jacobian.T @ jacobian)  # of what is scaled: units differ by 1e9
     unscaled: Array = (np.outer(scales, scales) * inverse).astype(np.float64)
     covariance: Array = unscaled * (scatter or 0.0) ** 2
-    held = _cross_validate(group, chosen) if cross_validate and freedom >= FOLDS else None
+    held, by_label = None, {}
+    if cross_validate and freedom >= FOLDS:
+        folds = [chosen[fold::FOLDS] for fold in range(FOLDS)]  # neighbours are alike: mixed
+        held = _left_out(group, chosen, folds)
+        by_label = {
+            label: _left_out(group, chosen, parts) for label, parts in _parts(chosen).items()
+        }
     mape = float(np.mean(np.abs(np.expm1(residuals))))
-    return Fit(group.name, values, covariance, unscaled, scatter, freedom, len(chosen), mape, held)
+    return Fit(
+        group.name,
+        values,
+        covariance,
+        unscaled,
+        scatter,
+        freedom,
+        len(chosen),
+        mape,
+        held,
+        by_label,
+    )
 
 
 def residuals_of(cells: Sequence[Cell], values: Mapping[str, float]) -> Array:
@@ -108,18 +127,24 @@ def _solve(
     return named(best.x), np.asarray(best.jac), np.asarray(best.fun)
 
 
-def _cross_validate(group: Group, cells: Sequence[Cell]) -> float:
-    """Mean absolute error of cells that were left out of the fit, in folds of every fifth cell.
-
-    Cells of one configuration of a model stand side by side, so that folds mix all of them.
-    """
+def _left_out(group: Group, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]) -> float:
+    """Mean absolute error of cells that were left out of the fit, a part of them at a time."""
     errors: list[float] = []
-    for fold in range(FOLDS):
-        kept = [cell for number, cell in enumerate(cells) if number % FOLDS != fold]
-        left = [cell for number, cell in enumerate(cells) if number % FOLDS == fold]
+    for left in parts:
+        kept = [cell for cell in cells if cell not in left]
         values, _, _ = _solve(group, kept, thorough=False)
         errors += list(np.abs(np.expm1(residuals_of(left, values))))
     return float(np.mean(errors))
+
+
+def _parts(cells: Sequence[Cell]) -> dict[str, list[list[Cell]]]:
+    """For every label that cells differ in, the cells by its values."""
+    found = {}
+    for label in cells[0].labels:
+        values = dict.fromkeys(cell.labels[label] for cell in cells)
+        if len(values) > 1:
+            found[label] = [[c for c in cells if c.labels[label] == value] for value in values]
+    return found
 
 
 def fit_all(cells: Sequence[Cell], names: Sequence[str] = tuple(GROUPS)) -> list[Fit]:

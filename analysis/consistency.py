@@ -1,9 +1,10 @@
 """What CO2's published cells say of each other, without a simulator.
 
-If the average of a round takes at most as long as a whole step of data parallelism on as many GPUs,
-which moves as many bytes and computes, too, and hides behind the steps, then a round of tau steps
-takes at most the longer of that step and of tau steps. A scalability ratio below what follows from
-this says that the average took longer, or that not all of it was hidden.
+Assume that runs have equal tokens per GPU and step, that the average of a round takes at most as
+long as a whole step of data parallelism on as many GPUs, which computes and moves a model's worth
+of bytes twice, too, that it hides behind the steps, and that no GPU is faster than the fastest
+published. Then a round of tau steps takes at most the longer of that step and of tau steps, and a
+scalability ratio has a least value. A published one below it says that an assumption is wrong.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ class Least:
     """The least ratio that the cells of throughput leave room for, and what a lower one implies.
 
     `stretch` is by how much, as a fraction, a round has to take longer than a whole step of data
-    parallelism for the published ratio.
+    parallelism for the published ratio, rounded down as far as it may have been.
     """
 
     cell: Cell
@@ -42,8 +43,9 @@ def least_ratios(cells: Sequence[Cell]) -> list[Least]:
         if cell.over and tau and steps and whole:
             slowest = min(tau * whole[0], *steps)
             least = slowest / fastest
-            if cell.published < least:
-                found.append(Least(cell, least, tau * whole[0] / (cell.published * fastest) - 1))
+            most = cell.published + cell.rounding / 2
+            if most < least:
+                found.append(Least(cell, least, tau * whole[0] / (most * fastest) - 1))
     return found
 
 

@@ -58,7 +58,7 @@ class Group:
     constants: tuple[Constant, ...]
 
 
-_OPERANDS = "fraction of the memory bandwidth at which products move operands, each once"
+_OPERANDS = "fraction of the memory bandwidth at which operands move, counted once a product"
 
 GROUPS = {
     group.name: group
@@ -103,7 +103,7 @@ GROUPS = {
                 Constant(
                     "kernel_gap", "gpu.kernels.kernel_gap",
                     "gpus/a100-80-megatron.toml", 0.0, 3e-5, "s",
-                    "time that the GPU loses at every operation",
+                    "time that the GPU loses at every operation of the framework, views included",
                 ),
             ),
         ),

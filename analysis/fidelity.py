@@ -212,6 +212,8 @@ def calibrate_command(
         typer.echo(f"{found.group}: {found.cells} cells, MAPE {found.mape:.2%}")
         if found.cross_validated is not None:
             typer.echo(f"  cross-validated: {found.cross_validated:.2%}")
+        for label, left in found.by_label.items():
+            typer.echo(f"  with one value of {label} left out: {left:.2%}")
         for constant in GROUPS[found.group].constants:
             value = shown["values"][constant.name]
             typer.echo(f"  {constant.name}: {reporting.at_bound(constant, value)}")

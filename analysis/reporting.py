@@ -133,7 +133,7 @@ def fit_table(entries: Mapping[str, Mapping[str, Any]]) -> str:
     """How well every group was fitted, and where the scatter behind its intervals is from."""
     rows = []
     for name, entry in entries.items():
-        held = entry.get("cross_validated")
+        held, left = entry.get("cross_validated"), entry.get("left_out", {}).items()
         rows.append(
             (
                 name,
@@ -141,12 +141,13 @@ def fit_table(entries: Mapping[str, Mapping[str, Any]]) -> str:
                 str(entry["cells"]),
                 f"{entry['mape']:.1%}",
                 "-" if held is None else f"{held:.1%}",
+                ", ".join(f"{label.replace('_', ' ')} {error:.1%}" for label, error in left) or "-",
                 f"{entry['scatter']:.1%}",
             )
         )
     columns = (
         *("group", "intervals from", "fit cells", "MAPE of the fit"),
-        *("cross-validated", "scatter"),
+        *("cross-validated", "with one value of a label left out", "scatter"),
     )
     return table(columns, rows, 2)
 
@@ -169,12 +170,13 @@ def refit_table(found: Mapping[str, Refitted], what: str) -> str:
 def consistency_text(found: Least) -> str:
     """What the cells of throughput say of a ratio that is lower than they leave room for."""
     return (
-        f"**{found.cell.name}**, without a simulator: if the average of a round took no longer than"
-        " a whole published step of `zero2` on as many GPUs, and hid behind the steps, the ratio"
-        f" would be at least {found.least:.3f}, whatever the rate of the network. The published"
-        f" {number(found.cell.published)} says that a round took at least {found.stretch:.1%}"
-        " longer than such a step, computation included: the average was slower than the traffic"
-        " of `zero2`, or was not hidden.\n"
+        f"**{found.cell.name}**, without a simulator: suppose that all runs had equal tokens per"
+        " GPU and step, that no GPU was faster than the fastest published, and that the average of"
+        " a round took no longer than a whole published step of `zero2` on as many GPUs, and hid"
+        f" behind the steps. Then the ratio would be at least {found.least:.3f}, whatever the rate"
+        f" of the network. The published {number(found.cell.published)} says that a round took at"
+        f" least {found.stretch:.1%} longer than such a step, computation included, or that tokens"
+        " differed: the average sent more than `zero2` does, was slower, or was not hidden.\n"
     )
 
 

@@ -11,6 +11,8 @@ from analysis.published import ONE_BUCKET, Cell, Setup, Term, Use
 from analysis.sources import PAPERS, Paper, papers
 from analysis.tables_published import SIZES, co2_cell, co2_ratio, zeropp_cell
 from co2sim.errors import CatalogError, Co2simError
+from co2sim.strategies import parse
+from co2sim.workload import Workload
 
 Row = Mapping[str, str]
 
@@ -19,6 +21,9 @@ _MOST_LINKS = 8
 
 _DIGITS = 9
 """Of a number that may be meant."""
+
+_LEAST = 1e-9
+"""Of a published number; its inverse is the largest."""
 
 _RATIO = (16, 128)
 """GPUs between which CO2's table states a ratio."""
@@ -87,6 +92,9 @@ def _rows(path: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     if not rows:
         raise CatalogError(f"{path}: no rows")
     columns = [name.strip() for name in rows[0]]
+    twice = next((name for name in columns if name and columns.count(name) > 1), None)
+    if twice:
+        raise CatalogError(f"{path} has the column {twice} twice")
     found: list[tuple[int, Row]] = []
     for (number, _), row in zip(kept[1:], rows[1:], strict=False):
         if len(row) > len(columns):
@@ -117,11 +125,13 @@ def _format(path: Path, columns: Sequence[str], source: str | None) -> Format:
 
 
 def _check(cell: Cell) -> None:
-    """Refuse what the simulator cannot run: GPUs that fill no nodes, a model of no such shape."""
+    """Refuse what the simulator cannot run: GPUs that fill no nodes, such a model, batch or tau."""
     for term in (*cell.terms, *cell.over):
         setup = term.setup
         cluster_of(setup.cluster, setup.overrides).resized(setup.gpus)
-        model_of(setup.model, setup.model_overrides)
+        parse(setup.strategy)
+        model = model_of(setup.model, setup.model_overrides)
+        Workload(model, setup.micro_batch, setup.accumulation)
 
 
 def _text(row: Row, column: str, known: Iterable[str]) -> str:
@@ -146,11 +156,13 @@ def _published(row: Row, column: str) -> float | None:
     if not text:
         return None
     try:
-        value = float(text)
+        value = math.nan if "_" in text else float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise CatalogError(f"{column} is {text!r}; it must be a number above 0, and finite")
+    if not _LEAST <= value <= 1 / _LEAST:
+        raise CatalogError(
+            f"{column} is {text!r}; it must be a number above 0, from {_LEAST:g} to {1 / _LEAST:g}"
+        )
     return value
 
 

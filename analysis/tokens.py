@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from analysis.constants import GROUPS, Constant
-from analysis.published import Cell, changed, predict
+from analysis.published import Cell, changed, predict, with_override
 
 GROUP = "a100-co2"
 
@@ -87,11 +87,15 @@ def _with(cell: Cell, old: str, new: str) -> Cell:
 
 OTHERWISE: dict[str, Callable[[Cell], Cell]] = {
     "as calibrated": lambda cell: cell,
+    "1 channel": lambda cell: with_override(cell, "channels", "1"),
+    "4 channels": lambda cell: with_override(cell, "channels", "4"),
+    "8 channels": lambda cell: with_override(cell, "channels", "8"),
+    "averages in fp32": lambda cell: _with(cell, "dtype=bf16", "dtype=fp32"),
     "zero2 scatters and gathers": lambda cell: _with(
         cell, "zero2:owners=true,bucket=8388608", "zero2"
     ),
 }
-"""How gradients and parameters may travel instead: as in DeepSpeed."""
+"""How tensors may travel instead; the last is DeepSpeed's ZeRO-2."""
 
 
 def otherwise(cells: Sequence[Cell]) -> dict[str, Refitted]:

@@ -80,6 +80,8 @@ def _entry(found: Fit, scatter: Mapping[str, float | None]) -> str:
     held = (
         "" if found.cross_validated is None else f"cross_validated = {found.cross_validated:.4f}\n"
     )
+    for label, error in found.by_label.items():
+        held += f"left_out.{label} = {error:.4f}\n"
     names = ", ".join(f'"{constant.name}"' for constant in group.constants)
     return (
         f"[{found.group}]\n"

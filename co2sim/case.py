@@ -32,7 +32,15 @@ _FIELDS = (
 )
 _CLUSTER_WIDE = (
     *("name", "gpu", "nodes", "gpus_per_node", "sites"),
-    *("backend", "communicators", "all_reduce", "hops", "interference", "price_per_gpu"),
+    *(
+        "backend",
+        "communicators",
+        "channels",
+        "all_reduce",
+        "hops",
+        "interference",
+        "price_per_gpu",
+    ),
 )
 """What `vary` may change by a single name: of a case, and of its cluster."""
 

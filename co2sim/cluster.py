@@ -119,7 +119,8 @@ class Cluster:
 
     `intra` is one GPU's link to the others of its node, `inter` all NICs of one node together,
     `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
-    communication of the same rank is in flight.
+    communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
+    over: twice what it finds (src/graph/connect.cc), at least one for every network card.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Cluster:
     inter: Link
     backend: Backend = "nccl"
     communicators: Communicators = "group"
+    channels: int = 2
     all_reduce: AllReduce = "auto"
     hops: Hops = "pipelined"
     interference: float = 0.0
@@ -140,6 +142,7 @@ class Cluster:
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""
         counts = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "sites": self.sites}
+        counts["channels"] = self.channels
         for name, count in counts.items():
             if not 1 <= count <= _MOST:
                 raise OptionError(f"{self.name}: {name} is {count}; it must be 1 to {_MOST}")

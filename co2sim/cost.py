@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from co2sim.cluster import GPU, AllReduce, Backend, Cluster, KernelTimes
+from co2sim.cluster import GPU, AllReduce, Cluster, KernelTimes
 from co2sim.errors import OptionError, nearest
 from co2sim.schedule import Collective, Compute, Group, Kernels, Kind, Schedule
 from co2sim.units import Bytes, FlopsPerSecond, Seconds
@@ -28,10 +28,6 @@ NCCL: a step of the Simple protocol is an eighth (NCCL_STEPS, src/include/device
 4 MiB (NCCL_BUFFSIZE), and broadcasts and reductions send single steps (BROADCAST_SLICESTEPS and
 REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass on as much.
 """
-
-CHANNELS: dict[Backend, int] = {"nccl": 2, "gloo": 1}
-"""Channels that a buffer is spread over; NCCL doubles the rings it finds (src/graph/connect.cc),
-and finds one for every network card: the least is stated."""
 
 
 def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
@@ -205,7 +201,7 @@ def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster) -> Footprin
 
 def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
     """A buffer passes every hop from end to end, in pieces; the slowest hop is busy with it all."""
-    piece = min(size, PIECE * CHANNELS[cluster.backend])
+    piece = min(size, PIECE * (cluster.channels if cluster.backend == "nccl" else 1))
     wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
     hops = (
         [piece / cluster.intra.payload_bandwidth] * (at.members - at.nodes)

@@ -117,11 +117,14 @@ def test_a_fit_cell_that_no_bounded_constant_meets_is_marked() -> None:
 
 
 def test_what_travels_otherwise_is_predicted_with_a_fit_of_its_own() -> None:
-    """Both fit cells are met each time, and 128 GPUs of `zero2` are faster without chains."""
-    calibrated, scattered = tokens.otherwise(from_papers()).values()
-    assert calibrated.missed == scattered.missed == 0
-    (name,) = (name for name in calibrated.errors if name == "7B, 128 GPUs, zero2")
-    assert scattered.errors[name] > calibrated.errors[name] + 0.05
+    """Both fit cells are met each time; more channels are slower on 128 GPUs, no chains faster."""
+    found = tokens.otherwise(from_papers())
+    assert not any(item.missed for item in found.values())
+    order = ("zero2 scatters and gathers", "1 channel", "as calibrated", "4 channels", "8 channels")
+    errors = [found[name].errors["7B, 128 GPUs, zero2"] for name in order]
+    assert errors == sorted(errors, reverse=True)
+    (cell,) = (name for name in found["as calibrated"].errors if "tau=12" in name)
+    assert found["averages in fp32"].errors[cell] < found["as calibrated"].errors[cell] - 0.1
 
 
 def test_published_cells_of_co2_contradict_full_overlap_at_tau_12() -> None:
@@ -129,7 +132,7 @@ def test_published_cells_of_co2_contradict_full_overlap_at_tau_12() -> None:
     (found,) = consistency.least_ratios(from_papers())
     assert "tau=12" in found.cell.strategy
     assert found.least == pytest.approx(12 * 22_810 / 304_736)
-    assert found.stretch == pytest.approx(12 * 22_810 / (0.86 * 304_736) - 1)
+    assert found.stretch == pytest.approx(12 * 22_810 / (0.865 * 304_736) - 1)
     assert "at least 0.898" in reporting.consistency_text(found)
     cells = from_papers()
     possible = [replace(c, published=0.9) if "tau=12" in c.strategy else c for c in cells]

@@ -108,7 +108,13 @@ def test_blank_lines_comments_and_short_rows_are_no_obstacle(tmp_path: Path) -> 
         (ZEROPP.replace("1024,1,", "1024,9,"), "line 2: 9 links"),
         (ZEROPP.replace("14,31", "14,31,7"), "line 2: 6 fields under 5 columns"),
         *((ZEROPP.replace("18,1024", f"18,{n}"), "line 2") for n in ("256", "1000", "0", "-512")),
-        *((ZEROPP.replace("14,31", f"{n},31"), "above 0") for n in ("0", "-1", "nan", "inf", "x")),
+        *(
+            (ZEROPP.replace("14,31", f"{n},31"), "above 0")
+            for n in ("0", "-1", "nan", "inf", "x", "1_4", "1e-300", "1e300")
+        ),
+        (ZEROPP.replace("model_params_b", "tokens_per_gpu"), "column tokens_per_gpu twice"),
+        (CO2.replace("IP,48", "IP,99999"), "line 3: tau is 99999"),
+        (TIMES.replace("2,8,1", "2,80000,1"), "line 2: accumulation is 40000"),
         (CO2.replace("adamw_zero2", "adamw"), "line 2: unknown method 'adamw'; known: adamw_zero2"),
         (
             CO2.replace("zero2,80 Gbit/s TCP/IP", "zero2,800 Gbit/s RoCE"),

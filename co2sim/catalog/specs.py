@@ -130,6 +130,7 @@ class ClusterSpec(_Spec):
     inter: LinkSpec
     backend: Backend = "nccl"
     communicators: Communicators = "group"
+    channels: Count = 2
     all_reduce: AllReduce = "auto"
     hops: Hops = "pipelined"
     interference: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
@@ -154,6 +155,7 @@ class ClusterSpec(_Spec):
             inter=self.inter.build(),
             backend=self.backend,
             communicators=self.communicators,
+            channels=self.channels,
             all_reduce=self.all_reduce,
             hops=self.hops,
             interference=self.interference,

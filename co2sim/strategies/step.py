@@ -114,8 +114,12 @@ class Reduction:
     every_micro_step: bool = False
 
 
-def passes(job: Workload, reduction: Reduction | None) -> list[Op]:
-    """Forward and backward of every micro-step, with the gradient buckets behind the backward."""
+def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[Op]:
+    """Forward and backward of every micro-step, with the gradient buckets behind the backward.
+
+    Where they are reduced to owners, these are the `ranks` of the group in turn, from the first
+    block on.
+    """
     works = job.works()
     ready: dict[int, list[tuple[int, Bucket]]] = {}
     if reduction:
@@ -141,7 +145,7 @@ def passes(job: Workload, reduction: Reduction | None) -> list[Op]:
                         bucket.elements,
                         job.precision,
                         reduction.group,
-                        root=count - 1 - number if owned else 0,
+                        root=(count - 1 - number) % ranks if owned else 0,
                     )
                     ops.append(Op(f"{prefix}reduce{number}", work, COMM, (After(backward.name),)))
     return ops
@@ -164,7 +168,7 @@ def bucketed_step(
             (first,),
             ("optimizer",),
         )
-    ops = passes(job, reduction)
+    ops = passes(job, reduction, ranks)
     last = next(op.name for op in reversed(ops) if op.stream == COMM)
     share = -(-job.parameters // ranks) if gather_capacity else job.parameters
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, (After(last),)))

@@ -15,11 +15,14 @@ class Zero2:
     """Reduce-scatter gradients in every micro-step, update a share, all-gather parameters.
 
     A rank keeps only its share of the gradients, so they cannot wait for the last micro-step.
-    `bucket` is in elements, as in `zero1`. With `owners` every bucket belongs to one rank, in turn
-    from the first block on: gradients are reduced to it and parameters broadcast from it, as
-    ShardedDataParallel and OSS of FairScale do (their bucket: 8388608). The broadcasts of owners
-    in turn overlap, each on the way behind the one before, and are one here. Source: Rajbhandari
-    et al. 2020, arXiv 1910.02054.
+    `bucket` is in elements, as in `zero1`. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+
+    With `owners` every bucket belongs to one rank: gradients are reduced to it and parameters
+    broadcast from it, as ShardedDataParallel and OSS of FairScale do (their bucket: 8388608).
+    Owners are the ranks in turn, where OSS takes the rank with the least so far; they update as if
+    their shares were equal. A backward pass comes to them in reverse, so that every reduction
+    starts at the rank where the one before ended, and fills the chain anew. Broadcasts come in
+    order, each behind the one before, and are one here.
     """
 
     name: ClassVar[str] = "zero2"
