@@ -72,16 +72,16 @@ def fit(group: Group, cells: Sequence[Cell], *, cross_validate: bool = True) -> 
         }
     mape = float(np.mean(np.abs(np.expm1(residuals))))
     return Fit(
-        group.name,
-        values,
-        covariance,
-        unscaled,
-        scatter,
-        freedom,
-        len(chosen),
-        mape,
-        held,
-        by_label,
+        group=group.name,
+        values=values,
+        covariance=covariance,
+        unscaled=unscaled,
+        scatter=scatter,
+        freedom=freedom,
+        cells=len(chosen),
+        mape=mape,
+        cross_validated=held,
+        by_label=by_label,
     )
 
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from analysis.published import Cell
+from analysis.tokens import GROUP
 from co2sim.strategies import parse
-
-GROUP = "a100-co2"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,16 +31,8 @@ _FIELDS = (
     *("cluster", "model", "strategy", "precision", "recompute", "optimizer"),
 )
 _CLUSTER_WIDE = (
-    *("name", "gpu", "nodes", "gpus_per_node", "sites"),
-    *(
-        "backend",
-        "communicators",
-        "channels",
-        "all_reduce",
-        "hops",
-        "interference",
-        "price_per_gpu",
-    ),
+    *("name", "gpu", "nodes", "gpus_per_node", "sites", "backend", "communicators", "channels"),
+    *("all_reduce", "hops", "interference", "price_per_gpu"),
 )
 """What `vary` may change by a single name: of a case, and of its cluster."""
 

@@ -224,9 +224,14 @@ def _guard(cells: list[Cell]) -> None:
     rows = validate.validate(cells)
     assert rows
     stated_errors = tomllib.loads((PAPERS / "errors.toml").read_text())
-    for (source, use, strategy), found in validate.summaries(rows).items():
-        if strategy == "all":
-            assert found.mape <= stated_errors[source][use] + ALLOWED, (source, use, found.mape)
+    found = {
+        (source, use): one.mape
+        for (source, use, strategy), one in validate.summaries(rows).items()
+        if strategy == "all"
+    }
+    assert found.keys() == {(cell.source, cell.use) for cell in cells}
+    for (source, use), error in found.items():
+        assert error <= stated_errors[source][use] + ALLOWED, (source, use, error)
 
 
 def test_published_values_lie_in_their_intervals() -> None:
