@@ -66,9 +66,9 @@ def fit(group: Group, cells: Sequence[Cell], *, cross_validate: bool = True) -> 
     held, by_label = None, {}
     if cross_validate and freedom >= FOLDS:
         folds = [chosen[fold::FOLDS] for fold in range(FOLDS)]  # neighbours are alike: mixed
-        held = _left_out(group, chosen, folds)
+        held = left_out(group, chosen, folds)
         by_label = {
-            label: _left_out(group, chosen, parts) for label, parts in _parts(chosen).items()
+            label: left_out(group, chosen, parts) for label, parts in parts_by_label(chosen).items()
         }
     mape = float(np.mean(np.abs(np.expm1(residuals))))
     return Fit(
@@ -127,7 +127,7 @@ def _solve(
     return named(best.x), np.asarray(best.jac), np.asarray(best.fun)
 
 
-def _left_out(group: Group, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]) -> float:
+def left_out(group: Group, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]) -> float:
     """Mean absolute error of cells that were left out of the fit, a part of them at a time."""
     errors: list[float] = []
     for left in parts:
@@ -137,7 +137,7 @@ def _left_out(group: Group, cells: Sequence[Cell], parts: Sequence[Sequence[Cell
     return float(np.mean(errors))
 
 
-def _parts(cells: Sequence[Cell]) -> dict[str, list[list[Cell]]]:
+def parts_by_label(cells: Sequence[Cell]) -> dict[str, list[list[Cell]]]:
     """For every label that cells differ in, the cells by its values."""
     found = {}
     for label in cells[0].labels:

@@ -139,6 +139,40 @@ def test_published_cells_of_co2_contradict_full_overlap_at_tau_12() -> None:
     assert not consistency.least_ratios(possible)
 
 
+def test_cells_that_are_left_out_do_not_enter_the_fit() -> None:
+    """The cells of 8 links, made a third faster, would move the constants if they were fitted."""
+    group = GROUPS["v100-zeropp"]
+    cells = calibrate.fit_cells(from_papers(), group)
+    others = [cell for cell in cells if cell.labels["links"] == "1"]
+    moved = [
+        replace(cell, published=cell.published * 4 / 3)
+        for cell in cells
+        if cell.labels["links"] == "8"
+    ]
+
+    def error(fitted: list[Cell]) -> float:
+        values = calibrate.fit(group, fitted, cross_validate=False).values
+        return ablation.mape(moved, values)
+
+    found = calibrate.left_out(group, [*moved, *others], [moved])
+    assert found == pytest.approx(error(others), abs=2e-3)
+    assert found > error([*moved, *others]) + 0.02
+
+
+def test_every_label_parts_the_cells() -> None:
+    """For each label, every cell is left out exactly once."""
+    cells = calibrate.fit_cells(from_papers(), GROUPS["v100-zeropp"])
+    found = calibrate.parts_by_label(cells)
+    assert {label: len(parts) for label, parts in found.items()} == {
+        "size": 4,
+        "tokens": 2,
+        "links": 2,
+    }
+    for parts in found.values():
+        names = sorted(cell.name for part in parts for cell in part)
+        assert names == sorted(cell.name for cell in cells)
+
+
 def test_a_value_just_inside_its_bound_counts_as_at_its_bound() -> None:
     """Bounded least squares never reaches a bound: a thousandth of the range is near enough."""
     constant = next(c for c in GROUPS["v100-zeropp"].constants if c.name == "exchange_efficiency")
