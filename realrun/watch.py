@@ -69,6 +69,7 @@ class Watch:
         """Start beating, on a connection of its own: a store serves one request at a time."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._places: dict[str, Place] = {}
+        self._left: Place | None = None
         self._beats = 0
         self._stop = threading.Event()
         self._listener: Callable[[RankFailure], None] = lambda _: None
@@ -83,7 +84,7 @@ class Watch:
 
     def exit(self, stream: str) -> None:
         """The stream's op has ended."""
-        self._places.pop(stream, None)
+        self._left = self._places.pop(stream, None)
 
     def listen(self, listener: Callable[[RankFailure], None]) -> None:
         """Call `listener` when a failure is told, at once if there is one already."""
@@ -175,7 +176,10 @@ class Watch:
         if not told:
             return False
         here = next(iter(self._places.values()), None)
-        self.failure = self.failure or failure([told["rank"]], told["reason"], here)
+        between = here is None
+        self.failure = self.failure or failure(
+            [told["rank"]], told["reason"], here or self._left, between=between
+        )
         return True
 
     def _quietly(self, ask: Callable[[], Any]) -> Any:
@@ -186,10 +190,15 @@ class Watch:
             return None
 
 
-def failure(ranks: Sequence[int], reason: str, place: Place | None) -> RankFailure:
-    """The error to raise here: who failed and how, and where this rank was."""
+def failure(
+    ranks: Sequence[int], reason: str, place: Place | None, *, between: bool = False
+) -> RankFailure:
+    """The error to raise here: who failed and how, and where this rank was.
+
+    `between`: it had left that place and was in no other yet.
+    """
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
-    here = f"; stopped in {place}" if place else ""
+    here = f"; stopped {'after' if between else 'in'} {place}" if place else ""
     return RankFailure(
         f"{who} {reason}{here}".strip(),
         ranks=tuple(ranks),

@@ -128,6 +128,18 @@ def test_what_a_rank_raises_reaches_all_others() -> None:
     assert heard == [told]
 
 
+def test_a_rank_between_two_ops_says_which_it_did_last() -> None:
+    """It is told of a failure where it is in no op: where it stopped is still known."""
+    with watches(Memory(), 2) as (first, second):
+        second.enter("comm", HERE)
+        second.exit("comm")
+        first.raised(Place(5, 1, "backward.head"), ValueError("NaN in the loss"))
+        time.sleep(0.1)
+    assert second.failure is not None
+    assert str(second.failure).endswith("NaN in the loss; stopped after 'average' of round 1")
+    assert (second.failure.op, second.failure.round) == ("average", 1)
+
+
 def test_a_dead_store_ends_nothing_by_itself() -> None:
     """Its host is gone; the watch goes on, and what failed is still reported."""
     store = Memory()
