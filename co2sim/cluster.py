@@ -91,14 +91,17 @@ class GPU:
 class Link:
     """A link, one direction: `efficiency` is the fraction of `bandwidth` that payload attains.
 
-    `exchange_efficiency` is the fraction of that left to an all-to-all with its many small
-    messages.
+    Fractions of that are left to some collectives: `exchange_efficiency` to an all-to-all with its
+    many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
+    of them, and `busy_efficiency` to all while GPUs of the node compute.
     """
 
     bandwidth: BytesPerSecond
     latency: Seconds = 0.0
     efficiency: float = 1.0
     exchange_efficiency: float = 1.0
+    relay_efficiency: float = 1.0
+    busy_efficiency: float = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
@@ -106,6 +109,8 @@ class Link:
         _not_negative("link", latency=self.latency)
         _fraction("link", efficiency=self.efficiency)
         _fraction("link", exchange_efficiency=self.exchange_efficiency)
+        _fraction("link", relay_efficiency=self.relay_efficiency)
+        _fraction("link", busy_efficiency=self.busy_efficiency)
 
     @property
     def payload_bandwidth(self) -> BytesPerSecond:
@@ -148,6 +153,12 @@ class Cluster:
                 raise OptionError(f"{self.name}: {name} is {count}; it must be 1 to {_MOST}")
         _not_negative(self.name, interference=self.interference)
         _not_negative(self.name, price_per_gpu=self.price_per_gpu or 0.0)
+        for where, link in (("intra", self.intra), ("wan", self.wan)):
+            if link and link != Link(link.bandwidth, link.latency, link.efficiency):
+                raise OptionError(
+                    f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"
+                    " busy_efficiency other than 1; only inter has"
+                )
         if self.sites > 1 and self.wan is None:
             raise OptionError(f"{self.name}: {self.sites} sites need a wan between them")
         if self.nodes % self.sites:

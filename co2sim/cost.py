@@ -18,7 +18,7 @@ import numpy as np
 
 from co2sim.cluster import GPU, AllReduce, Cluster, KernelTimes
 from co2sim.errors import OptionError, nearest
-from co2sim.schedule import Collective, Compute, Group, Kernels, Kind, Schedule
+from co2sim.schedule import LEADERS, PEERS, Collective, Compute, Group, Kernels, Kind, Schedule
 from co2sim.units import Bytes, FlopsPerSecond, Seconds
 
 PIECE: Bytes = 2.0**19
@@ -121,9 +121,11 @@ def footprint(work: Collective, cluster: Cluster) -> Footprint:
     """Footprint of `work` for one group of the cluster."""
     spread = _spread(work.group, cluster)
     size = work.bytes
+    if spread.members == 1:
+        return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
+    if work.group == LEADERS:
+        return _led(replace(work, group=PEERS), cluster)
     match work.kind:
-        case _ if spread.members == 1:
-            return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
         case Kind.ALL_TO_ALL:
             return _pairwise(size, spread, cluster)
         case Kind.BROADCAST | Kind.REDUCE:
@@ -131,6 +133,22 @@ def footprint(work: Collective, cluster: Cluster) -> Footprint:
         case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
             return _ring(size * (spread.members - 1) / spread.members, 1, spread, cluster)
     return _all_reduce(size, cluster.all_reduce, spread, cluster)
+
+
+def _led(work: Collective, cluster: Cluster) -> Footprint:
+    """What the first ranks of all nodes do: as peers would, but one group has the NICs alone.
+
+    With several ranks in a node it enters and leaves the node at the same one.
+    """
+    found = footprint(work, cluster)
+    g = cluster.gpus_per_node
+    relay = cluster.inter.relay_efficiency if g > 1 else 1.0
+    return replace(
+        found,
+        members_per_node=g,
+        members_per_site=g * cluster.nodes_per_site,
+        inter_efficiency=found.inter_efficiency * relay,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ class Network:
         """Start with no flow in flight."""
         self._env = env
         self.capacity = capacity
+        self._now = dict(capacity)
         self._users: dict[Hashable, dict[_Flow, None]] = {
             link: {} for link in capacity
         }  # ordered sets
@@ -121,6 +122,12 @@ class Network:
         flow = _Flow(loads, copies, on_done, 1 / solo)
         self._later(latency, lambda _: self._enter(flow))
 
+    def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
+        """Give a link another capacity from now on; flows on it get new rates."""
+        self._now[link] = capacity
+        if self._users[link]:
+            self._share(self._users[link])
+
     def _later(self, delay: Seconds, call: Callable[[simpy.Event], None]) -> None:
         timer = self._env.timeout(delay)
         assert timer.callbacks is not None
@@ -132,7 +139,7 @@ class Network:
         for link in flow.loads:
             users = self._users[link]
             users[flow] = None
-            alone = alone and len(users) == 1
+            alone = alone and len(users) == 1 and self._now[link] == self.capacity[link]
         if alone:
             self._set_rate(flow, flow.solo_rate)
         else:
@@ -160,7 +167,7 @@ class Network:
                 found.update(dict.fromkeys(new))
                 queue.extend(new)
         loads, copies = [flow.loads for flow in found], [flow.copies for flow in found]
-        rates = max_min_rates(loads, self.capacity, copies)
+        rates = max_min_rates(loads, self._now, copies)
         for flow, rate in zip(found, rates, strict=True):
             if rate != flow.rate:
                 flow.advance(self._env.now)

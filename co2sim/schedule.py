@@ -79,7 +79,7 @@ class Group:
     ranks: int = 0
 
     def __str__(self) -> str:
-        """`world`, `node`, `peers` or `block(4)`."""
+        """`world`, `node`, `peers`, `leaders` or `block(4)`."""
         return f"{self.name}({self.ranks})" if self.ranks else self.name
 
     def members(self, rank: int, layout: Layout) -> range:
@@ -92,6 +92,8 @@ class Group:
                 return range(rank // g * g, rank // g * g + g)
             case "peers":
                 return range(rank % g, n, g)
+            case "leaders":
+                return range(rank, rank + 1) if rank % g else range(0, n, g)
             case "block" if self.ranks and n % self.ranks == 0:
                 return range(rank // self.ranks * self.ranks, (rank // self.ranks + 1) * self.ranks)
         raise ScheduleError(f"group {self} does not divide {n} ranks")
@@ -103,6 +105,8 @@ NODE = Group("node")
 """The ranks of one node."""
 PEERS = Group("peers")
 """The ranks with the same place in every node."""
+LEADERS = Group("leaders")
+"""The first rank of every node; all others are alone."""
 
 
 def block(ranks: int) -> Group:

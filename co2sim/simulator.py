@@ -118,6 +118,10 @@ class _Run:
         ]
         self.communicators = self._communicators(noise, count)
         self.network = Network(self.env, self._capacities())
+        self.contend = not free and bool(
+            cluster.interference or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)
+        )
+        self.computing = {self.folding.node(index): 0 for index in range(len(self.classes))}
         self.spans: list[Span] = []
 
     def _communicators(self, noise: Noise, count: int) -> dict[tuple[Group, int], _Communicator]:
@@ -153,9 +157,10 @@ class _Run:
 
     def _transfer(self, communicator: _Communicator, work: Collective) -> _Transfer:
         """Bytes on every link; a folded rank stands for all groups that share its node and site."""
-        if self.free:
-            return _Transfer({}, {}, 0.0, 0.0)
         cluster = self.cluster
+        somebody = self.classes[communicator.members[0]].rank
+        if self.free or len(work.group.members(somebody, cluster.layout)) == 1:
+            return _Transfer({}, {}, 0.0, 0.0)
         cost = self.footprints[id(work)]
         loads: dict[Hashable, float] = {}
         copies: dict[Hashable, int] = {}
@@ -203,8 +208,8 @@ class _Run:
                 work = seconds[id(op.work)] * slowdown
                 if jitter:
                     work *= jitter[number]
-                if self.cluster.interference and not self.free:
-                    yield from self._compute(progress, work)
+                if work and self.contend:
+                    yield from self._compute(index, work)
                 elif work:
                     yield env.timeout(work)
             elif not (self.free and self.communicators[op.work.group, index].alone):
@@ -214,8 +219,13 @@ class _Run:
             if number in waiting:
                 waiting.pop(number).succeed()
 
-    def _compute(self, progress: _Progress, work: Seconds) -> Generator[simpy.Event]:
-        """Compute that slows down while communication of the same ranks is in flight."""
+    def _compute(self, index: int, work: Seconds) -> Generator[simpy.Event]:
+        """Compute that slows down while communication of the same ranks is in flight.
+
+        The NICs of its node may attain less meanwhile.
+        """
+        progress = self.progress[index]
+        self._occupy(self.folding.node(index), 1)
         while work > 0:
             if progress.changed is None:
                 progress.changed = self.env.event()
@@ -223,6 +233,16 @@ class _Run:
             started, done = self.env.now, self.env.timeout(work / pace)
             yield done | progress.changed
             work = 0.0 if done.processed else work - (self.env.now - started) * pace
+        self._occupy(self.folding.node(index), -1)
+
+    def _occupy(self, node: int, change: int) -> None:
+        """Count the ranks of a node that compute."""
+        was = self.computing[node] > 0
+        self.computing[node] += change
+        left = self.cluster.inter.busy_efficiency
+        if left < 1 and was != (self.computing[node] > 0):
+            full = self.cluster.inter.payload_bandwidth
+            self.network.resize(("nic", node), full if was else full * left)
 
     def _join(self, index: int, number: int, work: Collective) -> simpy.Event:
         """Arrive at a collective; the event fires when it has ended for everybody."""

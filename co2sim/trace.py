@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,11 @@ class Trace:
     rounds: int
     ranks: Mapping[int, int]
     spans: tuple[Span, ...]
+
+    def first(self, rounds: int) -> "Trace":
+        """The trace of the first rounds only."""
+        spans = tuple([span for span in self.spans if span.round < rounds])
+        return replace(self, rounds=rounds, spans=spans)
 
     def violations(
         self, schedule: Schedule, tolerance: Seconds = 0.0, skew: Seconds = 0.0

@@ -105,7 +105,8 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(tmp_path: Path) 
         check=False,
     )
     assert re.search(
-        r"^\[rank 0\] error: rank 1 was killed by SIGKILL; stopped (in|after) '[a-z ]+ 1\d' of round",
+        r"^\[rank 0\] error: rank 1 was killed by SIGKILL;"
+        r" stopped (in|after) '[a-z ]+ 1\d' of round",
         died.stderr,
         re.MULTILINE,
     ), died.stderr

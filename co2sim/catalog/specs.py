@@ -108,6 +108,8 @@ class LinkSpec(_Spec):
     latency: Time
     efficiency: Fraction = 1.0
     exchange_efficiency: Fraction = 1.0
+    relay_efficiency: Fraction = 1.0
+    busy_efficiency: Fraction = 1.0
 
     def build(self) -> Link:
         """The link in SI units."""
@@ -116,6 +118,8 @@ class LinkSpec(_Spec):
             self.latency,
             self.efficiency,
             self.exchange_efficiency,
+            self.relay_efficiency,
+            self.busy_efficiency,
         )
 
 

@@ -2,7 +2,8 @@
 
 Local updates make replicas diverge, so only ranks that hold the same parameters can share
 optimizer states. A worker is therefore one GPU, or one node: inside the node DDP or ZeRO works over
-the fast links in every step, and each rank averages its share with its peers on other nodes.
+the fast links in every step, and each rank averages its share with its peers on other nodes; or
+the first rank of each node averages everything, and broadcasts it inside.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Literal, Protocol, TypeAlias
 from co2sim.errors import OptionError
 from co2sim.memory import model_states
 from co2sim.schedule import (
+    LEADERS,
     NODE,
     PEERS,
     WORLD,
@@ -35,6 +37,7 @@ from co2sim.workload import Workload
 
 Worker: TypeAlias = Literal["gpu", "node"]
 Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
+Averaged: TypeAlias = Literal["shares", "leader"]
 
 _MOST_STEPS = 10_000
 """A schedule holds every local step of a round."""
@@ -149,6 +152,7 @@ def averaged_rounds(
     buffer: str,
     tensors: int,
     staleness: int,
+    averaged: Averaged = "shares",
 ) -> Schedule:
     """Local steps, and an average of `buffer` that is used `staleness` rounds after its launch.
 
@@ -157,12 +161,19 @@ def averaged_rounds(
     """
     replica = Replica.of(strategy)
     share = replica.share(job, layout)
-    work = Collective(Kind.ALL_REDUCE, buffer, share, strategy.dtype, replica.peers)
-    waits, launch = (After("average", staleness),), (After("outer"),)
-    average = Op("average", work, OUTER, launch if staleness else ())
+    size, dtype = share, strategy.dtype
+    spread: list[Op] = []
+    group = replica.peers
+    if averaged == "leader" and replica.ranks(layout) > 1:
+        size, group = job.parameters, LEADERS
+        spread = [Op("spread", Collective(Kind.BROADCAST, buffer, size, dtype, NODE), OUTER)]
+    launch = (After("outer"),) if staleness else ()
+    work = Collective(Kind.ALL_REDUCE, buffer, size, dtype, group)
+    averages = [Op("average", work, OUTER, launch), *spread]
+    waits = (After(averages[-1].name, staleness),)
     outer = Op("outer", outer_work(job, share, tensors), COMPUTE, waits)
     publish = replica.publish(job, layout, "outer", job.parameters)
-    ops = [outer, average, *publish] if staleness else [average, outer, *publish]
+    ops = [outer, *averages, *publish] if staleness else [*averages, outer, *publish]
     ends = (publish[-1].name,) if publish else ("outer",)
     extra = Step(ops, (ops[0].name,), ends, regathers=bool(publish))
     body = chain(replica.step(job, layout), strategy.tau, {strategy.tau - 1: extra})
