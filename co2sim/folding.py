@@ -1,9 +1,12 @@
-"""Which ranks behave alike, so that one can be simulated for all."""
+"""Which ranks behave alike, so that one can be simulated for all.
 
-from collections.abc import Iterable, Sequence
+Where the first ranks of all nodes do something alone, they stand for the others, who wait for them.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from co2sim.schedule import Group, Layout
+from co2sim.schedule import LEADERS, NODE, Collective, Group, Layout, Op, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +44,19 @@ class Folding:
 
 
 def fold(
-    layout: Layout, slowdowns: Sequence[float], groups: Iterable[Group], *, allowed: bool
+    layout: Layout, slowdowns: Sequence[float], schedule: Schedule, *, allowed: bool
 ) -> Folding:
     """Fold ranks on nodes of equal slowdown, if `allowed`.
 
-    Blocks of several nodes mix slow and fast ones in ways of their own: then every rank stands for
-    itself.
+    Blocks of several nodes mix slow and fast ones in ways of their own, and who does not wait for
+    the first rank of its node may be ahead of it: then every rank stands for itself.
     """
     g = layout.gpus_per_node
     alike = min(slowdowns) == max(slowdowns)
+    groups = {op.work.group for op in schedule.body if isinstance(op.work, Collective)}
     mixed = any(group.name == "block" and _leaves_node(group, layout) for group in groups)
-    if not allowed or (mixed and not alike):
+    ahead = g > 1 and not _await_leaders(schedule)
+    if not allowed or ahead or (mixed and not alike):
         ranks = range(layout.world_size)
         return Folding(
             layout, tuple(RankClass(r, 1, slowdowns[r // g]) for r in ranks), folded=False
@@ -61,6 +66,21 @@ def fold(
         nodes.setdefault(slowdown, []).append(node)
     classes = (RankClass(same[0] * g, g * len(same), slow) for slow, same in nodes.items())
     return Folding(layout, tuple(classes), folded=True)
+
+
+def _await_leaders(schedule: Schedule) -> bool:
+    """Whether all that follows what leaders do is a collective of the node, for them and others."""
+    led = {op.name for op in schedule.body if _group(op) == LEADERS}
+    following = []
+    for stream in schedule.streams:
+        row = [op for op in schedule.body if op.stream == stream]
+        following += [b for a, b in zip(row, row[1:] + row[:1], strict=True) if a.name in led]
+    following += [op for op in schedule.body if any(wait.op in led for wait in op.after)]
+    return all(_group(op) == NODE for op in following)
+
+
+def _group(op: Op) -> Group | None:
+    return op.work.group if isinstance(op.work, Collective) else None
 
 
 def _leaves_node(group: Group, layout: Layout) -> bool:

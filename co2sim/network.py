@@ -124,8 +124,8 @@ class Network:
 
     def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
         """Give a link another capacity from now on; flows on it get new rates."""
-        self._now[link] = capacity
-        if self._users[link]:
+        if capacity != self._now[link]:
+            self._now[link] = capacity
             self._share(self._users[link])
 
     def _later(self, delay: Seconds, call: Callable[[simpy.Event], None]) -> None:

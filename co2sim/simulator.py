@@ -107,7 +107,7 @@ class _Run:
         self.folding = fold_ranks(
             cluster.layout,
             noise.node_slowdowns(cluster.layout),
-            {work.group for work in collectives},
+            schedule,
             allowed=fold and not noise.jitter,
         )
         self.classes = self.folding.classes
@@ -226,6 +226,9 @@ class _Run:
         """
         progress = self.progress[index]
         self._occupy(self.folding.node(index), 1)
+        if not self.cluster.interference:
+            yield self.env.timeout(work)
+            work = 0.0
         while work > 0:
             if progress.changed is None:
                 progress.changed = self.env.event()
@@ -236,13 +239,16 @@ class _Run:
         self._occupy(self.folding.node(index), -1)
 
     def _occupy(self, node: int, change: int) -> None:
-        """Count the ranks of a node that compute."""
-        was = self.computing[node] > 0
+        """Count the ranks of a node that compute, and let its NICs attain less meanwhile."""
         self.computing[node] += change
-        left = self.cluster.inter.busy_efficiency
-        if left < 1 and was != (self.computing[node] > 0):
-            full = self.cluster.inter.payload_bandwidth
-            self.network.resize(("nic", node), full if was else full * left)
+        inter = self.cluster.inter
+
+        def resize(_: simpy.Event) -> None:
+            share = inter.busy_efficiency if self.computing[node] else 1.0
+            self.network.resize(("nic", node), inter.payload_bandwidth * share)
+
+        if inter.busy_efficiency < 1:
+            self._last(resize)  # ops that follow each other at once do not let go in between
 
     def _join(self, index: int, number: int, work: Collective) -> simpy.Event:
         """Arrive at a collective; the event fires when it has ended for everybody."""
@@ -267,10 +273,14 @@ class _Run:
                 communicator.busy = True
                 heapq.heappop(communicator.ready)[1]()
 
+        self._last(launch)
+
+    def _last(self, call: Callable[[simpy.Event], None]) -> None:
+        """Call it when all else that happens at this instant has happened."""
         last = simpy.Event(self.env)
         last._ok, last._value = True, None  # noqa: SLF001 - the documented way to a custom priority
         assert last.callbacks is not None
-        last.callbacks.append(launch)
+        last.callbacks.append(call)
         self.env.schedule(last, priority=_AFTER_ALL_ELSE)
 
     def _start(

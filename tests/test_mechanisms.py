@@ -14,7 +14,18 @@ from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.cluster import KernelTimes
 from co2sim.cost import compute_time, footprint
-from co2sim.schedule import PEERS, WORLD, Collective, Compute, DType, Kernels, Kind, Product
+from co2sim.errors import OptionError
+from co2sim.schedule import (
+    LEADERS,
+    PEERS,
+    WORLD,
+    Collective,
+    Compute,
+    DType,
+    Kernels,
+    Kind,
+    Product,
+)
 from co2sim.workload import MatMul, Workload
 
 CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
@@ -117,6 +128,33 @@ def test_an_exchange_attains_a_fraction_of_the_nics() -> None:
         assert one.loads(CLUSTER) == other.loads(slow)
         grown = (other.alone(slow) - other.latency) / (one.alone(CLUSTER) - one.latency)
         assert grown == pytest.approx(factor)
+
+
+def test_a_rank_that_relays_for_its_node_attains_a_fraction_of_the_nics() -> None:
+    """Leaders move what one group of peers moves; where a node has one rank, nothing is relayed."""
+    slow = replace(CLUSTER, inter=replace(CLUSTER.inter, relay_efficiency=0.5))
+    work = Collective(Kind.ALL_REDUCE, "x", 10**9, DType.FP16, LEADERS)
+    nodes = CLUSTER.nodes
+    pushed = 2 * 2e9 * (nodes - 1) / nodes
+    for cluster, rate in ((CLUSTER, 1.0), (slow, 0.5)):
+        found = footprint(work, cluster)
+        assert found.loads(cluster)[1] == pytest.approx(pushed)
+        seconds = pushed / (cluster.inter.payload_bandwidth * rate)
+        assert found.alone(cluster) == pytest.approx(found.latency + seconds)
+    peers = footprint(replace(work, group=PEERS), slow)
+    assert peers.loads(slow)[1] == pytest.approx(pushed * slow.gpus_per_node)
+    assert peers.inter_efficiency == 1
+    single = replace(slow, gpus_per_node=1)
+    assert footprint(work, single) == footprint(replace(work, group=WORLD), single)
+
+
+def test_only_links_between_nodes_have_efficiencies_by_use() -> None:
+    """Elsewhere they would be ignored, so they are refused."""
+    for where, link in (("intra", CLUSTER.intra), ("wan", CLUSTER.inter)):
+        for name in ("exchange_efficiency", "relay_efficiency", "busy_efficiency"):
+            changed = {where: replace(link, **{name: 0.5})}
+            with pytest.raises(OptionError, match=f"{where} has no exchange_efficiency"):
+                replace(CLUSTER, **changed)
 
 
 def case(strategy: str, recompute: str = "full") -> Case:

@@ -99,6 +99,12 @@ def test_outer_states_are_copies_of_the_parameters(strategy: str, copies: float)
     assert {name: size for name, size in shared.items() if name != "outer"} == inner
 
 
+def test_an_average_by_leaders_is_whole_on_every_rank() -> None:
+    """It is broadcast inside the node, so its buffer is not sharded; anchor and momentum are."""
+    led = strategies.parse("co2(worker=node,average=leader,dtype=bf16)").memory(big(), Layout(4, 8))
+    assert led["outer"] == pytest.approx((2 / 8 + 1 / 2) * 4 * PARAMETERS)
+
+
 @pytest.mark.parametrize("strategy", tiny.VARIANTS)
 def test_one_gpu_keeps_all_states(strategy: str) -> None:
     """Alone there is nobody to share with: 16 bytes per parameter, whatever the strategy."""

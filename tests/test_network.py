@@ -53,6 +53,28 @@ def test_a_flow_that_arrives_in_the_middle_slows_the_first_down() -> None:
     assert finish_times([(0, {"nic": 100}), (5, {"nic": 100})], {"nic": 10}) == [15, 20]
 
 
+def test_a_link_that_changes_its_capacity_changes_the_rates_on_it() -> None:
+    """100 B: 2 s at 10 B/s, 4 s at 5, the rest at 10 again; a flow that comes later is slow, too.
+
+    A flow of 20 B comes at 3 s: both get 2.5 B/s until 6 s, then 5 B/s.
+    """
+    env = simpy.Environment()
+    network = Network(env, {"nic": 10.0})
+    ends: dict[str, float] = {}
+    for at, call in (
+        (0, lambda: network.transfer({"nic": 100}, 0, 10, lambda: ends.setdefault("a", env.now))),
+        (2, lambda: network.resize("nic", 5.0)),
+        (3, lambda: network.transfer({"nic": 20}, 0, 2, lambda: ends.setdefault("b", env.now))),
+        (6, lambda: network.resize("nic", 10.0)),
+    ):
+        timer = env.timeout(at)
+        assert timer.callbacks is not None
+        timer.callbacks.append(lambda _, do=call: do())
+    env.run()
+    # a has 100 - 20 - 5 - 7.5 = 67.5 B left at 6 s, b 12.5 B: done at 8.5 s, then a has 55 B
+    assert ends == pytest.approx({"b": 8.5, "a": 8.5 + 5.5})
+
+
 def test_three_links_chain_three_flows() -> None:
     """The textbook line: one long flow gets a third of its tightest link, short ones the rest.
 

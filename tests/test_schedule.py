@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from co2sim.errors import ScheduleError
 from co2sim.schedule import (
+    LEADERS,
     NODE,
     PEERS,
     WORLD,
@@ -137,6 +138,15 @@ def test_peers_have_the_same_place_in_every_node(layout: Layout) -> None:
         peers = PEERS.members(rank, layout)
         assert {member % g for member in peers} == {rank % g}
         assert [member // g for member in peers] == list(range(layout.nodes))
+
+
+@given(layouts)
+def test_leaders_are_the_first_ranks_of_all_nodes(layout: Layout) -> None:
+    """They meet each other; every other rank is alone."""
+    first = range(0, layout.world_size, layout.gpus_per_node)
+    for rank in range(layout.world_size):
+        members = LEADERS.members(rank, layout)
+        assert list(members) == (list(first) if rank in first else [rank])
 
 
 @pytest.mark.parametrize("group", [block(3), Group("rack")])

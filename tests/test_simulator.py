@@ -14,6 +14,7 @@ from co2sim.cluster import Cluster, Link
 from co2sim.errors import OptionError
 from co2sim.noise import Noise
 from co2sim.schedule import (
+    LEADERS,
     NODE,
     PEERS,
     WORLD,
@@ -135,7 +136,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         if draw(st.booleans()):
             body.append(seconds(f"op{index}", draw(st.integers(0, 9)), *after, stream=stream))
         else:
-            group = draw(st.sampled_from([WORLD, NODE, PEERS]))
+            group = draw(st.sampled_from([WORLD, NODE, PEERS, LEADERS]))
             body.append(transfer(f"op{index}", 1, *after, stream=stream, group=group))
     return Schedule("random", tuple(body))
 
@@ -177,14 +178,20 @@ LATENT = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}
 
 
 def same_trace(schedule: Schedule, cluster: Cluster, noise: Noise, rounds: int = 3) -> None:
-    """Every rank of the unfolded trace does what the rank that stands for it does when folded."""
+    """Every rank of the unfolded trace does what the rank that stands for it does when folded.
+
+    If there is work for the first ranks of nodes only, they do; the others wait for them.
+    """
     folded = run(schedule, cluster, rounds, noise=noise)
     whole = run(schedule, cluster, rounds, noise=noise, fold=False)
     assert len(whole.ranks) == cluster.layout.world_size
     g = cluster.gpus_per_node
     speeds = {rank: noise.node_slowdowns(cluster.layout)[rank // g] for rank in whole.ranks}
     stands = {speeds[rank]: tiny.by_op(folded, rank) for rank in folded.ranks}
+    led = any(isinstance(w := op.work, Collective) and w.group == LEADERS for op in schedule.body)
     for span in whole.spans:
+        if led and span.rank % g:
+            continue
         twin = stands[speeds[span.rank]][span.round, span.op]
         assert (span.start, span.end) == pytest.approx((twin.start, twin.end), rel=1e-9, abs=1e-15)
 
@@ -204,16 +211,17 @@ def test_a_symmetric_cluster_folded_and_unfolded_gives_the_same_trace(
     [
         {"backend": "gloo"},
         {"interference": 0.3},
+        {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
         {"all_reduce": "hierarchical"},
         {"sites": 2, "wan": Link(1e8, 1e-5)},
     ],
-    ids=["gloo", "interference", "hierarchical", "sites"],
+    ids=["gloo", "interference", "busy", "hierarchical", "sites"],
 )
 def test_folding_holds_for_every_kind_of_cluster(
     strategy: str, changes: Mapping[str, object]
 ) -> None:
     """Sharing of NICs and uplinks, interference and backends fold, too."""
-    cluster = tiny.cluster(4, 2, **LATENT, **changes)
+    cluster = tiny.cluster(4, 2, **{**LATENT, **changes})
     same_trace(tiny.schedule(strategy, (4, 2)), cluster, Noise(), rounds=2)
 
 
@@ -378,6 +386,33 @@ def test_interference_counts_once_however_many_are_in_flight() -> None:
     # "three" computes too: 1 s, then 2 s of work at 1/1.25 take 2.5 s, so y is on 3.5-9.5 s
     assert found["y"] == pytest.approx(9.5)
     assert found["work"] == pytest.approx(9.5 + (10 - 1 - 8.5 / 1.25))
+
+
+def test_nics_of_a_node_that_computes_attain_a_fraction() -> None:
+    """4 s of communication beside 2 s of compute, at half of the rate: 1 s of it is done then."""
+    body = (seconds("work", 1.5), seconds("more", 0.5), transfer("x", 1_000_000))
+    link = Link(0.75e6, busy_efficiency=0.5)
+    found = ends(run(Schedule("s", body), tiny.cluster(4, 1, inter=link)))
+    assert found == pytest.approx({"work": 1.5, "more": 2.0, "x": 5.0})
+    assert ends(run(Schedule("s", body), tiny.cluster(1, 4, inter=link)))["x"] < 0.01
+
+
+def test_one_rank_that_computes_keeps_the_nics_of_its_node_busy() -> None:
+    """However many do: nodes of two ranks, of which the first does all that leaves the node."""
+    move = transfer("x", 1_000_000, group=LEADERS)
+    body = (seconds("work", 2.0), move, transfer("y", 1, group=NODE))
+    cluster = tiny.cluster(4, 2, inter=Link(1.5e6, relay_efficiency=0.5, busy_efficiency=0.5))
+    assert ends(run(Schedule("s", body), cluster))["x"] == pytest.approx(5.0)
+
+
+def test_who_does_not_wait_for_leaders_is_not_folded() -> None:
+    """Another rank ends before the first of its node, which therefore does not stand for it."""
+    move = transfer("x", 1_000_000, group=LEADERS)
+    alone = Schedule("s", (move, seconds("work", 1.0, After("x"))))
+    trace = run(alone, tiny.cluster(4, 2, inter=Link(0.75e6)))
+    assert len(trace.ranks) == 8
+    assert ends(trace, 0)["work"] == pytest.approx(5.0)
+    assert ends(trace, 1)["work"] == pytest.approx(1.0)
 
 
 def test_waiting_for_others_is_no_interference() -> None:

@@ -264,6 +264,31 @@ def test_a_node_as_worker_averages_shares_among_peers(strategy: str, inner: str)
     )
 
 
+def test_a_leader_averages_everything_and_broadcasts_it_inside_its_node() -> None:
+    """As the authors' code does: one rank of each node, then a broadcast, awaited a round later."""
+    schedule = tiny.schedule("co2(tau=2,worker=node,average=leader)", (3, 2))
+    outer = [op for op in schedule.body if op.stream == "outer"]
+    works = [op.work for op in outer if isinstance(op.work, Collective)]
+    assert [(w.kind, str(w.group), w.elements) for w in works] == [
+        (Kind.ALL_REDUCE, "leaders", 2000),
+        (Kind.BROADCAST, "node", 2000),
+    ]
+    waits = {op.name: op.after for op in schedule.body}
+    assert After("spread", 1) in waits["outer"]
+    shares = traffic(tiny.schedule("co2(tau=2,worker=node)", (3, 2)), tiny.cluster(3, 2))
+    assert traffic(schedule, tiny.cluster(3, 2)).nic == pytest.approx(shares.nic)
+    for shape in ((3, 1), (1, 2)):  # nobody to broadcast to, or nothing to average
+        alone = tiny.schedule("co2(tau=2,worker=node,average=leader)", shape)
+        assert all(op.name != "spread" for op in alone.body)
+
+
+@pytest.mark.parametrize("options", ["average=leader", "worker=node,inner=zero3,average=leader"])
+def test_a_leader_needs_whole_parameters_and_a_node(options: str) -> None:
+    """Where every GPU is a worker, or parameters are sharded, nobody can average for a node."""
+    with pytest.raises(OptionError, match="average=leader needs worker=node"):
+        strategies.parse(f"co2:{options}")
+
+
 def test_local_steps_do_not_wait_for_the_average_of_co2() -> None:
     """Nothing but the outer step waits for the average, and that a round later."""
     schedule = tiny.schedule("co2(tau=4)")

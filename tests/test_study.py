@@ -123,6 +123,22 @@ def test_in_the_steady_state_the_number_of_rounds_does_not_matter(rounds: int) -
         assert more.round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("tau", [2, 20])
+def test_communication_beside_compute_repeats_from_round_to_round(tau: int) -> None:
+    """The last average of a run has no steps beside it: it is not what is measured."""
+    links = {"inter.busy_efficiency": "0.5", "inter.bandwidth": "3 Gbit/s"}
+    for strategy in (f"co2(tau={tau})", f"co2(tau={tau},worker=node,average=leader)"):
+        case: dict[str, Any] = {**SMALL, "strategy": strategy, "overrides": links}
+        one = simulate(**case)
+        assert one.steady
+        assert one.rounds_simulated < 10
+        assert simulate(rounds=5, **case).round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
+        quick = simulate(**{**case, "overrides": links | {"inter.busy_efficiency": "1"}})
+        assert quick.round_time_s <= one.round_time_s
+        slow = simulate(**{**case, "overrides": links | {"inter.bandwidth": "1.5 Gbit/s"}})
+        assert one.round_time_s <= slow.round_time_s * (1 + 1e-9)
+
+
 def test_many_rounds_are_all_measured() -> None:
     """A hundred rounds of a steady state give what one gives, with a straggler too."""
     case: dict[str, Any] = {**SMALL, "strategy": "ddp", "noise": Noise(node_speed={1: 0.5})}

@@ -42,6 +42,16 @@ def test_a_simulated_trace_breaks_no_rule() -> None:
     assert trace.violations(schedule) == []
 
 
+def test_the_first_rounds_of_a_trace_are_a_trace() -> None:
+    """It keeps the rules, and has the spans of those rounds."""
+    schedule = tiny.schedule("co2(tau=2)")
+    trace = execute(schedule, tiny.cluster(), precision="fp32", rounds=3)
+    first = trace.first(2)
+    assert first.rounds == 2
+    assert {span.round for span in first.spans} == {0, 1}
+    assert first.violations(schedule) == []
+
+
 def test_an_op_that_did_not_run_is_found() -> None:
     """Every op runs in every round on every rank."""
     schedule, trace = correct()

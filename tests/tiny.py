@@ -46,6 +46,7 @@ VARIANTS = [
     "co2(tau=2,worker=node)",
     "co2(tau=2,worker=node,inner=zero1)",
     "co2(tau=2,worker=node,inner=zero3)",
+    "co2(tau=2,worker=node,average=leader)",
 ]
 """Every strategy, with the options that change the shape of its schedule."""
 

@@ -164,7 +164,7 @@ def averaged_rounds(
     size, dtype = share, strategy.dtype
     spread: list[Op] = []
     group = replica.peers
-    if averaged == "leader" and replica.ranks(layout) > 1:
+    if averaged == "leader" and replica.ranks(layout) > 1 and layout.nodes > 1:
         size, group = job.parameters, LEADERS
         spread = [Op("spread", Collective(Kind.BROADCAST, buffer, size, dtype, NODE), OUTER)]
     launch = (After("outer"),) if staleness else ()
