@@ -81,7 +81,24 @@ MECHANISMS = (
         "a100-co2",
         _strategy("owners=true,bucket=8388608", "owners=false"),
     ),
+    Mechanism(
+        "one rank of a node relays CO2's average",
+        "a100-co2",
+        _override("inter.relay_efficiency", "1"),
+    ),
+    Mechanism("slower TCP beside computation", "a100-co2", _override("inter.busy_efficiency", "1")),
 )
+
+
+ADDED = (
+    Mechanism(
+        "each layer gathered in four parts, as DeepSpeed does matrix by matrix",
+        "v100-zeropp",
+        _strategy("max_reuse=1000000000", "max_reuse=1000000000,gathers=4"),
+    ),
+    Mechanism("4 NCCL channels instead of 2", "a100-co2", _override("channels", "4")),
+)
+"""What the model leaves out, or assumes otherwise: `without` runs a cell with it."""
 
 
 def mape(cells: Sequence[Cell], values: Mapping[str, float] | None = None) -> float:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 
-from analysis.ablation import mape
+from analysis.ablation import ADDED, mape
 from analysis.constants import GROUPS, Constant, cluster_of, stated
 from analysis.published import Cell, predict
 from analysis.validate import Row
 from co2sim import study
 
-_HALVINGS = 30
+_HALVINGS = 20
 _ALIKE = 3
 """Cells that share labels must be so many for their mean to say something."""
 
@@ -49,6 +49,15 @@ class Remedy:
     mape: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Otherwise:
+    """What the model leaves out: the error of a cell with it, and the mean of its group."""
+
+    name: str
+    error: float
+    mape: float
+
+
 def shares(cell: Cell) -> Shares:
     """What a round is made of, by the simulation."""
     result = study.run(cell.terms[0].setup.case(cell.group, None))
@@ -83,6 +92,20 @@ def remedies(cell: Cell, cells: Sequence[Cell]) -> list[Remedy]:
             price = mape(fellows, {**values, constant.name: needed})
         found.append(Remedy(constant, values[constant.name], needed, price))
     return found
+
+
+def otherwise(cell: Cell, cells: Sequence[Cell]) -> list[Otherwise]:
+    """What is left out of the model of the cell's group, with the constants as they are."""
+    fellows = [other for other in cells if other.group == cell.group]
+    return [
+        Otherwise(
+            one.name,
+            predict(one.without(cell), fast=True) / cell.published - 1,
+            mape([one.without(other) for other in fellows]),
+        )
+        for one in ADDED
+        if one.group == cell.group
+    ]
 
 
 def _needed(cell: Cell, constant: Constant, values: dict[str, float]) -> float | None:

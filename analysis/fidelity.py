@@ -146,6 +146,7 @@ def _explained(row: validate.Row, rows: Sequence[validate.Row], known: Sequence[
         None if row.cell.terms[0].quantity == "iteration_ms" else explain.shares(row.cell),
         explain.alike(row, rows),
         explain.remedies(row.cell, known),
+        explain.otherwise(row.cell, known),
         ablation.mape([cell for cell in known if cell.group == row.cell.group]),
     )
 

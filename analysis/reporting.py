@@ -6,7 +6,7 @@ from typing import Any
 from analysis.ablation import Mechanism
 from analysis.consistency import Least
 from analysis.constants import GROUPS, Constant, cluster_of, stated
-from analysis.explain import Alike, Remedy, Shares
+from analysis.explain import Alike, Otherwise, Remedy, Shares
 from analysis.tables_published import Unpredicted
 from analysis.tokens import Refitted
 from analysis.validate import Row, Summary
@@ -187,7 +187,12 @@ def unpredicted_table(found: Iterable[Unpredicted]) -> str:
 
 
 def explanation(
-    row: Row, parts: Shares | None, like: Alike | None, remedies: Sequence[Remedy], before: float
+    row: Row,
+    parts: Shares | None,
+    like: Alike | None,
+    remedies: Sequence[Remedy],
+    left_out: Sequence[Otherwise],
+    before: float,
 ) -> str:
     """What is known about one error; `before` is the mean absolute error of the cell's group."""
     lines = [f"**{row.cell.name}** ({percent(row.error)})\n"]
@@ -213,4 +218,9 @@ def explanation(
                 f"- {here}; {shown(remedy.needed)} would meet this cell, with a mean absolute error"
                 f" of {remedy.mape:.1%} over its group instead of {before:.1%}."
             )
+    lines += [
+        f"- Not in the model: {one.name}. With it this cell would be off by {percent(one.error)},"
+        f" its group by {one.mape:.1%} on average instead of {before:.1%}."
+        for one in left_out
+    ]
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from co2sim.schedule import After, Collective, Compute, Op
-from co2sim.strategies.step import COMPUTE, Step, buckets, micro_prefix
+from co2sim.strategies.step import COMPUTE, Step, buckets, cut, micro_prefix
 from co2sim.units import Bytes
 from co2sim.workload import Block, BlockWork, Workload
 
@@ -108,6 +108,12 @@ def sharded_step(
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, reduced))
     first_fetch = next(op.name for op in ops if op.stream == GATHER)
     return Step(ops, (first_fetch, runs[0]), ("optimizer",))
+
+
+def fetched(block: Block, gathers: int) -> list[tuple[str, int]]:
+    """The parts that a block is gathered in: a number for their names, unless it is one."""
+    sizes = cut(block.parameters, min(gathers, block.parameters))
+    return [(str(number) if len(sizes) > 1 else "", size) for number, size in enumerate(sizes, 1)]
 
 
 def _parts(block: Block, bucket: int) -> list[int]:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from co2sim.memory import model_states
 from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
-from co2sim.strategies.sharded import KEPT, Budget, Works, sharded_step, transient
+from co2sim.strategies.sharded import KEPT, Budget, Works, fetched, sharded_step, transient
 from co2sim.strategies.step import Step, at_least_one, chain, group_size, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
@@ -21,7 +21,9 @@ class Zero3:
     layer: set `prefetch` to the size of a layer to see the other extreme. With full recomputation
     a block larger than half of `max_reuse` is fetched a third time, for the recomputation (1e9 is
     DeepSpeed's `stage3_max_reuse_distance`; here blocks are kept unless told otherwise). A block's
-    gradient is reduced in parts of `reduce_bucket` elements, each as soon as it is there. Defaults:
+    gradient is reduced in parts of `reduce_bucket` elements, each as soon as it is there. A block
+    is fetched in `gathers` equal parts, each with the latency of its own: in DeepSpeed a layer of
+    GPT takes one for each of its 4 matrices. Defaults:
     DeepSpeed's `stage3_prefetch_bucket_size` and `stage3_max_live_parameters`. Source: Rajbhandari
     et al. 2020, arXiv 1910.02054.
     """
@@ -32,17 +34,23 @@ class Zero3:
     max_live: int = 1_000_000_000
     max_reuse: int = KEPT
     reduce_bucket: int = KEPT
+    gathers: int = 1
 
     def __post_init__(self) -> None:
         """Refuse a budget that holds nothing."""
-        at_least_one(self, "max_live", "max_reuse", "reduce_bucket")
+        at_least_one(self, "max_live", "max_reuse", "reduce_bucket", "gathers")
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
 
         def fetch(_direction: str, block: Block) -> Works:
-            work = Collective(Kind.ALL_GATHER, block.name, block.parameters, job.precision, group)
-            return [("gather", work)]
+            return [
+                (
+                    f"gather{part}",
+                    Collective(Kind.ALL_GATHER, block.name, elements, job.precision, group),
+                )
+                for part, elements in fetched(block, self.gathers)
+            ]
 
         def reduce(name: str, elements: int) -> Works:
             work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, group)

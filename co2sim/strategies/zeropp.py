@@ -19,7 +19,7 @@ from co2sim.schedule import (
 )
 from co2sim.schedule import block as block_group
 from co2sim.strategies.quantized import recode, sum_received
-from co2sim.strategies.sharded import KEPT, Budget, Works, sharded_step, transient
+from co2sim.strategies.sharded import KEPT, Budget, Works, fetched, sharded_step, transient
 from co2sim.strategies.step import Step, at_least_one, chain, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
@@ -35,8 +35,9 @@ class ZeroPP:
     hpz: backward gathers inside groups of `hpz_group` ranks (0: one node) from a secondary
     half-precision shard, refreshed once per optimizer step. qgz: int4 gradients by all-to-all
     inside the node, sum, and all-to-all among peers.
-    `prefetch`, `max_live`, `max_reuse` and `reduce_bucket` are those of `zero3`; the gather for a
-    recomputation is that of a forward pass. Source: Wang et al. 2023, arXiv 2306.10209.
+    `prefetch`, `max_live`, `max_reuse`, `reduce_bucket` and `gathers` are those of `zero3`; the
+    gather for a recomputation is that of a forward pass. Source: Wang et al. 2023, arXiv
+    2306.10209.
     """
 
     name: ClassVar[str] = "zeropp"
@@ -50,10 +51,11 @@ class ZeroPP:
     max_live: int = 1_000_000_000
     max_reuse: int = KEPT
     reduce_bucket: int = KEPT
+    gathers: int = 1
 
     def __post_init__(self) -> None:
         """Refuse options that hold nothing, or that belong to a switch that is off."""
-        at_least_one(self, "scale_block", "max_live", "max_reuse", "reduce_bucket")
+        at_least_one(self, "scale_block", "max_live", "max_reuse", "reduce_bucket", "gathers")
         if self.hpz_group and not self.hpz:
             raise OptionError(f"hpz_group={self.hpz_group} does not apply to hpz=false")
         if self.scale_block != _SCALE_BLOCK and not (self.qwz or self.qgz):
@@ -63,37 +65,27 @@ class ZeroPP:
         """One optimizer step over all ranks."""
         secondary = self._secondary(layout)
 
-        def fetch(direction: str, block: Block) -> Works:
+        def gather(direction: str, name: str, elements: int) -> Works:
             if direction == "backward" and self.hpz:
                 work = Collective(
-                    Kind.ALL_GATHER,
-                    f"{block.name}.secondary",
-                    block.parameters,
-                    job.precision,
-                    secondary,
+                    Kind.ALL_GATHER, f"{name}.secondary", elements, job.precision, secondary
                 )
                 return [("gather", work)]
             if direction == "backward" or not self.qwz:
-                work = Collective(
-                    Kind.ALL_GATHER, block.name, block.parameters, job.precision, WORLD
-                )
+                work = Collective(Kind.ALL_GATHER, name, elements, job.precision, WORLD)
                 return [("gather", work)]
-            share = -(-block.parameters // layout.world_size)
-            gather = Collective(
-                Kind.ALL_GATHER, block.name, block.parameters, DType.INT8, WORLD, self.scale_block
-            )
+            share, blocks = -(-elements // layout.world_size), self.scale_block
             return [
-                (
-                    "quantize",
-                    recode("quantize", share, job.precision, DType.INT8, self.scale_block),
-                ),
-                ("gather", gather),
-                (
-                    "dequantize",
-                    recode(
-                        "dequantize", block.parameters, DType.INT8, job.precision, self.scale_block
-                    ),
-                ),
+                ("quantize", recode("quantize", share, job.precision, DType.INT8, blocks)),
+                ("gather", Collective(Kind.ALL_GATHER, name, elements, DType.INT8, WORLD, blocks)),
+                ("dequantize", recode("dequantize", elements, DType.INT8, job.precision, blocks)),
+            ]
+
+        def fetch(direction: str, block: Block) -> Works:
+            return [
+                (f"{name}{part}", work)
+                for part, elements in fetched(block, self.gathers)
+                for name, work in gather(direction, block.name, elements)
             ]
 
         def reduce(name: str, elements: int) -> Works:

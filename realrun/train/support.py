@@ -9,6 +9,13 @@ from co2sim.strategies import Strategy
 from co2sim.strategies.zeropp import ZeroPP
 from realrun.train.settings import Settings
 
+_FETCHED = {
+    "prefetch": "FSDP2 fetches one layer ahead",
+    "max_live": "FSDP2 fetches one layer ahead",
+    "gathers": "FSDP2 fetches a layer at once",
+    "reduce_bucket": "FSDP2 reduces a layer at once",
+    "max_reuse": "nothing is recomputed",
+}
 _IGNORED = {
     "co2": {"average": "every rank averages its share"},
     "zero1": {"bucket": "torch's ZeroRedundancyOptimizer has no buckets of its own"},
@@ -16,14 +23,8 @@ _IGNORED = {
         "bucket": "FSDP2 reduces a layer at a time",
         "owners": "FSDP2 scatters gradients and gathers parameters",
     },
-    "zero3": {
-        "prefetch": "FSDP2 fetches one layer ahead",
-        "max_live": "FSDP2 fetches one layer ahead",
-    },
-    "zeropp": {
-        "prefetch": "FSDP2 fetches one layer ahead",
-        "max_live": "FSDP2 fetches one layer ahead",
-    },
+    "zero3": _FETCHED,
+    "zeropp": _FETCHED,
     "diloco": {
         "fragments": "the whole model is averaged at once",
         "delay": "the average is waited for (co2 is the strategy that does not)",
