@@ -170,6 +170,35 @@ def case(strategy: str, recompute: str = "full") -> Case:
     )
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "zeropp(hpz=false,qwz=false)"])
+def test_gathers_in_parts_pay_latency_for_each(strategy: str) -> None:
+    """They move the same elements, one after the other, before the block is used."""
+    options = strategy.partition("(")[2].rstrip(")")
+    name = strategy.partition("(")[0]
+    bodies = {
+        count: case(f"{name}:{options + ',' if options else ''}gathers={count}").prepare().schedule
+        for count in (1, 4)
+    }
+    gathers = {
+        count: [
+            op.work
+            for op in schedule.body
+            if isinstance(op.work, Collective) and op.work.kind is Kind.ALL_GATHER
+        ]
+        for count, schedule in bodies.items()
+    }
+    assert len(gathers[4]) == 4 * len(gathers[1])
+    for number, whole in enumerate(gathers[1]):
+        parts = gathers[4][4 * number : 4 * number + 4]
+        assert sum(part.elements for part in parts) == whole.elements
+        costs = [footprint(part, CLUSTER).latency for part in parts]
+        assert sum(costs) == pytest.approx(4 * footprint(whole, CLUSTER).latency)
+    uses = [op for op in bodies[4].body if op.name == "forward.layer0"]
+    assert [wait.op for wait in uses[0].after] == [
+        "dequantize4.forward.layer0" if strategy == "zeropp" else "gather4.forward.layer0"
+    ]
+
+
 @pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
 def test_blocks_that_are_not_kept_are_fetched_again_for_recomputation(strategy: str) -> None:
     """A reuse distance below twice the layer brings one gather more of each layer, not of more."""
