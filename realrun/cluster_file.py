@@ -60,10 +60,11 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
 
 def _interference(measured: Measured, *, kernels: bool) -> str:
     if measured.slowdown is not None:
-        value = max(0.0, measured.slowdown - 1)
+        times = measured.slowdown.compute
+        value = max(0.0, times - 1)
         source = (
-            f"a kernel takes {measured.slowdown:.3g} times as long while all-reduces of its rank"
-            " follow one another"
+            f"a kernel takes {times:.3g} times as long while all-reduces of its rank follow one"
+            " another"
         )
         return _fact("interference", f"{value:.3g}", source)
     if kernels:
@@ -147,6 +148,10 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
         yield _fact(
             "latency", _text(quantity((link or other).latency, "s")), source, assumed=link is None
         )
+        if place == "inter" and link and measured.slowdown:
+            times = measured.slowdown.communication
+            source = f"an all-reduce takes {times:.3g} times as long while kernels run beside it"
+            yield _fact("busy_efficiency", f"{min(1.0, 1 / times):.3g}", source)
 
 
 def size_text(size: Bytes) -> str:

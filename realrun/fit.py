@@ -44,14 +44,24 @@ class ComputeSample:
     seconds: Seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How many times as long something takes beside the other as alone.
+
+    `compute` is a kernel under all-reduces of its rank, `communication` one of these under kernels.
+    """
+
+    compute: float
+    communication: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What a probe saw.
 
     `compute` has samples by precision, `copies` those that only move memory; both are empty when
     no kernel was run. `launch` is the time of an empty op, `handover` what it takes in addition
-    when it waits for another stream. `slowdown` is the time of a kernel under communication over
-    that without; None if it was not measured.
+    when it waits for another stream. `slowdown` is None if it was not measured.
     """
 
     layout: Layout
@@ -63,7 +73,7 @@ class Measured:
     copies: tuple[ComputeSample, ...]
     launch: Seconds
     handover: Seconds
-    slowdown: float | None
+    slowdown: Slowdown | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from co2sim.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, 
 from co2sim.trace import Trace
 from co2sim.units import Bytes, Flops, Seconds
 from realrun.executor import execute
-from realrun.fit import ComputeSample, Measured, Sample
+from realrun.fit import ComputeSample, Measured, Sample, Slowdown
 from realrun.kernels import Burn, Kernels, Synthetic
 from realrun.measure import TORCH_DTYPE
 from realrun.probe_tasks import (
@@ -105,7 +105,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     compute = {name: _samples(works, seconds, f"{name} ") for name in plan.precisions}
     slower = None
     if plan.precisions and world.layout.world_size > 1:
-        say("compute under communication")
+        say("compute and communication side by side")
         slower = _slowdown(world, plan.precisions[0], compute[plan.precisions[0]], collectives)
     launch = _middle(seconds, "empty ")
     return Measured(
@@ -251,14 +251,20 @@ def _slowdown(
     precision: str,
     kernels: Sequence[ComputeSample],
     collectives: Sequence[Sample],
-) -> float:
-    """How much longer a kernel takes while all-reduces of its rank follow one another."""
+) -> Slowdown:
+    """How much longer a kernel takes while all-reduces of its rank follow one another, and they."""
     kernel = min(kernels, key=_from_20_ms)
     reduces = [s for s in collectives if s.work.kind is Kind.ALL_REDUCE and s.work.group == WORLD]
     reduce = min(reduces, key=_from_20_ms)
     schedule = overlapped(kernel.work, reduce.work, kernel.seconds / reduce.seconds)
     traces = _execute(world, _Task("", schedule, _burn(world, precision), 3))
-    return _shared(world, median(map(slowdown, traces)) if traces else 1.0)
+    found = [slowdown(trace) for trace in traces]
+    middle = (
+        Slowdown(median(one.compute for one in found), median(one.communication for one in found))
+        if found
+        else Slowdown(1.0, 1.0)
+    )
+    return _shared(world, middle)
 
 
 def _from_20_ms(sample: Sample | ComputeSample) -> float:

@@ -20,6 +20,7 @@ from co2sim.schedule import (
 )
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
+from realrun.fit import Slowdown
 
 SWEPT = "swept"
 """The buffer of collectives that are timed."""
@@ -69,7 +70,7 @@ def crossing(count: int, nothing: Compute) -> Schedule:
 
 
 def overlapped(kernel: Compute, reduce: Collective, ratio: float) -> Schedule:
-    """Kernels alone, then more of them under a stream of all-reduces.
+    """Kernels alone, then more of them under a stream of all-reduces, which goes on when they end.
 
     `ratio` is the time of a kernel over that of an all-reduce.
     """
@@ -115,17 +116,34 @@ def durations(traces: Iterable[Trace], schedule: Schedule) -> dict[str, list[Sec
     return times
 
 
-def slowdown(trace: Trace) -> float:
-    """Time of a kernel under communication over that alone, on one rank; see `overlapped`."""
-    alone, under = [], []
+def slowdown(trace: Trace) -> Slowdown:
+    """What one rank saw of `overlapped`."""
+    kernels: tuple[list[Seconds], list[Seconds]] = ([], [])
+    reduces: tuple[list[Seconds], list[Seconds]] = ([], [])
     for turn in range(1, trace.rounds):
-        spans = [span for span in trace.spans if span.round == turn]
-        reduces = [span for span in spans if span.op.startswith("reduce")]
-        begin, end = min(s.start for s in reduces), max(s.end for s in reduces)
-        alone += [s.end - s.start for s in spans if s.op.startswith("alone")]
-        under += [
-            s.end - s.start
-            for s in spans
-            if s.op.startswith("under") and s.start >= begin and s.end <= end
-        ]
-    return median(under) / median(alone) if under else 1.0
+        rows = {
+            row: [s for s in trace.spans if s.round == turn and s.op.startswith(row)]
+            for row in ("alone", "under", "reduce")
+        }
+        began, ended = (_extent(rows[row]) for row in ("reduce", "under"))
+        kernels[0].extend(_times(rows["alone"]))
+        kernels[1].extend(_times(s for s in rows["under"] if _within(s, began)))
+        reduces[0].extend(_times(s for s in rows["reduce"] if s.start >= ended[1]))
+        reduces[1].extend(_times(s for s in rows["reduce"] if _within(s, ended)))
+    return Slowdown(_ratio(*kernels), _ratio(*reduces))
+
+
+def _extent(spans: Sequence[Span]) -> tuple[Seconds, Seconds]:
+    return min(s.start for s in spans), max(s.end for s in spans)
+
+
+def _within(span: Span, extent: tuple[Seconds, Seconds]) -> bool:
+    return extent[0] <= span.start and span.end <= extent[1]
+
+
+def _times(spans: Iterable[Span]) -> list[Seconds]:
+    return [span.end - span.start for span in spans]
+
+
+def _ratio(alone: Sequence[Seconds], beside: Sequence[Seconds]) -> float:
+    return median(beside) / median(alone) if alone and beside else 1.0

@@ -98,7 +98,7 @@ def measured(layout: Layout, backend: Backend = "gloo", *, kernels: bool = True)
         ),
         launch=PROCESSOR.launch_overhead,
         handover=20e-6,
-        slowdown=1.25 if kernels and layout.world_size > 1 else None,
+        slowdown=fit.Slowdown(1.25, 1.6) if kernels and layout.world_size > 1 else None,
     )
 
 
@@ -218,6 +218,8 @@ def test_the_file_says_what_was_fitted(layout: Layout, backend: Backend, tmp_pat
     assert found.name == 'our "own" \\ cluster, Zürich'
     assert (found.layout, found.backend, found.communicators) == (layout, backend, "stream")
     assert found.interference == pytest.approx(0.25)
+    busy = 1 / 1.6 if layout.nodes > 1 else 1.0
+    assert found.inter.busy_efficiency == pytest.approx(busy, rel=2e-3)
     assert found.gpu.name == PROCESSOR.name
     assert found.gpu.peak == pytest.approx(dict(PROCESSOR.peak), rel=1e-3)
     points = [pytest.approx(point, rel=1e-3) for point in PROCESSOR.efficiency]
@@ -314,17 +316,23 @@ def test_a_collective_lasts_from_its_last_start_to_its_last_end() -> None:
 
 
 def test_slowdown_compares_kernels_inside_communication_with_those_alone() -> None:
-    """Kernels that communication does not cover from start to end do not count."""
+    """Kernels that communication does not cover from start to end do not count, and vice versa."""
     spans = [
         Span(0, 1, "alone 0", "compute", 0.0, 1.0),
-        Span(0, 1, "reduce 0", "comm", 1.0, 4.0),
+        Span(0, 1, "reduce 0", "comm", 1.0, 3.0),
+        Span(0, 1, "reduce 1", "comm", 3.0, 4.0),
+        Span(0, 1, "reduce 2", "comm", 4.0, 6.0),
+        Span(0, 1, "reduce 3", "comm", 6.0, 7.0),
+        Span(0, 1, "under 0", "compute", 0.9, 1.0),
         Span(0, 1, "under 1", "compute", 1.0, 2.5),
         Span(0, 1, "under 2", "compute", 2.5, 4.0),
-        Span(0, 1, "under 3", "compute", 4.0, 5.0),
+        Span(0, 1, "under 3", "compute", 4.0, 5.5),
         Span(0, 0, "alone 0", "compute", 0.0, 100.0),
     ]
     trace = Trace("", Layout(1, 2), 2, {0: 1}, tuple(spans))
-    assert slowdown(trace) == pytest.approx(1.5)
+    found = slowdown(trace)
+    assert found.compute == pytest.approx(1.5)
+    assert found.communication == pytest.approx(1.5)  # 2 s and 1 s, for 1 s alone
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(2, 2)], ids=str)

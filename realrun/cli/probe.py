@@ -202,7 +202,10 @@ def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
         ("more if it waits for another stream", duration(measured.handover)),
     ]
     if measured.slowdown is not None:
-        others.append(("kernel under all-reduces, times as long", f"{measured.slowdown:.2f}"))
+        others += [
+            ("kernel under all-reduces, times as long", f"{measured.slowdown.compute:.2f}"),
+            ("all-reduce under kernels, times as long", f"{measured.slowdown.communication:.2f}"),
+        ]
     print_table(out, "other", ("figure", "value"), others)
 
 
