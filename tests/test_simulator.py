@@ -232,6 +232,7 @@ def test_folding_holds_for_every_kind_of_cluster(
         "zero3",
         "zeropp",
         "co2(tau=2,worker=node)",
+        "co2(tau=2,worker=node,average=leader)",
         "co2(tau=2)",
         "diloco(tau=2,dtype=int4,worker=node)",
     ],
