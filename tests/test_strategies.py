@@ -282,6 +282,14 @@ def test_a_leader_averages_everything_and_broadcasts_it_inside_its_node() -> Non
         assert all(op.name != "spread" for op in alone.body)
 
 
+@pytest.mark.parametrize("count", [0, 101])
+@pytest.mark.parametrize("name", ["zero3", "zeropp"])
+def test_a_block_is_gathered_in_a_hundred_parts_at_most(name: str, count: int) -> None:
+    """A schedule holds every one of them."""
+    with pytest.raises(OptionError, match=f"{name}: gathers is {count}; it must be 1 to 100"):
+        strategies.parse(f"{name}:gathers={count}")
+
+
 @pytest.mark.parametrize("options", ["average=leader", "worker=node,inner=zero3,average=leader"])
 def test_a_leader_needs_whole_parameters_and_a_node(options: str) -> None:
     """Where every GPU is a worker, or parameters are sharded, nobody can average for a node."""

@@ -5,8 +5,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from co2sim.errors import OptionError
 from co2sim.schedule import After, Collective, Compute, Op
 from co2sim.strategies.step import COMPUTE, Step, buckets, cut, micro_prefix
 from co2sim.units import Bytes
@@ -14,6 +15,9 @@ from co2sim.workload import Block, BlockWork, Workload
 
 KEPT = 10**12
 """A `max_reuse` that no block exceeds: its parameters stay from recomputation to gradients."""
+
+_MOST_GATHERS = 100
+"""A schedule holds every one."""
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -108,6 +112,14 @@ def sharded_step(
     ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, reduced))
     first_fetch = next(op.name for op in ops if op.stream == GATHER)
     return Step(ops, (first_fetch, runs[0]), ("optimizer",))
+
+
+def check_gathers(strategy: Any) -> None:
+    """Refuse more parts than are simulated."""
+    if not 1 <= strategy.gathers <= _MOST_GATHERS:
+        raise OptionError(
+            f"{strategy.name}: gathers is {strategy.gathers}; it must be 1 to {_MOST_GATHERS}"
+        )
 
 
 def fetched(block: Block, gathers: int) -> list[tuple[str, int]]:

@@ -5,7 +5,15 @@ from typing import ClassVar
 
 from co2sim.memory import model_states
 from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
-from co2sim.strategies.sharded import KEPT, Budget, Works, fetched, sharded_step, transient
+from co2sim.strategies.sharded import (
+    KEPT,
+    Budget,
+    Works,
+    check_gathers,
+    fetched,
+    sharded_step,
+    transient,
+)
 from co2sim.strategies.step import Step, at_least_one, chain, group_size, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
@@ -38,7 +46,8 @@ class Zero3:
 
     def __post_init__(self) -> None:
         """Refuse a budget that holds nothing."""
-        at_least_one(self, "max_live", "max_reuse", "reduce_bucket", "gathers")
+        at_least_one(self, "max_live", "max_reuse", "reduce_bucket")
+        check_gathers(self)
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""

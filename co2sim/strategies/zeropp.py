@@ -19,7 +19,15 @@ from co2sim.schedule import (
 )
 from co2sim.schedule import block as block_group
 from co2sim.strategies.quantized import recode, sum_received
-from co2sim.strategies.sharded import KEPT, Budget, Works, fetched, sharded_step, transient
+from co2sim.strategies.sharded import (
+    KEPT,
+    Budget,
+    Works,
+    check_gathers,
+    fetched,
+    sharded_step,
+    transient,
+)
 from co2sim.strategies.step import Step, at_least_one, chain, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
@@ -55,7 +63,8 @@ class ZeroPP:
 
     def __post_init__(self) -> None:
         """Refuse options that hold nothing, or that belong to a switch that is off."""
-        at_least_one(self, "scale_block", "max_live", "max_reuse", "reduce_bucket", "gathers")
+        at_least_one(self, "scale_block", "max_live", "max_reuse", "reduce_bucket")
+        check_gathers(self)
         if self.hpz_group and not self.hpz:
             raise OptionError(f"hpz_group={self.hpz_group} does not apply to hpz=false")
         if self.scale_block != _SCALE_BLOCK and not (self.qwz or self.qgz):
