@@ -49,13 +49,31 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class Borrowed:
+    """A number measured elsewhere, on other hardware: `path` in a `Cluster`, and its range.
+
+    The range is what the rounding of the source leaves open.
+    """
+
+    path: str
+    low: float
+    high: float
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
-    """Constants that are fitted together, on the fit cells of one source."""
+    """Constants that are fitted together, on the fit cells of one source, and what is borrowed."""
 
     name: str
     source: str
     generation: str
     constants: tuple[Constant, ...]
+    borrowed: tuple[Borrowed, ...] = ()
 
 
 _OPERANDS = "fraction of the memory bandwidth at which operands move, counted once a product"
@@ -122,6 +140,10 @@ GROUPS = {
                     "clusters/a100-tcp80-calibrated.toml", 0.05, 1.0, "",
                     "fraction of 80 Gbit/s that the collectives of NCCL attain over TCP",
                 ),
+            ),
+            (
+                Borrowed("inter.relay_efficiency", 4.7 / 6.5, 4.7 / 5.5),  # of "around 6 GB/s"
+                Borrowed("inter.busy_efficiency", 0.75, 0.85),  # "8Gbps" of 10
             ),
         ),
     )

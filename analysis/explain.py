@@ -109,7 +109,7 @@ def otherwise(cell: Cell, cells: Sequence[Cell]) -> list[Otherwise]:
 
 
 def _needed(cell: Cell, constant: Constant, values: dict[str, float]) -> float | None:
-    """By bisection: predictions rise or fall with every constant."""
+    """By bisection: predictions rise, or fall, with every constant, but for small jumps."""
 
     def excess(value: float) -> float:
         return predict(cell, {**values, constant.name: value}, fast=True) - cell.published

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,7 +83,11 @@ def validate_command(
     """Predict published results: signed errors, fitted constants, ablation, figures."""
     known = cells_of(papers_, data)
     if cells:
-        read = [cell for path in cells for cell in from_csv(path, "check", papers_)]
+        read = [
+            cell
+            for path in cells
+            for cell in from_csv(path, "check", papers_, say=partial(typer.echo, err=True))
+        ]
         chosen = marked(read, known)
     else:
         chosen = known
@@ -131,6 +136,7 @@ def report(rows: Sequence[validate.Row], known: Sequence[Cell], *, brief: bool) 
             by_tokens = tokens.study(known, _COUNTS)
             parts += [
                 "## CO2: tokens per GPU and step are not published\n",
+                "Here and in the next table both constants are set anew for every row.\n",
                 reporting.refit_table({f"{n:,}": it for n, it in by_tokens.items()}, "tokens"),
                 "## CO2: if tensors travelled otherwise\n",
                 reporting.refit_table(tokens.otherwise(known), "assumed"),

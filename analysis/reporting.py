@@ -219,8 +219,8 @@ def explanation(
                 f" of {remedy.mape:.1%} over its group instead of {before:.1%}."
             )
     lines += [
-        f"- Not in the model: {one.name}. With it this cell would be off by {percent(one.error)},"
-        f" its group by {one.mape:.1%} on average instead of {before:.1%}."
+        f"- Not in the model: {one.name}. With it, and no new fit, this cell would be off by"
+        f" {percent(one.error)}, its group by {one.mape:.1%} on average instead of {before:.1%}."
         for one in left_out
     ]
     return "\n".join(lines) + "\n"

@@ -38,8 +38,16 @@ class Format:
     read: Callable[[Paper, Row, Use], Iterator[Cell]]
 
 
-def from_csv(path: Path, use: Use, folder: Path = PAPERS, source: str | None = None) -> list[Cell]:
+def from_csv(
+    path: Path,
+    use: Use,
+    folder: Path = PAPERS,
+    source: str | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Cell]:
     """The cells of a table in one of the formats of the published data, or in that of `source`.
+
+    `say` is told of rows without a published number, which are left out.
 
     Raises CatalogError for another table, or for a row that cannot be read, with file and line.
     """
@@ -56,6 +64,8 @@ def from_csv(path: Path, use: Use, folder: Path = PAPERS, source: str | None = N
                 _check(cell)
         except Co2simError as error:
             raise CatalogError(f"{path}, line {number}: {error}") from error
+        if not cells:
+            say(f"{path}, line {number}: no published number, left out")
         found += cells
     if not found:
         raise CatalogError(f"{path} holds no published number" if numbered else f"{path}: no rows")

@@ -8,6 +8,7 @@ fit cell, it stays at the bound, and `missed` says by how much the prediction is
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from analysis.constants import GROUPS, Constant
 from analysis.published import Cell, changed, predict, with_override
@@ -85,23 +86,23 @@ def _with(cell: Cell, old: str, new: str) -> Cell:
     return changed(cell, lambda setup: replace(setup, strategy=setup.strategy.replace(old, new)))
 
 
-_RELAY, _BUSY = "inter.relay_efficiency", "inter.busy_efficiency"
-
 OTHERWISE: dict[str, Callable[[Cell], Cell]] = {
     "as calibrated": lambda cell: cell,
     "1 channel": lambda cell: with_override(cell, "channels", "1"),
     "4 channels": lambda cell: with_override(cell, "channels", "4"),
     "8 channels": lambda cell: with_override(cell, "channels", "8"),
     "every rank averages its share": lambda cell: _with(cell, ",average=leader", ""),
-    "no loss where one rank relays": lambda cell: with_override(cell, _RELAY, "1"),
-    "no loss beside computation": lambda cell: with_override(cell, _BUSY, "1"),
-    "neither loss": lambda cell: with_override(with_override(cell, _RELAY, "1"), _BUSY, "1"),
+    **{
+        f"{one.name} {value:.2f}": partial(with_override, path=one.path, text=f"{value:.6g}")
+        for one in GROUPS[GROUP].borrowed
+        for value in (one.low, one.high, 1.0)
+    },
     "averages in fp32": lambda cell: _with(cell, "dtype=bf16", "dtype=fp32"),
     "zero2 scatters and gathers": lambda cell: _with(
         cell, "zero2:owners=true,bucket=8388608", "zero2"
     ),
 }
-"""How tensors may travel instead; the last is DeepSpeed's ZeRO-2."""
+"""How tensors may travel instead, what is borrowed within its range, and DeepSpeed's ZeRO-2."""
 
 
 def otherwise(cells: Sequence[Cell]) -> dict[str, Refitted]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from co2sim.schedule import Collective, Compute, Op, Schedule
+from co2sim.schedule import LEADERS, Collective, Compute, Op, Schedule
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
 
@@ -76,7 +76,8 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
 
     A span starts when its rank is ready. Until the last member is there it waits; from then on it
     communicates (or waits for its communicator). A rank that is alone in its group only copies.
-    The busiest and the longest waiting rank count.
+    The busiest and the longest waiting rank count; where the first ranks of nodes do something
+    alone, the others wait for what these do, so that only the waits of these count.
     """
     groups = {op.name: op.work.group for op in schedule.body if isinstance(op.work, Collective)}
     started: dict[tuple[str, int, range], Seconds] = {}
@@ -98,7 +99,11 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
         waiting[span.rank].append(span._replace(end=started[key]))
     return Communication(
         busy=max(busy(found, during) for found in under_way.values()),
-        waiting=max(busy(found, during) for found in waiting.values()),
+        waiting=max(
+            busy(found, during)
+            for rank, found in waiting.items()
+            if LEADERS not in groups.values() or not rank % trace.layout.gpus_per_node
+        ),
     )
 
 

@@ -122,6 +122,7 @@ class _Run:
             cluster.interference or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)
         )
         self.computing = {self.folding.node(index): 0 for index in range(len(self.classes))}
+        self.busy = dict.fromkeys(self.computing, False)
         self.spans: list[Span] = []
 
     def _communicators(self, noise: Noise, count: int) -> dict[tuple[Group, int], _Communicator]:
@@ -244,10 +245,11 @@ class _Run:
         inter = self.cluster.inter
 
         def resize(_: simpy.Event) -> None:
-            share = inter.busy_efficiency if self.computing[node] else 1.0
+            self.busy[node] = self.computing[node] > 0
+            share = inter.busy_efficiency if self.busy[node] else 1.0
             self.network.resize(("nic", node), inter.payload_bandwidth * share)
 
-        if inter.busy_efficiency < 1:
+        if inter.busy_efficiency < 1 and self.busy[node] != (self.computing[node] > 0):
             self._last(resize)  # ops that follow each other at once do not let go in between
 
     def _join(self, index: int, number: int, work: Collective) -> simpy.Event:

@@ -150,12 +150,14 @@ def test_many_rounds_are_all_measured() -> None:
 
 def test_folding_does_not_change_an_answer() -> None:
     """Every figure is the same when all ranks are simulated."""
-    for strategy in ("zeropp", "co2(tau=2,worker=node)"):
+    led = "co2(tau=2,worker=node,average=leader)"
+    for strategy in ("zeropp", "co2(tau=2,worker=node)", led):
         folded = simulate(strategy=strategy, **SMALL)
         whole = simulate(strategy=strategy, fold=False, **SMALL)
         assert whole.round_time_s == pytest.approx(folded.round_time_s, rel=1e-9)
         assert whole.exposed_comm_s == pytest.approx(folded.exposed_comm_s, rel=1e-6, abs=1e-12)
         assert whole.comm_busy_s == pytest.approx(folded.comm_busy_s, rel=1e-9)
+        assert whole.waiting_s == pytest.approx(folded.waiting_s, rel=1e-9, abs=1e-12)
 
 
 def test_the_trace_of_a_case_keeps_the_rules() -> None:

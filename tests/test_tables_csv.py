@@ -55,6 +55,15 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def test_rows_without_a_published_number_are_named(cli: Run, tmp_path: Path) -> None:
+    """They are left out, with a line that says so."""
+    text = CO2 + "co2_zero2,80 Gbit/s TCP/IP,24,64,,,\n"
+    code, out, errors = cli("validate", "--brief", "--cells", str(written(tmp_path, text)))
+    assert code == 0
+    assert errors == f"{tmp_path / 'cells.csv'}, line 5: no published number, left out\n"
+    assert "tau=12" in out
+
+
 @pytest.mark.parametrize(("text", "count"), [(ZEROPP, 3), (CO2, 4), (TIMES, 2)])
 def test_a_table_in_each_format_is_read_and_predicted(
     tmp_path: Path, text: str, count: int

@@ -16,7 +16,8 @@ class CO2:
 
     Where a node is the worker, `average` says who averages: "shares", every rank its share with
     its peers; "leader", the first rank of each node everything, which it broadcasts inside, as in
-    the authors' code (github.com/weigao266/fairscale-CO2, gossip/co2.py).
+    the authors' code (github.com/weigao266/fairscale-CO2, gossip/co2.py). The outer step itself
+    stays sharded over the ranks of a node.
 
     Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
     Overlap, ICLR 2024, arXiv 2401.16265.
