@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from co2sim.errors import CatalogError
 from co2sim.schedule import Collective, Instance, Kind, Layout, Op, Schedule
-from co2sim.units import Seconds
+from co2sim.units import Seconds, duration
 
 
 class Span(NamedTuple):
@@ -195,7 +195,11 @@ def _togetherness(
                 which = f"{op.name!r} of round {turn}"
                 first, last = _decisive(spans, op.work)
                 if first.end < last.start - tolerance:
-                    yield f"{which} ends on rank {first.rank} before rank {last.rank} has come"
+                    early = duration(last.start - first.end)
+                    yield (
+                        f"{which} ends on rank {first.rank} {early} before rank {last.rank} has"
+                        " come"
+                    )
                 ends = [span.end for span in spans]
                 if max(ends) - min(ends) > skew + tolerance:
                     yield f"{which} ends apart in the group of rank {first.rank}"
