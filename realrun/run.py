@@ -1,6 +1,5 @@
 """One execution of a schedule on this rank: what threads and GPU streams have in common."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -75,7 +74,7 @@ def common_start(world: World) -> Seconds:
     with world.together("common start"):
         dist.all_reduce(here, op=dist.ReduceOp.MAX)
     start: float = here.item()
-    return start - (world.clock.now() - time.monotonic())
+    return start - world.clock.offset
 
 
 def compare(instance: Instance, at: Communicator) -> None:

@@ -1,5 +1,9 @@
 """The executor: schedules on real processes, over Gloo."""
 
+import itertools
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +17,21 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - needs torch
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
+from realrun.clock import Clock  # noqa: E402
 from realrun.collectives import allocate  # noqa: E402
 from realrun.kernels import Operands, burn  # noqa: E402
+from realrun.run import common_start  # noqa: E402
 
 dist = pytest.mark.dist
+
+
+def test_the_common_start_is_read_from_the_clock_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that the system holds up between two readings would shift all of its spans."""
+    readings = itertools.count(100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(readings))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    world: Any = SimpleNamespace(clock=Clock(7.0), together=lambda _: nullcontext())
+    assert common_start(world) == 100.0
 
 
 @dist
