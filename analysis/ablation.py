@@ -9,11 +9,14 @@ from analysis.published import Cell, changed, predict, with_override
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """A mechanism by name, the group of cells it matters to, and how to run a cell without it."""
+    """A mechanism by name, the group of cells it matters to, and how to run a cell otherwise.
+
+    That is without it, or with it if the model leaves it out.
+    """
 
     name: str
     group: str
-    without: Callable[[Cell], Cell]
+    flip: Callable[[Cell], Cell]
 
 
 def _strategy(old: str, new: str) -> Callable[[Cell], Cell]:
@@ -98,7 +101,7 @@ ADDED = (
     ),
     Mechanism("4 NCCL channels instead of 2", "a100-co2", _override("channels", "4")),
 )
-"""What the model leaves out, or assumes otherwise: `without` runs a cell with it."""
+"""What the model leaves out, or assumes otherwise."""
 
 
 def mape(cells: Sequence[Cell], values: Mapping[str, float] | None = None) -> float:
@@ -112,7 +115,5 @@ def ablate(cells: Sequence[Cell]) -> list[tuple[Mechanism, float, float]]:
     for mechanism in MECHANISMS:
         chosen = [cell for cell in cells if cell.group == mechanism.group]
         if chosen:
-            found.append(
-                (mechanism, mape(chosen), mape([mechanism.without(cell) for cell in chosen]))
-            )
+            found.append((mechanism, mape(chosen), mape([mechanism.flip(cell) for cell in chosen])))
     return found

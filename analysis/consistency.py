@@ -1,15 +1,20 @@
 """What CO2's published cells say of each other, without a simulator.
 
-Assume that runs have equal tokens per GPU and step, that the average of a round takes at most as
-long as a whole step of data parallelism on as many GPUs, which computes and moves a model's worth
-of bytes twice, too, that it hides behind the steps, and that no GPU is faster than the fastest
-published. Then a round of tau steps takes at most the longer of that step and of tau steps, and a
-scalability ratio has a least value. A published one below it says that an assumption is wrong.
+First: a ratio of two sizes, and the throughput at the larger, imply that at the smaller. Where all
+communication between nodes is hidden, a GPU is as fast at both, and in a single node.
+
+Second: assume that runs have equal tokens per GPU and step, that the average of a round takes at
+most as long as a whole step of data parallelism on as many GPUs, which computes and moves a model's
+worth of bytes twice, too, that it hides behind the steps, and that no GPU is faster than the
+fastest published. Then a round of tau steps takes at most the longer of that step and of tau steps,
+and a scalability ratio has a least value. A published one below it says that an assumption is
+wrong.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from analysis.constants import cluster_of
 from analysis.published import Cell
 from analysis.tokens import GROUP
 from co2sim.strategies import parse
@@ -26,6 +31,36 @@ class Least:
     cell: Cell
     least: float
     stretch: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Tokens per second and GPU that a ratio cell and its throughput say, beside a single node's.
+
+    `large` is published, `small` follows from the ratio.
+    """
+
+    cell: Cell
+    single: float
+    small: float
+    large: float
+
+
+def hidden_speeds(cells: Sequence[Cell]) -> list[Speeds]:
+    """Of CO2's ratios of which the throughput at the larger size is published, too."""
+    here = [cell for cell in cells if cell.group == GROUP]
+    speeds = {cell.terms: cell.published / _gpus(cell) for cell in here if not cell.over}
+    single = [cell for cell in here if not cell.over and _nodes(cell) == 1]
+    return [
+        Speeds(
+            cell,
+            speeds[single[0].terms],
+            speeds[cell.terms] / cell.published,
+            speeds[cell.terms],
+        )
+        for cell in here
+        if cell.over and _tau(cell) and cell.terms in speeds and single
+    ]
 
 
 def least_ratios(cells: Sequence[Cell]) -> list[Least]:
@@ -50,6 +85,11 @@ def least_ratios(cells: Sequence[Cell]) -> list[Least]:
 
 def _gpus(cell: Cell) -> int:
     return cell.terms[0].setup.gpus
+
+
+def _nodes(cell: Cell) -> int:
+    setup = cell.terms[0].setup
+    return cluster_of(setup.cluster, setup.overrides).resized(setup.gpus).nodes
 
 
 def _tau(cell: Cell) -> int:

@@ -12,6 +12,8 @@ from analysis.validate import Row
 from co2sim import study
 
 _HALVINGS = 20
+_VISIBLE = 1e-3
+"""A change of an error by less is none."""
 _ALIKE = 3
 """Cells that share labels must be so many for their mean to say something."""
 
@@ -95,17 +97,17 @@ def remedies(cell: Cell, cells: Sequence[Cell]) -> list[Remedy]:
 
 
 def otherwise(cell: Cell, cells: Sequence[Cell]) -> list[Otherwise]:
-    """What is left out of the model of the cell's group, with the constants as they are."""
+    """What is left out of the model and changes the cell, with the constants as they are."""
     fellows = [other for other in cells if other.group == cell.group]
-    return [
-        Otherwise(
-            one.name,
-            predict(one.without(cell), fast=True) / cell.published - 1,
-            mape([one.without(other) for other in fellows]),
-        )
-        for one in ADDED
-        if one.group == cell.group
-    ]
+    before = predict(cell, fast=True) / cell.published - 1
+    found = []
+    for one in ADDED:
+        if one.group != cell.group:
+            continue
+        error = predict(one.flip(cell), fast=True) / cell.published - 1
+        if abs(error - before) > _VISIBLE:
+            found.append(Otherwise(one.name, error, mape([one.flip(c) for c in fellows])))
+    return found
 
 
 def _needed(cell: Cell, constant: Constant, values: dict[str, float]) -> float | None:

@@ -126,6 +126,7 @@ def report(rows: Sequence[validate.Row], known: Sequence[Cell], *, brief: bool) 
         parts += [
             "## The largest errors, looked into\n",
             *(_explained(row, rows, known) for row in largest if row.has_interval),
+            *map(reporting.speeds_text, consistency.hidden_speeds(known)),
             "## Fitted constants\n",
             reporting.constant_table(reporting.constants_of(record())),
             reporting.fit_table(record()),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from analysis.ablation import Mechanism
-from analysis.consistency import Least
+from analysis.consistency import Least, Speeds
 from analysis.constants import GROUPS, Constant, cluster_of, stated
 from analysis.explain import Alike, Otherwise, Remedy, Shares
 from analysis.tables_published import Unpredicted
@@ -165,6 +165,20 @@ def refit_table(found: Mapping[str, Refitted], what: str) -> str:
         for name, item in found.items()
     ]
     return table((what, *first.values, "fit cells", *first.errors), rows, 1)
+
+
+def speeds_text(found: Speeds) -> str:
+    """What a ratio near 1 says of the scatter of published runs."""
+    small, large = found.small / found.single - 1, found.large / found.single - 1
+    gpus = [terms[0].setup.gpus for terms in (found.cell.over, found.cell.terms)]
+    return (
+        f"**{found.cell.name}**, without a simulator: a single node does {found.single:,.0f}"
+        f" tokens/s per GPU. The published throughput on {gpus[1]} GPUs is {found.large:,.0f} per"
+        f" GPU ({percent(large)}), and by the published ratio that on {gpus[0]} was"
+        f" {found.small:,.0f} ({percent(small)}). Where all that leaves a node is hidden, as the"
+        " model has it, the three are equal but for the work of the outer step: so far do published"
+        " runs scatter.\n"
+    )
 
 
 def consistency_text(found: Least) -> str:
