@@ -188,7 +188,7 @@ def run_ranks(budget: Budget, out: Path) -> None:
     """Be one of the ranks: run what is missing, one after the other."""
     import torch.distributed as dist  # noqa: PLC0415
 
-    from realrun.world import join  # noqa: PLC0415
+    from realrun.execute.world import join  # noqa: PLC0415
 
     world = join("gloo", 120.0)
     shared: list[Any] = [read(out)]
@@ -312,7 +312,7 @@ def main() -> None:
         return
     from convergence_report import write  # noqa: PLC0415 - matplotlib
 
-    from realrun.launch import run_local  # noqa: PLC0415
+    from realrun.launch.local import run_local  # noqa: PLC0415
 
     given.out.mkdir(parents=True, exist_ok=True)
     code = 0

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from co2sim import Case, run
-from realrun.lab import Lab, stated_cluster
+from realrun.launch.lab import Lab, stated_cluster
 from realrun.record import folder_name
 
 Row: TypeAlias = dict[str, Any]

@@ -45,10 +45,10 @@ from torch.optim import AdamW, Optimizer
 
 from realrun.algorithms import CO2, DiLoCo, LocalSGD
 from realrun.errors import TrainingError
+from realrun.execute.world import World, join
 from realrun.train.shapes import GPTS
 from realrun.train.task import Task, loss_of, scores
 from realrun.train.text import text
-from realrun.world import World, join
 
 RESULTS = Path(__file__).parent / "results"
 NODES = 4

@@ -40,7 +40,7 @@ from co2sim.catalog import load_cluster
 from co2sim.cluster import GPU
 from co2sim.schedule import DType
 from co2sim.workload import Workload
-from realrun.lab import Lab, stated_cluster
+from realrun.launch.lab import Lab, stated_cluster
 from realrun.train import Row
 from realrun.train.figure import COLOURS, STYLE
 from realrun.train.log import read

@@ -14,11 +14,11 @@ from co2sim.schedule import Compute, DType
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
 from realrun.errors import MismatchError
-from realrun.executor import execute
-from realrun.kernels import Burn, Kernels, Sleep
+from realrun.execute.executor import execute
+from realrun.execute.kernels import Burn, Kernels, Sleep
+from realrun.execute.world import World, describe, gather_objects
 from realrun.record import Record
-from realrun.settle import settle
-from realrun.world import World, describe, gather_objects
+from realrun.resolve import settle
 
 KernelName: TypeAlias = Literal["flops", "sleep"]
 """flops: real work of every op's size. sleep: hold the stream as long as the simulation says."""
@@ -82,7 +82,7 @@ def make_kernels(name: KernelName, prepared: Prepared, world: World) -> Kernels:
     if name == "flops":
         return Burn(world.device, TORCH_DTYPE[prepared.job.precision])
     if world.device.type == "cuda":
-        from realrun.gpu import GpuSleep  # noqa: PLC0415 - only where there is one
+        from realrun.execute.cuda_streams import GpuSleep  # noqa: PLC0415 - only where there is one
 
         return GpuSleep(durations(prepared))
     return Sleep(durations(prepared))

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from co2sim.case import Case
-from co2sim.cli.files import write_atomically
 from co2sim.cluster import Cluster
 from co2sim.errors import CatalogError
+from co2sim.files import write_atomically
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.trace import Trace, read_json_lines

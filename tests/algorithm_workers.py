@@ -22,7 +22,7 @@ from co2sim.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
 from realrun.algorithms.average import WIRES, Average, Flight
-from realrun.world import World
+from realrun.execute.world import World
 
 SMALL = 1e-4
 """MiB of a bucket: the problem's 80 elements make four."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from co2sim.schedule import Instance
 from realrun import measure
 from realrun.cli import main
-from realrun.kernels import Kernels
+from realrun.execute.kernels import Kernels
 
 HOW, PHASE, VICTIM = os.environ["FAULT"].split(":")
 ROUND = 1

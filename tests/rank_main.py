@@ -5,7 +5,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from realrun.world import end, join
+from realrun.execute.world import end, join
 
 
 def main() -> None:

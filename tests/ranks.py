@@ -37,7 +37,7 @@ def on_ranks(
             }
         )
         script = (
-            "import sys; from realrun.launch import run_local; sys.exit(run_local("
+            "import sys; from realrun.launch.local import run_local; sys.exit(run_local("
             f"[sys.executable, {str(ROOT / 'tests' / 'rank_main.py')!r}], {nproc},"
             f" environment={{'REQUEST': {request!r},"
             f" 'LOCAL_WORLD_SIZE': '{gpus_per_node or nproc}'}}))"

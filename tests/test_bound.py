@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import expit
 
-from analysis import bound, oracle
-from analysis.bound import Bound, Infeasible, Setting
-from analysis.experiment import Path, run, variants, walk
-from analysis.logistic import Minibatches, breast_cancer
-from analysis.problems import Array, Cosine, Hill, Quadratic
+from analysis.convergence import bound, exact_moments
+from analysis.convergence.bound import Bound, Infeasible, Setting
+from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
+from analysis.convergence.objectives.problems import Array, Cosine, Hill, Quadratic
+from analysis.convergence.simulate import Path, run, variants, walk
 from co2sim.errors import OptionError
 
 SETTING = Setting(
@@ -304,7 +304,7 @@ def test_oracle_agrees_with_the_simulator(problem: Quadratic, delay: int) -> Non
     )
     seeds = 1500
     found = run(problem, steps, workers=4, rounds=30, local_steps=5, seeds=seeds, delay=delay)
-    exact = oracle.exact(
+    exact = exact_moments.exact(
         problem, steps, workers=4, rounds=30, local_steps=5, delay=delay, spread=True
     )
     for measured, expected in (
@@ -324,14 +324,14 @@ def test_stationary_variance(beta: float, progress: float, delay: int) -> None:
     alpha = progress / (1 - (1 - step) ** tau)
     steps = variants(step, outer_step=alpha, momentum=beta, noise=1.0)
     sizes = {"workers": 2, "rounds": 50_000, "local_steps": tau, "delay": delay}
-    long = oracle.exact(quadratic(1.0), steps, **sizes)
+    long = exact_moments.exact(quadratic(1.0), steps, **sizes)
     jump = (alpha * step) ** 2 * sum((1 - step) ** (2 * j) for j in range(tau)) / 2
-    expected = oracle.stationary(progress, beta, jump, delay)
+    expected = exact_moments.stationary(progress, beta, jump, delay)
     assert long.final[1].item() == pytest.approx(expected, rel=1e-9)
-    assert math.isinf(oracle.stationary(oracle.edge(beta, delay), beta, jump, delay))
-    matrix, _ = oracle.transition(quadratic(1.0), steps, 2, tau, delay)
+    assert math.isinf(exact_moments.stationary(exact_moments.edge(beta, delay), beta, jump, delay))
+    matrix, _ = exact_moments.transition(quadratic(1.0), steps, 2, tau, delay)
     radius = np.abs(np.linalg.eigvals(matrix[0, 0, :2, :2])).max()
-    assert (radius < 1) is np.bool_(oracle.is_stable(progress, beta, delay))
+    assert (radius < 1) is np.bool_(exact_moments.is_stable(progress, beta, delay))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from co2sim.cli import main
-from co2sim.cli.files import write_atomically
 from co2sim.errors import OptionError
+from co2sim.files import write_atomically
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent

@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 import tiny
 
-from analysis.causes import Cause, attribute
 from analysis.cli import main
-from analysis.compare import Comparison, causes, compare, labels, ops, rows, summarise
-from analysis.descriptions import changed
-from analysis.fits import Point, fixed_and_slope, interference
-from analysis.splits import split
+from analysis.measured.attribution import Cause, attribute
+from analysis.measured.comparison import Comparison, causes, compare, labels, ops, rows, summarise
+from analysis.measured.fits import Point, fixed_and_slope, interference
+from analysis.measured.overrides import changed
+from analysis.measured.spans import split
 from co2sim import metrics
 from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model

@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - needs torch
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from realrun.clock import Clock  # noqa: E402
-from realrun.collectives import allocate  # noqa: E402
-from realrun.kernels import Operands, burn  # noqa: E402
-from realrun.run import common_start  # noqa: E402
+from realrun.execute.clock import Clock  # noqa: E402
+from realrun.execute.collectives import allocate  # noqa: E402
+from realrun.execute.kernels import Operands, burn  # noqa: E402
+from realrun.execute.run import common_start  # noqa: E402
 
 dist = pytest.mark.dist
 
@@ -161,7 +161,7 @@ def test_buffers_hold_the_bytes_that_the_schedule_states(
 
 def test_a_rank_needs_the_environment_of_a_launcher() -> None:
     """The first missing variable is named, and what would set it."""
-    from realrun.world import join  # noqa: PLC0415
+    from realrun.execute.world import join  # noqa: PLC0415
 
     with pytest.raises(OptionError, match=r"RANK is not set: start ranks with .*torchrun"):
         join("gloo", 1.0, {})

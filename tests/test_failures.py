@@ -43,7 +43,7 @@ def run_with_fault(fault: str, folder: Path, nproc: int = 3) -> tuple[int, str, 
         *("--out", str(folder / "out")),
     ]
     script = (
-        "import sys; from realrun.launch import run_local;"
+        "import sys; from realrun.launch.local import run_local;"
         f"sys.exit(run_local({command!r}, {nproc}, grace=5))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "FAULT": fault, "TAG": str(folder)}

@@ -9,14 +9,23 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from analysis import ablation, calibrate, consistency, explain, reporting, tokens, validate, writing
 from analysis.cli import app
-from analysis.constants import GROUPS, cluster_of, record, replaced, stated
-from analysis.fidelity import cells_of
-from analysis.published import Cell, predict
-from analysis.sources import DATA_VARIABLE, ITERATION_TIMES, PAPERS, iteration_times
-from analysis.tables_csv import from_csv
-from analysis.tables_published import from_papers, unpredicted
+from analysis.cli.published import cells_of
+from analysis.published import (
+    ablation,
+    calibrate,
+    catalog_writer,
+    consistency,
+    diagnosis,
+    errors,
+    report,
+    sensitivity,
+)
+from analysis.published.csv_tables import from_csv
+from analysis.published.paper_cells import from_papers, unpredicted
+from analysis.published.papers import DATA_VARIABLE, ITERATION_TIMES, PAPERS, iteration_times
+from analysis.published.parameters import GROUPS, cluster_of, record, replaced, stated
+from analysis.published.predict import Cell, predict
 from co2sim.errors import CatalogError, OptionError
 
 ROOT = Path(__file__).parent.parent
@@ -102,23 +111,23 @@ def test_a_fit_needs_as_many_cells_as_constants() -> None:
 
 def test_assumed_tokens_hardly_matter() -> None:
     """With both constants set on the fit cells, CO2's other cells move by less than 6 points."""
-    found = tokens.study(from_papers(), (2048, 8192))
+    found = sensitivity.study(from_papers(), (2048, 8192))
     for name, error in found[2048].errors.items():
         assert found[8192].errors[name] == pytest.approx(error, abs=0.06), name
 
 
 def test_a_fit_cell_that_no_bounded_constant_meets_is_marked() -> None:
     """At 512 tokens no TCP efficiency up to 1 is fast enough for 16 GPUs; at 2048 one is."""
-    found = tokens.study(from_papers(), (512, 2048))
+    found = sensitivity.study(from_papers(), (512, 2048))
     assert found[512].values["tcp_efficiency"] == pytest.approx(1.0, abs=1e-3)
     assert found[512].missed < -1e-3
     assert found[2048].missed == 0
-    assert "missed by -" in reporting.refit_table({"512": found[512]}, "tokens")
+    assert "missed by -" in report.refit_table({"512": found[512]}, "tokens")
 
 
 def test_what_travels_otherwise_is_predicted_with_a_fit_of_its_own() -> None:
     """Both fit cells are met each time; more channels are slower on 128 GPUs, no chains faster."""
-    found = tokens.otherwise(from_papers())
+    found = sensitivity.otherwise(from_papers())
     assert not any(item.missed for item in found.values())
     order = ("zero2 scatters and gathers", "1 channel", "as calibrated", "4 channels", "8 channels")
     errors = [found[name].errors["7B, 128 GPUs, zero2"] for name in order]
@@ -139,10 +148,10 @@ def test_what_is_borrowed_widens_the_intervals_of_what_depends_on_it() -> None:
     """That of CO2's average where it is not hidden; what two nodes or AdamW show stays as it is."""
     cells = [cell for cell in from_papers() if cell.group == "a100-co2"]
     bare = replace(GROUPS["a100-co2"], borrowed=())
-    known = validate.calibrations()["a100-co2"]
+    known = errors.calibrations()["a100-co2"]
     for cell in cells:
-        with_it = validate._moves(cell, GROUPS["a100-co2"], known)
-        without = validate._moves(cell, bare, known)
+        with_it = errors._moves(cell, GROUPS["a100-co2"], known)
+        without = errors._moves(cell, bare, known)
         if "tau=12" in cell.name:
             assert with_it[0] > without[0] + 0.001
             assert with_it[1] > without[1] + 0.001
@@ -154,7 +163,7 @@ def test_what_the_model_leaves_out_changes_the_cell_it_is_named_for() -> None:
     """Four gathers a layer have four times the latency of one: slower on links that are fast."""
     cells = [cell for cell in from_papers() if cell.group == "v100-zeropp"]
     (cell,) = (c for c in cells if c.name == "18B, 2048 tokens, 8 x 100 Gbit/s, zero3")
-    (found,) = explain.otherwise(cell, cells)
+    (found,) = diagnosis.otherwise(cell, cells)
     assert "gathered in four parts" in found.name
     error = predict(cell) / cell.published - 1
     assert error - 0.10 < found.error < error - 0.03
@@ -168,8 +177,8 @@ def test_published_speeds_of_co2_scatter_by_a_few_percent() -> None:
     assert found.single == 18_444 / 8
     assert found.large == 304_736 / 128
     assert found.small == pytest.approx(304_736 / 128 / 1.06)
-    assert "(+3.3%)" in reporting.speeds_text(found)
-    assert "(-2.6%)" in reporting.speeds_text(found)
+    assert "(+3.3%)" in report.speeds_text(found)
+    assert "(-2.6%)" in report.speeds_text(found)
 
 
 def test_what_is_borrowed_lies_in_its_range() -> None:
@@ -185,7 +194,7 @@ def test_published_cells_of_co2_contradict_full_overlap_at_tau_12() -> None:
     assert "tau=12" in found.cell.strategy
     assert found.least == pytest.approx(12 * 22_810 / 304_736)
     assert found.stretch == pytest.approx(12 * 22_810 / (0.865 * 304_736) - 1)
-    assert "at least 0.898" in reporting.consistency_text(found)
+    assert "at least 0.898" in report.consistency_text(found)
     cells = from_papers()
     possible = [replace(c, published=0.9) if "tau=12" in c.strategy else c for c in cells]
     assert not consistency.least_ratios(possible)
@@ -231,7 +240,7 @@ def test_a_value_just_inside_its_bound_counts_as_at_its_bound() -> None:
     assert constant.at_bound(constant.high - 1e-4)
     assert constant.at_bound(constant.low)
     assert not constant.at_bound(0.9)
-    assert reporting.at_bound(constant, 0.9999).endswith("(at bound)")
+    assert report.at_bound(constant, 0.9999).endswith("(at bound)")
 
 
 def test_inter_node_volume_is_what_the_schedule_sends() -> None:
@@ -264,12 +273,12 @@ def test_every_published_cell_is_predicted_or_listed_with_its_reason() -> None:
 def test_a_value_is_rewritten_in_its_section_and_keeps_its_source() -> None:
     """Of two keys of one name only that of the section changes."""
     text = '[a]\nx = { value = 1, source = "s" }\n[b]\nx = "2 us"\n'
-    assert '[b]\nx = "3 us"\n' in writing.rewritten(text, "b", "x", '"3 us"')
-    assert 'x = { value = 5, source = "s" }\n[b]\nx = "2 us"' in writing.rewritten(
+    assert '[b]\nx = "3 us"\n' in catalog_writer.rewritten(text, "b", "x", '"3 us"')
+    assert 'x = { value = 5, source = "s" }\n[b]\nx = "2 us"' in catalog_writer.rewritten(
         text, "a", "x", "5"
     )
     with pytest.raises(CatalogError, match="no 'y'"):
-        writing.rewritten(text, "a", "y", "1")
+        catalog_writer.rewritten(text, "a", "y", "1")
 
 
 def test_a_constant_is_replaced_by_its_path() -> None:
@@ -307,12 +316,12 @@ def test_mean_error_of_iteration_times_does_not_rise() -> None:
 
 
 def _guard(cells: list[Cell]) -> None:
-    rows = validate.validate(cells)
+    rows = errors.validate(cells)
     assert rows
     stated_errors = tomllib.loads((PAPERS / "errors.toml").read_text())
     found = {
         (source, use): one.mape
-        for (source, use, strategy), one in validate.summaries(rows).items()
+        for (source, use, strategy), one in errors.summaries(rows).items()
         if strategy == "all"
     }
     assert found.keys() == {(cell.source, cell.use) for cell in cells}
@@ -323,7 +332,7 @@ def _guard(cells: list[Cell]) -> None:
 def test_published_values_lie_in_their_intervals() -> None:
     """At least 80 % of the check cells of papers lie inside the 90 % interval of the prediction."""
     cells = [cell for cell in from_papers() if cell.use == "check" and cell.group in GROUPS]
-    rows = validate.validate(cells)
+    rows = errors.validate(cells)
     assert sum(row.inside for row in rows) >= 0.8 * len(rows)
     assert all(row.low < row.predicted < row.high for row in rows)
 
@@ -343,27 +352,27 @@ def test_a_remedy_meets_the_cell_it_is_for() -> None:
     """The value that is said to meet a cell does, and it is None where no bound value can."""
     cells = [cell for cell in from_papers() if cell.group == "a100-co2"]
     (cell,) = (c for c in cells if c.use == "check" and "tau=12" in c.name)
-    found = {remedy.constant.name: remedy for remedy in explain.remedies(cell, cells)}
+    found = {remedy.constant.name: remedy for remedy in diagnosis.remedies(cell, cells)}
     needed = found["tcp_efficiency"].needed
     assert needed is not None
     assert needed > found["tcp_efficiency"].value  # the average is predicted too slow
     assert predict(cell, {"tcp_efficiency": needed}) == pytest.approx(cell.published, rel=1e-3)
     out_of_reach = replace(cell, published=50.0)
-    assert all(remedy.needed is None for remedy in explain.remedies(out_of_reach, cells))
+    assert all(remedy.needed is None for remedy in diagnosis.remedies(out_of_reach, cells))
 
 
 def test_cells_that_share_an_error_are_found() -> None:
     """A label, or a pair, whose cells are all off by the same is named before any other."""
     cell = next(cell for cell in from_papers() if cell.group == "v100-zeropp")
     rows = [
-        validate.Row(replace(cell, published=1.0, labels={"a": a, "b": b, "n": n}), predicted)
+        errors.Row(replace(cell, published=1.0, labels={"a": a, "b": b, "n": n}), predicted)
         for a in "12"
         for b in "12"
         for n in "1234"
         for predicted in [0.9 if a + b == "12" else 1.01]
     ]
     odd = next(row for row in rows if row.error < 0)
-    found = explain.alike(odd, rows)
+    found = diagnosis.alike(odd, rows)
     assert found is not None
     assert found.labels == (("a", "1"), ("b", "2"))
     assert (found.cells, found.error) == (4, pytest.approx(-0.1))

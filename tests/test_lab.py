@@ -20,12 +20,21 @@ from co2sim.cost import footprint
 from co2sim.schedule import WORLD, Collective, DType, Kind
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
-from realrun.lab import FRAME, PAYLOAD, TOOLS, Lab, burst, check_machine, run_lab, stated_cluster
+from realrun.launch.lab import (
+    FRAME,
+    PAYLOAD,
+    TOOLS,
+    Lab,
+    burst,
+    check_machine,
+    run_lab,
+    stated_cluster,
+)
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
 import json, sys
-from realrun.lab import Lab, run_lab
+from realrun.launch.lab import Lab, run_lab
 lab, grace, *command = sys.argv[1:]
 sys.exit(run_lab(command, Lab(**json.loads(lab)), grace=float(grace)))
 """
@@ -309,8 +318,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from co2sim.schedule import WORLD, Collective, DType, Kind, Op, Schedule
-from realrun.collectives import allocate, carry_out
-from realrun.world import join
+from realrun.execute.collectives import allocate, carry_out
+from realrun.execute.world import join
 
 def sent():
     (line,) = (x for x in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in x)

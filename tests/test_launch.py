@@ -13,12 +13,19 @@ import psutil
 import pytest
 
 from realrun.errors import LaunchError
-from realrun.launch import RankProcess, rank_environment, resolved, run_local, start, supervise
+from realrun.launch.local import (
+    RankProcess,
+    rank_environment,
+    resolved,
+    run_local,
+    start,
+    supervise,
+)
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
 import sys
-from realrun.launch import run_local
+from realrun.launch.local import run_local
 sys.exit(run_local(sys.argv[3:], int(sys.argv[1]), grace=float(sys.argv[2])))
 """
 
@@ -288,7 +295,7 @@ def test_ranks_may_be_asked_to_end_before_they_are_killed(obey: bool, tmp_path: 
     They may go on; the second kills.
     """
     launch = (
-        "import sys; from realrun.launch import run_local;"
+        "import sys; from realrun.launch.local import run_local;"
         "sys.exit(run_local(['bash', '-c', sys.argv[1]], 2, ask_first=True))"
     )
     end = "exit 0" if obey else "touch asked$RANK"

@@ -31,9 +31,9 @@ from co2sim.schedule import (
 )
 from co2sim.trace import Span, Trace
 from co2sim.units import parse
-from realrun import fit
-from realrun.cluster_file import quantity, to_toml
-from realrun.probe_tasks import durations, groups, slowdown, sweep
+from realrun.probe import fit
+from realrun.probe.cluster_file import quantity, to_toml
+from realrun.probe.tasks import durations, groups, slowdown, sweep
 
 ROOT = Path(__file__).parent.parent
 INTRA, INTER = Link(1.3e9, 40e-6), Link(118e6, 150e-6)
@@ -338,7 +338,7 @@ def test_slowdown_compares_kernels_inside_communication_with_those_alone() -> No
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(2, 2)], ids=str)
 def test_the_figure_is_a_png(layout: Layout) -> None:
     """With any number of groups, with kernels and without."""
-    from realrun.probe_figure import draw  # noqa: PLC0415 - matplotlib
+    from realrun.probe.figure import draw  # noqa: PLC0415 - matplotlib
 
     for kernels in (True, False):
         seen = measured(layout, kernels=kernels)

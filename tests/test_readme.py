@@ -14,7 +14,7 @@ import pytest
 from co2sim import study
 from co2sim.cli import main
 from realrun.errors import LabError
-from realrun.lab import check_machine
+from realrun.launch.lab import check_machine
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from analysis.cli import main
-from analysis.published import predict
-from analysis.sources import DATA_VARIABLE, iteration_times
-from analysis.tables_csv import from_csv, marked
-from analysis.tables_published import from_papers
+from analysis.published.csv_tables import from_csv, marked
+from analysis.published.paper_cells import from_papers
+from analysis.published.papers import DATA_VARIABLE, iteration_times
+from analysis.published.predict import predict
 from co2sim.errors import CatalogError
 
 ZEROPP = """model_params_b,tokens_per_gpu,ib_links_100gbps_per_node,\
@@ -177,7 +177,7 @@ def test_without_the_iteration_times_one_line_says_so(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On stderr, where it matters: with rows of that table, else for the published cells."""
-    monkeypatch.setattr("analysis.fidelity.iteration_times", lambda _data: None)
+    monkeypatch.setattr("analysis.cli.published.iteration_times", lambda _data: None)
     code, out, err = cli("validate", "--cells", str(written(tmp_path, TIMES)), "--json")
     assert (code, err.count("\n")) == (0, 1)
     assert "--data names their folder" in err

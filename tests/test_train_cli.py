@@ -15,7 +15,7 @@ import torch
 
 from co2sim import Case, study
 from realrun.errors import LabError
-from realrun.lab import check_machine
+from realrun.launch.lab import check_machine
 from realrun.train import folder, log
 from realrun.train.shapes import GPTS
 
@@ -93,7 +93,7 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(tmp_path: Path) 
         [
             sys.executable,
             "-c",
-            "import sys; from realrun.launch import run_local; run_local(sys.argv[1:], 2)",
+            "import sys; from realrun.launch.local import run_local; run_local(sys.argv[1:], 2)",
             *(sys.executable, str(ROOT / "tests" / "dying_rank.py")),
             *arguments,
         ],

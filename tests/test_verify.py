@@ -13,13 +13,15 @@ import pytest
 import typer
 from rich.console import Console
 
-from analysis import bound, convergence, rates, ratios, tau, verify
-from analysis.advice import print_tau
-from analysis.bound import Bound, Infeasible, Setting
-from analysis.experiment import run, variants
-from analysis.families import FAMILIES
-from analysis.mlp import Batches, digits
-from analysis.pages import Heading, Table, Text, markdown, to_html
+from analysis.cli import convergence
+from analysis.convergence import bound, tau
+from analysis.convergence.bound import Bound, Infeasible, Setting
+from analysis.convergence.objectives.families import FAMILIES
+from analysis.convergence.objectives.mlp import Batches, digits
+from analysis.convergence.pages import Heading, Table, Text, markdown, to_html
+from analysis.convergence.protocol import rates, tightness, verify
+from analysis.convergence.simulate import run, variants
+from analysis.convergence.tau_report import print_tau
 from co2sim.case import Case
 from co2sim.errors import OptionError
 
@@ -130,25 +132,25 @@ def test_interrupted_protocol_goes_on(protocol: Path) -> None:
 def test_infeasible_is_never_a_violation() -> None:
     """Outside the condition a row has neither a ratio nor a verdict."""
     beyond = replace(PROBLEM, inner_step=1.0)
-    row = ratios.Row("any", 1, "1", beyond, 1e9, 0.0, bound.evaluate(beyond))
+    row = tightness.Row("any", 1, "1", beyond, 1e9, 0.0, bound.evaluate(beyond))
     assert not row.violated
     assert math.isnan(row.ratio)
-    assert ratios.summary([row, row])["infeasible"] == 2
+    assert tightness.summary([row, row])["infeasible"] == 2
 
 
 def test_the_same_run_counts_once() -> None:
     """Rows of equal family, measurement and bound are one configuration; others are not."""
     inside = replace(PROBLEM, inner_step=1e-3)
-    row = ratios.Row("any", 1, "1", inside, 0.5, 0.0, bound.evaluate(inside))
+    row = tightness.Row("any", 1, "1", inside, 0.5, 0.0, bound.evaluate(inside))
     again = row._replace(setting=replace(inside, workers=7), family="any, exact")
     other = row._replace(measured=0.6)
-    assert ratios.distinct([row, again, other]) == [row, other]
+    assert tightness.distinct([row, again, other]) == [row, other]
 
 
 def test_few_seeds_widen_the_margin() -> None:
     """The margin has the coverage of 3 normal standard errors: Student's t, from tables."""
-    assert ratios.margin(10_000) == pytest.approx(3, abs=2e-3)
-    assert ratios.margin(4) == pytest.approx(9.22, abs=0.02)
+    assert tightness.margin(10_000) == pytest.approx(3, abs=2e-3)
+    assert tightness.margin(4) == pytest.approx(9.22, abs=0.02)
 
 
 def test_variants_apart_do_not_share_noise() -> None:
@@ -232,7 +234,7 @@ def test_runs_of_the_same_tau_are_told_apart() -> None:
 def test_diverged_measurement_is_a_violation() -> None:
     """NaN never passes."""
     inside = replace(PROBLEM, inner_step=1e-3)
-    row = ratios.Row("any", 1, "1", inside, math.nan, math.nan, bound.evaluate(inside))
+    row = tightness.Row("any", 1, "1", inside, math.nan, math.nan, bound.evaluate(inside))
     assert row.violated
 
 

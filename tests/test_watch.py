@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from realrun import watch
-from realrun.watch import Place, Watch, tell
+from realrun.launch import watch
+from realrun.launch.watch import Place, Watch, tell
 
 HERE = Place(7, 1, "average")
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from co2sim.errors import Co2simError
+from realrun.execute.world import World
 from realrun.train import History, Settings, loop, train
 from realrun.train.folder import MODEL
 from realrun.train.task import Task
-from realrun.world import World
 
 SMALL: dict[str, Any] = {
     "size": "tiny",

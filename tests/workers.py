@@ -22,11 +22,11 @@ from co2sim.schedule import (
     Schedule,
     block,
 )
-from realrun.collectives import allocate, carry_out, launch
-from realrun.executor import execute
-from realrun.kernels import Kernels, Sleep, Synthetic
-from realrun.run import compare
-from realrun.world import World
+from realrun.execute.collectives import allocate, carry_out, launch
+from realrun.execute.executor import execute
+from realrun.execute.kernels import Kernels, Sleep, Synthetic
+from realrun.execute.run import compare
+from realrun.execute.world import World
 
 SIZES = (1, 2, 7, 1000, 300_001)
 """Elements: fewer than ranks, uneven, and more than one segment."""
@@ -98,7 +98,7 @@ def sleeping(world: World, seconds: dict[int, float]) -> Kernels:
     """Kernels that hold a thread, or a GPU's stream."""
     if world.device.type == "cpu":
         return Sleep(seconds)
-    from realrun.gpu import GpuSleep  # noqa: PLC0415 - needs a GPU
+    from realrun.execute.cuda_streams import GpuSleep  # noqa: PLC0415 - needs a GPU
 
     return GpuSleep(seconds)
 

@@ -19,7 +19,7 @@ from co2sim.errors import Co2simError
 from realrun.algorithms import zeropp_collectives
 from realrun.algorithms.quantize import dequantize, quantize
 from realrun.algorithms.zeropp import apply_zeropp
-from realrun.world import World
+from realrun.execute.world import World
 
 OFF = {"qwz": False, "hpz": False, "qgz": False}
 SHAPES = ((1500, 40), (7, 5), (1,), (64, 33))

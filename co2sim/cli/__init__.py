@@ -1,7 +1,7 @@
 """The command line `co2sim`."""
 
 from co2sim.cli.app import app
-from co2sim.cli.entry import run_app
+from co2sim.console.entry import run_app
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import typer
 
 from co2sim import __version__, study
 from co2sim.case import Case, varied
-from co2sim.cli import options
+from co2sim.console import options
 from co2sim.errors import OptionError
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -42,9 +42,9 @@ def list_(
     ] = None,
 ) -> None:
     """List what the catalog holds, or every number of one entry with its source."""
-    from co2sim.cli import report  # noqa: PLC0415 - rich, only when something is printed
+    from co2sim.cli.listing import print_catalog  # noqa: PLC0415 - rich, only when needed
 
-    report.print_catalog(what)
+    print_catalog(what)
 
 
 @app.command()
@@ -62,9 +62,9 @@ def run(case: Case, json_: options.Json = False) -> None:  # noqa: FBT002
     if json_:
         print(json.dumps(result.to_dict(), indent=2))
         return
-    from co2sim.cli import report  # noqa: PLC0415
+    from co2sim.console.result_tables import print_result  # noqa: PLC0415
 
-    report.print_result(result)
+    print_result(result)
 
 
 @app.command()
@@ -79,7 +79,7 @@ def trace(
     ] = Path("trace.json"),
 ) -> None:
     """Simulate, and write the timeline of every traced rank."""
-    from co2sim.cli.files import write_atomically  # noqa: PLC0415
+    from co2sim.files import write_atomically  # noqa: PLC0415
 
     if out.suffix not in {".json", ".jsonl"}:
         raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")

@@ -13,10 +13,11 @@ from co2sim.case import Case
 from co2sim.catalog import load_cluster
 from co2sim.cli.batch import run_all
 from co2sim.cli.figure import draw
-from co2sim.cli.files import write_atomically
 from co2sim.cli.published import Comparison, cases_of, compare, load_cells
-from co2sim.cli.report import console, print_assumed, print_table
+from co2sim.console.result_tables import print_assumed
+from co2sim.console.tables import console, print_table
 from co2sim.errors import OptionError
+from co2sim.files import write_atomically
 from co2sim.metrics import scalability_ratio
 from co2sim.result import Result
 from co2sim.strategies import parse_whole

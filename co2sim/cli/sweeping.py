@@ -7,10 +7,11 @@ from pathlib import Path
 
 from co2sim.case import Case
 from co2sim.cli.batch import run_all
-from co2sim.cli.files import write_atomically
-from co2sim.cli.report import console, print_assumed, print_table
 from co2sim.cli.scaling import to_frame
+from co2sim.console.result_tables import print_assumed
+from co2sim.console.tables import console, print_table
 from co2sim.errors import OptionError
+from co2sim.files import write_atomically
 from co2sim.units import duration, scaled
 
 

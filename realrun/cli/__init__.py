@@ -2,7 +2,7 @@
 
 import sys
 
-from co2sim.cli.entry import run_app
+from co2sim.console.entry import run_app
 from realrun.cli.app import app
 
 

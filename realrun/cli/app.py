@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from co2sim.case import Case
-from co2sim.cli import options
-from co2sim.cli.files import check_writable
+from co2sim.console import options
 from co2sim.errors import OptionError
+from co2sim.files import check_writable
 from co2sim.schedule import Layout
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -19,7 +19,7 @@ from realrun.cli import options as launching
 from realrun.cli.lab import lab
 from realrun.cli.probe import probe
 from realrun.cli.train import train
-from realrun.settle import settle
+from realrun.resolve import settle
 
 CLUSTER = "REALRUN_CLUSTER"
 """Environment variable with the path of the cluster that the lab states."""

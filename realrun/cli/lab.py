@@ -4,31 +4,15 @@ from typing import Annotated
 
 import typer
 
-from co2sim.cli import options
-from realrun.lab import INTRA_RATE, Lab, run_lab, stated_cluster
+from co2sim.console import options
+from realrun.launch.lab import INTRA_RATE, Lab, run_lab, stated_cluster
+from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate
 
 lab = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="A cluster of network namespaces on this machine (Linux, root), with a known bandwidth.",
 )
-
-Nodes = Annotated[
-    int,
-    typer.Option(parser=options.whole("--nodes"), metavar="N", help="Nodes: one namespace each."),
-]
-GpusPerNode = Annotated[
-    int,
-    typer.Option(
-        parser=options.whole("--gpus-per-node"), metavar="N", help="Ranks that share a node."
-    ),
-]
-Rate = Annotated[
-    str, typer.Option(metavar="RATE", help="What each node sends at most, such as '1 Gbit/s'.")
-]
-IntraRate = Annotated[
-    str, typer.Option(metavar="RATE", help="What each rank sends at most inside its node.")
-]
 
 
 @lab.command(context_settings={"allow_interspersed_args": False})

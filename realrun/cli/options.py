@@ -4,8 +4,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from co2sim.cli.options import whole
 from co2sim.cluster import Backend
+from co2sim.console.options import whole
 from co2sim.errors import OptionError, nearest
 
 Nproc = Annotated[

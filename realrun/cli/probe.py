@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from co2sim.catalog import names
-from co2sim.cli import options
-from co2sim.cli.files import check_writable
+from co2sim.console import options
 from co2sim.errors import OptionError, UnitError, nearest
+from co2sim.files import check_writable
 from co2sim.schedule import DType
 from co2sim.units import duration, parse, scaled
 from realrun.cli import options as launching
 
 if TYPE_CHECKING:
     from realrun.cli.ranks import Rank
-    from realrun.fit import Fitted, Measured, Residuals
-    from realrun.probe import Plan
+    from realrun.probe.fit import Fitted, Measured, Residuals
+    from realrun.probe.measurement import Plan
 
 _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
 """Largest collective, and precisions."""
@@ -83,8 +83,8 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     wait = options.seconds("--deadline", deadline, least=1.0)
     check_writable(out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
-    from realrun.cluster_file import NOTHING  # noqa: PLC0415 - slow
-    from realrun.probe import Plan  # noqa: PLC0415 - torch
+    from realrun.probe.cluster_file import NOTHING  # noqa: PLC0415 - slow
+    from realrun.probe.measurement import Plan  # noqa: PLC0415 - torch
 
     settings = ranks.Settings(means, wait, nproc)
     if not precisions and str(nproc or os.environ.get("WORLD_SIZE")) == "1":
@@ -114,11 +114,11 @@ def _size(text: str) -> float:
 
 def _measure(rank: "Rank", plan: "Plan", out: Path, name: str | None, gpu: str | None) -> None:
     """Measure as one rank among others; rank 0 writes and prints."""
-    from co2sim.cli.files import write_atomically  # noqa: PLC0415 - slow
-    from realrun.cluster_file import to_toml  # noqa: PLC0415 - slow
-    from realrun.fit import fit  # noqa: PLC0415 - slow
-    from realrun.probe import probe as measure  # noqa: PLC0415 - torch
-    from realrun.probe_figure import draw  # noqa: PLC0415 - matplotlib
+    from co2sim.files import write_atomically  # noqa: PLC0415 - slow
+    from realrun.probe.cluster_file import to_toml  # noqa: PLC0415 - slow
+    from realrun.probe.figure import draw  # noqa: PLC0415 - matplotlib
+    from realrun.probe.fit import fit  # noqa: PLC0415 - slow
+    from realrun.probe.measurement import probe as measure  # noqa: PLC0415 - torch
 
     measured = measure(rank.world, plan, rank.progress or (lambda _: None))
     if rank.world.rank:
@@ -141,8 +141,8 @@ def _name(measured: "Measured") -> str:
 
 
 def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
-    from co2sim.cli.report import console, print_table  # noqa: PLC0415 - rich
-    from realrun.fit import attained  # noqa: PLC0415 - numpy
+    from co2sim.console.tables import console, print_table  # noqa: PLC0415 - rich
+    from realrun.probe.fit import attained  # noqa: PLC0415 - numpy
 
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from co2sim.case import Case
-from co2sim.cli.files import write_atomically
 from co2sim.cluster import Backend
 from co2sim.errors import Co2simError, OptionError
+from co2sim.files import write_atomically
 from co2sim.result import Result
 from co2sim.units import Seconds
 from realrun import record
-from realrun.launch import run_local
+from realrun.execute.world import World, end, join, need_gpus
+from realrun.launch.local import run_local
 from realrun.measure import KernelName, measure, partial_trace
 from realrun.record import Record
-from realrun.world import World, end, join, need_gpus
 
 _GRACE: Seconds = 5.0
 """What a rank may take to stop once it has been told that another one failed."""
@@ -152,7 +152,7 @@ def _print(records: Sequence[Record], folders: Sequence[Path], *, as_json: bool)
     if as_json:
         print(json.dumps(figures[0] if len(figures) == 1 else figures, indent=2))
         return
-    from co2sim.cli.report import print_result  # noqa: PLC0415 - rich
+    from co2sim.console.result_tables import print_result  # noqa: PLC0415 - rich
 
     for one, folder in zip(figures, folders, strict=True):
         print_result(Result.from_dict(one), measured=True)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from realrun.errors import CheckpointError
+from realrun.execute.world import World
 from realrun.train.folder import (
     CHECKPOINTS,
     IDENTITY,
@@ -28,7 +29,6 @@ from realrun.train.folder import (
     checkpoints,
     identity_text,
 )
-from realrun.world import World
 
 _KEPT = 2
 """Checkpoints that stay; older ones are removed."""

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from co2sim.errors import Co2simError
 from realrun.errors import RankFailure
-from realrun.watch import Place
-from realrun.world import World
+from realrun.execute.world import World
+from realrun.launch.watch import Place
 
 
 @contextmanager

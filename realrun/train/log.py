@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from co2sim.cli.files import write_atomically
 from co2sim.errors import CatalogError
+from co2sim.files import write_atomically
 from realrun.train.folder import LOG, RECORD
 from realrun.train.settings import Settings
 

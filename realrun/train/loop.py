@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from co2sim.cli.files import write_atomically
+from co2sim.files import write_atomically
 from co2sim.units import Seconds
 from realrun.errors import TrainingError
+from realrun.execute.world import World, describe
+from realrun.launch.watch import Place
 from realrun.train import checkpoint, support
 from realrun.train.digits import digits
 from realrun.train.folder import FIGURE, LOG, MODEL, check_identity, checkpoints
@@ -31,8 +33,6 @@ from realrun.train.settings import Settings
 from realrun.train.task import Task, loss_of, scores
 from realrun.train.text import text
 from realrun.train.votes import Votes
-from realrun.watch import Place
-from realrun.world import World, describe
 
 _VOTE = 8
 """Steps, at least, from a vote on whether to stop to its result."""

@@ -21,10 +21,10 @@ from co2sim.strategies.co2 import CO2
 from co2sim.strategies.zeropp import ZeroPP
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
+from realrun.execute.world import World
 from realrun.train import outer
 from realrun.train.log import Stats
 from realrun.train.settings import Settings
-from realrun.world import World
 
 _BETAS = (0.9, 0.95)
 """Of AdamW; the second is lower than torch's, as is usual for language models."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from co2sim.schedule import WORLD
-from realrun.world import World
+from realrun.execute.world import World
 
 
 class Votes:

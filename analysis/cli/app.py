@@ -1,0 +1,30 @@
+"""The commands of `co2analysis`."""
+
+import typer
+
+from analysis.cli import convergence, measured, published
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Compare what was measured on real hardware with what co2sim predicts.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command("compare")(measured.compare)
+app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    measured.lab
+)
+app.command("validate")(published.validate_command)
+app.command("calibrate")(published.calibrate_command)
+app.command("bound")(convergence.bound)
+app.command("tau")(convergence.tau)
+app.command("trends")(convergence.trends)
+app.command("verify")(convergence.verify)

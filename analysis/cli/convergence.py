@@ -1,0 +1,306 @@
+"""The commands of `co2analysis` about convergence: bound, tau, trends, verify."""
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from co2sim.case import Case
+from co2sim.console import options
+from co2sim.console.tables import console, print_table
+from co2sim.errors import OptionError
+from co2sim.files import check_writable, write_atomically
+
+
+def _number(flag: str, words: str) -> Any:
+    return typer.Option(flag, parser=options.number(flag), metavar="N", help=words)
+
+
+def _folder(text: str | Path) -> Path:
+    if not str(text):
+        raise OptionError("--out is ''; it must be a folder")
+    return Path(text)
+
+
+def _whole(flag: str, words: str) -> Any:
+    return typer.Option(flag, parser=options.whole(flag), metavar="N", help=words)
+
+
+Smoothness = Annotated[float, _number("--smoothness", "L of every worker's function.")]
+Noise = Annotated[float, _number("--noise", "Sigma squared: variance of a worker's gradient.")]
+Heterogeneity = Annotated[
+    float, _number("--heterogeneity", "Zeta squared: mean of |grad f_i - grad f|^2.")
+]
+Gap = Annotated[float, _number("--gap", "Delta: f at the start minus its infimum.")]
+Workers = Annotated[int, _whole("--workers", "G.")]
+Rounds = Annotated[int, _whole("--rounds", "T: outer rounds.")]
+LocalSteps = Annotated[int, _whole("--local-steps", "Tau: steps between averages.")]
+InnerStep = Annotated[
+    float | None,
+    _number("--inner-step", "Gamma; default: the one that makes the bound least."),
+]
+OuterStep = Annotated[float, _number("--outer-step", "Alpha.")]
+Momentum = Annotated[float, _number("--momentum", "Beta, in [0, 1).")]
+Penalty = Annotated[float, _number("--penalty", "Lambda, constant.")]
+MostPenalty = Annotated[
+    float | None, _number("--most-penalty", "Lambda varies between 1 and this, instead.")
+]
+Delay = Annotated[
+    int, _whole("--delay", "Rounds until an average is used: 1 is CO2, 0 SlowMo or local SGD.")
+]
+
+
+def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
+    smoothness: Smoothness,
+    noise: Noise,
+    gap: Gap,
+    workers: Workers,
+    rounds: Rounds,
+    local_steps: LocalSteps,
+    heterogeneity: Heterogeneity = 0.0,
+    inner_step: InnerStep = None,
+    outer_step: OuterStep = 1.0,
+    momentum: Momentum = 0.0,
+    penalty: Penalty = 1.0,
+    most_penalty: MostPenalty = None,
+    delay: Delay = 1,
+    convex: Annotated[  # noqa: FBT002
+        bool, typer.Option("--convex", help="Every worker's function is convex.")
+    ] = False,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """The bound of the mean squared gradient for one setting, by term; or "infeasible"."""
+    from analysis.convergence import bound as theory  # noqa: PLC0415 - scipy, only for this command
+
+    setting = theory.Setting(
+        smoothness=smoothness,
+        noise=noise,
+        heterogeneity=heterogeneity,
+        gap=gap,
+        workers=workers,
+        rounds=rounds,
+        local_steps=local_steps,
+        inner_step=1.0 if inner_step is None else inner_step,
+        outer_step=outer_step,
+        momentum=momentum,
+        penalty=penalty,
+        most_penalty=most_penalty,
+        delay=delay,
+        convex=convex,
+    )
+    if inner_step is None:
+        setting = theory.tuned(setting)
+    found = theory.evaluate(setting)
+    published = theory.published(replace(setting, delay=0))
+    feasible = isinstance(found, theory.Bound)
+    figures: dict[str, Any] = {
+        "inner_step": setting.inner_step,
+        "tuned": inner_step is None,
+        "largest_inner_step": theory.largest_inner_step(setting),
+        "load": theory.load(setting),
+        "feasible": feasible,
+        "bound": {**asdict(found), "total": found.total}
+        if isinstance(found, theory.Bound)
+        else None,
+        "slowmo_published": published if isinstance(published, float) else None,
+    }
+    if json_:
+        typer.echo(json.dumps(figures, indent=2))
+        return
+    note = "" if inner_step is not None else " (tuned)"
+    if note and not theory.has_best_step(setting):
+        note = " (the bound falls up to the largest feasible gamma: without noise, its infimum)"
+    rows = [
+        ("inner step gamma", f"{setting.inner_step:.6g}{note}"),
+        ("largest feasible gamma", f"{figures['largest_inner_step']:.6g}"),
+        ("load L eta + 2 L sqrt(C), feasible below 1", f"{figures['load']:.4f}"),
+    ]
+    if isinstance(found, theory.Bound):
+        rows += [(f"{name} term", f"{getattr(found, name):.6g}") for name in theory.TERMS]
+        rows.append(("bound of the mean of E|grad f|^2", f"{found.total:.6g}"))
+    else:
+        rows.append(("bound of the mean of E|grad f|^2", "infeasible: the theorem is silent"))
+    silent = "silent: the horizon is too short"
+    rows.append(
+        (
+            "SlowMo's published bound, at its own step",
+            f"{published:.6g}" if isinstance(published, float) else silent,
+        )
+    )
+    print_table(console(), "bound", ("figure", "value"), rows)
+
+
+def tau(  # noqa: PLR0913 - one argument per option
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN...]", help="Folders of real runs whose rounds were measured."),
+    ] = None,
+    *,
+    smoothness: Smoothness,
+    noise: Noise,
+    gap: Gap,
+    heterogeneity: Heterogeneity = 0.0,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", help="Simulate rounds on this cluster.")
+    ] = None,
+    model: Annotated[str, typer.Option("--model", "-m", help="As in `co2sim run`.")] = "gpt2-xl",
+    strategy: Annotated[
+        str, typer.Option("--strategy", "-s", help="co2, slowmo or local_sgd with options.")
+    ] = "co2",
+    gpus: options.Gpus = None,
+    micro_batch: options.MicroBatch = 1,
+    overrides: options.Overrides = None,
+    taus: Annotated[
+        str | None,
+        typer.Option(help="Taus to simulate; default: 1 to 256, and longer while that is better."),
+    ] = None,
+    times: Annotated[
+        str, typer.Option("--times", help="Times of training to compare at.")
+    ] = "1 h, 10 h, 100 h",
+    target: Annotated[
+        float | None, _number("--target", "Also the time until the bound is this small.")
+    ] = None,
+    outer_step: OuterStep = 1.0,
+    momentum: Momentum = 0.0,
+    json_: options.Json = False,
+) -> None:
+    """Which tau: times of rounds, simulated or measured, joined with the bound of the error."""
+    from analysis.convergence import bound as theory  # noqa: PLC0415 - scipy, only for this command
+    from analysis.convergence import tau as advice  # noqa: PLC0415
+    from analysis.convergence.tau_report import print_tau, tau_to_dict  # noqa: PLC0415
+
+    if bool(runs) == (cluster is not None):
+        raise OptionError("give runs or --cluster: one of the two, not both")
+    if target is not None and not 0 < target < float("inf"):
+        raise OptionError(f"--target is {target:g}; it must be above 0 and finite")
+    problem = theory.Setting(
+        smoothness=smoothness,
+        noise=noise,
+        heterogeneity=heterogeneity,
+        gap=gap,
+        workers=1,
+        rounds=1,
+        local_steps=1,
+        inner_step=1.0,
+        outer_step=outer_step,
+        momentum=momentum,
+    )
+    lengths = [options.seconds("--times", text) for text in times.split(",")]
+    if cluster is None:
+        timings = advice.measured(runs or [])
+    else:
+        case = Case(
+            cluster=cluster,
+            model=model,
+            strategy=strategy,
+            gpus=gpus,
+            micro_batch=micro_batch,
+            overrides=options.pairs(overrides, "--set"),
+        )
+        timings = (
+            advice.searched(problem, case, lengths)
+            if taus is None
+            else advice.simulated(case, [options.whole("--taus")(t) for t in taus.split(",")])
+        )
+    advices = [(length, advice.after(problem, timings, length)) for length in lengths]
+    reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
+    assumed = advice.assumptions(problem)
+    if json_:
+        typer.echo(json.dumps(tau_to_dict(timings, advices, reached, assumed), indent=2))
+        return
+    print_tau(console(), timings, advices, target, reached, assumed)
+
+
+def trends(
+    workers: Annotated[int, _whole("--workers", "G.")] = 4,
+    steps: Annotated[int, _whole("--steps", "Local steps of every run.")] = 512,
+    taus: Annotated[str, typer.Option(help="Taus to try.")] = "1,4,16",
+    seeds: Annotated[int, _whole("--seeds", "Runs of every cell.")] = 3,
+    target: Annotated[float, _number("--target", "Training loss to reach.")] = 0.2,
+    *,
+    by_label: Annotated[
+        bool, typer.Option("--by-label", help="Every worker sees other digits.")
+    ] = False,
+    json_: options.Json = False,
+) -> None:
+    """Train a small network with CO2, SlowMo and local SGD, beside the bound: a trend, no check."""
+    from analysis.convergence import trends as networks  # noqa: PLC0415 - scipy, only for this command
+
+    if min(workers, steps, seeds) < 1:
+        raise OptionError("--workers, --steps and --seeds must be at least 1")
+    wanted = [options.whole("--taus")(text) for text in taus.split(",")]
+    if not all(1 <= each <= steps for each in wanted):
+        raise OptionError(f"--taus is {taus!r}; each must be from 1 to --steps, {steps}")
+    found = list(
+        networks.trends(
+            workers=workers,
+            steps=steps,
+            taus=wanted,
+            seeds=seeds,
+            target=target,
+            by_label=by_label,
+        )
+    )
+    if json_:
+        typer.echo(json.dumps(networks.to_dict(found), indent=2))
+        return
+    networks.print_all(console(), found, target)
+
+
+def verify(
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            parser=_folder,
+            metavar="FOLDER",
+            help="Folder of the report, and of measured cells.",
+        ),
+    ] = Path("out/verify"),
+    quick: Annotated[  # noqa: FBT002
+        bool, typer.Option("--quick", help="A smaller protocol: under a minute on 2 cores.")
+    ] = False,
+    jobs: Annotated[
+        int, typer.Option(parser=options.whole("--jobs"), metavar="N", help="Processes.")
+    ] = 0,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Check the bound against measurement and write a report; exit code 1 if it fails.
+
+    What was measured stays in the folder: a run that was interrupted goes on where it was.
+    """
+    from rich.console import Console  # noqa: PLC0415 - only for this command
+    from rich.progress import Progress  # noqa: PLC0415
+
+    from analysis.convergence import report  # noqa: PLC0415
+    from analysis.convergence.protocol import verify as protocol  # noqa: PLC0415
+
+    if jobs < 0:
+        raise OptionError(f"--jobs is {jobs}; it must be 0 (all cores) or more")
+    check_writable(out)
+    began = time.monotonic()
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring")
+        measured = protocol.measure(
+            out / "cells",
+            quick=quick,
+            jobs=jobs or os.cpu_count() or 1,
+            progress=lambda done, whole: bar.update(task, completed=done, total=whole),
+        )
+    found = protocol.judge(measured, quick=quick)
+    seconds = time.monotonic() - began
+    write_atomically(report.files(found, out, seconds))
+    if json_:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        shown = console()
+        rows = [(c.claim, "holds" if c.passed else "FAILS", c.found) for c in found.checks]
+        print_table(shown, "the protocol", ("claim", "", "found"), rows, left=3)
+        shown.print(f"written {out / 'report.md'} and report.html", highlight=False, markup=False)
+    if not found.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,184 @@
+"""`co2analysis compare` and `lab`: measured runs beside their prediction."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from analysis.measured.overrides import changed
+from co2sim.catalog import load_cluster, load_model
+from co2sim.cluster import Cluster
+from co2sim.console import options
+from co2sim.console.tables import console
+from co2sim.errors import OptionError
+from co2sim.files import check_writable, write_atomically
+from co2sim.strategies import parse
+from realrun import record
+from realrun.launch.lab import INTRA_RATE
+from realrun.launch.local import started
+from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate
+from realrun.record import folder_name
+
+if TYPE_CHECKING:
+    from analysis.measured.comparison import Comparison
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folder of a run, or a folder that holds several."),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            "-c",
+            help="Predict on this cluster (catalog name or TOML file) instead of the recorded one.",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Override a number of the cluster. Repeatable.",
+        ),
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw both timelines here (.png or .svg); one file per run, if there are several."
+        ),
+    ] = None,
+    rank: Annotated[int, typer.Option(metavar="N", help="Whose timelines are drawn.")] = 0,
+    csv: Annotated[Path | None, typer.Option(help="Write every op to this CSV file.")] = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Compare measured runs with their prediction: figures, ops, and what causes the errors."""
+    from analysis.measured import op_table  # noqa: PLC0415 - pandas, only for this command
+    from analysis.measured.comparison import compare as compare_  # noqa: PLC0415
+
+    if figure is not None and figure.suffix not in {".png", ".svg"}:
+        raise OptionError(f"--figure {figure}: the file must end in .png or .svg")
+    changes = options.pairs(overrides, "--set")
+    folders = [folder for run in runs for folder in _folders(run)]
+    found = []
+    for folder in folders:
+        measured = record.read(folder)
+        other = _other(measured.case.cluster, cluster, changes)
+        found.append(compare_(_name(folder, folders), measured, other))
+    files = {} if figure is None else _figures(found, figure, rank)
+    if csv is not None:
+        files[csv] = op_table.to_csv(found)
+    write_atomically(files)
+    if json_:
+        typer.echo(json.dumps(op_table.to_dict(found), indent=2))
+        return
+    out = console()
+    op_table.print_all(out, found)
+    for path in files:
+        out.print(f"written {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def lab(  # noqa: PLR0913, PLR0917 - one argument per option
+    context: typer.Context,
+    strategy: Annotated[
+        list[str], typer.Option("--strategy", "-s", help="As in `realrun run`. Repeatable.")
+    ],
+    model: options.Model,
+    nodes: Nodes = 4,
+    gpus_per_node: GpusPerNode = 1,
+    rate: Rate = "1 Gbit/s",
+    intra_rate: IntraRate = INTRA_RATE,
+    probe: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--probe", help="Predict from a probe in the lab; else from its stated rate alone."
+        ),
+    ] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="As in `compare`: draw both timelines here.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder; every strategy gets one inside.")
+    ] = Path("out"),
+) -> None:
+    """Execute strategies in a lab on this machine (root), and compare them with their prediction.
+
+    Further options, such as --rounds and --kernels, are those of `realrun run`.
+    """
+    for text in strategy:
+        parse(text)
+    load_model(model)
+    check_writable(out)
+    inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
+    inside += ["--intra-rate", intra_rate]
+    cluster: list[str] = []
+    if probe:
+        cluster = ["--cluster", str(out / "probe.toml")]
+        _in_lab(inside, ["probe", "--gpu", "virtual", "--out", cluster[1]])
+    strategies = [item for text in strategy for item in ("--strategy", text)]
+    asked = ["--model", model, *strategies, "--out", str(out), "--json", *context.args]
+    _in_lab(inside, ["run", *cluster, *asked])
+    folders = [out / folder_name(text) for text in strategy]
+    compare(folders, figure=figure)
+
+
+def _in_lab(lab_options: Sequence[str], command: Sequence[str]) -> None:
+    """Run a command of `realrun` as every rank of a lab; what it prints is not shown."""
+    program = [sys.executable, "-m", "realrun", "lab", "run", *lab_options, "--", "realrun"]
+    lab_process = started([*program, *command], {}, output=subprocess.DEVNULL, errors=None)
+    try:
+        code = lab_process.wait()
+    finally:
+        if lab_process.poll() is None:
+            lab_process.terminate()
+            lab_process.wait()
+    if code:
+        raise typer.Exit(code)
+
+
+def _figures(found: list["Comparison"], figure: Path, rank: int) -> dict[Path, bytes]:
+    """The figure, or one per run with the name of the run in that of the file."""
+    from analysis.measured.timelines import draw  # noqa: PLC0415 - matplotlib
+
+    if len(found) == 1:
+        return {figure: draw(found[0], rank, figure.suffix)}
+    parts = [comparison.name.replace("/", "-") for comparison in found]
+    return {
+        figure.with_name(f"{figure.stem}-{part}{figure.suffix}"): draw(
+            comparison, rank, figure.suffix
+        )
+        for part, comparison in zip(parts, found, strict=True)
+    }
+
+
+def _folders(run: Path) -> list[Path]:
+    """The run itself, or the runs one level below, by name."""
+    if (run / "run.json").exists() or not run.is_dir():
+        return [run]
+    below = sorted(path.parent for path in run.glob("*/run.json"))
+    if not below:
+        raise OptionError(f"{run} holds no run: neither run.json nor folders with one")
+    return below
+
+
+def _name(folder: Path, folders: list[Path]) -> str:
+    """The name of the folder, with that of its parent where others are called the same."""
+    whole = folder.resolve()
+    same = [other for other in folders if other.resolve().name == whole.name]
+    return whole.name if len(same) == 1 else f"{whole.parent.name}/{whole.name}"
+
+
+def _other(recorded: Any, reference: str | None, changes: Mapping[str, str]) -> Cluster | None:
+    """The cluster to predict on, if it is not the recorded one."""
+    model = next((path for path in changes if path.startswith("model.")), None)
+    if model is not None:
+        raise OptionError(f"--set {model}: the model is that of the run; only the cluster varies")
+    if reference is not None:
+        return load_cluster(reference, changes).value
+    return changed(recorded, changes) if changes else None

@@ -1,0 +1,1 @@
+"""Objectives whose constants are known, and two that are estimated."""

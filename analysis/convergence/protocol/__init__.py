@@ -1,0 +1,1 @@
+"""The protocol of `co2analysis verify`: what is measured, and how it is judged."""

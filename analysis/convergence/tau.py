@@ -1,0 +1,235 @@
+"""Which tau: the time of a round on a cluster, joined with the bound of the error."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from joblib import Parallel, delayed
+
+from analysis.convergence import bound
+from analysis.convergence.bound import Bound, Setting
+from co2sim.case import Case, vary
+from co2sim.errors import OptionError
+from co2sim.study import run
+from co2sim.units import Seconds
+from realrun import record
+
+_MOST_ROUNDS = 2**40
+"""Where the search for a target ends."""
+USUAL = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Taus to simulate if none are asked for."""
+LONGEST = 4096
+"""Where the search for the best tau ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long a round takes with some tau; `exposed` is its part that only communicates.
+
+    `exposed` is None where it was not measured.
+    `workers` is G: the number of replicas that are averaged. `delay` is in rounds.
+    """
+
+    tau: int
+    round_time: Seconds
+    exposed: Seconds | None
+    workers: int
+    delay: int
+    source: str
+
+    @property
+    def share(self) -> str:
+        """The exposed share of the round, as text."""
+        return "unknown" if self.exposed is None else f"{self.exposed / self.round_time:.1%}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a tau would give after some time of training, at the best inner step."""
+
+    timing: Timing
+    rounds: int
+    inner_step: float
+    bound: Bound
+
+
+def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
+    """Rounds of a strategy with every tau, by co2sim. Raises OptionError for one without a tau."""
+    ordered = sorted(set(taus), reverse=True)
+    found = Parallel(n_jobs=-1)(delayed(_simulated)(case, tau) for tau in ordered)
+    return sorted(found, key=lambda timing: timing.tau)
+
+
+def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[Timing]:
+    """Rounds with the usual taus, and with doubled ones while the last is best after some length.
+
+    The search ends at LONGEST, and where a round is longer than all lengths.
+    """
+    found = simulated(case, USUAL)
+    while found[-1].tau < LONGEST and any(
+        choices and best(choices).timing is found[-1]
+        for choices in (after(problem, found, length) for length in lengths)
+    ):
+        found.append(_simulated(case, 2 * found[-1].tau))
+    return found
+
+
+def _simulated(case: Case, tau: int) -> Timing:
+    mine = vary(case, "strategy.tau", str(tau))
+    result = run(mine)
+    return _timing(mine, result.round_time_s, result.exposed_comm_s, "simulated")
+
+
+def measured(folders: Sequence[Path]) -> list[Timing]:
+    """Rounds of real runs, from their folders."""
+    found = []
+    for folder in folders:
+        kept = record.read(folder)
+        times = kept.figures
+        case = kept.case
+        exposed = times.get("exposed_comm_s")
+        found.append(
+            _timing(
+                case,
+                float(times["round_time_s"]),
+                None if exposed is None else float(exposed),
+                f"measured in {folder.name}",
+            )
+        )
+    return sorted(found, key=lambda timing: timing.tau)
+
+
+def _timing(case: Case, round_time: Seconds, exposed: Seconds | None, source: str) -> Timing:
+    prepared = case.prepare()
+    strategy = prepared.strategy
+    tau = getattr(strategy, "tau", None)
+    if tau is None or strategy.name not in {"co2", "slowmo", "local_sgd"}:
+        raise OptionError(f"the bound is about co2, slowmo and local_sgd, not {strategy.name}")
+    layout = prepared.cluster.layout
+    per_node = getattr(strategy, "worker", "gpu") == "node"
+    return Timing(
+        tau=tau,
+        round_time=round_time,
+        exposed=exposed,
+        workers=layout.nodes if per_node else layout.world_size,
+        delay=getattr(strategy, "staleness", 0),
+        source=source,
+    )
+
+
+def after(problem: Setting, timings: Sequence[Timing], seconds: Seconds) -> list[Choice]:
+    """The bound after a time of training, for each tau of which at least one round fits in."""
+    return [
+        _choice(problem, timing, int(seconds / timing.round_time))
+        for timing in timings
+        if timing.round_time <= seconds
+    ]
+
+
+def _choice(problem: Setting, timing: Timing, rounds: int) -> Choice:
+    setting = bound.tuned(
+        replace(
+            problem,
+            workers=timing.workers,
+            rounds=rounds,
+            local_steps=timing.tau,
+            delay=timing.delay,
+        )
+    )
+    found = bound.evaluate(setting)
+    assert isinstance(found, Bound)
+    return Choice(timing=timing, rounds=rounds, inner_step=setting.inner_step, bound=found)
+
+
+def best(choices: Sequence[Choice]) -> Choice:
+    """The one with the least bound."""
+    return min(choices, key=lambda choice: choice.bound.total)
+
+
+def until(problem: Setting, timing: Timing, target: float) -> Seconds | None:
+    """The time until the bound is at most `target`, or None if that takes too long to tell.
+
+    The bound at the best step falls with T, so that bisection finds the least T.
+    """
+    high = 1
+    while _choice(problem, timing, high).bound.total > target:
+        high *= 2
+        if high > _MOST_ROUNDS:
+            return None
+    low = high // 2
+    while high - low > max(1, high // 1000):
+        middle = (low + high) // 2
+        if _choice(problem, timing, middle).bound.total > target:
+            low = middle
+        else:
+            high = middle
+    return high * timing.round_time
+
+
+def explain(choices: Sequence[Choice], most: int) -> Iterator[str]:
+    """Why the best tau is what it is, in sentences. `most` is the largest that was asked for."""
+    chosen = best(choices)
+    timing, found = chosen.timing, chosen.bound
+    fastest = max(map(_steps, choices))
+    yield (
+        f"tau = {timing.tau} makes {_steps(chosen) / fastest:.0%} of the most steps that any tau"
+        f" makes; {timing.share} of its rounds is exposed communication."
+    )
+    rare = found.staleness + found.drift
+    yield (
+        f"Of its bound {found.optimization / found.total:.0%} is optimization,"
+        f" {found.noise / found.total:.0%} noise, and {rare / found.total:.0%} the price of"
+        " averaging rarely and late (staleness and drift)."
+    )
+    shorter = [c for c in choices if c.timing.tau < timing.tau]
+    longer = [c for c in choices if c.timing.tau > timing.tau]
+    if shorter:
+        yield f"{_beside(max(shorter, key=_tau), chosen, fastest)}."
+    if longer:
+        other = min(longer, key=_tau)
+        yield (
+            f"{_beside(other, chosen, fastest)}: it averages"
+            f" {chosen.rounds / other.rounds:.1f} times as rarely, and its best gamma is"
+            f" {other.inner_step / chosen.inner_step:.2f} times this one."
+        )
+    if timing.tau == most and len(choices) > 1:
+        yield "It is the largest asked for; try longer."
+
+
+def _tau(choice: Choice) -> int:
+    return choice.timing.tau
+
+
+def _steps(choice: Choice) -> int:
+    return choice.rounds * choice.timing.tau
+
+
+def _beside(other: Choice, chosen: Choice, fastest: int) -> str:
+    return (
+        f"A tau of {other.timing.tau} makes {_steps(other) / fastest:.0%} of the steps"
+        f" ({other.timing.share} exposed); its bound is"
+        f" {other.bound.total / chosen.bound.total - 1:+.1%}"
+    )
+
+
+def assumptions(problem: Setting) -> list[str]:
+    """What an answer rests on."""
+    same = ["zeta^2 = 0: all workers see the same data."] if problem.heterogeneity == 0 else []
+    return [*ASSUMPTIONS, *same, f"Taus up to {LONGEST} are tried unless taus are given."]
+
+
+ASSUMPTIONS = (
+    (
+        "The error is the bound of the mean of E|grad f|^2 over all steps: what is guaranteed, not"
+        " what is measured; it ranks settings, and runs do better."
+    ),
+    (
+        "L, sigma^2, zeta^2 and Delta are your estimates; sigma^2 is that of one worker's gradient"
+        " over its whole batch, and does not depend on tau."
+    ),
+    (
+        "Local steps are those of plain SGD; the outer step and momentum are as given, and gamma is"
+        " tuned for every tau and time."
+    ),
+    "No clipping; a round takes as long throughout as in the steady state.",
+)

@@ -1,0 +1,1 @@
+"""Measured runs beside their prediction."""

@@ -1,0 +1,294 @@
+"""Why a measured op takes another time than predicted: every error, split into parts by cause.
+
+The parts of an error add up to it exactly. Each is decided from the two traces and the cluster
+that predicts, as follows.
+
+1. A collective's span is *waiting* until the last member of its group has started, then *active*.
+   The difference of the waiting parts is the part `waiting`.
+2. An active time is a time alone times a stretch. A collective is stretched while others of its
+   rank load the link that bounds it (equal shares, as in `co2sim.network`), or hold its NCCL
+   communicator. A compute op is stretched while communication of its rank is under way: by what the
+   cluster states in the prediction, and in the measurement by the factor that makes equal works on
+   one rank take equally long (none, where none of them ran with and without communication).
+3. Measured compute of a rank is also stretched by the *pace* of the rank: all that it computes,
+   measured over predicted, relative to the first quartile of ranks, if slower.
+4. What is left alone is a fixed time per op plus a time that grows with the work: latency steps and
+   bytes for collectives, launch and arithmetic or memory for computes. Both are fitted to the
+   measured medians of all different works (those of a kernel, or a kind, share a slope; those of a
+   group, or all computes, share the fixed time), where sizes differ enough to tell them apart.
+
+A product of ratios is split into differences by logarithms (the LMDI decomposition; Ang 2004,
+Energy Policy 32(9)), so that nothing is left over and traces that agree have no parts.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import median
+from typing import NamedTuple, TypeAlias
+
+from analysis.measured.fits import Point, fixed_and_slope, interference
+from analysis.measured.spans import Key, Split, split
+from co2sim.cluster import Cluster
+from co2sim.cost import compute_time, footprints
+from co2sim.schedule import Collective, Compute, Group, Kind, Schedule
+from co2sim.trace import Trace
+from co2sim.units import Bytes, Flops, Seconds
+
+AGREES = 0.01
+"""Relative mean error below which no cause is named."""
+
+
+class Cause(StrEnum):
+    """What a part of an error comes from."""
+
+    BANDWIDTH = "bandwidth"
+    """Collectives: time alone that grows with the bytes, or that nothing else explains. Where the
+    sizes of a group do not tell it from latency: all of it, if bytes dominate the prediction."""
+    LATENCY = "latency"
+    """Collectives: fixed time per call. Where sizes do not tell: all of it, if latency steps
+    dominate the prediction."""
+    CONTENTION = "contention"
+    """Collectives: more or less overlap with others on the same link than predicted. Computes: a
+    slowdown beside communication that was not predicted, or other than predicted."""
+    WAITING = "waiting"
+    """Collectives: longer or shorter until the last member of the group has started. Waits up to
+    the clock error of the trace do not count."""
+    STRAGGLER = "straggler"
+    """Computes: the rank is slower than others in all that it computes. The others wait for it."""
+    LAUNCH = "launch"
+    """Computes: fixed time per op. Where sizes do not tell: all of it, if launch dominates the
+    prediction."""
+    COMPUTE = "compute"
+    """Computes: time alone that grows with the work (arithmetic or memory), and all the rest."""
+
+    @property
+    def words(self) -> str:
+        """The cause as tables name it."""
+        return "waiting for a straggler" if self is Cause.WAITING else self.value
+
+
+class Difference(NamedTuple):
+    """One op of one round on one rank, in both traces; `parts` sum to measured - predicted."""
+
+    op: str
+    round: int
+    rank: int
+    predicted: Seconds
+    measured: Seconds
+    parts: Mapping[Cause, Seconds]
+
+    @property
+    def error(self) -> Seconds:
+        """Measured - predicted."""
+        return self.measured - self.predicted
+
+
+Work: TypeAlias = tuple[str, Flops, Bytes] | tuple[Kind, Bytes, Group]
+"""What makes works equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Predicted time alone of a work: `fixed` + `growing`. Works of a `pool` share a fixed time."""
+
+    work: Work
+    family: str
+    pool: Group | None
+    fixed: Seconds
+    growing: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """Measured time alone of a work, as fitted: what is fixed, or None where sizes do not tell."""
+
+    fixed: Seconds | None
+
+
+def attribute(
+    schedule: Schedule,
+    cluster: Cluster,
+    precision: str,
+    predicted: Trace,
+    measured: Trace,
+    *,
+    rounds: int,
+    clock_error: Seconds = 0.0,
+) -> list[Difference]:
+    """Every op that both traces hold in the last `rounds` rounds, with its error by cause."""
+    first = measured.rounds - rounds
+    costs = _costs(schedule, cluster, precision)
+    before = split(predicted, schedule, cluster, first)
+    after = split(measured, schedule, cluster, first)
+    if clock_error:
+        after = {key: _certain(found, clock_error) for key, found in after.items()}
+    keys = [key for key in after if key in before]
+    rate = cluster.interference / (1 + cluster.interference)
+    before = _stretched(before, costs, rate)
+    after = _stretched(after, costs, interference(_samples(keys, after, costs)))
+    paces = _paces(keys, before, after, costs)
+    fits = _fit(keys, after, paces, costs)
+    return [
+        Difference(
+            *key,
+            before[key].total,
+            after[key].total,
+            _parts(costs[key[0]], before[key], after[key], paces[key[2]], fits),
+        )
+        for key in keys
+    ]
+
+
+def dominant(parts: Mapping[Cause, Seconds], error: Seconds, predicted: Seconds) -> Cause | None:
+    """The cause of the largest part in the direction of the error; None where traces agree."""
+    if not parts or abs(error) <= AGREES * predicted:
+        return None
+    return max(parts, key=lambda cause: parts[cause] * math.copysign(1.0, error))
+
+
+def _certain(found: Split, clock_error: Seconds) -> Split:
+    """Waiting within the error of the clocks is not told from none."""
+    if found.waiting > clock_error:
+        return found
+    return replace(found, waiting=0.0, active=found.total)
+
+
+def _costs(schedule: Schedule, cluster: Cluster, precision: str) -> dict[str, _Cost]:
+    links = footprints(
+        (op.work for op in schedule.body if isinstance(op.work, Collective)), cluster
+    )
+    launch = cluster.gpu.launch_overhead
+    found = {}
+    for op in schedule.body:
+        work = op.work
+        if isinstance(work, Compute):
+            key: Work = (work.kernel, work.flops, work.memory_bytes)
+            growing = compute_time(work, cluster.gpu, precision) - launch
+            found[op.name] = _Cost(key, work.kernel, None, launch, growing)
+        else:
+            cost = links[id(work)]
+            key = (work.kind, work.bytes, work.group)
+            growing = cost.alone(cluster) - cost.latency
+            found[op.name] = _Cost(key, work.kind, work.group, cost.latency, growing)
+    return found
+
+
+def _stretched(
+    splits: Mapping[Key, Split], costs: Mapping[str, _Cost], rate: float
+) -> dict[Key, Split]:
+    """With computes that lose the fraction `rate` of their speed beside communication."""
+    return {
+        key: item if costs[key[0]].pool else replace(item, beside=rate * item.beside)
+        for key, item in splits.items()
+    }
+
+
+def _samples(
+    keys: Iterable[Key], splits: Mapping[Key, Split], costs: Mapping[str, _Cost]
+) -> list[tuple[tuple[Work, int], Seconds, float]]:
+    """Of every compute: its work and rank, its time, and its fraction beside communication."""
+    found = []
+    for key in keys:
+        cost, item = costs[key[0]], splits[key]
+        if cost.pool is None and item.active > 0:
+            found.append(((cost.work, key[2]), item.active, item.beside))
+    return found
+
+
+def _paces(
+    keys: Iterable[Key],
+    before: Mapping[Key, Split],
+    after: Mapping[Key, Split],
+    costs: Mapping[str, _Cost],
+) -> dict[int, float]:
+    """How many times slower each rank computes than the first quartile of ranks; at least 1."""
+    stated: dict[int, Seconds] = defaultdict(float)
+    needed: dict[int, Seconds] = defaultdict(float)
+    for key in keys:
+        if costs[key[0]].pool is None:
+            stated[key[2]] += before[key].alone
+            needed[key[2]] += after[key].alone
+    ranks = {key[2] for key in keys}
+    paces = {rank: needed[rank] / stated[rank] for rank in ranks if stated[rank]}
+    ordered = sorted(paces.values())
+    usual = ordered[(len(ordered) - 1) // 4] if ordered else 1.0
+    return {rank: max(1.0, paces.get(rank, usual) / usual) if usual else 1.0 for rank in ranks}
+
+
+def _fit(
+    keys: Iterable[Key],
+    after: Mapping[Key, Split],
+    paces: Mapping[int, float],
+    costs: Mapping[str, _Cost],
+) -> dict[Work, _Alone]:
+    """Fixed and growing measured time alone of every work, by pool."""
+    times: dict[_Cost, tuple[list[Seconds], list[Seconds]]] = {}
+    for key in keys:
+        cost, item = costs[key[0]], after[key]
+        pace = 1.0 if cost.pool else paces[key[2]]
+        free, shared = times.setdefault(cost, ([], []))
+        (shared if item.beside else free).append(item.alone / pace)
+    pools: dict[Group | None, list[_Cost]] = {}
+    for cost in times:
+        pools.setdefault(cost.pool, []).append(cost)
+    found: dict[Work, _Alone] = {}
+    for pool in pools.values():
+        any_fixed = any(cost.fixed for cost in pool)
+        points = [
+            Point(
+                cost.family,
+                cost.fixed if any_fixed else 1.0,
+                cost.growing,
+                median(times[cost][0] or times[cost][1]),
+            )
+            for cost in pool
+        ]
+        factor = fixed_and_slope(points)
+        for cost, point in zip(pool, points, strict=True):
+            found[cost.work] = _Alone(None if factor is None else factor * point.fixed)
+    return found
+
+
+def _parts(
+    cost: _Cost, before: Split, after: Split, pace: float, fits: Mapping[Work, _Alone]
+) -> dict[Cause, Seconds]:
+    """The error of one op by cause."""
+    collective = cost.pool is not None
+    rest, fixed = (Cause.BANDWIDTH, Cause.LATENCY) if collective else (Cause.COMPUTE, Cause.LAUNCH)
+    parts = {Cause.WAITING: after.waiting - before.waiting} if collective else {}
+    ratios = {Cause.CONTENTION: (1 - before.beside) / (1 - after.beside)}
+    if not collective:
+        ratios[Cause.STRAGGLER] = pace
+    mean = _mean(before.active, after.active)
+    parts |= {cause: mean * math.log(ratio) for cause, ratio in ratios.items()}
+    alone = after.active - before.active - sum(parts[cause] for cause in ratios)
+    measured = fits[cost.work].fixed
+    if measured is not None:
+        base = after.alone / ratios.get(Cause.STRAGGLER, 1.0)
+        usual = _mean(before.alone, base)
+        parts[fixed] = (measured - cost.fixed) * (mean / usual if usual else 1.0)
+        parts[rest] = alone - parts[fixed]
+    else:
+        known = cost.fixed > cost.growing
+        parts[fixed], parts[rest] = (alone, 0.0) if known else (0.0, alone)
+    return parts
+
+
+def _mean(one: Seconds, other: Seconds) -> Seconds:
+    """The logarithmic mean: a difference is this times the logarithm of the ratio; 0 with 0."""
+    if one <= 0 or other <= 0:
+        return 0.0
+    change = math.log(other / one)
+    return (other - one) / change if abs(change) > 1e-9 else one  # noqa: PLR2004 - rounding
+
+
+def totals(differences: Sequence[Difference]) -> dict[Cause, Seconds]:
+    """Parts of several differences, summed with their signs."""
+    found = dict.fromkeys(Cause, 0.0)
+    for difference in differences:
+        for cause, part in difference.parts.items():
+            found[cause] += part
+    return found

@@ -1,0 +1,218 @@
+"""Comparisons as tables, JSON and rows of a CSV file."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from analysis.measured.comparison import Comparison, Row, causes, labels, ops, rows, summarise
+from co2sim.console.tables import print_table
+from co2sim.units import duration
+
+_FIGURES = (
+    ("round time", "round_time_s"),
+    ("step time", "step_time_s"),
+    ("communication busy, per round", "comm_busy_s"),
+    ("waiting for slower ranks, per round", "waiting_s"),
+    ("communication exposed, per round", "exposed_comm_s"),
+)
+_SPENT = {
+    "compute": "computing",
+    "communication": "communicating, nothing computed",
+    "waiting": "waiting in a collective, nothing computed",
+    "idle": "idle",
+}
+
+
+def print_all(out: Console, comparisons: Sequence[Comparison]) -> None:
+    """The figures of a single run, or a summary of several; then the ops of each."""
+    if len(comparisons) == 1:
+        print_figures(out, comparisons[0])
+    else:
+        print_summary(out, comparisons)
+    for found in comparisons:
+        print_ops(out, found)
+
+
+def print_summary(out: Console, comparisons: Sequence[Comparison]) -> None:
+    """One line per run, then the figures over all of them."""
+    lines: list[tuple[str, ...]] = []
+    for found in comparisons:
+        here, there = found.predicted, found.measured
+        lines.append(
+            (
+                found.name,
+                here.strategy,
+                here.cluster,
+                str(here.gpus),
+                duration(here.round_time_s),
+                duration(there["round_time_s"]),
+                f"{found.round_time_error:+.1%}",
+                duration(here.exposed_comm_s),
+                _time(there.get("exposed_comm_s")),
+                _ratio(here.overlap_ratio),
+                _ratio(there.get("overlap_ratio")),
+                _points(found.overlap_difference),
+            )
+        )
+    columns = (
+        *("run", "strategy", "cluster", "GPUs", "round", "measured", "error"),
+        *("exposed", "measured", "overlap", "measured", "difference"),
+    )
+    print_table(out, "runs: predicted, then measured", columns, lines, left=3)
+    whole = summarise(comparisons)
+    figures = [
+        ("error of round time, median", f"{whole.median_round_time_error:.1%}"),
+        ("error of round time, largest", f"{whole.largest_round_time_error:.1%}"),
+        ("difference of overlap ratio, largest", _points(whole.largest_overlap_difference, "")),
+    ]
+    print_table(out, f"{whole.runs} runs, absolute", ("figure", "value"), figures)
+
+
+def print_figures(out: Console, found: Comparison) -> None:
+    """The figures of one run, and where its rounds went."""
+    here, there = found.predicted.to_dict(), found.measured
+    lines: list[tuple[str, ...]] = [
+        (name, _time(here[key]), _time(there.get(key)), _error(here[key], there.get(key)))
+        for name, key in _FIGURES
+    ]
+    overlap = (_ratio(here["overlap_ratio"]), _ratio(there.get("overlap_ratio")))
+    lines.append(("overlap ratio", *overlap, _points(found.overlap_difference)))
+    rounds = found.record.rounds
+    title = (
+        f"{found.name}: {here['model']} on {here['cluster']}, {here['strategy']},"
+        f" {here['gpus']} GPUs; {rounds} {'round' if rounds == 1 else 'rounds'} measured"
+    )
+    print_table(out, title, ("figure", "predicted", "measured", "error"), lines)
+    before, after = (asdict(spent) for spent in found.spent)
+    went: list[tuple[str, ...]] = [
+        (words, duration(before[key]), duration(after[key]), _signed(after[key] - before[key]))
+        for key, words in _SPENT.items()
+    ]
+    total, reached = sum(before.values()), sum(after.values())
+    went.append(("sum", duration(total), duration(reached), _signed(reached - total)))
+    columns = ("on the average rank", "predicted", "measured", "difference")
+    print_table(out, "where a round went", columns, went)
+
+
+def print_ops(out: Console, found: Comparison) -> None:
+    """The op table of one run, and what causes its errors."""
+    table = rows(found)
+    lines = [
+        (
+            row.label,
+            f"{row.count:g}",
+            _milliseconds(row.predicted),
+            _milliseconds(row.measured),
+            "-" if row.error is None else f"{row.error:+.1%}",
+            f"{row.share:.1%}",
+            row.cause.words if row.cause else "-",
+        )
+        for row in table
+    ]
+    columns = ("op", "per round", "predicted ms", "measured ms", "error", "share", "cause")
+    print_table(
+        out,
+        f"{found.name}: ops, mean over rounds and ranks, and their share of all absolute errors",
+        columns,
+        lines,
+    )
+    shares = ", ".join(f"{c.words} {s:.0%}" for c, s in causes(table).items() if s >= 0.005)  # noqa: PLR2004 - what rounds to 1 %
+    if shares:
+        out.print(f"errors by cause: {shares}\n", highlight=False, markup=False)
+
+
+def to_dict(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Everything, as plain values for JSON."""
+    return {
+        "runs": [_run(found) for found in comparisons],
+        "summary": summarise(comparisons).to_dict(),
+    }
+
+
+def _run(found: Comparison) -> dict[str, Any]:
+    table = rows(found)
+    before, after = found.spent
+    return {
+        "name": found.name,
+        "strategy": found.predicted.strategy,
+        "cluster": found.predicted.cluster,
+        "model": found.predicted.model,
+        "gpus": found.predicted.gpus,
+        "kernels": found.record.kernels,
+        "environment": dict(found.record.environment),
+        "rounds": found.record.rounds,
+        "clock_error_s": found.record.clock_error,
+        "predicted": found.predicted.to_dict(),
+        "measured": dict(found.measured),
+        "round_time_error": found.round_time_error,
+        "overlap_difference": found.overlap_difference,
+        "spent_s": {"predicted": asdict(before), "measured": asdict(after)},
+        "causes": {str(cause): share for cause, share in causes(table).items()},
+        "rows": [_row(row) for row in table],
+        "ops": _ops(found),
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "label": row.label,
+        "per_round": row.count,
+        "predicted_s": row.predicted,
+        "measured_s": row.measured,
+        "excess_s": row.measured - row.predicted,
+        "error": row.error,
+        "share": row.share,
+        "cause": None if row.cause is None else str(row.cause),
+    }
+
+
+def _ops(found: Comparison) -> list[dict[str, Any]]:
+    """Every op of the schedule: means over rounds and ranks, the parts of the excess by cause."""
+    names = labels(found.schedule)
+    body = {op.name: op for op in found.schedule.body}
+    whole = []
+    for row in ops(found):
+        op = body[row.label]
+        entry: dict[str, Any] = {
+            "op": op.name,
+            "stream": op.stream,
+            "work": str(op.work),
+            "row": names[op.name],
+        }
+        entry |= {key: value for key, value in _row(row).items() if key != "label"}
+        entry |= {f"{cause}_s": part / row.instances for cause, part in row.parts.items()}
+        whole.append(entry)
+    return whole
+
+
+def to_csv(comparisons: Sequence[Comparison]) -> bytes:
+    """Every op of every run, one line each."""
+    lines = [{"run": found.name, **entry} for found in comparisons for entry in _ops(found)]
+    return pd.DataFrame(lines).to_csv(index=False).encode()
+
+
+def _time(value: float | None) -> str:
+    return "-" if value is None else duration(value)
+
+
+def _signed(seconds: float) -> str:
+    return ("+" if seconds > 0 else "") + duration(seconds)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _points(value: float | None, sign: str = "+") -> str:
+    return "-" if value is None else f"{value * 100:{sign}.1f} points"
+
+
+def _error(predicted: float, measured: float | None) -> str:
+    return "-" if not measured else f"{predicted / measured - 1:+.1%}"

@@ -1,0 +1,189 @@
+"""Two timelines of one rank, predicted above measured, on the same axis of time."""
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from analysis.measured.comparison import Comparison
+from analysis.measured.spans import active_starts
+from co2sim import metrics
+from co2sim.errors import OptionError
+from co2sim.schedule import Collective, Op, Schedule
+from co2sim.trace import Trace
+from co2sim.units import Seconds, duration
+
+_PASSES = {"forward": "#0072B2", "backward": "#56B4E9", "optimizer": "#003F66"}
+"""The same in every figure."""
+_KERNELS = ("#7A6FAE", "#B9B3D6", "#4D4D4D", "#9AA5B1", "#3F3A75", "#6B8E9F", "#C5D5E4")
+_COLLECTIVES = ("#D55E00", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#8B2E00", "#5FD0B0")
+"""Warm colours and greens for collectives, blues, violets and greys for computes."""
+_WAITING = "#D9D9D9"
+_WAITS = "waiting for the last rank"
+_PIXELS = 1500
+"""Width of a panel, about; what is thinner is drawn together with its neighbour."""
+_PARTED = 4
+"""Pixels above which a bar leaves a gap before the next; of a thinner one little would be left."""
+_SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    lane: int
+    label: str
+    start: Seconds
+    end: Seconds
+
+
+def draw(found: Comparison, rank: int, suffix: str) -> bytes:
+    """The figure as a file of the format that `suffix` names, ".png" or ".svg".
+
+    It shows the last measured round, or two if a round is a single step. Raises OptionError for a
+    rank that was not traced.
+    """
+    ranks = found.record.trace.ranks
+    if rank not in ranks:
+        raise OptionError(f"--rank {rank}: {found.name} has the ranks 0 to {max(ranks)}")
+    rounds = min(2 if found.schedule.steps == 1 else 1, found.record.rounds)
+    sides = [
+        (metrics.window(_only(trace, rank), found.schedule, rounds), trace)
+        for trace in (found.simulated, found.record.trace)
+    ]
+    length = max(during.end - during.start for during, _ in sides)
+    colours = _colours(found.schedule)
+    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim", "text.parse_math": False}):
+        lanes = len(found.schedule.streams)
+        legend = -(-(len(colours) + 1) // 6)
+        height = 1.9 + 2 * (0.35 + 0.42 * lanes) + 0.2 * legend
+        figure = Figure(figsize=(11.0, height), layout="constrained")
+        axes = figure.subplots(2, 1, sharex=True)
+        scale, unit = next((s, u) for s, u in _SCALES if length >= s or u == "us")
+        shown: dict[str, None] = {}
+        for axis, (during, trace) in zip(axes, sides, strict=True):
+            bars = _bars(trace, found.schedule, rank, during.start, during.start + length)
+            axis.set_xlim(0, length * 1.01 / scale)
+            _panel(axis, bars, found.schedule, colours, scale)
+            shown |= dict.fromkeys(bar.label for bar in bars)
+            axis.axvline((during.end - during.start) / scale, color="black", lw=1, ls="--")
+        axes[0].set_title("predicted", loc="left", fontsize=9)
+        axes[1].set_title("measured", loc="left", fontsize=9)
+        which = "the last round" if rounds == 1 else f"the last {rounds} rounds"
+        axes[1].set_xlabel(f"{unit} since {which} of this rank began; dashed: the end")
+        figure.suptitle(_heading(found, rank), fontsize=10)
+        order = [label for label in (*colours, _WAITS) if label in shown]
+        figure.legend(
+            handles=[Patch(color=_colour(label, colours), label=label) for label in order],
+            loc="outside lower center",
+            ncols=6,
+            frameon=False,
+            fontsize=8,
+        )
+        return _render(figure, suffix.removeprefix("."))
+
+
+def _only(trace: Trace, rank: int) -> Trace:
+    """The trace of one rank: its rounds begin and end by its own computes."""
+    return replace(trace, spans=tuple(span for span in trace.spans if span.rank == rank))
+
+
+def _heading(found: Comparison, rank: int) -> str:
+    here = found.predicted
+    measured = float(found.measured["round_time_s"])
+    return (
+        f"{here.strategy}, {here.model}, {here.gpus} GPUs, rank {rank}\n{here.cluster}\n"
+        f"round time: predicted {duration(here.round_time_s)}, measured"
+        f" {duration(measured)}: {found.round_time_error:+.1%}"
+    )
+
+
+def _render(figure: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _label(op: Op) -> str:
+    work = op.work
+    return f"{work.kind} over {work.group}" if isinstance(work, Collective) else work.kernel
+
+
+def _colours(schedule: Schedule) -> dict[str, str]:
+    """Colour of every kernel, then of every kind of collective, in order of first use."""
+    found: dict[str, str] = {}
+    for collective, palette in ((False, _KERNELS), (True, _COLLECTIVES)):
+        chosen = (op for op in schedule.body if isinstance(op.work, Collective) is collective)
+        known = _PASSES if not collective else {}
+        labels = list(dict.fromkeys(_label(op) for op in chosen))
+        others = [label for label in labels if label not in known]
+        free = {label: palette[place % len(palette)] for place, label in enumerate(others)}
+        ordered = [label for label in known if label in labels] + others
+        found |= {label: known.get(label) or free[label] for label in ordered}
+    return found
+
+
+def _colour(label: str, colours: Mapping[str, str]) -> str:
+    return colours.get(label, _WAITING)
+
+
+def _bars(trace: Trace, schedule: Schedule, rank: int, start: Seconds, end: Seconds) -> list[_Bar]:
+    """What the rank does between two times, shifted so that the first is 0, cut at both."""
+    labels = {op.name: _label(op) for op in schedule.body}
+    lanes = {stream: lane for lane, stream in enumerate(schedule.streams)}
+    active = active_starts(trace, schedule)
+    found = []
+    for span in trace.spans:
+        if span.rank != rank or span.end <= start or span.start >= end:
+            continue
+        begins = active.get((span.op, span.round, rank), span.start)
+        middle = min(max(begins, start), end)
+        for label, first, last in (
+            (_WAITS, max(span.start, start), middle),
+            (labels[span.op], middle, min(span.end, end)),
+        ):
+            if last > first:
+                found.append(_Bar(lanes[span.stream], label, first - start, last - start))
+    return _merged(found, (end - start) / _PIXELS)
+
+
+def _merged(bars: Iterable[_Bar], pixel: Seconds) -> list[_Bar]:
+    """Bars of one lane and colour that a gap thinner than a pixel parts, if thin, as one."""
+    found: list[_Bar] = []
+    for bar in sorted(bars, key=lambda bar: (bar.lane, bar.start)):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.lane, last.label) == (bar.lane, bar.label)
+            and bar.start - last.end < pixel / 2
+            and min(bar.end - bar.start, last.end - last.start) < 4 * pixel
+        ):
+            found[-1] = _Bar(last.lane, last.label, last.start, max(last.end, bar.end))
+        else:
+            found.append(bar)
+    return found
+
+
+def _panel(
+    axis: Axes, bars: Sequence[_Bar], schedule: Schedule, colours: Mapping[str, str], scale: float
+) -> None:
+    drawn: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for bar in bars:
+        width = (bar.end - bar.start) / scale
+        drawn.setdefault((bar.lane, bar.label), []).append((bar.start / scale, width))
+    pixel = axis.get_xlim()[1] / _PIXELS
+    gap = 1.3 * pixel
+    for (lane, label), pieces in drawn.items():
+        found = [
+            (at, width - gap if width > _PARTED * pixel else max(width, pixel))
+            for at, width in pieces
+        ]
+        axis.broken_barh(found, (lane - 0.4, 0.8), facecolors=_colour(label, colours))
+    axis.set_yticks(range(len(schedule.streams)), schedule.streams)
+    axis.set_ylim(len(schedule.streams) - 0.5, -0.5)
+    axis.grid(visible=True, axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

@@ -1,0 +1,1 @@
+"""Published results beside their prediction, and the constants that are fitted to them."""

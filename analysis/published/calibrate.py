@@ -1,0 +1,152 @@
+"""Fit the constants of a group on its fit cells: least squares in log space, cross-validated.
+
+A residual is log(predicted / published). Bounds are physical: nothing above its peak, no time below
+zero. Predictions are those of the simulator; where a schedule is a plain chain, its sum, which is
+the same number.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.published.parameters import GROUPS, Group, cluster_of, stated
+from analysis.published.predict import Cell, predict
+from co2sim.errors import OptionError
+
+FOLDS = 5
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fitted values, their covariance, and the scatter of the residuals around them.
+
+    `scatter` is the standard deviation of log(predicted / published), None without degrees of
+    freedom, and `unscaled` the covariance for a scatter of 1. `mape` and `cross_validated` are mean
+    absolute errors as fractions; `by_label` is that of all cells with one value of a label at a
+    time left out, such as those of one micro-batch.
+    """
+
+    group: str
+    values: dict[str, float]
+    covariance: Array
+    unscaled: Array
+    scatter: float | None
+    freedom: int
+    cells: int
+    mape: float
+    cross_validated: float | None
+    by_label: dict[str, float]
+
+
+def fit_cells(cells: Sequence[Cell], group: Group) -> list[Cell]:
+    """The cells that the group may be fitted on."""
+    return [cell for cell in cells if cell.group == group.name and cell.use == "fit"]
+
+
+def fit(group: Group, cells: Sequence[Cell], *, cross_validate: bool = True) -> Fit:
+    """Fit on the cells marked fit. Raises OptionError with fewer cells than constants."""
+    chosen = fit_cells(cells, group)
+    count = len(group.constants)
+    if len(chosen) < count:
+        raise OptionError(
+            f"{group.name}: {len(chosen)} cells to fit {count} constants on; is --data missing?"
+        )
+    values, jacobian, residuals = _solve(group, chosen)
+    scales = np.array([constant.high - constant.low for constant in group.constants])
+    freedom = len(chosen) - count
+    scatter = math.sqrt(float(residuals @ residuals) / freedom) if freedom else None
+    inverse = np.linalg.pinv(jacobian.T @ jacobian)  # of what is scaled: units differ by 1e9
+    unscaled: Array = (np.outer(scales, scales) * inverse).astype(np.float64)
+    covariance: Array = unscaled * (scatter or 0.0) ** 2
+    held, by_label = None, {}
+    if cross_validate and freedom >= FOLDS:
+        folds = [chosen[fold::FOLDS] for fold in range(FOLDS)]  # neighbours are alike: mixed
+        held = left_out(group, chosen, folds)
+        by_label = {
+            label: left_out(group, chosen, parts) for label, parts in parts_by_label(chosen).items()
+        }
+    mape = float(np.mean(np.abs(np.expm1(residuals))))
+    return Fit(
+        group=group.name,
+        values=values,
+        covariance=covariance,
+        unscaled=unscaled,
+        scatter=scatter,
+        freedom=freedom,
+        cells=len(chosen),
+        mape=mape,
+        cross_validated=held,
+        by_label=by_label,
+    )
+
+
+def residuals_of(cells: Sequence[Cell], values: Mapping[str, float]) -> Array:
+    """log(predicted / published) of every cell."""
+    return np.array([math.log(predict(cell, values, fast=True) / cell.published) for cell in cells])
+
+
+def _solve(
+    group: Group, cells: Sequence[Cell], *, thorough: bool = True
+) -> tuple[dict[str, float], Array, Array]:
+    """Least squares inside the bounds, with constants scaled to [0, 1], as is the Jacobian.
+
+    It starts at the values of the catalog, and if `thorough` in the middle of the bounds too.
+    """
+    from scipy.optimize import least_squares  # noqa: PLC0415 - slow, and an optional extra
+
+    low = np.array([constant.low for constant in group.constants])
+    high = np.array([constant.high for constant in group.constants])
+
+    def named(scaled: Array) -> dict[str, float]:
+        found = low + (high - low) * scaled
+        return {c.name: float(v) for c, v in zip(group.constants, found, strict=True)}
+
+    def residuals(scaled: Array) -> Array:
+        return residuals_of(cells, named(scaled))
+
+    setup = cells[0].terms[0].setup
+    known = stated(group, cluster_of(setup.cluster, setup.overrides))
+    here = np.array([known[constant.name] for constant in group.constants])
+    starts = [np.clip((here - low) / (high - low), 0.01, 0.99)]
+    if thorough:
+        starts.append(np.full(len(low), 0.5))
+    best = min(
+        (
+            least_squares(
+                residuals, start, bounds=(0, 1), diff_step=np.array([1e-3]), ftol=1e-5, xtol=1e-5
+            )
+            for start in starts
+        ),
+        key=lambda found: float(found.cost),
+    )
+    return named(best.x), np.asarray(best.jac), np.asarray(best.fun)
+
+
+def left_out(group: Group, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]) -> float:
+    """Mean absolute error of cells that were left out of the fit, a part of them at a time."""
+    errors: list[float] = []
+    for left in parts:
+        kept = [cell for cell in cells if cell not in left]
+        values, _, _ = _solve(group, kept, thorough=False)
+        errors += list(np.abs(np.expm1(residuals_of(left, values))))
+    return float(np.mean(errors))
+
+
+def parts_by_label(cells: Sequence[Cell]) -> dict[str, list[list[Cell]]]:
+    """For every label that cells differ in, the cells by its values."""
+    found = {}
+    for label in cells[0].labels:
+        values = dict.fromkeys(cell.labels[label] for cell in cells)
+        if len(values) > 1:
+            found[label] = [[c for c in cells if c.labels[label] == value] for value in values]
+    return found
+
+
+def fit_all(cells: Sequence[Cell], names: Sequence[str] = tuple(GROUPS)) -> list[Fit]:
+    """Every group by name."""
+    return [fit(GROUPS[name], cells) for name in names]

@@ -1,0 +1,187 @@
+"""Paper-style figures with prediction and publication side by side."""
+
+import io
+from collections.abc import Sequence
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis.published.errors import Row
+
+_COLOURS = {"zero3": "#0072B2", "zeropp": "#D55E00"}
+_MARKERS = "os^vDP"
+_PALE = 0.45
+_WIDTH = 0.2
+
+
+def _render(figure: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _plain(axis: Axes) -> None:
+    axis.grid(visible=True, axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def bars(rows: Sequence[Row], kind: str) -> bytes:
+    """ZeRO++'s bars: throughput by model, one panel for each micro-batch and number of links."""
+    cells = [row for row in rows if row.cell.source == "zeropp" and row.cell.labels]
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in cells:
+        labels = row.cell.labels
+        panels.setdefault((labels["links"], labels["tokens"]), []).append(row)
+    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim"}):
+        figure = Figure(figsize=(4.0 * max(1, len(panels)), 3.6), layout="constrained")
+        axes = figure.subplots(1, max(1, len(panels)), sharey=True, squeeze=False)[0]
+        for axis, ((links, tokens), found) in zip(axes, panels.items(), strict=True):
+            _bar_panel(axis, found)
+            axis.set_title(f"{links} x 100 Gbit/s, {tokens} tokens per GPU", fontsize=9)
+        axes[0].set_ylabel("TFLOP/s per GPU")
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False)
+        figure.suptitle("ZeRO++ on 384 V100: published and predicted", fontsize=10)
+        return _render(figure, kind)
+
+
+def _bar_panel(axis: Axes, found: Sequence[Row]) -> None:
+    sizes = list(dict.fromkeys(row.cell.labels["size"] for row in found))
+    for number, strategy in enumerate(("zero3", "zeropp")):
+        mine = [row for row in found if row.cell.strategy == strategy]
+        places = [
+            sizes.index(row.cell.labels["size"]) + (2 * number - 1.5) * _WIDTH for row in mine
+        ]
+        colour = _COLOURS[strategy]
+        axis.bar(
+            places,
+            [row.cell.published for row in mine],
+            _WIDTH,
+            color=colour,
+            alpha=_PALE,
+            label=f"{strategy}, published",
+        )
+        predicted = [row.predicted for row in mine]
+        spread = [
+            [max(0.0, row.predicted - row.low) for row in mine],
+            [max(0.0, row.high - row.predicted) for row in mine],
+        ]
+        axis.bar(
+            [place + _WIDTH for place in places],
+            predicted,
+            _WIDTH,
+            color=colour,
+            yerr=spread,
+            error_kw={"elinewidth": 0.8, "capsize": 2},
+            label=f"{strategy}, predicted",
+        )
+    axis.set_xticks(range(len(sizes)), sizes)
+    _plain(axis)
+
+
+def scalability(
+    rows: Sequence[Row], curves: dict[str, list[tuple[int, float]]], kind: str
+) -> bytes:
+    """CO2's figure: throughput by GPUs, and the ratios; `curves` are predictions by strategy."""
+    found = [row for row in rows if row.cell.source == "co2"]
+    colours = dict(zip(curves, ("#0072B2", "#009E73", "#D55E00", "#CC79A7"), strict=False))
+    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim"}):
+        figure = Figure(figsize=(9.0, 4.2), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        _throughputs(left, [row for row in found if not row.cell.over], curves, colours)
+        _ratios(right, [row for row in found if row.cell.over], colours)
+        figure.suptitle("CO2: TransNormerLLM 7B on 80 Gbit/s TCP/IP", fontsize=10)
+        return _render(figure, kind)
+
+
+def _throughputs(
+    axis: Axes,
+    rows: Sequence[Row],
+    curves: dict[str, list[tuple[int, float]]],
+    colours: dict[str, str],
+) -> None:
+    styles = dict(zip(curves, ("-", "-", "--", ":"), strict=False))
+    for name, points in curves.items():
+        axis.plot(
+            [gpus for gpus, _ in points],
+            [value for _, value in points],
+            styles[name],
+            color=colours[name],
+            label=f"{name}, predicted",
+        )
+    for row in rows:
+        axis.plot(
+            int(row.cell.labels["gpus"]),
+            row.cell.published,
+            "o" if row.cell.use == "fit" else "*",
+            color=colours.get(row.cell.strategy, "black"),
+            markersize=9,
+            markeredgecolor="black",
+        )
+    axis.plot([], [], "ko", label="published, fitted on")
+    axis.plot([], [], "k*", markersize=9, label="published, only compared with")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    ticks = sorted({gpus for points in curves.values() for gpus, _ in points})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_xlabel("GPUs")
+    axis.set_ylabel("tokens per second")
+    _plain(axis)
+    axis.legend(frameon=False, fontsize=8)
+
+
+def _ratios(axis: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None:
+    """Throughput per GPU on many GPUs over that on few: predicted with its interval, published."""
+    for place, row in enumerate(rows):
+        colour = colours.get(row.cell.strategy, "black")
+        spread = [[row.predicted - row.low], [row.high - row.predicted]]
+        axis.errorbar(place - 0.1, row.predicted, yerr=spread, fmt="s", color=colour, capsize=4)
+        axis.plot(place + 0.1, row.cell.published, "*", color=colour, ms=11, mec="black")
+        for side, value, align in (
+            (-0.17, row.predicted, "right"),
+            (0.19, row.cell.published, "left"),
+        ):
+            axis.annotate(f"{value:.2f}", (place + side, value), ha=align, va="center", fontsize=8)
+    axis.errorbar([], [], yerr=[], fmt="ks", capsize=4, label="predicted, 90 % interval")
+    axis.plot([], [], "k*", ms=9, label="published, only compared with")
+    axis.set_xticks(range(len(rows)), [row.cell.strategy for row in rows])
+    axis.set_xlim(-0.6, max(0, len(rows) - 1) + 0.6)
+    axis.margins(y=0.25)
+    axis.set_ylabel("throughput per GPU, 128 over 16 GPUs")
+    _plain(axis)
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def scatter(rows: Sequence[Row], kind: str) -> bytes:
+    """Signed errors of the iteration times: a colour for each micro-batch, a marker per hidden."""
+    series: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        if row.cell.source == "vtrain":
+            labels = row.cell.labels
+            series.setdefault((int(labels["micro_batch"]), int(labels["hidden"])), []).append(row)
+    micros = sorted({micro for micro, _ in series})
+    hiddens = sorted({hidden for _, hidden in series})
+    shades = mpl.colormaps["viridis"].resampled(len(micros) + 1)
+    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim"}):
+        figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+        axis = figure.subplots()
+        for (micro, hidden), some in sorted(series.items()):
+            axis.plot(
+                [row.cell.published for row in some],
+                [row.error * 100 for row in some],
+                _MARKERS[hiddens.index(hidden) % len(_MARKERS)],
+                color=shades(micros.index(micro)),
+                markersize=4,
+                label=f"batch {micro}, hidden {hidden}",
+            )
+        axis.axhline(0, color="black", lw=0.8)
+        axis.set_xscale("log")
+        axis.set_xlabel("published iteration time, ms")
+        axis.set_ylabel("error of the prediction, %")
+        axis.set_title("Data-parallel GPT training on A100 of one node", fontsize=10)
+        _plain(axis)
+        figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
+        return _render(figure, kind)

@@ -1,0 +1,76 @@
+"""What `co2sim list` prints."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from inspect import getdoc
+from typing import get_args
+
+from rich.console import Console
+
+from co2sim.catalog import Fact, load_cluster, load_model, names
+from co2sim.catalog.facts import Kind, facts, is_file, read
+from co2sim.console.tables import console, print_table
+from co2sim.errors import CatalogError, nearest
+from co2sim.strategies import STRATEGIES, strategy_options
+
+
+def print_catalog(what: str | None) -> None:
+    """All names, those of one kind, or the facts of one entry or file."""
+    out = console()
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    everything: dict[str, Callable[[], None]] = {
+        kind: partial(_print_names, out, kind) for kind in kinds
+    }
+    everything["strategies"] = partial(_print_strategies, out)
+    if what is None:
+        for show in everything.values():
+            show()
+    elif what in everything:
+        everything[what]()
+    elif what in STRATEGIES:
+        _print_strategy(out, what)
+    elif is_file(what):
+        tree = read("models", what)
+        kind: Kind = "clusters" if "nodes" in tree else "gpus" if "peak" in tree else "models"
+        _print_entry(out, kind, what)
+    else:
+        found = [kind for kind in kinds if what in names(kind)]
+        if not found:
+            known = [*everything, *STRATEGIES, *(name for kind in kinds for name in names(kind))]
+            raise CatalogError(f"nothing is called {what!r}; {nearest(what, known)}")
+        for kind in found:
+            _print_entry(out, kind, what)
+
+
+def _print_strategies(out: Console) -> None:
+    rows = []
+    for name, made in STRATEGIES.items():
+        options = ", ".join(option for option, _, _ in strategy_options(made))
+        rows.append((name, (getdoc(made) or "").splitlines()[0], options))
+    print_table(out, "strategies", ("name", "what a round does", "options"), rows, left=3)
+
+
+def _print_names(out: Console, kind: Kind) -> None:
+    rows = []
+    for name in names(kind):
+        tree = read(kind, name)
+        assumed = sum(fact.assumed for fact in facts(tree))
+        rows.append((name, str(tree["name"]), f"{assumed or ''}"))
+    print_table(out, kind, ("name", "what it is", "assumed numbers"), rows, left=2)
+
+
+def _print_strategy(out: Console, name: str) -> None:
+    made = STRATEGIES[name]
+    rows = strategy_options(made)
+    out.print(f"{name}: {getdoc(made)}\n", highlight=False, markup=False)
+    print_table(out, "options", ("option", "default", "allowed"), rows, left=3)
+
+
+def _print_entry(out: Console, kind: Kind, what: str) -> None:
+    if kind == "gpus":
+        entries: Iterable[Fact] = facts(read(kind, what))
+    else:
+        entries = (load_cluster if kind == "clusters" else load_model)(what).facts
+    rows = [(f.path, f.value, "assumed" if f.assumed else "", f.source) for f in entries]
+    title = f"{what}: {read(kind, what).get('name', '')}"
+    print_table(out, title, ("number", "value", "", "source"), rows, left=4)

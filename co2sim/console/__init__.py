@@ -1,0 +1,1 @@
+"""What the command lines share: options, tables, and how a command starts and ends."""

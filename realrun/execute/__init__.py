@@ -1,0 +1,1 @@
+"""Execute a schedule on the ranks that are there."""

@@ -1,0 +1,138 @@
+"""Streams as CUDA streams: the host issues everything, events on the GPU do the waiting."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from co2sim.errors import Co2simError
+from co2sim.schedule import Collective, Instance
+from co2sim.trace import Span, Trace
+from co2sim.units import Seconds
+from realrun.execute.collectives import Buffers, alone, launch
+from realrun.execute.kernels import Synthetic
+from realrun.execute.run import Run, common_start, compare
+from realrun.launch.watch import Place
+
+_POLL: Seconds = 0.0005
+_CYCLES = 20_000_000
+"""Clock cycles to calibrate with: about ten milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """An op on its stream: events before and after it, of our own.
+
+    PyTorch's timing of NCCL work (TORCH_NCCL_ENABLE_TIMING) is reported to prevent overlap.
+    """
+
+    instance: Instance
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class GpuSleep(Synthetic):
+    """Hold the stream, by counting the GPU's clock, as long as `Sleep` holds a thread."""
+
+    def __init__(self, seconds: Mapping[int, Seconds]) -> None:
+        """Measure how fast the clock counts."""
+        self._seconds = seconds
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_CYCLES)  # noqa: SLF001 - torch has no public kernel that waits
+        start.record()
+        torch.cuda._sleep(_CYCLES)  # noqa: SLF001
+        end.record()
+        end.synchronize()
+        self._rate = _CYCLES / (start.elapsed_time(end) / 1e3)
+
+    def compute(self, instance: Instance, ready: Seconds) -> None:
+        """Wait on the stream."""
+        del ready
+        torch.cuda._sleep(round(self._seconds[id(instance.op.work)] * self._rate))  # noqa: SLF001
+
+
+def run_on_gpu(run: Run) -> Trace:
+    """Execute on this process's GPU, with collectives over NCCL."""
+    world = run.world
+    buffers = run.buffers()
+    streams = {name: torch.cuda.Stream(world.device) for name in run.schedule.streams}
+    zero, start = _origin(run)
+    issued: list[_Issued] = []
+    spans: list[Span] = []
+    try:
+        for instance in run.schedule.instances(run.rounds):
+            run.begin(instance)
+            op = instance.op
+            place = Place(instance.number, instance.round, op.name)
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            stream = streams[op.stream]
+            with torch.cuda.stream(stream):
+                for wait in instance.waits:
+                    stream.wait_event(issued[wait].end)
+                before.record()
+                if isinstance(op.work, Collective):
+                    if not run.free_communication:
+                        _communicate(run, instance, place, buffers)
+                else:
+                    try:
+                        run.kernels.compute(instance, time.monotonic())
+                    except Exception as error:
+                        raise world.watch.raised(place, error) from error
+                after.record()
+            issued.append(_Issued(instance, before, after))
+        _drain(run, issued, spans, zero, start)
+    except Co2simError as error:
+        error.trace = run.trace(spans)  # type: ignore[attr-defined]
+        raise
+    return run.trace(spans)
+
+
+def _communicate(run: Run, instance: Instance, place: Place, buffers: dict[int, Buffers]) -> None:
+    op = instance.op
+    assert isinstance(op.work, Collective)
+    given = buffers[id(op)]
+    run.kernels.fill(instance, given.given)
+    at = run.world.communicator(op.stream, op.work.group)
+    if at is None:
+        alone(given)
+    else:
+        try:
+            if run.check:
+                compare(instance, at)
+            launch(op.work, given, at).wait()  # the stream waits, not the host
+        except RuntimeError as error:
+            raise run.world.watch.lost(place, at.members, error) from error
+    run.kernels.drain(instance, given.taken)
+
+
+def _origin(run: Run) -> tuple[torch.cuda.Event, Seconds]:
+    """An event, and what the common clock showed, in seconds since the common start, at it."""
+    torch.cuda.synchronize(run.world.device)
+    start = common_start(run.world)
+    zero = torch.cuda.Event(enable_timing=True)
+    zero.record()
+    zero.synchronize()
+    return zero, time.monotonic() - start
+
+
+def _drain(
+    run: Run, issued: list[_Issued], spans: list[Span], zero: torch.cuda.Event, offset: Seconds
+) -> None:
+    """Wait for every op in turn, none longer than the deadline, and read its events."""
+    for one in issued:
+        limit = time.monotonic() + run.world.deadline
+        op, turn = one.instance.op, one.instance.round
+        place = Place(one.instance.number, turn, op.name)
+        run.world.watch.enter(op.stream, place)
+        while not one.end.query():
+            if run.world.watch.failure:
+                raise run.world.watch.failure
+            if time.monotonic() > limit:
+                group = getattr(op.work, "group", None)
+                members = group.members(run.world.rank, run.world.layout) if group else ()
+                raise run.world.watch.lost(place, members, TimeoutError("it did not end"))
+            time.sleep(_POLL)
+        run.world.watch.exit(op.stream)
+        begin, end = (zero.elapsed_time(event) / 1e3 + offset for event in (one.start, one.end))
+        spans.append(Span(run.world.rank, turn, op.name, op.stream, begin, end))

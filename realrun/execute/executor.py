@@ -1,0 +1,50 @@
+"""Execute a schedule on real process groups: the executor issues, streams do the waiting."""
+
+import math
+
+from co2sim.schedule import Schedule
+from co2sim.trace import Trace
+from co2sim.units import Seconds
+from realrun.errors import MismatchError
+from realrun.execute.kernels import Kernels
+from realrun.execute.run import Progress, Run
+from realrun.execute.threads import run_on_threads
+from realrun.execute.world import World
+
+_ROUNDING: Seconds = 2e-6
+"""CUDA events count microseconds, in single precision."""
+
+
+def execute(
+    schedule: Schedule,
+    kernels: Kernels,
+    rounds: int,
+    world: World,
+    *,
+    check: bool = False,
+    free_communication: bool = False,
+    progress: Progress | None = None,
+) -> Trace:
+    """Run `rounds` rounds of `schedule` on all ranks of `world`; every rank calls this.
+
+    Gives the trace of this rank, in seconds since a start that all ranks share. With `check` the
+    members of every collective first compare what they are about to do. With `free_communication`
+    collectives are left out: the baseline of exposed communication.
+
+    Raises RankFailure when a rank dies, hangs longer than the world's deadline or raises, and
+    MismatchError when ranks do not do the same, or an op did not run or did not wait; both carry
+    the spans finished so far as `trace`, if there are any.
+    """
+    world.agree("run", f"{schedule}\nfor {rounds} rounds")
+    world.connect(schedule)
+    run = Run(schedule, kernels, rounds, world, check, free_communication, progress)
+    if world.device.type == "cuda":
+        from realrun.execute.cuda_streams import run_on_gpu  # noqa: PLC0415 - only where there is one
+
+        trace = run_on_gpu(run)
+    else:
+        trace = run_on_threads(run)
+    broken = trace.violations(schedule, _ROUNDING, skew=math.inf)
+    if broken:
+        raise MismatchError(f"the trace breaks {len(broken)} rules of its schedule: {broken[0]}")
+    return trace

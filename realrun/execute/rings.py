@@ -1,0 +1,170 @@
+"""Collectives over Gloo's point-to-point messages, with exactly the bytes that are costed.
+
+Gloo's own reduce_scatter sends a whole all-reduce, its broadcast a tree, and a large message each
+way between two ranks goes one way after the other (torch 2.13). Here buffers travel in segments,
+around the ring or pairwise, and every receive is posted before its data can come.
+
+Tensors are flat and contiguous; parts are equal.
+"""
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from co2sim.units import Seconds
+from realrun.execute.world import Communicator
+
+SEGMENT_BYTES = 2**19
+"""Small enough that both directions of a pair share its link fairly."""
+
+
+class Exchange:
+    """Messages of one collective. Every wait ends with an error at the deadline."""
+
+    def __init__(self, at: Communicator, deadline: Seconds) -> None:
+        """Start counting the deadline."""
+        self._at, self._limit = at, time.monotonic() + deadline
+        self._sends: list[dist.Work] = []
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Send to the member at place `to`, without waiting."""
+        work = dist.isend(tensor, group=self._at.group, group_dst=to, tag=tag)
+        assert work is not None
+        self._sends.append(work)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
+        """Receive from the member at place `source`, without waiting."""
+        work = dist.irecv(tensor, group=self._at.group, group_src=source, tag=tag)
+        assert work is not None
+        return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for one message."""
+        left = max(0.001, self._limit - time.monotonic())
+        work.wait(timedelta(seconds=left))
+
+    def finish(self) -> None:
+        """Wait for everything that was sent."""
+        for work in self._sends:
+            self.wait(work)
+
+
+def segments(part: Tensor) -> list[Tensor]:
+    """The part in pieces of at most SEGMENT_BYTES."""
+    size = max(1, SEGMENT_BYTES // part.element_size())
+    return [part[start : start + size] for start in range(0, len(part), size)]
+
+
+def all_gather(source: Tensor, result: Tensor, at: Communicator, deadline: Seconds) -> None:
+    """Fill `result` with every member's `source`, in order of the members."""
+    n, me = len(at.members), at.me
+    parts = result.view(n, -1)
+    parts[me].copy_(source)
+    exchange = Exchange(at, deadline)
+    receives = [
+        [
+            exchange.receive(piece, at.previous, tag)
+            for tag, piece in _tagged(step, parts[(me - 1 - step) % n])
+        ]
+        for step in range(n - 1)
+    ]
+    for step in range(n - 1):
+        for number, (tag, piece) in enumerate(_tagged(step, parts[(me - step) % n])):
+            if step:
+                exchange.wait(receives[step - 1][number])
+            exchange.send(piece, at.next, tag)
+    for work in receives[-1]:
+        exchange.wait(work)
+    exchange.finish()
+
+
+def reduce_scatter(source: Tensor, result: Tensor, at: Communicator, deadline: Seconds) -> None:
+    """Fill `result` with this member's part of the sum; `source` is left with partial sums."""
+    n, me = len(at.members), at.me
+    parts = source.view(n, -1)
+    received = parts.new_empty(n - 1, parts.shape[1])
+    exchange = Exchange(at, deadline)
+    receives = [
+        [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(step, received[step])]
+        for step in range(n - 1)
+    ]
+    for tag, piece in _tagged(0, parts[(me - 1) % n]):
+        exchange.send(piece, at.next, tag)
+    for step in range(1, n):
+        own = segments(parts[(me - 1 - step) % n])
+        for number, new in enumerate(segments(received[step - 1])):
+            exchange.wait(receives[step - 1][number])
+            own[number] += new
+            if step < n - 1:
+                exchange.send(own[number], at.next, _tag(step, number))
+    result.copy_(parts[me])
+    exchange.finish()
+
+
+def all_to_all(source: Tensor, result: Tensor, at: Communicator, deadline: Seconds) -> None:
+    """Send part i of `source` to member i; `result` gets the parts from all members, in order."""
+    n, me = len(at.members), at.me
+    gives, takes = source.view(n, -1), result.view(n, -1)
+    takes[me].copy_(gives[me])
+    exchange = Exchange(at, deadline)
+    receives = [
+        exchange.receive(piece, (me - distance) % n, tag)
+        for distance in range(1, n)
+        for tag, piece in _tagged(0, takes[(me - distance) % n])
+    ]
+    for number in range(len(segments(gives[me]))):
+        for distance in range(1, n):
+            to = (me + distance) % n
+            exchange.send(segments(gives[to])[number], to, _tag(0, number))
+    for work in receives:
+        exchange.wait(work)
+    exchange.finish()
+
+
+def broadcast(buffer: Tensor, root: int, at: Communicator, deadline: Seconds) -> None:
+    """Pass the `buffer` of the member at place `root` around the ring."""
+    exchange = Exchange(at, deadline)
+    first, last = at.me == root, at.next == root
+    receives = (
+        []
+        if first
+        else [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(0, buffer)]
+    )
+    for number, (tag, piece) in enumerate(_tagged(0, buffer)):
+        if not first:
+            exchange.wait(receives[number])
+        if not last:
+            exchange.send(piece, at.next, tag)
+    exchange.finish()
+
+
+def reduce(buffer: Tensor, root: int, at: Communicator, deadline: Seconds) -> None:
+    """Sum every member's `buffer` on the way around the ring, into that of the member at `root`.
+
+    The member after it starts. The buffers of the others are left with partial sums.
+    """
+    exchange = Exchange(at, deadline)
+    first, last = at.previous == root, at.me == root
+    received = buffer.new_empty(0 if first else len(buffer))
+    receives = [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(0, received)]
+    new = segments(received)
+    for number, (tag, piece) in enumerate(_tagged(0, buffer)):
+        if not first:
+            exchange.wait(receives[number])
+            piece.add_(new[number])
+        if not last:
+            exchange.send(piece, at.next, tag)
+    exchange.finish()
+
+
+def _tagged(step: int, part: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for number, piece in enumerate(segments(part)):
+        yield _tag(step, number), piece
+
+
+def _tag(step: int, number: int) -> int:
+    """Messages of a pair are told apart by step and segment."""
+    return step * 2**20 + number

@@ -1,0 +1,96 @@
+"""One execution of a schedule on this rank: what threads and GPU streams have in common."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from co2sim.schedule import Collective, Instance, Schedule
+from co2sim.trace import Span, Trace
+from co2sim.units import Seconds
+from realrun.errors import MismatchError
+from realrun.execute.collectives import Buffers, allocate
+from realrun.execute.kernels import Kernels
+from realrun.execute.world import Communicator, World
+
+Progress: TypeAlias = Callable[[int], None]
+"""Called with the number of every round that this rank has begun."""
+
+_LABEL = 256
+"""Bytes of the text that ranks compare in checking mode."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to execute, and where."""
+
+    schedule: Schedule
+    kernels: Kernels
+    rounds: int
+    world: World
+    check: bool
+    free_communication: bool
+    progress: Progress | None
+
+    def buffers(self) -> dict[int, Buffers]:
+        """Buffers of every collective by `id` of its op.
+
+        Equal collectives of one stream share them: they never run at once.
+        """
+        made: dict[tuple[object, ...], Buffers] = {}
+        found = {}
+        for op in self.schedule.body:
+            if not isinstance(op.work, Collective) or self.free_communication:
+                continue
+            key = (op.stream, op.work.kind, op.work.bytes, op.work.dtype, op.work.group)
+            if key not in made:
+                at = self.world.communicator(op.stream, op.work.group)
+                members = len(at.members) if at else 1
+                made[key] = allocate(op.work, members, self.world.device)
+            found[id(op)] = made[key]
+        return found
+
+    def begin(self, instance: Instance) -> None:
+        """Tell how far this rank is."""
+        if self.progress and instance.op is self.schedule.body[0]:
+            self.progress(instance.round)
+
+    def trace(self, spans: list[Span]) -> Trace:
+        """The trace of this rank."""
+        return Trace(
+            self.schedule.name,
+            self.world.layout,
+            self.rounds,
+            {self.world.rank: 1},
+            tuple(sorted(spans, key=lambda span: (span.start, span.end))),
+        )
+
+
+def common_start(world: World) -> Seconds:
+    """A moment just passed that all ranks agree on, on this rank's monotonic clock."""
+    here = torch.tensor([world.clock.now()], dtype=torch.float64)
+    with world.together("common start"):
+        dist.all_reduce(here, op=dist.ReduceOp.MAX)
+    start: float = here.item()
+    return start - world.clock.offset
+
+
+def compare(instance: Instance, at: Communicator) -> None:
+    """Checking mode: see that all members are about to run the same collective.
+
+    Raises MismatchError that names the first who is not.
+    """
+    text = f"{instance.op.name!r} of round {instance.round}: {instance.op.work}"
+    mine = torch.zeros(_LABEL, dtype=torch.uint8)
+    encoded = text.encode()[:_LABEL]
+    mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    all_ = torch.zeros(len(at.members), _LABEL, dtype=torch.uint8)
+    dist.all_gather_single(all_.view(-1), mine, group=at.group)
+    for rank, label in zip(at.members, all_, strict=True):
+        if not torch.equal(label, all_[0]):
+            first, other = (bytes(row.tolist()).rstrip(b"\0").decode() for row in (all_[0], label))
+            raise MismatchError(
+                f"rank {rank} is about to run {other}, but rank {at.members[0]} {first}"
+            )

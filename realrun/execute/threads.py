@@ -1,0 +1,144 @@
+"""Streams as threads: one issuing thread per stream, so never two on one communicator."""
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from co2sim.errors import Co2simError
+from co2sim.schedule import Collective, Instance
+from co2sim.trace import Span, Trace
+from co2sim.units import Seconds
+from realrun.errors import MismatchError, RankFailure
+from realrun.execute.collectives import alone, carry_out
+from realrun.execute.run import Run, common_start, compare
+from realrun.launch.watch import Place
+
+_GRACE: Seconds = 1.0
+"""How long streams get to notice that another one failed."""
+
+
+def run_on_threads(run: Run) -> Trace:
+    """Execute on this process's CPU, with collectives over Gloo."""
+    return _Threads(run).trace()
+
+
+class _Stopped(Exception):  # noqa: N818 - no error: another stream failed
+    """Unwinds a stream that has nothing to wait for any more."""
+
+
+class _Threads:
+    def __init__(self, run: Run) -> None:
+        self.run, self.world = run, run.world
+        self.buffers = run.buffers()
+        instances = list(run.schedule.instances(run.rounds))
+        self.ends: list[Seconds | None] = [None] * len(instances)
+        self.left = len(instances)
+        self.spans: list[Span] = []
+        self.changed = threading.Condition()
+        self.failure: Co2simError | None = None
+        self.streams: dict[str, list[Instance]] = {s: [] for s in run.schedule.streams}
+        for instance in instances:
+            self.streams[instance.op.stream].append(instance)
+        self.start = 0.0
+
+    def trace(self) -> Trace:
+        threads = [
+            threading.Thread(target=partial(self._stream, found), name=name, daemon=True)
+            for name, found in self.streams.items()
+        ]
+        self.start = common_start(self.world)
+        self.world.watch.listen(self._stop)
+        for thread in threads:
+            thread.start()
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure or not self.left)
+        if not self.failure:
+            for thread in threads:
+                thread.join()
+            return self.run.trace(self.spans)
+        limit = time.monotonic() + _GRACE
+        for thread in threads:
+            thread.join(max(0.0, limit - time.monotonic()))
+        self.failure.trace = self.run.trace(self.spans)  # type: ignore[attr-defined]
+        raise self.failure
+
+    def _stop(self, failure: Co2simError) -> None:
+        with self.changed:
+            self.failure = self.failure or failure
+            self.changed.notify_all()
+
+    def _stream(self, instances: Sequence[Instance]) -> None:
+        free = self.start
+        try:
+            for instance in instances:
+                ready = max(free, self._await(instance.waits))
+                free = self._perform(instance, ready)
+        except _Stopped:
+            pass  # why stands in self.failure, and the main thread raises it
+
+    def _await(self, waits: Sequence[int]) -> Seconds:
+        """When the last of the awaited ops ended."""
+        latest = self.start
+        for wait in waits:
+            if self.ends[wait] is None:
+                with self.changed:
+                    self.changed.wait_for(
+                        lambda wait=wait: self.failure or self.ends[wait] is not None  # type: ignore[misc]
+                    )
+            if self.failure:
+                raise _Stopped
+            latest = max(latest, self.ends[wait] or latest)
+        return latest
+
+    def _perform(self, instance: Instance, ready: Seconds) -> Seconds:
+        number, turn, op, _ = instance
+        if self.failure:
+            raise _Stopped
+        self.run.begin(instance)
+        place = Place(number, turn, op.name)
+        self.world.watch.enter(op.stream, place)
+        try:
+            if isinstance(op.work, Collective):
+                end = ready if self.run.free_communication else self._communicate(instance, place)
+            else:
+                end = self.run.kernels.compute(instance, ready) or time.monotonic()
+        except (_Stopped, RankFailure, MismatchError) as error:
+            self._give_up(error)
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises is told to all
+            self._give_up(self.world.watch.raised(place, error))
+        span = Span(self.world.rank, turn, op.name, op.stream, ready - self.start, end - self.start)
+        self.world.watch.exit(op.stream)
+        with self.changed:
+            self.spans.append(span)
+            self.ends[number] = end
+            self.left -= 1
+            self.changed.notify_all()
+        return end
+
+    def _give_up(self, error: Exception) -> None:
+        if isinstance(error, Co2simError):
+            self._stop(error)
+        raise _Stopped from error
+
+    def _communicate(self, instance: Instance, place: Place) -> Seconds:
+        """Carry out a collective. What fails in Gloo is somebody's absence; find out whose."""
+        op, kernels = instance.op, self.run.kernels
+        assert isinstance(op.work, Collective)
+        buffers = self.buffers[id(op)]
+        kernels.fill(instance, buffers.given)
+        at = self.world.communicator(op.stream, op.work.group)
+        if at is None:
+            alone(buffers)
+        else:
+            try:
+                if self.run.check:
+                    compare(instance, at)
+                carry_out(op.work, buffers, at, self.world.deadline)
+            except RuntimeError as error:
+                if self.failure:
+                    raise _Stopped from error
+                raise self.world.watch.lost(place, at.members, error) from error
+        end = time.monotonic()
+        kernels.drain(instance, buffers.taken)
+        return end

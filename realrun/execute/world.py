@@ -1,0 +1,264 @@
+"""The ranks of a run: who and where we are, and a communicator for every stream and group."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from co2sim.cluster import Backend
+from co2sim.errors import OptionError
+from co2sim.schedule import Collective, Group, Layout, Schedule
+from co2sim.units import Seconds
+from realrun.errors import MismatchError, RankFailure
+from realrun.execute.clock import Clock, synchronize
+from realrun.launch.watch import Place, Store, Watch
+
+NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables of a rank, as torchrun sets them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """A process group for the collectives of one stream. `me` is this rank's place in `members`."""
+
+    group: dist.ProcessGroup
+    members: tuple[int, ...]
+    me: int
+
+    @property
+    def next(self) -> int:
+        """Place of the next member around the ring."""
+        return (self.me + 1) % len(self.members)
+
+    @property
+    def previous(self) -> int:
+        """Place of the member before."""
+        return (self.me - 1) % len(self.members)
+
+
+@dataclass(eq=False)
+class World:
+    """This process among the others. `deadline` bounds every wait for others."""
+
+    rank: int
+    layout: Layout
+    backend: Backend
+    device: torch.device
+    deadline: Seconds
+    store: Store
+    watch: Watch
+    clock: Clock = field(default_factory=Clock)
+    _made: dict[tuple[str, Group], Communicator | None] = field(default_factory=dict)
+    _groups: dict[tuple[str, Group], dist.ProcessGroup] = field(default_factory=dict)
+
+    def connect(self, schedule: Schedule) -> None:
+        """Make the communicators of a schedule: one per stream and group. All ranks call this.
+
+        Raises MismatchError when another rank has another schedule.
+        """
+        self.agree("schedule", str(schedule))
+        with self.together("connection of communicators"):
+            for op in schedule.body:
+                if isinstance(op.work, Collective):
+                    self._connect(op.stream, op.work.group)
+
+    def communicator(self, stream: str, group: Group) -> Communicator | None:
+        """The communicator of a connected schedule; None if this rank is alone in the group."""
+        return self._made[stream, group]
+
+    def _connect(self, stream: str, group: Group) -> None:
+        if (stream, group) in self._made:
+            return
+        size = self.layout.world_size
+        meetings = dict.fromkeys(group.members(rank, self.layout) for rank in range(size))
+        self._made[stream, group] = None
+        for members in meetings:
+            if len(members) < 2:  # noqa: PLR2004 - one rank meets nobody
+                continue
+            made = dist.new_group(
+                list(members), timeout=timedelta(seconds=self.deadline), backend=self.backend
+            )
+            if self.rank in members:
+                place = members.index(self.rank)
+                self._made[stream, group] = Communicator(made, tuple(members), place)
+
+    def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
+        """The process group of this kind for a purpose, made at the first call. All ranks call it.
+
+        It stays: DTensor remembers groups by the ranks in them, also once they were destroyed.
+        """
+        if (purpose, kind) not in self._groups:
+            size, limit = self.layout.world_size, timedelta(seconds=self.deadline)
+            for members in dict.fromkeys(kind.members(rank, self.layout) for rank in range(size)):
+                made = dist.new_group(list(members), timeout=limit)
+                if self.rank in members:
+                    self._groups[purpose, kind] = made
+        return self._groups[purpose, kind]
+
+    def agree(self, what: str, text: str) -> None:
+        """Compare a text across ranks. Raises MismatchError that names the first difference."""
+        texts: list[str | None] = [None] * self.layout.world_size
+        with self.together(f"agreement on the {what}"):
+            dist.all_gather_object(texts, text)
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
+                lines = zip((texts[0] or "").splitlines(), (other or "").splitlines(), strict=False)
+                one, two = next((pair for pair in lines if pair[0] != pair[1]), (texts[0], other))
+                raise MismatchError(
+                    f"rank {rank} has another {what} than rank 0: {two!r} instead of {one!r}"
+                )
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Something that all ranks do outside of a schedule. Raises RankFailure if one is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            everybody = range(self.layout.world_size)
+            raise self.watch.lost(Place(-1, 0, what), everybody, error) from error
+
+    def leave(self) -> None:
+        """End in good order."""
+        self.watch.stop()
+        self._made.clear()
+        self._groups.clear()
+        dist.destroy_process_group()
+
+
+def join(
+    backend: Backend, deadline: Seconds, environment: Mapping[str, str] | None = None
+) -> World:
+    """Join the ranks that torchrun, Slurm or our own launcher started.
+
+    Raises OptionError when the environment does not say which rank this is, and RankFailure when
+    not all ranks join within `deadline` seconds.
+    """
+    env = os.environ if environment is None else environment
+    missing = [name for name in NEEDED if name not in env]
+    if missing:
+        raise OptionError(
+            f"{missing[0]} is not set: start ranks with `realrun run --nproc N`, `realrun lab run`"
+            " or torchrun"
+        )
+    rank, size, local, per_node, port = (
+        int(env[name])
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    )
+    if size % per_node:
+        raise OptionError(
+            f"WORLD_SIZE={size} is not a multiple of LOCAL_WORLD_SIZE={per_node}: nodes must be"
+            " alike"
+        )
+    device = _device(backend, local)
+    limit = timedelta(seconds=deadline)
+    hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = env["MASTER_ADDR"]
+    try:
+        store = TCPStore(address, port, size, not hosted and rank == 0, limit, False)  # noqa: FBT003
+        watch = Watch(
+            TCPStore(address, port, size, False, limit, False),  # noqa: FBT003
+            rank,
+            size,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RankFailure(f"rank {rank} cannot reach {address}:{port}: {error}") from error
+    _wait_for_all(store, watch, rank, size, deadline)
+    try:
+        dist.init_process_group(
+            "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
+            store=PrefixStore("world", store),
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+            device_id=None if backend == "gloo" else device,
+        )
+    except RuntimeError as error:
+        raise watch.lost(Place(-1, 0, "start-up"), range(size), error) from error
+    layout = Layout(size // per_node, per_node)
+    world = World(rank, layout, backend, device, deadline, store, watch)
+    world.clock = synchronize(rank, size, _machine())
+    return world
+
+
+def end(code: int = 0) -> NoReturn:
+    """End the process of a rank that has left, or cannot, without tearing the interpreter down.
+
+    All is written by then. Teardown waits for threads that wait for ranks that are gone, and on
+    some exits, about one in twenty of the shortest, it aborts inside of torch ("terminate called
+    without an active exception", torch 2.13), which would look like a failed rank.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _device(backend: Backend, local: int) -> torch.device:
+    if backend == "gloo":
+        return torch.device("cpu")
+    need_gpus(local + 1)
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def need_gpus(count: int) -> None:
+    """Raise OptionError unless this node has as many GPUs."""
+    found = torch.cuda.device_count()
+    if not found:
+        raise OptionError("backend nccl needs CUDA devices, and there is none; use --backend gloo")
+    if found < count:
+        raise OptionError(f"{count} ranks need a GPU each, and this node has {found}")
+
+
+def _wait_for_all(store: Store, watch: Watch, rank: int, size: int, deadline: Seconds) -> None:
+    """Wait until every rank has come; whoever has not within the deadline is missing."""
+    store.set(f"realrun/joined/{rank}", "1")
+    limit = time.monotonic() + deadline
+    missing = list(range(size))
+    while missing:
+        missing = [other for other in missing if not store.check([f"realrun/joined/{other}"])]
+        if watch.failure:
+            raise watch.failure
+        if missing and time.monotonic() > limit:
+            raise watch.missing(missing, f"did not come within {deadline:g} s")
+        if missing:
+            time.sleep(0.05)
+
+
+def _machine() -> str:
+    """Names the machine whose clock this process reads."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return socket.gethostname()
+
+
+def gather_objects(world: World, value: object) -> list[object] | None:
+    """Every rank's value, on rank 0; None elsewhere."""
+    found: list[object] | None = [None] * world.layout.world_size if world.rank == 0 else None
+    with world.together("collection of results"):
+        dist.gather_object(value, found)
+    return found
+
+
+def describe(world: World) -> dict[str, str]:
+    """What this ran on, for the reader of a record."""
+    hardware = "CPU"
+    if world.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(world.device)
+    cores = os.cpu_count()
+    return {
+        "torch": torch.__version__,
+        "backend": world.backend,
+        "hardware": hardware,
+        "host": json.dumps({"cores": cores, "threads": torch.get_num_threads()}),
+    }

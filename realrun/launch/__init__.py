@@ -1,0 +1,1 @@
+"""Start ranks, on this machine or in a lab, and watch them."""

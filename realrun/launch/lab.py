@@ -1,0 +1,335 @@
+"""A cluster of network namespaces on one machine, with known bandwidths.
+
+Each node is a network namespace whose `eth0` is plugged into one bridge. `tc tbf` limits what it
+sends there, and what its ranks send each other over loopback. All of it lives in a network, process
+and mount namespace of its own: the network of the machine is not touched, and all that was made
+vanishes with the first process in there.
+
+    launcher - unshare - first process (reaps) - lab process - one holder a node, and the ranks
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from co2sim.errors import Co2simError, UnitError
+from co2sim.units import BytesPerSecond, Seconds, parse
+from realrun.errors import LabError
+from realrun.launch.local import (
+    GRACE,
+    MAX_RANKS,
+    Stopped,
+    host_store,
+    rank_environment,
+    ranks_killed_at_end,
+    resolved,
+    start,
+    started,
+    stoppable,
+    supervise,
+)
+
+TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
+"""What has to be installed: iproute2 and util-linux."""
+
+PAYLOAD = 1448
+"""Bytes of payload in an Ethernet frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (TCP timestamps)."""
+
+FRAME = 1514
+"""Bytes of that frame as tbf counts them: with the 14 of its Ethernet header."""
+
+LOOPBACK_PAYLOAD, LOOPBACK_FRAME = 65536 - 52, 65536 + 14
+"""The same on the loopback device."""
+
+_UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child=SIGKILL")
+_UNSHARE_ALL = (*_UNSHARE, "--mount-proc")
+_SWITCH = "10.77.255.254"
+_CLUSTER_FILE = "/dev/shm/cluster.toml"  # noqa: S108 - a file system of our own is mounted there
+
+_RANKS_PER_CORE = 2
+"""With more, the cores are the bottleneck, not the network."""
+
+_SYSCTLS = {
+    # Nothing is ever lost, so the window just grows until the pipe is full, and stays so.
+    "ipv4/tcp_congestion_control": "reno",
+    "ipv4/tcp_slow_start_after_idle": "0",
+    "ipv6/conf/all/disable_ipv6": "1",
+}
+
+
+INTRA_RATE = "3 Gbit/s"
+"""What loopback reaches for every rank even where two ranks share a core and send at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """What to build: `rate` is what each node sends at most, such as "1 Gbit/s".
+
+    `intra_rate` is what each rank sends at most inside its node; the ranks of a node share the sum.
+    Raises LabError when it cannot be built anywhere.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    rate: str
+    intra_rate: str = INTRA_RATE
+
+    def __post_init__(self) -> None:
+        for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
+            if count < 1:
+                raise LabError(f"a lab of {count} {name}; it must be at least 1")
+        if self.world_size > MAX_RANKS:
+            raise LabError(
+                f"{self.nodes} nodes of {self.gpus_per_node} are {self.world_size} ranks;"
+                f" a lab has at most {MAX_RANKS}"
+            )
+        _bandwidth("rate", self.rate)
+        _bandwidth("rate inside a node", self.intra_rate)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def bandwidth(self) -> BytesPerSecond:
+        """What each node sends to others at most, with all headers."""
+        return _bandwidth("rate", self.rate)
+
+    @property
+    def loopback(self) -> BytesPerSecond:
+        """What the ranks of a node send to each other at most, all together, with all headers."""
+        return self.gpus_per_node * _bandwidth("rate inside a node", self.intra_rate)
+
+
+def _bandwidth(what: str, text: str) -> BytesPerSecond:
+    try:
+        value = parse(text, "B/s")
+    except UnitError as error:
+        raise LabError(f"the {what} of a lab: {error}") from error
+    slowest, fastest = 1e6 / 8, 1e11 / 8
+    if not slowest <= value <= fastest:
+        raise LabError(f"the {what} is {text!r}; it must be 1 Mbit/s to 100 Gbit/s")
+    return value
+
+
+def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
+    """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
+
+    Ranks have torchrun's environment, and REALRUN_CLUSTER, the path of the lab's `stated_cluster`.
+    Control-C gives 130 and SIGTERM 143. Call it from the main thread.
+    Raises LabError when the lab cannot be built here, LaunchError when there is no such command.
+    """
+    program = resolved(command)
+    check_machine()
+    if lab.world_size > _RANKS_PER_CORE * (os.cpu_count() or 1):
+        print(  # noqa: T201 - while it can still be stopped
+            f"warning: {lab.world_size} ranks share {os.cpu_count()} cores: expect what they move,"
+            " most of all inside a node, to be slower than the stated rate allows",
+            file=sys.stderr,
+        )
+    inside = json.dumps([asdict(lab), grace, program])
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from realrun.launch.lab import _first; _first()"
+    )
+    outer = started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
+    try:
+        with stoppable():
+            ended = outer.wait()
+    except Stopped as stopped:
+        return stopped.exit_code
+    finally:
+        _end(outer)
+    if ended not in {0, 1, 2}:
+        raise LabError(f"the lab itself was killed (its exit code is {ended})")
+    return ended
+
+
+def check_machine() -> None:
+    """Raise LabError unless a lab can be built here."""
+    if sys.platform != "linux":
+        raise LabError("a lab needs Linux: it is made of network namespaces")
+    if os.geteuid() != 0:
+        raise LabError("a lab needs root: it makes network namespaces; try sudo")
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise LabError(
+            f"a lab needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not"
+            " installed (packages iproute2 and util-linux)"
+        )
+    try:
+        _run([*_UNSHARE_ALL, "true"])
+    except LabError as error:
+        raise LabError(f"namespaces cannot be made here (in a container?): {error}") from error
+
+
+def stated_cluster(lab: Lab) -> str:
+    """The lab as a cluster file of co2sim: predict with it what the lab will do."""
+    rate, intra = (" ".join(text.split()) for text in (lab.rate, lab.intra_rate))
+    return f"""\
+name = "lab: {lab.nodes} nodes of {lab.gpus_per_node} at {rate}"
+source = "how the lab is built"
+nodes = {lab.nodes}
+gpus_per_node = {lab.gpus_per_node}
+gpu = "virtual"
+backend = "gloo"
+
+[intra]
+bandwidth = {{ value = "{intra}", source = "rate of tc tbf at each node's loopback, per rank" }}
+efficiency = {{ value = {LOOPBACK_PAYLOAD / LOOPBACK_FRAME:.4f}, source = "TCP payload of a \
+frame of loopback, whose MTU is 65536: {LOOPBACK_PAYLOAD} of the {LOOPBACK_FRAME} bytes counted" }}
+latency = {{ value = "300 us", assumed = true, source = "`realrun probe` on a virtual machine of \
+two cores gave 0.2 to 0.5 ms; depends on the machine and its load" }}
+
+[inter]
+bandwidth = {{ value = "{rate}", source = "rate of tc tbf at each node's eth0" }}
+efficiency = {{ value = {PAYLOAD / FRAME:.4f}, source = "TCP payload of an Ethernet frame: \
+1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} bytes that tbf counts" }}
+latency = {{ value = "250 us", assumed = true, source = "`realrun probe` in labs of 1 and 3 Gbit/s \
+on a virtual machine of two cores gave 0.22 to 0.30 ms; depends on the machine and its load" }}
+"""
+
+
+def burst(bandwidth: BytesPerSecond) -> tuple[int, int]:
+    """Bytes that may pass at once, and bytes of the longest packet that TCP may hand over.
+
+    The burst passes for free after every pause, so it is small; but it has to last until a timer
+    is served (0.7 ms), and to hold whole packets, else tbf splits them and drops some.
+    """
+    frames = 2  # that TCP sends at once whatever is asked
+    size = min(max(int(bandwidth * 0.7e-3), 2 * frames * FRAME), 256 * 1024)
+    return size, max(size // 3, frames * FRAME)
+
+
+def _end(outer: subprocess.Popen[bytes]) -> None:
+    """Kill the lab by its first process, and wait until all of it is gone."""
+    if outer.poll() is not None:
+        return
+    children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
+    first = children.read_text().split() if children.exists() else []
+    for pid in map(int, first or [str(outer.pid)]):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    outer.wait()
+
+
+def _first() -> None:
+    """Be the first process of the lab: start the one that does the work, and reap all others."""
+    worker = os.fork()
+    if worker == 0:
+        sys.exit(_inside(*json.loads(sys.argv[1])))
+    while True:
+        pid, status = os.wait()
+        if pid == worker:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) -> int:
+    """Build the lab around this process and run the ranks; the exit code."""
+    lab = Lab(**asked)
+    try:
+        holders = _build(lab)
+        with ranks_killed_at_end() as ranks:
+            store = host_store(_SWITCH)
+            for rank in range(lab.world_size):
+                variables = rank_environment(
+                    rank,
+                    lab.world_size,
+                    local_world_size=lab.gpus_per_node,
+                    address=_SWITCH,
+                    port=store.port,
+                )
+                node = _enter(holders[rank // lab.gpus_per_node])
+                own = {"GLOO_SOCKET_IFNAME": "eth0", "REALRUN_CLUSTER": _CLUSTER_FILE}
+                ranks.append(start(rank, [*node, *command], {**variables, **own}))
+            return supervise(ranks, store, grace)
+    except Co2simError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the launcher only sees the code
+        return 2
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _build(lab: Lab) -> list[int]:
+    """Make the nodes and the bridge between them; the processes that hold the nodes."""
+    _run(["mount", "-t", "tmpfs", "lab", str(Path(_CLUSTER_FILE).parent)])
+    Path(_CLUSTER_FILE).write_text(stated_cluster(lab))
+    _ip(
+        "link set lo up",
+        "link add br0 type bridge stp_state 0 forward_delay 0",
+        f"addr add {_SWITCH}/16 dev br0",
+        "link set br0 up",
+    )
+    return [_node(lab, index) for index in range(lab.nodes)]
+
+
+def _node(lab: Lab, index: int) -> int:
+    """Make one node; the process that holds it."""
+    holder = subprocess.Popen(
+        ["unshare", "--net", "cat"],  # noqa: S607 - found on PATH before
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    holder.stdin.write(b"\n")
+    holder.stdin.flush()
+    if not holder.stdout.read(1):  # what cat gives back, once it is in its namespace
+        raise LabError(f"cannot make node {index}")
+    size, longest = burst(lab.bandwidth)
+    port, enter = f"node{index}", _enter(holder.pid)
+    _ip(f"link add {port} type veth peer name eth0 netns {holder.pid}")
+    _ip(f"link set {port} gso_max_size {longest} master br0 up")
+    # A short queue in front of the rate limit: answers to what comes in wait behind it.
+    _sysctl(enter, _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(size)})
+    _ip(
+        "link set lo up",
+        f"addr add 10.77.{index // 250}.{index % 250 + 1}/16 dev eth0",
+        f"link set eth0 gso_max_size {longest} up",
+        enter=enter,
+    )
+    _limit(enter, "eth0", lab.bandwidth, size)
+    # Loopback works on the cores of the ranks: its timer is served later.
+    _limit(enter, "lo", lab.loopback, max(int(lab.loopback * 1e-3), 2 * LOOPBACK_FRAME))
+    return holder.pid
+
+
+def _limit(enter: Sequence[str], device: str, bandwidth: BytesPerSecond, size: int) -> None:
+    """Let a device send at most `bandwidth`, after bursts of `size` bytes."""
+    tbf = f"rate {bandwidth * 8:.0f}bit burst {size} limit 64mb"
+    _run([*enter, *f"tc qdisc replace dev {device} root tbf {tbf}".split()])
+
+
+def _enter(holder: int) -> list[str]:
+    return ["nsenter", f"--net=/proc/{holder}/ns/net", "--"]
+
+
+def _ip(*commands: str, enter: Iterable[str] = ()) -> None:
+    _run([*enter, "ip", "-batch", "-"], "\n".join(commands))
+
+
+def _sysctl(enter: Iterable[str], values: Mapping[str, str]) -> None:
+    """Set what the kernel has; a key that it lacks changes little."""
+    lines = [f"echo {value} > /proc/sys/net/{key}" for key, value in values.items()]
+    script = "\n".join(f"({line}) 2>/dev/null" for line in lines)
+    _run([*enter, "sh", "-c", f"{script}\ntrue"])
+
+
+def _run(command: Sequence[str], text: str = "") -> None:
+    """Run one of the tools. Raises LabError with what it says when it fails."""
+    done = subprocess.run(  # noqa: S603 - one of TOOLS
+        command, input=text, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise LabError(f"`{' '.join(command)}` failed: {said}")

@@ -1,0 +1,24 @@
+"""The options of a lab, for every command that builds one."""
+
+from typing import Annotated
+
+import typer
+
+from co2sim.console import options
+
+Nodes = Annotated[
+    int,
+    typer.Option(parser=options.whole("--nodes"), metavar="N", help="Nodes: one namespace each."),
+]
+GpusPerNode = Annotated[
+    int,
+    typer.Option(
+        parser=options.whole("--gpus-per-node"), metavar="N", help="Ranks that share a node."
+    ),
+]
+Rate = Annotated[
+    str, typer.Option(metavar="RATE", help="What each node sends at most, such as '1 Gbit/s'.")
+]
+IntraRate = Annotated[
+    str, typer.Option(metavar="RATE", help="What each rank sends at most inside its node.")
+]

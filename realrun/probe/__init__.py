@@ -1,0 +1,1 @@
+"""Measure the nodes at hand, and write what was found as a cluster file."""

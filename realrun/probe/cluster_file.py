@@ -1,0 +1,172 @@
+"""What a probe found as a cluster file of co2sim: every number with its unit and its source."""
+
+import json
+from collections.abc import Iterator
+
+from co2sim.cluster import GPU, Link
+from co2sim.errors import OptionError
+from co2sim.units import Bytes, Unit, duration
+from realrun.probe.fit import Fitted, Measured
+
+NOTHING = (
+    "nothing can be measured: a single rank has nobody to communicate with, and --gpu leaves out"
+    " kernels"
+)
+
+_PREFIXES = ("n", "u", "m", "", "k", "M", "G", "T", "P")
+
+
+def to_toml(measured: Measured, fitted: Fitted, name: str, gpu: str | None = None) -> str:
+    """The text of the file; `gpu` is the catalog's name of the one to state if none was measured.
+
+    Raises OptionError when there is nothing to state: neither a processor nor a link.
+    """
+    return "\n".join(_lines(measured, fitted, name, gpu)) + "\n"
+
+
+def quantity(value: float, unit: Unit) -> str:
+    """Four significant digits with a prefix: 118213004.5, "B/s" -> "118.2 MB/s"."""
+    value = float(f"{value:.4g}")
+    if not value:
+        return f"0 {unit}"
+    place = next(
+        (p for p in range(len(_PREFIXES)) if value < 1000.0 ** (p - 2)), len(_PREFIXES) - 1
+    )
+    factor = 1000.0 ** (place - 3)
+    return f"{value / factor:.10g} {_PREFIXES[place]}{unit}"
+
+
+def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> Iterator[str]:
+    yield "# Written by `realrun probe`. Predict with it: co2sim run --cluster THIS_FILE ..."
+    yield f"name = {_text(name)}"
+    yield f"source = {_text(f'measured by realrun probe on {measured.machine}')}"
+    yield f"nodes = {measured.layout.nodes}"
+    yield f"gpus_per_node = {measured.layout.gpus_per_node}"
+    yield f"backend = {_text(measured.backend)}"
+    yield _fact(
+        "communicators",
+        _text("stream"),
+        "realrun makes a communicator for every stream and group",
+    )
+    yield _interference(measured, kernels=fitted.processor is not None)
+    if fitted.processor is None:
+        if gpu is None:
+            raise OptionError("no kernel was run: name a GPU of the catalog with --gpu")
+        yield _fact("gpu", _text(gpu), "stated with --gpu; its kernels were not run by the probe")
+    else:
+        yield from _processor(measured, fitted.processor)
+    yield from _links(measured, fitted)
+
+
+def _interference(measured: Measured, *, kernels: bool) -> str:
+    if measured.slowdown is not None:
+        times = measured.slowdown.compute
+        value = max(0.0, times - 1)
+        source = (
+            f"a kernel takes {times:.3g} times as long while all-reduces of its rank follow one"
+            " another"
+        )
+        return _fact("interference", f"{value:.3g}", source)
+    if kernels:
+        source = "not measured: a single rank has nobody to communicate with"
+        return _fact("interference", "0", source, assumed=True)
+    source = "not measured: no kernel was run (--gpu)"
+    if measured.backend == "gloo":
+        return _fact("interference", "0", f"{source}; kernels that sleep use no processor")
+    return _fact("interference", "0", source, assumed=True)
+
+
+def _processor(measured: Measured, gpu: GPU) -> Iterator[str]:
+    first = next(iter(gpu.peak))
+    yield ""
+    yield "[gpu]"
+    yield f"name = {_text(gpu.name)}"
+    yield f"source = {_text('measured by realrun probe, on all ranks of a node at once')}"
+    yield _fact(
+        "memory",
+        _text(quantity(gpu.memory, "B")),
+        f"memory of a node / its number of ranks, {measured.layout.gpus_per_node}"
+        if measured.backend == "gloo"
+        else "memory of the GPU",
+    )
+    largest = max(sample.work.memory_bytes for sample in measured.copies)
+    yield _fact(
+        "memory_bandwidth",
+        _text(quantity(gpu.memory_bandwidth, "B/s")),
+        f"attained by the kernel that moves memory, {quantity(largest, 'B')} in all",
+    )
+    yield _fact("memory_efficiency", "1.0", "the bandwidth is what was attained")
+    yield _fact(
+        "launch_overhead",
+        _text(quantity(gpu.launch_overhead, "s")),
+        "time of an empty op; waiting for another stream takes"
+        f" {duration(measured.handover)} more, which is not in here",
+    )
+    yield ""
+    yield "[gpu.peak]"
+    for precision, speed in gpu.peak.items():
+        source = "the best speed that the kernel attained at any size"
+        if precision != first:
+            source += f"; the efficiencies by size are those of {first}"
+        yield _fact(precision, _text(quantity(speed, "FLOP/s")), source)
+    for flops, value in gpu.efficiency:
+        yield ""
+        yield "[[gpu.efficiency]]"
+        yield f"flops = {_text(quantity(flops, 'FLOP'))}"
+        yield f"value = {min(1.0, float(f'{value:.4g}'))}"
+
+
+def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
+    fits = ""
+    if fitted.overall is not None:
+        sizes = sorted({sample.work.bytes for sample in measured.collectives})
+        fits = (
+            f"fitted to {len(measured.collectives)} collectives of {size_text(sizes[0])} to"
+            f" {size_text(sizes[-1])}; half of them are off by less than"
+            f" {fitted.overall.median:.0%}, the worst by {fitted.overall.worst:.0%}"
+        )
+    why = {
+        "intra": "not measured, since a node has one rank: taken from [inter]",
+        "inter": "not measured, since there is one node: taken from [intra]",
+    }
+    other = fitted.intra or fitted.inter
+    if other is None:
+        if fitted.processor is None:
+            raise OptionError(NOTHING)
+        other = Link(fitted.processor.memory_bandwidth)
+        why = dict.fromkeys(why, "not measured, since there is one rank: as fast as memory")
+    for place, link in (("intra", fitted.intra), ("inter", fitted.inter)):
+        yield ""
+        yield f"[{place}]"
+        source = fits if link else why[place]
+        yield _fact(
+            "bandwidth",
+            _text(quantity((link or other).bandwidth, "B/s")),
+            f"payload, {source}" if link else source,
+            assumed=link is None,
+        )
+        yield _fact(
+            "latency", _text(quantity((link or other).latency, "s")), source, assumed=link is None
+        )
+        if place == "inter" and link and measured.slowdown:
+            times = measured.slowdown.communication
+            source = f"an all-reduce takes {times:.3g} times as long while kernels run beside it"
+            yield _fact("busy_efficiency", f"{min(1.0, 1 / times):.3g}", source)
+
+
+def size_text(size: Bytes) -> str:
+    """16777216.0 -> "16 MiB"."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= factor:
+            return f"{size / factor:.4g} {unit}"
+    return f"{size:.4g} B"
+
+
+def _text(text: str) -> str:
+    """A basic string of TOML: JSON writes the same."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _fact(key: str, value: str, source: str, *, assumed: bool = False) -> str:
+    mark = ", assumed = true" if assumed else ""
+    return f"{key} = {{ value = {value}, source = {_text(source)}{mark} }}"

@@ -1,0 +1,116 @@
+"""The figure of a probe: what was measured, and the fits through it."""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
+
+from co2sim.cluster import GPU, Cluster
+from co2sim.schedule import Group, Kind
+from co2sim.units import duration, scaled
+from realrun.probe.cluster_file import size_text
+from realrun.probe.fit import Fitted, Measured, Sample, attained, bare, by_kind, predict
+
+_COLOURS = {
+    Kind.ALL_REDUCE: "#0072B2",
+    Kind.REDUCE_SCATTER: "#D55E00",
+    Kind.ALL_GATHER: "#009E73",
+    Kind.ALL_TO_ALL: "#CC79A7",
+    Kind.BROADCAST: "#E69F00",
+    Kind.REDUCE: "#56B4E9",
+}
+"""Okabe and Ito: told apart by colour-blind readers."""
+_MARKERS = dict(zip(Kind, "osD^vP", strict=True))
+
+
+def draw(measured: Measured, fitted: Fitted, name: str) -> bytes:
+    """PNG: a panel for every group, time by size, and one for kernels, efficiency by size.
+
+    Points are measured; lines are what co2sim predicts from the fitted links.
+    """
+    kinds = by_kind(measured.collectives)
+    groups = list(dict.fromkeys(group for group, _ in kinds))
+    panels = len(groups) + (fitted.processor is not None)
+    with mpl.rc_context(
+        {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
+    ):
+        figure = Figure(figsize=(max(6.4, 4.6 * panels + 0.4), 4.8), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False)[0]
+        here = fitted.intra or fitted.inter
+        for axis, group in zip(axes, groups, strict=False):
+            assert here is not None
+            links = (fitted.intra or here, fitted.inter or here)
+            cluster = bare(measured.layout, measured.backend, *links)
+            found = {kind: samples for (at, kind), samples in kinds.items() if at == group}
+            _collectives(axis, found, cluster)
+            axis.set_title(_title(group, measured), fontsize=9)
+        if fitted.processor is not None:
+            _kernels(axes[-1], measured, fitted.processor)
+        if groups:
+            axes[0].set_ylabel("time")
+            figure.legend(
+                *axes[0].get_legend_handles_labels(),
+                loc="outside lower center",
+                ncols=5 if panels > 1 else 3,
+                frameon=False,
+            )
+        figure.suptitle(name)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=150)
+        return buffer.getvalue()
+
+
+def _title(group: Group, measured: Measured) -> str:
+    members = len(group.members(0, measured.layout))
+    return f"{group}: {members} ranks"
+
+
+def _collectives(axis: Axes, found: Mapping[Kind, Sequence[Sample]], cluster: Cluster) -> None:
+    """Time by size, for every kind."""
+    sizes: list[float] = []
+    for kind, samples in found.items():
+        sizes = [sample.work.bytes for sample in samples]
+        colour = _COLOURS[kind]
+        axis.plot(
+            sizes,
+            [sample.seconds for sample in samples],
+            color=colour,
+            marker=_MARKERS[kind],
+            linestyle="none",
+            markersize=5,
+            label=str(kind),
+        )
+        axis.plot(sizes, predict(samples, cluster), color=colour, linewidth=1)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sizes, [size_text(size) for size in sizes], rotation=45)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel("size of the buffer; lines: predicted from the fitted links")
+
+
+def _kernels(axis: Axes, measured: Measured, gpu: GPU) -> None:
+    """Attained fraction of the best speed by size, for every precision."""
+    for number, (precision, samples) in enumerate(measured.compute.items()):
+        speeds = attained(samples, measured.launch)
+        axis.plot(
+            list(speeds),
+            [speed / gpu.peak[precision] for speed in speeds.values()],
+            color=list(_COLOURS.values())[number],
+            marker="osD"[number],
+            markersize=5,
+            label=f"{precision}: at most {scaled(gpu.peak[precision], 'FLOP/s')}",
+        )
+    axis.set_xscale("log")
+    axis.set_ylim(0, 1.05)
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda flops, _: scaled(flops, "FLOP")))
+    axis.tick_params(axis="x", rotation=45)
+    axis.set_xlabel("FLOP of a kernel")
+    axis.set_ylabel("attained share of the best speed")
+    axis.set_title("kernels", fontsize=9)
+    axis.legend(loc="lower right", frameon=False)

@@ -1,0 +1,271 @@
+"""Measure on all ranks what a cluster file states: by executing schedules, as a run does.
+
+Whatever the executor adds to an op is thus part of its time. Every rank calls these functions, and
+all get the same answer. Sizes and kinds take turns, several times over, since machines drift.
+"""
+
+import math
+import os
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from co2sim.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, Schedule
+from co2sim.trace import Trace
+from co2sim.units import Bytes, Flops, Seconds
+from realrun.execute.executor import execute
+from realrun.execute.kernels import Burn, Kernels, Synthetic
+from realrun.execute.world import World, describe, gather_objects
+from realrun.measure import TORCH_DTYPE
+from realrun.probe.fit import ComputeSample, Measured, Sample, Slowdown
+from realrun.probe.tasks import (
+    SWEPT,
+    crossing,
+    durations,
+    groups,
+    in_turn,
+    overlapped,
+    slowdown,
+    sweep,
+)
+
+T = TypeVar("T")
+Say: TypeAlias = Callable[[str], None]
+"""Told what is being measured."""
+
+_PASSES = 3
+_ROUNDS = 8
+"""The most rounds of a pass; one more warms up."""
+
+_SMALLEST = 2**12
+_FACTOR = 4
+"""From one size to the next."""
+
+_KINDS_COST = 4.0
+"""A sweep of all kinds takes so many times as long as its largest all-reduce (ring: 3 x 4/3)."""
+
+_KERNEL: Seconds = 0.1
+"""The longest kernel."""
+_LEAST_FLOPS: Flops = 2.0**21
+_COPIED = tuple(2.0**power for power in (20, 22, 24, 26, 28))
+_EMPTY_OPS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure: no kernels if there is no precision. `budget` bounds the time, roughly."""
+
+    precisions: tuple[str, ...]
+    max_size: Bytes
+    budget: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A schedule whose ops are to be timed, `rounds` times in every pass."""
+
+    label: str
+    schedule: Schedule
+    kernels: Kernels
+    rounds: int
+
+
+class _Idle(Synthetic):
+    """Computes nothing."""
+
+    def compute(self, instance: object, ready: Seconds) -> None:
+        """Be done."""
+
+
+def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
+    """Measure everything. Raises what `execute` raises."""
+    say("how long things take")
+    sweeps = _sweeps(world, plan.max_size, 0.6 * plan.budget)
+    burns = _burns(world, plan.precisions, 0.25 * plan.budget)
+    times: dict[str, list[Seconds]] = {}
+    tasks = [*sweeps, *burns, *_overheads(world)]
+    for turn in range(_PASSES):
+        for task in tasks:
+            say(f"{task.label}, pass {turn + 1} of {_PASSES}")
+            for op, found in _time(world, task).items():
+                times.setdefault(op, []).extend(found)
+    seconds = {op: median(found) for op, found in times.items()}
+    works = {op.name: op.work for task in tasks for op in task.schedule.body}
+    collectives = tuple(
+        Sample(work, seconds[op])
+        for op, work in works.items()
+        if isinstance(work, Collective) and work.buffer == SWEPT
+    )
+    compute = {name: _samples(works, seconds, f"{name} ") for name in plan.precisions}
+    slower = None
+    if plan.precisions and world.layout.world_size > 1:
+        say("compute and communication side by side")
+        slower = _slowdown(world, plan.precisions[0], compute[plan.precisions[0]], collectives)
+    launch = _middle(seconds, "empty ")
+    return Measured(
+        layout=world.layout,
+        backend=world.backend,
+        machine=_shared(world, machine(world)),
+        memory=_shared(world, _memory(world)),
+        collectives=collectives,
+        compute=compute,
+        copies=_samples(works, seconds, "copy "),
+        launch=launch,
+        handover=max(0.0, _middle(seconds, "crossing ") - launch),
+        slowdown=slower,
+    )
+
+
+def machine(world: World) -> str:
+    """What this ran on, in words: hardware, torch, threads."""
+    about = describe(world)
+    hardware = about["hardware"]
+    if world.device.type == "cpu":
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if _is_linux() else []
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        hardware = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+        threads = torch.get_num_threads()
+        hardware += f", {threads} thread{'s' if threads > 1 else ''} a rank"
+    return f"{hardware}, torch {about['torch']}"
+
+
+def _is_linux() -> bool:
+    return Path("/proc/cpuinfo").is_file()
+
+
+def _memory(world: World) -> Bytes:
+    """Memory of one rank: the GPU's, or its share of the node's."""
+    if world.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(world.device).total_memory)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages / world.layout.gpus_per_node
+
+
+def _shared(world: World, value: T) -> T:
+    """What rank 0 has."""
+    box: list[T] = [value]
+    if world.layout.world_size > 1:
+        dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def _execute(world: World, task: _Task) -> list[Trace]:
+    """Execute a task once more than its rounds; the traces of all ranks, on rank 0."""
+    own = execute(task.schedule, task.kernels, task.rounds + 1, world)
+    return gather_objects(world, own) or []  # type: ignore[return-value]
+
+
+def _time(world: World, task: _Task) -> dict[str, list[Seconds]]:
+    """`durations` of a task, on all ranks."""
+    return _shared(world, durations(_execute(world, task), task.schedule))
+
+
+def _sweeps(world: World, max_size: Bytes, budget: Seconds) -> list[_Task]:
+    """A sweep for every group, with sizes and rounds that its share of the time allows."""
+    found = []
+    every = groups(world.layout)
+    for group in every:
+        share = budget / len(every) / _PASSES
+        sizes = [_SMALLEST, _SMALLEST * _FACTOR]
+        first = _trial(world, group, sizes[0])
+        while True:
+            last = _trial(world, group, sizes[-1])
+            cost = _KINDS_COST * last + 2 * len(Kind) * len(sizes) * first
+            following = _FACTOR * sizes[-1]
+            if following > max_size or 2 * _FACTOR * _KINDS_COST * last > share:
+                break
+            sizes.append(following)
+        rounds = min(_ROUNDS, max(1, int(share / cost) - 1))
+        schedule = sweep(group, list(Kind), sizes)
+        found.append(_Task(f"collectives of {group}", schedule, _Idle(), rounds))
+    return found
+
+
+def _trial(world: World, group: Group, size: int) -> Seconds:
+    """About how long an all-reduce takes, connections made."""
+    schedule = sweep(group, [Kind.ALL_REDUCE], [size])
+    times = _time(world, _Task("", schedule, _Idle(), 3))
+    return min(times[schedule.body[-1].name])
+
+
+def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[_Task]:
+    """Kernels of rising size for every precision, and copies."""
+    found = []
+    named = list(precisions)
+    for name in named:
+        kernels = _burn(world, name)
+        trial = Schedule("trial", (Op("trial", Compute("probe", 2.0**28), "compute"),))
+        (once,) = _time(world, _Task("", trial, kernels, 2))["trial"]
+        most = min(_KERNEL, budget / 40 / len(named)) / once * 2.0**28
+        steps = max(3, int(math.log(max(1.0, most / _LEAST_FLOPS), _FACTOR)) + 1)
+        # Falling: a small kernel right after a large one is slow, as few are in a schedule.
+        sizes = [_LEAST_FLOPS * _FACTOR**step for step in reversed(range(steps))]
+        works = [Compute("probe", size) for size in sizes]
+        found.append(_Task(f"kernels in {name}", in_turn(f"{name} ", works), kernels, _ROUNDS))
+    if named:
+        works = [Compute("probe", 0.0, size) for size in _COPIED]
+        copies = _Task("memory", in_turn("copy ", works), _burn(world, named[0]), 4)
+        found.append(copies)
+    return found
+
+
+def _overheads(world: World) -> list[_Task]:
+    """Ops that do next to nothing, on one stream, and each waiting for another stream."""
+    on_gpu = world.device.type == "cuda"
+    kernels: Kernels = _burn(world, "fp32") if on_gpu else _Idle()
+    nothing = Compute("empty", 1.0 if on_gpu else 0.0)
+    return [
+        _Task("overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2),
+        _Task("overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
+    ]
+
+
+def _burn(world: World, precision: str) -> Burn:
+    return Burn(world.device, TORCH_DTYPE[DType(precision)])
+
+
+def _samples(
+    works: dict[str, Compute | Collective], seconds: dict[str, Seconds], prefix: str
+) -> tuple[ComputeSample, ...]:
+    """By rising size."""
+    found = [
+        ComputeSample(work, seconds[op])
+        for op, work in works.items()
+        if op.startswith(prefix) and isinstance(work, Compute)
+    ]
+    return tuple(sorted(found, key=lambda sample: sample.work.flops + sample.work.memory_bytes))
+
+
+def _middle(seconds: dict[str, Seconds], prefix: str) -> Seconds:
+    return median(time for op, time in seconds.items() if op.startswith(prefix))
+
+
+def _slowdown(
+    world: World,
+    precision: str,
+    kernels: Sequence[ComputeSample],
+    collectives: Sequence[Sample],
+) -> Slowdown:
+    """How much longer a kernel takes while all-reduces of its rank follow one another, and they."""
+    kernel = min(kernels, key=_from_20_ms)
+    reduces = [s for s in collectives if s.work.kind is Kind.ALL_REDUCE and s.work.group == WORLD]
+    reduce = min(reduces, key=_from_20_ms)
+    schedule = overlapped(kernel.work, reduce.work, kernel.seconds / reduce.seconds)
+    traces = _execute(world, _Task("", schedule, _burn(world, precision), 3))
+    found = [slowdown(trace) for trace in traces]
+    middle = (
+        Slowdown(median(one.compute for one in found), median(one.communication for one in found))
+        if found
+        else Slowdown(1.0, 1.0)
+    )
+    return _shared(world, middle)
+
+
+def _from_20_ms(sample: Sample | ComputeSample) -> float:
+    return abs(math.log(sample.seconds / 0.02))
