@@ -1,53 +1,69 @@
-# make run: the main job. make test: what CI runs. make bench: the speed of the simulator.
-# make fidelity: predicted against measured in the lab (root, 30 min). make failures: ranks that die.
-# make convergence: what every strategy learns (an hour). make time-to-loss, make peers: in the lab (root).
-# make overhead: what CO2 itself costs (a few minutes).
-# make verify: the convergence bound, checked.
+# make run: the main job. make check: format, lint, types and unit tests, in a minute. make test: all tests.
+# make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
+# make bench: the speed of the simulator. make verify: the convergence bound, checked.
+# Measurements of the real backend: fidelity (root, 30 min), failures, convergence (an hour),
+# time-to-loss and peers (root), overhead. QUICK=--quick runs any of the last two lines for seconds, to see that it works.
 PYTHON ?= python3
+QUICK ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test bench fidelity verify failures convergence time-to-loss peers overhead golden format clean
+.PHONY: run check test docs bench fidelity verify failures convergence time-to-loss peers overhead \
+  mutants golden format lint clean
 
 run: $(STAMP)
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
 	  --strategy co2:tau=48,worker=node,inner=zero2 --strategy zeropp --strategy zero2 --strategy ddp \
 	  --gpus 8,16,32,64,128 --published papers/co2/results.toml --out out
 
-test: $(STAMP)-dev
+lint: $(STAMP)-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest -n auto
+
+check: lint
+	$(BIN)/pytest -n auto --dist loadscope -m "not slow and not dist and not lab and not gpu"
+
+test: lint
+	$(BIN)/pytest -n auto --dist loadscope --durations=25
+
+docs: $(STAMP)-dev
+	$(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml --site-dir $(CURDIR)/out/docs
 
 bench: $(STAMP)-dev
-	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/speed.py $(QUICK)
 
 fidelity: $(STAMP)-dev
-	$(BIN)/python benchmarks/fidelity.py sleep
-	$(BIN)/python benchmarks/fidelity.py flops
-	$(BIN)/python benchmarks/fidelity.py hiding
+	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)
+	$(BIN)/python benchmarks/fidelity.py flops $(QUICK)
+	$(BIN)/python benchmarks/fidelity.py hiding $(QUICK)
 
 verify: $(STAMP)-dev
-	$(BIN)/co2analysis verify --out out/verify
+	$(BIN)/co2analysis verify --out out/verify $(QUICK)
 
 failures: $(STAMP)-dev
-	$(BIN)/python benchmarks/failures.py
+	$(BIN)/python benchmarks/failures.py $(QUICK)
 
 convergence: $(STAMP)-dev
-	$(BIN)/python benchmarks/convergence.py
+	$(BIN)/python benchmarks/convergence.py $(QUICK)
 
 time-to-loss: $(STAMP)-dev
-	$(BIN)/python benchmarks/time_to_loss.py
+	$(BIN)/python benchmarks/time_to_loss.py $(QUICK)
 
 peers: $(STAMP)-dev
 	$(BIN)/python -m pip install --quiet --editable '.[peers]'
-	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/peers.py $(QUICK)
 
 overhead: $(STAMP)-dev
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/overhead.py $(QUICK)
+
+mutants: $(STAMP)-dev
+	$(BIN)/python -m pip install --quiet --editable '.[mutants]'
+	$(BIN)/mutmut run
+	$(BIN)/mutmut export-cicd-stats
+	$(BIN)/python tests/mutation_score.py mutants/mutmut-cicd-stats.json
 
 golden: $(STAMP)-dev
 	$(BIN)/pytest --update-golden tests/test_strategies.py
@@ -57,7 +73,7 @@ format: $(STAMP)-dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) out mutants
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
