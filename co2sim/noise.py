@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from co2sim.errors import OptionError
+from co2sim.ranges import above, between, whole
 from co2sim.schedule import Layout
 
 
@@ -25,16 +26,11 @@ class Noise:
 
     def __post_init__(self) -> None:
         """Refuse speeds and spreads that are negative."""
-        for name, value in (("straggle", self.straggle), ("jitter", self.jitter)):
-            if not 0 <= value <= 1:
-                raise OptionError(f"{name} is {value}; it is the sigma of a lognormal, from 0 to 1")
-        if self.seed < 0:
-            raise OptionError(f"seed is {self.seed}; it must be 0 or more")
+        for name in ("straggle", "jitter"):
+            between(name, getattr(self, name), 0, 1)
+        whole("seed", self.seed, 0)
         for node, speed in self.node_speed.items():
-            if not 0 < speed < float("inf"):
-                raise OptionError(
-                    f"node {node} has speed {speed}; it must be above 0 (1 is nominal)"
-                )
+            above(f"speed of node {node} (1 is nominal)", speed, 0)
 
     def node_slowdowns(self, layout: Layout) -> tuple[float, ...]:
         """Factor on the compute time of each node."""

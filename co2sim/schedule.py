@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from co2sim.errors import ScheduleError, nearest
+from co2sim.ranges import at_least, whole
 from co2sim.units import Bytes, Flops
 
 
@@ -61,9 +62,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Refuse an empty layout."""
-        for name, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
-            if value < 1:
-                raise ScheduleError(f"{name} is {value}; it must be at least 1")
+        whole("nodes", self.nodes, 1, error=ScheduleError)
+        whole("gpus_per_node", self.gpus_per_node, 1, error=ScheduleError)
 
     @property
     def world_size(self) -> int:
@@ -155,11 +155,8 @@ class Compute:
 
     def __post_init__(self) -> None:
         """Refuse negative or infinite work."""
-        for name, value in (("flops", self.flops), ("memory_bytes", self.memory_bytes)):
-            if not (0 <= value < math.inf):
-                raise ScheduleError(
-                    f"{self.kernel!r}: {name} is {value}; it must be 0 or more, and finite"
-                )
+        at_least(f"{self.kernel!r}: flops", self.flops, 0, error=ScheduleError)
+        at_least(f"{self.kernel!r}: memory_bytes", self.memory_bytes, 0, error=ScheduleError)
 
     def __str__(self) -> str:
         """`forward: 1.2e+13 FLOP, 4e+08 B`."""
@@ -263,8 +260,7 @@ class Schedule:
         """Validate, and lower every wait to its constant distance in issue order."""
         if not self.body:
             raise ScheduleError(f"{self.name}: the body is empty")
-        if self.steps < 1:
-            raise ScheduleError(f"{self.name}: steps is {self.steps}; it must be at least 1")
+        whole(f"{self.name}: steps", self.steps, 1, error=ScheduleError)
         place: dict[str, int] = {}
         for index, op in enumerate(self.body):
             if not op.name or not op.stream:

@@ -344,7 +344,9 @@ def test_a_strategy_reads_back_from_its_title(text: str) -> None:
         ("co2(taau=3)", "did you mean 'tau'?"),
         ("co2(tau)", "is not option=value"),
         ("co2(tau=)", "is not option=value"),
-        ("co2(tau=0)", "at least 1"),
+        ("co2(tau=0)", "tau is 0; it must be 1 to 10000"),
+        ("co2(staleness=101)", "staleness is 101; it must be 1 to 100"),
+        ("diloco(fragments=1001)", "fragments is 1001; it must be 1 to 1000"),
         ("co2(tau=1.5)", "must be a whole number"),
         ("co2(tau=-1)", "0 or more"),
         ("co2(tau=many)", "must be a number"),
@@ -367,6 +369,27 @@ def test_wrong_options_are_refused_in_one_line(text: str, said: str) -> None:
         strategies.parse(text)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("co2", "tau"),
+        ("co2", "staleness"),
+        ("diloco", "fragments"),
+        ("zero1", "bucket"),
+        ("zero3", "prefetch"),
+        ("zeropp", "scale_block"),
+        ("zeropp", "hpz_group"),
+    ],
+)
+def test_counts_given_as_objects_are_whole_numbers(kind: str, option: str) -> None:
+    """From Python, too: 4.0 is 4; halves, texts, truth values and NaN are refused."""
+    made = strategies.STRATEGIES[kind]
+    assert repr(made(**{option: 4.0})) == repr(made(**{option: 4}))
+    for wrong in (2.5, "4", True, float("nan"), -1):
+        with pytest.raises(OptionError, match=f"{kind}: {option} is .*; it must be"):
+            made(**{option: wrong})
 
 
 def test_types_are_read_whatever_their_case() -> None:

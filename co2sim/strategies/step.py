@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from co2sim.errors import OptionError
+from co2sim.ranges import whole
 from co2sim.schedule import After, Collective, Group, Kind, Layout, Op, prefixed
 from co2sim.workload import Block, Workload
 
@@ -23,12 +24,12 @@ def title(strategy: Any) -> str:
     return f"{strategy.name}({', '.join(chosen)})" if chosen else strategy.name
 
 
-def at_least_one(strategy: Any, *options: str) -> None:
-    """Refuse options below 1 that count something."""
+def whole_options(strategy: Any, *options: str, least: int = 1, most: int | None = None) -> None:
+    """Refuse options that are no whole numbers from `least` to `most`; 48.0 becomes 48."""
     for option in options:
-        if getattr(strategy, option) < 1:
-            given = getattr(strategy, option)
-            raise OptionError(f"{strategy.name}: {option} is {given}; it must be at least 1")
+        given = getattr(strategy, option)
+        value = whole(f"{strategy.name}: {option}", given, least, most)
+        object.__setattr__(strategy, option, value)
 
 
 @dataclass(frozen=True, slots=True)
