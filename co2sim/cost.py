@@ -278,15 +278,15 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster
     )
 
 
-def footprints(works: Iterable[Collective], cluster: Cluster) -> dict[int, Footprint]:
-    """Footprint by `id` of the work; those of the same kind, size and group are computed once."""
+def footprints(works: Iterable[Collective], cluster: Cluster) -> dict[Collective, Footprint]:
+    """Footprint of every work; those of the same kind, size and group are computed once."""
     costs: dict[tuple[Kind, Bytes, Group], Footprint] = {}
     found = {}
     for work in works:
         key = (work.kind, work.bytes, work.group)
         if key not in costs:
             costs[key] = footprint(work, cluster)
-        found[id(work)] = costs[key]
+        found[work] = costs[key]
     return found
 
 
@@ -309,7 +309,7 @@ def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
     """What one round of `schedule` sends."""
     works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
     costs = footprints(works, cluster)
-    found = [costs[id(work)] for work in works]
+    found = [costs[work] for work in works]
     loads = [footprint.loads(cluster) for footprint in found]
     return Traffic(
         gpu=sum(footprint.sent for footprint in found),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from co2sim.errors import OptionError
 from co2sim.ranges import above, between, whole
@@ -38,9 +39,11 @@ class Noise:
         if unknown:
             raise OptionError(f"node {unknown[0]} has a speed; nodes are 0 to {layout.nodes - 1}")
         drawn = _factors([self.seed, 0], self.straggle, layout.nodes)
-        return tuple(factor / self.node_speed.get(node, 1.0) for node, factor in enumerate(drawn))
+        return tuple(
+            float(factor) / self.node_speed.get(node, 1.0) for node, factor in enumerate(drawn)
+        )
 
-    def op_slowdowns(self, family: int, member: int, count: int) -> list[float]:
+    def op_slowdowns(self, family: int, member: int, count: int) -> NDArray[np.float64]:
         """Factors of `count` consecutive ops of one rank (family 1) or communicator (family 2)."""
         return _factors([self.seed, family, member], self.jitter, count)
 
@@ -49,8 +52,7 @@ QUIET = Noise()
 """Every rank alike."""
 
 
-def _factors(seed: list[int], sigma: float, count: int) -> list[float]:
+def _factors(seed: list[int], sigma: float, count: int) -> NDArray[np.float64]:
     if not sigma:
-        return [1.0] * count
-    drawn = np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, count)
-    return [float(factor) for factor in drawn]
+        return np.ones(count)
+    return np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, count)
