@@ -56,18 +56,25 @@ class Meetings:
         communicator = lowered.communicators[group][place]
         if lowered.free and len(communicator.members) == 1:
             return None
-        queue = self._queues[communicator.number]
-        here, event = queue.arrived.setdefault(number, ([], self._env.event()))
+        arrived = self._queues[communicator.number].arrived
+        here, event = arrived.setdefault(number, ([], self._env.event()))
         here.append(index)
         if len(here) == len(communicator.members):
-            del queue.arrived[number]
-            start: _Start = partial(self._start, communicator, place, number, event)
-            if communicator.exclusive:
-                heapq.heappush(queue.ready, (number, start))
-                self._next(queue)
-            else:
-                start()
+            del arrived[number]
+            self.start(communicator, place, number, event)
         return event
+
+    def start(
+        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+    ) -> None:
+        """All members have come: start as soon as the communicator is free."""
+        start: _Start = partial(self._start, communicator, place, number, event)
+        if not communicator.exclusive:
+            start()
+            return
+        queue = self._queues[communicator.number]
+        heapq.heappush(queue.ready, (number, start))
+        self._next(queue)
 
     def _next(self, queue: _Queue) -> None:
         """Start the collective issued first among those that are ready at this instant."""

@@ -6,6 +6,7 @@ Nothing runs here: `simulator` and `lockstep` execute what `lower` gives.
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from co2sim.noise import Noise
 from co2sim.ranges import whole
 from co2sim.schedule import Collective, Compute, Group, Schedule
 from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""When instances start and end, [instance, class of ranks]."""
 
 SPAN_BYTES: Bytes = 160.0
 """Memory that a simulated span may take: a tuple of six, two of them floats of its own."""

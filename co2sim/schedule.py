@@ -248,13 +248,14 @@ class Instance(NamedTuple):
 class Schedule:
     """The body of a round. Raises ScheduleError, in words, when it could not run.
 
-    `steps` is the number of optimizer (local) steps in a round.
+    `steps` is the number of optimizer (local) steps in a round. `offsets` says, for every op, how
+    many instances back in the order of issue those are that it waits for on other streams.
     """
 
     name: str
     body: tuple[Op, ...]
     steps: int = 1
-    _offsets: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    offsets: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate, and lower every wait to its constant distance in issue order."""
@@ -271,7 +272,7 @@ class Schedule:
                 )
             place[op.name] = index
         offsets = tuple(self._lower(index, op, place) for index, op in enumerate(self.body))
-        object.__setattr__(self, "_offsets", offsets)
+        object.__setattr__(self, "offsets", offsets)
 
     def _lower(self, index: int, op: Op, place: dict[str, int]) -> tuple[int, ...]:
         found = []
@@ -312,7 +313,7 @@ class Schedule:
         The only place that knows what a round or a delay means.
         """
         size = len(self.body)
-        indexed = tuple(zip(self.body, self._offsets, strict=True))
+        indexed = tuple(zip(self.body, self.offsets, strict=True))
         for number in range(0, rounds * size, size):
             for index, (op, offsets) in enumerate(indexed, start=number):
                 waits = (

@@ -1,21 +1,25 @@
 """The SimPy interpreter of a schedule on a cluster.
 
-There is one process per stream and class of ranks; `communicators` says how they meet.
+What `lockstep` cannot run has one process per stream and class of ranks; `communicators` says how
+they meet.
 """
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
 import simpy
 from simpy.core import EmptySchedule
 
+from co2sim import lockstep
 from co2sim.cluster import Cluster
 from co2sim.communicators import Meetings
-from co2sim.lowering import Lowered, lower
+from co2sim.lowering import Lowered, Times, lower
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import Compute, Instance, Schedule
-from co2sim.trace import Span, Trace
+from co2sim.trace import SpanTable, Trace
 from co2sim.units import Seconds
 
 _STEPS = 2000
@@ -49,16 +53,25 @@ def execute(
         fold=fold,
         free=free_communication,
     )
-    spans = _Simulation(lowered).run(progress)
+    try:
+        times = lockstep.run(lowered, progress)
+    except lockstep.Overtaken:
+        times = _Simulation(lowered).run(progress)
+    ops = tuple((op.name, op.stream) for op in schedule.body)
+    spans = SpanTable(ops, tuple(c.rank for c in lowered.classes), *times)
     ranks = {c.rank: c.count for c in lowered.classes}
-    return Trace(schedule.name, cluster.layout, rounds, ranks, tuple(spans))
+    return Trace(schedule.name, cluster.layout, rounds, ranks, spans)
 
 
 @dataclass(slots=True)
-class _Done:
-    """What one class of ranks has finished, and who waits for what it has not."""
+class _Spans:
+    """When a class of ranks starts and ends every instance, and who waits for what has not ended.
 
-    finished: set[int] = field(default_factory=set)
+    Ends are NaN until then.
+    """
+
+    starts: list[Seconds]
+    ends: list[Seconds]
     waiting: dict[int, simpy.Event] = field(default_factory=dict)
 
 
@@ -67,41 +80,47 @@ class _Simulation:
         self.lowered = lowered
         self.env = simpy.Environment()
         self.meetings = Meetings(self.env, lowered)
-        self.done = [_Done() for _ in lowered.classes]
-        self.spans: list[Span] = []
+        count = lowered.rounds * len(lowered.schedule.body)
+        self.spans = [_Spans([math.nan] * count, [math.nan] * count) for _ in lowered.classes]
+        self.ended = 0
 
-    def run(self, progress: Callable[[float], None] | None) -> list[Span]:
+    def run(self, progress: Callable[[float], None] | None) -> Times:
+        """Starts and ends, [instance, class]."""
         schedule, env = self.lowered.schedule, self.env
         by_stream: dict[str, list[Instance]] = {stream: [] for stream in schedule.streams}
         for instance in schedule.instances(self.lowered.rounds):
             by_stream[instance.op.stream].append(instance)
-        for index in range(len(self.lowered.classes)):
+        for index in range(len(self.spans)):
             for instances in by_stream.values():
                 env.process(self._stream(index, instances))
-        if not progress:
-            env.run()
-            return self.spans
-        total = len(self.done) * len(schedule.body) * self.lowered.rounds
+        if progress:
+            self._step(progress)
+        env.run()
+        starts, ends = (np.array([getattr(c, n) for c in self.spans]) for n in ("starts", "ends"))
+        return starts.T, ends.T
+
+    def _step(self, progress: Callable[[float], None]) -> None:
+        """Run, and say how far it has come."""
+        total = len(self.spans) * len(self.lowered.schedule.body) * self.lowered.rounds
         with suppress(EmptySchedule):
             while True:
-                progress(len(self.spans) / total)
+                progress(self.ended / total)
                 for _ in range(_STEPS):
-                    env.step()
+                    self.env.step()
         progress(1.0)
-        return self.spans
 
     def _stream(self, index: int, instances: Sequence[Instance]) -> Generator[simpy.Event]:
         """What one class of ranks does on one stream."""
-        lowered, env, record = self.lowered, self.env, self.spans.append
-        finished, waiting = self.done[index].finished, self.done[index].waiting
-        rank, slowdown = lowered.classes[index].rank, lowered.classes[index].slowdown
+        lowered, env, spans = self.lowered, self.env, self.spans[index]
+        starts, ends, waiting = spans.starts, spans.ends, spans.waiting
+        slowdown, seconds = lowered.classes[index].slowdown, lowered.seconds
         factors = lowered.class_factors[index].tolist() if lowered.class_factors else None
-        size, seconds = len(lowered.schedule.body), lowered.seconds
-        for number, turn, op, waits in instances:
+        size = len(lowered.schedule.body)
+        for number, _, op, waits in instances:
             for wait in waits:
-                if wait not in finished:
+                if math.isnan(ends[wait]):
                     yield waiting.setdefault(wait, env.event())
-            start = env.now
+            starts[number] = env.now
             if isinstance(op.work, Compute):
                 work = seconds[number % size] * slowdown
                 if factors:
@@ -112,8 +131,8 @@ class _Simulation:
                     yield env.timeout(work)
             elif event := self.meetings.join(index, number, op.work.group):
                 yield event
-            record(Span(rank, turn, op.name, op.stream, start, env.now))
-            finished.add(number)
+            ends[number] = env.now
+            self.ended += 1
             if number in waiting:
                 waiting.pop(number).succeed()
 
