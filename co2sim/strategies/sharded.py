@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from co2sim.schedule import After, Collective, Compute, Op
-from co2sim.strategies.step import COMPUTE, Step, buckets, cut, micro_prefix, whole_options
+from co2sim.strategies.step import (
+    COMPUTE,
+    Step,
+    buckets,
+    check_micro_steps,
+    cut,
+    micro_prefix,
+    whole_options,
+)
 from co2sim.units import Bytes
 from co2sim.workload import Block, BlockWork, Workload
 
@@ -58,6 +66,11 @@ def sharded_step(
     the fetch (FSDP's BACKWARD_PRE order). `refresh` runs once, behind the first fetches of all
     blocks: it renews a secondary shard.
     """
+    first = job.model.blocks[0]
+    check_micro_steps(
+        job,
+        3 + len(fetch("forward", first)) + len(fetch("backward", first)) if first.tensors else 2,
+    )
     works = job.works()
     uses = [
         (f"{micro_prefix(micro, job)}", direction, block, compute)
