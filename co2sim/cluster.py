@@ -1,11 +1,11 @@
 """GPUs, links and clusters: what the hardware can do, as plain numbers in SI units."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from co2sim.errors import OptionError
+from co2sim.ranges import at_least, fraction, whole
 from co2sim.schedule import Layout
 from co2sim.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds, UsdPerSecond
 
@@ -44,15 +44,11 @@ class KernelTimes:
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
-        _fraction("kernels", gemm_efficiency=self.gemm_efficiency)
-        _fraction("kernels", operand_efficiency=self.operand_efficiency)
+        _fractions(self, "kernels", "gemm_efficiency", "operand_efficiency")
         if self.vocabulary_efficiency is not None:
-            _fraction("kernels", vocabulary_efficiency=self.vocabulary_efficiency)
-        _not_negative(
-            "kernels",
-            call_overhead=self.call_overhead,
-            kernel_gap=self.kernel_gap,
-        )
+            _fractions(self, "kernels", "vocabulary_efficiency")
+        at_least("kernels: call_overhead", self.call_overhead, 0)
+        at_least("kernels: kernel_gap", self.kernel_gap, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +73,15 @@ class GPU:
         """Refuse what no GPU can be."""
         if not self.peak or not self.efficiency:
             raise OptionError(f"{self.name} needs a peak and an efficiency")
-        _at_least_one(self.name, memory=self.memory, memory_bandwidth=self.memory_bandwidth)
-        _at_least_one(self.name, **{f"peak {kind}": speed for kind, speed in self.peak.items()})
-        _at_least_one(self.name, **{f"efficiency of {s} FLOP": s for s, _ in self.efficiency})
-        _fraction(self.name, memory_efficiency=self.memory_efficiency)
-        _fraction(self.name, **{f"efficiency at {size}": f for size, f in self.efficiency})
-        _not_negative(self.name, launch_overhead=self.launch_overhead)
+        at_least(f"{self.name}: memory in B", self.memory, 1)
+        at_least(f"{self.name}: memory_bandwidth in B/s", self.memory_bandwidth, 1)
+        for precision, speed in self.peak.items():
+            at_least(f"{self.name}: peak {precision} in FLOP/s", speed, 1)
+        for size, attained in self.efficiency:
+            at_least(f"{self.name}: size of an efficiency in FLOP", size, 1)
+            fraction(f"{self.name}: efficiency at {size}", attained)
+        _fractions(self, self.name, "memory_efficiency")
+        at_least(f"{self.name}: launch_overhead", self.launch_overhead, 0)
         if sorted(self.efficiency) != list(self.efficiency):
             raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
 
@@ -105,12 +104,10 @@ class Link:
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
-        _at_least_one("link", bandwidth=self.bandwidth)
-        _not_negative("link", latency=self.latency)
-        _fraction("link", efficiency=self.efficiency)
-        _fraction("link", exchange_efficiency=self.exchange_efficiency)
-        _fraction("link", relay_efficiency=self.relay_efficiency)
-        _fraction("link", busy_efficiency=self.busy_efficiency)
+        at_least("link: bandwidth in B/s", self.bandwidth, 1)
+        at_least("link: latency", self.latency, 0)
+        _fractions(self, "link", "efficiency", "exchange_efficiency")
+        _fractions(self, "link", "relay_efficiency", "busy_efficiency")
 
     @property
     def payload_bandwidth(self) -> BytesPerSecond:
@@ -146,13 +143,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""
-        counts = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node, "sites": self.sites}
-        counts["channels"] = self.channels
-        for name, count in counts.items():
-            if not 1 <= count <= _MOST:
-                raise OptionError(f"{self.name}: {name} is {count}; it must be 1 to {_MOST}")
-        _not_negative(self.name, interference=self.interference)
-        _not_negative(self.name, price_per_gpu=self.price_per_gpu or 0.0)
+        for name in ("nodes", "gpus_per_node", "sites", "channels"):
+            count = whole(f"{self.name}: {name}", getattr(self, name), 1, _MOST)
+            object.__setattr__(self, name, count)
+        at_least(f"{self.name}: interference", self.interference, 0)
+        at_least(f"{self.name}: price_per_gpu", self.price_per_gpu or 0.0, 0)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
             if link and link != Link(link.bandwidth, link.latency, link.efficiency):
                 raise OptionError(
@@ -197,19 +192,6 @@ class Cluster:
         return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)
 
 
-def _at_least_one(what: str, **values: float) -> None:
-    for name, value in values.items():
-        if not 1 <= value < math.inf:
-            raise OptionError(f"{what}: {name} is {value:g} in SI units; it must be at least 1")
-
-
-def _not_negative(what: str, **values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise OptionError(f"{what}: {name} is {value}; it must be 0 or more and finite")
-
-
-def _fraction(what: str, **values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value <= 1:
-            raise OptionError(f"{what}: {name} is {value}; it must be above 0 and at most 1")
+def _fractions(thing: object, what: str, *names: str) -> None:
+    for name in names:
+        fraction(f"{what}: {name}", getattr(thing, name))

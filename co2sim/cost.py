@@ -1,4 +1,4 @@
-"""What work costs on a cluster: pure functions from work to seconds, and to bytes on each link.
+"""What collectives cost on a cluster: pure functions to seconds, and to bytes on each link.
 
 A collective is a footprint: latency steps, and the bytes that it pushes through its links. Alone it
 takes latency + the largest of bytes / bandwidth; `network` shares the links among several.
@@ -14,12 +14,24 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
+from co2sim.cluster import AllReduce, Cluster
+from co2sim.compute import compute_time, efficiency, kernel_time, peak_flops
+from co2sim.errors import OptionError
+from co2sim.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
+from co2sim.units import Bytes, Seconds
 
-from co2sim.cluster import GPU, AllReduce, Cluster, KernelTimes
-from co2sim.errors import OptionError, nearest
-from co2sim.schedule import LEADERS, PEERS, Collective, Compute, Group, Kernels, Kind, Schedule
-from co2sim.units import Bytes, FlopsPerSecond, Seconds
+__all__ = [
+    "PIECE",
+    "Footprint",
+    "Traffic",
+    "compute_time",
+    "efficiency",
+    "footprint",
+    "footprints",
+    "kernel_time",
+    "peak_flops",
+    "traffic",
+]
 
 PIECE: Bytes = 2.0**19
 """What a hop of a chain holds of a buffer before it passes it on, in each of its channels.
@@ -28,55 +40,6 @@ NCCL: a step of the Simple protocol is an eighth (NCCL_STEPS, src/include/device
 4 MiB (NCCL_BUFFSIZE), and broadcasts and reductions send single steps (BROADCAST_SLICESTEPS and
 REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass on as much.
 """
-
-
-def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
-    """Dense peak speed. Raises OptionError when the GPU does not compute in `precision`."""
-    if precision not in gpu.peak:
-        raise OptionError(f"{gpu.name} has no {precision}; {nearest(precision, gpu.peak)}")
-    return gpu.peak[precision]
-
-
-def efficiency(gpu: GPU, flops: float) -> float:
-    """Fraction of peak that an op of `flops` FLOP attains: the GPU's table over log FLOP."""
-    sizes = [math.log(size) for size, _ in gpu.efficiency]
-    return float(np.interp(math.log(flops), sizes, [fraction for _, fraction in gpu.efficiency]))
-
-
-def kernel_time(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str) -> Seconds:
-    """A pass over a block: the slower of the GPU and of the host that issues its operations.
-
-    The GPU needs the time of the matrix products, that of the elementwise kernels, which move
-    memory and hardly compute, and a gap after each. A product whose arithmetic takes as long as
-    its memory traffic overlaps them in part: the two add like the sides of a right angle.
-    """
-    peak = peak_flops(gpu, precision)
-    if kernels.vocabulary and times.vocabulary_efficiency is not None:
-        flops = sum(product.flops for product in kernels.products)
-        products = flops / (peak * times.vocabulary_efficiency)
-    else:
-        memory = gpu.memory_bandwidth * times.operand_efficiency
-        products = sum(
-            math.hypot(product.flops / (peak * times.gemm_efficiency), product.bytes / memory)
-            for product in kernels.products
-        )
-    elementwise = kernels.elementwise_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
-    device = products + elementwise + kernels.calls * times.kernel_gap
-    return max(device, kernels.calls * times.call_overhead)
-
-
-def compute_time(work: Compute, gpu: GPU, precision: str) -> Seconds:
-    """Roofline: the slower of arithmetic and memory traffic, plus the launch overhead.
-
-    Where both say what kernels a pass consists of, `kernel_time` instead.
-    """
-    if work.kernels and gpu.kernels:
-        return kernel_time(work.kernels, gpu, gpu.kernels, precision)
-    arithmetic = 0.0
-    if work.flops:
-        arithmetic = work.flops / (peak_flops(gpu, precision) * efficiency(gpu, work.flops))
-    memory = work.memory_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
-    return max(arithmetic, memory) + gpu.launch_overhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,15 +241,15 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster
     )
 
 
-def footprints(works: Iterable[Collective], cluster: Cluster) -> dict[int, Footprint]:
-    """Footprint by `id` of the work; those of the same kind, size and group are computed once."""
+def footprints(works: Iterable[Collective], cluster: Cluster) -> dict[Collective, Footprint]:
+    """Footprint of every work; those of the same kind, size and group are computed once."""
     costs: dict[tuple[Kind, Bytes, Group], Footprint] = {}
     found = {}
     for work in works:
         key = (work.kind, work.bytes, work.group)
         if key not in costs:
             costs[key] = footprint(work, cluster)
-        found[id(work)] = costs[key]
+        found[work] = costs[key]
     return found
 
 
@@ -309,7 +272,7 @@ def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
     """What one round of `schedule` sends."""
     works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
     costs = footprints(works, cluster)
-    found = [costs[id(work)] for work in works]
+    found = [costs[work] for work in works]
     loads = [footprint.loads(cluster) for footprint in found]
     return Traffic(
         gpu=sum(footprint.sent for footprint in found),

@@ -43,20 +43,21 @@ class Folding:
         return [tuple(members) for members in found.values()]
 
 
+def class_count(
+    layout: Layout, slowdowns: Sequence[float], schedule: Schedule, *, allowed: bool
+) -> int:
+    """How many classes `fold` gives, without making them."""
+    if _folds(layout, slowdowns, schedule, allowed=allowed):
+        return len(set(slowdowns))
+    return layout.world_size
+
+
 def fold(
     layout: Layout, slowdowns: Sequence[float], schedule: Schedule, *, allowed: bool
 ) -> Folding:
-    """Fold ranks on nodes of equal slowdown, if `allowed`.
-
-    Blocks of several nodes mix slow and fast ones in ways of their own, and who does not wait for
-    the first rank of its node may be ahead of it: then every rank stands for itself.
-    """
+    """Fold ranks on nodes of equal slowdown, if `allowed` and nothing speaks against it."""
     g = layout.gpus_per_node
-    alike = min(slowdowns) == max(slowdowns)
-    groups = {op.work.group for op in schedule.body if isinstance(op.work, Collective)}
-    mixed = any(group.name == "block" and _leaves_node(group, layout) for group in groups)
-    ahead = g > 1 and not _await_leaders(schedule)
-    if not allowed or ahead or (mixed and not alike):
+    if not _folds(layout, slowdowns, schedule, allowed=allowed):
         ranks = range(layout.world_size)
         return Folding(
             layout, tuple(RankClass(r, 1, slowdowns[r // g]) for r in ranks), folded=False
@@ -66,6 +67,21 @@ def fold(
         nodes.setdefault(slowdown, []).append(node)
     classes = (RankClass(same[0] * g, g * len(same), slow) for slow, same in nodes.items())
     return Folding(layout, tuple(classes), folded=True)
+
+
+def _folds(
+    layout: Layout, slowdowns: Sequence[float], schedule: Schedule, *, allowed: bool
+) -> bool:
+    """Whether one rank can stand for all on nodes of equal slowdown.
+
+    Blocks of several nodes mix slow and fast ones in ways of their own, and who does not wait for
+    the first rank of its node may be ahead of it: then every rank stands for itself.
+    """
+    equal = min(slowdowns) == max(slowdowns)
+    groups = {op.work.group for op in schedule.body if isinstance(op.work, Collective)}
+    mixed = any(group.name == "block" and _leaves_node(group, layout) for group in groups)
+    ahead = layout.gpus_per_node > 1 and not _await_leaders(schedule)
+    return allowed and not ahead and (equal or not mixed)
 
 
 def _await_leaders(schedule: Schedule) -> bool:

@@ -1,11 +1,18 @@
 """What a trace means: times, overlap, throughput. Every figure is defined here, once."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from co2sim.schedule import LEADERS, Collective, Compute, Op, Schedule
+import numpy as np
+from numpy.typing import NDArray
+
+from co2sim.schedule import LEADERS, Collective, Compute, Group, Op, Schedule
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
+
+_Array: TypeAlias = NDArray[np.float64]
 
 _STEADY = 1e-9
 """Relative difference below which two periods count as equal."""
@@ -27,13 +34,10 @@ class Window:
 
 def window(trace: Trace, schedule: Schedule, rounds: int) -> Window:
     """The last `rounds` rounds. A trace of just as many rounds starts at 0."""
-    last = next(op for op in reversed(schedule.body) if isinstance(op.work, Compute)).name
+    last = max(n for n, op in enumerate(schedule.body) if isinstance(op.work, Compute))
+    ends = np.fmax.reduce(trace.grid(schedule).ends[:, last], axis=-1, initial=0.0)
     before = trace.rounds - rounds - 1
-    ends = {before: 0.0, trace.rounds - 1: 0.0}
-    for span in trace.spans:
-        if span.op == last and span.round in ends:
-            ends[span.round] = max(ends[span.round], span.end)
-    return Window(ends[before], ends[trace.rounds - 1], rounds)
+    return Window(float(ends[before]) if before >= 0 else 0.0, float(ends[-1]), rounds)
 
 
 def is_steady(trace: Trace, schedule: Schedule, rounds: int = 1) -> bool:
@@ -46,21 +50,25 @@ def is_steady(trace: Trace, schedule: Schedule, rounds: int = 1) -> bool:
     first = trace.rounds - 1 - periods
     if first < 0:
         return False
-    ends = {(s.round, s.rank, s.op): s.end for s in trace.spans if s.round >= first}
-    shift = [
-        end - ends[turn - 1, rank, op] for (turn, rank, op), end in ends.items() if turn > first
-    ]
-    return max(shift) - min(shift) <= _STEADY * max(shift)
+    shift = np.diff(trace.grid(schedule).ends[first:], axis=0)
+    return bool(shift.max() - shift.min() <= _STEADY * shift.max())
 
 
 def busy(spans: Iterable[Span], during: Window) -> Seconds:
     """Time in the window, per round, during which at least one of the spans was under way."""
-    total, reached = 0.0, during.start
-    for start, end in sorted((span.start, min(span.end, during.end)) for span in spans):
-        if end > max(start, reached):
-            total += end - max(start, reached)
-            reached = end
-    return total / during.rounds
+    times = [(span.start, span.end) for span in spans]
+    starts, ends = np.array(times).reshape(-1, 2).T
+    return _busy(starts, ends, during)
+
+
+def _busy(starts: _Array, ends: _Array, during: Window) -> Seconds:
+    """As `busy`, for arrays of starts and ends."""
+    ends = np.minimum(ends, during.end)
+    order = np.lexsort((ends, starts))
+    starts, ends = starts[order], ends[order]
+    reached = np.maximum.accumulate(np.concatenate([[during.start], ends]))[:-1]
+    lengths = np.maximum(ends - np.maximum(starts, reached), 0.0)
+    return float(np.cumsum(np.concatenate([[0.0], lengths]))[-1]) / during.rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,43 +87,57 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
     The busiest and the longest waiting rank count; where the first ranks of nodes do something
     alone, the others wait for what these do, so that only the waits of these count.
     """
-    groups = {op.name: op.work.group for op in schedule.body if isinstance(op.work, Collective)}
-    started: dict[tuple[str, int, range], Seconds] = {}
-    spans, meetings = [], []
-    for span in trace.spans:
-        if span.op not in groups or span.end <= during.start:
-            continue
-        members = groups[span.op].members(span.rank, trace.layout)
-        if len(members) == 1:
-            continue
-        key = (span.op, span.round, members)
-        started[key] = max(started.get(key, span.start), span.start)
-        spans.append(span)
-        meetings.append(key)
-    under_way: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
-    waiting: dict[int, list[Span]] = {rank: [] for rank in trace.ranks}
-    for span, key in zip(spans, meetings, strict=True):
-        under_way[span.rank].append(span._replace(start=started[key]))
-        waiting[span.rank].append(span._replace(end=started[key]))
+    groups = {op.work.group for op in schedule.body if isinstance(op.work, Collective)}
+    totals = [
+        (_busy(come, ends, during), _busy(starts, come, during))
+        for starts, come, ends in _meetings(trace, schedule, groups, during.start)
+    ]
     return Communication(
-        busy=max(busy(found, during) for found in under_way.values()),
+        busy=max(moving for moving, _ in totals),
         waiting=max(
-            busy(found, during)
-            for rank, found in waiting.items()
-            if LEADERS not in groups.values() or not rank % trace.layout.gpus_per_node
+            waiting
+            for rank, (_, waiting) in zip(trace.ranks, totals, strict=True)
+            if LEADERS not in groups or not rank % trace.layout.gpus_per_node
         ),
     )
 
 
+def _meetings(
+    trace: Trace, schedule: Schedule, groups: Iterable[Group], after: Seconds
+) -> list[_Array]:
+    """By rank: when it comes to each collective that ends after `after`, the last does, it ends."""
+    grid = trace.grid(schedule)
+    found = [[np.empty((3, 0))] for _ in trace.ranks]
+    for group in groups:
+        here = [
+            place
+            for place, op in enumerate(schedule.body)
+            if isinstance(op.work, Collective) and op.work.group == group
+        ]
+        together: dict[range, list[int]] = {}
+        for index, rank in enumerate(trace.ranks):
+            together.setdefault(group.members(rank, trace.layout), []).append(index)
+        for members, indices in together.items():
+            if len(members) == 1:
+                continue
+            starts, ends = (times[:, here][..., indices] for times in grid)
+            counts = ends > after
+            come = np.where(counts, starts, -np.inf).max(axis=-1)
+            for place, index in enumerate(indices):
+                kept = counts[..., place]
+                times = (starts[..., place][kept], come[kept], ends[..., place][kept])
+                found[index].append(np.stack(times))
+    return [np.concatenate(parts, axis=1) for parts in found]
+
+
 def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:
     """Seconds per round of each kernel and collective, summed over the last round of one rank."""
-    labels = {op.name: _label(op) for op in schedule.body}
+    starts, ends = (times[-1, :, 0] for times in trace.grid(schedule))
     found: dict[str, Seconds] = {}
-    rank = next(iter(trace.ranks))
-    for span in trace.spans:
-        if span.rank == rank and span.round == trace.rounds - 1:
-            label = labels[span.op]
-            found[label] = found.get(label, 0.0) + span.end - span.start
+    for place in np.argsort(ends, kind="stable").tolist():
+        if not math.isnan(ends[place]):
+            label = _label(schedule.body[place])
+            found[label] = found.get(label, 0.0) + float(ends[place]) - float(starts[place])
     return found
 
 

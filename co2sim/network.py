@@ -39,6 +39,9 @@ def max_min_rates(
         for link in links:
             count = copies[flow].get(link, 1) if copies else 1
             users.setdefault(link, []).append((flow, count))
+    for link in _repeated(users, shares, capacity):
+        for flow, _ in users.pop(link):
+            del shares[flow][link]
     offer = dict.fromkeys(users, math.inf)
 
     def limit(flow: int, excluded: Hashable = None) -> float:
@@ -61,6 +64,25 @@ def max_min_rates(
         if change <= _TOLERANCE:
             break
     return [limit(flow) for flow in range(len(loads))]
+
+
+def _repeated(
+    users: Mapping[Hashable, Sequence[tuple[int, int]]],
+    shares: Sequence[Mapping[Hashable, Bytes]],
+    capacity: Mapping[Hashable, BytesPerSecond],
+) -> list[Hashable]:
+    """Links that carry the same as one before them, such as the NICs of nodes that all meet.
+
+    They change no rate. Offers of two of them would take turns, and settle slowly.
+    """
+    known: set[Hashable] = set()
+    found = []
+    for link, flows in users.items():
+        key = (capacity[link], *((flow, count, shares[flow][link]) for flow, count in flows))
+        if key in known:
+            found.append(link)
+        known.add(key)
+    return found
 
 
 def _fill(wanted: Sequence[tuple[float, int]], capacity: float) -> float:

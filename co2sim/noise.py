@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from co2sim.errors import OptionError
+from co2sim.ranges import above, between, whole
 from co2sim.schedule import Layout
 
 
@@ -25,16 +27,11 @@ class Noise:
 
     def __post_init__(self) -> None:
         """Refuse speeds and spreads that are negative."""
-        for name, value in (("straggle", self.straggle), ("jitter", self.jitter)):
-            if not 0 <= value <= 1:
-                raise OptionError(f"{name} is {value}; it is the sigma of a lognormal, from 0 to 1")
-        if self.seed < 0:
-            raise OptionError(f"seed is {self.seed}; it must be 0 or more")
+        for name in ("straggle", "jitter"):
+            between(name, getattr(self, name), 0, 1)
+        whole("seed", self.seed, 0)
         for node, speed in self.node_speed.items():
-            if not 0 < speed < float("inf"):
-                raise OptionError(
-                    f"node {node} has speed {speed}; it must be above 0 (1 is nominal)"
-                )
+            above(f"speed of node {node} (1 is nominal)", speed, 0)
 
     def node_slowdowns(self, layout: Layout) -> tuple[float, ...]:
         """Factor on the compute time of each node."""
@@ -42,9 +39,11 @@ class Noise:
         if unknown:
             raise OptionError(f"node {unknown[0]} has a speed; nodes are 0 to {layout.nodes - 1}")
         drawn = _factors([self.seed, 0], self.straggle, layout.nodes)
-        return tuple(factor / self.node_speed.get(node, 1.0) for node, factor in enumerate(drawn))
+        return tuple(
+            float(factor) / self.node_speed.get(node, 1.0) for node, factor in enumerate(drawn)
+        )
 
-    def op_slowdowns(self, family: int, member: int, count: int) -> list[float]:
+    def op_slowdowns(self, family: int, member: int, count: int) -> NDArray[np.float64]:
         """Factors of `count` consecutive ops of one rank (family 1) or communicator (family 2)."""
         return _factors([self.seed, family, member], self.jitter, count)
 
@@ -53,8 +52,7 @@ QUIET = Noise()
 """Every rank alike."""
 
 
-def _factors(seed: list[int], sigma: float, count: int) -> list[float]:
+def _factors(seed: list[int], sigma: float, count: int) -> NDArray[np.float64]:
     if not sigma:
-        return [1.0] * count
-    drawn = np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, count)
-    return [float(factor) for factor in drawn]
+        return np.ones(count)
+    return np.random.default_rng(seed).lognormal(-sigma * sigma / 2, sigma, count)

@@ -12,13 +12,36 @@ The simulator and the executor are two interpreters of the same `Schedule`:
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from co2sim.errors import ScheduleError, nearest
+from co2sim.groups import LEADERS, NODE, PEERS, WORLD, Group, Layout, block
+from co2sim.ranges import at_least, whole
 from co2sim.units import Bytes, Flops
+
+__all__ = [
+    "LEADERS",
+    "NODE",
+    "PEERS",
+    "SCALE_BYTES",
+    "WORLD",
+    "After",
+    "Collective",
+    "Compute",
+    "DType",
+    "Group",
+    "Instance",
+    "Kernels",
+    "Kind",
+    "Layout",
+    "Op",
+    "Product",
+    "Schedule",
+    "block",
+]
 
 
 class Kind(StrEnum):
@@ -50,68 +73,6 @@ class DType(StrEnum):
 _BYTES = {DType.FP32: 4.0, DType.FP16: 2.0, DType.BF16: 2.0, DType.INT8: 1.0, DType.INT4: 0.5}
 SCALE_BYTES: Bytes = 4.0
 """Bytes of the fp32 scale that every block of a quantized buffer carries."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How ranks are placed: `nodes` nodes of `gpus_per_node` ranks, filled node by node."""
-
-    nodes: int
-    gpus_per_node: int
-
-    def __post_init__(self) -> None:
-        """Refuse an empty layout."""
-        for name, value in (("nodes", self.nodes), ("gpus_per_node", self.gpus_per_node)):
-            if value < 1:
-                raise ScheduleError(f"{name} is {value}; it must be at least 1")
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.nodes * self.gpus_per_node
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Which ranks meet in a collective; `ranks` is used by blocks only."""
-
-    name: str
-    ranks: int = 0
-
-    def __str__(self) -> str:
-        """`world`, `node`, `peers`, `leaders` or `block(4)`."""
-        return f"{self.name}({self.ranks})" if self.ranks else self.name
-
-    def members(self, rank: int, layout: Layout) -> range:
-        """Ranks of the group that `rank` belongs to, in ring order."""
-        g, n = layout.gpus_per_node, layout.world_size
-        match self.name:
-            case "world":
-                return range(n)
-            case "node":
-                return range(rank // g * g, rank // g * g + g)
-            case "peers":
-                return range(rank % g, n, g)
-            case "leaders":
-                return range(rank, rank + 1) if rank % g else range(0, n, g)
-            case "block" if self.ranks and n % self.ranks == 0:
-                return range(rank // self.ranks * self.ranks, (rank // self.ranks + 1) * self.ranks)
-        raise ScheduleError(f"group {self} does not divide {n} ranks")
-
-
-WORLD = Group("world")
-"""All ranks."""
-NODE = Group("node")
-"""The ranks of one node."""
-PEERS = Group("peers")
-"""The ranks with the same place in every node."""
-LEADERS = Group("leaders")
-"""The first rank of every node; all others are alone."""
-
-
-def block(ranks: int) -> Group:
-    """Blocks of `ranks` consecutive ranks."""
-    return Group("block", ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +116,8 @@ class Compute:
 
     def __post_init__(self) -> None:
         """Refuse negative or infinite work."""
-        for name, value in (("flops", self.flops), ("memory_bytes", self.memory_bytes)):
-            if not (0 <= value < math.inf):
-                raise ScheduleError(
-                    f"{self.kernel!r}: {name} is {value}; it must be 0 or more, and finite"
-                )
+        at_least(f"{self.kernel!r}: flops", self.flops, 0, error=ScheduleError)
+        at_least(f"{self.kernel!r}: memory_bytes", self.memory_bytes, 0, error=ScheduleError)
 
     def __str__(self) -> str:
         """`forward: 1.2e+13 FLOP, 4e+08 B`."""
@@ -251,20 +209,20 @@ class Instance(NamedTuple):
 class Schedule:
     """The body of a round. Raises ScheduleError, in words, when it could not run.
 
-    `steps` is the number of optimizer (local) steps in a round.
+    `steps` is the number of optimizer (local) steps in a round. `offsets` says, for every op, how
+    many instances back in the order of issue those are that it waits for on other streams.
     """
 
     name: str
     body: tuple[Op, ...]
     steps: int = 1
-    _offsets: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    offsets: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Validate, and lower every wait to its constant distance in issue order."""
         if not self.body:
             raise ScheduleError(f"{self.name}: the body is empty")
-        if self.steps < 1:
-            raise ScheduleError(f"{self.name}: steps is {self.steps}; it must be at least 1")
+        whole(f"{self.name}: steps", self.steps, 1, error=ScheduleError)
         place: dict[str, int] = {}
         for index, op in enumerate(self.body):
             if not op.name or not op.stream:
@@ -275,7 +233,7 @@ class Schedule:
                 )
             place[op.name] = index
         offsets = tuple(self._lower(index, op, place) for index, op in enumerate(self.body))
-        object.__setattr__(self, "_offsets", offsets)
+        object.__setattr__(self, "offsets", offsets)
 
     def _lower(self, index: int, op: Op, place: dict[str, int]) -> tuple[int, ...]:
         found = []
@@ -316,7 +274,7 @@ class Schedule:
         The only place that knows what a round or a delay means.
         """
         size = len(self.body)
-        indexed = tuple(zip(self.body, self._offsets, strict=True))
+        indexed = tuple(zip(self.body, self.offsets, strict=True))
         for number in range(0, rounds * size, size):
             for index, (op, offsets) in enumerate(indexed, start=number):
                 waits = (
@@ -338,16 +296,3 @@ class Schedule:
             for row in rows
         ]
         return "\n".join([self.name, *(line.rstrip() for line in lines)])
-
-
-def prefixed(body: Sequence[Op], prefix: str) -> list[Op]:
-    """The same ops with `prefix` before every name; their works are shared."""
-    return [
-        Op(
-            prefix + op.name,
-            op.work,
-            op.stream,
-            tuple([After(prefix + w.op, w.rounds_ago) for w in op.after]),
-        )
-        for op in body
-    ]

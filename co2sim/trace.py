@@ -3,8 +3,12 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from co2sim.errors import CatalogError
 from co2sim.schedule import Collective, Instance, Kind, Layout, Op, Schedule
@@ -22,6 +26,74 @@ class Span(NamedTuple):
     end: Seconds
 
 
+class Grid(NamedTuple):
+    """Starts and ends in s, [round, place of the op, place of the rank]; NaN without a span."""
+
+    starts: NDArray[np.float64]
+    ends: NDArray[np.float64]
+
+
+class SpanTable(Sequence[Span]):
+    """The spans of a simulation as arrays, made into spans when somebody looks at one.
+
+    `ops` are the names and streams of a round's ops, `ranks` those that are traced; `starts` and
+    `ends` are in s, [round x ops + place of the op, place of the rank]. Spans are in the order in
+    which they end.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[tuple[str, str]],
+        ranks: Sequence[int],
+        starts: NDArray[np.float64],
+        ends: NDArray[np.float64],
+    ) -> None:
+        """Take the arrays as they are."""
+        self.ops, self.ranks, self.starts, self.ends = ops, ranks, starts, ends
+
+    @cached_property
+    def _spans(self) -> tuple[Span, ...]:
+        order = np.argsort(self.ends, axis=None, kind="stable")
+        numbers, places = np.divmod(order, len(self.ranks))
+        starts, ends = self.starts.ravel()[order].tolist(), self.ends.ravel()[order].tolist()
+        names, streams = zip(*self.ops, strict=True)
+        turns, ops = (found.tolist() for found in np.divmod(numbers, len(self.ops)))
+        return tuple(
+            [
+                Span(self.ranks[place], turn, names[op], streams[op], start, end)
+                for place, turn, op, start, end in zip(
+                    places.tolist(), turns, ops, starts, ends, strict=True
+                )
+            ]
+        )
+
+    def first(self, rounds: int) -> "SpanTable":
+        """Those of the first rounds."""
+        kept = rounds * len(self.ops)
+        return SpanTable(self.ops, self.ranks, self.starts[:kept], self.ends[:kept])
+
+    def __len__(self) -> int:
+        return self.ends.size
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Span]: ...
+    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
+        return self._spans[index]
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self._spans)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._spans == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SpanTable, (self.ops, self.ranks, self.starts, self.ends)
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """The spans of a run. `ranks` maps every traced rank to the number of ranks it stands for."""
@@ -30,12 +102,31 @@ class Trace:
     layout: Layout
     rounds: int
     ranks: Mapping[int, int]
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
 
     def first(self, rounds: int) -> "Trace":
         """The trace of the first rounds only."""
-        spans = tuple([span for span in self.spans if span.round < rounds])
+        spans: Sequence[Span]
+        if isinstance(self.spans, SpanTable):
+            spans = self.spans.first(rounds)
+        else:
+            spans = tuple([span for span in self.spans if span.round < rounds])
         return replace(self, rounds=rounds, spans=spans)
+
+    def grid(self, schedule: Schedule) -> Grid:
+        """The spans of all ops of `schedule` as arrays."""
+        shape = (self.rounds, len(schedule.body), len(self.ranks))
+        spans = self.spans
+        if isinstance(spans, SpanTable):
+            return Grid(spans.starts.reshape(shape), spans.ends.reshape(shape))
+        grid = Grid(np.full(shape, np.nan), np.full(shape, np.nan))
+        places = {op.name: place for place, op in enumerate(schedule.body)}
+        ranks = {rank: place for place, rank in enumerate(self.ranks)}
+        for span in spans:
+            if span.op in places and span.rank in ranks and span.round < self.rounds:
+                where = span.round, places[span.op], ranks[span.rank]
+                grid.starts[where], grid.ends[where] = span.start, span.end
+        return grid
 
     def violations(
         self, schedule: Schedule, tolerance: Seconds = 0.0, skew: Seconds = 0.0

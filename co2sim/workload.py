@@ -9,7 +9,7 @@ out. A backward pass is twice a forward pass; `recompute` adds to the hardware F
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from co2sim.errors import OptionError
+from co2sim.ranges import whole
 from co2sim.schedule import Compute, DType, Kernels, Product
 from co2sim.units import Bytes, Flops
 
@@ -124,11 +124,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
-        for name, value in (("micro_batch", self.micro_batch), ("accumulation", self.accumulation)):
-            if not 1 <= value <= _MOST_SAMPLES:
-                raise OptionError(
-                    f"{name} is {value}; it must be at least 1 and at most {_MOST_SAMPLES}"
-                )
+        for name in ("micro_batch", "accumulation"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MOST_SAMPLES))
 
     @property
     def parameters(self) -> int:

@@ -197,3 +197,16 @@ def test_a_flow_with_copies_shares_like_so_many_flows(
         [{}, {"nic": copies}],
     )
     assert folded == pytest.approx(rates[:2], rel=1e-9)
+
+
+@given(loads_of_flows, capacities, st.lists(st.sampled_from(LINKS), max_size=4))
+def test_a_link_that_carries_the_same_as_another_changes_no_rate(
+    loads: list[dict[str, float]], capacity: dict[str, float], again: list[str]
+) -> None:
+    """As NICs of nodes that all meet: two equal links are as good as one."""
+    more = capacity | {(link, n): capacity[link] for n, link in enumerate(again)}  # type: ignore[dict-item]
+    twins: list[Loads] = [
+        flow | {(link, n): flow[link] for n, link in enumerate(again) if link in flow}  # type: ignore[dict-item]
+        for flow in loads
+    ]
+    assert max_min_rates(twins, more) == pytest.approx(max_min_rates(loads, capacity), rel=1e-9)

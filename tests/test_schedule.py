@@ -22,8 +22,8 @@ from co2sim.schedule import (
     Op,
     Schedule,
     block,
-    prefixed,
 )
+from co2sim.strategies.step import prefixed
 
 WORK = Compute("step", 1e6)
 

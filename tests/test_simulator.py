@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from co2sim import strategies
 from co2sim.cluster import Cluster, Link
 from co2sim.errors import OptionError
+from co2sim.lowering import span_count
 from co2sim.noise import Noise
 from co2sim.schedule import (
     LEADERS,
@@ -495,6 +496,50 @@ def test_a_block_beyond_the_prefetch_budget_is_exposed() -> None:
     for budget, end in expected.items():
         schedule = strategies.parse(f"zero3(prefetch={budget})").schedule(job, Layout(4, 1))
         assert ends(run(schedule, cluster))["forward.b"] == pytest.approx(end)
+
+
+# --- size and progress --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("noise", [Noise(), Noise(node_speed={1: 0.5}), Noise(jitter=0.1)], ids=str)
+@pytest.mark.parametrize("strategy", ["ddp", "zeropp(hpz_group=4)", "co2(tau=2,worker=node)"])
+def test_the_number_of_spans_is_known_beforehand(
+    strategy: str, noise: Noise, *, fold: bool
+) -> None:
+    """Rounds x ops x classes of ranks, whatever unfolds them."""
+    schedule, cluster = tiny.schedule(strategy, (4, 2)), tiny.cluster(4, 2)
+    trace = run(schedule, cluster, 3, noise=noise, fold=fold)
+    assert span_count(schedule, cluster, rounds=3, noise=noise, fold=fold) == len(trace.spans)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rounds", "noise"),
+    [
+        (tiny.cluster(), 10**9, Noise()),
+        (tiny.cluster(1_000_000, 1_000_000), 1, Noise(jitter=0.1)),
+    ],
+    ids=["rounds", "ranks"],
+)
+def test_more_spans_than_memory_holds_are_refused(
+    cluster: Cluster, rounds: int, noise: Noise
+) -> None:
+    """Before anything is simulated, and in one line that says how many are."""
+    schedule = tiny.schedule("ddp")
+    with pytest.raises(OptionError, match=r"spans; at most 50000000 are simulated$"):
+        run(schedule, cluster, rounds, noise=noise)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=2,worker=node)"])
+@pytest.mark.parametrize("jitter", [0.0, 0.1])
+def test_progress_is_told_and_changes_nothing(strategy: str, jitter: float) -> None:
+    """It rises to 1, and the trace is the same as without."""
+    schedule, cluster, told = tiny.schedule(strategy, (4, 2)), tiny.cluster(4, 2), list[float]()
+    noise = Noise(jitter=jitter)
+    trace = run(schedule, cluster, 40, noise=noise, progress=told.append)
+    assert trace == run(schedule, cluster, 40, noise=noise)
+    assert told == sorted(told)
+    assert 0 <= told[0] < told[-1] == 1
 
 
 # --- noise --------------------------------------------------------------------------------------

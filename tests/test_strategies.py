@@ -1,6 +1,7 @@
 """Every strategy: its golden schedule, its options, and that it runs on every layout."""
 
 import re
+import time
 from collections.abc import Callable
 
 import pytest
@@ -344,7 +345,9 @@ def test_a_strategy_reads_back_from_its_title(text: str) -> None:
         ("co2(taau=3)", "did you mean 'tau'?"),
         ("co2(tau)", "is not option=value"),
         ("co2(tau=)", "is not option=value"),
-        ("co2(tau=0)", "at least 1"),
+        ("co2(tau=0)", "tau is 0; it must be 1 to 10000"),
+        ("co2(staleness=101)", "staleness is 101; it must be 1 to 100"),
+        ("diloco(fragments=1001)", "fragments is 1001; it must be 1 to 1000"),
         ("co2(tau=1.5)", "must be a whole number"),
         ("co2(tau=-1)", "0 or more"),
         ("co2(tau=many)", "must be a number"),
@@ -367,6 +370,49 @@ def test_wrong_options_are_refused_in_one_line(text: str, said: str) -> None:
         strategies.parse(text)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("co2", "tau"),
+        ("co2", "staleness"),
+        ("diloco", "fragments"),
+        ("zero1", "bucket"),
+        ("zero3", "prefetch"),
+        ("zeropp", "scale_block"),
+        ("zeropp", "hpz_group"),
+    ],
+)
+def test_counts_given_as_objects_are_whole_numbers(kind: str, option: str) -> None:
+    """From Python, too: 4.0 is 4; halves, texts, truth values and NaN are refused."""
+    made = strategies.STRATEGIES[kind]
+    assert repr(made(**{option: 4.0})) == repr(made(**{option: 4}))
+    for wrong in (2.5, "4", True, float("nan"), -1):
+        with pytest.raises(OptionError, match=f"{kind}: {option} is .*; it must be"):
+            made(**{option: wrong})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "said"),
+    [
+        ("ddp", {"accumulation": 10_000, "layers": 200}, "blocks in each of 10000 micro-steps"),
+        ("zero3", {"accumulation": 10_000, "layers": 30}, "blocks in each of 10000 micro-steps"),
+        ("zeropp(gathers=100)", {"accumulation": 500}, "blocks in each of 500 micro-steps"),
+        ("co2(tau=10000)", {"layers": 100}, "ops in each of 10000 local steps"),
+    ],
+)
+def test_a_schedule_beyond_memory_is_refused_before_it_is_built(
+    strategy: str, changes: dict[str, int], said: str
+) -> None:
+    """A round has at most a million ops, however many layers, micro-steps and local steps."""
+    layers = changes.pop("layers", 10)
+    model = Model("deep", tuple(Block(f"b{n}", (500,), 1.0, 1.0) for n in range(layers)), tokens=1)
+    job = Workload(model, **changes)  # type: ignore[arg-type]
+    began = time.process_time()
+    with pytest.raises(OptionError, match=f"a round would have .*{said}.*at most 1000000 are"):
+        strategies.parse(strategy).schedule(job, Layout(2, 2))
+    assert time.process_time() - began < 2
 
 
 def test_types_are_read_whatever_their_case() -> None:

@@ -1,10 +1,12 @@
 """Traces: the rules that they are held to, and the files that they become."""
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 
@@ -50,6 +52,32 @@ def test_the_first_rounds_of_a_trace_are_a_trace() -> None:
     assert first.rounds == 2
     assert {span.round for span in first.spans} == {0, 1}
     assert first.violations(schedule) == []
+
+
+def test_spans_of_a_simulation_are_a_sequence_in_the_order_of_their_ends() -> None:
+    """They can be counted, listed and compared like a tuple of spans, and copied."""
+    _, trace = correct()
+    spans = list(trace.spans)
+    assert len(trace.spans) == len(spans)
+    assert [span.end for span in spans] == sorted(span.end for span in spans)
+    assert (trace.spans[0], trace.spans[-2:]) == (spans[0], tuple(spans[-2:]))
+    assert trace.spans == tuple(spans)
+    assert trace.spans != tuple(spans[1:])
+    assert pickle.loads(pickle.dumps(trace)) == trace  # noqa: S301 - what was just written
+
+
+def test_the_grid_of_a_trace_has_every_span_in_its_place() -> None:
+    """By round, op and rank: from arrays or from spans in any order; NaN where one is missing."""
+    schedule, trace = correct()
+    listed = replace(trace, spans=tuple(trace.spans)[::-1])
+    for quick, slow in zip(trace.grid(schedule), listed.grid(schedule), strict=True):
+        np.testing.assert_array_equal(quick, slow)
+    names, ranks = [op.name for op in schedule.body], list(trace.ranks)
+    for span in trace.spans:
+        where = span.round, names.index(span.op), ranks.index(span.rank)
+        assert (trace.grid(schedule).starts[where], trace.grid(schedule).ends[where]) == span[4:]
+    without = replace(trace, spans=tuple(trace.spans)[1:]).grid(schedule)
+    assert np.isnan(without.starts).sum() == np.isnan(without.ends).sum() == 1
 
 
 def test_an_op_that_did_not_run_is_found() -> None:

@@ -169,7 +169,7 @@ def _costs(schedule: Schedule, cluster: Cluster, precision: str) -> dict[str, _C
             growing = compute_time(work, cluster.gpu, precision) - launch
             found[op.name] = _Cost(key, work.kernel, None, launch, growing)
         else:
-            cost = links[id(work)]
+            cost = links[work]
             key = (work.kind, work.bytes, work.group)
             growing = cost.alone(cluster) - cost.latency
             found[op.name] = _Cost(key, work.kind, work.group, cost.latency, growing)

@@ -82,7 +82,7 @@ def split(trace: Trace, schedule: Schedule, cluster: Cluster, first: int) -> dic
     """
     works = {op.name: op.work for op in schedule.body if isinstance(op.work, Collective)}
     costs = footprints(works.values(), cluster)
-    bounds = {name: _bound(costs[id(work)], cluster) for name, work in works.items()}
+    bounds = {name: _bound(costs[work], cluster) for name, work in works.items()}
     starts = active_starts(trace, schedule)
     running = _running_starts(trace, schedule, cluster, starts)
     flights: dict[int, list[tuple[Seconds, Seconds, str]]] = {rank: [] for rank in trace.ranks}

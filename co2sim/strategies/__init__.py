@@ -1,12 +1,12 @@
 """The strategies, and how to name one: `co2`, or with options `co2(tau=48, worker=node)`."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import UnionType
 from typing import Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
 
 from co2sim.errors import OptionError, nearest
+from co2sim.ranges import parse_number, parse_whole
 from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
@@ -20,6 +20,16 @@ from co2sim.strategies.zero3 import Zero3
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Bytes
 from co2sim.workload import Workload
+
+__all__ = [
+    "STRATEGIES",
+    "Strategy",
+    "parse",
+    "parse_number",
+    "parse_whole",
+    "strategy_options",
+    "with_options",
+]
 
 
 class Strategy(Protocol):
@@ -114,22 +124,3 @@ def _value(what: str, text: str, hint: Any) -> Any:
     if text not in choices:
         raise OptionError(f"{what} is {text!r}; it is one of {', '.join(choices)}")
     return choices[text]
-
-
-def parse_whole(what: str, text: str) -> int:
-    """A whole number, positive or zero; 5e8 is one."""
-    number = parse_number(what, text)
-    if number != int(number):
-        raise OptionError(f"{what} is {text!r}; it must be a whole number")
-    return int(number)
-
-
-def parse_number(what: str, text: str) -> float:
-    """A plain, positive or zero number."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise OptionError(f"{what} is {text!r}; it must be a number, 0 or more")
-    return number

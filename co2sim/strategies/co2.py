@@ -6,8 +6,12 @@ from typing import ClassVar
 from co2sim.errors import OptionError
 from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import Averaged, Inner, Replica, Worker, averaged_rounds, check
+from co2sim.strategies.step import whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Workload
+
+_MOST_STALENESS = 100
+"""A rank keeps a buffer for every average in flight; so many rounds pass before a steady one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +39,9 @@ class CO2:
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
         check(self)
-        if self.staleness < 1:
-            raise OptionError(
-                f"staleness is {self.staleness}; co2 needs 1 or more (slowmo is staleness 0)"
-            )
+        if self.staleness == 0:
+            raise OptionError("co2: staleness is 0; it must be at least 1 (slowmo is staleness 0)")
+        whole_options(self, "staleness", most=_MOST_STALENESS)
         if self.average == "leader" and (self.worker != "node" or self.inner == "zero3"):
             raise OptionError(
                 "average=leader needs worker=node, and an inner strategy that keeps parameters"

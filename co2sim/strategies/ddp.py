@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from co2sim.memory import model_states
+from co2sim.ranges import at_least
 from co2sim.schedule import WORLD, Group, Kind, Layout, Schedule
 from co2sim.strategies.step import Reduction, Step, bucketed_step, chain, title
 from co2sim.units import Bytes
@@ -20,6 +21,10 @@ class DDP:
     name: ClassVar[str] = "ddp"
 
     bucket_mib: float = 25.0
+
+    def __post_init__(self) -> None:
+        """Refuse buckets of negative size; 0 gives every tensor a bucket of its own."""
+        at_least("ddp: bucket_mib", self.bucket_mib, 0)
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""

@@ -16,11 +16,13 @@ from co2sim.schedule import (
 )
 from co2sim.strategies.local import OUTER, Inner, Replica, Worker, check, outer_work
 from co2sim.strategies.quantized import QUANTIZED, recode, sum_received
-from co2sim.strategies.step import COMPUTE, Step, chain, cut, title
+from co2sim.strategies.step import COMPUTE, Step, chain, cut, title, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
 _SCALE_BLOCK = 2048
+_MOST_FRAGMENTS = 1_000
+"""Far beyond the layers of a model, which Streaming DiLoCo averages a few at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +50,15 @@ class DiLoCo:
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
         check(self, quantized=True)
-        if not 1 <= self.fragments <= self.tau:
+        whole_options(self, "fragments", most=_MOST_FRAGMENTS)
+        whole_options(self, "delay", least=0)
+        whole_options(self, "scale_block")
+        if self.fragments > self.tau:
             raise OptionError(f"fragments is {self.fragments}; it must be 1 to tau={self.tau}")
-        if not 0 <= self.delay < self.tau:
+        if self.delay >= self.tau:
             raise OptionError(
                 f"delay is {self.delay}; it must be 0 to tau-1={self.tau - 1} local steps"
             )
-        if self.scale_block < 1:
-            raise OptionError(f"scale_block is {self.scale_block}; it must be at least 1")
         if self.scale_block != _SCALE_BLOCK and self.dtype not in QUANTIZED:
             raise OptionError(f"scale_block={self.scale_block} needs dtype=int8 or int4")
 

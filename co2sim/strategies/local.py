@@ -28,7 +28,7 @@ from co2sim.schedule import (
 )
 from co2sim.strategies.ddp import DDP
 from co2sim.strategies.quantized import QUANTIZED
-from co2sim.strategies.step import COMM, COMPUTE, Step, chain, title
+from co2sim.strategies.step import COMM, COMPUTE, Step, chain, title, whole_options
 from co2sim.strategies.zero1 import Zero1
 from co2sim.strategies.zero2 import Zero2
 from co2sim.strategies.zero3 import Zero3
@@ -70,10 +70,7 @@ class LocalUpdate(Protocol):
 
 def check(strategy: LocalUpdate, *, quantized: bool = False) -> None:
     """Refuse options that are out of range, or contradict each other."""
-    if not 1 <= strategy.tau <= _MOST_STEPS:
-        raise OptionError(
-            f"tau is {strategy.tau}; a round has at least 1 and at most {_MOST_STEPS} local steps"
-        )
+    whole_options(strategy, "tau", most=_MOST_STEPS)
     if strategy.worker == "gpu" and strategy.inner is not None:
         raise OptionError(f"inner={strategy.inner} does not apply to worker=gpu; use worker=node")
     if strategy.dtype in QUANTIZED and not quantized:

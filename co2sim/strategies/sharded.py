@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from co2sim.errors import OptionError
 from co2sim.schedule import After, Collective, Compute, Op
-from co2sim.strategies.step import COMPUTE, Step, buckets, cut, micro_prefix
+from co2sim.strategies.step import (
+    COMPUTE,
+    Step,
+    buckets,
+    check_micro_steps,
+    cut,
+    micro_prefix,
+    whole_options,
+)
 from co2sim.units import Bytes
 from co2sim.workload import Block, BlockWork, Workload
 
@@ -59,6 +66,11 @@ def sharded_step(
     the fetch (FSDP's BACKWARD_PRE order). `refresh` runs once, behind the first fetches of all
     blocks: it renews a secondary shard.
     """
+    first = job.model.blocks[0]
+    check_micro_steps(
+        job,
+        3 + len(fetch("forward", first)) + len(fetch("backward", first)) if first.tensors else 2,
+    )
     works = job.works()
     uses = [
         (f"{micro_prefix(micro, job)}", direction, block, compute)
@@ -114,12 +126,11 @@ def sharded_step(
     return Step(ops, (first_fetch, runs[0]), ("optimizer",))
 
 
-def check_gathers(strategy: Any) -> None:
-    """Refuse more parts than are simulated."""
-    if not 1 <= strategy.gathers <= _MOST_GATHERS:
-        raise OptionError(
-            f"{strategy.name}: gathers is {strategy.gathers}; it must be 1 to {_MOST_GATHERS}"
-        )
+def check_budget(strategy: Any) -> None:
+    """Refuse a budget that holds nothing, and more parts than are simulated."""
+    whole_options(strategy, "max_live", "max_reuse", "reduce_bucket")
+    whole_options(strategy, "prefetch", least=0)
+    whole_options(strategy, "gathers", most=_MOST_GATHERS)
 
 
 def fetched(block: Block, gathers: int) -> list[tuple[str, int]]:

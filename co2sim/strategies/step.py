@@ -5,10 +5,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from co2sim.errors import OptionError
-from co2sim.schedule import After, Collective, Group, Kind, Layout, Op, prefixed
+from co2sim.ranges import whole
+from co2sim.schedule import After, Collective, Group, Kind, Layout, Op
 from co2sim.workload import Block, Workload
 
 _MOST_PIECES = 10_000
+_MOST_OPS = 1_000_000
+"""Of a round: about 1 GB of schedule."""
+
 COMPUTE = "compute"
 COMM = "comm"
 
@@ -23,12 +27,12 @@ def title(strategy: Any) -> str:
     return f"{strategy.name}({', '.join(chosen)})" if chosen else strategy.name
 
 
-def at_least_one(strategy: Any, *options: str) -> None:
-    """Refuse options below 1 that count something."""
+def whole_options(strategy: Any, *options: str, least: int = 1, most: int | None = None) -> None:
+    """Refuse options that are no whole numbers from `least` to `most`; 48.0 becomes 48."""
     for option in options:
-        if getattr(strategy, option) < 1:
-            given = getattr(strategy, option)
-            raise OptionError(f"{strategy.name}: {option} is {given}; it must be at least 1")
+        given = getattr(strategy, option)
+        value = whole(f"{strategy.name}: {option}", given, least, most)
+        object.__setattr__(strategy, option, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +72,23 @@ def group_size(group: Group, layout: Layout) -> int:
     return len(group.members(0, layout))
 
 
+def check_ops(ops: int, what: str) -> None:
+    """Refuse a schedule that memory does not hold, before it is built."""
+    if ops > _MOST_OPS:
+        raise OptionError(
+            f"a round would have {ops} ops ({what}); at most {_MOST_OPS} are simulated"
+        )
+
+
 def micro_prefix(index: int, job: Workload) -> str:
     """Name prefix of a micro-step; none if there is only one."""
     return f"m{index}." if job.accumulation > 1 else ""
+
+
+def check_micro_steps(job: Workload, ops_per_block: int) -> None:
+    """Refuse more passes over blocks, of so many ops each, than a schedule holds."""
+    blocks, micro = len(job.model.blocks), job.accumulation
+    check_ops(ops_per_block * blocks * micro, f"{blocks} blocks in each of {micro} micro-steps")
 
 
 def buckets(blocks: Sequence[Block], capacity: float) -> list[Bucket]:
@@ -127,6 +145,7 @@ def passes(job: Workload, reduction: Reduction | None, ranks: int = 1) -> list[O
             ready.setdefault(bucket.ready, []).append((number, bucket))
     owned = reduction is not None and reduction.kind is Kind.REDUCE
     count = sum(map(len, ready.values()))
+    check_micro_steps(job, 2)
     ops: list[Op] = []
     for micro in range(job.accumulation):
         prefix = micro_prefix(micro, job)
@@ -184,11 +203,25 @@ def bucketed_step(
     return Step(ops, (first,), gathers[-1:], gathers)
 
 
+def prefixed(body: Sequence[Op], prefix: str) -> list[Op]:
+    """The same ops with `prefix` before every name; their works are shared."""
+    return [
+        Op(
+            prefix + op.name,
+            op.work,
+            op.stream,
+            tuple([After(prefix + w.op, w.rounds_ago) for w in op.after]),
+        )
+        for op in body
+    ]
+
+
 def chain(step: Step, times: int = 1, extras: Mapping[int, Step] | None = None) -> tuple[Op, ...]:
     """`step` repeated, with `extras[k]` after repetition k; every step waits for the one before.
 
     The first waits for what ended the previous round. Names get the prefix `s{k}.` if `times` > 1.
     """
+    check_ops(len(step.ops) * times, f"{len(step.ops)} ops in each of {times} local steps")
     nothing = Step(())
     pairs = [
         (step.without_gathers() if extra.regathers else step, extra)

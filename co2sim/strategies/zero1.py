@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from co2sim.memory import model_states
 from co2sim.schedule import WORLD, Group, Kind, Layout, Schedule
-from co2sim.strategies.step import Reduction, Step, at_least_one, bucketed_step, chain, title
+from co2sim.strategies.step import Reduction, Step, bucketed_step, chain, title, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
@@ -24,7 +24,7 @@ class Zero1:
 
     def __post_init__(self) -> None:
         """Refuse buckets that hold nothing."""
-        at_least_one(self, "bucket")
+        whole_options(self, "bucket")
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""

@@ -9,12 +9,12 @@ from co2sim.strategies.sharded import (
     KEPT,
     Budget,
     Works,
-    check_gathers,
+    check_budget,
     fetched,
     sharded_step,
     transient,
 )
-from co2sim.strategies.step import Step, at_least_one, chain, group_size, title
+from co2sim.strategies.step import Step, chain, group_size, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
@@ -46,8 +46,7 @@ class Zero3:
 
     def __post_init__(self) -> None:
         """Refuse a budget that holds nothing."""
-        at_least_one(self, "max_live", "max_reuse", "reduce_bucket")
-        check_gathers(self)
+        check_budget(self)
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""

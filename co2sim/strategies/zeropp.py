@@ -23,12 +23,12 @@ from co2sim.strategies.sharded import (
     KEPT,
     Budget,
     Works,
-    check_gathers,
+    check_budget,
     fetched,
     sharded_step,
     transient,
 )
-from co2sim.strategies.step import Step, at_least_one, chain, title
+from co2sim.strategies.step import Step, chain, title, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
@@ -63,8 +63,9 @@ class ZeroPP:
 
     def __post_init__(self) -> None:
         """Refuse options that hold nothing, or that belong to a switch that is off."""
-        at_least_one(self, "scale_block", "max_live", "max_reuse", "reduce_bucket")
-        check_gathers(self)
+        check_budget(self)
+        whole_options(self, "scale_block")
+        whole_options(self, "hpz_group", least=0)
         if self.hpz_group and not self.hpz:
             raise OptionError(f"hpz_group={self.hpz_group} does not apply to hpz=false")
         if self.scale_block != _SCALE_BLOCK and not (self.qwz or self.qgz):
@@ -131,7 +132,7 @@ class ZeroPP:
         g, ranks = layout.gpus_per_node, self.hpz_group
         if not ranks or ranks == g:
             return NODE
-        if ranks < 0 or (g % ranks and ranks % g) or layout.world_size % ranks:
+        if (g % ranks and ranks % g) or layout.world_size % ranks:
             raise OptionError(
                 f"hpz_group={ranks} must divide the {g} GPUs of a node, or be full nodes that"
                 f" divide {layout.world_size} GPUs"

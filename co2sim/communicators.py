@@ -1,0 +1,152 @@
+"""How classes of ranks meet in collectives, and what that does to links and to computing."""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import simpy
+from simpy.events import EventPriority
+
+from co2sim.lowering import NOTHING, Communicator, Lowered
+from co2sim.network import Network
+from co2sim.schedule import Group
+
+_AFTER_ALL_ELSE = EventPriority(9)
+"""SimPy priority behind everything else that happens at the same instant."""
+
+_Start: TypeAlias = Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """Of one communicator: who has come to which collective, and which of them wait to start."""
+
+    arrived: dict[int, tuple[list[int], simpy.Event]] = field(default_factory=dict)
+    ready: list[tuple[int, _Start]] = field(default_factory=list)
+    busy: bool = False
+
+
+class Meetings:
+    """All communicators of a simulation, and the network below them.
+
+    `in_flight` counts the collectives under way on each class of ranks, where that slows compute.
+    """
+
+    def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
+        """Start with nobody on the way."""
+        self._env, self._lowered = env, lowered
+        self._network = Network(env, lowered.capacity)
+        self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
+        self._size = len(lowered.schedule.body)
+        classes = range(len(lowered.classes))
+        self.in_flight = [0 for _ in classes]
+        self._changed: list[simpy.Event | None] = [None for _ in classes]
+        self._computing = {lowered.folding.node(index): 0 for index in classes}
+        self._busy = dict.fromkeys(self._computing, False)
+
+    def join(self, index: int, number: int, group: Group) -> simpy.Event | None:
+        """A class arrives at a collective; the event fires when it has ended for everybody.
+
+        None where that takes no time: one class stands for all members, and communication is free.
+        """
+        lowered = self._lowered
+        place = lowered.place[group][index]
+        communicator = lowered.communicators[group][place]
+        if lowered.free and len(communicator.members) == 1:
+            return None
+        arrived = self._queues[communicator.number].arrived
+        here, event = arrived.setdefault(number, ([], self._env.event()))
+        here.append(index)
+        if len(here) == len(communicator.members):
+            del arrived[number]
+            self.start(communicator, place, number, event)
+        return event
+
+    def start(
+        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+    ) -> None:
+        """All members have come: start as soon as the communicator is free."""
+        start: _Start = partial(self._start, communicator, place, number, event)
+        if not communicator.exclusive:
+            start()
+            return
+        queue = self._queues[communicator.number]
+        heapq.heappush(queue.ready, (number, start))
+        self._next(queue)
+
+    def _next(self, queue: _Queue) -> None:
+        """Start the collective issued first among those that are ready at this instant."""
+
+        def launch(_: simpy.Event) -> None:
+            if queue.ready and not queue.busy:
+                queue.busy = True
+                heapq.heappop(queue.ready)[1]()
+
+        self._last(launch)
+
+    def _start(
+        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+    ) -> None:
+        transfer = self._lowered.transfers[number % self._size][place]
+        factors = self._lowered.communicator_factors
+        if factors and transfer is not NOTHING:
+            transfer = transfer.scaled(float(factors[communicator.number][number]))
+        queue = self._queues[communicator.number]
+
+        def done() -> None:
+            event.succeed()
+            self._count(communicator, -1)
+            if communicator.exclusive:
+                queue.busy = False
+                self._next(queue)
+
+        self._count(communicator, 1)
+        if transfer.solo or transfer.latency:
+            self._network.transfer(
+                transfer.loads, transfer.latency, transfer.solo, done, transfer.copies
+            )
+        else:
+            done()
+
+    def _last(self, call: Callable[[simpy.Event], None]) -> None:
+        """Call it when all else that happens at this instant has happened."""
+        last = simpy.Event(self._env)
+        last._ok, last._value = True, None  # noqa: SLF001 - the documented way to a custom priority
+        assert last.callbacks is not None
+        last.callbacks.append(call)
+        self._env.schedule(last, priority=_AFTER_ALL_ELSE)
+
+    # --- communication and computing slow each other down -----------------------------------------
+
+    def change(self, index: int) -> simpy.Event:
+        """An event at which a class has communication in flight, or none any more."""
+        event = self._changed[index] or self._env.event()
+        self._changed[index] = event
+        return event
+
+    def _count(self, communicator: Communicator, change: int) -> None:
+        """Count collectives in flight on the members, and tell who computes there."""
+        if not self._lowered.cluster.interference:
+            return
+        for index in communicator.members:
+            was = self.in_flight[index] > 0
+            self.in_flight[index] += change
+            event = self._changed[index]
+            if event is not None and was != (self.in_flight[index] > 0):
+                event.succeed()
+                self._changed[index] = None
+
+    def occupy(self, index: int, change: int) -> None:
+        """Count the ranks of a node that compute, and let its NICs attain less meanwhile."""
+        node, inter = self._lowered.folding.node(index), self._lowered.cluster.inter
+        self._computing[node] += change
+
+        def resize(_: simpy.Event) -> None:
+            self._busy[node] = self._computing[node] > 0
+            share = inter.busy_efficiency if self._busy[node] else 1.0
+            self._network.resize(("nic", node), inter.payload_bandwidth * share)
+
+        if inter.busy_efficiency < 1 and self._busy[node] != (self._computing[node] > 0):
+            self._last(resize)  # ops that follow each other at once do not let go in between

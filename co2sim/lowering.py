@@ -1,0 +1,264 @@
+"""From a schedule and a cluster to what each class of ranks does, and what that costs.
+
+Nothing runs here: `simulator` and `lockstep` execute what `lower` gives.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from co2sim.cluster import Cluster
+from co2sim.cost import Footprint, compute_time, footprints
+from co2sim.errors import OptionError
+from co2sim.folding import Folding, RankClass, class_count
+from co2sim.folding import fold as fold_ranks
+from co2sim.noise import Noise
+from co2sim.ranges import whole
+from co2sim.schedule import Collective, Compute, Group, Schedule
+from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""When instances start and end, [instance, class of ranks]."""
+
+SPAN_BYTES: Bytes = 160.0
+"""Memory that a simulated span may take: a tuple of six, two of them floats of its own."""
+
+_MOST_SPANS = 50_000_000
+"""What a simulation may hold: 8 GB of spans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective of one communicator on its links.
+
+    `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
+    for there, `latency` comes before the first byte, and `solo` is what the bytes take alone.
+    """
+
+    loads: Mapping[Hashable, Bytes]
+    copies: Mapping[Hashable, int]
+    latency: Seconds
+    solo: Seconds
+
+    def scaled(self, factor: float) -> "Transfer":
+        """The same with `factor` times the bytes and the latency."""
+        loads = {link: size * factor for link, size in self.loads.items()}
+        return Transfer(loads, self.copies, self.latency * factor, self.solo * factor)
+
+
+NOTHING = Transfer({}, {}, 0.0, 0.0)
+"""What a rank that is alone transfers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """Classes of ranks that meet in the collectives of a group; `number` counts communicators.
+
+    An `exclusive` one runs one collective at a time.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    exclusive: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A schedule on a cluster: places in `seconds` and `transfers` are those of ops in the body.
+
+    `seconds` is the nominal time of a compute op. `transfers` lists, for a collective, one transfer
+    for each communicator of its group; both are empty for the other kind of work. `class_factors`
+    and `communicator_factors` are the factors of jitter on every instance of an op, by class and by
+    communicator; None without jitter. `contend` says that communication and computing slow each
+    other down.
+    """
+
+    schedule: Schedule
+    cluster: Cluster
+    rounds: int
+    folding: Folding
+    free: bool
+    seconds: tuple[Seconds, ...]
+    communicators: Mapping[Group, tuple[Communicator, ...]]
+    transfers: tuple[tuple[Transfer, ...], ...]
+    capacity: Mapping[Hashable, BytesPerSecond]
+    class_factors: tuple[NDArray[np.float64], ...] | None
+    communicator_factors: tuple[NDArray[np.float64], ...] | None
+    contend: bool
+
+    @property
+    def classes(self) -> tuple[RankClass, ...]:
+        """The classes of ranks."""
+        return self.folding.classes
+
+    @cached_property
+    def place(self) -> Mapping[Group, tuple[int, ...]]:
+        """For every group, the place of each class's communicator among those of the group."""
+        return {
+            group: tuple(
+                next(place for place, one in enumerate(all_of_it) if index in one.members)
+                for index in range(len(self.classes))
+            )
+            for group, all_of_it in self.communicators.items()
+        }
+
+
+def span_count(
+    schedule: Schedule, cluster: Cluster, *, rounds: int, noise: Noise, fold: bool = True
+) -> int:
+    """How many spans a simulation of `rounds` rounds records; see `SPAN_BYTES`."""
+    slowdowns = noise.node_slowdowns(cluster.layout)
+    classes = class_count(cluster.layout, slowdowns, schedule, allowed=fold and not noise.jitter)
+    return classes * len(schedule.body) * rounds
+
+
+def lower(
+    schedule: Schedule,
+    cluster: Cluster,
+    *,
+    precision: str,
+    rounds: int,
+    noise: Noise,
+    fold: bool,
+    free: bool,
+) -> Lowered:
+    """Fold the ranks and cost every op. Raises OptionError where the spans would be too many."""
+    rounds = whole("rounds", rounds, 0)
+    spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=fold)
+    if spans > _MOST_SPANS:
+        raise OptionError(
+            f"rounds is {rounds}: with {len(schedule.body)} ops in a round, on"
+            f" {spans // max(1, rounds * len(schedule.body))} different ranks, they are {spans}"
+            f" spans; at most {_MOST_SPANS} are simulated"
+        )
+    folding = fold_ranks(
+        cluster.layout,
+        noise.node_slowdowns(cluster.layout),
+        schedule,
+        allowed=fold and not noise.jitter,
+    )
+    communicators = _communicators(schedule, cluster, folding)
+    capacity = _capacity(cluster, folding)
+    count = rounds * len(schedule.body)
+    total = sum(map(len, communicators.values()))
+    return Lowered(
+        schedule=schedule,
+        cluster=cluster,
+        rounds=rounds,
+        folding=folding,
+        free=free,
+        seconds=_seconds(schedule, cluster, precision),
+        communicators=communicators,
+        transfers=_transfers(schedule, cluster, folding, communicators, capacity, free=free),
+        capacity=capacity,
+        class_factors=tuple(noise.op_slowdowns(1, c.rank, count) for c in folding.classes)
+        if noise.jitter
+        else None,
+        communicator_factors=tuple(noise.op_slowdowns(2, n, count) for n in range(total))
+        if noise.jitter
+        else None,
+        contend=not free
+        and bool(cluster.interference or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)),
+    )
+
+
+def _seconds(schedule: Schedule, cluster: Cluster, precision: str) -> tuple[Seconds, ...]:
+    known: dict[Compute, Seconds] = {}
+    found = []
+    for op in schedule.body:
+        if isinstance(op.work, Compute) and op.work not in known:
+            known[op.work] = compute_time(op.work, cluster.gpu, precision)
+        found.append(known[op.work] if isinstance(op.work, Compute) else 0.0)
+    return tuple(found)
+
+
+def _communicators(
+    schedule: Schedule, cluster: Cluster, folding: Folding
+) -> dict[Group, tuple[Communicator, ...]]:
+    """The communicators of every group. One stream alone never needs the lock."""
+    streams: dict[Group, set[str]] = {}
+    for op in schedule.body:
+        if isinstance(op.work, Collective):
+            streams.setdefault(op.work.group, set()).add(op.stream)
+    found: dict[Group, tuple[Communicator, ...]] = {}
+    number = 0
+    for group, used in streams.items():
+        shared = cluster.communicators == "group" and len(used) > 1
+        exclusive = cluster.backend == "nccl" and shared
+        meetings = folding.meetings(group)
+        found[group] = tuple(
+            Communicator(number + place, members, exclusive)
+            for place, members in enumerate(meetings)
+        )
+        number += len(meetings)
+    return found
+
+
+def _capacity(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
+    """Payload bytes per second of every link."""
+    found: dict[Hashable, float] = {}
+    for index in range(len(folding.classes)):
+        found["gpu", index] = cluster.intra.payload_bandwidth
+        found["nic", folding.node(index)] = cluster.inter.payload_bandwidth
+    if cluster.wan:
+        speed = cluster.wan.payload_bandwidth
+        found.update({("wan", site): speed for site in range(cluster.sites)})
+    return found
+
+
+def _transfers(
+    schedule: Schedule,
+    cluster: Cluster,
+    folding: Folding,
+    communicators: Mapping[Group, tuple[Communicator, ...]],
+    capacity: Mapping[Hashable, BytesPerSecond],
+    *,
+    free: bool,
+) -> tuple[tuple[Transfer, ...], ...]:
+    works = dict.fromkeys(op.work for op in schedule.body if isinstance(op.work, Collective))
+    costs = footprints(works, cluster)
+    known = {
+        work: tuple(
+            _transfer(cluster, folding, one.members, costs[work], capacity)
+            if not free and _meets_others(work.group, folding.classes[one.members[0]].rank, cluster)
+            else NOTHING
+            for one in communicators[work.group]
+        )
+        for work in works
+    }
+    return tuple(known[op.work] if isinstance(op.work, Collective) else () for op in schedule.body)
+
+
+def _meets_others(group: Group, rank: int, cluster: Cluster) -> bool:
+    return len(group.members(rank, cluster.layout)) > 1
+
+
+def _transfer(
+    cluster: Cluster,
+    folding: Folding,
+    members: tuple[int, ...],
+    cost: Footprint,
+    capacity: Mapping[Hashable, BytesPerSecond],
+) -> Transfer:
+    """Bytes on every link; a folded rank stands for all groups that share its node and site."""
+    loads: dict[Hashable, float] = {}
+    copies: dict[Hashable, int] = {}
+    intra, nic, wan = cost.loads(cluster)
+    nic /= cost.inter_efficiency  # the time of the link that the messages take
+    on_node, on_site = cost.groups(cluster)
+    for index in members:
+        loads["gpu", index] = intra
+        node = folding.node(index)
+        if folding.folded:
+            loads["nic", node], copies["nic", node] = nic, on_node
+            loads["wan", 0], copies["wan", 0] = wan, on_site
+        else:
+            loads["nic", node] = cost.inter / cost.inter_efficiency
+            loads["wan", node // cluster.nodes_per_site] = cost.wan
+    loads = {link: size for link, size in loads.items() if size}
+    solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
+    return Transfer(loads, copies, cost.latency, solo)
