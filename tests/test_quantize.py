@@ -10,14 +10,13 @@ from co2sim.schedule import WORLD, Collective, DType, Kind
 torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402 - needs torch
 
-from realrun.algorithms.quantize import (  # noqa: E402
+from realrun.algorithms.quantize import dequantize, quantize  # noqa: E402
+from realrun.algorithms.quantize_format import (  # noqa: E402
     SMALLEST,
     TOP,
     Bits,
     Quantized,
-    dequantize,
     from_wire,
-    quantize,
     to_wire,
     wire_bytes,
 )
