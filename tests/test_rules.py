@@ -17,7 +17,13 @@ from local_problem import network, optimizer, train, vector  # noqa: E402 - need
 from torch import nn  # noqa: E402 - needs torch
 
 from realrun import algorithms  # noqa: E402 - needs torch
-from realrun.algorithms import CO2, NonFiniteError, OptionError, Stats  # noqa: E402 - needs torch
+from realrun.algorithms import (  # noqa: E402 - needs torch
+    CO2,
+    NonFiniteError,
+    OptionError,
+    RankFailure,
+    Stats,
+)
 from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
 from realrun.algorithms.finite import finite_norm  # noqa: E402 - needs torch
@@ -213,3 +219,65 @@ def test_huge_averages_are_finite_and_infinite_ones_are_not() -> None:
     huge[3] = -math.inf
     with pytest.raises(NonFiniteError, match=r"round 4, used in round 5, has 1 .*first in 'b'"):
         finite_norm(Flight(4, huge), 5, flat, state, list)
+
+
+def test_norms_of_large_parts_add_up_in_double_precision() -> None:
+    """Each part's square fits into fp32, their sum does not."""
+    state = State(torch.zeros(2), {}, {}, chunk=1)
+    assert state.norm(torch.full((2,), 1.5e19), list) == pytest.approx(1.5e19 * 2**0.5)
+
+
+def test_clipped_elements_are_counted_over_all_shards_of_a_worker() -> None:
+    """The share of one shard, of which there are two: 3 of its 4 elements, none of the other's."""
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    with CO2(model, optim, tau=1, staleness=0, clip=0.5, gap="constant") as co2:
+        co2._outer._elements = 8.0
+        co2._links.total = lambda numbers: [2 * one for one in numbers]  # type: ignore[method-assign]
+        model.weight.grad = torch.tensor([[1.0, 1.0], [1.0, 0.1]])
+        optim.step()
+        assert co2.stats().clipped == 6 / 8
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_averages_under_way_keep_their_rounds_when_a_run_is_resumed(staleness: int) -> None:
+    """An error of a resumed run names the round whose average it is."""
+    states, rounds = [], []
+    for _ in range(2):
+        model = network()
+        optim = optimizer(model, "sgd")
+        with CO2(model, optim, tau=1, staleness=staleness) as co2:
+            if states:
+                co2.load_state_dict(states[0])
+            else:
+                train(model, optim, 0, range(5))
+                states.append(co2.state_dict())
+            rounds.append([flight.round for flight in co2._outer.flights])
+    assert rounds[0] == rounds[1] == list(range(5))[-staleness:]
+
+
+def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take what is left of it; one that comes too late is a lost worker."""
+    now, granted = [100.0], []
+
+    def bucket(seconds: float) -> None:
+        granted.append(seconds)
+        now[0] += 4.0
+        if seconds < 4.0:
+            raise TimeoutError("nobody answers")
+
+    monkeypatch.setattr("realrun.algorithms.average.time.monotonic", lambda: now[0])
+    flight = Flight(7, torch.zeros(1), [bucket] * 3, deadline=12.0)
+    flight.wait()
+    assert granted == [12.0, 8.0, 4.0]
+    granted.clear()
+    late = Flight(7, torch.zeros(1), [bucket] * 4, deadline=10.0)
+    with pytest.raises(
+        RankFailure, match=r"^the average of round 7 failed: .* more than 10 s late"
+    ):
+        late.wait()
+    assert granted == [10.0, 6.0, 2.0]
+    granted.clear()
+    late.wait()  # again: for the two that were not there yet
+    assert granted == [10.0, 6.0]
