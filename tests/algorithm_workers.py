@@ -29,7 +29,7 @@ SMALL = 1e-4
 """MiB of a bucket: the problem's 80 elements make four."""
 
 
-DEADLINE = 3.0
+DEADLINE = 2.0
 """Seconds that workers wait for a lost one."""
 
 
@@ -137,11 +137,6 @@ def averages(world: World) -> list[list[float]]:
         found.append([float((given - mean).abs().max()), waited])
         average.close()
     return found
-
-
-def several(world: World, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Answers of several functions of this module, in one start of the ranks."""
-    return {name: globals()[name](world, **arguments) for name, arguments in calls.items()}
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -409,29 +404,43 @@ def wrong_state(world: World) -> dict[str, str]:
     }
 
 
-def lose(world: World, how: str, dtypes: list[str]) -> list[dict[str, Any]]:
-    """Rank 1 is killed, or late, in round 2; what the others are told, and when."""
+def late(world: World, dtypes: list[str]) -> list[dict[str, Any]]:
+    """Rank 1 is late in round 2, until all others have given up; what they are told, and when."""
+    store = dist.distributed_c10d._get_default_store()
     found = []
     for dtype in dtypes:
-        model = network()
-        optim = optimizer(model, "sgd")
-        told = ""
-        began = time.monotonic()
-        try:
-            with CO2(model, optim, tau=2, deadline=DEADLINE, dtype=dtype):  # type: ignore[arg-type]
-                for step in range(10):
-                    began = time.monotonic()
-                    if step == 4 and world.rank == 1:
-                        if how == "kill":
-                            os.kill(os.getpid(), signal.SIGKILL)
-                        time.sleep(2 * DEADLINE + 1)
-                    train(model, optim, world.rank, range(step, step + 1))
-        except Co2simError as error:
-            told = f"{type(error).__name__}: {error}"
-        found.append({"told": told, "seconds": time.monotonic() - began})
-        if how == "late":
-            dist.barrier()  # all go on, with new communicators
+
+        def others_gave_up(key: str = dtype) -> None:
+            limit = time.monotonic() + 10 * DEADLINE
+            while store.add(key, 0) < world.layout.world_size - 1 and time.monotonic() < limit:
+                time.sleep(0.05)
+
+        found.append(_lose(world, dtype, others_gave_up))
+        store.add(dtype, 1)
+        dist.barrier()  # all go on, with new communicators
     return found
+
+
+def killed(world: World) -> dict[str, Any]:
+    """Rank 1 is killed in round 2; what the others are told, and when."""
+    return _lose(world, "fp32", lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _lose(world: World, dtype: str, fails: Callable[[], None]) -> dict[str, Any]:
+    model = network()
+    optim = optimizer(model, "sgd")
+    told = ""
+    began = time.monotonic()
+    try:
+        with CO2(model, optim, tau=2, timeout=DEADLINE, dtype=dtype):  # type: ignore[arg-type]
+            for step in range(10):
+                began = time.monotonic()
+                if step == 4 and world.rank == 1:
+                    fails()
+                train(model, optim, world.rank, range(step, step + 1))
+    except Co2simError as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "seconds": time.monotonic() - began}
 
 
 def inside_nodes(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

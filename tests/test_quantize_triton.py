@@ -170,7 +170,17 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
 def test_the_kernels_interpreted_on_a_cpu() -> None:
     """All tests that need a device pass under Triton's interpreter; none of them is skipped."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", __file__],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-rs",
+            __file__,
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
