@@ -90,7 +90,7 @@ def stopped(world: World) -> list[int]:
     steps = []
     for strategy in ("ddp", "co2:tau=12"):
         asked.clear()
-        settings = TrainSettings(**{**SMALL, "strategy": strategy, "steps": 600, "batch": 6})
+        settings = TrainSettings(**{**SMALL, "strategy": strategy, "steps": 600})
         history = train(settings, world, stop=stop)
         assert history.stopped
         steps.append(history.rows[-1].step)
