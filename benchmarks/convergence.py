@@ -217,11 +217,11 @@ def run_ranks(budget: Budget, out: Path) -> None:
 def one_run(ask: Ask, budget: Budget, world: Any, out: Path) -> dict[str, Any]:
     """Train once; the row of the table of runs."""
     from co2sim.errors import Co2simError  # noqa: PLC0415
-    from realrun.train import Settings, train  # noqa: PLC0415
+    from realrun.train import TrainSettings, train  # noqa: PLC0415
     from realrun.train.outer import pairs  # noqa: PLC0415
 
     outer = ask.configuration.outer(ask.choice, ask.lr)
-    settings = Settings(
+    settings = TrainSettings(
         strategy=ask.configuration.strategy,
         size=budget.size,
         steps=budget.steps,

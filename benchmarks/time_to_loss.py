@@ -41,12 +41,12 @@ from co2sim.cluster import GPU
 from co2sim.schedule import DType
 from co2sim.workload import Workload
 from realrun.launch.lab import Lab, stated_cluster
-from realrun.train import Row
+from realrun.train import LogRow
 from realrun.train.figure import COLOURS, STYLE
 from realrun.train.log import read
 from realrun.train.shapes import GPTS
 
-Rows: TypeAlias = tuple[Row, ...]
+Rows: TypeAlias = tuple[LogRow, ...]
 
 RESULTS = Path(__file__).parent / "results"
 NODES = 4
@@ -146,7 +146,7 @@ def predicted(entry: Entry, lab: Lab, step: float, folder: Path) -> float:
     return run(case).step_time_s
 
 
-def reached(rows: Rows, target: float) -> Row | None:
+def reached(rows: Rows, target: float) -> LogRow | None:
     """The first row whose validation loss is as low."""
     low = (row for row in rows if row.validation_loss and row.validation_loss <= target)
     return next(low, None)

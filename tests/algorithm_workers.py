@@ -21,14 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from co2sim.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
-from realrun.algorithms.average import WIRES, Average, Flight
+from realrun.algorithms.average import Average, Flight
+from realrun.algorithms.options import WIRES
 from realrun.execute.world import World
 
 SMALL = 1e-4
 """MiB of a bucket: the problem's 80 elements make four."""
 
 
-DEADLINE = 3.0
+DEADLINE = 2.0
 """Seconds that workers wait for a lost one."""
 
 
@@ -127,7 +128,7 @@ def data_parallel(world: World) -> float:
 def averages(world: World) -> list[list[float]]:
     """Rank r gives r + 1 everywhere, on every wire: largest error of the mean, seconds waited."""
     found = []
-    for wire in WIRES:
+    for wire in WIRES.values():
         average = Average(dist.group.WORLD, wire, 10.0, 4 * 300_000)
         given = torch.full((1_000_001,), world.rank + 1.0, device=world.device)
         flight = average.launch(given, 0)
@@ -136,11 +137,6 @@ def averages(world: World) -> list[list[float]]:
         found.append([float((given - mean).abs().max()), waited])
         average.close()
     return found
-
-
-def several(world: World, calls: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Answers of several functions of this module, in one start of the ranks."""
-    return {name: globals()[name](world, **arguments) for name, arguments in calls.items()}
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -221,7 +217,7 @@ def _not_finite(world: World, poison: float, dtype: str, staleness: int) -> dict
     optim = optimizer(model, "sgd")
     algorithm = CO2(model, optim, tau=2, dtype=dtype, staleness=staleness, bucket_mib=SMALL)  # type: ignore[arg-type]
     told, before, after, again = "no error", [], [], ""
-    state = algorithm._state
+    state = algorithm._outer.state
     try:
         for step in range(12):
             optim.zero_grad()
@@ -260,7 +256,7 @@ def drifted(world: World) -> dict[str, str]:
         with CO2(model, optim, tau=1, check_every=2) as co2:
             train(model, optim, world.rank, range(4))
             if tampered and world.rank == 2:
-                anchor = co2._state.anchor
+                anchor = co2._outer.state.anchor
                 anchor[7] = torch.nextafter(anchor[7], torch.tensor(9.0))
             train(model, optim, world.rank, range(4, 8))
 
@@ -288,7 +284,7 @@ def leave(world: World) -> dict[str, Any]:
     optim = optimizer(model, "sgd")
     with CO2(model, optim, tau=2) as co2:
         train(model, optim, world.rank, range(3))
-        under_way = len(co2._flights)
+        under_way = len(co2._outer.flights)
         live = vector(model)
     found["under way"] = under_way
     found["not applied"] = torch.equal(live, vector(model))
@@ -384,7 +380,7 @@ def _resumed(world: World, case: dict[str, Any], cut: int, folder: Path, way: st
         ended = resumed.stats()
     same = (
         torch.equal(vector(model), vector(other)),
-        torch.equal(algorithm._state.anchor, resumed._state.anchor),
+        torch.equal(algorithm._outer.state.anchor, resumed._outer.state.anchor),
         (stats.rounds, stats.steps, stats.penalty, stats.clipped, stats.bytes_sent)
         == (ended.rounds, ended.steps, ended.penalty, ended.clipped, ended.bytes_sent),
     )
@@ -408,29 +404,43 @@ def wrong_state(world: World) -> dict[str, str]:
     }
 
 
-def lose(world: World, how: str, dtypes: list[str]) -> list[dict[str, Any]]:
-    """Rank 1 is killed, or late, in round 2; what the others are told, and when."""
+def late(world: World, dtypes: list[str]) -> list[dict[str, Any]]:
+    """Rank 1 is late in round 2, until all others have given up; what they are told, and when."""
+    store = dist.distributed_c10d._get_default_store()
     found = []
     for dtype in dtypes:
-        model = network()
-        optim = optimizer(model, "sgd")
-        told = ""
-        began = time.monotonic()
-        try:
-            with CO2(model, optim, tau=2, deadline=DEADLINE, dtype=dtype):  # type: ignore[arg-type]
-                for step in range(10):
-                    began = time.monotonic()
-                    if step == 4 and world.rank == 1:
-                        if how == "kill":
-                            os.kill(os.getpid(), signal.SIGKILL)
-                        time.sleep(2 * DEADLINE + 1)
-                    train(model, optim, world.rank, range(step, step + 1))
-        except Co2simError as error:
-            told = f"{type(error).__name__}: {error}"
-        found.append({"told": told, "seconds": time.monotonic() - began})
-        if how == "late":
-            dist.barrier()  # all go on, with new communicators
+
+        def others_gave_up(key: str = dtype) -> None:
+            limit = time.monotonic() + 10 * DEADLINE
+            while store.add(key, 0) < world.layout.world_size - 1 and time.monotonic() < limit:
+                time.sleep(0.05)
+
+        found.append(_lose(world, dtype, others_gave_up))
+        store.add(dtype, 1)
+        dist.barrier()  # all go on, with new communicators
     return found
+
+
+def killed(world: World) -> dict[str, Any]:
+    """Rank 1 is killed in round 2; what the others are told, and when."""
+    return _lose(world, "fp32", lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _lose(world: World, dtype: str, fails: Callable[[], None]) -> dict[str, Any]:
+    model = network()
+    optim = optimizer(model, "sgd")
+    told = ""
+    began = time.monotonic()
+    try:
+        with CO2(model, optim, tau=2, timeout=DEADLINE, dtype=dtype):  # type: ignore[arg-type]
+            for step in range(10):
+                began = time.monotonic()
+                if step == 4 and world.rank == 1:
+                    fails()
+                train(model, optim, world.rank, range(step, step + 1))
+    except Co2simError as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "seconds": time.monotonic() - began}
 
 
 def inside_nodes(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -452,7 +462,7 @@ def inside_nodes(world: World, cases: list[dict[str, Any]]) -> list[dict[str, An
                 "anchor": anchor,
                 "penalty": stats.penalty,
                 "clipped": stats.clipped,
-                "kept": algorithm._state.anchor.numel(),
+                "kept": algorithm._outer.state.anchor.numel(),
                 "sent": stats.bytes_sent,
             }
         )
@@ -551,7 +561,7 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
             with algorithm:
                 _train_inside(model, optim, world, range(3))
                 if world.rank == 2:  # the first rank of the second node, in its own part
-                    algorithm._average.launch = _poison(algorithm._average.launch)  # type: ignore[method-assign]
+                    algorithm._outer.average.launch = _poison(algorithm._outer.average.launch)  # type: ignore[method-assign]
                 _train_inside(model, optim, world, range(3, 8))
 
         def tampered(case: dict[str, Any] = case) -> None:
@@ -559,7 +569,7 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
             with algorithm:
                 _train_inside(model, optim, world, range(3))
                 if world.rank == 3:
-                    algorithm._state.anchor[1] += 1
+                    algorithm._outer.state.anchor[1] += 1
                 _train_inside(model, optim, world, range(3, 8))
 
         found[f"{inside} nan"] = error_of(poisoned)
@@ -568,14 +578,14 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
         with algorithm:
             _train_inside(model, optim, world, range(5))
             dcp.save({"algorithm": algorithm}, checkpoint_id=f"{folder}/{inside}")
-            anchor = algorithm._state.anchor.clone()
-            flying = algorithm._flights[0].vector.clone()
+            anchor = algorithm._outer.state.anchor.clone()
+            flying = algorithm._outer.flights[0].vector.clone()
         _, _, other = _inside(case, world)
         with other:
             dcp.load({"algorithm": other}, checkpoint_id=f"{folder}/{inside}")
             found[f"{inside} loaded"] = [
-                torch.equal(other._state.anchor, anchor),
-                torch.equal(other._flights[0].vector, flying),
+                torch.equal(other._outer.state.anchor, anchor),
+                torch.equal(other._outer.flights[0].vector, flying),
                 other.stats().steps,
             ]
     sharded = network()

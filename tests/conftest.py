@@ -1,5 +1,6 @@
 """Golden files, and how many examples Hypothesis tries."""
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,10 @@ import pytest
 from hypothesis import settings
 
 GOLDEN = Path(__file__).parent / "golden"
+
+# One thread for each process: on cores that are shared, threads that wait for each other take up to
+# 60 times as long for the small models of these tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The suite must not depend on luck: it always tries the same examples. To look for new ones:
 # pytest --hypothesis-profile=explore

@@ -11,6 +11,10 @@ from co2sim.errors import OptionError
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402 - needs torch
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402 - needs torch
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402 - needs torch
+
 from realrun.algorithms.flat import DTYPES, Flat, lay_out  # noqa: E402 - needs torch
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
@@ -142,3 +146,19 @@ def test_small_numbers_survive_in_the_anchor() -> None:
         anchor += 2**-7 / 100
         flat.write(anchor)
     assert math.isclose(float(named[0][1]), 1 + 2 * 2**-7)
+
+
+def test_parameters_sharded_over_one_rank_are_not_sharded() -> None:
+    """FSDP2 on one rank: they stand in a row with plain ones, as the same model without FSDP2."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        plain = [("a", torch.ones(3)), ("b", torch.ones(5)), ("c", torch.ones(2))]
+        mixed = [
+            (name, distribute_tensor(one, mesh, [Shard(0)]) if name == "b" else one)
+            for name, one in plain
+        ]
+        assert Flat.of(mixed).describe() == Flat.of(plain).describe()
+        assert [one.name for one in Flat.of(mixed).sections[0].members] == ["a", "b", "c"]
+    finally:
+        dist.destroy_process_group()

@@ -10,9 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import reference_local_update as reference  # noqa: E402 - needs torch
+from algorithm_workers import DEADLINE  # noqa: E402 - needs torch
 from local_problem import RATE  # noqa: E402 - needs torch
 from numpy.typing import NDArray  # noqa: E402
 from ranks import on_ranks  # noqa: E402
+from together import together  # noqa: E402
 
 pytestmark = pytest.mark.dist
 
@@ -113,38 +115,28 @@ def histories(answers: list[Any], index: int) -> NDArray[np.float64]:
     return np.array([answer[index]["history"] for answer in answers]).swapaxes(0, 1)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_every_algorithm_equals_its_published_equations(workers: int) -> None:
-    """All models after every round, Lambda and clipped share, to float32 rounding."""
-    answers = on_ranks("follow", workers, module=MODULE, cases=CASES)
-    for index, given in enumerate(CASES):
-        seen: list[Any] = []
-        wanted = expected(given, workers, seen)
-        found = histories(answers, index)
-        assert np.abs(wanted - wanted[0]).max() > 0.01, f"{given} does not move"
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=CLOSE, err_msg=str(given))
-        told = answers[0][index]
-        assert told["counts"] == [ROUNDS, ROUNDS * given["options"]["tau"]]
-        if given["algorithm"] == "CO2":
-            k = given["options"].get("staleness", 1)
-            lambdas = [1.0] * k + [scale for scale, _ in seen]
-            np.testing.assert_allclose(told["penalties"], lambdas, rtol=1e-4, err_msg=str(given))
-            share = sum(clipped for _, clipped in seen) / (len(seen) * found.shape[-1])
-            assert told["clipped"] == pytest.approx(share), given
-            if "clip" in given["options"]:
-                assert 0.01 < share < 0.9, f"{given} clips {share}"
-
-
 NOT_FINITE = [(float("nan"), "fp32", 1), (float("inf"), "int8", 2), (float("-inf"), "bf16", 0)]
+
+
+TAU = 3
+WIRES: dict[str, Any] = {
+    "plain": case("CO2", tau=TAU),
+    "bf16": case("CO2", tau=TAU, dtype="bf16"),
+    "int8": case("CO2", tau=TAU, dtype="int8"),
+    "whole": case("CO2", tau=TAU, bucket_mib=25.0),
+    "tiny": case("CO2", model="bfloat16", tau=TAU, outer_lr=0.01, rounds=40),
+}
+"""What travels: fp32, bf16 and int8, in one bucket, and steps below what the model resolves."""
 
 
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What three ranks gave, by function: starting them takes longer than all they do."""
+    """What three ranks gave, by function."""
     calls: dict[str, dict[str, Any]] = {
         "averages": {},
         "equal": {},
         "data_parallel": {},
+        "follow": {"cases": list(WIRES.values())},
         "refused": {},
         "alike_at_start": {},
         "not_finite": {"cases": NOT_FINITE},
@@ -154,9 +146,9 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]
         "consensus": {},
         "resume": {"folder": str(tmp_path_factory.mktemp("states"))},
         "wrong_state": {},
+        "late": {"dtypes": ["fp32", "int8"]},
     }
-    answers = on_ranks("several", 3, module=MODULE, calls=calls)
-    return {name: [answer[name] for answer in answers] for name in calls}
+    return together(MODULE, 3, calls)
 
 
 def test_equal_runs_give_equal_bits(three_ranks: dict[str, list[Any]]) -> None:
@@ -171,20 +163,13 @@ def test_local_sgd_after_every_step_is_data_parallel_training(
     assert max(three_ranks["data_parallel"]) < 1e-6
 
 
-def test_low_precision_on_the_wire_and_in_the_model() -> None:
+def test_low_precision_on_the_wire_and_in_the_model(three_ranks: dict[str, list[Any]]) -> None:
     """Averages in bf16 and int8 are close to fp32's, and cost the bytes that the ring moves.
 
     A bf16 model follows an fp32 anchor: steps far below its resolution add up.
     """
-    tau, n, elements = 3, 3, 80
-    plain, bf16, int8, whole, tiny = (
-        case("CO2", tau=tau),
-        case("CO2", tau=tau, dtype="bf16"),
-        case("CO2", tau=tau, dtype="int8"),
-        case("CO2", tau=tau, bucket_mib=25.0),
-        case("CO2", model="bfloat16", tau=tau, outer_lr=0.01, rounds=40),
-    )
-    answers = on_ranks("follow", n, module=MODULE, cases=[plain, bf16, int8, whole, tiny])
+    n, elements = 3, 80
+    answers = three_ranks["follow"]
     exact = histories(answers, 0)
     moved = np.abs(exact[-1] - exact[0]).max()
     np.testing.assert_allclose(histories(answers, 3), exact, atol=CLOSE, err_msg="buckets")
@@ -203,7 +188,7 @@ def test_low_precision_on_the_wire_and_in_the_model() -> None:
         ring * sum(part + 4 for part in parts),
         ring * 4 * -(-elements // n),
     ]
-    wanted = expected(tiny, n, [])
+    wanted = expected(WIRES["tiny"], n, [])
     found = histories(answers, 4)
     resolution = 2.0**-8 * np.abs(wanted).max()
     assert np.abs(np.diff(wanted[:, 0], axis=0)).max() < 2 * resolution
@@ -349,18 +334,23 @@ def test_states_of_other_ranks_and_runs_are_refused(three_ranks: dict[str, list[
         assert answer["same"] == "no error"
 
 
-@pytest.mark.parametrize(("how", "dtypes"), [("kill", ["fp32"]), ("late", ["fp32", "int8"])])
-def test_a_lost_worker_raises_in_time(how: str, dtypes: list[str]) -> None:
-    """The others are told what they were doing, soon after a death or the deadline."""
-    dies = 1 if how == "kill" else None
-    answers = on_ranks("lose", 3, module=MODULE, dies=dies, how=how, dtypes=dtypes)
-    for found in (answers[0], answers[2]):
+TOLD = r"RankFailure: the average of round [12] failed: a rank died, took fewer steps, or"
+
+
+def test_a_killed_worker_is_told_at_once() -> None:
+    """The others are told what they were doing, soon after the death."""
+    answers = on_ranks("killed", 3, module=MODULE, dies=1)
+    for answer in (answers[0], answers[2]):
+        assert re.match(TOLD, answer["told"])
+        assert answer["seconds"] < DEADLINE
+
+
+def test_a_late_worker_is_told_after_the_deadline(three_ranks: dict[str, list[Any]]) -> None:
+    """By torch's own collectives and by the thread of int8; and all can begin anew after that."""
+    for found in (three_ranks["late"][0], three_ranks["late"][2]):
         for answer in found:
-            told = (
-                "RankFailure: the average of round [12] failed: a rank died, took fewer steps, or"
-            )
-            assert re.match(told, answer["told"])
-            assert answer["seconds"] < (2 if how == "kill" else 6.5)
+            assert re.match(TOLD, answer["told"])
+            assert 0.9 * DEADLINE < answer["seconds"] < DEADLINE + 4
 
 
 INSIDE = [
@@ -368,7 +358,7 @@ INSIDE = [
     for inside, (named, options) in itertools.product(
         ("ddp", "fsdp"),
         (
-            (("CO2", "sgd"), {"tau": 3, "clip": 0.1}),
+            (("CO2", "sgd"), {"tau": 3, "clip": 0.03}),
             (("CO2", "adamw"), {"tau": 2, "staleness": 2}),
             (("DiLoCo", "adamw"), {"tau": 2, "outer_lr": 0.7, "outer_momentum": 0.9}),
             (("LocalSGD", "momentum"), {"tau": 1}),
@@ -381,14 +371,37 @@ INSIDE = [
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What two nodes of two ranks gave, by function."""
+    """What two nodes of two ranks gave, by function; "follow" takes every rank as a worker."""
     calls: dict[str, dict[str, Any]] = {
+        "follow": {"cases": CASES},
         "inside_nodes": {"cases": INSIDE},
         "evaluated_inside": {},
         "wrong_inside": {"folder": str(tmp_path_factory.mktemp("nodes"))},
     }
-    answers = on_ranks("several", 4, gpus_per_node=2, module=MODULE, calls=calls)
-    return {name: [answer[name] for answer in answers] for name in calls}
+    return together(MODULE, 4, calls, gpus_per_node=2)
+
+
+def test_every_algorithm_equals_its_published_equations(
+    two_nodes: dict[str, list[Any]],
+) -> None:
+    """All models after every round, Lambda and clipped share, to float32 rounding."""
+    answers = two_nodes["follow"]
+    for index, given in enumerate(CASES):
+        seen: list[Any] = []
+        wanted = expected(given, 4, seen)
+        found = histories(answers, index)
+        assert np.abs(wanted - wanted[0]).max() > 0.01, f"{given} does not move"
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=CLOSE, err_msg=str(given))
+        told = answers[0][index]
+        assert told["counts"] == [ROUNDS, ROUNDS * given["options"]["tau"]]
+        if given["algorithm"] == "CO2":
+            k = given["options"].get("staleness", 1)
+            lambdas = [1.0] * k + [scale for scale, _ in seen]
+            np.testing.assert_allclose(told["penalties"], lambdas, rtol=1e-4, err_msg=str(given))
+            share = sum(clipped for _, clipped in seen) / (len(seen) * found.shape[-1])
+            assert told["clipped"] == pytest.approx(share), given
+            if "clip" in given["options"]:
+                assert 0.01 < share < 0.9, f"{given} clips {share}"
 
 
 def test_an_evaluation_of_the_consensus_leaves_nothing_gathered(
@@ -420,6 +433,7 @@ def test_nodes_as_workers_equal_the_reference_of_two_workers(
         assert {one["kept"] for one in told} == ({40} if given["inside"] == "ddp" else {48, 32})
         if seen and not low:
             share = sum(clipped for _, clipped in seen) / (len(seen) * 80)
+            assert (share > 0.01) == ("clip" in given["options"]), f"{given} clips {share}"
             assert [one["penalty"] for one in told] == pytest.approx([seen[-1][0]] * 4, rel=1e-4)
             assert [one["clipped"] for one in told] == pytest.approx([share] * 4)
 

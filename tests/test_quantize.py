@@ -10,14 +10,13 @@ from co2sim.schedule import WORLD, Collective, DType, Kind
 torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402 - needs torch
 
-from realrun.algorithms.quantize import (  # noqa: E402
+from realrun.algorithms.quantize import dequantize, quantize  # noqa: E402
+from realrun.algorithms.quantize_format import (  # noqa: E402
     SMALLEST,
     TOP,
     Bits,
     Quantized,
-    dequantize,
     from_wire,
-    quantize,
     to_wire,
     wire_bytes,
 )
@@ -220,3 +219,20 @@ def test_the_bound_can_be_missed() -> None:
     ):
         back = dequantize(*wrong, 8, 4, 8).double()
         assert not bool(((back - x).abs() <= steps * (0.5 + ROUNDING)).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_draw_never_goes_beyond_the_largest_code(
+    bits: Bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scale is rounded down, so that the largest element may be a hair above the last code.
+
+    The draws are zeros here, which round everything up; one code more would be the smallest.
+    """
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
+    x = torch.rand_like(torch.empty(1000, 1), generator=torch.Generator().manual_seed(0))
+    made = quantize(x, bits, 1, "stochastic")
+    above = x / made.scales > TOP[bits]
+    assert bool(above.any())
+    back = dequantize(*made, bits, 1, 1)
+    assert torch.allclose(back, x, rtol=1e-5)

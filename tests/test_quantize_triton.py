@@ -1,9 +1,13 @@
-"""Triton kernels against the reference: on a GPU, or on CPU with TRITON_INTERPRET=1.
+"""Triton kernels against the reference: on a GPU, or interpreted on a CPU.
 
-Where there is Triton but no GPU, they are compiled at least.
+Triton decides when it is imported whether it interprets (TRITON_INTERPRET=1), and then it compiles
+nothing. So without a GPU one test starts pytest again, on this file, with that variable set.
 """
 
 import os
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -12,15 +16,14 @@ pytest.importorskip("triton", reason="there is no Triton")
 from torch import Tensor  # noqa: E402 - needs torch
 
 from realrun.algorithms import quantize as reference  # noqa: E402
+from realrun.algorithms import quantize_kernels as kernels  # noqa: E402
 from realrun.algorithms import quantize_triton as fused  # noqa: E402
-from realrun.algorithms.quantize import Bits, Quantized, from_wire, to_wire  # noqa: E402
+from realrun.algorithms.quantize_format import Bits, Quantized, from_wire, to_wire  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = pytest.mark.gpu
-device = pytest.mark.skipif(
-    not (INTERPRETED or torch.cuda.is_available()), reason="there is no CUDA device"
-)
+WITHOUT_GPU = "no CUDA device: test_the_kernels_interpreted_on_a_cpu runs it"
+device = pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason=WITHOUT_GPU)
 CASES = [(1, 5, 4), (3, 1, 2), (2, 1026, 256), (3, 213, 96), (2, 96, 2048)]
 """Rows, elements, block: short and odd rows, blocks that are no power of two, larger than a row."""
 
@@ -112,8 +115,8 @@ def test_infinity_and_nan_spoil_their_block_only(value: float, bits: Bits) -> No
     assert fused.dequantize(*summed, bits, 4, 10).isfinite().tolist() == [good]
 
 
-@device
-@pytest.mark.skipif(INTERPRETED, reason="the dispatch looks for CUDA tensors")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device to dispatch to")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_cuda_tensors_take_the_kernels(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """And give what CPU tensors give; what kernels cannot do goes to the reference."""
@@ -141,7 +144,7 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
     options = {"enable_fp_fusion": constants.pop("enable_fp_fusion")}
     tensors = {"x": "*bf16", "out": "*fp32", "scales": "*fp32", "new_scales": "*fp32"}
     codes = "*u8" if bits == 4 else "*i8"
-    for kernel in (fused._quantize_kernel, fused._sum_kernel, fused._sum_and_quantize_kernel):
+    for kernel in (kernels.quantize_kernel, kernels.sum_kernel, kernels.sum_and_quantize_kernel):
         names = kernel.arg_names
         signature = {
             name: "constexpr"
@@ -156,8 +159,34 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
         text = made.asm["ptx"]
         assert "fma.rn.f32" not in text
         assert ".ftz" not in text
-        if kernel is not fused._sum_kernel:
+        if kernel is not kernels.sum_kernel:
             assert "div.rn.f32" in text
             assert "div.full" not in text
             assert text.count("0f4B400000") >= 2  # the rounding is not optimized away
             assert "0fCB400000" in text
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+def test_the_kernels_interpreted_on_a_cpu() -> None:
+    """All tests that need a device pass under Triton's interpreter; none of them is skipped."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-rs",
+            __file__,
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE), done.stdout
+    assert WITHOUT_GPU not in done.stdout

@@ -16,8 +16,8 @@ from realrun.train import folder, log, outer
 from realrun.train.digits import digits
 from realrun.train.figure import draw
 from realrun.train.gpt import GPT
-from realrun.train.log import Log, Row
-from realrun.train.settings import Settings
+from realrun.train.log import Log, LogRow
+from realrun.train.settings import TrainSettings
 from realrun.train.shapes import GPTS, VOCABULARY, GPTShape
 from realrun.train.support import check
 from realrun.train.task import Task, loss_of, scores
@@ -179,26 +179,26 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.Mon
     """It is an extra."""
     monkeypatch.setattr("realrun.train.support.find_spec", lambda _: None)
     with pytest.raises(OptionError, match=r"pip install 'co2sim\[train\]'"):
-        check(Settings(task="digits"), Layout(1, 1))
+        check(TrainSettings(task="digits"), Layout(1, 1))
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
     """Linear to `lr` at the end of warm-up, half a cosine to `final_lr` of it at the end."""
-    settings = Settings(steps=100, warmup=10, lr=2.0, final_lr=0.1)
+    settings = TrainSettings(steps=100, warmup=10, lr=2.0, final_lr=0.1)
     rates = [settings.learning_rate(step) for step in range(1, 101)]
     assert rates[0] == pytest.approx(0.2)
     assert rates[9] == max(rates) == 2.0
     assert rates[54] == pytest.approx((2.0 + 0.2) / 2)
     assert rates[-1] == pytest.approx(0.2)
     assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert Settings(steps=10, warmup=0, lr=1.0).learning_rate(10) == pytest.approx(0.1)
+    assert TrainSettings(steps=10, warmup=0, lr=1.0).learning_rate(10) == pytest.approx(0.1)
 
 
 def test_local_updates_are_validated_at_ends_of_rounds() -> None:
     """At the first one at or after every multiple of `eval_every`, and at the last step."""
-    settings = Settings(strategy="co2:tau=12", steps=100, eval_every=20)
+    settings = TrainSettings(strategy="co2:tau=12", steps=100, eval_every=20)
     assert [s for s in range(1, 101) if settings.evaluates(s)] == [24, 48, 60, 84, 100]
-    plain = Settings(steps=50, eval_every=20)
+    plain = TrainSettings(steps=50, eval_every=20)
     assert [s for s in range(1, 51) if plain.evaluates(s)] == [20, 40, 50]
     never = replace(plain, eval_every=0)
     assert [s for s in range(1, 51) if never.evaluates(s)] == [50]
@@ -214,9 +214,11 @@ def test_local_updates_are_validated_at_ends_of_rounds() -> None:
         ({"strategy": "cc2"}, "unknown strategy 'cc2'; did you mean 'co2'?"),
         ({"steps": 0}, "steps is 0; it must be 1 to"),
         ({"batch": 0}, "batch is 0"),
+        ({"batch": 2.5}, "batch is 2.5; it must be a whole number"),
+        ({"seed": 10**10}, "seed is 10000000000; it must be 0 to 1000000000"),
         ({"stop": 601}, "stop is 601; there are 600 steps"),
         ({"warmup": 601}, "warmup is 601; there are 600 steps"),
-        ({"lr": 0.0}, "lr is 0; it must be"),
+        ({"lr": 0.0}, "lr is 0.0; it must be 1e-12 to 1000"),
         ({"lr": math.nan}, "lr is nan"),
         ({"final_lr": 1.5}, "final_lr is 1.5; it must be 0 to 1"),
         ({"clip_grad": -1.0}, "clip_grad is -1"),
@@ -224,17 +226,29 @@ def test_local_updates_are_validated_at_ends_of_rounds() -> None:
         ({"outer": {"lr": "1"}}, "ddp has no outer step: lr does not apply"),
         ({"strategy": "local_sgd", "outer": {"lr": "1"}}, "local_sgd takes the plain mean"),
         ({"strategy": "slowmo", "outer": {"gap": "constant"}}, "slowmo has no 'gap'"),
-        ({"strategy": "co2", "outer": {"momentum": "1"}}, "momentum is 1; it must be at least 0"),
-        ({"strategy": "co2", "outer": {"clip": "0"}}, "clip is 0; it must be above 0"),
+        (
+            {"strategy": "co2", "outer": {"momentum": "1"}},
+            "outer: momentum is 1.0; it must be at least 0 and below 1",
+        ),
+        ({"strategy": "co2", "outer": {"clip": "0"}}, "clip is 0.0; it must be above 0"),
         ({"strategy": "co2", "outer": {"clip": "x"}}, "clip is 'x'; it must be a number"),
         ({"strategy": "co2", "outer": {"gap": "aware"}}, "gap is 'aware'"),
-        ({"strategy": "co2", "outer": {"gap": "gap_aware", "penalty": "2"}}, "penalty is that of"),
+        (
+            {"strategy": "co2", "outer": {"gap": "gap_aware", "penalty": "2"}},
+            "gap='gap_aware' compute",
+        ),
+        ({"strategy": "co2", "outer": {"penalty": "2"}}, "outer: penalty is 2.0, but gap='gap_aw"),
+        ({"strategy": "co2", "outer": {"gap": "constant", "penalty": "0.5"}}, "penalty is 0.5; it"),
+        (
+            {"strategy": "overlap_local_sgd", "outer": {"pull": "1"}},
+            "pull is 1.0; it must be above",
+        ),
     ],
 )
 def test_settings_refuse_in_words(changes: dict[str, object], said: str) -> None:
     """What, what was given, what is allowed."""
     with pytest.raises(OptionError) as caught:
-        Settings(**changes)  # type: ignore[arg-type]
+        TrainSettings(**changes)  # type: ignore[arg-type]
     assert said in str(caught.value)
 
 
@@ -259,15 +273,15 @@ def test_settings_refuse_in_words(changes: dict[str, object], said: str) -> None
 def test_options_that_cannot_be_honoured_are_refused(strategy: str, said: str) -> None:
     """Nothing is ignored silently."""
     with pytest.raises(OptionError) as caught:
-        check(Settings(strategy=strategy), Layout(1, 2))
+        check(TrainSettings(strategy=strategy), Layout(1, 2))
     assert said in str(caught.value)
 
 
 def test_ranks_share_a_batch_equally() -> None:
     """Else a sample would count more on one rank than on another."""
-    check(Settings(batch=6), Layout(1, 3))
+    check(TrainSettings(batch=6), Layout(1, 3))
     with pytest.raises(OptionError, match=r"batch is 7; it must be a multiple of the 3 ranks"):
-        check(Settings(batch=7), Layout(1, 3))
+        check(TrainSettings(batch=7), Layout(1, 3))
 
 
 def test_outer_options_are_read_as_pairs() -> None:
@@ -286,9 +300,9 @@ def test_outer_options_are_read_as_pairs() -> None:
 
 
 ROWS = (
-    Row(step=10, tokens=100, seconds=0.5, train_loss=4.0, lr=1e-3),
-    Row(step=20, tokens=200, seconds=1.0, train_loss=3.0, lr=1e-3, rounds=2, penalty=1.5),
-    Row(step=30, tokens=300, seconds=1.25, train_loss=2.5, lr=1e-3, validation_loss=2.75),
+    LogRow(step=10, tokens=100, seconds=0.5, train_loss=4.0, lr=1e-3),
+    LogRow(step=20, tokens=200, seconds=1.0, train_loss=3.0, lr=1e-3, rounds=2, penalty=1.5),
+    LogRow(step=30, tokens=300, seconds=1.25, train_loss=2.5, lr=1e-3, validation_loss=2.75),
 )
 
 
@@ -330,15 +344,15 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     """One line says what differs."""
     place = tmp_path / "step-000010"
     place.mkdir()
-    identity = Settings(strategy="co2:tau=4").identity()
+    identity = TrainSettings(strategy="co2:tau=4").identity()
     (place / "identity.json").write_text(folder.identity_text(identity, 2))
     folder.check_identity(place, identity, 2)
-    seen_more = Settings(strategy="co2(tau=4)", stop=5, eval_every=7)
+    seen_more = TrainSettings(strategy="co2(tau=4)", stop=5, eval_every=7)
     folder.check_identity(place, seen_more.identity(), 2)
     for other, ranks, said in (
-        (Settings(strategy="co2:tau=5"), 2, "its strategy is 'co2(tau=4)', not 'co2(tau=5)'"),
-        (Settings(strategy="co2:tau=4", lr=1.0), 2, "its lr is 0.003, not 1.0"),
-        (Settings(strategy="co2:tau=4"), 3, "its ranks is 2, not 3"),
+        (TrainSettings(strategy="co2:tau=5"), 2, "its strategy is 'co2(tau=4)', not 'co2(tau=5)'"),
+        (TrainSettings(strategy="co2:tau=4", lr=1.0), 2, "its lr is 0.003, not 1.0"),
+        (TrainSettings(strategy="co2:tau=4"), 3, "its ranks is 2, not 3"),
     ):
         with pytest.raises(CheckpointError) as caught:
             folder.check_identity(place, other.identity(), ranks)

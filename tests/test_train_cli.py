@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from co2sim import Case, study
+from realrun.cli import main
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
 from realrun.train import folder, log
@@ -41,54 +43,90 @@ def call(
     )
 
 
-@pytest.mark.dist
-def test_a_training_leaves_its_log_figure_parameters_and_record(tmp_path: Path) -> None:
-    """And says on one line each how it went; a second one does not write over it."""
-    done = call(
-        tmp_path,
-        *TRAIN,
-        "-s",
-        "co2",
-        "--tau",
-        "4",
-        "--outer",
-        "momentum=0.2,clip=1",
-        "--nproc",
-        "2",
-    )
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run `realrun` in a folder, in this process; gives exit code, output and errors."""
+
+    def run(place: Path, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "argv", ["realrun", *arguments])
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+CO2 = (*TRAIN, "-s", "co2", "--tau", "4", "--outer", "momentum=0.2,clip=1")
+CHECKPOINTS = ("--checkpoint-every", "6")
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder with a whole training of two ranks in out, and what it printed."""
+    place = tmp_path_factory.mktemp("trained")
+    done = call(place, *CO2, *CHECKPOINTS, "--nproc", "2")
     assert done.returncode == 0, done.stderr
+    return place, done
+
+
+@pytest.mark.dist
+def test_a_training_leaves_its_log_figure_parameters_and_record(
+    trained: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    """And says on one line each how it went."""
+    place, done = trained
+    out = place / "out"
     assert re.search(
         r"^co2\(tau=4\) with momentum=0.2, clip=1 on 2 ranks: 61,248 parameters, 24 steps, 3,072"
         r" tokens,",
         done.stdout,
     ), done.stdout
     assert re.search(r"^outer steps 6, waited .* for averages, sent", done.stdout, re.MULTILINE)
-    rows = log.read(tmp_path / "out")
+    rows = log.read(out)
     assert [row.step for row in rows] == [4, 8, 12, 16, 20, 24]
     assert [row.step for row in rows if row.validation_loss] == [8, 16, 24]
     assert [row.rounds for row in rows] == [1, 2, 3, 4, 5, 6]
     assert all(a.seconds < b.seconds for a, b in pairwise(rows))
-    record = json.loads((tmp_path / "out" / folder.RECORD).read_text())
+    record = json.loads((out / folder.RECORD).read_text())
     assert record["settings"]["strategy"] == "co2(tau=4)"
     assert len(record["facts"]["sha256"]) == 64
     assert record["facts"]["python"] == sys.version.split()[0]
-    weights = torch.load(tmp_path / "out" / folder.MODEL)
+    weights = torch.load(out / folder.MODEL)
     assert sum(tensor.numel() for tensor in weights.values()) == record["facts"]["parameters"]
-    assert (tmp_path / "out" / folder.FIGURE).read_bytes().startswith(b"\x89PNG")
-    assert [p.name for p in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-000024"]
-
-    again = call(tmp_path, *TRAIN, "-s", "co2:tau=4", "--nproc", "2")
-    assert again.returncode == 2
-    assert "out holds a training run already: go on with --resume" in again.stderr
-    other = call(tmp_path, *TRAIN, "-s", "co2:tau=6", "--nproc", "2", "--resume")
-    assert (other.returncode, other.stderr.count("\n")) == (2, 1)
-    assert "is of another training: its strategy is 'co2(tau=4)', not 'co2(tau=6)'" in other.stderr
+    assert (out / folder.FIGURE).read_bytes().startswith(b"\x89PNG")
+    left = {path.name for path in (out / "checkpoints").iterdir()}
+    assert left == {"step-000018", "step-000024"}  # two are kept, and no draft
 
 
 @pytest.mark.dist
-def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(tmp_path: Path) -> None:
+def test_a_second_training_does_not_write_over_the_first(
+    trained: tuple[Path, subprocess.CompletedProcess[str]], in_process: Call
+) -> None:
+    """Nor does one of other settings go on from its checkpoint."""
+    place, _ = trained
+    code, _, said = in_process(place, *TRAIN, "-s", "co2:tau=4", "--nproc", "2")
+    assert code == 2
+    assert "out holds a training run already: go on with --resume" in said
+    code, _, said = in_process(place, *TRAIN, "-s", "co2:tau=6", "--nproc", "2", "--resume")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "is of another training: its strategy is 'co2(tau=4)', not 'co2(tau=6)'" in said
+
+
+@pytest.mark.dist
+def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
+    trained: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     """The survivor says who died and where; what is resumed ends as if nothing had happened."""
-    arguments = (*TRAIN, "-s", "co2:tau=4", "--outer", "momentum=0.2", "--checkpoint-every", "6")
+    arguments = (*CO2, *CHECKPOINTS)
     died = subprocess.run(
         [
             sys.executable,
@@ -115,16 +153,15 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(tmp_path: Path) 
 
     resumed = call(tmp_path, *arguments, "--nproc", "2", "--resume", "--json")
     assert resumed.returncode == 0, resumed.stderr
-    whole = call(tmp_path, *arguments, "--nproc", "2", "--out", "whole", "--json")
-    one, other = json.loads(resumed.stdout), json.loads(whole.stdout)
-    assert one["step"] == 24
-    assert one["validation_loss"] == other["validation_loss"]
-    rows, others = log.read(tmp_path / "out"), log.read(tmp_path / "whole")
+    found = json.loads(resumed.stdout)
+    rows, others = log.read(tmp_path / "out"), log.read(trained[0] / "out")
+    assert found["step"] == 24
+    assert found["validation_loss"] == others[-1].validation_loss
     assert [(r.step, r.train_loss, r.validation_loss) for r in rows] == [
         (r.step, r.train_loss, r.validation_loss) for r in others
     ]
     left = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
-    assert left == {"step-000018", "step-000024"}  # two are kept, and no draft
+    assert left == {"step-000018", "step-000024"}
 
 
 @pytest.mark.dist
@@ -150,10 +187,6 @@ def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> 
     assert stopped, printed + said
     kept = tmp_path / "out" / "checkpoints" / f"step-{int(stopped[1]):06d}"
     assert (kept / ".metadata").exists()
-    further = str(int(stopped[1]) + 4)
-    done = call(tmp_path, *arguments, "--nproc", "2", "--resume", "--stop", further, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["step"] == int(further)
 
 
 @pytest.mark.dist
@@ -223,21 +256,32 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_gives_one_line_and_starts_nothing(
-    arguments: tuple[str, ...], said: str, tmp_path: Path
+    arguments: tuple[str, ...], said: str, tmp_path: Path, in_process: Call
 ) -> None:
     """What was wrong, on stderr; exit code 2, nothing written."""
-    done = call(tmp_path, *arguments)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    code, _, errors = in_process(tmp_path, *arguments)
+    assert code == 2, errors
+    assert said in errors
+    assert errors.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_trained_can_be_predicted(tmp_path: Path) -> None:
+def test_bad_input_is_told_before_torch_is_loaded() -> None:
+    """A command line that only refuses is quick."""
+    script = (
+        "import sys; from realrun.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as e: sys.exit(7 if 'torch' in sys.modules else e.code)"
+    )
+    done = call(Path(), *TRAIN, "--lr", "fast", launcher=(sys.executable, "-c", script))
+    assert done.returncode == 2, done.stderr
+
+
+def test_what_is_trained_can_be_predicted(tmp_path: Path, in_process: Call) -> None:
     """The file of --describe is a model of co2sim, of as many parameters."""
-    done = call(tmp_path, "train", "--size", "mini", "--describe")
-    assert done.returncode == 0, done.stderr
-    (tmp_path / "model.toml").write_text(done.stdout)
+    code, printed, errors = in_process(tmp_path, "train", "--size", "mini", "--describe")
+    assert code == 0, errors
+    (tmp_path / "model.toml").write_text(printed)
     case = Case(cluster="dgx-h100", model=str(tmp_path / "model.toml"), strategy="co2")
     predicted = study.run(case)
     assert predicted.model == f"GPT of {GPTS['mini'].parameters} parameters"

@@ -1,9 +1,9 @@
 """Training on several ranks: every strategy learns, and what was interrupted goes on as it was."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
-from ranks import on_ranks
+from together import together
 
 pytestmark = pytest.mark.dist
 
@@ -27,10 +27,40 @@ def learned(first: float, last: float) -> bool:
     return last < first and last < 3.4
 
 
-def test_every_strategy_learns() -> None:
-    """On two ranks; those that share every gradient end with the same loss."""
+NODES = [f"local_sgd:tau=2,worker=node,inner={name}" for name in ("ddp", "zero2", "zero3")]
+RESUMED = [
+    *("ddp", "zeropp", "co2:tau=4", "overlap_local_sgd:tau=4"),
+    "co2:tau=4,worker=node,inner=zero2",
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, list[Any]]:
+    """What two ranks gave, by function; the last one leaves them unable to go on."""
     strategies = {**{name: {} for name in (*SHARED, "zeropp")}, **OUTER}
-    found, other = on_ranks("learn", 2, module="train_workers", strategies=strategies)
+    calls: dict[str, dict[str, Any]] = {
+        "learn": {"strategies": strategies},
+        "deferred": {},
+        "refused": {},
+        "not_a_number": {},
+    }
+    return together("train_workers", 2, calls)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two nodes of two ranks gave, by function."""
+    calls: dict[str, dict[str, Any]] = {
+        "learn": {"strategies": {name: {} for name in NODES}},
+        "resume": {"strategies": RESUMED, "folder": str(tmp_path_factory.mktemp("resumed"))},
+        "stopped": {},
+    }
+    return together("train_workers", 4, calls, gpus_per_node=2)
+
+
+def test_every_strategy_learns(two_ranks: dict[str, list[Any]]) -> None:
+    """On two ranks; those that share every gradient end with the same loss."""
+    found, other = two_ranks["learn"]
     for strategy, (first, last, sent) in found.items():
         assert learned(first, last), strategy
         assert other[strategy][:2] == [first, last]
@@ -39,60 +69,45 @@ def test_every_strategy_learns() -> None:
     assert max(ends) - min(ends) < 1e-3
 
 
-def test_a_node_is_a_worker() -> None:
+def test_a_node_is_a_worker(two_nodes: dict[str, list[Any]]) -> None:
     """Two nodes of two ranks: inside DDP or ZeRO, which give the same; averages between nodes."""
-    names = [f"local_sgd:tau=2,worker=node,inner={name}" for name in ("ddp", "zero2", "zero3")]
-    found = on_ranks(
-        "learn", 4, gpus_per_node=2, module="train_workers", strategies={name: {} for name in names}
-    )
-    ends = [found[0][name][1] for name in names]
+    found = two_nodes["learn"]
+    ends = [found[0][name][1] for name in NODES]
     assert max(ends) - min(ends) < 1e-3
-    for name in names:
+    for name in NODES:
         first, last, sent = found[0][name]
         assert learned(first, last)
         assert all(one[name][1] == last for one in found)
         assert sent
 
 
-def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
+def test_resumed_is_uninterrupted(two_nodes: dict[str, list[Any]]) -> None:
     """Bit for bit, on two nodes of two ranks: every loss, every parameter.
 
     The stop is in the middle of a round; with nodes as workers every rank has a share of the outer
     state.
     """
-    strategies = [
-        *("ddp", "zeropp", "co2:tau=4", "overlap_local_sgd:tau=4"),
-        "co2:tau=4,worker=node,inner=zero2",
-    ]
-    found = on_ranks(
-        "resume",
-        4,
-        gpus_per_node=2,
-        module="train_workers",
-        strategies=strategies,
-        folder=str(tmp_path),
-    )
-    for one in found:
-        assert one == {strategy: [] for strategy in strategies}
+    for one in two_nodes["resume"]:
+        assert one == {strategy: [] for strategy in RESUMED}
 
 
-def test_validation_may_wait() -> None:
+def test_validation_may_wait(two_ranks: dict[str, list[Any]]) -> None:
     """Copies that are validated after training give what was seen at once."""
-    during, after = on_ranks("deferred", 2, module="train_workers")[0]
+    during, after = two_ranks["deferred"][0]
     assert during == after
     assert None not in during
 
 
-def test_all_ranks_stop_after_the_same_step() -> None:
-    """When one of three is asked to; soon, but not at once."""
-    found = on_ranks("stopped", 3, module="train_workers")
-    assert found[0] == found[1] == found[2]
+def test_all_ranks_stop_after_the_same_step(two_nodes: dict[str, list[Any]]) -> None:
+    """When one of four is asked to; soon, but not at once."""
+    found = two_nodes["stopped"]
+    assert all(one == found[0] for one in found)
     assert found[0] == [24, 36]  # asked for the second vote, which counts at the third
 
 
-def test_what_cannot_be_trained_is_refused_in_words() -> None:
+def test_what_cannot_be_trained_is_refused_in_words(two_ranks: dict[str, list[Any]]) -> None:
     """By all ranks, before the first step."""
-    for said in on_ranks("refused", 2, module="train_workers"):
+    for said in two_ranks["refused"]:
         assert said == [
             "OptionError: batch is 7; it must be a multiple of the 2 ranks, which share it",
             "OptionError: zero3: prefetch cannot be trained with: FSDP2 fetches one layer ahead",
@@ -101,8 +116,8 @@ def test_what_cannot_be_trained_is_refused_in_words() -> None:
         ]
 
 
-def test_a_loss_that_is_no_number_stops_all() -> None:
+def test_a_loss_that_is_no_number_stops_all(two_ranks: dict[str, list[Any]]) -> None:
     """The rank whose loss it is says which step; the other names that rank."""
-    other, own = on_ranks("not_a_number", 2, module="train_workers")
+    other, own = two_ranks["not_a_number"]
     assert own.startswith("TrainingError: the loss of step 3 is nan on rank 1: training cannot")
     assert other.startswith("RankFailure: rank 1 raised TrainingError in 'local step 3' of round")

@@ -9,7 +9,7 @@ import torch
 
 from co2sim.errors import Co2simError
 from realrun.execute.world import World
-from realrun.train import History, Settings, loop, train
+from realrun.train import History, TrainSettings, loop, train
 from realrun.train.folder import MODEL
 from realrun.train.task import Task
 
@@ -29,7 +29,7 @@ def learn(world: World, strategies: dict[str, dict[str, str]]) -> dict[str, Any]
     found = {}
     for strategy, outer in strategies.items():
         given = {"strategy": strategy, "outer": outer, "steps": 32, "eval_every": 16, **SMALL}
-        history = train(Settings(seed=1, **given), world)
+        history = train(TrainSettings(seed=1, **given), world)
         seen = [row.validation_loss for row in history.rows if row.validation_loss]
         found[strategy] = [*seen, history.rows[-1].bytes_sent]
     return found
@@ -41,9 +41,9 @@ def resume(world: World, strategies: list[str], folder: str) -> dict[str, list[s
     for number, strategy in enumerate(strategies):
         given = {"strategy": strategy, "steps": 24, "eval_every": 12, **SMALL}
         at_once, parted = Path(folder) / f"{number}a", Path(folder) / f"{number}b"
-        whole = train(Settings(**given), world, at_once)
-        half = train(Settings(stop=11, **given), world, parted)
-        rest = train(Settings(**given), world, parted, resume=True)
+        whole = train(TrainSettings(**given), world, at_once)
+        half = train(TrainSettings(stop=11, **given), world, parted)
+        rest = train(TrainSettings(**given), world, parted, resume=True)
         wrong = []
         if (len(half.rows), half.stopped, rest.stopped) != (3, True, False):
             wrong.append(f"{len(half.rows)} rows, stopped {half.stopped}, {rest.stopped}")
@@ -74,7 +74,7 @@ def deferred(world: World) -> list[list[float | None]]:
     found = []
     for evaluate in ("during", "after"):
         given = {"strategy": "overlap_local_sgd:tau=4", "steps": 16, "eval_every": 4, **SMALL}
-        history = train(Settings(evaluate=evaluate, **given), world)
+        history = train(TrainSettings(evaluate=evaluate, **given), world)
         found.append([row.validation_loss for row in history.rows])
     return found
 
@@ -90,7 +90,7 @@ def stopped(world: World) -> list[int]:
     steps = []
     for strategy in ("ddp", "co2:tau=12"):
         asked.clear()
-        settings = Settings(**{**SMALL, "strategy": strategy, "steps": 600, "batch": 6})
+        settings = TrainSettings(**{**SMALL, "strategy": strategy, "steps": 600})
         history = train(settings, world, stop=stop)
         assert history.stopped
         steps.append(history.rows[-1].step)
@@ -106,7 +106,7 @@ def refused(world: World) -> list[str]:
         {"seed": world.rank},
     ):
         try:
-            train(Settings(**{**SMALL, "steps": 4, **given}), world)
+            train(TrainSettings(**{**SMALL, "steps": 4, **given}), world)
         except Co2simError as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
@@ -125,13 +125,13 @@ def not_a_number(world: World) -> str:
     models: list[Any] = []
     build = loop.build
 
-    def noticed(settings: Settings, model: Any, world: World) -> Any:
+    def noticed(settings: TrainSettings, model: Any, world: World) -> Any:
         models.append(model)
         return build(settings, model, world)
 
     Task.batch, loop.build = spoiled, noticed  # type: ignore[assignment, method-assign]
     try:
-        train(Settings(strategy="co2:tau=2", steps=8, **SMALL), world)
+        train(TrainSettings(strategy="co2:tau=2", steps=8, **SMALL), world)
     except Co2simError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

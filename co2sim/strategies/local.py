@@ -7,7 +7,7 @@ the first rank of each node averages everything, and broadcasts it inside.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from co2sim.errors import OptionError
 from co2sim.memory import model_states
@@ -53,6 +53,7 @@ _INNER: dict[str, DDP | Zero1 | Zero2 | Zero3] = {
 }
 
 
+@runtime_checkable
 class LocalUpdate(Protocol):
     """The options that the strategies of the family share."""
 

@@ -4,26 +4,46 @@ with CO2(model, optimizer, tau=12):
     for batch in loader:
         ...
         optimizer.step()
+
+Everything that a training loop needs can be imported from here, the errors included: all of them
+are Co2simErrors.
 """
 
+from co2sim.errors import Co2simError, OptionError
 from realrun.algorithms.co2 import CO2
+from realrun.algorithms.counters import Stats
 from realrun.algorithms.diloco import DiLoCo
 from realrun.algorithms.local_sgd import LocalSGD
 from realrun.algorithms.local_update import LocalUpdate
+from realrun.algorithms.options import Wire
 from realrun.algorithms.overlap_local_sgd import OverlapLocalSGD
-from realrun.algorithms.progress import Stats
+from realrun.algorithms.quantize_format import Rounding
 from realrun.algorithms.slowmo import SlowMo
-from realrun.algorithms.workers import Workers
-from realrun.algorithms.zeropp import apply_zeropp
+from realrun.algorithms.workers import Worker, Workers
+from realrun.algorithms.zeropp import Places, Sent, ZeroPP, apply_zeropp
+from realrun.checks import Gap
+from realrun.errors import MismatchError, NonFiniteError, RankFailure
 
 __all__ = [
     "CO2",
+    "Co2simError",
     "DiLoCo",
+    "Gap",
     "LocalSGD",
     "LocalUpdate",
+    "MismatchError",
+    "NonFiniteError",
+    "OptionError",
     "OverlapLocalSGD",
+    "Places",
+    "RankFailure",
+    "Rounding",
+    "Sent",
     "SlowMo",
     "Stats",
+    "Wire",
+    "Worker",
     "Workers",
+    "ZeroPP",
     "apply_zeropp",
 ]

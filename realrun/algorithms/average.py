@@ -19,26 +19,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.units import Seconds
-from realrun.algorithms.quantize import (
-    dequantize,
-    from_wire,
-    quantize,
-    sum_rows,
-    to_wire,
-    wire_bytes,
-)
+from realrun.algorithms.options import DEADLINE, Wire
+from realrun.algorithms.quantize import dequantize, quantize, sum_rows
+from realrun.algorithms.quantize_format import from_wire, to_wire, wire_bytes
 from realrun.algorithms.workers import lost
-
-Wire: TypeAlias = Literal["fp32", "bf16", "int8"]
-
-WIRES = ("fp32", "bf16", "int8")
 
 BUCKET_MIB = 25.0
 """As in DistributedDataParallel: large enough for full bandwidth, small enough to pipeline."""
@@ -55,7 +45,7 @@ class Flight:
     vector: Tensor
     waits: list[Callable[[Seconds], None]] = field(default_factory=list)
     finish: Callable[[], None] = lambda: None
-    deadline: Seconds = 60.0
+    deadline: Seconds = DEADLINE
 
     def wait(self) -> Seconds:
         """Wait until `vector` holds the mean; gives the seconds waited, 0 if it was there.

@@ -1,18 +1,17 @@
 """CO2: local steps whose average is hidden behind the next round's."""
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from co2sim.errors import OptionError
+from co2sim.ranges import whole
+from realrun import checks
 from realrun.algorithms.local_update import Common, LocalUpdate
-from realrun.algorithms.options import at_least, between, one_of, positive
 from realrun.algorithms.rule import Absorbed, State, Total
-
-Gap: TypeAlias = Literal["constant", "gap_aware"]
+from realrun.checks import DEFAULT_GAP, GAPS, Gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +40,13 @@ class CO2Rule:
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
-        between("outer_momentum", self.outer_momentum)
-        positive("outer_lr", self.outer_lr)
-        one_of("gap", self.gap, ("constant", "gap_aware"))
-        at_least("penalty", self.penalty, 1.0)
-        if self.gap != "constant" and self.penalty != 1.0:
-            raise OptionError(f"penalty is {self.penalty}, but gap={self.gap!r} computes it")
-        at_least("staleness", self.staleness, 0)
+        checks.momentum("outer_momentum", self.outer_momentum)
+        checks.step_size("outer_lr", self.outer_lr)
+        checks.one_of("gap", self.gap, GAPS)
+        checks.penalty("penalty", self.penalty, self.gap)
+        object.__setattr__(self, "staleness", whole("staleness", self.staleness))
         if self.clip is not None:
-            positive("clip", self.clip)
+            checks.limit("clip", self.clip)
 
     @property
     def clips(self) -> bool:
@@ -135,7 +132,7 @@ class CO2(LocalUpdate):
         tau: int = 12,
         outer_momentum: float = 0.0,
         outer_lr: float = 0.5,
-        gap: Gap = "gap_aware",
+        gap: Gap = DEFAULT_GAP,
         penalty: float = 1.0,
         clip: float | None = None,
         staleness: int = 1,

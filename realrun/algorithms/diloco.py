@@ -6,8 +6,8 @@ from typing import Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from realrun import checks
 from realrun.algorithms.local_update import Common, LocalUpdate
-from realrun.algorithms.options import between, positive
 from realrun.algorithms.rule import Absorbed, State, Total
 
 
@@ -26,8 +26,8 @@ class DiLoCoRule:
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
-        between("outer_momentum", self.outer_momentum)
-        positive("outer_lr", self.outer_lr)
+        checks.momentum("outer_momentum", self.outer_momentum)
+        checks.step_size("outer_lr", self.outer_lr)
 
     def vectors(self) -> dict[str, int]:
         """The momentum."""

@@ -1,37 +1,48 @@
-"""Checks of options: each raises OptionError that says what was given and what is allowed."""
+"""Options that can be given in several ways: the type on the wire, and how long to wait."""
 
-import math
-from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal, TypeAlias
 
-from co2sim.errors import OptionError, nearest
+import torch
 
+from co2sim.errors import OptionError
+from co2sim.ranges import above
+from co2sim.units import Seconds
+from realrun.checks import one_of
 
-def at_least(name: str, given: float, low: float) -> None:
-    """A finite number, not below `low`; a whole one if `low` is."""
-    kind = int if isinstance(low, int) else (int, float)
-    if not isinstance(given, kind) or isinstance(given, bool) or not low <= given < math.inf:
-        word = "a whole number" if kind is int else "a number"
-        raise OptionError(f"{name} is {given!r}; it must be {word}, at least {low:g}")
+Wire: TypeAlias = Literal["fp32", "bf16", "int8"]
+"""What averages travel as."""
 
+WIRES: dict[torch.dtype, Wire] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.int8: "int8",
+}
 
-def between(name: str, given: float) -> None:
-    """A number from 0 to below 1."""
-    if not _is_number(given) or not 0 <= given < 1:
-        raise OptionError(f"{name} is {given!r}; it must be at least 0 and less than 1")
-
-
-def positive(name: str, given: float, below: float = math.inf) -> None:
-    """A finite number above 0, and below `below`."""
-    if not _is_number(given) or not 0 < given < below:
-        limit = "" if below == math.inf else f" and below {below:g}"
-        raise OptionError(f"{name} is {given!r}; it must be a finite number above 0{limit}")
+DEADLINE: Seconds = 60.0
+"""How long a worker waits for another, unless it is said."""
 
 
-def one_of(name: str, given: str, allowed: Sequence[str]) -> None:
-    """One of a few names."""
-    if given not in allowed:
-        raise OptionError(f"{name} is {given!r}; {nearest(str(given), allowed)}")
+def wire_of(dtype: Wire | torch.dtype) -> Wire:
+    """The option `dtype`, by its name or as torch's: torch.bfloat16 is "bf16"."""
+    if isinstance(dtype, torch.dtype):
+        if dtype not in WIRES:
+            known = ", ".join(map(str, WIRES))
+            raise OptionError(f"dtype is {dtype}; averages travel as one of {known}")
+        return WIRES[dtype]
+    one_of("dtype", dtype, tuple(WIRES.values()))
+    return dtype
 
 
-def _is_number(given: object) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
+def wait_of(deadline: Seconds | None, timeout: Seconds | timedelta | None) -> Seconds:
+    """Seconds that a worker waits for another: one option under two names."""
+    if deadline is not None and timeout is not None:
+        raise OptionError(
+            f"deadline={deadline} and timeout={timeout} are the same option; give one of them"
+        )
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    name, given = ("deadline", deadline) if timeout is None else ("timeout", timeout)
+    if given is None:
+        return DEADLINE
+    return above(name, given, 0)

@@ -6,8 +6,8 @@ from typing import Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from realrun import checks
 from realrun.algorithms.local_update import Common, LocalUpdate
-from realrun.algorithms.options import between, positive
 from realrun.algorithms.rule import Absorbed, State, Total
 
 
@@ -33,8 +33,8 @@ class OverlapLocalSGDRule:
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
-        positive("pull", self.pull, 1.0)
-        between("anchor_momentum", self.anchor_momentum)
+        checks.pull("pull", self.pull)
+        checks.momentum("anchor_momentum", self.anchor_momentum)
 
     def vectors(self) -> dict[str, int]:
         """The anchor's momentum."""

@@ -1,46 +1,32 @@
-"""Block quantization: int8 or int4 codes, and one fp32 scale for every `block` elements.
+"""Block quantization in the format of `quantize_format`: the reference, for any device.
 
-    code = round(x / scale), scale = max|x| of the block / 127 (int8) or 7 (int4)
-
-Symmetric, so zero is exact and a code needs no offset. Blocks run along the last dimension; the
-last one of a row may be short, so that rows share neither a scale nor a byte and can be sent to
-different ranks. This is the reference; CUDA tensors go through the kernels of `quantize_triton`
-where Triton is installed: the same bits for `nearest`, other random numbers for `stochastic`.
+CUDA tensors go through the kernels of `quantize_triton` where Triton is installed: the same bits
+for `nearest`, other random numbers for `stochastic`.
 """
 
 from functools import cache
-from importlib import import_module
 from types import ModuleType
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import get_args
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from co2sim.errors import OptionError
-from co2sim.schedule import SCALE_BYTES
+from realrun.algorithms.quantize_format import (
+    HALF_BYTE,
+    SHARE,
+    SMALLEST,
+    TOP,
+    Bits,
+    Quantized,
+    Rounding,
+    check,
+)
 from realrun.errors import NonFiniteError
 
-Bits: TypeAlias = Literal[4, 8]
-Rounding: TypeAlias = Literal["nearest", "stochastic"]
-
-TOP = {4: 7, 8: 127}
-"""Largest code."""
-SHARE = {4: float.fromhex("0x1.249248p-3"), 8: float.fromhex("0x1.020408p-7")}
-"""1 / TOP in fp32, rounded down so far that no code times its scale overflows fp32."""
-SMALLEST = 2.0**-126
-"""Smallest scale, the smallest normal fp32: a block below it in all elements becomes zeros."""
-
-_HALF_BYTE = 4
 _LARGEST_FUSED = 1 << 14
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Quantized(NamedTuple):
-    """Codes (int8, or uint8 with two int4 to a byte, the first in the low half), and scales."""
-
-    codes: Tensor
-    scales: Tensor
 
 
 def quantize(
@@ -63,7 +49,7 @@ def quantize(
     for them waits for a GPU once. Without `refuse_non_finite` the whole block of an inf or a NaN
     comes back as inf and NaN.
     """
-    _check(bits, block)
+    check(bits, block)
     if rounding not in get_args(Rounding):
         raise OptionError(f"rounding is {rounding!r}; it must be 'nearest' or 'stochastic'")
     if generator is not None and rounding == "nearest":
@@ -91,7 +77,7 @@ def dequantize(codes: Tensor, scales: Tensor, bits: Bits, block: int, elements: 
 
     Raises OptionError when their shapes do not belong to `elements` in blocks of `block`.
     """
-    _check(bits, block)
+    check(bits, block)
     expected = (-(-elements * bits // 8), -(-elements // block))
     if (codes.shape[-1], scales.shape[-1]) != expected:
         raise OptionError(
@@ -141,52 +127,19 @@ def sum_and_quantize(
     return quantize(total, bits, block, rounding, generator, refuse_non_finite=False)
 
 
-def wire_bytes(elements: int, bits: Bits, block: int) -> int:
-    """Bytes of one quantized row with its scales: what a schedule states, rounded up."""
-    return -(-elements * bits // 8) + -(-elements // block) * int(SCALE_BYTES)
-
-
-def to_wire(quantized: Quantized) -> Tensor:
-    """One message per row, [..., wire_bytes] uint8: the scales, then the codes."""
-    codes, scales = quantized
-    return torch.cat((scales.contiguous().view(torch.uint8), codes.view(torch.uint8)), dim=-1)
-
-
-def from_wire(wire: Tensor, bits: Bits, block: int, elements: int) -> Quantized:
-    """Codes and scales of `to_wire` messages of rows of `elements`."""
-    _check(bits, block)
-    size = wire_bytes(elements, bits, block)
-    if wire.dtype != torch.uint8 or wire.shape[-1] != size:
-        raise OptionError(
-            f"a message of {wire.shape[-1]} x {wire.dtype} is not {elements} elements of int{bits}"
-            f" in blocks of {block}: that is {size} x torch.uint8"
-        )
-    count = -(-elements // block) * int(SCALE_BYTES)
-    # A clone starts on an address that fp32 can be read from; a slice may not.
-    scales = wire[..., :count].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    codes = wire[..., count:]
-    return Quantized(codes if bits == _HALF_BYTE else codes.view(torch.int8), scales)
-
-
-def _check(bits: int, block: int) -> None:
-    if bits not in TOP:
-        raise OptionError(f"bits is {bits}; it must be 4 or 8")
-    if block < 1:
-        raise OptionError(f"block is {block}; it must be at least 1")
-
-
 @cache
 def _kernels() -> ModuleType | None:
     try:
-        return import_module("realrun.algorithms.quantize_triton")
-    except ImportError:  # no Triton
+        from realrun.algorithms import quantize_triton  # noqa: PLC0415 - needs Triton
+    except ImportError:
         return None
+    return quantize_triton
 
 
 def _fused(x: Tensor, bits: Bits, block: int) -> ModuleType | None:
     """The module of fused kernels, where it can be used."""
     # Where blocks of int4 start in the middle of a byte, no kernel can own a block.
-    odd = bits == _HALF_BYTE and block % 2
+    odd = bits == HALF_BYTE and block % 2
     return _kernels() if x.is_cuda and block <= _LARGEST_FUSED and not odd else None
 
 
@@ -210,7 +163,7 @@ def _quantize(
     elements = x.shape[-1]
     if x.numel() == 0:
         codes = x.new_empty(x.shape, dtype=torch.int8)
-        return Quantized(_pack(codes) if bits == _HALF_BYTE else codes, x.float())
+        return Quantized(_pack(codes) if bits == HALF_BYTE else codes, x.float())
     blocks = _blocks(x.float(), min(block, elements))
     scales = (blocks.abs().amax(-1) * SHARE[bits]).clamp_min(SMALLEST)
     steps = blocks * scales.reciprocal().unsqueeze(-1)
@@ -224,7 +177,7 @@ def _quantize(
         steps = below + (draws < steps - below)
     # The scale is rounded down, so that the largest element may be a hair above the largest code.
     codes = steps.clamp(-TOP[bits], TOP[bits]).to(torch.int8).flatten(-2)[..., :elements]
-    return Quantized(_pack(codes) if bits == _HALF_BYTE else codes.contiguous(), scales)
+    return Quantized(_pack(codes) if bits == HALF_BYTE else codes.contiguous(), scales)
 
 
 def _pack(codes: Tensor) -> Tensor:
@@ -236,7 +189,7 @@ def _pack(codes: Tensor) -> Tensor:
 def _dequantize(codes: Tensor, scales: Tensor, bits: Bits, block: int, elements: int) -> Tensor:
     if elements == 0:
         return codes.new_empty(codes.shape, dtype=torch.float32)
-    if bits == _HALF_BYTE:
+    if bits == HALF_BYTE:
         halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)[..., :elements]
         codes = (halves ^ 8).to(torch.int8) - 8  # the sign is the highest of the four bits
     blocks = _blocks(codes, min(block, elements)).float() * scales.unsqueeze(-1)

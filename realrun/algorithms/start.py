@@ -1,5 +1,8 @@
 """Before round 0: what is averaged, and what ranks must have alike."""
 
+from collections.abc import Mapping
+from dataclasses import fields
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -59,6 +62,18 @@ def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> l
     known = {id(one) for _, one in parameters}
     others = [*model.named_parameters(), *model.named_buffers()]
     return [f"not averaged: {_line(*pair)}" for pair in others if id(pair[1]) not in known]
+
+
+def describe_settings(
+    optimizer: Optimizer, rule: Rule, settings: Mapping[str, object]
+) -> list[str]:
+    """What else ranks must have alike; it may change between a run and its resumption."""
+    known = {
+        "optimizer": type(optimizer).__name__,
+        **{one.name: getattr(rule, one.name) for one in fields(rule)},
+        **settings,
+    }
+    return [f"{name} = {value}" for name, value in known.items()]
 
 
 def _line(name: str, one: Tensor) -> str:

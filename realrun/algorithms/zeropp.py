@@ -33,7 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from co2sim.errors import OptionError
-from realrun.algorithms.quantize import Rounding
+from realrun.algorithms.quantize_format import Rounding
 from realrun.algorithms.zeropp_collectives import Gather, Places, Reduce, Sent, ZeroPP
 from realrun.errors import MismatchError
 

@@ -1,12 +1,8 @@
 """`realrun train`: train a small model on real data with any strategy."""
 
-import json
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,17 +12,11 @@ from co2sim.files import check_writable
 from co2sim.schedule import Layout
 from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
-from co2sim.units import duration, scaled
 from realrun.cli import options as launching
-from realrun.train.folder import FIGURE, LOG, check_identity, check_new, checkpoints
-from realrun.train.log import History
+from realrun.cli.train_rank import check_out, run
 from realrun.train.outer import pairs
-from realrun.train.settings import Settings
+from realrun.train.settings import TrainSettings
 from realrun.train.support import check
-
-if TYPE_CHECKING:
-    from realrun.cli.ranks import Rank
-    from realrun.train.loop import Progress, Standing
 
 
 def train(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -179,7 +169,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Train a small model on real data, with checkpoints, a log and a figure of the loss."""
-    settings = Settings(
+    settings = TrainSettings(
         task=task,  # type: ignore[arg-type]
         strategy=_with_tau(strategy, tau),
         size=size,
@@ -211,23 +201,14 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     launching.checked_nproc(nproc)
     if nproc is not None:
         check(settings, Layout(1, nproc))
-        _check_out(settings, out, nproc, resume=resume)
+        check_out(settings, out, nproc, resume=resume)
         check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
     how = ranks.Settings(means, limit, nproc)
     if nproc is not None:
         raise typer.Exit(ranks.start(how, sys.argv[1:], training=True))
-    ranks.as_rank(how, None, lambda rank: _run(rank, settings, out, resume=resume, as_json=json_))
-
-
-def _check_out(settings: Settings, out: Path, ranks: int, *, resume: bool) -> None:
-    """Refuse a folder that is of another training."""
-    if not resume:
-        check_new(out)
-        return
-    for last in checkpoints(out)[-1:]:
-        check_identity(last, settings.identity(), ranks)
+    ranks.as_rank(how, None, lambda rank: run(rank, settings, out, resume=resume, as_json=json_))
 
 
 def _with_tau(strategy: str, tau: int | None) -> str:
@@ -237,117 +218,3 @@ def _with_tau(strategy: str, tau: int | None) -> str:
     if "tau" in strategy:
         raise OptionError(f"--tau {tau}, and --strategy {strategy} gives another one")
     return title(with_options(parse(strategy), {"tau": str(tau)}))
-
-
-def _run(rank: "Rank", settings: Settings, out: Path, *, resume: bool, as_json: bool) -> None:
-    """Train as one rank among others; rank 0 tells how it went."""
-    from realrun.train.loop import train as train_  # noqa: PLC0415 - torch
-
-    if rank.world.rank == 0:
-        _check_out(settings, out, rank.world.layout.world_size, resume=resume)
-        if resume and not checkpoints(out):
-            print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
-        if left := settings.last % settings.round:
-            print(
-                f"{settings.last} steps are no multiple of tau, {settings.round}: what workers"
-                f" learn in the last {left} enters only the final mean",
-                file=sys.stderr,
-            )
-    with _asked(rank.world.rank) as asked, _shown(rank, settings) as show:
-        history = train_(
-            settings, rank.world, out, resume=resume, progress=show, stop=lambda: bool(asked)
-        )
-    if rank.world.rank == 0:
-        if as_json:
-            print(json.dumps(history.figures, indent=2))
-        else:
-            _print(history, out)
-
-
-@contextmanager
-def _asked(rank: int) -> Iterator[list[int]]:
-    """The signals that asked this process to stop: it shall do so in good order."""
-    asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def ask(number: int, _: object) -> None:
-        if not asked and not rank:
-            print("asked to stop: ends some steps later, with a checkpoint", file=sys.stderr)
-        asked.append(number)
-
-    before = [signal.signal(number, ask) for number in numbers]
-    try:
-        yield asked
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _shown(rank: "Rank", settings: Settings) -> "Iterator[Progress | None]":
-    """A bar on a terminal, else a line every few seconds; nothing on ranks other than 0."""
-    if rank.progress is None:
-        yield None
-        return
-    unit = "tokens" if settings.task == "text" else "images"
-
-    def words(at: "Standing") -> str:
-        seen = "" if at.validation_loss is None else f", validation {at.validation_loss:.4f}"
-        return f"loss {at.loss:.4f}{seen}, {scaled(at.tokens_per_s, unit)}/s"
-
-    if not sys.stderr.isatty():
-        line = rank.progress
-        yield lambda at: line(f"{settings.name}: step {at.step} of {at.steps}, {words(at)}")
-        return
-    from rich.console import Console  # noqa: PLC0415 - takes a while
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Bar  # noqa: PLC0415
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[words]}"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(settings.name, total=settings.last, words="")
-
-        def show(at: "Standing") -> None:
-            bar.update(task, completed=at.step, words=words(at))
-
-        yield show
-
-
-def _print(history: History, out: Path) -> None:
-    """How it went, and where things are."""
-    found, facts = history.figures, history.facts
-    if not history.rows:
-        print(f"nothing left to train, and no row in {out / LOG}")
-        return
-    unit = "tokens" if history.settings.task == "text" else "images"
-    ranks = facts["nodes"] * facts["ranks_per_node"]
-    print(
-        f"{history.settings.name} on {ranks} ranks: {facts['parameters']:,} parameters,"
-        f" {found['step']:,} steps, {found['tokens']:,} {unit},"
-        f" {duration(found['seconds'])}, {scaled(found['tokens_per_s'], unit)}/s"
-    )
-    if found["validation_loss"] is not None:
-        print(
-            f"validation loss {found['validation_loss']:.4f} (best"
-            f" {found['best_validation_loss']:.4f}), {found['accuracy']:.1%} right"
-        )
-    if found["rounds"] is not None:
-        print(
-            f"outer steps {found['rounds']}, waited {duration(found['waited'])} for averages,"
-            f" sent {scaled(found['bytes_sent'], 'B')} per rank; last penalty"
-            f" {found['penalty']:.3f}, {found['clipped']:.2%} of elements clipped"
-        )
-    print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
-    if history.stopped:
-        print(f"stopped after step {found['step']}; go on with --resume")

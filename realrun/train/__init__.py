@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from realrun.train.log import History, Row
-from realrun.train.settings import Settings
+from realrun.train.log import History, LogRow
+from realrun.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from realrun.train.loop import Standing, train
 
-__all__ = ["History", "Row", "Settings", "Standing", "train"]
+__all__ = ["History", "LogRow", "Standing", "TrainSettings", "train"]
 
 
 def __getattr__(name: str) -> Any:

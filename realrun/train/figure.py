@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from realrun.train.log import Row
+from realrun.train.log import LogRow
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
 """Okabe and Ito: told apart by colour-blind readers."""
@@ -26,7 +26,7 @@ _AXES = {"step": "step", "tokens": "{}s of all ranks", "seconds": "seconds, with
 _PALE = 0.35
 
 
-def draw(runs: Mapping[str, Sequence[Row]], title: str, unit: str = "token") -> bytes:
+def draw(runs: Mapping[str, Sequence[LogRow]], title: str, unit: str = "token") -> bytes:
     """A PNG, a colour for each run: pale its training loss, with markers its validation loss."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11.0, 3.9), layout="constrained")
@@ -47,7 +47,7 @@ def draw(runs: Mapping[str, Sequence[Row]], title: str, unit: str = "token") -> 
         return out.getvalue()
 
 
-def _lines(axis: Axes, name: str, rows: Sequence[Row], prefix: str, place: int) -> None:
+def _lines(axis: Axes, name: str, rows: Sequence[LogRow], prefix: str, place: int) -> None:
     colour = COLOURS[place % len(COLOURS)]
     seen = [row for row in rows if row.validation_loss is not None]
     axis.plot(

@@ -11,10 +11,10 @@ from typing import IO, Any, Protocol
 from co2sim.errors import CatalogError
 from co2sim.files import write_atomically
 from realrun.train.folder import LOG, RECORD
-from realrun.train.settings import Settings
+from realrun.train.settings import TrainSettings
 
 
-class Stats(Protocol):
+class OuterStats(Protocol):
     """What an outer step tells; see `realrun.algorithms`."""
 
     @property
@@ -30,7 +30,7 @@ class Stats(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LogRow:
     """Where a training stands after a step.
 
     `tokens` (images, for task digits) are those of all ranks. `seconds` are on rank 0's clock,
@@ -53,7 +53,7 @@ class Row:
     waited: float | None = None
     bytes_sent: int | None = None
 
-    def with_stats(self, stats: Stats) -> "Row":
+    def with_stats(self, stats: OuterStats) -> "LogRow":
         """The row with what an outer step tells."""
         return replace(
             self,
@@ -65,7 +65,7 @@ class Row:
         )
 
 
-_NAMES = tuple(field.name for field in fields(Row))
+_NAMES = tuple(field.name for field in fields(LogRow))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class History:
     `facts` say what the data, the model and the machine are.
     """
 
-    settings: Settings
-    rows: tuple[Row, ...]
+    settings: TrainSettings
+    rows: tuple[LogRow, ...]
     facts: Mapping[str, Any]
     stopped: bool = False
 
@@ -103,14 +103,14 @@ class History:
 class Log:
     """Rows, in memory and, if there is a folder, in its log.csv: each is there once it is added."""
 
-    def __init__(self, folder: Path | None, kept: Sequence[Row] = ()) -> None:
+    def __init__(self, folder: Path | None, kept: Sequence[LogRow] = ()) -> None:
         """Begin with the rows that are kept of a run that is resumed."""
         self.rows = list(kept)
         self._path = folder / LOG if folder else None
         self._file: IO[str] | None = None
         self._rewrite()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: LogRow) -> None:
         """Add a row."""
         self.rows.append(row)
         if self._file:
@@ -137,7 +137,7 @@ class Log:
             self._file = self._path.open("a", encoding="utf-8")
 
 
-def _line(row: Row) -> str:
+def _line(row: LogRow) -> str:
     out = io.StringIO()
     values = asdict(row)
     csv.writer(out, lineterminator="\n").writerow(
@@ -146,7 +146,7 @@ def _line(row: Row) -> str:
     return out.getvalue()
 
 
-def read(folder: Path) -> tuple[Row, ...]:
+def read(folder: Path) -> tuple[LogRow, ...]:
     """The rows of a folder's log. Raises CatalogError when there is none, or it is none of ours."""
     path = folder / LOG
     try:
@@ -156,13 +156,13 @@ def read(folder: Path) -> tuple[Row, ...]:
         raise CatalogError(f"{path} is not the log of a training: {error}") from error
 
 
-def _row(texts: Mapping[str, str]) -> Row:
+def _row(texts: Mapping[str, str]) -> LogRow:
     whole = {"step", "tokens", "rounds", "bytes_sent"}
     values: dict[str, Any] = {
         name: (int(texts[name]) if name in whole else float(texts[name])) if texts[name] else None
         for name in _NAMES
     }
-    return Row(**values)
+    return LogRow(**values)
 
 
 def write_record(folder: Path, history: History) -> None:

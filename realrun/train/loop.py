@@ -1,37 +1,31 @@
 """The training loop: one for all strategies."""
 
-import io
 import json
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from co2sim.files import write_atomically
 from co2sim.units import Seconds
 from realrun.errors import TrainingError
-from realrun.execute.world import World, describe
+from realrun.execute.world import World
 from realrun.launch.watch import Place
-from realrun.train import checkpoint, support
+from realrun.train import checkpoint, outcome, support
 from realrun.train.digits import digits
-from realrun.train.folder import FIGURE, LOG, MODEL, check_identity, checkpoints
+from realrun.train.folder import LOG, check_identity, checkpoints
 from realrun.train.guard import guarded
-from realrun.train.log import History, Log, Row, read, write_record
+from realrun.train.log import History, Log, LogRow, read
 from realrun.train.methods import Method, build
-from realrun.train.settings import Settings
-from realrun.train.task import Task, loss_of, scores
+from realrun.train.settings import TrainSettings
+from realrun.train.task import Task, loss_of
 from realrun.train.text import text
+from realrun.train.validation import Validation
 from realrun.train.votes import Votes
 
 _VOTE = 8
@@ -49,16 +43,17 @@ class Standing:
     tokens_per_s: float
 
 
-Progress: TypeAlias = Callable[[Standing], None]
+OnStep: TypeAlias = Callable[[Standing], None]
+"""Told after every step."""
 
 
 def train(
-    settings: Settings,
+    settings: TrainSettings,
     world: World,
     folder: Path | None = None,
     *,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> History:
     """Train; every rank of the world calls this with the same settings.
@@ -80,12 +75,13 @@ def train(
     with guarded(world, Place(-1, 0, "start of the training")):
         method = build(settings, model, world)
     with method.outer or nullcontext():
-        run = _Run(settings, task, world, method, identity, folder)
+        validation = Validation(task, method, world)
+        run = _Training(settings, task, world, method, validation, identity, folder)
         run.begin(resume=resume)
         return run.go(progress, stop)
 
 
-def make_task(settings: Settings, device: torch.device) -> Task:
+def make_task(settings: TrainSettings, device: torch.device) -> Task:
     """The data and the model of the settings."""
     if settings.task == "text":
         return text(settings.shape, device)
@@ -93,25 +89,24 @@ def make_task(settings: Settings, device: torch.device) -> Task:
 
 
 @dataclass
-class _Run:
+class _Training:
     """One training on this rank. `seconds` of training had passed when `since` began."""
 
-    settings: Settings
+    settings: TrainSettings
     task: Task
     world: World
     method: Method
+    validation: Validation
     identity: dict[str, Any]
     folder: Path | None
     step: int = 0
     seconds: Seconds = 0.0
     losses: list[float] = field(default_factory=list)
-    validated: float | None = None
-    pending: dict[int, list[Tensor]] = field(default_factory=dict)
     log: Log = field(default_factory=lambda: Log(None))
 
     def begin(self, *, resume: bool) -> None:
         """Make ready: warm up, load the last checkpoint, open the log."""
-        rows: tuple[Row, ...] = ()
+        rows: tuple[LogRow, ...] = ()
         with guarded(self.world, Place(-1, 0, "start of the training")):
             self._warm_up()
             found = checkpoints(self.folder)[-1:] if self.folder and resume else []
@@ -127,7 +122,7 @@ class _Run:
                     rows = tuple(row for row in read(self.folder) if row.step <= self.step)
         self.log = Log(self.folder if self.world.rank == 0 else None, rows)
 
-    def go(self, progress: Progress | None, stop: Callable[[], bool] | None) -> History:
+    def go(self, progress: OnStep | None, stop: Callable[[], bool] | None) -> History:
         """All steps that are left."""
         settings = self.settings
         votes = Votes(self.world, max(settings.round, _VOTE), stop) if stop else None
@@ -137,7 +132,8 @@ class _Run:
                 began = time.monotonic()
                 self._train()
                 stopping = votes is not None and votes.take(self.step)
-                self._snapshot()
+                if settings.evaluate == "after" and settings.evaluates(self.step):
+                    self.validation.keep(self.step)
                 self.seconds += time.monotonic() - began
             with self._place("validation"):
                 self._note(last=stopping or self.step == settings.last)
@@ -190,11 +186,6 @@ class _Run:
         self.losses.clear()
         self.method.optimizer.zero_grad()
 
-    def _snapshot(self) -> None:
-        """Keep the parameters, to be validated once training is over."""
-        if self.settings.evaluate == "after" and self.settings.evaluates(self.step):
-            self.pending[self.step] = self.method.copy()
-
     def _note(self, *, last: bool) -> None:
         """Add a row to the log, if one is due."""
         settings, stats = self.settings, None
@@ -203,8 +194,8 @@ class _Run:
             return
         found: tuple[float | None, float | None] = (None, None)
         if evaluates and settings.evaluate == "during":
-            found = self._validate()
-        row = Row(
+            found = self.validation.take()
+        row = LogRow(
             step=self.step,
             tokens=self.step * settings.batch * self.task.units,
             seconds=self.seconds,
@@ -218,30 +209,9 @@ class _Run:
             stats = self.method.outer.stats()
         self.log.add(row.with_stats(stats) if stats else row)
 
-    def _validate(self, parts: list[Tensor] | None = None) -> tuple[float, float]:
-        """Loss and accuracy of the mean of all workers; ranks share the samples."""
-        batches, size = self.task.validation, self.world.layout.world_size
-        total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        with torch.no_grad(), self.method.mean(parts) as model:
-            for turn in range(-(-len(batches) // size)):
-                place = turn * size + self.world.rank
-                seen = scores(model, batches[min(place, len(batches) - 1)])  # all ranks call it
-                if place < len(batches):
-                    total += seen
-        dist.all_reduce(total)
-        loss, right, count = total.tolist()
-        self.validated = loss / count
-        return loss / count, right / count
-
-    def _validate_pending(self) -> None:
-        for step, parts in self.pending.items():
-            loss, accuracy = self._validate(parts)
-            self.log.fill(step, loss, accuracy)
-        self.pending.clear()
-
     def _save(self) -> None:
         assert self.folder is not None
-        self._validate_pending()
+        self.validation.take_pending(self.log)
         state = {
             "method": self.method.state(),
             "step": self.step,
@@ -251,61 +221,26 @@ class _Run:
         checkpoint.save(self.folder, self.step, state, self.identity, self.world)
 
     def _end(self) -> History:
-        self._validate_pending()
+        self.validation.take_pending(self.log)
+        self.log.close()
         history = History(
             self.settings,
             tuple(self.log.rows),
-            self._facts(),
+            outcome.facts(self.task, self.method, self.world),
             stopped=self.step < self.settings.steps,
         )
-        self.log.close()
         if self.folder:
-            with self.method.mean():
-                whole = self.method.whole()
-            if self.world.rank == 0:
-                from realrun.train.figure import draw  # noqa: PLC0415 - matplotlib
-
-                out = io.BytesIO()
-                torch.save(whole, out)
-                runs = {self.settings.name: history.rows}
-                title = (
-                    f"{self.task.name}, {history.facts['parameters']:,} parameters,"
-                    f" {self.world.layout.world_size} ranks"
-                )
-                files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, self.task.unit)}
-                write_atomically({self.folder / name: data for name, data in files.items()})
-                write_record(self.folder, history)
+            outcome.write(self.folder, history, self.task, self.method, self.world)
         return history
-
-    def _facts(self) -> dict[str, Any]:
-        layout = self.world.layout
-        return {
-            **self.task.facts,
-            "parameters": sum(p.numel() for p in self.method.bare.parameters()),
-            "nodes": layout.nodes,
-            "ranks_per_node": layout.gpus_per_node,
-            "co2sim": _own_version(),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            **describe(self.world),
-        }
 
     def _standing(self) -> Standing:
         tokens = self.step * self.settings.batch * self.task.units
         rate = tokens / self.seconds if self.seconds else 0.0
         last = self.losses[-1] if self.losses else self.log.rows[-1].train_loss
-        return Standing(self.step, self.settings.steps, last, self.validated, rate)
+        return Standing(self.step, self.settings.steps, last, self.validation.last, rate)
 
     @contextmanager
     def _place(self, what: str) -> Iterator[None]:
         place = Place(self.step, self.step // self.settings.round, f"{what} {self.step}")
         with guarded(self.world, place):
             yield
-
-
-def _own_version() -> str:
-    """Ours, if we were installed."""
-    try:
-        return version("co2sim")
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,6 +1,6 @@
 """Every strategy as torch trains it: how the model is wrapped, who steps, and what averages."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,13 +18,16 @@ from torch.optim import SGD, AdamW, Optimizer
 from co2sim.schedule import NODE, PEERS, WORLD
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
+from co2sim.strategies.ddp import DDP
+from co2sim.strategies.local import LocalUpdate
 from co2sim.strategies.zeropp import ZeroPP
+from co2sim.units import Seconds
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
 from realrun.execute.world import World
 from realrun.train import outer
-from realrun.train.log import Stats
-from realrun.train.settings import Settings
+from realrun.train.log import OuterStats
+from realrun.train.settings import TrainSettings
 
 _BETAS = (0.9, 0.95)
 """Of AdamW; the second is lower than torch's, as is usual for language models."""
@@ -44,7 +47,7 @@ class OuterStep(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
     def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
-    def stats(self) -> Stats: ...  # noqa: D102
+    def stats(self) -> OuterStats: ...  # noqa: D102
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
 
@@ -102,7 +105,7 @@ class Method:
             place.copy_(part)
 
     @contextmanager
-    def mean(self, parts: list[Tensor] | None = None) -> Iterator[nn.Module]:
+    def mean(self, parts: Sequence[Tensor] | None = None) -> Iterator[nn.Module]:
         """The model with the mean of all workers' parameters, or of these; then as it was."""
         if parts is None and self.peers is None:
             yield self.bare
@@ -168,27 +171,26 @@ def _like(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def build(settings: Settings, model: nn.Module, world: World) -> Method:
+def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
     """Wrap a model, which is equal on all ranks, as the strategy wants it. All ranks call it."""
     strategy = settings.parsed
-    if not settings.local:
+    if not isinstance(strategy, LocalUpdate):
         among = world.group("training", WORLD)
         wrapped = _shared(strategy, strategy.name, model, world, among)
         optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
         stepper = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         return Method(wrapped, model, optimizer, stepper, None, None, 1)
-    inside = getattr(strategy, "worker", "gpu") == "node" and world.layout.gpus_per_node > 1
+    inside = strategy.worker == "node" and world.layout.gpus_per_node > 1
     peers = world.group("training", PEERS if inside else WORLD)
     node = world.group("training", NODE) if inside else None
-    inner = getattr(strategy, "inner", None) or "zero2"
-    wrapped = _shared(strategy, inner, model, world, node) if node else model
+    wrapped = _shared(strategy, strategy.inner or "zero2", model, world, node) if node else model
     optimizer = _optimizer(settings, model, shard=False)
     return Method(
         wrapped,
         model,
         optimizer,
         optimizer,
-        _outer(settings, wrapped, optimizer, Workers(peers, node), world),
+        _outer(settings, strategy, wrapped, optimizer, Workers(peers, node), world.deadline),
         peers,
         peers.size(),
     )
@@ -200,7 +202,7 @@ def _shared(
     """The model shared by the ranks of a group, by DDP or one of the stages of ZeRO."""
     if name in {"ddp", "zero1"}:
         device = [world.device] if world.device.type == "cuda" else None
-        mib = getattr(strategy, "bucket_mib", 25.0)
+        mib = (strategy if isinstance(strategy, DDP) else DDP()).bucket_mib
         return DistributedDataParallel(
             model,
             device_ids=device,
@@ -224,7 +226,7 @@ def _shared(
     return model
 
 
-def _optimizer(settings: Settings, model: nn.Module, *, shard: bool) -> Optimizer:
+def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool) -> Optimizer:
     """The optimizer of a step; only matrices decay."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -244,14 +246,18 @@ def _optimizer(settings: Settings, model: nn.Module, *, shard: bool) -> Optimize
 
 
 def _outer(
-    settings: Settings, model: nn.Module, optimizer: Optimizer, workers: Workers, world: World
+    settings: TrainSettings,
+    strategy: LocalUpdate,
+    model: nn.Module,
+    optimizer: Optimizer,
+    workers: Workers,
+    deadline: Seconds,
 ) -> OuterStep:
     """The algorithm of a local-update strategy."""
-    strategy = settings.parsed
     options: dict[str, Any] = outer.arguments(strategy.name, settings.outer)
-    options |= {"tau": settings.round, "dtype": str(strategy.dtype)}  # type: ignore[attr-defined]
+    options |= {"tau": strategy.tau, "dtype": str(strategy.dtype)}
     if isinstance(strategy, CO2):
         options["staleness"] = strategy.staleness
     kind = _ALGORITHMS[strategy.name]
-    made: OuterStep = kind(model, optimizer, worker=workers, deadline=world.deadline, **options)
+    made: OuterStep = kind(model, optimizer, worker=workers, deadline=deadline, **options)
     return made

@@ -4,43 +4,43 @@ A strategy says when to average (`co2:tau=12`), these say what is done with the 
 `momentum=0.5,lr=1.0,gap=gap_aware,clip=0.01`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from co2sim.errors import OptionError, nearest
-from co2sim.strategies import parse_number
-
-GAPS = ("constant", "gap_aware")
+from co2sim.ranges import parse_number
+from realrun import checks
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: the argument of the algorithm that it becomes, and its range."""
+    """One option: the argument of the algorithm that it becomes, and the check of its range.
+
+    Without a check it is one of `checks.GAPS`, else a number.
+    """
 
     argument: str
-    least: float = 0.0
-    below: float = float("inf")
-    above_least: bool = False
-    choices: tuple[str, ...] = ()
+    check: Callable[[str, float], object] | None = None
 
 
-_MOMENTUM = Option("outer_momentum", below=1.0)
-_LR = Option("outer_lr", above_least=True)
+_MOMENTUM = Option("outer_momentum", checks.momentum)
+_LR = Option("outer_lr", checks.step_size)
 OPTIONS: dict[str, dict[str, Option]] = {
     "local_sgd": {},
     "overlap_local_sgd": {
-        "pull": Option("pull", below=1.0, above_least=True),
-        "momentum": Option("anchor_momentum", below=1.0),
+        "pull": Option("pull", checks.pull),
+        "momentum": Option("anchor_momentum", checks.momentum),
     },
     "slowmo": {"momentum": _MOMENTUM, "lr": _LR},
     "diloco": {"momentum": _MOMENTUM, "lr": _LR},
     "co2": {
         "momentum": _MOMENTUM,
         "lr": _LR,
-        "gap": Option("gap", choices=GAPS),
-        "penalty": Option("penalty", least=1.0),
-        "clip": Option("clip", above_least=True),
+        "gap": Option("gap"),
+        "penalty": Option("penalty", partial(checks.penalty, gap="constant")),
+        "clip": Option("clip", checks.limit),
     },
 }
 """By strategy; those that are not here have no outer step."""
@@ -75,20 +75,15 @@ def arguments(strategy: str, given: Mapping[str, str]) -> dict[str, Any]:
                 f"the outer step of {strategy} has no {name!r}; {nearest(name, known)}"
             )
         found[known[name].argument] = _value(name, text, known[name])
-    if found.get("gap") == "gap_aware" and "penalty" in found:
-        raise OptionError("outer: penalty is that of gap=constant; gap_aware computes its own")
+    if "penalty" in found:  # its range is right; does it apply?
+        checks.penalty("outer: penalty", found["penalty"], found.get("gap", checks.DEFAULT_GAP))
     return found
 
 
 def _value(name: str, text: str, option: Option) -> Any:
-    if option.choices:
-        if text not in option.choices:
-            raise OptionError(f"outer: {name} is {text!r}; {nearest(text, option.choices)}")
+    if option.check is None:
+        checks.one_of(f"outer: {name}", text, checks.GAPS)
         return text
     number = parse_number(f"outer: {name}", text)
-    low = number <= option.least if option.above_least else number < option.least
-    if low or number >= option.below:
-        least = f"{'above' if option.above_least else 'at least'} {option.least:g}"
-        below = f" and below {option.below:g}" if option.below < float("inf") else ""
-        raise OptionError(f"outer: {name} is {text}; it must be {least}{below}")
+    option.check(f"outer: {name}", number)
     return number

@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from co2sim.errors import OptionError, nearest
+from co2sim.errors import OptionError
+from co2sim.ranges import between, whole
 from co2sim.strategies import Strategy, parse
+from co2sim.strategies.local import LocalUpdate
 from co2sim.strategies.step import title
+from realrun.checks import one_of
 from realrun.train import outer
 from realrun.train.shapes import GPTS, GPTShape, known_size
 
@@ -16,13 +19,12 @@ OptimizerName = Literal["adamw", "sgd"]
 Evaluate = Literal["during", "after"]
 
 _MOST = 10**9
-_LOCAL = tuple(outer.OPTIONS)
 _HOW = ("stop", "log_every", "eval_every", "checkpoint_every", "evaluate")
 """Fields that may differ between a run and its resumption: they do not change what is learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """What to train, and how. Raises OptionError for values that are not allowed.
 
     `batch` is samples of an optimizer step over all ranks; a sample of task text is `context`
@@ -63,9 +65,7 @@ class Settings:
             ("optimizer", get_args(OptimizerName)),
             ("evaluate", get_args(Evaluate)),
         ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise OptionError(f"{name} is {value!r}; {nearest(value, allowed)}")
+            one_of(name, getattr(self, name), allowed)
         known_size(self.size)
         outer.arguments(self.parsed.name, self.outer)
         for name, least in (
@@ -73,9 +73,7 @@ class Settings:
             *((n, 0) for n in ("context", "stop", "warmup", "seed", "eval_every")),
             ("checkpoint_every", 0),
         ):
-            value = getattr(self, name)
-            if not least <= value <= _MOST:
-                raise OptionError(f"{name} is {value}; it must be {least} to {_MOST:.0e}")
+            object.__setattr__(self, name, whole(name, getattr(self, name), least, _MOST))
         for name, low, most in (
             ("lr", 1e-12, 1e3),
             ("final_lr", 0.0, 1.0),
@@ -83,9 +81,7 @@ class Settings:
             ("weight_decay", 0.0, 1e3),
             ("clip_grad", 0.0, 1e9),
         ):
-            value = getattr(self, name)
-            if not low <= value <= most:
-                raise OptionError(f"{name} is {value:g}; it must be {low:g} to {most:g}")
+            between(name, getattr(self, name), low, most)
         if self.stop > self.steps:
             raise OptionError(f"stop is {self.stop}; there are {self.steps} steps")
         if self.warmup > self.steps:
@@ -107,12 +103,13 @@ class Settings:
     @property
     def local(self) -> bool:
         """Whether workers step by themselves between averages."""
-        return self.parsed.name in _LOCAL
+        return isinstance(self.parsed, LocalUpdate)
 
     @property
     def round(self) -> int:
         """Steps between averages: tau, or 1."""
-        return int(getattr(self.parsed, "tau", 1))
+        strategy = self.parsed
+        return strategy.tau if isinstance(strategy, LocalUpdate) else 1
 
     @property
     def last(self) -> int:

@@ -6,8 +6,9 @@ from importlib.util import find_spec
 from co2sim.errors import OptionError
 from co2sim.schedule import DType, Layout
 from co2sim.strategies import Strategy
+from co2sim.strategies.local import LocalUpdate
 from co2sim.strategies.zeropp import ZeroPP
-from realrun.train.settings import Settings
+from realrun.train.settings import TrainSettings
 
 _FETCHED = {
     "prefetch": "FSDP2 fetches one layer ahead",
@@ -34,7 +35,7 @@ _IGNORED = {
 """Options that torch's own form of a strategy, or ours, does not have."""
 
 
-def check(settings: Settings, layout: Layout) -> None:
+def check(settings: TrainSettings, layout: Layout) -> None:
     """Raise OptionError for what cannot be trained on these ranks."""
     strategy = settings.parsed
     _check_options(strategy)
@@ -60,8 +61,9 @@ def _check_options(strategy: Strategy) -> None:
         name, why = field.name, _IGNORED.get(strategy.name, {}).get(field.name)
         if why and getattr(strategy, name) != getattr(default, name):
             raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
-    dtype = getattr(strategy, "dtype", DType.FP32)
-    if dtype in {DType.FP16, DType.INT4}:
-        raise OptionError(f"dtype={dtype} cannot be trained with; use fp32, bf16 or int8")
-    if getattr(strategy, "inner", None) == "zero1":
+    if not isinstance(strategy, LocalUpdate):
+        return
+    if strategy.dtype in {DType.FP16, DType.INT4}:
+        raise OptionError(f"dtype={strategy.dtype} cannot be trained with; use fp32, bf16 or int8")
+    if strategy.inner == "zero1":
         raise OptionError("inner=zero1 cannot be trained with; use ddp, zero2 or zero3")

@@ -1,4 +1,4 @@
-"""How far an algorithm has come: what it counts, and what it tells."""
+"""What an algorithm counts while it trains, and what it tells of it."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Stats:
 
 
 @dataclass(slots=True)
-class Progress:
+class Counters:
     """Full rounds, steps of the round that has begun, averages used, and what became of them.
 
     `clipped` counts elements of the whole model over all averages used.

@@ -1,0 +1,58 @@
+"""Ranges of the options of an outer step, once: for `realrun.algorithms` and for `realrun train`.
+
+Needs no torch, so that a command line refuses its input before it loads any. All functions raise
+OptionError with one line that says what, what was given and what is allowed.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+from co2sim.errors import OptionError, nearest
+from co2sim.ranges import above, at_least
+
+Gap: TypeAlias = Literal["constant", "gap_aware"]
+
+GAPS: tuple[Gap, ...] = get_args(Gap)
+
+DEFAULT_GAP: Gap = "gap_aware"
+"""Of CO2."""
+
+
+def momentum(name: str, value: float) -> None:
+    """At least 0 and below 1: from 1 on a momentum would never end."""
+    at_least(name, value, 0)
+    _below_one(name, value, "at least 0 and below 1")
+
+
+def pull(name: str, value: float) -> None:
+    """Above 0 and below 1: at 1 models would never leave the anchor."""
+    above(name, value, 0)
+    _below_one(name, value, "above 0 and below 1")
+
+
+def step_size(name: str, value: float) -> None:
+    """Above 0."""
+    above(name, value, 0)
+
+
+def limit(name: str, value: float) -> None:
+    """Above 0."""
+    above(name, value, 0)
+
+
+def penalty(name: str, value: float, gap: Gap) -> None:
+    """At least 1; the gap-aware one is computed, so that it cannot be given."""
+    at_least(name, value, 1)
+    if gap != "constant" and value != 1:
+        raise OptionError(f"{name} is {value}, but gap={gap!r} computes it; use gap='constant'")
+
+
+def one_of(name: str, given: str, allowed: Sequence[str]) -> None:
+    """One of a few names."""
+    if given not in allowed:
+        raise OptionError(f"{name} is {given!r}; {nearest(str(given), allowed)}")
+
+
+def _below_one(name: str, value: float, allowed: str) -> None:
+    if value >= 1:
+        raise OptionError(f"{name} is {value}; it must be {allowed}")

@@ -1,0 +1,59 @@
+"""What a training ends with: its history, and the files of its folder."""
+
+import io
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from co2sim.files import write_atomically
+from realrun.execute.world import World, describe
+from realrun.train.folder import FIGURE, MODEL
+from realrun.train.log import History, write_record
+from realrun.train.methods import Method
+from realrun.train.task import Task
+
+
+def facts(task: Task, method: Method, world: World) -> Mapping[str, Any]:
+    """What the data, the model and the machine are."""
+    return {
+        **task.facts,
+        "parameters": sum(p.numel() for p in method.bare.parameters()),
+        "nodes": world.layout.nodes,
+        "ranks_per_node": world.layout.gpus_per_node,
+        "co2sim": _own_version(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        **describe(world),
+    }
+
+
+def write(folder: Path, history: History, task: Task, method: Method, world: World) -> None:
+    """Write parameters, figure and record. All ranks call this; rank 0 writes."""
+    with method.mean():
+        whole = method.whole()
+    if world.rank:
+        return
+    from realrun.train.figure import draw  # noqa: PLC0415 - matplotlib
+
+    out = io.BytesIO()
+    torch.save(whole, out)
+    runs = {history.settings.name: history.rows}
+    title = (
+        f"{task.name}, {history.facts['parameters']:,} parameters, {world.layout.world_size} ranks"
+    )
+    files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit)}
+    write_atomically({folder / name: data for name, data in files.items()})
+    write_record(folder, history)
+
+
+def _own_version() -> str:
+    """Ours, if we were installed."""
+    try:
+        return version("co2sim")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,103 @@
+"""What `realrun.algorithms` offers to a training loop: names, errors, types and timeouts."""
+
+import ast
+import importlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from local_problem import network, optimizer  # noqa: E402 - needs torch
+
+from realrun import algorithms  # noqa: E402 - needs torch
+from realrun.algorithms import CO2, LocalUpdate, OptionError  # noqa: E402 - needs torch
+
+FOLDER = Path(algorithms.__file__).parent
+KINDS = ("CO2", "SlowMo", "LocalSGD", "OverlapLocalSGD", "DiLoCo")
+
+
+def made(name: str = "CO2", **options: Any) -> LocalUpdate:
+    """An algorithm of one worker."""
+    model = network()
+    found: LocalUpdate = getattr(algorithms, name)(model, optimizer(model, "sgd"), **options)
+    return found
+
+
+def test_every_error_that_is_raised_can_be_caught_by_its_name_there() -> None:
+    """All classes in a `raise` of the package are exported, and so is what they have in common."""
+    raised = set()
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                raised.add(getattr(node.exc.func, "id", ""))
+    ours = {name for name in raised if name.endswith("Error") and name != "IndexError"}
+    assert ours >= {"OptionError", "MismatchError", "NonFiniteError"}
+    exported = {name for name in algorithms.__all__ if name.endswith(("Error", "Failure"))}
+    assert exported == {*ours, "RankFailure", "Co2simError"}
+    for name in exported:
+        assert issubclass(getattr(algorithms, name), algorithms.Co2simError)
+
+
+def test_all_names_are_there_and_none_is_missing() -> None:
+    """`__all__` is what the package imports, but for its modules."""
+    assert sorted(set(algorithms.__all__)) == sorted(algorithms.__all__)
+    public = {
+        name
+        for name, value in vars(algorithms).items()
+        if not name.startswith("_") and type(value) is not type(algorithms)
+    }
+    assert public == set(algorithms.__all__)
+
+
+def test_the_errors_are_those_of_the_other_packages() -> None:
+    """One class each, whichever way it is imported."""
+    for name in ("MismatchError", "NonFiniteError", "RankFailure"):
+        there = importlib.import_module("realrun.errors")
+        assert getattr(algorithms, name) is getattr(there, name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("given", "wire"),
+    [
+        ("bf16", "bf16"),
+        (torch.bfloat16, "bf16"),
+        (torch.float32, "fp32"),
+        (torch.int8, "int8"),
+    ],
+)
+def test_types_may_be_given_as_torch_names_them(name: str, given: Any, wire: str) -> None:
+    """Of every algorithm, beside the names that were there before."""
+    with made(name, dtype=given) as algorithm:
+        assert algorithm._outer.average._wire == wire
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 60.0),
+        ({"deadline": 7}, 7.0),
+        ({"timeout": 2.5}, 2.5),
+        ({"timeout": timedelta(minutes=2)}, 120.0),
+        ({"deadline": None, "timeout": None}, 60.0),
+    ],
+)
+def test_the_wait_is_given_in_seconds_or_as_a_timedelta(
+    options: dict[str, Any], seconds: float
+) -> None:
+    """`timeout` is what torch calls it; both names reach averages and communicators."""
+    with made(**options) as algorithm:
+        assert algorithm._links.deadline == seconds
+        assert algorithm._outer.average.launch(torch.zeros(1), 0).deadline == seconds
+
+
+def test_an_error_leaves_no_hook_behind() -> None:
+    """An optimizer whose algorithm was refused can be given to another."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    with pytest.raises(OptionError, match="give one of them"):
+        CO2(model, optim, deadline=1.0, timeout=1.0)
+    CO2(model, optim).close()
