@@ -154,7 +154,7 @@ def judge(
         "oracle": oracle.summary(measured["oracle"]),
         "grid": tightness.summary(rows),
         "rates": rates.summary(measured["rates"]),
-        "isolation": controls.summary(measured["isolation"]),
+        "controls": controls.summary(measured["isolation"]),
     }
     return Findings(
         quick=quick,
@@ -164,7 +164,7 @@ def judge(
             *_oracle_checks(parts["oracle"]),
             *_grid_checks(parts["grid"]),
             *_rate_checks(parts["rates"]),
-            *_control_checks(parts["isolation"]),
+            *_control_checks(parts["controls"]),
         ],
         **parts,
     )
