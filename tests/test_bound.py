@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from scipy.special import expit
 
 from analysis.convergence import bound, exact_moments
-from analysis.convergence.bound import Bound, Infeasible, Setting
+from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
 from analysis.convergence.objectives.problems import Array, Cosine, Hill, Quadratic
-from analysis.convergence.simulate import Path, run, variants, walk
+from analysis.convergence.setting import Setting
+from analysis.convergence.simulate import RunSize, Trajectory, run, variants, walk
 from co2sim.errors import OptionError
 
 SETTING = Setting(
@@ -259,12 +260,11 @@ def test_limits_of_tuning() -> None:
         bound.tuned(replace(SETTING, gap=0.0))
 
 
-def recorded(alpha: float, beta: float, penalty: float, delay: int) -> tuple[Path, float]:
+def recorded(alpha: float, beta: float, penalty: float, delay: int) -> tuple[Trajectory, float]:
     """A short noisy run, and its eta."""
     steps = variants(0.05, outer_step=alpha, momentum=beta, penalty=penalty, noise=1.0)
-    sizes = {"workers": 3, "rounds": 12, "local_steps": 4, "seeds": 2, "delay": delay}
-    _, path = walk(quadratic(1.0, 0.3), steps, **sizes, record=True)
-    assert path is not None
+    size = RunSize(workers=3, rounds=12, local_steps=4, seeds=2, delay=delay)
+    _, path = walk(quadratic(1.0, 0.3), steps, size)
     return path, alpha * 0.05 / ((1 - beta) * penalty)
 
 
@@ -302,19 +302,17 @@ def test_oracle_agrees_with_the_simulator(problem: Quadratic, delay: int) -> Non
         penalty=np.array([1.0, 2.0, 1.0]),
         noise=np.array([1.0, 0.5, 2.0]),
     )
-    seeds = 1500
-    found = run(problem, steps, workers=4, rounds=30, local_steps=5, seeds=seeds, delay=delay)
-    exact = exact_moments.exact(
-        problem, steps, workers=4, rounds=30, local_steps=5, delay=delay, spread=True
-    )
+    size = RunSize(workers=4, rounds=30, local_steps=5, seeds=1500, delay=delay)
+    outcome = run(problem, steps, size)
+    exact = exact_moments.exact(problem, steps, size, spread=True)
     for measured, expected in (
-        (found.gradient, exact.gradient),
-        (found.drift, exact.drift),
-        ((found.final**2).sum(-1), exact.final[1].sum(-1)),
+        (outcome.gradient, exact.gradient),
+        (outcome.drift, exact.drift),
+        ((outcome.final**2).sum(-1), exact.final[1].sum(-1)),
     ):
-        error = measured.std(axis=1, ddof=1) / math.sqrt(seeds)
+        error = measured.std(axis=1, ddof=1) / math.sqrt(size.seeds)
         assert (np.abs(measured.mean(axis=1) - expected) < 4 * error).all()
-    np.testing.assert_allclose(found.spread, exact.spread, rtol=0.05, atol=1e-12)
+    np.testing.assert_allclose(outcome.spread, exact.spread, rtol=0.05, atol=1e-12)
 
 
 @pytest.mark.parametrize(("beta", "progress", "delay"), [(0.5, 0.2, 1), (0, 0.5, 1), (0.5, 1.2, 0)])
@@ -323,8 +321,8 @@ def test_stationary_variance(beta: float, progress: float, delay: int) -> None:
     step, tau = 0.1, 3
     alpha = progress / (1 - (1 - step) ** tau)
     steps = variants(step, outer_step=alpha, momentum=beta, noise=1.0)
-    sizes = {"workers": 2, "rounds": 50_000, "local_steps": tau, "delay": delay}
-    long = exact_moments.exact(quadratic(1.0), steps, **sizes)
+    size = RunSize(workers=2, rounds=50_000, local_steps=tau, delay=delay)
+    long = exact_moments.exact(quadratic(1.0), steps, size)
     jump = (alpha * step) ** 2 * sum((1 - step) ** (2 * j) for j in range(tau)) / 2
     expected = exact_moments.stationary(progress, beta, jump, delay)
     assert long.final[1].item() == pytest.approx(expected, rel=1e-9)
@@ -397,28 +395,24 @@ def test_gap_aware_penalty_stays_in_its_range() -> None:
     """It begins with 1, lies in [1, 1 + 1/(1 - beta)], and is at work."""
     beta = np.array([0.0, 0.5, 0.8])
     steps = variants(0.05, outer_step=0.5, momentum=beta, noise=1.0, gap_aware=True)
-    found = run(quadratic(1.0, 0.3), steps, workers=2, rounds=50, local_steps=4, seeds=20)
-    assert (found.penalty > 1.2).all()
-    assert (found.penalty <= 1 + 1 / (1 - beta) + 1e-12).all()
+    size = RunSize(workers=2, rounds=50, local_steps=4, seeds=20)
+    outcome = run(quadratic(1.0, 0.3), steps, size)
+    assert (outcome.penalty > 1.2).all()
+    assert (outcome.penalty <= 1 + 1 / (1 - beta) + 1e-12).all()
 
 
 def test_clipping_and_delay() -> None:
     """Clipping tames what diverges and is counted; delay 0 is the synchronous update."""
     steps = variants(0.1, outer_step=1.0, momentum=0.5, clip=np.array([np.inf, 1.0]))
-    found = run(quadratic(1.0), steps, workers=2, rounds=200, local_steps=16, seeds=1)
-    assert found.gradient[0, 0] > 1e3
-    assert found.gradient[1, 0] < 10
-    assert found.clipped.tolist()[0] == 0
-    assert 0 < found.clipped[1] <= 1
-    calm = run(quadratic(1.0), steps, workers=2, rounds=200, local_steps=16, seeds=1, delay=0)
+    size = RunSize(workers=2, rounds=200, local_steps=16)
+    late = run(quadratic(1.0), steps, size)
+    assert late.gradient[0, 0] > 1e3
+    assert late.gradient[1, 0] < 10
+    assert late.clipped.tolist()[0] == 0
+    assert 0 < late.clipped[1] <= 1
+    calm = run(quadratic(1.0), steps, replace(size, delay=0))
     assert calm.gradient[0, 0] < 1
-    with pytest.raises(OptionError):
-        run(
-            quadratic(1.0),
-            variants(0.1, gap_aware=True),
-            workers=1,
-            rounds=1,
-            local_steps=1,
-            seeds=1,
-            delay=0,
-        )
+    with pytest.raises(OptionError, match="gap-aware"):
+        run(quadratic(1.0), variants(0.1, gap_aware=True), replace(size, delay=0))
+    with pytest.raises(OptionError, match="delay is -1"):
+        run(quadratic(1.0), steps, replace(size, delay=-1))

@@ -1,9 +1,7 @@
 """The commands of `co2analysis` about convergence: bound, tau, trends, verify."""
 
-import json
 import os
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,9 +72,14 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """The bound of the mean squared gradient for one setting, by term; or "infeasible"."""
-    from analysis.convergence import bound as theory  # noqa: PLC0415 - scipy, only for this command
+    from analysis.convergence.bound_report import (  # noqa: PLC0415 - scipy, only for this command
+        answer,
+        bound_to_dict,
+        print_bound,
+    )
+    from analysis.convergence.setting import Setting  # noqa: PLC0415
 
-    setting = theory.Setting(
+    setting = Setting(
         smoothness=smoothness,
         noise=noise,
         heterogeneity=heterogeneity,
@@ -92,46 +95,11 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         delay=delay,
         convex=convex,
     )
-    if inner_step is None:
-        setting = theory.tuned(setting)
-    found = theory.evaluate(setting)
-    published = theory.published(replace(setting, delay=0))
-    feasible = isinstance(found, theory.Bound)
-    figures: dict[str, Any] = {
-        "inner_step": setting.inner_step,
-        "tuned": inner_step is None,
-        "largest_inner_step": theory.largest_inner_step(setting),
-        "load": theory.load(setting),
-        "feasible": feasible,
-        "bound": {**asdict(found), "total": found.total}
-        if isinstance(found, theory.Bound)
-        else None,
-        "slowmo_published": published if isinstance(published, float) else None,
-    }
+    answered = answer(setting, tune=inner_step is None)
     if json_:
-        typer.echo(json.dumps(figures, indent=2))
-        return
-    note = "" if inner_step is not None else " (tuned)"
-    if note and not theory.has_best_step(setting):
-        note = " (the bound falls up to the largest feasible gamma: without noise, its infimum)"
-    rows = [
-        ("inner step gamma", f"{setting.inner_step:.6g}{note}"),
-        ("largest feasible gamma", f"{figures['largest_inner_step']:.6g}"),
-        ("load L eta + 2 L sqrt(C), feasible below 1", f"{figures['load']:.4f}"),
-    ]
-    if isinstance(found, theory.Bound):
-        rows += [(f"{name} term", f"{getattr(found, name):.6g}") for name in theory.TERMS]
-        rows.append(("bound of the mean of E|grad f|^2", f"{found.total:.6g}"))
+        _print_json(bound_to_dict(answered))
     else:
-        rows.append(("bound of the mean of E|grad f|^2", "infeasible: the theorem is silent"))
-    silent = "silent: the horizon is too short"
-    rows.append(
-        (
-            "SlowMo's published bound, at its own step",
-            f"{published:.6g}" if isinstance(published, float) else silent,
-        )
-    )
-    print_table(console(), "bound", ("figure", "value"), rows)
+        print_bound(console(), answered)
 
 
 def tau(  # noqa: PLR0913 - one argument per option
@@ -169,15 +137,25 @@ def tau(  # noqa: PLR0913 - one argument per option
     json_: options.Json = False,
 ) -> None:
     """Which tau: times of rounds, simulated or measured, joined with the bound of the error."""
-    from analysis.convergence import bound as theory  # noqa: PLC0415 - scipy, only for this command
-    from analysis.convergence import tau as advice  # noqa: PLC0415
+    from analysis.convergence import tau as advice  # noqa: PLC0415 - scipy, only for this command
+    from analysis.convergence.setting import Setting  # noqa: PLC0415
     from analysis.convergence.tau_report import print_tau, tau_to_dict  # noqa: PLC0415
 
-    if bool(runs) == (cluster is not None):
-        raise OptionError("give runs or --cluster: one of the two, not both")
+    if cluster is None and not runs:
+        raise OptionError(
+            "the times of rounds are missing: give folders of real runs, or simulate a cluster with"
+            " --cluster"
+        )
+    simulation_only = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
+    given = [flag for flag, value in simulation_only.items() if value]
+    if runs and given:
+        raise OptionError(
+            f"the times of rounds come from real runs or from a simulation: {', '.join(given)} does"
+            f" not apply to {runs[0]}"
+        )
     if target is not None and not 0 < target < float("inf"):
         raise OptionError(f"--target is {target:g}; it must be above 0 and finite")
-    problem = theory.Setting(
+    problem = Setting(
         smoothness=smoothness,
         noise=noise,
         heterogeneity=heterogeneity,
@@ -210,7 +188,7 @@ def tau(  # noqa: PLR0913 - one argument per option
     reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
     assumed = advice.assumptions(problem)
     if json_:
-        typer.echo(json.dumps(tau_to_dict(timings, advices, reached, assumed), indent=2))
+        _print_json(tau_to_dict(timings, advices, reached, assumed))
         return
     print_tau(console(), timings, advices, target, reached, assumed)
 
@@ -235,7 +213,7 @@ def trends(
     wanted = [options.whole("--taus")(text) for text in taus.split(",")]
     if not all(1 <= each <= steps for each in wanted):
         raise OptionError(f"--taus is {taus!r}; each must be from 1 to --steps, {steps}")
-    found = list(
+    lines = list(
         networks.trends(
             workers=workers,
             steps=steps,
@@ -246,9 +224,9 @@ def trends(
         )
     )
     if json_:
-        typer.echo(json.dumps(networks.to_dict(found), indent=2))
+        _print_json(networks.to_dict(lines))
         return
-    networks.print_all(console(), found, target)
+    networks.print_all(console(), lines, target)
 
 
 def verify(
@@ -278,29 +256,37 @@ def verify(
     from rich.progress import Progress  # noqa: PLC0415
 
     from analysis.convergence import report  # noqa: PLC0415
-    from analysis.convergence.protocol import verify as protocol  # noqa: PLC0415
+    from analysis.convergence.objectives.datasets import scikit_learn  # noqa: PLC0415
+    from analysis.convergence.protocol import checks, store  # noqa: PLC0415
 
     if jobs < 0:
         raise OptionError(f"--jobs is {jobs}; it must be 0 (all cores) or more")
+    scikit_learn()
     check_writable(out)
     began = time.monotonic()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("measuring")
-        measured = protocol.measure(
+        cells = store.measure(
             out / "cells",
             quick=quick,
             jobs=jobs or os.cpu_count() or 1,
             progress=lambda done, whole: bar.update(task, completed=done, total=whole),
         )
-    found = protocol.judge(measured, quick=quick)
-    seconds = time.monotonic() - began
-    write_atomically(report.files(found, out, seconds))
+    findings = checks.judge(cells, quick=quick)
+    write_atomically(report.files(findings, out, time.monotonic() - began))
     if json_:
-        typer.echo(json.dumps(found.to_dict(), indent=2))
+        _print_json(findings.to_dict())
     else:
         shown = console()
-        rows = [(c.claim, "holds" if c.passed else "FAILS", c.found) for c in found.checks]
-        print_table(shown, "the protocol", ("claim", "", "found"), rows, left=3)
+        rows = [(c.claim, "holds" if c.passed else "FAILS", c.measured) for c in findings.checks]
+        print_table(shown, "the protocol", ("claim", "", "measured"), rows, left=3)
         shown.print(f"written {out / 'report.md'} and report.html", highlight=False, markup=False)
-    if not found.passed:
+    if not findings.passed:
         raise typer.Exit(1)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    """Print valid JSON, with null for what is no finite number."""
+    from pydantic_core import to_json  # noqa: PLC0415 - only for this option
+
+    typer.echo(to_json(value, indent=2, inf_nan_mode="null").decode())

@@ -1,14 +1,7 @@
 """The convergence bound of CO2 with explicit constants: four terms, or "infeasible".
 
-Steps are those of the derivation in the project's THEORY page. Two of its results are sharpened
-here: the best split of the descent (`split`) has a closed form, and so has the largest feasible
-step; and the drift of convex functions does not grow for heterogeneous ones either.
-
-Three slips of the page, corrected where they are used: in step 1 z_t - x_t is -eta Lambda m_t, the
-page leaves out Lambda (`gap_constants` needs no m, so no constant changes); "without the delay the
-first term is -eta beta m_t" holds with CO2's indexing, where m_t is what x_{t+1} is made of without
-D_t, while SlowMo's own m_t contains D_t; and a = 1 for convex functions does not need zeta = 0
-(`drift`).
+The steps are those of the derivation in docs/theory.md. The best split of the descent (`split`) has
+a closed form, and so has the largest feasible step.
 """
 
 import math
@@ -16,87 +9,15 @@ from dataclasses import dataclass, replace
 
 from scipy.optimize import minimize_scalar
 
+from analysis.convergence.setting import LARGEST, SMALLEST, Setting
 from co2sim.errors import OptionError
 
-_SMALLEST = 1e-60
+_SMALLEST_FRACTION = 1e-60
 """Smallest fraction of the largest feasible step that `tuned` considers."""
 _EDGE = 1e-9
 """How close to the largest feasible step `tuned` comes, relatively."""
 _BEYOND = 1e4
 """Above the logarithm of every finite bound."""
-_LEAST, _MOST = 1e-60, 1e60
-"""The magnitudes of constants for which no term over- or underflows."""
-_ABOVE_0 = ("smoothness", "inner_step", "outer_step")
-_RANGES = (
-    ("workers", 1, 10**60),
-    ("rounds", 1, 10**60),
-    ("local_steps", 1, 100_000),
-    ("delay", 0, 1_000_000),
-)
-"""Whole numbers; `drift` takes as long as there are local steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What the bound is about. Squared gradients below are in units of f squared per x squared.
-
-    `smoothness` is L: every worker's f_i has an L-Lipschitz gradient. `noise` is sigma squared:
-    the variance of one worker's stochastic gradient, summed over coordinates. `heterogeneity` is
-    zeta squared: the mean over workers of |grad f_i - grad f|^2 where the run comes by. `gap` is
-    Delta = f(x_0) - inf f. `workers` is G, `rounds` T, `local_steps` tau, `inner_step` gamma,
-    `outer_step` alpha, `momentum` beta in [0, 1), `penalty` Lambda >= 1. With `most_penalty` the
-    penalty may vary in [1, most_penalty] instead, by a rule that knows only the points where rounds
-    began. `delay` is how many rounds late an average is used: 1 is CO2, 0 is SlowMo, and 0 with
-    outer_step 1 and momentum 0 is local SGD. `convex`: every f_i is convex.
-
-    Raises OptionError for what is out of range.
-    """
-
-    smoothness: float
-    noise: float
-    heterogeneity: float = 0.0
-    gap: float
-    workers: int
-    rounds: int
-    local_steps: int
-    inner_step: float
-    outer_step: float = 1.0
-    momentum: float = 0.0
-    penalty: float = 1.0
-    most_penalty: float | None = None
-    delay: int = 1
-    convex: bool = False
-
-    def __post_init__(self) -> None:
-        for name in (*_ABOVE_0, "noise", "heterogeneity", "gap"):
-            value = getattr(self, name)
-            if not (_LEAST <= value <= _MOST or (value == 0 and name not in _ABOVE_0)):
-                zero = "" if name in _ABOVE_0 else "0, or "
-                raise OptionError(
-                    f"{name} is {value:g}; it must be {zero}from {_LEAST:g} to {_MOST:g}"
-                )
-        self._check_counts()
-        if not 0 <= self.momentum < 1:
-            raise OptionError(f"momentum is {self.momentum:g}; it must be in [0, 1)")
-        for name in ("penalty", "most_penalty"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= _MOST:
-                raise OptionError(f"{name} is {value:g}; it must be from 1 to {_MOST:g}")
-        if self.most_penalty is not None and self.penalty != 1:
-            raise OptionError("give penalty or most_penalty, not both")
-
-    def _check_counts(self) -> None:
-        for name, least, most in _RANGES:
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise OptionError(
-                    f"{name} is {_short(value)}; it must be from {least} to {_short(most)}"
-                )
-
-    @property
-    def virtual_step(self) -> float:
-        """Eta = alpha gamma / ((1 - beta) Lambda): what an average moves the model in the end."""
-        return self.outer_step * self.inner_step / ((1 - self.momentum) * self.penalty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +62,9 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
 
     An average counts with weight 1 until it is used and with 1, beta, beta^2, ... times the rest of
     its effect from then on, so that weights sum to delay - 1 + 1/(1 - beta) and their squares to
-    delay - 1 + 1/(1 - beta^2). Delays 1 and 0 give the page's formulas for CO2 and SlowMo.
+    delay - 1 + 1/(1 - beta^2). Delays 1 and 0 give the known formulas for CO2 and SlowMo.
 
-    Source: THEORY, derivation, step 3.
+    Source: docs/theory.md, derivation, step 3.
     """
     tau, beta, eta = setting.local_steps, setting.momentum, setting.virtual_step
     apart = abs(eta - setting.inner_step)
@@ -168,12 +89,12 @@ def drift(setting: Setting) -> float:
     """The mean over k = 0 ... tau-1 of r_k^2, the bound of E mean_i |x^i - mean|^2.
 
     A step x - gamma grad f_i(x) of a convex function with gamma <= 2/L brings points no further
-    apart, so distances grow by the factor a = 1, else a = 1 + gamma L. (The page demands zeta = 0
-    for a = 1; that is not needed: x^i - mean is split at the averaged point, where the first part
-    is a nonexpansive map of every f_i and only the second is heterogeneity.) Infinite where it is
-    too large for a number.
+    apart, so distances grow by the factor a = 1, else a = 1 + gamma L. This holds for heterogeneous
+    workers, too: x^i - mean is split at the averaged point, where the first part is a nonexpansive
+    map of every f_i and only the second is heterogeneity. Infinite where it is too large for a
+    number.
 
-    Source: THEORY, derivation, step 4.
+    Source: docs/theory.md, derivation, step 4.
     """
     step = setting.inner_step
     growth = 1 + step * setting.smoothness
@@ -190,13 +111,15 @@ def drift(setting: Setting) -> float:
     return total / setting.local_steps
 
 
-def load(setting: Setting) -> float:
-    """L eta + 2 L sqrt(C). The theorem holds where it is below 1.
+def load(setting: Setting, condition: float = 1.0) -> float:
+    """L eta + 2 L sqrt(C). The theorem holds where it is below 1. Proportional to gamma.
 
-    Source: THEORY, bound: L sqrt(C) < (1 - L eta)/2. Proportional to gamma.
+    `condition` multiplies C: less than 1 is wrong, and shows whether a check would notice.
+
+    Source: docs/theory.md, bound: L sqrt(C) < (1 - L eta)/2.
     """
-    smooth = setting.smoothness
-    return smooth * (setting.virtual_step + 2 * math.sqrt(gap_constants(setting)[0]))
+    by_gradients, _ = gap_constants(setting)
+    return setting.smoothness * (setting.virtual_step + 2 * math.sqrt(condition * by_gradients))
 
 
 def largest_inner_step(setting: Setting) -> float:
@@ -204,16 +127,16 @@ def largest_inner_step(setting: Setting) -> float:
     return setting.inner_step / load(setting)
 
 
-def evaluate(setting: Setting) -> Bound | Infeasible:
-    """The four terms, or why there are none.
+def evaluate(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
+    """The four terms, or why there are none. `condition` is that of `load`.
 
     The split (c, rho) is the best one: K = (1 + 1/rho)/c with the largest rho is
     1/((u - y) - B/y) for y = u - c, u = 1 - L eta and B = L^2 C; its least value, at y = sqrt(B),
     is 1/(u - 2 sqrt(B)) = 1/(1 - load).
 
-    Source: THEORY, bound, and derivation, steps 2 to 5.
+    Source: docs/theory.md, bound, and derivation, steps 2 to 5.
     """
-    taken = load(setting)
+    taken = load(setting, condition)
     if not taken < 1:
         return Infeasible(load=taken, largest_inner_step=largest_inner_step(setting))
     smooth, eta = setting.smoothness, setting.virtual_step
@@ -249,18 +172,18 @@ def tuned(setting: Setting) -> Setting:
             " or a gap above 0"
         )
     largest = math.log(largest_inner_step(setting))
-    lower = max(largest + math.log(_SMALLEST), math.log(_LEAST) + _EDGE)
-    upper = min(largest + math.log1p(-_EDGE), math.log(_MOST) - _EDGE)
+    lower = max(largest + math.log(_SMALLEST_FRACTION), math.log(SMALLEST) + _EDGE)
+    upper = min(largest + math.log1p(-_EDGE), math.log(LARGEST) - _EDGE)
     if upper <= lower:
         raise OptionError(
-            f"the largest feasible inner step is {math.exp(largest):g}; it must be from {_LEAST:g}"
-            f" to {_MOST:g}"
+            f"the largest feasible inner step is {math.exp(largest):g}; it must be from"
+            f" {SMALLEST:g} to {LARGEST:g}"
         )
 
     def total(position: float) -> float:
-        found = evaluate(replace(setting, inner_step=math.exp(position)))
-        if isinstance(found, Bound) and math.isfinite(found.total):
-            return math.log(found.total)
+        bound = evaluate(replace(setting, inner_step=math.exp(position)))
+        if isinstance(bound, Bound) and math.isfinite(bound.total):
+            return math.log(bound.total)
         return _BEYOND + position - lower
 
     best = minimize_scalar(total, bounds=(lower, upper), method="bounded")
@@ -278,7 +201,7 @@ def rate_step(setting: Setting, scale: float) -> Setting:
 
     `scale` = sqrt(2 Delta/(L sigma^2)) makes the optimization and the noise term least together.
 
-    Source: THEORY, rate form.
+    Source: docs/theory.md, rate form.
     """
     eta = scale * math.sqrt(setting.workers / (setting.rounds * setting.local_steps))
     unit = replace(setting, inner_step=1.0).virtual_step
@@ -308,7 +231,3 @@ def published(setting: Setting) -> float | Infeasible:
         + 4 * noise * at.smoothness * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
         + 8 * noise * at.smoothness * tau / steps * beta**2 / (1 - beta**2)
     )
-
-
-def _short(value: int) -> str:
-    return f"{value}" if value < 10**9 else f"{value:.3g}" if value < 10**300 else "above 1e300"

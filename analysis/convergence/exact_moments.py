@@ -4,7 +4,7 @@ With diagonal Hessians every coordinate is a linear system of its own: a round m
 (x, m, 1) to another plus noise, also when workers have different Hessians and centres, because all
 of them start the round at the same x. Second moments of the state then obey a linear recursion.
 
-Source: THEORY, "Exact oracles on quadratics"; different workers are our extension.
+Source: docs/theory.md, exact oracles; different workers are our extension.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from analysis.convergence.objectives.problems import Array, Quadratic
-from analysis.convergence.simulate import Variants
+from analysis.convergence.simulate import RunSize, Variants
 from co2sim.errors import OptionError
 
 _PAIRS = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))
@@ -55,21 +55,20 @@ class Moments:
 def exact(
     problem: Quadratic,
     which: Variants,
+    size: RunSize,
     *,
-    workers: int,
-    rounds: int,
-    local_steps: int,
-    delay: int = 1,
     spread: bool = False,
 ) -> Moments:
-    """The moments of `experiment.run` with Gaussian noise. `spread` is NaN unless asked for.
+    """The moments of `simulate.run` with Gaussian noise. `spread` is NaN unless asked for.
 
-    Delay 1 is CO2, 0 SlowMo. The sum over rounds takes log2(rounds) matrix products, the spread a
-    loop over rounds. Raises OptionError for other delays and for what is not linear.
+    The number of seeds does not matter. Delay 1 is CO2, 0 SlowMo. The sum over rounds takes
+    log2(rounds) matrix products, the spread a loop over rounds. Raises OptionError for other delays
+    and for what is not linear.
     """
-    _check(which, delay)
-    inside = _round(problem, which, workers, local_steps)
-    matrix = _second(*_linear(inside, which, delay))
+    _check(which, size.delay)
+    rounds = size.rounds
+    inside = _round(problem, which, size.workers, size.local_steps)
+    matrix = _second(*_linear(inside, which, size.delay))
     state = np.zeros((*matrix.shape[:2], len(_PAIRS)))
     state[..., 0], state[..., 2], state[..., 5] = problem.start**2, problem.start, 1.0
     with np.errstate(over="ignore", invalid="ignore"):
@@ -87,7 +86,7 @@ def exact(
             + 2 * (inside.cross - inside.pull * inside.shift)[here].sum(0) * mean
             + rounds * (inside.shifts - inside.shift**2 + inside.own - inside.noise)[here].sum(0)
         )
-        steps = rounds * local_steps
+        steps = rounds * size.local_steps
         widest = np.full(len(which), np.nan)
         if spread:
             widest = _widest(problem, inside, matrix, state, rounds)
@@ -102,8 +101,8 @@ def exact(
 def is_stable(progress: float, momentum: float, delay: int = 1) -> bool:
     """Whether a round contracts. `progress` is alpha q/Lambda, with q = 1 - (1 - gamma lambda)^tau.
 
-    Source: THEORY; the Jury conditions of s^2 - (1 + beta) s + beta + alpha q (CO2) and of
-    s^2 - (1 + beta - alpha q) s + beta (SlowMo).
+    These are the Jury conditions of s^2 - (1 + beta) s + beta + alpha q (CO2) and of
+    s^2 - (1 + beta - alpha q) s + beta (SlowMo). Source: docs/theory.md, exact oracles.
     """
     return 0 < progress < edge(momentum, delay)
 
@@ -117,7 +116,7 @@ def stationary(progress: float, momentum: float, jump: float, delay: int = 1) ->
     """The stationary variance of x in one coordinate.
 
     `jump` is the variance of alpha gamma nu/Lambda, the noise of one outer step. Infinite beyond
-    the edge. Source: THEORY.
+    the edge. Source: docs/theory.md, exact oracles.
     """
     if not is_stable(progress, momentum, delay):
         return float("inf")
@@ -150,14 +149,14 @@ def _round(problem: Quadratic, which: Variants, workers: int, steps: int) -> _Ro
     ratio = 1 - which.inner_step[:, None, None] * problem.curvature
     variance = (which.inner_step**2 * which.noise / len(problem.start))[:, None, None]
     pull, noise = np.ones_like(ratio), np.zeros_like(ratio)
-    found: list[tuple[Array, ...]] = []
+    moments: list[tuple[Array, ...]] = []
     for _ in range(steps + 1):
         shift = (1 - pull) * problem.centre
         parts = (pull, shift, noise / workers, pull**2, pull * shift, shift**2, noise)
-        found.append(tuple(np.broadcast_to(part, ratio.shape).mean(axis=1) for part in parts))
+        moments.append(tuple(np.broadcast_to(part, ratio.shape).mean(axis=1) for part in parts))
         noise = ratio**2 * noise + variance
         pull = pull * ratio
-    return _Round(*(np.array(part) for part in zip(*found, strict=True)))
+    return _Round(*(np.array(part) for part in zip(*moments, strict=True)))
 
 
 def _linear(inside: _Round, which: Variants, delay: int) -> tuple[Array, Array]:
@@ -182,14 +181,14 @@ def _linear(inside: _Round, which: Variants, delay: int) -> tuple[Array, Array]:
 
 def _second(matrix: Array, noise: Array) -> Array:
     """The matrix of the vector of second moments of (x, m, 1): [..., 6, 6]."""
-    found = np.zeros((*matrix.shape[:-2], len(_PAIRS), len(_PAIRS)))
+    lifted = np.zeros((*matrix.shape[:-2], len(_PAIRS), len(_PAIRS)))
     for row, (i, j) in enumerate(_PAIRS):
         for column, (k, n) in enumerate(_PAIRS):
-            found[..., row, column] = matrix[..., i, k] * matrix[..., j, n]
+            lifted[..., row, column] = matrix[..., i, k] * matrix[..., j, n]
             if k != n:
-                found[..., row, column] += matrix[..., i, n] * matrix[..., j, k]
-        found[..., row, -1] += noise[..., i, j]
-    return found
+                lifted[..., row, column] += matrix[..., i, n] * matrix[..., j, k]
+        lifted[..., row, -1] += noise[..., i, j]
+    return lifted
 
 
 def _accumulate(matrix: Array, state: Array, rounds: int) -> tuple[Array, Array]:

@@ -1,187 +1,233 @@
-"""The report of `co2analysis verify`: every number in it comes from the run."""
+"""The report of `co2analysis verify`: every number in it comes from the run.
 
+Its words are in templates/verify.md.j2. The HTML is the same page with its pictures inside.
+"""
+
+import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from analysis.convergence import figures
-from analysis.convergence.pages import Block, Heading, Picture, Table, Text, markdown, to_html
-from analysis.convergence.protocol.rates import FEATURES, STRATA
-from analysis.convergence.protocol.verify import Findings
-from analysis.convergence.report_grid import grid_blocks, short, term_blocks
+from analysis.convergence.bound import TERMS
+from analysis.convergence.protocol.checks import Findings
+from analysis.convergence.protocol.controls import Rescue
+from analysis.convergence.protocol.isolation import TermPart
+from analysis.convergence.protocol.rate_fits import FEATURES, STRATA, RateFit, SlopeAgreement
+from analysis.convergence.protocol.rescue import RescueLine
+from analysis.convergence.protocol.tightness import LATE, RatioGroup, Sensitivity, margin
 
 
-def files(found: Findings, folder: Path, seconds: float) -> dict[Path, bytes]:
+@dataclass(frozen=True, slots=True)
+class TermLine:
+    """One term at a share of the largest inner step; its ratios for several tau, as texts."""
+
+    term: str
+    fraction: float
+    ratios: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RescueTable:
+    """What penalty and clipping did on one family: a line for each rule, a column for each step."""
+
+    columns: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyContext:
+    """What the template shows.
+
+    `passing` are the terms that may be too small by some factor without being noticed, `unseen` the
+    parts of the bound that could be missing, `unseen_usually` the terms that could be missing
+    without the runs that begin at a minimum.
+    """
+
+    title: str
+    findings: Findings
+    seconds: float
+    margin_of_8_seeds: float
+    groupings: tuple[tuple[str, Mapping[str, RatioGroup]], ...]
+    term_columns: tuple[str, ...]
+    term_lines: tuple[TermLine, ...]
+    passing: Mapping[str, Sensitivity]
+    unseen: tuple[str, ...]
+    unseen_usually: tuple[str, ...]
+    only_outer_step_seen: bool
+    strata: Sequence[tuple[str, float, float]]
+    features: Sequence[str]
+    rescue_tables: tuple[RescueTable, ...]
+
+
+def files(findings: Findings, folder: Path, seconds: float) -> dict[Path, bytes]:
     """The report as Markdown and HTML, its figures, and the numbers as JSON."""
     pictures = {
-        "bound.png": figures.bound_figure(found.rows),
-        "rates.png": figures.rates_figure(found.rates),
-        "rescue.png": figures.rescue_figure(found.controls["rescue"]),
-        "oracle.png": figures.oracle_figure(found.oracle),
+        "bound.png": figures.bound_figure(findings.rows),
+        "rates.png": figures.rates_figure(findings.rates),
+        "rescue.png": figures.rescue_figure(findings.isolation.rescue),
+        "oracle.png": figures.oracle_figure(findings.oracle),
     }
-    blocks = list(_blocks(found, seconds))
+    context = make_context(findings, seconds)
+    page = render_markdown(context)
     whole = {folder / name: content for name, content in pictures.items()}
-    whole[folder / "report.md"] = markdown(blocks)
-    whole[folder / "report.html"] = to_html(blocks, pictures)
-    whole[folder / "results.json"] = json.dumps(found.to_dict(), indent=1).encode()
+    whole[folder / "report.md"] = page.encode()
+    whole[folder / "report.html"] = render_html(context.title, page, pictures).encode()
+    whole[folder / "results.json"] = json.dumps(findings.to_dict(), indent=1).encode()
     return whole
 
 
-def _blocks(found: Findings, seconds: float) -> Iterator[Block]:
-    yield Heading("The convergence bound of CO2, checked", 1)
-    kind = "quick protocol" if found.quick else "whole protocol"
-    verdict = "Everything holds." if found.passed else "NOT everything holds; see below."
-    yield Text(
-        f"{verdict} {kind.capitalize()}: {found.cells} cells,"
-        f" {found.grid['configurations']:,} distinct configurations of the bound (of"
-        f" {found.grid['settings']:,} settings), {seconds:.0f} s"
-        " (cells of an earlier run that was interrupted are not counted in the time)."
+def make_context(findings: Findings, seconds: float) -> VerifyContext:
+    """The numbers that are not among the findings themselves."""
+    grid = findings.grid
+    noticed, usually = grid.noticed, grid.noticed_usually
+    taus = tuple(dict.fromkeys(part.tau for part in findings.isolation.terms))
+    return VerifyContext(
+        title="The convergence bound of CO2, checked",
+        findings=findings,
+        seconds=seconds,
+        margin_of_8_seeds=margin(8),
+        groupings=(
+            ("problem", grid.by_family),
+            ("largest term of the bound", grid.by_term),
+            ("penalty", grid.by_penalty),
+            ("delay", grid.by_delay),
+        ),
+        term_columns=tuple(f"part/term, tau = {tau}" for tau in taus),
+        term_lines=tuple(_term_lines(findings.isolation.terms, taus)),
+        passing={name: noticed[name] for name in TERMS if noticed[name].begins > 0},
+        unseen=tuple(name for name, part in noticed.items() if part.begins <= 0),
+        unseen_usually=tuple(name for name in TERMS if usually[name].begins <= 0),
+        only_outer_step_seen=noticed[LATE].begins <= 0 < noticed["staleness"].begins,
+        strata=STRATA,
+        features=FEATURES,
+        rescue_tables=tuple(map(_rescue_table, findings.isolation.rescue)),
     )
-    lines = [[c.claim, "holds" if c.passed else "FAILS", c.found] for c in found.checks]
-    yield Table(["claim", "", "found"], lines)
-    yield from grid_blocks(found.grid)
-    yield from term_blocks(found.grid, found.controls["terms"])
-    yield from _rates(found.rates)
-    yield from _isolation(found.controls)
-    yield from _oracle(found.oracle)
 
 
-def _rates(rates: Mapping[str, Any]) -> Iterator[Block]:
-    yield Heading("Rates")
-    yield Picture(
-        "rates.png",
-        "Exact value against T for alpha = 1, beta = 0, G = 8 and gamma L tau below 1; solid: the"
-        " fit of four terms to cells with gamma L tau below 0.5; dotted: the same fit less its term"
-        " G tau/T, not fitted again",
-    )
-    yield Text(
-        "Step of the rate form: eta = sqrt(G/(T tau)), alpha = 1 - beta. Slopes are exponents of a"
-        " power law in G, tau and T, exact, by strata of gamma L tau: "
-        + ", ".join(f"{name} {low:g} to {high:g}" for name, low, high in STRATA)
-        + "."
-    )
-    rows = [
-        [
-            line["family"],
-            f"{line['beta']:g}",
-            line["stratum"],
-            f"{line['cells']}",
-            *(f"{value:+.3f}" for value in line["slopes"]),
-        ]
-        for line in rates["slopes"]
-    ]
-    yield Table(["problem", "beta", "stratum", "cells", "G", "tau", "T"], rows)
-    yield Text("Simulated slopes, three standard errors either way, and the oracle's, same cells:")
-    rows = [
-        [
-            line["family"],
-            f"{line['beta']:g}",
-            f"{line['cells']}",
-            *(
-                f"{m:+.3f} [{low:+.3f}, {high:+.3f}], oracle {exact:+.3f}"
-                for m, low, high, exact in zip(
-                    line["measured"], line["low"], line["high"], line["exact"], strict=True
-                )
-            ),
-        ]
-        for line in rates["agreement"]
-    ]
-    yield Table(["problem", "beta", "cells", "G", "tau", "T"], rows)
-    yield Text(
-        "Nonnegative coefficients of the four features, with the 95 % interval of a bootstrap over"
-        " cells, and the root mean square of the relative errors of this fit and of one that is"
-        " made again without G tau/T, on cells with gamma L tau below 0.5:"
-    )
-    rows = [
-        [
-            line["family"],
-            f"{line['beta']:g}",
-            *(
-                f"{c:.3f} [{low:.3f}, {high:.3f}]"
-                for c, low, high in zip(
-                    line["coefficients"], line["low"], line["high"], strict=True
-                )
-            ),
-            f"{line['error']:.1%}",
-            f"{line['error_without']:.1%}",
-        ]
-        for line in rates["fits"]
-    ]
-    yield Table(["problem", "beta", *FEATURES, "error", "refitted without G tau/T"], rows)
-
-
-def _isolation(found: Mapping[str, Any]) -> Iterator[Block]:
-    yield Heading("Staleness alone")
-    yield Text(
-        "CO2 minus SlowMo with the same noise, tau = 4, G = 4; beside it the standard error that"
-        " independent noise would have given."
-    )
-    rows = [
-        [
-            line["family"],
-            short(line["gamma"]),
-            f"{line['beta']:g}",
-            short(line["synchronous"]),
-            f"{line['excess']:.3g} ± {line['error']:.1g}",
-            f"± {line['alone']:.1g}",
-        ]
-        for line in found["staleness"]
-    ]
-    yield Table(["problem", "gamma", "beta", "SlowMo", "excess of CO2", "if noise differed"], rows)
-    yield Heading("Where penalty and clipping rescue a run, and where they cost")
-    yield Picture(
-        "rescue.png",
-        "Mean squared gradient with penalties and clips; arrows: above the figure, with the value",
-    )
-    yield Text(
-        "tau = 16, G = 8, alpha = 1, beta = 0.5, measured mean squared gradient over that at the"
-        " start; above 1 (marked lost) a run is worse than not moving. Clips are in units of"
-        " gradients; the share of clipped elements stands in parentheses. Runs that clip are no"
-        " part of the bound check."
-    )
-    for part in found["rescue"]:
-        loads = list(dict.fromkeys(line["load"] for line in part["lines"]))
-        rules = list(dict.fromkeys(line["rule"] for line in part["lines"]))
-        rows = [
-            [rule, *(_cell(line, part["first"]) for line in part["lines"] if line["rule"] == rule)]
-            for rule in rules
-        ]
-        name = "CO2" if part["delay"] else "SlowMo"
-        yield Table(
-            [f"{name}, {part['family']}", *(f"gamma L tau = {load:g}" for load in loads)], rows
+def _term_lines(parts: Sequence[TermPart], taus: Sequence[int]) -> list[TermLine]:
+    """Terms in the order of the alphabet; a term that is 0 for some tau has no ratio there."""
+    ratios: dict[tuple[str, float], dict[int, float]] = {}
+    for part in parts:
+        if part.ratio is not None:
+            ratios.setdefault((part.term, part.fraction), {})[part.tau] = part.ratio
+    lines = [
+        TermLine(
+            term, fraction, tuple(f"{by_tau[tau]:.3f}" if tau in by_tau else "-" for tau in taus)
         )
-    yield Heading("What must fail")
-    controls = found["controls"]
-    yield Text(
-        f"A fixed step has the slope {controls['fixed_slope']:+.3f} in T, that of the rate form"
-        f" {controls['scaled_slope']:+.3f}. Runs of the simulator without the delay fit SlowMo's"
-        f" oracle, which shares no code with it (|z| up to"
-        f" {controls['delay_0_against_delay_0']:.1f}), and that of CO2 refuses them (|z| up to"
-        f" {controls['delay_0_against_delay_1']:.0f}). At the edge of stability, without noise:"
-    )
-    rows = [
-        [f"{e['alpha']:g}", f"{e['beta']:g}", f"{e['factor']:g}", f"{e['growth']:.3g}"]
-        for e in controls["beyond"]
+        for (term, fraction), by_tau in ratios.items()
     ]
-    yield Table(["alpha", "beta", "alpha q over the edge", "f - f_inf, round 1000 over 500"], rows)
+    return sorted(lines, key=lambda line: line.term)
 
 
-def _cell(line: Mapping[str, Any], first: float) -> str:
-    text = f"{line['measured'] / first:.2g}"
-    if line["clipped"]:
-        text += f" ({line['clipped']:.0%})"
-    return f"{text}, lost" if line["lost"] else text
-
-
-def _oracle(found: Mapping[str, Any]) -> Iterator[Block]:
-    yield Heading("Oracles")
-    yield Picture("oracle.png", "Scores of simulated means, and edges of stability")
-    yield Text(
-        "Identities (z from points, sums from the noisy gradients, also within rounds): largest"
-        f" relative error {found['largest_identity_error']:.1e} on {found['identities']} settings."
-        f" {len(found['scores'])} z on"
-        f" {found['configurations']} configurations, the largest {found['largest_score']:.2f}."
-        f" Edge of stability on {len(found['edges'])} (alpha, beta): largest distance"
-        f" {found['largest_edge_error']:.1e}."
+def _rescue_table(rescue: Rescue) -> RescueTable:
+    loads = dict.fromkeys(line.load for line in rescue.lines)
+    rules = dict.fromkeys(line.rule for line in rescue.lines)
+    name = f"{'CO2' if rescue.delay else 'SlowMo'}, {rescue.family}"
+    return RescueTable(
+        (name, *(f"gamma L tau = {load:g}" for load in loads)),
+        tuple(
+            (rule, *(_rescued(line, rescue.first) for line in rescue.lines if line.rule == rule))
+            for rule in rules
+        ),
     )
+
+
+def _rescued(line: RescueLine, first: float) -> str:
+    text = f"{line.measured / first:.2g}"
+    if line.clipped:
+        text += f" ({line.clipped:.0%})"
+    return f"{text}, lost" if line.lost else text
+
+
+def render_markdown(context: VerifyContext) -> str:
+    """The page; pictures are files beside it."""
+    names = [field.name for field in fields(context)]
+    template = _environment().get_template("verify.md.j2")
+    return template.render({name: getattr(context, name) for name in names})
+
+
+def render_html(title: str, page: str, pictures: Mapping[str, bytes]) -> str:
+    """A Markdown page as HTML with pictures and their captions; HTML in it is shown as text."""
+    parser = MarkdownIt("js-default")
+    blocks = parser.parse(page)
+    for block in blocks:
+        if block.children and block.children[0].type == "image":
+            image = block.children[0]
+            data = base64.b64encode(pictures[str(image.attrs["src"])]).decode()
+            image.attrSet("src", f"data:image/png;base64,{data}")
+            caption = Token("text", "", 0, content=image.content)
+            block.children += [Token("hardbreak", "br", 0), caption]
+    body = parser.renderer.render(blocks, parser.options, {})
+    return _environment().get_template("page.html.j2").render(title=title, body=body)
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("analysis.convergence"),
+        autoescape=select_autoescape(enabled_extensions=("html.j2",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals |= {"row": row, "columns": columns}
+    environment.filters |= {
+        "number": format,
+        "short": short,
+        "seeds": _seeds,
+        "begins": _begins,
+        "coefficients": _coefficients,
+        "agreements": _agreements,
+    }
+    return environment
+
+
+def row(*cells: object) -> str:
+    """A row of a Markdown table, with a cell for each element of a list; no cell can break it."""
+    return "| " + " | ".join(text.replace("|", "\\|") for text in _texts(cells)) + " |"
+
+
+def columns(*names: object) -> str:
+    """The first two lines of a Markdown table, of names and lists of names."""
+    return f"{row(*names)}\n{row(['---'] * len(_texts(names)))}"
+
+
+def _texts(cells: Sequence[object]) -> list[str]:
+    lists = (cell if isinstance(cell, list | tuple) else [cell] for cell in cells)
+    return [str(cell) for cells in lists for cell in cells]
+
+
+def short(value: object) -> str:
+    """Three digits of a number."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _seeds(group: RatioGroup) -> str:
+    least, most = group.least_seeds, group.most_seeds
+    if most == 0:
+        return "exact"
+    low = "exact" if least == 0 else f"{least:,}"
+    return low if least == most else f"{low} to {most:,}"
+
+
+def _begins(part: Sensitivity) -> str:
+    return f"x {part.begins:.3f}" if part.begins > 0 else "never"
+
+
+def _coefficients(fit: RateFit) -> list[str]:
+    parts = zip(fit.coefficients, fit.low, fit.high, strict=True)
+    return [f"{value:.3f} [{low:.3f}, {high:.3f}]" for value, low, high in parts]
+
+
+def _agreements(line: SlopeAgreement) -> list[str]:
+    parts = zip(line.measured, line.low, line.high, line.exact, strict=True)
+    return [
+        f"{value:+.3f} [{low:+.3f}, {high:+.3f}], oracle {exact:+.3f}"
+        for value, low, high, exact in parts
+    ]

@@ -59,6 +59,20 @@ def variants(
     return Variants(*parts, gap_aware=np.array(flags, dtype=bool))  # type: ignore[misc]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSize:
+    """How much is run: `workers` is G, `rounds` T, `local_steps` tau, every seed a run of its own.
+
+    `delay` is how many rounds late the average of a round is used: 1 or more is CO2, 0 is SlowMo.
+    """
+
+    workers: int
+    rounds: int
+    local_steps: int
+    seeds: int = 1
+    delay: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What was measured, per variant and seed: [C, S], or per variant: [C].
@@ -81,7 +95,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class Trajectory:
     """Every round of a run: x_t, m_t (T + 1 of each) and D_t: [rounds, C, S, d]."""
 
     points: Array
@@ -89,84 +103,106 @@ class Path:
     sums: Array
 
 
-def run(  # noqa: PLR0913 - one argument per size
+def run(
     problem: Problem,
     which: Variants,
+    size: RunSize,
     *,
-    workers: int,
-    rounds: int,
-    local_steps: int,
-    seeds: int,
-    delay: int = 1,
     seed: int | Sequence[int] = 0,
     sampler: Sampler | None = None,
     apart: bool = False,
 ) -> Outcome:
-    """Run all variants from the problem's start.
+    """Run all variants from the problem's start; noise is Gaussian unless a sampler is given.
 
-    `delay` is how many rounds late the average of a round is used: 1 or more is CO2, 0 is SlowMo.
     With `apart` every variant has noise of its own, else all have the same.
     What diverges becomes infinite or NaN, without a warning. Raises OptionError for a negative
     delay, and for a gap-aware penalty without delay.
     """
-    return walk(
-        problem,
-        which,
-        workers=workers,
-        rounds=rounds,
-        local_steps=local_steps,
-        seeds=seeds,
-        delay=delay,
-        seed=seed,
-        sampler=sampler,
-        apart=apart,
-    )[0]
+    simulation = _Simulation(problem, which, size, sampler or Gaussian(problem), seed, apart)
+    for _ in range(size.rounds):
+        simulation.next_round()
+    return simulation.outcome()
 
 
-def walk(  # noqa: PLR0913 - one argument per size
+def walk(
     problem: Problem,
     which: Variants,
+    size: RunSize,
     *,
-    workers: int,
-    rounds: int,
-    local_steps: int,
-    seeds: int,
-    delay: int = 1,
     seed: int | Sequence[int] = 0,
     sampler: Sampler | None = None,
-    apart: bool = False,
-    record: bool = False,
-) -> tuple[Outcome, Path | None]:
-    """As `run`, and with `record` the path as well."""
-    if delay < 0:
-        raise OptionError(f"delay is {delay}; it must be at least 0")
-    if delay == 0 and which.gap_aware.any():
-        raise OptionError("a gap-aware penalty needs a delay of at least 1")
-    local = _Local(problem, sampler or Gaussian(problem), which, workers, local_steps)
-    outer = _Outer(which, seeds, len(problem.start))
-    rng = np.random.default_rng(seed)
-    x = np.broadcast_to(problem.start, (len(which), seeds, len(problem.start))).copy()
-    shape = ((len(which),) if apart else ()) + (seeds, workers)
-    per_round = local_steps * math.prod(shape) * len(problem.start)
-    ahead = max(1, min(rounds, _CHUNK // per_round))
-    sums: list[Array] = []
-    kept: list[tuple[Array, Array, Array]] = []
-    with np.errstate(over="ignore", invalid="ignore"):
-        for turn in range(rounds):
-            if turn % ahead == 0:
-                drawn = local.sampler.draw(rng, (ahead * local_steps, *shape))
-            first = turn % ahead * local_steps
-            sums.append(local.steps(x, drawn[first : first + local_steps]))
-            due = sums.pop(0) if len(sums) > delay else None
-            following = outer.step(x, due)
-            if record:
-                kept.append((x, outer.momentum, sums[-1] if delay else due))  # type: ignore[arg-type]
-            x = following
-        outcome = _outcome(problem, local, outer, x, rounds)
-    if not record:
-        return outcome, None
-    points, momenta, found = (np.array(part) for part in zip(*kept, strict=True))
-    return outcome, Path(np.concatenate([points, x[None]]), momenta, found)
+) -> tuple[Outcome, Trajectory]:
+    """As `run` without `apart`, and every round with it."""
+    simulation = _Simulation(problem, which, size, sampler or Gaussian(problem), seed, apart=False)
+    rounds = [simulation.next_round() for _ in range(size.rounds)]
+    points, momenta, sums = (np.array(part) for part in zip(*rounds, strict=True))
+    last = simulation.x[None]
+    return simulation.outcome(), Trajectory(np.concatenate([points, last]), momenta, sums)
+
+
+class _Simulation:
+    """A run under way: draws noise ahead, takes local steps, hands averages on when they are due.
+
+    `x` is [C, S, d].
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        which: Variants,
+        size: RunSize,
+        sampler: Sampler,
+        seed: int | Sequence[int],
+        apart: bool,  # noqa: FBT001
+    ) -> None:
+        if size.delay < 0:
+            raise OptionError(f"delay is {size.delay}; it must be at least 0")
+        if size.delay == 0 and which.gap_aware.any():
+            raise OptionError("a gap-aware penalty needs a delay of at least 1")
+        dimension = len(problem.start)
+        self.size = size
+        self.rng = np.random.default_rng(seed)
+        self.local = _Local(problem, sampler, which, size.workers, size.local_steps)
+        self.outer = _Outer(which, size.seeds, dimension)
+        self.x: Array = np.broadcast_to(problem.start, (len(which), size.seeds, dimension)).copy()
+        self.shape = ((len(which),) if apart else ()) + (size.seeds, size.workers)
+        per_round = size.local_steps * math.prod(self.shape) * dimension
+        self.ahead = max(1, min(size.rounds, _CHUNK // per_round))
+        self.drawn: NDArray[Any] = np.zeros(0)
+        self.waiting: list[Array] = []
+        self.done = 0
+
+    def next_round(self) -> tuple[Array, Array, Array]:
+        """Take one round: the x that it began with, its momentum, and its sum of gradients D."""
+        count = self.size.local_steps
+        place = self.done % self.ahead * count
+        if place == 0:
+            self.drawn = self.local.sampler.draw(self.rng, (self.ahead * count, *self.shape))
+        began = self.x
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = self.local.steps(began, self.drawn[place : place + count])
+            self.waiting.append(total)
+            due = self.waiting.pop(0) if len(self.waiting) > self.size.delay else None
+            self.x = self.outer.step(began, due)
+        self.done += 1
+        return began, self.outer.momentum, total
+
+    def outcome(self) -> Outcome:
+        """What was measured until here."""
+        local, outer, shape = self.local, self.outer, self.x.shape[:2]
+        steps = self.done * self.size.local_steps
+        with np.errstate(over="ignore", invalid="ignore"):
+            value = local.problem.value(self.x)
+        return Outcome(
+            gradient=np.broadcast_to(local.gradient / steps, shape).copy(),
+            drift=np.broadcast_to(local.drift / steps, shape).copy(),
+            value=value,
+            spread=local.spread,
+            variance=local.variance,
+            clipped=outer.clipped / self.done,
+            penalty=outer.penalty,
+            final=self.x,
+        )
 
 
 class _Local:
@@ -241,7 +277,8 @@ class _Outer:
     def _penalty(self, due: Array) -> Array:
         """Lambda of this round, [C, S], from what is known without the sum that it divides.
 
-        Source: THEORY (any rule that knows only x_{s,0}, s <= t); the rule itself is ours.
+        Source: docs/theory.md, bound (any rule that knows only x_{s,0}, s <= t); the rule
+        itself is ours.
         """
         which = self.which
         constant = np.broadcast_to(which.penalty[:, None], due.shape[:2])
@@ -253,21 +290,6 @@ class _Outer:
         length = np.sqrt((due**2).sum(axis=-1)) * self.factor[:, :, 0]
         self.longest = np.fmax(self.longest, length)
         return np.where(which.gap_aware[:, None], 1 + share, constant)
-
-
-def _outcome(problem: Problem, local: _Local, outer: _Outer, x: Array, rounds: int) -> Outcome:
-    count, seeds = x.shape[:2]
-    taken = rounds * local.count
-    return Outcome(
-        gradient=np.broadcast_to(local.gradient / taken, (count, seeds)).copy(),
-        drift=np.broadcast_to(local.drift / taken, (count, seeds)).copy(),
-        value=problem.value(x),
-        spread=local.spread,
-        variance=local.variance,
-        clipped=outer.clipped / rounds,
-        penalty=outer.penalty,
-        final=x,
-    )
 
 
 def select(which: Variants, chosen: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Variants:

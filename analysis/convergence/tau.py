@@ -7,9 +7,15 @@ from pathlib import Path
 from joblib import Parallel, delayed
 
 from analysis.convergence import bound
-from analysis.convergence.bound import Bound, Setting
+from analysis.convergence.bound import Bound
+from analysis.convergence.setting import Setting
 from co2sim.case import Case, vary
 from co2sim.errors import OptionError
+from co2sim.result import Prepared
+from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies.co2 import CO2
+from co2sim.strategies.local_sgd import LocalSGD
+from co2sim.strategies.slowmo import SlowMo
 from co2sim.study import run
 from co2sim.units import Seconds
 from realrun import record
@@ -20,6 +26,8 @@ USUAL = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Taus to simulate if none are asked for."""
 LONGEST = 4096
 """Where the search for the best tau ends."""
+Averaging = CO2 | SlowMo | LocalSGD
+"""The strategies that the bound is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,65 +62,75 @@ class Choice:
 
 
 def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
-    """Rounds of a strategy with every tau, by co2sim. Raises OptionError for one without a tau."""
+    """Rounds of a strategy with every tau, by co2sim.
+
+    Raises OptionError for a strategy that the bound is not about.
+    """
+    averaging(case.prepare().strategy)
     ordered = sorted(set(taus), reverse=True)
-    found = Parallel(n_jobs=-1)(delayed(_simulated)(case, tau) for tau in ordered)
-    return sorted(found, key=lambda timing: timing.tau)
+    timings = Parallel(n_jobs=-1)(delayed(_simulated)(case, tau) for tau in ordered)
+    return sorted(timings, key=lambda timing: timing.tau)
 
 
 def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[Timing]:
     """Rounds with the usual taus, and with doubled ones while the last is best after some length.
 
-    The search ends at LONGEST, and where a round is longer than all lengths.
+    The search ends at LONGEST, and where a round is longer than all lengths. Raises OptionError as
+    `simulated` does.
     """
-    found = simulated(case, USUAL)
-    while found[-1].tau < LONGEST and any(
-        choices and best(choices).timing is found[-1]
-        for choices in (after(problem, found, length) for length in lengths)
+    timings = simulated(case, USUAL)
+    while timings[-1].tau < LONGEST and any(
+        choices and best(choices).timing is timings[-1]
+        for choices in (after(problem, timings, length) for length in lengths)
     ):
-        found.append(_simulated(case, 2 * found[-1].tau))
-    return found
+        timings.append(_simulated(case, 2 * timings[-1].tau))
+    return timings
 
 
 def _simulated(case: Case, tau: int) -> Timing:
     mine = vary(case, "strategy.tau", str(tau))
     result = run(mine)
-    return _timing(mine, result.round_time_s, result.exposed_comm_s, "simulated")
+    return _timing(mine.prepare(), result.round_time_s, result.exposed_comm_s, "simulated")
 
 
 def measured(folders: Sequence[Path]) -> list[Timing]:
     """Rounds of real runs, from their folders."""
-    found = []
+    timings = []
     for folder in folders:
         kept = record.read(folder)
-        times = kept.figures
-        case = kept.case
-        exposed = times.get("exposed_comm_s")
-        found.append(
+        exposed = kept.figures.get("exposed_comm_s")
+        timings.append(
             _timing(
-                case,
-                float(times["round_time_s"]),
+                kept.case.prepare(),
+                float(kept.figures["round_time_s"]),
                 None if exposed is None else float(exposed),
                 f"measured in {folder.name}",
             )
         )
-    return sorted(found, key=lambda timing: timing.tau)
+    return sorted(timings, key=lambda timing: timing.tau)
 
 
-def _timing(case: Case, round_time: Seconds, exposed: Seconds | None, source: str) -> Timing:
-    prepared = case.prepare()
-    strategy = prepared.strategy
-    tau = getattr(strategy, "tau", None)
-    if tau is None or strategy.name not in {"co2", "slowmo", "local_sgd"}:
-        raise OptionError(f"the bound is about co2, slowmo and local_sgd, not {strategy.name}")
+def averaging(strategy: Strategy) -> Averaging:
+    """The strategy, if it is one that the bound is about. Raises OptionError if it is not."""
+    if isinstance(strategy, Averaging):
+        return strategy
+    local = "" if isinstance(strategy, LocalSteps) else ", which has no local steps"
+    raise OptionError(
+        f"the strategy is {strategy.name}{local}; the bound is about co2, slowmo and local_sgd"
+    )
+
+
+def _timing(
+    prepared: Prepared, round_time: Seconds, exposed: Seconds | None, source: str
+) -> Timing:
+    strategy = averaging(prepared.strategy)
     layout = prepared.cluster.layout
-    per_node = getattr(strategy, "worker", "gpu") == "node"
     return Timing(
-        tau=tau,
+        tau=strategy.tau,
         round_time=round_time,
         exposed=exposed,
-        workers=layout.nodes if per_node else layout.world_size,
-        delay=getattr(strategy, "staleness", 0),
+        workers=layout.nodes if strategy.worker == "node" else layout.world_size,
+        delay=strategy.staleness if isinstance(strategy, CO2) else 0,
         source=source,
     )
 
@@ -136,9 +154,9 @@ def _choice(problem: Setting, timing: Timing, rounds: int) -> Choice:
             delay=timing.delay,
         )
     )
-    found = bound.evaluate(setting)
-    assert isinstance(found, Bound)
-    return Choice(timing=timing, rounds=rounds, inner_step=setting.inner_step, bound=found)
+    reached = bound.evaluate(setting)
+    assert isinstance(reached, Bound)
+    return Choice(timing=timing, rounds=rounds, inner_step=setting.inner_step, bound=reached)
 
 
 def best(choices: Sequence[Choice]) -> Choice:
@@ -169,26 +187,26 @@ def until(problem: Setting, timing: Timing, target: float) -> Seconds | None:
 def explain(choices: Sequence[Choice], most: int) -> Iterator[str]:
     """Why the best tau is what it is, in sentences. `most` is the largest that was asked for."""
     chosen = best(choices)
-    timing, found = chosen.timing, chosen.bound
+    timing, least = chosen.timing, chosen.bound
     fastest = max(map(_steps, choices))
     yield (
         f"tau = {timing.tau} makes {_steps(chosen) / fastest:.0%} of the most steps that any tau"
         f" makes; {timing.share} of its rounds is exposed communication."
     )
-    rare = found.staleness + found.drift
+    rare = least.staleness + least.drift
     yield (
-        f"Of its bound {found.optimization / found.total:.0%} is optimization,"
-        f" {found.noise / found.total:.0%} noise, and {rare / found.total:.0%} the price of"
+        f"Of its bound {least.optimization / least.total:.0%} is optimization,"
+        f" {least.noise / least.total:.0%} noise, and {rare / least.total:.0%} the price of"
         " averaging rarely and late (staleness and drift)."
     )
     shorter = [c for c in choices if c.timing.tau < timing.tau]
     longer = [c for c in choices if c.timing.tau > timing.tau]
     if shorter:
-        yield f"{_beside(max(shorter, key=_tau), chosen, fastest)}."
+        yield f"{_compared(max(shorter, key=_tau), chosen, fastest)}."
     if longer:
         other = min(longer, key=_tau)
         yield (
-            f"{_beside(other, chosen, fastest)}: it averages"
+            f"{_compared(other, chosen, fastest)}: it averages"
             f" {chosen.rounds / other.rounds:.1f} times as rarely, and its best gamma is"
             f" {other.inner_step / chosen.inner_step:.2f} times this one."
         )
@@ -204,7 +222,7 @@ def _steps(choice: Choice) -> int:
     return choice.rounds * choice.timing.tau
 
 
-def _beside(other: Choice, chosen: Choice, fastest: int) -> str:
+def _compared(other: Choice, chosen: Choice, fastest: int) -> str:
     return (
         f"A tau of {other.timing.tau} makes {_steps(other) / fastest:.0%} of the steps"
         f" ({other.timing.share} exposed); its bound is"

@@ -12,10 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from analysis.convergence import bound
-from analysis.convergence.bound import Bound, Setting
-from analysis.convergence.objectives.mlp import Batches, Network, digits
+from analysis.convergence.bound import Bound
+from analysis.convergence.objectives.mlp import MLP, Batches, digits
 from analysis.convergence.objectives.problems import Array
-from analysis.convergence.simulate import Path, Variants, variants, walk
+from analysis.convergence.setting import Setting
+from analysis.convergence.simulate import RunSize, Trajectory, Variants, variants, walk
 from co2sim.console.tables import print_table
 
 METHODS = (("local SGD", 0, 1.0, 0.0), ("SlowMo", 0, 1.0, 0.5), ("CO2", 1, 1.0, 0.5))
@@ -67,50 +68,47 @@ def trends(
     for name, delay, outer_step, momentum in METHODS:
         for tau in taus:
             which = variants(np.array(_STEPS), outer_step=outer_step, momentum=momentum)
-            found, path = walk(
-                network,
-                which,
+            size = RunSize(
                 workers=workers,
                 rounds=steps // tau,
                 local_steps=tau,
                 seeds=seeds,
                 delay=delay,
-                sampler=Batches(network, _BATCH),
-                record=True,
             )
-            assert path is not None
-            loss = found.value.mean(axis=1)
+            outcome, path = walk(network, which, size, sampler=Batches(network, _BATCH))
+            loss = outcome.value.mean(axis=1)
             place = int(np.nanargmin(np.where(np.isfinite(loss), loss, np.inf)))
-            setting = _estimated(network, which, place, path, workers=workers, tau=tau, delay=delay)
+            setting = _estimated(network, which, place, path, size)
             yield _trend(
                 name,
                 setting,
-                found.gradient[place],
+                outcome.gradient[place],
                 network.value(path.points[:, place]),
                 target,
             )
 
 
 def _estimated(
-    network: Network, which: Variants, place: int, path: Path, *, workers: int, tau: int, delay: int
+    network: MLP, which: Variants, place: int, path: Trajectory, size: RunSize
 ) -> Setting:
     """The setting of a run, with the largest constants that were met along its first seed."""
     rng = np.random.default_rng(4)
-    rounds = len(path.points) - 1
-    visited = [path.points[turn, place, 0] for turn in np.linspace(0, rounds, _VISITS, dtype=int)]
+    visited = [
+        path.points[turn, place, 0] for turn in np.linspace(0, size.rounds, _VISITS, dtype=int)
+    ]
     sampler = Batches(network, _BATCH)
     return Setting(
         smoothness=max(network.curvature(point, rng) for point in visited),
         noise=max(sampler.variance(point, rng) for point in visited),
         heterogeneity=max(float(network.spread(point)) for point in visited),
         gap=float(network.value(network.start)),
-        workers=workers,
-        rounds=rounds,
-        local_steps=tau,
+        workers=size.workers,
+        rounds=size.rounds,
+        local_steps=size.local_steps,
         inner_step=float(which.inner_step[place]),
         outer_step=float(which.outer_step[place]),
         momentum=float(which.momentum[place]),
-        delay=delay,
+        delay=size.delay,
     )
 
 
@@ -119,7 +117,7 @@ def _trend(name: str, setting: Setting, gradient: Array, losses: Array, target: 
     below = losses <= target
     first = np.where(below.any(axis=0), below.argmax(axis=0), -1)
     got = first[first >= 0]
-    found = bound.evaluate(setting)
+    covered = bound.evaluate(setting)
     return Trend(
         method=name,
         tau=setting.local_steps,
@@ -132,7 +130,7 @@ def _trend(name: str, setting: Setting, gradient: Array, losses: Array, target: 
         smoothness=setting.smoothness,
         noise=setting.noise,
         spread=setting.heterogeneity,
-        bound=found.total if isinstance(found, Bound) else None,
+        bound=covered.total if isinstance(covered, Bound) else None,
         largest_step=bound.largest_inner_step(setting),
     )
 
@@ -143,12 +141,12 @@ LABEL = (
 )
 
 
-def to_dict(found: Sequence[Trend]) -> dict[str, Any]:
+def to_dict(lines: Sequence[Trend]) -> dict[str, Any]:
     """Plain values for JSON."""
-    return {"label": LABEL, "trends": [asdict(trend) for trend in found]}
+    return {"label": LABEL, "trends": [asdict(trend) for trend in lines]}
 
 
-def print_all(out: Console, found: Sequence[Trend], target: float) -> None:
+def print_all(out: Console, lines: Sequence[Trend], target: float) -> None:
     """The table, under its label."""
     rows = [
         (
@@ -164,7 +162,7 @@ def print_all(out: Console, found: Sequence[Trend], target: float) -> None:
             f"{trend.noise:.2f}",
             f"{trend.spread:.2f}",
         )
-        for trend in found
+        for trend in lines
     ]
     columns = (
         *("method", "tau", "best gamma", "feasible", "last loss", f"steps to {target:g}"),

@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import UnionType
-from typing import Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Protocol,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from co2sim.errors import OptionError, nearest
 from co2sim.ranges import parse_number, parse_whole
@@ -11,6 +20,7 @@ from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
 from co2sim.strategies.diloco import DiLoCo
+from co2sim.strategies.local import Worker
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.strategies.overlap_local_sgd import OverlapLocalSGD
 from co2sim.strategies.slowmo import SlowMo
@@ -42,6 +52,16 @@ class Strategy(Protocol):
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """What a rank keeps besides activations, by item."""
+
+
+@runtime_checkable
+class LocalSteps(Protocol):
+    """A strategy whose workers take `tau` steps of their own between averages."""
+
+    @property
+    def tau(self) -> int: ...  # noqa: D102
+    @property
+    def worker(self) -> Worker: ...  # noqa: D102
 
 
 STRATEGIES: dict[str, type[Any]] = {

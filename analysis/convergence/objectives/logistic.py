@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
+from analysis.convergence.objectives.datasets import scikit_learn
 from analysis.convergence.objectives.problems import Array
 from co2sim.errors import OptionError
 
@@ -78,8 +79,8 @@ class Logistic:
         workers, count, dimension = self.rows.shape
         lined = np.swapaxes(points.reshape(-1, workers, dimension), 0, 1)
         pulls = _pulls(lined @ np.swapaxes(self.rows, 1, 2), self.labels[:, None, :])
-        found = -pulls @ self.rows / count + self.ridge * lined
-        return np.asarray(np.swapaxes(found, 0, 1).reshape(points.shape))
+        slopes = -pulls @ self.rows / count + self.ridge * lined
+        return np.asarray(np.swapaxes(slopes, 0, 1).reshape(points.shape))
 
     def spread(self, point: Array) -> Array:
         """The mean of |grad f_i - grad f|^2."""
@@ -134,11 +135,11 @@ class Minibatches:
         seen = rows[drawn.astype(np.int64)]
         margins = (seen @ points[..., None])[..., 0]
         pulls = _pulls(margins, labels[drawn.astype(np.int64)])
-        found = -(pulls[..., None, :] @ seen)[..., 0, :] / self.size + self.problem.ridge * points
+        slopes = -(pulls[..., None, :] @ seen)[..., 0, :] / self.size + self.problem.ridge * points
         every = _pulls(points @ rows.T, labels)
         squares = every**2 @ (rows**2).sum(axis=-1) / len(labels)
         mean = every @ rows / len(labels)
-        return found, (squares - (mean**2).sum(axis=-1)) / self.size
+        return slopes, (squares - (mean**2).sum(axis=-1)) / self.size
 
 
 def _pulls(margins: Array, labels: Array) -> Array:
@@ -153,13 +154,7 @@ def breast_cancer(workers: int = 1, ridge: float = 0.01) -> Logistic:
     With several workers the rows are ordered by label and cut into `workers` equal parts (a few
     rows are left out), so that most workers see one label only. All start at 0.
     """
-    try:
-        from sklearn.datasets import load_breast_cancer  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        raise OptionError(
-            "the breast-cancer data need scikit-learn: pip install 'co2sim[analysis]'"
-        ) from error
-    raw, target = load_breast_cancer(return_X_y=True)
+    raw, target = scikit_learn().load_breast_cancer(return_X_y=True)
     features = (raw - raw.mean(axis=0)) / raw.std(axis=0)
     rows = np.concatenate([features, np.ones((len(features), 1))], axis=1)
     labels = 2.0 * target - 1

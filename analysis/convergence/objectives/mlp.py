@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from analysis.convergence.objectives.datasets import scikit_learn
 from analysis.convergence.objectives.problems import Array
-from co2sim.errors import OptionError
 
 _HIDDEN = 16
 _CLASSES = 10
@@ -22,7 +22,7 @@ _SMALL = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
-class Network:
+class MLP:
     """One hidden layer of tanh and a softmax, on images [G, n, 64] with labels [G, n].
 
     Workers that share all images have G = 1. Points are all parameters in a row, [..., d].
@@ -96,13 +96,13 @@ class Network:
     def curvature(self, point: Array, rng: np.random.Generator) -> float:
         """The largest eigenvalue of the Hessian of f in magnitude: an estimate by iteration."""
         direction = rng.standard_normal(point.shape)
-        found = 0.0
+        largest = 0.0
         for _ in range(_ITERATIONS):
             direction /= np.linalg.norm(direction)
             ahead, behind = point + _SMALL * direction, point - _SMALL * direction
             direction = (self.gradient(ahead) - self.gradient(behind)) / (2 * _SMALL)
-            found = float(np.linalg.norm(direction))
-        return found
+            largest = float(np.linalg.norm(direction))
+        return largest
 
     def _everything(self) -> tuple[Array, NDArray[np.int64]]:
         return self.images.reshape(-1, self.images.shape[-1]), self.labels.reshape(-1)
@@ -132,7 +132,7 @@ def _unpacked(point: Array, inputs: int) -> tuple[Array, Array, Array, Array]:
 class Batches:
     """Gradients of images drawn with replacement from a worker's own."""
 
-    problem: Network
+    problem: MLP
     size: int
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int64]:
@@ -153,18 +153,14 @@ class Batches:
         workers = len(self.problem.images)
         drawn = self.draw(rng, (1, draws, workers))[0]
         points = np.broadcast_to(point, (draws, workers, len(point)))
-        found, _ = self.gradients(points, drawn, np.zeros(1))
-        return float(found.var(axis=0, ddof=1).sum(axis=-1).mean())
+        slopes, _ = self.gradients(points, drawn, np.zeros(1))
+        return float(slopes.var(axis=0, ddof=1).sum(axis=-1).mean())
 
 
 @cache
-def digits(workers: int = 1) -> Network:
+def digits(workers: int = 1) -> MLP:
     """The 1,797 images, standardized; with several workers ordered by label and cut in parts."""
-    try:
-        from sklearn.datasets import load_digits  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        raise OptionError("the digits need scikit-learn: pip install 'co2sim[analysis]'") from error
-    raw, target = load_digits(return_X_y=True)
+    raw, target = scikit_learn().load_digits(return_X_y=True)
     images = (raw - raw.mean()) / raw.std()
     labels = target.astype(np.int64)
     if workers > 1:
@@ -180,4 +176,4 @@ def digits(workers: int = 1) -> Network:
             np.zeros(_CLASSES),
         ]
     )
-    return Network(images.reshape(workers, -1, inputs), labels.reshape(workers, -1), start)
+    return MLP(images.reshape(workers, -1, inputs), labels.reshape(workers, -1), start)

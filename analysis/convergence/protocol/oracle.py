@@ -1,16 +1,16 @@
 """The oracle layer of the protocol: identities, exact moments against simulation, stability."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from analysis.convergence import exact_moments
 from analysis.convergence.objectives.families import FAMILIES, same
-from analysis.convergence.objectives.problems import Array, Gaussian, Quadratic
-from analysis.convergence.simulate import Variants, run, select, variants, walk
+from analysis.convergence.objectives.problems import Array, Quadratic
+from analysis.convergence.protocol.identities import CASES, largest_error
+from analysis.convergence.simulate import RunSize, Variants, run, select, variants, walk
 
 IDENTITY = 1e-12
 """Largest relative error of the identities."""
@@ -24,117 +24,133 @@ _EDGE_ROUNDS = 4000
 _CO2 = [(a, b) for b in (0.0, 0.2, 0.4, 0.6, 0.8, 0.9) for a in (0.3, 0.5, 1.0, 1.5) if a > 1 - b]
 _SLOWMO = [(a, b) for b in (0.0, 0.3, 0.6, 0.9) for a in (1.1 * (1 + b), 2.0 * (1 + b))]
 """Outer steps and momenta; a smaller alpha never gets to the edge, because q < 1 or q < 2."""
-
-
+_SMALL_WORK = 16_000.0
+"""Of tasks that take no time to speak of."""
 _SIZES = ((2, 96), (5, 48), (12, 12), (3, 32))
 """G and T of the cells to simulate."""
 
 
-def plan(*, quick: bool) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class IdentityTask:
+    """To check the identities of the derivation on all cases."""
+
+    @property
+    def work(self) -> float:
+        """About how many local steps it takes."""
+        return _SMALL_WORK
+
+    def measure(self) -> "IdentityCell":
+        """Check them."""
+        return IdentityCell(self, tuple(largest_error(*case) for case in CASES))
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeTask:
+    """To measure the edges of stability."""
+
+    @property
+    def work(self) -> float:
+        """About how many local steps it takes."""
+        return _SMALL_WORK
+
+    def measure(self) -> "EdgeCell":
+        """Measure them."""
+        return EdgeCell(self, (*_edges(_CO2, 1), *_edges(_SLOWMO, 0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentsTask:
+    """To compare simulated means with exact moments, on a quadratic family."""
+
+    family: str
+    workers: int
+    local_steps: int
+    rounds: int
+    delay: int
+    seeds: int
+
+    @property
+    def work(self) -> float:
+        """About how many local steps it takes."""
+        return self.rounds * self.local_steps
+
+    def measure(self) -> "MomentsCell":
+        """Compare them."""
+        return MomentsCell(self, scores(self, self.delay))
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityCell:
+    """The largest relative error of the identities, by case."""
+
+    task: IdentityTask
+    errors: tuple[float, ...]
+    kind: Literal["identities"] = "identities"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """An edge of stability in alpha q, measured and exact."""
+
+    alpha: float
+    beta: float
+    delay: int
+    measured: float
+    exact: float
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeCell:
+    """All edges of stability."""
+
+    task: EdgeTask
+    edges: tuple[Edge, ...]
+    kind: Literal["edges"] = "edges"
+
+
+@dataclass(frozen=True, slots=True)
+class MomentsCell:
+    """The z of simulated means against exact moments, by variant."""
+
+    task: MomentsTask
+    scores: tuple[tuple[float, ...], ...]
+    kind: Literal["moments"] = "moments"
+
+
+OracleTask = IdentityTask | EdgeTask | MomentsTask
+OracleCell = IdentityCell | EdgeCell | MomentsCell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OracleFindings:
+    """Everything that the report says about this layer. `identities` is the number of cases."""
+
+    identities: int
+    largest_identity_error: float
+    configurations: int
+    scores: tuple[float, ...]
+    largest_score: float
+    edges: tuple[Edge, ...]
+    largest_edge_error: float
+
+
+def plan(*, quick: bool) -> Iterator[OracleTask]:
     """Cells to simulate, the identities, and the edges."""
-    yield {"what": "identities"}
-    yield {"what": "edges"}
+    yield IdentityTask()
+    yield EdgeTask()
     sizes = {1: (_SIZES[0], _SIZES[1]), 3: (_SIZES[1], _SIZES[2])}
     sizes |= {8: (_SIZES[2], _SIZES[3]), 16: (_SIZES[3], _SIZES[0])}
     for family in ("isotropic", "spread", "quadratics apart"):
         for tau in (1, 8) if quick else (1, 3, 8, 16):
             for delay, (workers, rounds) in zip((1, 0), sizes[tau], strict=True):
-                yield {
-                    "what": "moments",
-                    "family": family,
-                    "workers": workers,
-                    "local_steps": tau,
-                    "rounds": rounds,
-                    "delay": delay,
-                    "seeds": 4000,
-                }
-
-
-def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """One cell."""
-    if spec["what"] == "identities":
-        return {"errors": [_identity(*case) for case in _CASES]}
-    if spec["what"] == "edges":
-        found = _edges(_CO2, 1) + _edges(_SLOWMO, 0)
-        return {"edges": found}
-    return {"scores": scores(spec, spec["delay"])}
-
-
-_CASES = (
-    ("isotropic", 1.0, 0.0, 1.0, 1),
-    ("spread", 0.7, 0.5, 2.0, 1),
-    ("quadratics apart", 0.3, 0.9, 1.5, 1),
-    ("cosine", 0.6, 0.8, 1.0, 1),
-    ("hills apart", 0.5, 0.5, 1.0, 1),
-    ("isotropic", 0.7, 0.5, 2.0, 0),
-    ("cosines apart", 0.9, 0.6, 1.0, 0),
-    ("spread", 0.5, 0.5, 1.0, 2),
-)
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """Gaussian noise; keeps the mean of the workers and of their noisy gradients at every step."""
-
-    inner: Gaussian
-    means: list[Array] = field(default_factory=list)
-    gradients_: list[Array] = field(default_factory=list)
-
-    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """As without a watch."""
-        return self.inner.draw(rng, shape)
-
-    def gradients(
-        self, points: Array, drawn: NDArray[Any], deviation: Array
-    ) -> tuple[Array, Array | None]:
-        """As without a watch."""
-        found = self.inner.gradients(points, drawn, deviation)
-        self.means.append(points.mean(axis=-2))
-        self.gradients_.append(found[0].mean(axis=-2))
-        return found
-
-
-def _identity(family: str, alpha: float, beta: float, penalty: float, delay: int) -> float:
-    """The largest error of the identities of the virtual iterate, relative to the largest |x|.
-
-    z is made of what has not reached x yet: weights 1 up to the delay, then beta, beta^2, ... The
-    sums are of the noisy gradients themselves, not of how far points moved. Checked are z_0 = x_0,
-    z_{t+1} = z_t - eta D_t and, within rounds, z_{t,k} - mean_{t,k} = z_t - x_t -
-    (eta - gamma) sum_{j<k} gradient_{t,j}; for delay 1 also that z is the extrapolation
-    x_{t+1} + beta/(1 - beta) (x_{t+1} - x_t), of points only, and z_t - x_t = -eta Lambda m_t.
-
-    Source: THEORY, derivation, step 1. Its z_t - x_t = -eta m_t lacks a factor Lambda.
-    """
-    step, rounds, count = 0.05, 24, 5
-    problem = FAMILIES[family](4)
-    which = variants(step, outer_step=alpha, momentum=beta, penalty=penalty, noise=1.0)
-    sizes: dict[str, Any] = {"workers": 4, "rounds": rounds, "local_steps": count, "seeds": 4}
-    watched = _Watched(Gaussian(problem))
-    _, path = walk(problem, which, **sizes, delay=delay, sampler=watched, record=True)
-    assert path is not None
-    eta = alpha * step / ((1 - beta) * penalty)
-    shape = (rounds, count, *path.points.shape[1:])
-    means, slopes = (np.array(p).reshape(shape) for p in (watched.means, watched.gradients_))
-    sums, before = slopes.sum(axis=1), np.cumsum(slopes, axis=1) - slopes
-    virtual = [_virtual(path.points, sums, t, eta, beta, delay) for t in range(rounds)]
-    errors = [virtual[0] - path.points[0]]
-    errors += [virtual[t + 1] - virtual[t] + eta * sums[t] for t in range(rounds - 1)]
-    for t, z in enumerate(virtual):
-        x, ahead = path.points[t], path.points[t + 1]
-        errors.append(z - eta * before[t] - means[t] - (z - x - (eta - step) * before[t]))
-        if delay == 1:
-            errors.append(ahead + beta / (1 - beta) * (ahead - x) - z)
-            errors.append(z - x + eta * penalty * path.momenta[t])
-    largest = max(np.abs(error).max() for error in errors)
-    return float(largest / np.abs(path.points).max())
-
-
-def _virtual(points: Array, sums: Array, t: int, eta: float, beta: float, delay: int) -> Array:
-    total = np.zeros_like(points[0])
-    for s in range(t):
-        age = t - s
-        total = total + (1.0 if age <= delay else beta ** (age - delay)) * sums[s]
-    return np.asarray(points[t] - eta * total)
+                yield MomentsTask(
+                    family=family,
+                    workers=workers,
+                    local_steps=tau,
+                    rounds=rounds,
+                    delay=delay,
+                    seeds=4000,
+                )
 
 
 def moments_variants() -> Variants:
@@ -148,28 +164,35 @@ def moments_variants() -> Variants:
     )
 
 
-def scores(spec: Mapping[str, Any], claimed: int) -> list[list[float]]:
+def scores(task: MomentsTask, claimed: int) -> tuple[tuple[float, ...], ...]:
     """The z of A, drift and |x_T|^2 against the oracle for the delay `claimed`: per variant.
 
     Drift is exactly 0 with one local step, and has no z there.
     """
-    problem = FAMILIES[spec["family"]](spec["workers"])
+    problem = FAMILIES[task.family](task.workers)
     assert isinstance(problem, Quadratic)
     which = moments_variants()
-    sizes = {name: spec[name] for name in ("workers", "rounds", "local_steps")}
-    exact = exact_moments.exact(problem, which, **sizes, delay=claimed)
-    found = []
+    size = RunSize(
+        workers=task.workers,
+        rounds=task.rounds,
+        local_steps=task.local_steps,
+        seeds=task.seeds,
+        delay=task.delay,
+    )
+    exact = exact_moments.exact(problem, which, replace(size, delay=claimed))
+    rows = []
     for place in range(len(which)):
-        seed = [place, spec["local_steps"], spec["delay"], *spec["family"].encode()]
+        seed = [place, task.local_steps, task.delay, *task.family.encode()]
         alone = select(which, slice(place, place + 1))
-        measured = run(problem, alone, **sizes, seeds=spec["seeds"], delay=spec["delay"], seed=seed)
+        measured = run(problem, alone, size, seed=seed)
         pairs = (
             (measured.gradient, exact.gradient[place]),
             (measured.drift, exact.drift[place]),
             ((measured.final**2).sum(axis=-1), exact.final[1, place].sum()),
         )
-        found.append([_score(values[0], expected) for values, expected in pairs])
-    return [[z for z in row if z is not None] for row in found]
+        row = (_score(values[0], expected) for values, expected in pairs)
+        rows.append(tuple(z for z in row if z is not None))
+    return tuple(rows)
 
 
 def _score(values: Array, expected: float) -> float | None:
@@ -178,7 +201,7 @@ def _score(values: Array, expected: float) -> float | None:
     return float((values.mean() - expected) / error) if error else None
 
 
-def _edges(pairs: Sequence[tuple[float, float]], delay: int) -> list[dict[str, float]]:
+def _edges(pairs: Sequence[tuple[float, float]], delay: int) -> Iterator[Edge]:
     """Where noiseless runs stop shrinking, by simulation, for every (alpha, beta)."""
     tau = 3
     progress = np.array([exact_moments.edge(beta, delay) + _OFFSETS for _, beta in pairs])
@@ -186,51 +209,31 @@ def _edges(pairs: Sequence[tuple[float, float]], delay: int) -> list[dict[str, f
     step = 1 - np.cbrt(1 - progress / alpha)
     which = variants(step.ravel(), outer_step=alpha.ravel(), momentum=beta.ravel())
     problem = same(1.0)
-    _, path = walk(
-        problem,
-        which,
-        workers=1,
-        rounds=_EDGE_ROUNDS,
-        local_steps=tau,
-        seeds=1,
-        delay=delay,
-        record=True,
-    )
-    assert path is not None
-    size = np.log(
+    size = RunSize(workers=1, rounds=_EDGE_ROUNDS, local_steps=tau, delay=delay)
+    _, path = walk(problem, which, size)
+    distance = np.log(
         np.abs(path.points[:-1]) + np.abs(path.momenta * which.inner_step[:, None, None])
     )[:, :, 0, 0].reshape(_EDGE_ROUNDS, *progress.shape)
     quarter = _EDGE_ROUNDS // 4
-    growth = size[-quarter:].mean(axis=0) - size[quarter : 2 * quarter].mean(axis=0)
-    found = []
+    growth = distance[-quarter:].mean(axis=0) - distance[quarter : 2 * quarter].mean(axis=0)
     for row, (a, b) in enumerate(pairs):
         measured = float(np.interp(0.0, growth[row], progress[row]))
-        found.append(
-            {
-                "alpha": a,
-                "beta": b,
-                "delay": delay,
-                "measured": measured,
-                "exact": exact_moments.edge(b, delay),
-            }
-        )
-    return found
+        exact = exact_moments.edge(b, delay)
+        yield Edge(alpha=a, beta=b, delay=delay, measured=measured, exact=exact)
 
 
-def summary(
-    results: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
-) -> dict[str, Any]:
+def summary(cells: Sequence[OracleCell]) -> OracleFindings:
     """Everything that the report says about this layer."""
-    cells = [(spec, cell) for spec, cell in results if spec["what"] == "moments"]
-    z = [score for _, cell in cells for row in cell["scores"] for score in row]
-    errors = [e for _, cell in results for e in cell.get("errors", [])]
-    edges = [e for _, cell in results for e in cell.get("edges", [])]
-    return {
-        "identities": len(errors),
-        "largest_identity_error": max(errors),
-        "configurations": sum(len(cell["scores"]) for _, cell in cells),
-        "scores": z,
-        "largest_score": max(abs(score) for score in z),
-        "edges": edges,
-        "largest_edge_error": max(abs(e["measured"] - e["exact"]) for e in edges),
-    }
+    variants_scores = [row for c in cells if isinstance(c, MomentsCell) for row in c.scores]
+    scores_ = tuple(z for row in variants_scores for z in row)
+    errors = [error for c in cells if isinstance(c, IdentityCell) for error in c.errors]
+    edges = tuple(edge for c in cells if isinstance(c, EdgeCell) for edge in c.edges)
+    return OracleFindings(
+        identities=len(errors),
+        largest_identity_error=max(errors),
+        configurations=len(variants_scores),
+        scores=scores_,
+        largest_score=max(abs(z) for z in scores_),
+        edges=edges,
+        largest_edge_error=max(abs(edge.measured - edge.exact) for edge in edges),
+    )

@@ -1,17 +1,17 @@
 """Measured gradients beside the bound: rows, and what the report says about them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import norm, t
 
 from analysis.convergence import bound
-from analysis.convergence.bound import TERMS, Bound, Infeasible, Setting
+from analysis.convergence.bound import TERMS, Bound, Infeasible
 from analysis.convergence.objectives.families import AT_MINIMUM
 from analysis.convergence.objectives.problems import Array
+from analysis.convergence.setting import Setting
 
 _MARGIN = 3.0
 """Standard errors that are added to the measured mean, if they are well known."""
@@ -21,9 +21,10 @@ FACTORS = (0.0, 0.1, 0.5)
 """What a part of the bound is multiplied by, to see whether that is noticed."""
 EXACT = ", exact"
 """Behind the name of a family whose A comes from the oracle."""
-
 _USUAL = 12
 """Most seeds of a configuration that was decided at once."""
+_SHOWN, _MOST_SHOWN = 5, 20
+"""Tightest configurations, and violations, that the report lists."""
 
 
 @cache
@@ -35,7 +36,8 @@ def margin(seeds: int) -> float:
     return float(t.ppf(norm.cdf(_MARGIN), seeds - 1)) if seeds > 1 else _MARGIN
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TightnessRow:
     """One configuration, its measured A with its standard error, and its bound."""
 
     family: str
@@ -71,152 +73,213 @@ class Row(NamedTuple):
         """The bound, or NaN."""
         return self.bound.total if isinstance(self.bound, Bound) else np.nan
 
-
-def rows(
-    results: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
-    evaluate: Callable[[Setting], Bound | Infeasible] | None = None,
-) -> list[Row]:
-    """Every configuration of the measured cells, with its bound."""
-    evaluate = evaluate or bound.evaluate
-    found = []
-    for spec, cell in results:
-        for place, measured in enumerate(cell["measured"]):
-            numbers = ("inner_step", "outer_step", "momentum", "penalty", "most_penalty")
-            setting = Setting(
-                smoothness=cell["smoothness"],
-                noise=cell["noise"][place],
-                heterogeneity=cell["heterogeneity"][place],
-                gap=cell["gap"],
-                workers=spec["workers"],
-                rounds=spec["rounds"],
-                local_steps=spec["local_steps"],
-                delay=spec["delay"],
-                convex=cell["convex"],
-                **{name: cell[name][place] for name in numbers},
-            )
-            rule = "gap-aware" if setting.most_penalty else f"{setting.penalty:g}"
-            error = cell["error"][place]
-            family = spec["family"] if spec["seeds"] else spec["family"] + EXACT
-            delay = spec["delay"]
-            seeds = cell["seeds"][place]
-            given = evaluate(setting)
-            found.append(Row(family, delay, rule, setting, measured, error, given, seeds))
-    return found
+    @property
+    def dominant(self) -> str:
+        """The largest term of the bound; empty where there is none."""
+        return self.bound.dominant if isinstance(self.bound, Bound) else ""
 
 
-def distinct(found: Sequence[Row]) -> list[Row]:
+def distinct(rows: Sequence[TightnessRow]) -> list[TightnessRow]:
     """Rows that are other runs or have other bounds, by nine digits.
 
     Settings may be the same run: without noise any G, with one local step any alpha and Lambda of
     the same virtual step.
     """
-    unlike: dict[tuple[str, str, str], Row] = {}
-    for row in found:
+    unlike: dict[tuple[str, str, str], TightnessRow] = {}
+    for row in rows:
         family = row.family.removesuffix(EXACT)
         unlike.setdefault((family, f"{row.measured:.8e}", f"{row.total:.8e}"), row)
     return list(unlike.values())
 
 
-def parts(found: Sequence[Row]) -> dict[str, Array]:
+def parts(rows: Sequence[TightnessRow]) -> dict[str, Array]:
     """The terms of every row, and of the staleness term what delay and what K > 1 contribute.
 
     N = eta^2 tau (...) + d^2 (tau - 1)/2: the first part is that of delay and momentum. With K = 1
     the term would be 1 - load times itself.
     """
     whole: dict[str, Array] = {
-        name: np.array([getattr(row.bound, name) for row in found]) for name in TERMS
+        name: np.array([getattr(row.bound, name) for row in rows]) for name in TERMS
     }
-    late = np.array([bound.late_share(row.setting) for row in found])
-    loads = np.array([bound.load(row.setting) for row in found])
+    late = np.array([bound.late_share(row.setting) for row in rows])
+    loads = np.array([bound.load(row.setting) for row in rows])
     return {**whole, LATE: whole["staleness"] * late, SPLIT: whole["staleness"] * loads}
 
 
-def noticed(found: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """For every part of the bound: how wrong it may be before the rows show a violation.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """How wrong a part of the bound may be before the rows show a violation.
 
     `begins` is the factor of the part, alone, below which there are violations; at most 0 means
-    that nobody would notice if the part were missing. `violations` are by factor. Only such count
-    as exceed the bound by their margin, so that no number of seeds would undo them.
+    that nobody would notice if the part were missing. `violations` are by factor, as text.
     """
-    reached = np.array([row.measured - margin(row.seeds) * row.error for row in found])
-    totals = np.array([row.total for row in found])
+
+    begins: float
+    violations: dict[str, int]
+
+
+def sensitivity(rows: Sequence[TightnessRow]) -> dict[str, Sensitivity]:
+    """For every part of the bound: how wrong it may be.
+
+    Only such violations count as exceed the bound by their margin, so that no number of seeds would
+    undo them.
+    """
+    reached = np.array([row.measured - margin(row.seeds) * row.error for row in rows])
+    totals = np.array([row.total for row in rows])
     answer = {}
-    for name, part in parts(found).items():
+    for name, part in parts(rows).items():
         there = part > 0
         factors = (reached - totals + part)[there] / part[there]
-        answer[name] = {
-            "begins": float(factors.max()) if there.any() else -np.inf,
-            "violations": {f"{f:g}": int((~(f >= factors)).sum()) for f in FACTORS},
-        }
+        answer[name] = Sensitivity(
+            begins=float(factors.max()) if there.any() else -np.inf,
+            violations={f"{f:g}": int((~(f >= factors)).sum()) for f in FACTORS},
+        )
     return answer
 
 
-def summary(found: Sequence[Row]) -> dict[str, Any]:
-    """Everything that the report says about the grid, as plain values."""
-    every = [row for row in found if isinstance(row.bound, Bound)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One row in the words of the report."""
+
+    family: str
+    delay: int
+    penalty: str
+    G: int
+    tau: int
+    T: int
+    alpha: float
+    beta: float
+    gamma: float
+    noise: float
+    measured: float
+    error: float
+    bound: float | None
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioGroup:
+    """Measured over bound of several rows."""
+
+    configurations: int
+    violations: int
+    median: float
+    largest: float
+    least_seeds: int
+    most_seeds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedBound:
+    """On how many settings SlowMo's theorem was asked, and on how many it is silent."""
+
+    asked: int
+    silent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridFindings:
+    """Everything that the report says about the grid.
+
+    `settings` counts all feasible rows, `configurations` the distinct ones. `beyond` are the rows
+    outside the condition, with the bound that half of C in the condition would give them.
+    """
+
+    configurations: int
+    settings: int
+    infeasible: int
+    resampled: int
+    most_seeds: int
+    violations: int
+    worst: tuple[Configuration, ...]
+    violating: tuple[Configuration, ...]
+    by_family: dict[str, RatioGroup]
+    by_term: dict[str, RatioGroup]
+    by_penalty: dict[str, RatioGroup]
+    by_delay: dict[str, RatioGroup]
+    noticed: dict[str, Sensitivity]
+    noticed_usually: dict[str, Sensitivity]
+    published: PublishedBound
+    beyond: tuple[Configuration, ...]
+
+
+def summary(rows: Sequence[TightnessRow]) -> GridFindings:
+    """Everything that the report says about the grid."""
+    every = [row for row in rows if isinstance(row.bound, Bound)]
     feasible = distinct(every)
     usual = [row for row in feasible if row.family.removesuffix(EXACT) not in AT_MINIMUM]
-    return {
-        "configurations": len(feasible),
-        "settings": len(every),
-        "infeasible": len(found) - len(every),
-        "resampled": sum(row.seeds > _USUAL for row in feasible),
-        "most_seeds": max((row.seeds for row in feasible), default=0),
-        "violations": sum(row.violated for row in feasible),
-        "worst": [_words(row) for row in sorted(feasible, key=lambda r: -r.ratio)[:5]],
-        "violating": [_words(row) for row in feasible if row.violated][:20],
-        "by_family": _grouped(feasible, lambda row: row.family),
-        "by_term": _grouped(feasible, lambda row: row.bound.dominant),  # type: ignore[union-attr]
-        "by_penalty": _grouped(feasible, lambda row: f"penalty {row.rule}"),
-        "by_delay": _grouped(feasible, lambda row: f"delay {row.delay}"),
-        "noticed": noticed(feasible),
-        "noticed_usually": noticed(usual),
-        "published": _published(every),
-    }
+    worst = sorted(feasible, key=lambda row: -row.ratio)[:_SHOWN]
+    return GridFindings(
+        configurations=len(feasible),
+        settings=len(every),
+        infeasible=len(rows) - len(every),
+        resampled=sum(row.seeds > _USUAL for row in feasible),
+        most_seeds=max((row.seeds for row in feasible), default=0),
+        violations=sum(row.violated for row in feasible),
+        worst=tuple(map(_configuration, worst)),
+        violating=tuple(_configuration(row) for row in feasible if row.violated)[:_MOST_SHOWN],
+        by_family=_grouped(feasible, lambda row: row.family),
+        by_term=_grouped(feasible, lambda row: row.dominant),
+        by_penalty=_grouped(feasible, lambda row: f"penalty {row.rule}"),
+        by_delay=_grouped(feasible, lambda row: f"delay {row.delay}"),
+        noticed=sensitivity(feasible),
+        noticed_usually=sensitivity(usual),
+        published=_published(every),
+        beyond=tuple(map(_configuration, _under_half_of_c(rows))),
+    )
 
 
-def _published(found: Sequence[Row]) -> dict[str, Any]:
+def _under_half_of_c(rows: Sequence[TightnessRow]) -> list[TightnessRow]:
+    """Rows outside the condition, with the bound that half of C would let the theorem give."""
+    return [
+        replace(row, bound=bound.evaluate(row.setting, condition=0.5))
+        for row in rows
+        if isinstance(row.bound, Infeasible)
+    ]
+
+
+def _published(rows: Sequence[TightnessRow]) -> PublishedBound:
     """How often SlowMo's theorem speaks at all at these sizes, for delay 0 and no penalty."""
-    asked = [row for row in found if row.delay == 0 and row.rule == "1"]
-    unique = {
-        replace(row.setting, inner_step=1.0): row.family for row in asked
-    }  # its step size is its own
-    values = [bound.published(setting) for setting in unique]
-    return {"asked": len(values), "silent": sum(isinstance(v, Infeasible) for v in values)}
+    asked = [row.setting for row in rows if row.delay == 0 and row.rule == "1"]
+    unique = {replace(setting, inner_step=1.0) for setting in asked}  # its step size is its own
+    silent = sum(isinstance(bound.published(setting), Infeasible) for setting in unique)
+    return PublishedBound(asked=len(unique), silent=silent)
 
 
-def _words(row: Row) -> dict[str, Any]:
+def _configuration(row: TightnessRow) -> Configuration:
     setting = row.setting
-    return {
-        "family": row.family,
-        "delay": row.delay,
-        "penalty": row.rule,
-        "G": setting.workers,
-        "tau": setting.local_steps,
-        "T": setting.rounds,
-        "alpha": setting.outer_step,
-        "beta": setting.momentum,
-        "gamma": setting.inner_step,
-        "noise": setting.noise,
-        "measured": row.measured,
-        "error": row.error,
-        "bound": row.bound.total if isinstance(row.bound, Bound) else None,
-        "ratio": row.ratio,
-    }
+    return Configuration(
+        family=row.family,
+        delay=row.delay,
+        penalty=row.rule,
+        G=setting.workers,
+        tau=setting.local_steps,
+        T=setting.rounds,
+        alpha=setting.outer_step,
+        beta=setting.momentum,
+        gamma=setting.inner_step,
+        noise=setting.noise,
+        measured=row.measured,
+        error=row.error,
+        bound=row.bound.total if isinstance(row.bound, Bound) else None,
+        ratio=row.ratio,
+    )
 
 
-def _grouped(found: Sequence[Row], key: Callable[[Row], str]) -> dict[str, dict[str, float]]:
-    groups: dict[str, list[Row]] = {}
-    for row in found:
+def _grouped(
+    rows: Sequence[TightnessRow], key: Callable[[TightnessRow], str]
+) -> dict[str, RatioGroup]:
+    groups: dict[str, list[TightnessRow]] = {}
+    for row in rows:
         groups.setdefault(key(row), []).append(row)
     return {
-        name: {
-            "configurations": len(mine),
-            "violations": sum(row.violated for row in mine),
-            "median": float(np.median([row.ratio for row in mine])),
-            "largest": float(np.max([row.ratio for row in mine])),
-            "least_seeds": min(row.seeds for row in mine),
-            "most_seeds": max(row.seeds for row in mine),
-        }
+        name: RatioGroup(
+            configurations=len(mine),
+            violations=sum(row.violated for row in mine),
+            median=float(np.median([row.ratio for row in mine])),
+            largest=float(np.max([row.ratio for row in mine])),
+            least_seeds=min(row.seeds for row in mine),
+            most_seeds=max(row.seeds for row in mine),
+        )
         for name, mine in groups.items()
     }

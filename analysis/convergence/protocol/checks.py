@@ -1,0 +1,191 @@
+"""What has to hold, judged by what was measured."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from analysis.convergence.bound import TERMS, Bound, Infeasible
+from analysis.convergence.protocol import controls, oracle, rate_fits, tightness
+from analysis.convergence.protocol.controls import ControlCell, ControlFindings
+from analysis.convergence.protocol.grid import GridCell
+from analysis.convergence.protocol.oracle import OracleCell, OracleFindings
+from analysis.convergence.protocol.rate_fits import RateFindings
+from analysis.convergence.protocol.rates import RateCell
+from analysis.convergence.protocol.store import Cell
+from analysis.convergence.protocol.tightness import GridFindings, TightnessRow
+from analysis.convergence.setting import Setting
+
+LEAST_CONFIGURATIONS = 3000
+TIGHT = 0.7
+"""A ratio of measured to bound that one family has to exceed."""
+_LEAST_SIMULATED = 30
+_LEAST_EDGES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that has to hold, and what was measured."""
+
+    claim: str
+    passed: bool
+    measured: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Everything that was measured, judged."""
+
+    quick: bool
+    cells: int
+    oracle: OracleFindings
+    grid: GridFindings
+    rates: RateFindings
+    isolation: ControlFindings
+    rows: Sequence[TightnessRow]
+    checks: Sequence[Check]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything holds."""
+        return all(check.passed for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the rows, as plain values; None for what is no finite number."""
+        parts = {
+            "passed": self.passed,
+            "quick": self.quick,
+            "cells": self.cells,
+            "checks": self.checks,
+            "oracle": self.oracle,
+            "grid": self.grid,
+            "rates": self.rates,
+            "isolation": self.isolation,
+        }
+        return {name: to_jsonable_python(part, inf_nan_mode="null") for name, part in parts.items()}
+
+
+def judge(
+    cells: Sequence[Cell],
+    *,
+    quick: bool,
+    evaluate: Callable[[Setting], Bound | Infeasible] | None = None,
+) -> Findings:
+    """What the cells say. Another `evaluate` puts another bound in place of ours."""
+    rows = [row for c in cells if isinstance(c, GridCell) for row in c.rows(evaluate)]
+    exact = oracle.summary([cell for cell in cells if isinstance(cell, OracleCell)])
+    grid = tightness.summary(rows)
+    rates = rate_fits.summary([cell for cell in cells if isinstance(cell, RateCell)])
+    isolation = controls.summary([cell for cell in cells if isinstance(cell, ControlCell)])
+    return Findings(
+        quick=quick,
+        cells=len(cells),
+        oracle=exact,
+        grid=grid,
+        rates=rates,
+        isolation=isolation,
+        rows=rows,
+        checks=(
+            *oracle_checks(exact),
+            *grid_checks(grid),
+            *rate_checks(rates),
+            *control_checks(isolation),
+        ),
+    )
+
+
+def oracle_checks(findings: OracleFindings) -> Iterator[Check]:
+    """Whether the simulator does what the derivation and the oracle say."""
+    yield Check(
+        f"identities of the derivation hold to {oracle.IDENTITY:g}",
+        findings.largest_identity_error <= oracle.IDENTITY,
+        f"largest relative error {findings.largest_identity_error:.1e} on"
+        f" {findings.identities} settings",
+    )
+    yield Check(
+        f"simulator against oracle: |z| < {oracle.SCORE:g} on {_LEAST_SIMULATED} settings or more",
+        findings.largest_score < oracle.SCORE and findings.configurations >= _LEAST_SIMULATED,
+        f"largest {findings.largest_score:.2f} of {len(findings.scores)} z on"
+        f" {findings.configurations}",
+    )
+    yield Check(
+        f"edge of stability within {oracle.EDGE:g} on {_LEAST_EDGES} (alpha, beta) or more",
+        findings.largest_edge_error <= oracle.EDGE and len(findings.edges) >= _LEAST_EDGES,
+        f"largest distance {findings.largest_edge_error:.1e} on {len(findings.edges)}",
+    )
+
+
+def grid_checks(findings: GridFindings) -> Iterator[Check]:
+    """Whether the bound holds, is tight somewhere, and would be refuted if it were wrong."""
+    yield Check(
+        "no violation of the bound at mean + 3 standard errors, on"
+        f" {LEAST_CONFIGURATIONS:,} distinct configurations or more",
+        findings.violations == 0 and findings.configurations >= LEAST_CONFIGURATIONS,
+        f"{findings.violations} violations on {findings.configurations:,} distinct ones of"
+        f" {findings.settings:,} settings ({findings.infeasible} infeasible)",
+    )
+    name, best = max(findings.by_family.items(), key=lambda item: item[1].largest)
+    yield Check(
+        f"measured/bound exceeds {TIGHT:g} on a family: the bound is not vacuous",
+        best.largest > TIGHT,
+        f"{best.largest:.3f} on {name}",
+    )
+    wrong = {name: findings.noticed[name].violations for name in TERMS}
+    yield Check(
+        "the grid can fail: it does when any one term is missing, a tenth or half of itself",
+        all(count > 0 for counts in wrong.values() for count in counts.values()),
+        "violations with half of it: "
+        + ", ".join(f"{name} {counts['0.5']:,}" for name, counts in wrong.items()),
+    )
+    ratios = [line.ratio for line in findings.beyond]
+    yield Check(
+        "the condition matters: with half of C in it, it would admit runs that exceed the bound",
+        bool(ratios) and all(ratio > 1 for ratio in ratios),
+        "measured/bound beyond the condition: "
+        + ", ".join(f"{line.ratio:.3f} with delay {line.delay}" for line in findings.beyond),
+    )
+
+
+def rate_checks(findings: RateFindings) -> Iterator[Check]:
+    """Whether slopes and terms are those of the rate."""
+    agreed = [line.agree for line in findings.agreement]
+    yield Check(
+        "slopes in the small stratum: the oracle's are in the intervals of the simulated ones",
+        all(agreed) and bool(agreed),
+        f"{sum(agreed)} of {len(agreed)} fits of (G, tau, T)",
+    )
+    unlike = [line.significant for line in findings.fits if line.heterogeneous]
+    alike = [line.significant for line in findings.fits if not line.heterogeneous]
+    yield Check(
+        "the term G tau/T is found for heterogeneous problems and not for homogeneous ones",
+        bool(unlike) and all(unlike) and not any(alike),
+        f"heterogeneous {sum(unlike)} of {len(unlike)}, homogeneous {sum(alike)} of {len(alike)}",
+    )
+
+
+def control_checks(findings: ControlFindings) -> Iterator[Check]:
+    """Whether staleness shows, and what must fail does."""
+    negative = findings.controls
+    yield Check(
+        "staleness alone: CO2 over SlowMo with the same noise is above 4 standard errors",
+        findings.staleness_significant,
+        f"{len(findings.staleness)} settings",
+    )
+    yield Check(
+        "negative control: with a fixed step there is no slope of -1/2 in T",
+        findings.fixed_fails,
+        f"{negative.fixed_slope:.3f}; with the step of the rate {negative.scaled_slope:.3f}",
+    )
+    growth = min(line.growth for line in negative.beyond if line.factor > 1)
+    yield Check(
+        "negative control: 5 % beyond the edge runs diverge, 5 % below they do not",
+        findings.edge_fails,
+        f"f - f_inf grows at least {growth:,.0f} fold in 500 rounds",
+    )
+    yield Check(
+        "negative control: runs without the delay fit SlowMo's oracle, and CO2's refuses them",
+        findings.delay_fails,
+        f"|z| up to {negative.delay_0_against_delay_0:.1f} against SlowMo's,"
+        f" {negative.delay_0_against_delay_1:.0f} against CO2's",
+    )

@@ -1,0 +1,83 @@
+"""What the bound is about: the constants of a problem and the sizes and steps of a run."""
+
+from dataclasses import dataclass
+
+from co2sim.errors import OptionError
+
+SMALLEST, LARGEST = 1e-60, 1e60
+"""The magnitudes of constants for which no term over- or underflows."""
+_ABOVE_0 = ("smoothness", "inner_step", "outer_step")
+_RANGES = (
+    ("workers", 1, 10**60),
+    ("rounds", 1, 10**60),
+    ("local_steps", 1, 100_000),
+    ("delay", 0, 1_000_000),
+)
+"""Whole numbers; `drift` takes as long as there are local steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What the bound is about. Squared gradients below are in units of f squared per x squared.
+
+    `smoothness` is L: every worker's f_i has an L-Lipschitz gradient. `noise` is sigma squared:
+    the variance of one worker's stochastic gradient, summed over coordinates. `heterogeneity` is
+    zeta squared: the mean over workers of |grad f_i - grad f|^2 where the run comes by. `gap` is
+    Delta = f(x_0) - inf f. `workers` is G, `rounds` T, `local_steps` tau, `inner_step` gamma,
+    `outer_step` alpha, `momentum` beta in [0, 1), `penalty` Lambda >= 1. With `most_penalty` the
+    penalty may vary in [1, most_penalty] instead, by a rule that knows only the points where rounds
+    began. `delay` is how many rounds late an average is used: 1 is CO2, 0 is SlowMo, and 0 with
+    outer_step 1 and momentum 0 is local SGD. `convex`: every f_i is convex.
+
+    Raises OptionError for what is out of range.
+    """
+
+    smoothness: float
+    noise: float
+    heterogeneity: float = 0.0
+    gap: float
+    workers: int
+    rounds: int
+    local_steps: int
+    inner_step: float
+    outer_step: float = 1.0
+    momentum: float = 0.0
+    penalty: float = 1.0
+    most_penalty: float | None = None
+    delay: int = 1
+    convex: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (*_ABOVE_0, "noise", "heterogeneity", "gap"):
+            value = getattr(self, name)
+            if not (SMALLEST <= value <= LARGEST or (value == 0 and name not in _ABOVE_0)):
+                zero = "" if name in _ABOVE_0 else "0, or "
+                raise OptionError(
+                    f"{name} is {value:g}; it must be {zero}from {SMALLEST:g} to {LARGEST:g}"
+                )
+        self._check_counts()
+        if not 0 <= self.momentum < 1:
+            raise OptionError(f"momentum is {self.momentum:g}; it must be in [0, 1)")
+        for name in ("penalty", "most_penalty"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= LARGEST:
+                raise OptionError(f"{name} is {value:g}; it must be from 1 to {LARGEST:g}")
+        if self.most_penalty is not None and self.penalty != 1:
+            raise OptionError("give penalty or most_penalty, not both")
+
+    def _check_counts(self) -> None:
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise OptionError(
+                    f"{name} is {_short(value)}; it must be from {least} to {_short(most)}"
+                )
+
+    @property
+    def virtual_step(self) -> float:
+        """Eta = alpha gamma / ((1 - beta) Lambda): what an average moves the model in the end."""
+        return self.outer_step * self.inner_step / ((1 - self.momentum) * self.penalty)
+
+
+def _short(value: int) -> str:
+    return f"{value}" if value < 10**9 else f"{value:.3g}" if value < 10**300 else "above 1e300"
