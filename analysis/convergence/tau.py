@@ -8,8 +8,9 @@ from joblib import Parallel, delayed
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound, Setting
-from co2sim.case import Case, vary
+from co2sim.case import Case
 from co2sim.errors import OptionError
+from co2sim.grid import vary
 from co2sim.study import run
 from co2sim.units import Seconds
 from realrun import record
