@@ -42,10 +42,11 @@ def run_all(
     first case when none gave a result.
     """
     found: dict[int, Result | Failure] = {}
-    with progress_bar("simulating", progress) as done:
+    with progress_bar("simulating cases", shown=progress) as done:
         for place, outcome in _outcomes(cases, processes(jobs, len(cases))):
             found[place] = outcome
-            done(len(found), len(cases))
+            if done:
+                done(len(found), len(cases))
     ordered = [found[place] for place in range(len(cases))]
     failures = [outcome for outcome in ordered if isinstance(outcome, Failure)]
     if failures and len(failures) == len(ordered):

@@ -13,13 +13,15 @@ Done: TypeAlias = Callable[[int, int], None]
 
 
 @contextmanager
-def progress_bar(what: str, shown: bool | None = None, after: Seconds = 0.0) -> Iterator[Done]:  # noqa: FBT001
+def progress_bar(
+    what: str, *, shown: bool | None = None, after: Seconds = 0.0
+) -> Iterator[Done | None]:
     """A bar that appears `after` some seconds: if `shown`, or if None where stderr is a terminal.
 
-    It is gone when the work is done.
+    It is gone when the work is done. Without a bar there is nothing to call: None.
     """
     if not (sys.stderr.isatty() if shown is None else shown):
-        yield lambda done, total: None  # noqa: ARG005 - named as in `Done`
+        yield None
         return
     from rich import progress  # noqa: PLC0415 - 0.1 s that only a terminal needs
     from rich.console import Console  # noqa: PLC0415

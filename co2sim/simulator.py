@@ -1,7 +1,9 @@
 """The SimPy interpreter of a schedule: one process per stream and class of ranks."""
 
 import heapq
+import math
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -18,6 +20,8 @@ from co2sim.schedule import Collective, Compute, Group, Instance, Schedule
 from co2sim.trace import Span, Trace
 from co2sim.units import Bytes, Seconds
 
+_STEPS = 10_000
+"""Events between two reports of progress."""
 _AFTER_ALL_ELSE = EventPriority(9)
 """SimPy priority behind everything else that happens at the same instant."""
 
@@ -31,14 +35,17 @@ def execute(
     noise: Noise = QUIET,
     fold: bool = True,
     free_communication: bool = False,
+    progress: Callable[[float], None] | None = None,
 ) -> Trace:
     """Simulate `rounds` rounds of `schedule` on `cluster`.
 
     Equal ranks are folded into one that stands for all, unless `fold` is false; nodes of different
     speed stay apart, and jitter unfolds every rank. With `free_communication` collectives take no
-    time once all members are there: the baseline of exposed communication.
+    time once all members are there: the baseline of exposed communication. `progress` is called now
+    and then with the fraction that is done.
     """
-    return _Run(schedule, cluster, precision, rounds, noise, fold, free_communication).trace()
+    made = _Run(schedule, cluster, precision, rounds, noise, fold, free_communication)
+    return made.trace(progress)
 
 
 _Start: TypeAlias = Callable[[], None]
@@ -184,13 +191,19 @@ class _Run:
 
     # --- running --------------------------------------------------------------------------------
 
-    def trace(self) -> Trace:
+    def trace(self, progress: Callable[[float], None] | None) -> Trace:
         by_stream: dict[str, list[Instance]] = {stream: [] for stream in self.schedule.streams}
         for instance in self.schedule.instances(self.rounds):
             by_stream[instance.op.stream].append(instance)
         for index in range(len(self.classes)):
             for instances in by_stream.values():
                 self.env.process(self._stream(index, instances))
+        total = self.rounds * len(self.schedule.body) * len(self.classes)
+        while progress and self.env.peek() < math.inf:
+            progress(len(self.spans) / total)
+            with suppress(simpy.core.EmptySchedule):
+                for _ in range(_STEPS):
+                    self.env.step()
         self.env.run()
         ranks = {c.rank: c.count for c in self.classes}
         return Trace(self.schedule.name, self.cluster.layout, self.rounds, ranks, tuple(self.spans))

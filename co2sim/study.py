@@ -11,6 +11,7 @@ from co2sim.convert import Count, Number, Reference
 from co2sim.errors import OptionError, nearest
 from co2sim.machine import require_memory
 from co2sim.noise import QUIET, Noise
+from co2sim.progress import Done, progress_bar
 from co2sim.result import Result
 from co2sim.schedule import Schedule
 from co2sim.simulator import execute
@@ -23,6 +24,7 @@ _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
 _SPAN_BYTES: Bytes = 800.0
 """Of memory while a span is simulated and measured; `tests/test_limits.py` measures it."""
+_ROUNDS = "simulating rounds"
 _PATIENCE: Seconds = 1.0
 """What a simulation takes before it shows a bar."""
 
@@ -156,29 +158,31 @@ def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
     return Noise(node_speed=speeds, **convert.declared(Noise, others))
 
 
-def run(case: Case, *, progress: bool | None = False) -> Result:  # noqa: ARG001
+def run(case: Case, *, progress: bool | None = False) -> Result:
     """Simulate and measure. `progress` as in `simulate`."""
     prepared = case.prepare()
-    found, rounds, steady = _simulate(case, prepared)
-    free = _execute(case, prepared, found.rounds, free=True)
+    with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        found, rounds, steady = _simulate(case, prepared, done)
+        free = _execute(case, prepared, found.rounds, done, free=True)
     return prepared.measure(found, rounds, steady, free)
 
 
-def trace(case: Case) -> tuple[Schedule, Trace]:
+def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
     """The simulated trace, warm-up included."""
     prepared = case.prepare()
-    return prepared.schedule, _simulate(case, prepared)[0]
+    with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        return prepared.schedule, _simulate(case, prepared, done)[0]
 
 
-def _simulate(case: Case, prepared: Prepared) -> tuple[Trace, int, bool]:
+def _simulate(case: Case, prepared: Prepared, done: Done | None) -> tuple[Trace, int, bool]:
     """A trace, how many of its last rounds to measure, and whether they are a steady state."""
     warm_up = max(prepared.schedule.lag, 1)
     if case.noise.jitter:
         measured = case.rounds or 10
-        return _execute(case, prepared, warm_up + measured), measured, False
+        return _execute(case, prepared, warm_up + measured, done), measured, False
     measured = case.rounds or 1
     while True:
-        found = _execute(case, prepared, warm_up + measured)
+        found = _execute(case, prepared, warm_up + measured, done)
         steady = metrics.is_steady(found, prepared.schedule, measured)
         if steady or warm_up >= _MOST_ROUNDS:
             half = found.rounds // 2
@@ -186,7 +190,9 @@ def _simulate(case: Case, prepared: Prepared) -> tuple[Trace, int, bool]:
         warm_up *= 2
 
 
-def _execute(case: Case, prepared: Prepared, rounds: int, *, free: bool = False) -> Trace:
+def _execute(
+    case: Case, prepared: Prepared, rounds: int, done: Done | None, *, free: bool = False
+) -> Trace:
     """Rounds in the midst of a training: where computing slows communication down, others follow.
 
     Else what is under way behind the last step would be faster than it ever is.
@@ -201,6 +207,7 @@ def _execute(case: Case, prepared: Prepared, rounds: int, *, free: bool = False)
         noise=case.noise,
         fold=case.fold,
         free_communication=free,
+        progress=(lambda share: done(round(share * rounds), rounds)) if done else None,
     )
     return found.first(rounds) if more else found
 

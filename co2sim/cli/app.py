@@ -54,7 +54,7 @@ def show(case: Case) -> None:
 @options.case_options
 def run(case: Case, json_: options.Json = False) -> None:  # noqa: FBT002
     """Simulate one configuration: times, breakdown, traffic, memory."""
-    result = study.run(case)
+    result = study.run(case, progress=None)
     if json_:
         print(json.dumps(result.to_dict(), indent=2))
         return
@@ -79,7 +79,7 @@ def trace(
 
     if out.suffix not in {".json", ".jsonl"}:
         raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
-    schedule, found = study.trace(case)
+    schedule, found = study.trace(case, progress=None)
     if out.suffix == ".jsonl":
         text = "".join(f"{line}\n" for line in found.to_json_lines())
     else:
