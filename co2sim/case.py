@@ -12,6 +12,7 @@ from co2sim.cluster import GPU, Cluster
 from co2sim.convert import Within
 from co2sim.cost import peak_flops, traffic
 from co2sim.errors import OptionError
+from co2sim.machine import require_memory
 from co2sim.memory import activations
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
@@ -24,6 +25,8 @@ from co2sim.workload import Model, Optimizer, Recompute, Workload
 
 _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
+_BLOCK_BYTES: Bytes = 500.0
+"""Of a schedule, for the two passes over a block: measured with ddp, and less than others need."""
 _MOST_GPUS = 10_000_000
 _MOST_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
@@ -67,7 +70,7 @@ class Case:
             "cluster": _named("cluster", self.cluster, Cluster),
             "model": _named("model", self.model, Model),
             "strategy": _strategy(self.strategy),
-            "overrides": _texts(self.overrides),
+            "overrides": convert.texts("overrides", self.overrides),
         }
         if not isinstance(self.noise, Noise):
             raise OptionError(f"noise is {convert.shown(self.noise)}; it must be a Noise")
@@ -100,6 +103,7 @@ class Case:
         strategy = self.strategy
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
+        _check_memory(job, strategy)
         return Prepared(
             cluster=sized,
             job=job,
@@ -245,15 +249,6 @@ def _strategy(given: Any) -> Any:
     )
 
 
-def _texts(given: Any) -> dict[str, str]:
-    if not isinstance(given, Mapping):
-        raise OptionError(
-            f"overrides is {convert.shown(given)}; it must map names such as 'inter.bandwidth' to"
-            " texts such as '25 Gbit/s'"
-        )
-    return {str(path): convert.text(value) for path, value in given.items()}
-
-
 def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
     """What no source supports, of both."""
     return (*_under("cluster", cluster), *_under("model", model))
@@ -261,6 +256,15 @@ def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
     return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]
+
+
+def _check_memory(job: Workload, strategy: Strategy) -> None:
+    """Raise ResourceError if the ops of a round alone need more than half of the free memory."""
+    steps, blocks = getattr(strategy, "tau", 1), len(job.model.blocks)
+    require_memory(
+        _BLOCK_BYTES * steps * job.accumulation * blocks,
+        f"steps of a round: {steps:,}, micro-steps: {job.accumulation:,}, blocks: {blocks:,}",
+    )
 
 
 def _beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:

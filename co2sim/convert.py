@@ -63,6 +63,16 @@ def text(value: object) -> str:
     raise OptionError(f"{shown(value)} is not a value: give a text or a number")
 
 
+def texts(name: str, given: Any) -> dict[str, str]:
+    """A mapping of paths to values as texts."""
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"{name} is {shown(given)}; it must map names such as 'inter.bandwidth' to texts such"
+            " as '25 Gbit/s'"
+        )
+    return {str(path): text(value) for path, value in given.items()}
+
+
 def shown(value: object) -> str:
     """A wrong value in a message, cut where it is long."""
     found = " ".join(repr(value).split())

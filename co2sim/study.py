@@ -23,7 +23,7 @@ from co2sim.workload import Model, Optimizer, Recompute
 _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
 _SPAN_BYTES: Bytes = 800.0
-"""Of memory while a span is simulated and measured; `tests/test_limits.py` measures it."""
+"""Of memory while a span is simulated and measured: 380 to 670 were seen."""
 _ROUNDS = "simulating rounds"
 _PATIENCE: Seconds = 1.0
 """What a simulation takes before it shows a bar."""
@@ -198,7 +198,8 @@ def _execute(
     Else what is under way behind the last step would be faster than it ever is.
     """
     more = prepared.schedule.lag if prepared.cluster.inter.busy_efficiency < 1 else 0
-    _check_memory(case, prepared, rounds + more)
+    if not free:  # which comes second, and is counted with the first
+        _check_memory(case, prepared, rounds + more)
     found = execute(
         prepared.schedule,
         prepared.cluster,
@@ -222,5 +223,5 @@ def _check_memory(case: Case, prepared: Prepared, rounds: int) -> None:
     ops = len(schedule.body)
     require_memory(
         _SPAN_BYTES * rounds * ops * ranks,
-        f"{rounds:,} rounds of {ops:,} ops on {ranks:,} simulated ranks",
+        f"rounds: {rounds:,}, ops of a round: {ops:,}, simulated ranks: {ranks:,}",
     )
