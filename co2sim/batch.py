@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from co2sim.case import Case
+from co2sim.convert import Count, whole
 from co2sim.errors import Co2simError, OptionError, ResourceError
 from co2sim.machine import share_memory
 from co2sim.progress import progress_bar
@@ -33,7 +34,7 @@ class Failure:
 
 
 def run_all(
-    cases: Sequence[Case], jobs: int = 1, *, progress: bool | None = None
+    cases: Sequence[Case], jobs: Count = 1, *, progress: bool | None = None
 ) -> list[Result | Failure]:
     """A result, or a failure, for every case, in order; `progress` as in `simulate`.
 
@@ -57,8 +58,9 @@ def run_all(
     return ordered
 
 
-def processes(jobs: int, cases: int) -> int:
+def processes(jobs: Count, cases: int) -> int:
     """How many processes are worth starting. Raises OptionError for a number that says nothing."""
+    jobs = whole("jobs", jobs)
     if jobs == 0 or jobs < -1:
         raise OptionError(f"jobs is {jobs}; it must be -1 (all cores), or 1 or more")
     if cases <= 1 or jobs == 1:

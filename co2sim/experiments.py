@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from co2sim import grid
 from co2sim.batch import run_all
 from co2sim.cluster import Cluster
-from co2sim.convert import Reference
+from co2sim.convert import Count, Reference
 from co2sim.errors import OptionError
 from co2sim.strategies import Strategy
 from co2sim.study import JobOptions, Options, describe
@@ -24,7 +24,7 @@ def sweep(
     *,
     vary: grid.Grid,
     sort: str | None = None,
-    jobs: int = 1,
+    jobs: Count = 1,
     progress: bool | None = None,
     **options: Unpack[Options],
 ) -> "pd.DataFrame":
@@ -76,7 +76,7 @@ def scale(
     strategies: str | Strategy | Iterable[str | Strategy],
     *,
     gpus: Any = None,
-    jobs: int = 1,
+    jobs: Count = 1,
     progress: bool | None = None,
     **options: Unpack[JobOptions],
 ) -> "pd.DataFrame":

@@ -272,7 +272,7 @@ def test_the_command_keeps_what_is_done_and_says_what_is_not(
     code, out, err = cli("sweep", *ARGUMENTS, *vary)
     assert code == 1
     assert err.count("\n") == 1
-    assert err.startswith("error: 1 of 3 cases failed: deadly on 16 GPUs of a100-tcp80: its proce")
+    assert err.startswith("error: 1 of 3 cases failed: micro_batch=2: its process was killed")
     assert "failed" in out
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]

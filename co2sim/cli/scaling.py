@@ -33,7 +33,8 @@ def scale(
     files = {out / "scale.csv": table}
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         write_atomically(files)
-        end_with_failures(outcomes, f"no figure; what is done is in {out / 'scale.csv'}")
+        names = [case.title for case in everything]
+        end_with_failures(names, outcomes, f"no figure; the others are in {out / 'scale.csv'}")
     found = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     results = found[: len(cases)]
     comparisons = compare(cells, everything, found)

@@ -13,7 +13,7 @@ from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
-from co2sim.grid import Setting
+from co2sim.grid import Setting, label
 from co2sim.result import Result
 from co2sim.units import duration, scaled
 
@@ -49,7 +49,12 @@ def sweep(
         if csv is not None:
             console().print(f"table   {csv}")
     if any(isinstance(outcome, Failure) for outcome in outcomes):
-        end_with_failures(outcomes, "the others are done" if csv is None else f"the others: {csv}")
+        names = (
+            ", ".join(f"{path}={label(value)}" for path, value in setting.items())
+            for setting in settings
+        )
+        kept = "the others are above" if csv is None else f"the others are in {csv}"
+        end_with_failures(names, outcomes, kept)
 
 
 def _figures(outcome: Result | Failure) -> dict[str, object]:
