@@ -180,6 +180,7 @@ class Prepared:
         sent = traffic(schedule, cluster)
         memory = self.memory()
         price = cluster.price_per_gpu
+        cost = price * gpus / tokens * 1e9 if price is not None else None
         return Result(
             cluster=cluster.name,
             model=job.model.name,
@@ -211,7 +212,9 @@ class Prepared:
             memory_bytes_per_gpu=memory,
             gpu_memory_bytes=cluster.gpu.memory,
             fits_in_memory=memory["total"] <= cluster.gpu.memory,
-            usd_per_billion_tokens=price * gpus / tokens * 1e9 if price is not None else None,
+            usd_per_billion_tokens=cost if cluster.currency == "USD" else None,
+            cost_per_billion_tokens=cost,
+            currency=cluster.currency if cost is not None else None,
             steady=steady,
             rounds_simulated=trace.rounds,
             assumed=self.assumed,

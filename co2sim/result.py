@@ -23,9 +23,11 @@ class Result:
 
     `tokens` are the model's units: tokens, or images. `exposed_comm_s` is the round time minus that
     of the same round with free communication, `waiting_s` what a rank spends in collectives before
-    the last member is there, and `overlap_ratio` 1 - exposed / busy (None without
-    communication). `breakdown_s` sums the spans of one rank in the last round by kernel or
-    collective, waiting included. `assumed` lists the inputs that no source supports.
+    the last member is there, hidden or not, `straggler_delay_s` what slower or uneven ranks add to
+    the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
+    (None without communication). `breakdown_s` sums the spans of one rank in the last round by
+    kernel or collective, waiting included. `assumed` lists the inputs that no source supports.
+    `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 
     cluster: str
@@ -49,6 +51,7 @@ class Result:
     mfu: float
     comm_busy_s: Seconds
     waiting_s: Seconds
+    straggler_delay_s: Seconds | None = None
     exposed_comm_s: Seconds
     overlap_ratio: float | None
     breakdown_s: dict[str, Seconds]
@@ -59,6 +62,8 @@ class Result:
     gpu_memory_bytes: Bytes
     fits_in_memory: bool
     usd_per_billion_tokens: float | None
+    cost_per_billion_tokens: float | None = None
+    currency: str | None = None
     steady: bool
     rounds_simulated: int
     assumed: tuple[Fact, ...] = ()

@@ -1,7 +1,7 @@
 """A question, answered by simulation."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, get_type_hints
 
 from co2sim import convert, folding, metrics
@@ -164,7 +164,13 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         found, rounds, steady = _simulate(case, prepared, done)
         free = _execute(case, prepared, found.rounds, done, free=True)
-    return prepared.measure(found, rounds, steady, free)
+        result = prepared.measure(found, rounds, steady, free)
+        if not case.noise.uneven:
+            return result
+        equal, last, _ = _simulate(replace(case, noise=QUIET), prepared, done)
+    nominal = metrics.window(equal, prepared.schedule, last).round_time
+    delay = metrics.straggler_delay(result.round_time_s, nominal)
+    return replace(result, straggler_delay_s=delay)
 
 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:

@@ -85,6 +85,24 @@ def test_the_price_counts_gpus_and_tokens() -> None:
     assert simulate(strategy="ddp", **SMALL).usd_per_billion_tokens is None
 
 
+def test_a_price_keeps_its_currency() -> None:
+    """What a cluster costs in euros is never called dollars, and nothing is converted."""
+    found = simulate(tiny.cluster(price_per_gpu=1e-3, currency="EUR"), tiny.model(), "ddp")
+    assert found.cost_per_billion_tokens == pytest.approx(1e9 / found.tokens_per_s * 4 * 1e-3)
+    assert (found.currency, found.usd_per_billion_tokens) == ("EUR", None)
+    dollars = simulate(tiny.cluster(price_per_gpu=1e-3), tiny.model(), "ddp")
+    assert dollars.usd_per_billion_tokens == dollars.cost_per_billion_tokens
+    assert dollars.currency == "USD"
+
+
+def test_stragglers_delay_a_round_and_equal_nodes_do_not() -> None:
+    """The delay is the round with the slow node less the round without it; None without any."""
+    even = simulate(strategy="ddp", **SMALL)
+    slow = simulate(strategy="ddp", node_speed={1: 0.5}, **SMALL)
+    assert even.straggler_delay_s is None
+    assert slow.straggler_delay_s == pytest.approx(slow.round_time_s - even.round_time_s)
+
+
 def test_objects_serve_as_well_as_names() -> None:
     """Clusters, models and strategies may be objects."""
     found = simulate(tiny.cluster(), tiny.model(), "co2(tau=2)")

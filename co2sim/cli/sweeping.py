@@ -68,10 +68,10 @@ def _print(settings: Sequence[Setting], outcomes: Sequence[Result | Failure]) ->
         *(*settings[0], f"{unit}s/s", "per GPU", "step", "exposed", "efficiency", "overlap"),
         *("MFU", "memory"),
     ]
-    priced = any(result.usd_per_billion_tokens is not None for result in results)
-    columns += [f"USD per billion {unit}s"] if priced else []
+    currencies = {r.currency for r in results if r.currency is not None}
+    columns += [f"{' or '.join(sorted(currencies))} per billion {unit}s"] if currencies else []
     rows = [
-        [*setting.values(), *_cells(outcome, len(columns) - len(setting), priced=priced)]
+        [*map(label, setting.values()), *_cells(outcome, len(columns) - len(setting))]
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
     terminal = console()
@@ -89,8 +89,8 @@ def _print_notes(terminal: Console, results: Sequence[Result]) -> None:
     print_assumed(terminal, results)
 
 
-def _cells(outcome: Result | Failure, count: int, *, priced: bool) -> list[str]:
-    """The figures of a row."""
+def _cells(outcome: Result | Failure, count: int) -> list[str]:
+    """The first `count` figures of a row; the last is the cost, which not every cluster has."""
     if isinstance(outcome, Failure):
         return ["failed", *[""] * (count - 1)]
     r = outcome
@@ -103,8 +103,10 @@ def _cells(outcome: Result | Failure, count: int, *, priced: bool) -> list[str]:
         "-" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}",
         f"{r.mfu:.1%}",
         scaled(r.memory_bytes_per_gpu["total"], "B") + ("" if r.fits_in_memory else "*"),
+        "-" if r.cost_per_billion_tokens is None else _cost(r),
     ]
-    if priced:
-        price = r.usd_per_billion_tokens
-        cells.append("-" if price is None else f"{price:,.2f}")
-    return cells
+    return cells[:count]
+
+
+def _cost(r: Result) -> str:
+    return f"{r.cost_per_billion_tokens:,.2f} {r.currency}"
