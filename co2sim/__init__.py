@@ -1,9 +1,113 @@
-"""Simulate how distributed training scales: CO2, ZeRO++, ZeRO, DDP and the local-update family."""
+"""Simulate how distributed training scales: CO2, ZeRO++, ZeRO, DDP and the local-update family.
 
-from co2sim.case import Case
-from co2sim.errors import Co2simError
-from co2sim.result import Result
-from co2sim.study import run, simulate
+`simulate` answers one question, `sweep` and `scale` many. Names are loaded when they are first
+used, so that `import co2sim` costs next to nothing.
+"""
 
-__all__ = ["Case", "Co2simError", "Result", "run", "simulate"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from co2sim.case import Case
+    from co2sim.cluster import GPU, Cluster, KernelTimes, Link
+    from co2sim.errors import (
+        CatalogError,
+        Co2simError,
+        OptionError,
+        ResourceError,
+        ScheduleError,
+        UnitError,
+    )
+    from co2sim.experiments import scale, sweep
+    from co2sim.noise import Noise
+    from co2sim.result import Result
+    from co2sim.schedule import Layout, Schedule
+    from co2sim.strategies import Strategy
+    from co2sim.strategies.co2 import CO2
+    from co2sim.strategies.ddp import DDP
+    from co2sim.strategies.diloco import DiLoCo
+    from co2sim.strategies.local_sgd import LocalSGD
+    from co2sim.strategies.overlap_local_sgd import OverlapLocalSGD
+    from co2sim.strategies.slowmo import SlowMo
+    from co2sim.strategies.zero1 import Zero1
+    from co2sim.strategies.zero2 import Zero2
+    from co2sim.strategies.zero3 import Zero3
+    from co2sim.strategies.zeropp import ZeroPP
+    from co2sim.study import run, simulate
+    from co2sim.trace import Span, Trace
+    from co2sim.workload import Block, MatMul, Model
+
+_EXPORTS = {
+    "case": ("Case",),
+    "cluster": ("GPU", "Cluster", "KernelTimes", "Link"),
+    "errors": (
+        *("CatalogError", "Co2simError", "OptionError", "ResourceError", "ScheduleError"),
+        "UnitError",
+    ),
+    "experiments": ("scale", "sweep"),
+    "noise": ("Noise",),
+    "result": ("Result",),
+    "schedule": ("Layout", "Schedule"),
+    "strategies": (
+        *("CO2", "DDP", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo", "Strategy"),
+        *("Zero1", "Zero2", "Zero3", "ZeroPP"),
+    ),
+    "study": ("run", "simulate"),
+    "trace": ("Span", "Trace"),
+    "workload": ("Block", "MatMul", "Model"),
+}
+"""The same for who runs it: names by module."""
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = [
+    "CO2",
+    "DDP",
+    "GPU",
+    "Block",
+    "Case",
+    "CatalogError",
+    "Cluster",
+    "Co2simError",
+    "DiLoCo",
+    "KernelTimes",
+    "Layout",
+    "Link",
+    "LocalSGD",
+    "MatMul",
+    "Model",
+    "Noise",
+    "OptionError",
+    "OverlapLocalSGD",
+    "ResourceError",
+    "Result",
+    "Schedule",
+    "ScheduleError",
+    "SlowMo",
+    "Span",
+    "Strategy",
+    "Trace",
+    "UnitError",
+    "Zero1",
+    "Zero2",
+    "Zero3",
+    "ZeroPP",
+    "run",
+    "scale",
+    "simulate",
+    "sweep",
+]
 __version__ = "0.1.0"
+
+
+if not TYPE_CHECKING:  # for whom a name that is not above is an error
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

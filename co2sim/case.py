@@ -1,40 +1,37 @@
 """One question: a cluster, a model, a strategy and how to train, by names, files or objects."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any
 
-from co2sim import strategies
+from co2sim import convert, metrics, strategies
 from co2sim.catalog import Entry, Fact, load_cluster, load_model
+from co2sim.catalog.facts import is_file
 from co2sim.cluster import GPU, Cluster
-from co2sim.cost import peak_flops
-from co2sim.errors import OptionError, nearest
+from co2sim.convert import Within
+from co2sim.cost import peak_flops, traffic
+from co2sim.errors import OptionError
+from co2sim.machine import require_memory
+from co2sim.memory import activations
 from co2sim.noise import QUIET, Noise
-from co2sim.result import Prepared
-from co2sim.schedule import DType
-from co2sim.units import scaled
+from co2sim.result import Result
+from co2sim.schedule import DType, Schedule
+from co2sim.strategies import Strategy
+from co2sim.strategies.step import title
+from co2sim.trace import Trace
+from co2sim.units import Bytes, scaled
 from co2sim.workload import Model, Optimizer, Recompute, Workload
 
 _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
-_FIELDS = (
-    *(
-        "gpus",
-        "micro_batch",
-        "accumulation",
-        "global_batch",
-        "rounds",
-        "jitter",
-        "straggle",
-        "seed",
-    ),
-    *("cluster", "model", "strategy", "precision", "recompute", "optimizer"),
-)
-_CLUSTER_WIDE = (
-    *("name", "gpu", "nodes", "gpus_per_node", "sites", "backend", "communicators", "channels"),
-    *("all_reduce", "hops", "interference", "price_per_gpu"),
-)
-"""What `vary` may change by a single name: of a case, and of its cluster."""
+_BLOCK_BYTES: Bytes = 500.0
+"""Of a schedule, for the two passes over a block: measured with ddp, and less than others need."""
+_MOST_GPUS = 10_000_000
+_MOST_SAMPLES = 10**12
+"""Of a global batch: beyond any training, and still exact as a float."""
+_MOST_ROUNDS = 1_000_000
+"""Far beyond what an average needs; what a machine can hold is checked before a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +43,48 @@ class Case:
     all GPUs) sets `accumulation`. `overrides` maps dotted paths of the cluster, or of the model
     behind "model.", to texts with units. `rounds` is how many rounds are averaged (default 1, or 10
     with jitter).
+
+    Values are converted where they are unambiguous: counts may be 16.0, "16" or NumPy's, names may
+    be paths, overrides plain numbers. Raises OptionError for others, and for counts out of range.
     """
 
     cluster: str | Cluster
     model: str | Model
-    strategy: str | strategies.Strategy
-    gpus: int | None = None
+    strategy: str | Strategy
+    gpus: Annotated[int | None, Within((1, _MOST_GPUS))] = None
     micro_batch: int = 1
     accumulation: int = 1
-    global_batch: int | None = None
+    global_batch: Annotated[int | None, Within((1, _MOST_SAMPLES))] = None
     precision: str | None = None
     recompute: Recompute = "selective"
     optimizer: Optimizer = "adamw"
     overrides: Mapping[str, str] = field(default_factory=dict)
     noise: Noise = QUIET
-    rounds: int | None = None
+    rounds: Annotated[int | None, Within((1, _MOST_ROUNDS))] = None
     fold: bool = True
+
+    def __post_init__(self) -> None:
+        """Convert every value, once and for all."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = convert.declared(Case, given) | {
+            "cluster": _named("cluster", self.cluster, Cluster),
+            "model": _named("model", self.model, Model),
+            "strategy": _strategy(self.strategy),
+            "overrides": convert.texts("overrides", self.overrides),
+        }
+        if not isinstance(self.noise, Noise):
+            raise OptionError(f"noise is {convert.shown(self.noise)}; it must be a Noise")
+        for name, value in found.items():
+            if value is not given[name]:
+                object.__setattr__(self, name, value)
+
+    @property
+    def title(self) -> str:
+        """The case in a message: its strategy, size and cluster, and what is overridden."""
+        strategy = self.strategy if isinstance(self.strategy, str) else title(self.strategy)
+        cluster = self.cluster if isinstance(self.cluster, str) else self.cluster.name
+        changed = "".join(f", {path}={text}" for path, text in self.overrides.items())
+        return f"{strategy} on {self.gpus or 'all'} GPUs of {cluster}{changed}"
 
     def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
         """The cluster and the model, whatever they were given as."""
@@ -72,7 +95,7 @@ class Case:
         cluster = _entry(self.cluster, load_cluster, for_cluster)
         return cluster, _entry(self.model, load_model, for_model)
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> "Prepared":
         """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
         cluster, model = self.load()
         sized = cluster.value.resized(self.gpus) if self.gpus is not None else cluster.value
@@ -80,6 +103,7 @@ class Case:
         strategy = self.strategy
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
+        _check_memory(job, strategy)
         return Prepared(
             cluster=sized,
             job=job,
@@ -93,12 +117,6 @@ class Case:
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
-        for name, value, allowed in (
-            ("recompute", self.recompute, get_args(Recompute)),
-            ("optimizer", self.optimizer, get_args(Optimizer)),
-        ):
-            if value not in allowed:
-                raise OptionError(f"{name} is {value!r}; it is one of {', '.join(allowed)}")
         preferred = (str(kind) for kind in _PRECISIONS if kind in cluster.gpu.peak)
         precision = self.precision or next(preferred)
         peak_flops(cluster.gpu, precision)
@@ -123,7 +141,7 @@ class Case:
                 "give accumulation or global_batch, not both: one follows from the other"
             )
         per_micro_step = gpus * self.micro_batch
-        if self.global_batch < 1 or self.global_batch % per_micro_step:
+        if per_micro_step < 1 or self.global_batch % per_micro_step:
             raise OptionError(
                 f"global_batch={self.global_batch} is not a multiple of {gpus} GPUs x micro_batch="
                 f"{self.micro_batch} = {per_micro_step}"
@@ -131,48 +149,76 @@ class Case:
         return self.global_batch // per_micro_step
 
 
-def varied(case: Case, changes: Mapping[str, str]) -> Case:
-    """The case with several things changed: the strategy first, then all its options at once."""
-    options = {
-        p.removeprefix("strategy."): t for p, t in changes.items() if p.startswith("strategy.")
-    }
-    rest = {path: text for path, text in changes.items() if not path.startswith("strategy.")}
-    for path in sorted(rest, key=lambda path: path != "strategy"):
-        case = vary(case, path, rest[path])
-    if not options:
-        return case
-    strategy = case.strategy
-    if isinstance(strategy, str):
-        strategy = strategies.parse(strategy)
-    return replace(case, strategy=strategies.with_options(strategy, options))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A case with everything loaded and sized."""
 
+    cluster: Cluster
+    job: Workload
+    strategy: Strategy
+    schedule: Schedule
+    assumed: tuple[Fact, ...]
 
-def vary(case: Case, path: str, text: str) -> Case:
-    """The case with one thing changed, given as text.
+    def memory(self) -> dict[str, Bytes]:
+        """Bytes on one GPU by item, and in all."""
+        items = self.strategy.memory(self.job, self.cluster.layout)
+        items = items | {"activations": activations(self.job)}
+        return items | {"total": sum(items.values())}
 
-    `path` is a field of `Case` that holds one value, an option of the strategy ("strategy.tau"), or
-    anything that `overrides` takes ("inter.bandwidth", "model.layers").
-    """
-    if path.startswith("strategy."):
-        return varied(case, {path: text})
-    changes: dict[str, Any] = {}
-    if path in {"jitter", "straggle"}:
-        changes = {"noise": replace(case.noise, **{path: strategies.parse_number(path, text)})}  # type: ignore[arg-type]
-    elif path == "seed":
-        changes = {"noise": replace(case.noise, seed=strategies.parse_whole(path, text))}
-    elif path in {"gpus", "micro_batch", "accumulation", "global_batch", "rounds"}:
-        changes = {path: strategies.parse_whole(path, text)}
-    elif path in {"cluster", "model", "strategy", "precision", "recompute", "optimizer"}:
-        changes = {path: text}
-    elif "." not in path and path not in _CLUSTER_WIDE:
-        known = nearest(path, [*_FIELDS, *_CLUSTER_WIDE])
-        raise OptionError(
-            f"nothing is called {path!r}; {known} (or strategy.OPTION, model.NAME, inter.NAME,"
-            " intra.NAME, gpu.NAME, wan.NAME)"
+    def measure(self, trace: Trace, rounds: int, steady: bool, free: Trace) -> Result:  # noqa: FBT001
+        """The figures of a trace, given the same rounds with free communication."""
+        cluster, job, schedule = self.cluster, self.job, self.schedule
+        during = metrics.window(trace, schedule, rounds)
+        round_time = during.round_time
+        exposed = max(0.0, round_time - metrics.window(free, schedule, rounds).round_time)
+        comm = metrics.communication(trace, schedule, during)
+        gpus = cluster.layout.world_size
+        step_time = round_time / schedule.steps
+        samples = gpus * job.samples_per_gpu / step_time
+        tokens = samples * job.model.tokens
+        model_flops = samples * job.model.flops_per_sample / gpus
+        sent = traffic(schedule, cluster)
+        memory = self.memory()
+        price = cluster.price_per_gpu
+        cost = price * gpus / tokens * 1e9 if price is not None else None
+        return Result(
+            cluster=cluster.name,
+            model=job.model.name,
+            unit=job.model.unit,
+            strategy=title(self.strategy),
+            gpus=gpus,
+            nodes=cluster.nodes,
+            micro_batch=job.micro_batch,
+            accumulation=job.accumulation,
+            tokens_per_gpu_per_step=job.samples_per_gpu * job.model.tokens,
+            precision=str(job.precision),
+            steps_per_round=schedule.steps,
+            round_time_s=round_time,
+            step_time_s=step_time,
+            samples_per_s=samples,
+            tokens_per_s=tokens,
+            tokens_per_s_per_gpu=tokens / gpus,
+            model_tflops_per_gpu=model_flops / 1e12,
+            hardware_tflops_per_gpu=samples * job.hardware_flops_per_sample / gpus / 1e12,
+            mfu=model_flops / peak_flops(cluster.gpu, job.precision),
+            comm_busy_s=comm.busy,
+            waiting_s=comm.waiting,
+            exposed_comm_s=exposed,
+            overlap_ratio=max(0.0, 1 - exposed / comm.busy) if comm.busy else None,
+            breakdown_s=metrics.breakdown(trace, schedule),
+            wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
+            nic_bytes_per_node_per_step=sent.nic / schedule.steps,
+            wan_bytes_per_site_per_step=sent.wan / schedule.steps,
+            memory_bytes_per_gpu=memory,
+            gpu_memory_bytes=cluster.gpu.memory,
+            fits_in_memory=memory["total"] <= cluster.gpu.memory,
+            usd_per_billion_tokens=cost if cluster.currency == "USD" else None,
+            cost_per_billion_tokens=cost,
+            currency=cluster.currency if cost is not None else None,
+            steady=steady,
+            rounds_simulated=trace.rounds,
+            assumed=self.assumed,
         )
-    else:
-        changes = {"overrides": {**case.overrides, path: text}}
-    return replace(case, **changes)
 
 
 def _entry(given: Any, load: Any, overrides: Mapping[str, str]) -> Entry[Any]:
@@ -185,6 +231,27 @@ def _entry(given: Any, load: Any, overrides: Mapping[str, str]) -> Entry[Any]:
     return Entry(given, ())
 
 
+def _named(name: str, given: Any, kind: type[Any]) -> Any:
+    """A name, a path as a text, or an object of `kind`."""
+    if isinstance(given, os.PathLike):
+        return str(given) if is_file(str(given)) else f"./{given}"
+    if not isinstance(given, str | kind):
+        raise OptionError(
+            f"{name} is {convert.shown(given)}; it must be a catalog name, the path of a file, or"
+            f" a {kind.__name__}"
+        )
+    return given
+
+
+def _strategy(given: Any) -> Any:
+    if isinstance(given, str) or (not isinstance(given, type) and hasattr(given, "schedule")):
+        return given
+    raise OptionError(
+        f"strategy is {convert.shown(given)}; it must be a text such as 'co2(tau=48)', or a"
+        " strategy such as CO2(tau=48)"
+    )
+
+
 def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
     """What no source supports, of both."""
     return (*_under("cluster", cluster), *_under("model", model))
@@ -192,6 +259,15 @@ def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
     return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]
+
+
+def _check_memory(job: Workload, strategy: Strategy) -> None:
+    """Raise ResourceError if the ops of a round alone need more than half of the free memory."""
+    steps, blocks = getattr(strategy, "tau", 1), len(job.model.blocks)
+    require_memory(
+        _BLOCK_BYTES * steps * job.accumulation * blocks,
+        f"steps of a round: {steps:,}, micro-steps: {job.accumulation:,}, blocks: {blocks:,}",
+    )
 
 
 def _beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:

@@ -24,6 +24,10 @@ class OptionError(Co2simError):
     """A strategy or run option that is unknown, out of range or does not apply."""
 
 
+class ResourceError(Co2simError):
+    """A simulation that does not fit on this machine, or whose process was killed."""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Words to end an error with: the nearest allowed name, or all of them."""
     names = sorted(allowed)

@@ -128,6 +128,14 @@ def _meetings(
                 times = (starts[..., place][kept], come[kept], ends[..., place][kept])
                 found[index].append(np.stack(times))
     return [np.concatenate(parts, axis=1) for parts in found]
+def straggler_delay(round_time: Seconds, equal_round_time: Seconds) -> Seconds:
+    """Seconds by which slower or uneven ranks delay a round.
+
+    `equal_round_time` is that of the same case with every node at nominal speed and no jitter; a
+    round that is shorter than that is not delayed. Waiting that something else hides is left out
+    (`Communication.waiting` counts it): a rank that waits behind its own compute loses no time.
+    """
+    return max(0.0, round_time - equal_round_time)
 
 
 def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:

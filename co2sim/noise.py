@@ -33,6 +33,11 @@ class Noise:
         for node, speed in self.node_speed.items():
             above(f"speed of node {node} (1 is nominal)", speed, 0)
 
+    @property
+    def uneven(self) -> bool:
+        """Whether any rank may differ from another, or from its nominal speed."""
+        return bool(self.node_speed or self.straggle or self.jitter)
+
     def node_slowdowns(self, layout: Layout) -> tuple[float, ...]:
         """Factor on the compute time of each node."""
         unknown = [node for node in self.node_speed if not 0 <= node < layout.nodes]

@@ -1,61 +1,194 @@
 """A question, answered by simulation."""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, TypedDict, Unpack, get_type_hints
 
-from co2sim import metrics, strategies
-from co2sim.case import Case
+from co2sim import convert, folding, metrics
+from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
+from co2sim.convert import Count, Number, Reference
 from co2sim.errors import OptionError, nearest
-from co2sim.result import Prepared, Result
+from co2sim.machine import require_memory
+from co2sim.noise import QUIET, Noise
+from co2sim.progress import Done, progress_bar
+from co2sim.result import Result
 from co2sim.schedule import Schedule
 from co2sim.simulator import execute
+from co2sim.strategies import Strategy
 from co2sim.trace import Trace
-from co2sim.workload import Model
+from co2sim.units import Bytes, Seconds
+from co2sim.workload import Model, Optimizer, Recompute
 
 _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
+_SPAN_BYTES: Bytes = 800.0
+"""Of memory while a span is simulated and measured: 380 to 670 were seen."""
+_ROUNDS = "simulating rounds"
+_PATIENCE: Seconds = 1.0
+"""What a simulation takes before it shows a bar."""
 
 
-def simulate(
-    cluster: str | Cluster, model: str | Model, strategy: str | strategies.Strategy, **options: Any
+class JobOptions(TypedDict, total=False):
+    """The keywords of `simulate` but for the number of GPUs."""
+
+    micro_batch: Count
+    accumulation: Count
+    global_batch: Count | None
+    precision: str | None
+    recompute: Recompute
+    optimizer: Optimizer
+    overrides: Mapping[str, Number]
+    noise: Noise
+    jitter: Number
+    straggle: Number
+    seed: Count
+    node_speed: Mapping[int, float] | None
+    rounds: Count | None
+    fold: bool
+
+
+class Options(JobOptions, total=False):
+    """The keywords of `simulate`."""
+
+    gpus: Count | None
+
+
+def simulate(  # noqa: PLR0913 - one keyword per field
+    cluster: Reference | Cluster,
+    model: Reference | Model,
+    strategy: str | Strategy,
+    *,
+    gpus: Count | None = None,
+    micro_batch: Count = 1,
+    accumulation: Count = 1,
+    global_batch: Count | None = None,
+    precision: str | None = None,
+    recompute: Recompute = "selective",
+    optimizer: Optimizer = "adamw",
+    overrides: Mapping[str, Number] | None = None,
+    noise: Noise = QUIET,
+    jitter: Number = 0.0,
+    straggle: Number = 0.0,
+    seed: Count = 0,
+    node_speed: Mapping[int, float] | None = None,
+    rounds: Count | None = None,
+    fold: bool = True,
+    progress: bool | None = None,
 ) -> Result:
-    """Simulate one configuration; `options` are the further fields of `Case`.
+    """Simulate one configuration. Raises Co2simError, with one line, for anything that is wrong.
+
+    Args:
+        cluster: Catalog name (`co2sim list clusters`), path of a TOML file, or a `Cluster`.
+        model: Catalog name, path of a TOML file or of a Hugging Face config.json, or a `Model`.
+        strategy: A text such as "co2(tau=48, worker=node)", or an object such as `CO2(tau=48)`.
+        gpus: How many; default: the whole cluster. More than it has is a what-if.
+        micro_batch: Samples per GPU and micro-step.
+        accumulation: Micro-steps per optimizer step.
+        global_batch: Samples per optimizer step over all GPUs, instead of `accumulation`.
+        precision: "bf16", "fp16" or "fp32"; default: bf16 if the GPU has it, else fp16.
+        recompute: Activations to recompute: "none", "selective" (attention scores) or "full".
+        optimizer: "adamw" or "sgd".
+        overrides: Other numbers of the cluster or model, such as {"inter.bandwidth": "25 Gbit/s",
+            "model.seq_len": 4096}.
+        noise: What makes ranks differ, as an object; or give the four that follow.
+        jitter: Sigma of a lognormal factor on the time of every op, 0 to 1.
+        straggle: Sigma of a lognormal factor on the compute time of every node, 0 to 1.
+        seed: Of both.
+        node_speed: Relative compute speed of single nodes, such as {3: 0.8}.
+        rounds: How many to average over; default: 1, or 10 with jitter.
+        fold: Let one rank stand for all equal ones; the answer is the same without.
+        progress: Show a bar on stderr; default: if it is a terminal, after a second.
 
     >>> simulate("a100-tcp80", "llama-7b", "co2(tau=48, worker=node)", gpus=128).fits_in_memory
     True
     """
-    known = Case.__dataclass_fields__
-    unknown = [name for name in options if name not in known]
+    case = describe(
+        cluster,
+        model,
+        strategy,
+        gpus=gpus,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        global_batch=global_batch,
+        precision=precision,
+        recompute=recompute,
+        optimizer=optimizer,
+        overrides={} if overrides is None else overrides,
+        noise=noise,
+        jitter=jitter,
+        straggle=straggle,
+        seed=seed,
+        node_speed=node_speed,
+        rounds=rounds,
+        fold=fold,
+    )
+    return run(case, progress=progress)
+
+
+def describe(
+    cluster: Reference | Cluster,
+    model: Reference | Model,
+    strategy: str | Strategy,
+    **options: Unpack[Options],
+) -> Case:
+    """The case that the arguments of `simulate` describe."""
+    given: dict[str, Any] = dict(options)
+    known = get_type_hints(Options)
+    unknown = [name for name in given if name not in known]
     if unknown:
         raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], known)}")
-    return run(Case(cluster=cluster, model=model, strategy=strategy, **options))
+    uneven = {f.name: given.pop(f.name) for f in fields(Noise) if f.name in given}
+    noise = _noise(uneven.pop("node_speed", None) or {}, uneven)
+    if noise != QUIET:
+        if given.get("noise", QUIET) != QUIET:
+            raise OptionError("give noise, or jitter, straggle, seed and node_speed, not both")
+        given["noise"] = noise
+    return Case(cluster=cluster, model=model, strategy=strategy, **given)  # type: ignore[arg-type]
 
 
-def run(case: Case) -> Result:
-    """Simulate and measure."""
+def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
+    """Noise from values as users give them."""
+    if not isinstance(node_speed, Mapping):
+        raise OptionError(f"node_speed is {convert.shown(node_speed)}; it must map nodes to speeds")
+    speeds = {
+        convert.whole("node", node): convert.number(f"speed of node {node}", speed)
+        for node, speed in node_speed.items()
+    }
+    return Noise(node_speed=speeds, **convert.declared(Noise, others))
+
+
+def run(case: Case, *, progress: bool | None = False) -> Result:
+    """Simulate and measure. `progress` as in `simulate`."""
     prepared = case.prepare()
-    found, rounds, steady = _simulate(case, prepared)
-    free = _execute(case, prepared, found.rounds, free=True)
-    return prepared.measure(found, rounds, steady, free)
+    with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        found, rounds, steady = _simulate(case, prepared, done)
+        free = _execute(case, prepared, found.rounds, done, free=True)
+        result = prepared.measure(found, rounds, steady, free)
+        if not case.noise.uneven:
+            return result
+        equal, last, _ = _simulate(replace(case, noise=QUIET), prepared, done)
+    nominal = metrics.window(equal, prepared.schedule, last).round_time
+    delay = metrics.straggler_delay(result.round_time_s, nominal)
+    return replace(result, straggler_delay_s=delay)
 
 
-def trace(case: Case) -> tuple[Schedule, Trace]:
+def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
     """The simulated trace, warm-up included."""
     prepared = case.prepare()
-    return prepared.schedule, _simulate(case, prepared)[0]
+    with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        return prepared.schedule, _simulate(case, prepared, done)[0]
 
 
-def _simulate(case: Case, prepared: Prepared) -> tuple[Trace, int, bool]:
+def _simulate(case: Case, prepared: Prepared, done: Done | None) -> tuple[Trace, int, bool]:
     """A trace, how many of its last rounds to measure, and whether they are a steady state."""
-    if case.rounds is not None and case.rounds < 1:
-        raise OptionError(f"rounds is {case.rounds}; it must be at least 1")
     warm_up = max(prepared.schedule.lag, 1)
     if case.noise.jitter:
         measured = case.rounds or 10
-        return _execute(case, prepared, warm_up + measured), measured, False
+        return _execute(case, prepared, warm_up + measured, done), measured, False
     measured = case.rounds or 1
     while True:
-        found = _execute(case, prepared, warm_up + measured)
+        found = _execute(case, prepared, warm_up + measured, done)
         steady = metrics.is_steady(found, prepared.schedule, measured)
         if steady or warm_up >= _MOST_ROUNDS:
             half = found.rounds // 2
@@ -63,12 +196,16 @@ def _simulate(case: Case, prepared: Prepared) -> tuple[Trace, int, bool]:
         warm_up *= 2
 
 
-def _execute(case: Case, prepared: Prepared, rounds: int, *, free: bool = False) -> Trace:
+def _execute(
+    case: Case, prepared: Prepared, rounds: int, done: Done | None, *, free: bool = False
+) -> Trace:
     """Rounds in the midst of a training: where computing slows communication down, others follow.
 
     Else what is under way behind the last step would be faster than it ever is.
     """
     more = prepared.schedule.lag if prepared.cluster.inter.busy_efficiency < 1 else 0
+    if not free:  # which comes second, and is counted with the first
+        _check_memory(case, prepared, rounds + more)
     found = execute(
         prepared.schedule,
         prepared.cluster,
@@ -77,5 +214,20 @@ def _execute(case: Case, prepared: Prepared, rounds: int, *, free: bool = False)
         noise=case.noise,
         fold=case.fold,
         free_communication=free,
+        progress=(lambda share: done(round(share * rounds), rounds)) if done else None,
     )
     return found.first(rounds) if more else found
+
+
+def _check_memory(case: Case, prepared: Prepared, rounds: int) -> None:
+    """Raise ResourceError if so many rounds need more than half of the free memory."""
+    layout, schedule = prepared.cluster.layout, prepared.schedule
+    ranks = layout.world_size
+    if case.fold and not case.noise.jitter:
+        slowdowns = case.noise.node_slowdowns(layout)
+        ranks = len(folding.fold(layout, slowdowns, schedule, allowed=True).classes)
+    ops = len(schedule.body)
+    require_memory(
+        _SPAN_BYTES * rounds * ops * ranks,
+        f"rounds: {rounds:,}, ops of a round: {ops:,}, simulated ranks: {ranks:,}",
+    )

@@ -9,9 +9,9 @@ from joblib import Parallel, delayed
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
 from analysis.convergence.setting import Setting
-from co2sim.case import Case, vary
+from co2sim.case import Case, Prepared
 from co2sim.errors import OptionError
-from co2sim.result import Prepared
+from co2sim.grid import vary
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local_sgd import LocalSGD

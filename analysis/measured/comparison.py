@@ -9,10 +9,11 @@ from typing import Any
 from analysis.measured.attribution import Cause, Difference, attribute, dominant, totals
 from analysis.measured.spans import active_starts
 from co2sim import metrics
+from co2sim.case import Prepared
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
 from co2sim.metrics import is_steady
-from co2sim.result import Prepared, Result
+from co2sim.result import Result
 from co2sim.schedule import Collective, Op, Schedule
 from co2sim.simulator import execute
 from co2sim.trace import Trace

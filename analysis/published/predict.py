@@ -7,10 +7,9 @@ from typing import Literal
 
 from analysis.published.parameters import GROUPS, cluster_of, model_of, with_constants
 from co2sim import metrics, study
-from co2sim.case import Case
+from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
 from co2sim.cost import compute_time, footprint
-from co2sim.result import Prepared
 from co2sim.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulator import execute
 from co2sim.units import Seconds

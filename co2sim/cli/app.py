@@ -1,19 +1,15 @@
 """The commands: what they ask, and what they print."""
 
 import json
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from co2sim import __version__, study
-from co2sim.case import Case, varied
+from co2sim import __version__, grid, study
+from co2sim.case import Case
 from co2sim.console import options
 from co2sim.errors import OptionError
-from co2sim.strategies import parse
-from co2sim.strategies.step import title
 
 app = typer.Typer(
     add_completion=False,
@@ -58,7 +54,7 @@ def show(case: Case) -> None:
 @options.case_options
 def run(case: Case, json_: options.Json = False) -> None:  # noqa: FBT002
     """Simulate one configuration: times, breakdown, traffic, memory."""
-    result = study.run(case)
+    result = study.run(case, progress=None)
     if json_:
         print(json.dumps(result.to_dict(), indent=2))
         return
@@ -83,7 +79,7 @@ def trace(
 
     if out.suffix not in {".json", ".jsonl"}:
         raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
-    schedule, found = study.trace(case)
+    schedule, found = study.trace(case, progress=None)
     if out.suffix == ".jsonl":
         text = "".join(f"{line}\n" for line in found.to_json_lines())
     else:
@@ -125,15 +121,7 @@ def scale(  # noqa: PLR0917 - one argument per option
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
     from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
 
-    titles = {title(parse(text)) for text in strategy}
-    if len(titles) < len(strategy) or len(set(cluster)) < len(cluster):
-        raise OptionError("a cluster or a strategy is given twice")
-    cases = [
-        replace(job, cluster=where, strategy=how, gpus=count)
-        for where in cluster
-        for how in strategy
-        for count in scaling.counts(gpus, where, job.overrides)
-    ]
+    cases = grid.over_sizes(job, cluster, strategy, gpus)
     scaling.scale(cases, published, out, jobs, as_json=json_)
 
 
@@ -146,21 +134,26 @@ def sweep(
         typer.Option(
             "--vary",
             help='What to vary, and its values: --vary inter.bandwidth="25 Gbit/s, 100 Gbit/s",'
-            " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048."
+            " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048,"
+            ' --vary strategy="ddp, co2:tau=48,worker=node".'
             " Repeatable: all combinations.",
         ),
     ],
     csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLUMN",
+            help="Sort by a column of the CSV file, such as step_time_s; by falling values:"
+            " -tokens_per_s. A --vary name keeps the order that it was given in.",
+        ),
+    ] = None,
     jobs: options.Jobs = -1,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Vary any parameter over values, in parallel."""
     from co2sim.cli import sweeping  # noqa: PLC0415 - pandas
 
-    both = case.overrides.keys() & options.pairs(over, "--vary").keys()
-    if both:
-        raise OptionError(f"{both.pop()} is given both to --set and to --vary")
-    axes = {path: sweeping.values(text) for path, text in options.pairs(over, "--vary").items()}
-    settings = [dict(zip(axes, point, strict=True)) for point in product(*axes.values())]
-    cases = [varied(case, setting) for setting in settings]
-    sweeping.sweep(cases, settings, csv, jobs, as_json=json_)
+    settings = grid.settings(options.pairs(over, "--vary"))
+    cases = grid.cases_of(case, settings)
+    sweeping.sweep(cases, settings, csv, jobs, sort, as_json=json_)

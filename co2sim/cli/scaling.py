@@ -1,45 +1,25 @@
 """`co2sim scale`: strategies over GPU counts, as tables, a CSV file and a figure."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-import pandas as pd
 from rich.console import Console
 
+from co2sim.batch import Failure, run_all
 from co2sim.case import Case
-from co2sim.catalog import load_cluster
-from co2sim.cli.batch import run_all
+from co2sim.cli.failures import end_with_failures
 from co2sim.cli.figure import draw
 from co2sim.cli.published import Comparison, cases_of, compare, load_cells
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_table
-from co2sim.errors import OptionError
 from co2sim.files import write_atomically
+from co2sim.frames import to_frame
 from co2sim.metrics import scalability_ratio
 from co2sim.result import Result
-from co2sim.strategies import parse_whole
 from co2sim.units import scaled
-
-
-def counts(text: str | None, cluster: str, overrides: Mapping[str, str]) -> list[int]:
-    """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
-    if text is not None:
-        given = [parse_whole("--gpus", part.strip()) for part in text.split(",")]
-        if len(set(given)) < len(given):
-            raise OptionError(f"--gpus {text}: a count is given twice")
-        return sorted(given)
-    changes = {path: value for path, value in overrides.items() if not path.startswith("model.")}
-    found = load_cluster(cluster, changes).value
-    count, most = found.gpus_per_node, found.layout.world_size
-    doubled = []
-    while count < most:
-        nodes = count // found.gpus_per_node
-        doubled += [count] if nodes % min(found.sites, nodes) == 0 else []
-        count *= 2
-    return [*doubled, most]
 
 
 def scale(
@@ -48,12 +28,17 @@ def scale(
     """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print."""
     cells = load_cells(published) if published else []
     everything = [*cases, *cases_of(cells, cases)]
-    found = run_all(everything, jobs)
+    outcomes = run_all(everything, jobs)
+    table = to_frame(cases, outcomes[: len(cases)]).to_csv(index=False).encode()
+    files = {out / "scale.csv": table}
+    if any(isinstance(outcome, Failure) for outcome in outcomes):
+        write_atomically(files)
+        names = [case.title for case in everything]
+        end_with_failures(names, outcomes, f"no figure; the others are in {out / 'scale.csv'}")
+    found = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     results = found[: len(cases)]
     comparisons = compare(cells, everything, found)
-    frame = to_frame(cases, results)
     figures = draw(cases, results, comparisons)
-    files = {out / "scale.csv": frame.to_csv(index=False).encode()}
     files |= {out / f"scale.{kind}": content for kind, content in figures.items()}
     write_atomically(files)
     if as_json:
@@ -83,18 +68,6 @@ def scale(
     terminal.print(
         f"\ntable   {out / 'scale.csv'}\nfigure  {out / 'scale.png'}, {out / 'scale.svg'}"
     )
-
-
-def to_frame(cases: Sequence[Case], results: Sequence[Result]) -> pd.DataFrame:
-    """One row per case; memory items in columns of their own."""
-    rows = []
-    for case, result in zip(cases, results, strict=True):
-        row = {"cluster_key": str(case.cluster), "model_key": str(case.model), **result.to_dict()}
-        memory = row.pop("memory_bytes_per_gpu")
-        for name in ("assumed", "breakdown_s"):
-            del row[name]
-        rows.append(row | {f"memory_{item}_bytes": size for item, size in memory.items()})
-    return pd.DataFrame(rows)
 
 
 def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -> None:

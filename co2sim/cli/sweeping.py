@@ -1,70 +1,112 @@
 """`co2sim sweep`: any parameter over values."""
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from co2sim.batch import Failure, run_all
 from co2sim.case import Case
-from co2sim.cli.batch import run_all
-from co2sim.cli.scaling import to_frame
+from co2sim.cli.failures import end_with_failures
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_table
-from co2sim.errors import OptionError
 from co2sim.files import write_atomically
+from co2sim.frames import check_column, order, to_frame
+from co2sim.grid import Setting, label
+from co2sim.result import Result
 from co2sim.units import duration, scaled
-
-
-def values(text: str) -> list[str]:
-    """Values between commas; commas inside parentheses belong to a value."""
-    found = [part.strip() for part in re.split(r",(?![^(]*\))", text)]
-    if not all(found):
-        raise OptionError(f"--vary: {text!r} has an empty value")
-    return found
 
 
 def sweep(
     cases: Sequence[Case],
-    settings: Sequence[Mapping[str, str]],
+    settings: Sequence[Setting],
     csv: Path | None,
     jobs: int,
+    sort: str | None,
     *,
     as_json: bool,
 ) -> None:
-    """Simulate all cases; `settings` says what each varies."""
-    results = run_all(cases, jobs)
+    """Simulate all cases; `settings` says what each varies. Those that fail are named."""
+    if sort is not None:
+        check_column(sort, settings)
+    outcomes = run_all(cases, jobs)
+    frame = to_frame(cases, outcomes, settings)
+    if sort is not None:
+        places = order(frame, sort)
+        frame = frame.iloc[places]
+        settings, outcomes = [settings[i] for i in places], [outcomes[i] for i in places]
     if csv is not None:
-        frame = to_frame(cases, results)
-        for place, path in enumerate(settings[0]):
-            frame.insert(place, f"vary {path}", [setting[path] for setting in settings])
         write_atomically({csv: frame.to_csv(index=False).encode()})
     if as_json:
-        pairs = zip(settings, results, strict=True)
-        found = [{"setting": dict(setting), **result.to_dict()} for setting, result in pairs]
-        print(json.dumps(found, indent=2))
-        return
-    unit = results[0].unit
-    columns = [*settings[0], f"{unit}s/s", "per GPU", "step", "exposed", "overlap", "MFU", "memory"]
-    rows = [
-        [
-            *setting.values(),
-            f"{r.tokens_per_s:,.0f}",
-            f"{r.tokens_per_s_per_gpu:,.1f}",
-            duration(r.step_time_s),
-            f"{r.exposed_share:.1%}",
-            "-" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}",
-            f"{r.mfu:.1%}",
-            scaled(r.memory_bytes_per_gpu["total"], "B") + ("" if r.fits_in_memory else "*"),
+        rows = [
+            {"setting": dict(setting), **_figures(outcome)}
+            for setting, outcome in zip(settings, outcomes, strict=True)
         ]
-        for setting, r in zip(settings, results, strict=True)
+        print(json.dumps(rows, indent=2))
+    else:
+        _print(settings, outcomes)
+        if csv is not None:
+            console().print(f"table   {csv}")
+    if any(isinstance(outcome, Failure) for outcome in outcomes):
+        names = (
+            ", ".join(f"{path}={label(value)}" for path, value in setting.items())
+            for setting in settings
+        )
+        kept = "the others are above" if csv is None else f"the others are in {csv}"
+        end_with_failures(names, outcomes, kept)
+
+
+def _figures(outcome: Result | Failure) -> dict[str, object]:
+    return {"error": outcome.reason} if isinstance(outcome, Failure) else outcome.to_dict()
+
+
+def _print(settings: Sequence[Setting], outcomes: Sequence[Result | Failure]) -> None:
+    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    unit = results[0].unit
+    columns = [
+        *(*settings[0], f"{unit}s/s", "per GPU", "step", "exposed", "efficiency", "overlap"),
+        *("MFU", "memory"),
+    ]
+    currencies = {r.currency for r in results if r.currency is not None}
+    columns += [f"{' or '.join(sorted(currencies))} per billion {unit}s"] if currencies else []
+    rows = [
+        [*map(label, setting.values()), *_cells(outcome, len(columns) - len(setting))]
+        for setting, outcome in zip(settings, outcomes, strict=True)
     ]
     terminal = console()
     parts = ([f"{r.model} on {r.cluster}", r.strategy, f"{r.gpus} GPUs"] for r in results)
     constant = [same[0] for same in zip(*parts, strict=True) if len(set(same)) == 1]
     title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
     print_table(terminal, title, columns, rows, left=len(settings[0]))
+    _print_notes(terminal, results)
+
+
+def _print_notes(terminal: Console, results: Sequence[Result]) -> None:
+    terminal.print("efficiency: against the same round with free communication")
     if not all(r.fits_in_memory for r in results):
         terminal.print("* does not fit in the memory of a GPU: shown as if it did")
     print_assumed(terminal, results)
-    if csv is not None:
-        terminal.print(f"table   {csv}")
+
+
+def _cells(outcome: Result | Failure, count: int) -> list[str]:
+    """The first `count` figures of a row; the last is the cost, which not every cluster has."""
+    if isinstance(outcome, Failure):
+        return ["failed", *[""] * (count - 1)]
+    r = outcome
+    cells = [
+        f"{r.tokens_per_s:,.0f}",
+        f"{r.tokens_per_s_per_gpu:,.1f}",
+        duration(r.step_time_s),
+        f"{r.exposed_share:.1%}",
+        f"{r.efficiency_vs_free_communication:.1%}",
+        "-" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}",
+        f"{r.mfu:.1%}",
+        scaled(r.memory_bytes_per_gpu["total"], "B") + ("" if r.fits_in_memory else "*"),
+        "-" if r.cost_per_billion_tokens is None else _cost(r),
+    ]
+    return cells[:count]
+
+
+def _cost(r: Result) -> str:
+    return f"{r.cost_per_billion_tokens:,.2f} {r.currency}"

@@ -157,7 +157,11 @@ Fold = Annotated[
 ]
 Jobs = Annotated[
     int,
-    typer.Option(parser=whole("--jobs"), metavar="N", help="Processes; -1: all cores."),
+    typer.Option(
+        parser=whole("--jobs"),
+        metavar="N",
+        help="Processes; -1: one per core. Never more than cases, or than two per core.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 

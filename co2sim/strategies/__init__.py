@@ -59,9 +59,9 @@ class LocalSteps(Protocol):
     """A strategy whose workers take `tau` steps of their own between averages."""
 
     @property
-    def tau(self) -> int: ...  # noqa: D102
+    def tau(self) -> int: ...
     @property
-    def worker(self) -> Worker: ...  # noqa: D102
+    def worker(self) -> Worker: ...
 
 
 STRATEGIES: dict[str, type[Any]] = {

@@ -1,0 +1,115 @@
+"""Many configurations at once, as tables: any parameter over values, strategies over sizes."""
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Unpack
+
+from co2sim import grid
+from co2sim.batch import run_all
+from co2sim.cluster import Cluster
+from co2sim.convert import Count, Reference
+from co2sim.errors import OptionError
+from co2sim.strategies import Strategy
+from co2sim.study import JobOptions, Options, describe
+from co2sim.workload import Model
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def sweep(
+    cluster: Reference | Cluster | None = None,
+    model: Reference | Model | None = None,
+    strategy: str | Strategy | None = None,
+    *,
+    vary: grid.Grid,
+    sort: str | None = None,
+    jobs: Count = 1,
+    progress: bool | None = None,
+    **options: Unpack[Options],
+) -> "pd.DataFrame":
+    """Simulate all combinations of values: one row a case, in the order of the grid.
+
+    Args:
+        cluster: As in `simulate`, unless it varies.
+        model: As in `simulate`, unless it varies.
+        strategy: As in `simulate`, unless it varies.
+        vary: Paths with their values, as in `co2sim sweep --vary`: {"inter.bandwidth":
+            ["25 Gbit/s", "100 Gbit/s"], "strategy.tau": [1, 12], "gpus": "8, 64"}.
+        sort: A column to sort the rows by, "-column" for falling values.
+        jobs: Processes, -1: one per core; never more than cases, or than two per core.
+        progress: Show a bar on stderr; default: if it is a terminal.
+        options: The further keywords of `simulate`.
+
+    Returns:
+        The fields of `Result` as columns, with units in their names; memory by item in
+        `memory_ITEM_bytes`; every path in `vary PATH`; `efficiency_vs_free_communication`; and
+        `error`, which says why a case has no figures: one that fails does not stop the others.
+
+    Raises:
+        Co2simError: if an input cannot be read, or no case gives a result.
+
+    >>> found = sweep("a100-tcp80", "gpt2-small", gpus=16, vary={"strategy": "ddp, zero3"})
+    >>> list(found["strategy"])
+    ['ddp', 'zero3']
+    """
+    from co2sim import frames  # noqa: PLC0415 - pandas
+
+    given = {"cluster": cluster, "model": model, "strategy": strategy}
+    for name, value in given.items():
+        if (value is None) != (name in vary):
+            raise OptionError(f"give {name}, or vary it" if value is None else f"{name} is varied")
+    settings = grid.settings(vary)
+    if sort is not None:
+        frames.check_column(sort, settings)
+    base: dict[str, Any] = {k: "" if value is None else value for k, value in given.items()}
+    cases = grid.cases_of(describe(**base, **options), settings)
+    frame = frames.to_frame(cases, run_all(cases, jobs, progress=progress), settings)
+    if sort is None:
+        return frame
+    return frame.iloc[frames.order(frame, sort)].reset_index(drop=True)
+
+
+def scale(
+    clusters: Reference | Cluster | Iterable[Reference | Cluster],
+    model: Reference | Model,
+    strategies: str | Strategy | Iterable[str | Strategy],
+    *,
+    gpus: Any = None,
+    jobs: Count = 1,
+    progress: bool | None = None,
+    **options: Unpack[JobOptions],
+) -> "pd.DataFrame":
+    """Simulate strategies over GPU counts: one row a case, by cluster, strategy and count.
+
+    Args:
+        clusters: One, or several; as in `simulate`.
+        model: As in `simulate`.
+        strategies: One, or several; as in `simulate`.
+        gpus: Counts, such as [8, 16] or "8, 16"; default: one node, doubled up to all.
+        jobs: As in `sweep`.
+        progress: As in `sweep`.
+        options: The further keywords of `simulate`.
+
+    Returns:
+        The columns of `sweep`, but for paths.
+
+    Raises:
+        Co2simError: if an input cannot be read, a cluster cannot have a count, or no case gives a
+            result.
+
+    >>> found = scale("a100-tcp80", "gpt2-small", ["ddp", "co2(tau=12)"], gpus=[8, 16])
+    >>> list(found["gpus"])
+    [8, 16, 8, 16]
+    """
+    from co2sim import frames  # noqa: PLC0415 - pandas
+
+    job = describe("", model, "", **options)
+    cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)
+    return frames.to_frame(cases, run_all(cases, jobs, progress=progress))
+
+
+def _several(given: Any) -> list[Any]:
+    """One name or object, or several."""
+    single = isinstance(given, str | os.PathLike) or not isinstance(given, Iterable)
+    return [given] if single else list(given)

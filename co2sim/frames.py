@@ -1,0 +1,78 @@
+"""Results as a table: one row a case, units in the names of the columns."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import get_type_hints
+
+import pandas as pd
+
+from co2sim.batch import Failure
+from co2sim.case import Case
+from co2sim.errors import OptionError, nearest
+from co2sim.grid import Setting, label
+from co2sim.result import Result
+
+_VARIED = "vary "
+"""What the name of a column starts with that holds the values of a path."""
+_NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu"}
+_DERIVED = ("efficiency_vs_free_communication",)
+"""Properties of a result that are columns too."""
+_TOTAL = "memory_total_bytes"
+_COUNTS = [name for name, hint in get_type_hints(Result).items() if hint is int]
+
+
+def to_frame(
+    cases: Sequence[Case],
+    outcomes: Sequence[Result | Failure],
+    settings: Sequence[Setting] | None = None,
+) -> pd.DataFrame:
+    """One row per case; memory items in columns of their own, `settings` in the first columns.
+
+    A case that failed has its reason in `error`, and no figures.
+    """
+    rows = [_row(case, outcome) for case, outcome in zip(cases, outcomes, strict=True)]
+    frame = pd.DataFrame(rows)
+    frame["error"] = frame.pop("error") if "error" in frame else None
+    whole = [name for name in _COUNTS if frame[name].isna().any()]
+    frame = frame.astype(dict.fromkeys(whole, "Int64"))
+    for place, path in enumerate(settings[0] if settings else ()):
+        values = [label(setting[path]) for setting in settings or ()]
+        frame.insert(place, f"{_VARIED}{path}", values)
+    return frame
+
+
+def _row(case: Case, outcome: Result | Failure) -> dict[str, object]:
+    keys: dict[str, object] = {"cluster_key": label(case.cluster), "model_key": label(case.model)}
+    if isinstance(outcome, Failure):
+        known = {"strategy": label(case.strategy), "gpus": case.gpus, "error": outcome.reason}
+        return keys | dict.fromkeys(sortable(), None) | known
+    figures = {f.name: getattr(outcome, f.name) for f in fields(Result) if f.name not in _NESTED}
+    derived = {name: getattr(outcome, name) for name in _DERIVED}
+    memory = outcome.memory_bytes_per_gpu
+    items = {f"memory_{item}_bytes": size for item, size in memory.items()}
+    return keys | figures | derived | items
+
+
+def sortable() -> list[str]:
+    """Columns of every table, in order."""
+    return [*(f.name for f in fields(Result) if f.name not in _NESTED), *_DERIVED, _TOTAL]
+
+
+def check_column(column: str, settings: Sequence[Setting]) -> None:
+    """Raise OptionError unless a table has the column; "-" before it turns the order round."""
+    known = [*sortable(), *settings[0]]
+    if column.removeprefix("-") not in known:
+        raise OptionError(f"no column is called {column!r}; {nearest(column, known)}")
+
+
+def order(frame: pd.DataFrame, column: str) -> list[int]:
+    """The places of the rows by rising values, or falling ones of "-column"; failed ones last.
+
+    Values that vary are in the order that they were given in. Equal rows keep their order.
+    """
+    name = column.removeprefix("-")
+    keys = frame[name] if name in frame else pd.Series(pd.factorize(frame[f"{_VARIED}{name}"])[0])
+    keys = keys.where(frame["error"].isna())
+    falling = column.startswith("-")
+    found = keys.sort_values(ascending=not falling, kind="stable", na_position="last")
+    return [int(place) for place in found.index]

@@ -1,0 +1,204 @@
+"""Many questions from one: what varies, over which values, in all combinations."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, TypeAlias, get_args, get_type_hints
+
+from co2sim import convert, strategies
+from co2sim.case import Case
+from co2sim.catalog import load_cluster
+from co2sim.cluster import Cluster, Link
+from co2sim.errors import OptionError, nearest
+from co2sim.noise import Noise
+from co2sim.strategies.step import title
+
+Grid: TypeAlias = Mapping[str, str | Iterable[Any]]
+"""Paths, as `vary` takes them, with their values: "8, 16", or anything that yields values."""
+
+Setting: TypeAlias = Mapping[str, Any]
+"""One point of a grid: a value for every path."""
+
+_MOST_CASES = 10_000
+"""Of one study: hours of simulation, and what a reader can still sort."""
+_OF_A_CASE = ("cluster", "model", "strategy", *convert.plain_fields(Case))
+_OF_NOISE = convert.plain_fields(Noise)
+_OF_A_CLUSTER = tuple(
+    name
+    for name, hint in get_type_hints(Cluster).items()
+    if hint is not Link and Link not in get_args(hint)
+)
+"""What `vary` changes by a single name; what is inside a link or a GPU has a dot in its path."""
+
+
+def vary(case: Case, path: str, value: Any) -> Case:
+    """The case with one thing changed.
+
+    `path` is a field of `Case` or of `Noise` that holds one value, an option of the strategy
+    ("strategy.tau"), or anything that `overrides` takes ("inter.bandwidth", "model.layers"). The
+    value may be a text.
+    """
+    if path.startswith("strategy."):
+        return varied(case, {path: value})
+    if path in _OF_A_CASE:
+        return replace(case, **{path: value})
+    if path in _OF_NOISE:
+        return replace(case, noise=replace(case.noise, **convert.declared(Noise, {path: value})))
+    if "." not in path and path not in _OF_A_CLUSTER:
+        known = nearest(path, [*_OF_A_CASE, *_OF_NOISE, *_OF_A_CLUSTER])
+        raise OptionError(
+            f"nothing is called {path!r}; {known} (or strategy.OPTION, model.NAME, inter.NAME,"
+            " intra.NAME, gpu.NAME, wan.NAME)"
+        )
+    return replace(case, overrides={**case.overrides, path: value})
+
+
+def varied(case: Case, changes: Setting) -> Case:
+    """The case with several things changed: the strategy first, then all its options at once."""
+    options = {
+        path.removeprefix("strategy."): convert.text(value)
+        for path, value in changes.items()
+        if path.startswith("strategy.")
+    }
+    rest = {path: value for path, value in changes.items() if not path.startswith("strategy.")}
+    for path in sorted(rest, key=lambda path: path != "strategy"):
+        case = vary(case, path, rest[path])
+    if not options:
+        return case
+    strategy = case.strategy
+    if isinstance(strategy, str):
+        strategy = strategies.parse(strategy)
+    return replace(case, strategy=strategies.with_options(strategy, options))
+
+
+def settings(grid: Grid) -> list[Setting]:
+    """All combinations, the last path fastest. Raises OptionError for none, or too many."""
+    axes = {path: _values(path, given) for path, given in grid.items()}
+    if not axes:
+        raise OptionError("nothing varies; give a path with values, such as gpus=8,16")
+    count = math.prod(map(len, axes.values()))
+    if count > _MOST_CASES:
+        sizes = " x ".join(str(len(axis)) for axis in axes.values())
+        raise OptionError(f"the grid has {sizes} = {count} cases; at most {_MOST_CASES} are run")
+    return [dict(zip(axes, point, strict=True)) for point in product(*axes.values())]
+
+
+def cases_of(case: Case, found: Sequence[Setting]) -> list[Case]:
+    """The case at every setting. Raises OptionError for a path that is overridden already.
+
+    Clusters and models are loaded, each once: what cannot be read is better said before any run.
+    """
+    both = case.overrides.keys() & found[0].keys()
+    if both:
+        raise OptionError(f"{both.pop()} is both overridden (--set) and varied (--vary)")
+    cases = [varied(case, setting) for setting in found]
+    check_inputs(cases)
+    return cases
+
+
+def check_inputs(cases: Sequence[Case]) -> None:
+    """Load what the cases name, each combination once, and read their strategies."""
+    loaded: set[object] = set()
+    texts = [case.strategy for case in cases if isinstance(case.strategy, str)]
+    for strategy in dict.fromkeys(texts):
+        strategies.parse(strategy)
+    for case in cases:
+        inputs = (label(case.cluster), label(case.model), *case.overrides.items())
+        if inputs not in loaded:
+            case.load()
+            loaded.add(inputs)
+
+
+def over_sizes(
+    job: Case, clusters: Sequence[Any], strategies_: Sequence[Any], gpus: Any = None
+) -> list[Case]:
+    """Every strategy on every cluster at every GPU count; see `counts`.
+
+    Raises OptionError for what is given twice, and for counts that a cluster cannot have.
+    """
+    for what, names in (
+        ("cluster", [label(cluster) for cluster in clusters]),
+        ("strategy", [_title(strategy) for strategy in strategies_]),
+    ):
+        if not names:
+            raise OptionError(f"no {what} is given")
+        if len(set(names)) < len(names):
+            raise OptionError(f"a {what} is given twice: {', '.join(names)}")
+    cases = [
+        replace(job, cluster=cluster, strategy=strategy, gpus=count)
+        for cluster in clusters
+        for sizes in [counts(replace(job, cluster=cluster), gpus)]
+        for strategy in strategies_
+        for count in sizes
+    ]
+    if len(cases) > _MOST_CASES:
+        raise OptionError(f"these are {len(cases)} cases; at most {_MOST_CASES} are run")
+    check_inputs(cases)
+    return cases
+
+
+def counts(case: Case, given: Any = None) -> list[int]:
+    """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
+    changes = {path: v for path, v in case.overrides.items() if not path.startswith("model.")}
+    cluster = case.cluster
+    found = load_cluster(cluster, changes).value if isinstance(cluster, str) else cluster
+    if given is not None:
+        sizes = [convert.whole("gpus", value) for value in _values("gpus", given)]
+        if len(set(sizes)) < len(sizes):
+            raise OptionError(f"gpus: {', '.join(map(str, sizes))}: a count is given twice")
+        for size in sizes:
+            found.resized(size)
+        return sorted(sizes)
+    return list(_doubled(found))
+
+
+def _doubled(cluster: Cluster) -> Iterator[int]:
+    count, most = cluster.gpus_per_node, cluster.layout.world_size
+    while count < most:
+        nodes = count // cluster.gpus_per_node
+        if nodes % min(cluster.sites, nodes) == 0:
+            yield count
+        count *= 2
+    yield most
+
+
+def label(value: Any) -> str:
+    """A value of a grid in a table: objects by their name."""
+    if isinstance(value, str):
+        return value
+    if hasattr(value, "schedule"):
+        return title(value)
+    return str(value.name) if hasattr(value, "name") else convert.text(value)
+
+
+def _title(strategy: Any) -> str:
+    return title(strategies.parse(strategy) if isinstance(strategy, str) else strategy)
+
+
+def _values(path: str, given: Any) -> list[Any]:
+    """The values of one path."""
+    if isinstance(given, str):
+        return _split(path, given)
+    values = list(given) if isinstance(given, Iterable) else [given]
+    if not values:
+        raise OptionError(f"{path} has no values to vary over")
+    return values
+
+
+def _split(path: str, text: str) -> list[str]:
+    """Values between semicolons, or between commas; those inside parentheses belong to a value.
+
+    So do those before an option of a strategy: "co2:tau=48,worker=node, ddp" are two.
+    """
+    parts = text.split(";") if ";" in text else re.split(r",(?![^(]*\))", text)
+    found: list[str] = []
+    for part in parts:
+        if path == "strategy" and found and ":" in found[-1] and re.match(r"\s*\w+\s*=", part):
+            found[-1] += f",{part}"
+        else:
+            found.append(part.strip())
+    if not all(found):
+        raise OptionError(f"{path}: {text!r} has an empty value")
+    return found

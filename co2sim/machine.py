@@ -1,0 +1,77 @@
+"""What this machine has left for a simulation."""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+from co2sim.errors import ResourceError
+from co2sim.units import Bytes, scaled
+
+_SHARE = 0.5
+"""Of the free memory: what a simulation may take."""
+_processes = 1
+"""How many simulate at a time, and share."""
+
+
+def share_memory(processes: int) -> None:
+    """Let this process, one of so many workers, take its part only."""
+    global _processes  # noqa: PLW0603 - a fact about the process
+    _processes = processes
+
+
+def require_memory(needed: Bytes, what: str) -> None:
+    """Raise ResourceError if `what` needs more than half of the free memory."""
+    free = free_memory()
+    if needed > _SHARE * free / _processes:
+        among = f", shared by {_processes} processes" if _processes > 1 else ""
+        raise ResourceError(
+            f"{what}: this needs about {scaled(needed, 'B')} of memory, more than half of the"
+            f" {scaled(max(free, 0.0), 'B')} that are free{among}"
+        )
+
+
+def free_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Bytes:
+    """Bytes that this process can still take: of the machine, its container, and `ulimit -v`.
+
+    Infinite where the system does not say, as outside Linux.
+    """
+    return min(_of_the_machine(proc), _of_the_container(cgroup), _of_the_process(proc))
+
+
+def _of_the_machine(proc: Path) -> Bytes:
+    lines = _lines(proc / "meminfo")
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else math.inf
+
+
+def _of_the_container(cgroup: Path) -> Bytes:
+    """Its limit less its use; the cache of files, which it gives back, is not counted."""
+    used = _first_number(cgroup / "memory.current")
+    if math.isinf(used):
+        return math.inf
+    stat = dict(line.split() for line in _lines(cgroup / "memory.stat"))
+    return _first_number(cgroup / "memory.max") - used + int(stat.get("inactive_file", 0))
+
+
+def _of_the_process(proc: Path) -> Bytes:
+    if sys.platform != "linux":
+        return math.inf
+    import resource  # noqa: PLC0415 - not everywhere
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = _first_number(proc / "self" / "statm") * os.sysconf("SC_PAGE_SIZE")
+    return math.inf if limit == resource.RLIM_INFINITY else limit - mapped
+
+
+def _first_number(path: Path) -> float:
+    """The number that a file starts with; infinity where there is none, such as "max"."""
+    words = " ".join(_lines(path)).split()
+    return int(words[0]) if words and words[0].isdecimal() else math.inf
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

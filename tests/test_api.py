@@ -1,0 +1,220 @@
+"""What `import co2sim` offers: names, types, conversions, and results that are pleasant to read."""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+import tiny
+
+import co2sim
+from co2sim import Case, Noise, OptionError, simulate
+from co2sim.study import Options
+
+SMALL: dict[str, Any] = {
+    "cluster": "a100-tcp80",
+    "model": "gpt2-small",
+    "strategy": "ddp",
+    "gpus": 16,
+}
+CATALOG = Path(co2sim.__file__).parent / "catalog"
+
+
+def test_every_public_name_is_there_and_declared_for_type_checkers() -> None:
+    """`__all__`, what is loaded on demand, and what a type checker imports are the same names."""
+    tree = ast.parse(Path(co2sim.__file__).read_text())
+    seen_by_checkers = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("co2sim.")
+        for alias in node.names
+    }
+    assert sorted(co2sim.__all__) == sorted(seen_by_checkers)
+    for name, module in seen_by_checkers.items():
+        there = getattr(sys.modules.get(str(module)) or __import__(str(module)), name, None)
+        assert getattr(co2sim, name) is (there or getattr(sys.modules[str(module)], name))
+        assert name in dir(co2sim)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = co2sim.nothing
+
+
+def test_what_users_work_with_can_be_imported_from_the_package() -> None:
+    """Clusters, models, strategies, schedules, traces and errors need no submodule."""
+    wanted = "Cluster GPU Link Model Schedule Trace Result Case Noise simulate sweep scale run"
+    wanted += " CO2 ZeroPP DDP Zero1 Zero2 Zero3 LocalSGD OverlapLocalSGD SlowMo DiLoCo"
+    wanted += " Co2simError CatalogError OptionError ScheduleError UnitError ResourceError"
+    assert set(wanted.split()) <= set(co2sim.__all__)
+    from co2sim.strategies import STRATEGIES  # noqa: PLC0415 - what the sentence is about
+
+    assert {kind.__name__ for kind in STRATEGIES.values()} <= set(co2sim.__all__)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """`import co2sim` loads no library at all; a simulation loads no pandas, matplotlib, rich."""
+    code = (
+        "import sys, co2sim\n"
+        "heavy = {'numpy', 'simpy', 'pydantic', 'pandas', 'scipy', 'matplotlib', 'rich', 'torch'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+        "co2sim.simulate('dgx-h100', 'gpt2-small', 'ddp', gpus=16)\n"
+        "print(sorted({'pandas', 'matplotlib', 'rich', 'torch', 'joblib'} & set(sys.modules)))\n"
+        "co2sim.sweep('dgx-h100', 'gpt2-small', 'ddp', gpus=16, vary={'micro_batch': [1]})\n"
+        "print(sorted({'matplotlib', 'rich', 'torch', 'joblib'} & set(sys.modules)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == ["[]", "[]", "[]"]
+
+
+def test_the_signature_of_simulate_names_every_field_of_a_case() -> None:
+    """Completion works: no **options; every field of Case and of Noise has a keyword, a type."""
+    found = inspect.signature(simulate).parameters
+    assert all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in found.values())
+    wanted = {f.name for f in fields(Case)} | {f.name for f in fields(Noise)}
+    assert set(found) == wanted | {"progress"}
+    assert all(p.annotation is not inspect.Parameter.empty for p in found.values())
+    defaults = {f.name: f.default for f in fields(Case)}
+    for name in ("micro_batch", "recompute", "optimizer", "fold", "gpus", "rounds", "precision"):
+        assert found[name].default == defaults[name]
+    documented = inspect.getdoc(simulate) or ""
+    assert all(f"    {name}: " in documented for name in found)
+
+
+def test_sweep_and_scale_take_the_keywords_of_simulate() -> None:
+    """The typed keywords of both are those of `simulate`, types included."""
+    simulates = get_type_hints(simulate)
+    for name, hint in get_type_hints(Options).items():
+        assert simulates[name] == (hint | None if name == "overrides" else hint)
+    asked = set(inspect.signature(simulate).parameters)
+    assert set(get_type_hints(Options)) == asked - {"cluster", "model", "strategy", "progress"}
+    with pytest.raises(OptionError, match="did you mean 'micro_batch'"):
+        co2sim.sweep(**SMALL, vary={"rounds": [1]}, microbatch=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"gpus": "16"}, {}),
+        ({"gpus": 16.0}, {}),
+        ({"gpus": np.int64(16)}, {}),
+        ({"gpus": np.float32(16)}, {}),
+        ({"gpus": np.array(16)}, {}),
+        ({"micro_batch": "2"}, {"micro_batch": 2}),
+        ({"micro_batch": "2e0"}, {"micro_batch": 2}),
+        ({"accumulation": 3.0}, {"accumulation": 3}),
+        ({"global_batch": " 32 "}, {"global_batch": 32}),
+        ({"rounds": np.uint8(3)}, {"rounds": 3}),
+        ({"fold": "false"}, {"fold": False}),
+        ({"fold": np.bool_(False)}, {"fold": False}),  # noqa: FBT003 - the value is the point
+        ({"cluster": CATALOG / "clusters" / "a100-tcp80.toml"}, {}),
+        ({"model": CATALOG / "models" / "gpt2-small.toml"}, {}),
+        ({"strategy": co2sim.DDP()}, {}),
+        ({"overrides": {"gpus_per_node": 4}}, {"overrides": {"gpus_per_node": "4"}}),
+        ({"overrides": {"inter.efficiency": 0.5}}, {"overrides": {"inter.efficiency": "0.5"}}),
+        ({"overrides": {"model.tied": False}}, {"overrides": {"model.tied": "false"}}),
+        ({"straggle": "0.1", "seed": "3"}, {"noise": Noise(straggle=0.1, seed=3)}),
+        ({"node_speed": {"1": "0.5"}}, {"noise": Noise(node_speed={1: 0.5})}),
+        ({"jitter": 0.1, "rounds": 2}, {"noise": Noise(jitter=0.1), "rounds": 2}),
+    ],
+    ids=str,
+)
+def test_values_are_taken_where_they_are_unambiguous(
+    given: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    """Texts, paths, floats that are whole and NumPy's numbers give what plain values give."""
+    assert simulate(**SMALL | given) == co2sim.run(Case(**SMALL | meant))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"micro_batch": 2.5}, "micro_batch is 2.5; it must be a whole number"),
+        ({"micro_batch": True}, "micro_batch is True; it must be a whole number"),
+        ({"micro_batch": None}, "micro_batch is None; it must be a whole number"),
+        ({"micro_batch": [1, 2]}, "micro_batch is [1, 2]; it must be a whole number"),
+        ({"micro_batch": 10**9}, "micro_batch is 1000000000; it must be"),
+        ({"gpus": "1,024"}, "gpus is '1,024'; it must be a whole number"),
+        ({"gpus": "1_024"}, "gpus is '1_024'; it must be a whole number"),
+        ({"gpus": float("nan")}, "gpus is nan; it must be a whole number"),
+        ({"gpus": float("inf")}, "gpus is inf; it must be a whole number"),
+        ({"gpus": 10**9}, "gpus is 1000000000; it must be 1 to 10000000"),
+        ({"gpus": "9" * 5000}, "gpus is '9999"),
+        ({"rounds": 10**9}, "rounds is 1000000000; it must be 1 to 1000000"),
+        ({"global_batch": 10**15}, "global_batch is 1000000000000000; it must be 1 to"),
+        ({"fold": "maybe"}, "fold is 'maybe'; it must be true or false"),
+        ({"fold": 1}, "fold is 1; it must be true or false"),
+        ({"cluster": 8}, "cluster is 8; it must be a catalog name, the path of a file, or a Clu"),
+        ({"model": None}, "model is None; it must be a catalog name, the path of a file, or a Mod"),
+        ({"cluster": Path("a100-tcp80")}, "unknown cluster './a100-tcp80'"),
+        ({"strategy": co2sim.DDP}, "it must be a text such as 'co2(tau=48)', or a strategy"),
+        ({"strategy": 3}, "strategy is 3; it must be"),
+        ({"precision": 16}, "precision is 16; it must be a text"),
+        ({"recompute": True}, "recompute is True; it is one of none, selective, full"),
+        ({"overrides": "nodes=3"}, "overrides is 'nodes=3'; it must map names"),
+        ({"overrides": {"nodes": [1]}}, "[1] is not a value"),
+        ({"noise": 0.1}, "noise is 0.1; it must be a Noise"),
+        ({"noise": Noise(jitter=0.1), "seed": 3}, "not both"),
+        ({"jitter": "much"}, "jitter is 'much'; it must be a number"),
+        ({"jitter": 2}, "jitter"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"seed": -1}, "seed is -1"),
+        ({"node_speed": [0.5]}, "node_speed is [0.5]; it must map nodes to speeds"),
+        ({"node_speed": {"first": 0.5}}, "node is 'first'; it must be a whole number"),
+    ],
+    ids=[str(number) for number in range(32)],
+)
+def test_values_that_could_mean_two_things_are_refused_in_words(
+    given: dict[str, Any], said: str
+) -> None:
+    """No raw TypeError or AttributeError: one line says what was given, and what is allowed."""
+    with pytest.raises(co2sim.Co2simError) as caught:
+        simulate(**SMALL | given)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_a_case_converts_its_values_itself() -> None:
+    """The conversion is of Case, so that `replace` and other ways in have it too."""
+    case = replace(Case(**SMALL), gpus="8", overrides={"nodes": 2})  # type: ignore[arg-type]
+    assert (case.gpus, case.overrides) == (8, {"nodes": "2"})
+    with pytest.raises(OptionError, match="whole number"):
+        replace(case, accumulation=1.5)  # type: ignore[arg-type]
+
+
+def test_a_result_is_shown_in_two_lines_at_most() -> None:
+    """Repr has the key figures, and no more than fits in two lines of a terminal."""
+    found = simulate(**SMALL)
+    shown = repr(found)
+    assert len(shown) <= 240
+    assert "\n" not in shown
+    for part in ("ddp", "16 GPUs", "GPT-2 small", f"{found.tokens_per_s:,.0f}", "MFU", "memory"):
+        assert part in shown
+    assert "DOES NOT FIT" not in shown
+    assert "DOES NOT FIT" in repr(simulate("dgx-h100", "llama-70b", "ddp", gpus=8))
+
+
+def test_a_result_in_a_notebook_is_a_table_and_escapes_its_names() -> None:
+    """`_repr_html_` is well-formed HTML; a name with markup in it stays text."""
+    cluster = tiny.cluster(name="<script>alert('x')</script> & co")
+    page = simulate(cluster, tiny.model(), "ddp")._repr_html_()
+    tags: list[str] = []
+    texts: list[str] = []
+    parser = HTMLParser(convert_charrefs=True)
+    parser.handle_starttag = lambda tag, attrs: tags.append(tag)  # type: ignore[method-assign] # noqa: ARG005
+    parser.handle_data = texts.append  # type: ignore[method-assign]
+    parser.feed(page)
+    assert "script" not in tags
+    assert tags.count("tr") == tags.count("th") == tags.count("td") == 5
+    assert "<script>alert('x')</script> & co" in "".join(texts)
+
+
+def test_a_result_comes_back_from_its_json() -> None:
+    """The short repr hides nothing: JSON still holds every figure."""
+    found = simulate(**SMALL)
+    assert co2sim.Result.from_dict(json.loads(json.dumps(found.to_dict()))) == found

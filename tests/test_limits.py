@@ -1,0 +1,162 @@
+"""What a simulation may take: ceilings, and memory that is asked for before it is used."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import co2sim
+from co2sim import Case, ResourceError, machine, progress, study
+
+SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
+
+LIMITED = """
+import resource
+import sys
+from pathlib import Path
+import co2sim
+from co2sim import machine, study
+co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)  # loads what there is to load
+mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+room = 100e6
+resource.setrlimit(resource.RLIMIT_AS, (int(mapped + room), int(mapped + room)))
+ops = len(co2sim.Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
+          .prepare().schedule.body)
+allowed = int(machine.free_memory() / 2 / study._SPAN_BYTES / ops) - 2
+for rounds in (allowed, 2 * allowed, 1_000_000):
+    try:
+        found = co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16, rounds=rounds)
+        print("done", found.rounds_simulated >= rounds)
+    except co2sim.ResourceError as error:
+        print("refused", str(error).count(chr(10)), error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is read from /proc")
+def test_under_a_limit_of_memory_a_run_fits_or_is_refused() -> None:
+    """Under `ulimit -v`: what the check allows runs through, what it does not is one line."""
+    ran = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True, timeout=120
+    )
+    allowed, doubled, huge = ran.stdout.splitlines()
+    assert allowed == "done True"
+    for refused in (doubled, huge):
+        assert refused.startswith("refused 0 ")
+        assert "simulated ranks: 1: this needs about" in refused
+        assert "more than half of the" in refused
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--rounds", "1000000000"], ["rounds is 1000000000; it must be 1 to 1000000"]),
+        (["--micro-batch", "1000000000"], ["micro_batch is 1000000000; it must be"]),
+        (["--accumulation", "1000000000"], ["accumulation is 1000000000; it must be"]),
+        (["--global-batch", "1000000000000000"], ["global_batch is 1000000000000000; it must be"]),
+        (["--gpus", "1000000000000"], ["gpus is 1000000000000; it must be 1 to 10000000"]),
+        (["--rounds", "1000000", "--no-fold"], ["simulated ranks: 16: this needs about"]),
+        (["--strategy", "co2:tau=10000", "--accumulation", "10000"], ["micro-steps: 10,000"]),
+    ],
+)
+def test_numbers_that_size_work_have_a_ceiling(asked: list[str], words: list[str]) -> None:
+    """Under a limit of 4 GB each is refused at once, in one line, with exit code 2."""
+    options = {"--gpus": "16", "--strategy": "ddp"}
+    options |= {asked[n]: asked[n + 1] for n in range(0, len(asked) - 1, 2)}
+    flags = [word for word in asked if word == "--no-fold"]
+    given = [word for pair in options.items() for word in pair] + flags
+    command = f"ulimit -v 4000000; exec {sys.executable} -m co2sim run -c dgx-h100 -m gpt2-small "
+    ran = subprocess.run(
+        ["/bin/bash", "-c", command + " ".join(given)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.count("\n") == 1
+    assert all(word in ran.stderr for word in words), ran.stderr
+
+
+@pytest.fixture
+def shared() -> Iterator[None]:
+    """Leave this process with all the memory."""
+    yield
+    machine.share_memory(1)
+
+
+@pytest.mark.usefixtures("shared")
+def test_processes_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 GB one process may take 4, each of four 1; the message says why."""
+    monkeypatch.setattr(machine, "free_memory", lambda: 8e9)
+    machine.require_memory(4e9, "this")
+    with pytest.raises(ResourceError, match=r"more than half of the 8 GB that are free$"):
+        machine.require_memory(4.1e9, "this")
+    machine.share_memory(4)
+    machine.require_memory(1e9, "this")
+    with pytest.raises(ResourceError, match="8 GB that are free, shared by 4 processes"):
+        machine.require_memory(1.1e9, "this")
+
+
+def _container(folder: Path, **files: str) -> Path:
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(text)
+    return folder
+
+
+def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
+    """A container's limit counts, less its use, but for the cache that it gives back."""
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    (proc / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable:    8000000 kB\n")
+    assert machine.free_memory(proc, tmp_path / "none") == 8_192_000_000
+    limits = {"memory_current": "3000000000", "memory_stat": "anon 5\ninactive_file 500000000\n"}
+    small = _container(tmp_path / "small", memory_max="4000000000", **limits)
+    assert machine.free_memory(proc, small) == 1_500_000_000
+    open_ended = _container(tmp_path / "open", memory_max="max", **limits)
+    assert machine.free_memory(proc, open_ended) == 8_192_000_000
+    assert machine.free_memory(tmp_path / "none", tmp_path / "none") == float("inf")
+
+
+def test_a_long_simulation_shows_its_rounds_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal a bar counts rounds; elsewhere, or when told not to, stderr stays empty."""
+    monkeypatch.setattr(study, "_PATIENCE", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def seen(*, shown: bool | None) -> str:
+        """What a simulation writes to a terminal."""
+        reading, writing = os.openpty()
+        with os.fdopen(writing, "w") as terminal:
+            monkeypatch.setattr(sys, "stderr", terminal)
+            co2sim.simulate(**SMALL, strategy="ddp", rounds=50, progress=shown)
+            terminal.write("end")
+            terminal.flush()
+            return os.read(reading, 100_000).decode()
+
+    text = seen(shown=None)
+    assert "simulating rounds" in text
+    assert "/5" in text
+    assert seen(shown=False) == "end"
+
+
+def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    """Logs and pipes stay clean unless a bar is asked for."""
+    co2sim.simulate(**SMALL, strategy="ddp")
+    assert capsys.readouterr().err == ""
+    with progress.progress_bar("working", shown=None) as done:
+        assert done is None
+
+
+def test_the_simulator_reports_fractions_that_rise_to_the_end() -> None:
+    """What the bar shows: from 0 to 1, never falling."""
+    seen: list[tuple[int, int]] = []
+    case = Case(**SMALL, strategy="zero3", rounds=200)
+    study._execute(case, case.prepare(), 200, lambda done, total: seen.append((done, total)))
+    assert len(seen) > 1
+    assert seen == sorted(seen)
+    assert all(0 <= done <= total == 200 for done, total in seen)

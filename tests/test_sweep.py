@@ -1,0 +1,347 @@
+"""Many cases at once: grids, tables, workers that die, and cases that fail."""
+
+import csv
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import joblib
+import numpy as np
+import pandas as pd
+import pytest
+import tiny
+
+import co2sim
+from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, Schedule, batch, grid
+from co2sim.cli import main
+from co2sim.workload import Workload
+
+SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
+ARGUMENTS = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", "ddp")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in an empty folder; its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["co2sim", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, out, err
+
+    return run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadly:
+    """A strategy whose schedule kills the process that asks for it."""
+
+    name: ClassVar[str] = "deadly"
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """Die as a process does when the system runs out of memory."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        return DDP().schedule(job, layout)
+
+    def memory(self, job: Workload, layout: Layout) -> dict[str, float]:
+        """As DDP."""
+        return DDP().memory(job, layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greedy(Deadly):
+    """A strategy that finds no memory."""
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:  # noqa: ARG002 - a strategy's
+        """Fail as NumPy does where an array does not fit."""
+        raise MemoryError("Unable to allocate 1 TiB")
+
+
+def test_a_grid_gives_one_row_a_case_with_units_in_the_names() -> None:
+    """All combinations, the last path fastest; every row is what `simulate` gives."""
+    found = co2sim.sweep(
+        **SMALL,
+        strategy="co2",
+        vary={"inter.bandwidth": ["25 Gbit/s", "100 Gbit/s"], "strategy.tau": [1, np.int64(12)]},
+    )
+    assert found["vary inter.bandwidth"].tolist() == ["25 Gbit/s"] * 2 + ["100 Gbit/s"] * 2
+    assert found["vary strategy.tau"].tolist() == ["1", "12"] * 2
+    for row in found.to_dict("records"):
+        alone = co2sim.simulate(
+            **SMALL,
+            strategy=CO2(tau=int(row["vary strategy.tau"])),
+            overrides={"inter.bandwidth": row["vary inter.bandwidth"]},
+        )
+        assert row["step_time_s"] == alone.step_time_s
+        assert row["memory_total_bytes"] == alone.memory_bytes_per_gpu["total"]
+        free = 1 - alone.exposed_comm_s / alone.round_time_s
+        assert row["efficiency_vs_free_communication"] == pytest.approx(free)
+    assert found["error"].isna().all()
+
+
+def test_objects_paths_and_fields_can_vary() -> None:
+    """Strategies as objects, clusters by path or name, noise, batch: all have a path."""
+    where = Path(co2sim.__file__).parent / "catalog" / "clusters" / "dgx-h100.toml"
+    found = co2sim.sweep(
+        model=tiny.model(),
+        gpus=16,
+        vary={
+            "cluster": ["a100-tcp80", where],
+            "strategy": [DDP(), "co2:tau=2"],
+            "straggle": "0, 0.1",
+            "micro_batch": range(1, 3),
+        },
+    )
+    assert len(found) == 16
+    assert set(found["strategy"]) == {"ddp", "co2(tau=2)"}
+    assert set(found["cluster_key"]) == {"a100-tcp80", str(where)}
+    assert set(found["model_key"]) == {"tiny"}
+    slow = found[found["vary straggle"] == "0.1"].reset_index(drop=True)
+    even = found[found["vary straggle"] == "0"].reset_index(drop=True)
+    assert (slow["step_time_s"] != even["step_time_s"]).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("co2:tau=48,worker=node", ["co2(tau=48, worker=node)"]),
+        ("co2:tau=48,worker=node,ddp", ["co2(tau=48, worker=node)", "ddp"]),
+        ("ddp, co2:tau=48, worker=node, zero3", ["ddp", "co2(tau=48, worker=node)", "zero3"]),
+        ("co2:tau=4;co2:tau=8,worker=node", ["co2(tau=4)", "co2(tau=8, worker=node)"]),
+        ("ddp,co2(tau=4, worker=node),zero3", ["ddp", "co2(tau=4, worker=node)", "zero3"]),
+        ("co2(tau=4),co2:tau=8,worker=node", ["co2(tau=4)", "co2(tau=8, worker=node)"]),
+    ],
+)
+def test_strategies_with_options_are_one_value_in_both_forms(text: str, names: list[str]) -> None:
+    """A comma before an option belongs to the strategy, a comma before a name ends it."""
+    assert co2sim.sweep(**SMALL, vary={"strategy": text})["strategy"].tolist() == names
+
+
+@pytest.mark.parametrize(
+    ("vary", "said"),
+    [
+        ({}, "nothing varies"),
+        ({"micro_batch": []}, "micro_batch has no values"),
+        ({"micro_batch": "1,,2"}, "'1,,2' has an empty value"),
+        ({"micro_batch": [1.5]}, "micro_batch is 1.5; it must be a whole number"),
+        ({"micro_batches": [1]}, "did you mean 'micro_batch'?"),
+        ({"inter.bandwidth": ["1 Gbit/s", "x"]}, "'x'"),
+        ({"strategy.tau": [1]}, "ddp has no option 'tau'"),
+        ({"cluster": ["dgx-h100"]}, "cluster is varied"),
+        ({"micro_batch": range(101), "accumulation": range(100)}, "101 x 100 = 10100 cases; at mo"),
+        ({"gpus": [12, 20]}, "12 GPUs do not fill nodes"),
+    ],
+)
+def test_a_grid_that_cannot_be_is_one_line(vary: dict[str, Any], said: str) -> None:
+    """What is wrong in every case, or cannot be read at all, is an error and no table."""
+    with pytest.raises(Co2simError) as caught:
+        co2sim.sweep(**{**SMALL, "gpus": None}, strategy="ddp", vary=vary)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_does_not_vary_must_be_given() -> None:
+    """Cluster, model and strategy are given or varied."""
+    with pytest.raises(OptionError, match="give strategy, or vary it"):
+        co2sim.sweep("a100-tcp80", "gpt2-small", vary={"gpus": [8]})
+
+
+def test_every_field_of_a_case_and_of_a_cluster_can_vary() -> None:
+    """The paths follow from the dataclasses, and no list has to be kept."""
+    case = Case(**SMALL, strategy="ddp")
+    for path, value in {"fold": "false", "optimizer": "sgd", "rounds": 3, "seed": "4"}.items():
+        assert grid.vary(case, path, value) != case
+    for path in ("channels", "sites", "backend", "price_per_gpu", "gpu", "name"):
+        assert grid.vary(case, path, "1").overrides == {path: "1"}
+    for path in ("inter", "wan", "intra", "overrides", "noise", "node_speed"):
+        with pytest.raises(OptionError, match="nothing is called"):
+            grid.vary(case, path, "1")
+
+
+def test_scale_gives_clusters_by_strategies_by_counts() -> None:
+    """Rows in the order asked for, the default counts double; each is what `simulate` gives."""
+    found = co2sim.scale(["a100-tcp80", "dgx-h100"], "gpt2-small", ["ddp", CO2(tau=2)], gpus="16,8")
+    assert found["gpus"].tolist() == [8, 16] * 4
+    assert found["strategy"].tolist() == ["ddp", "ddp", "co2(tau=2)", "co2(tau=2)"] * 2
+    alone = co2sim.simulate("dgx-h100", "gpt2-small", "co2:tau=2", gpus=16)
+    assert found["tokens_per_s"].iloc[-1] == alone.tokens_per_s
+    whole = co2sim.scale(tiny.cluster(4, 2), tiny.model(), "ddp")
+    assert whole["gpus"].tolist() == [2, 4, 8]
+    with pytest.raises(OptionError, match="given twice"):
+        co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2(tau=12)"], gpus=[8])
+    with pytest.raises(OptionError, match="12 GPUs do not fill"):
+        co2sim.scale("dgx-h100", "gpt2-small", "ddp", gpus=[8, 12])
+
+
+def test_rows_do_not_depend_on_the_number_of_processes() -> None:
+    """Order and values, jitter included, are the same on one process and on three."""
+    asked: dict[str, Any] = {
+        **SMALL,
+        "jitter": 0.1,
+        "rounds": 2,
+        "vary": {"strategy": "ddp, co2:tau=3", "gpus": [8, 4], "seed": [1, 2]},
+    }
+    one, three = (co2sim.sweep(**asked, jobs=jobs) for jobs in (1, 3))
+    pd.testing.assert_frame_equal(one, three, check_exact=True)
+
+
+@pytest.mark.parametrize("column", ["step_time_s", "memory_total_bytes", "tokens_per_s"])
+def test_rows_are_sorted_by_any_column(column: str) -> None:
+    """Rising, falling behind a minus; the rows are the same rows."""
+    asked: dict[str, Any] = {**SMALL, "vary": {"strategy": "zero3, ddp, co2:tau=3, zeropp"}}
+    plain = co2sim.sweep(**asked)
+    rising = co2sim.sweep(**asked, sort=column)
+    assert rising[column].tolist() == sorted(plain[column])
+    falling = co2sim.sweep(**asked, sort=f"-{column}")
+    assert falling[column].tolist() == sorted(plain[column], reverse=True)
+    assert set(falling["strategy"]) == set(plain["strategy"])
+
+
+def test_a_path_sorts_in_the_order_of_its_values() -> None:
+    """Values that vary are texts with units: their order is the one they were given in."""
+    vary = {"strategy": "ddp, zero3", "inter.bandwidth": "9 Gbit/s, 10 Gbit/s, 1 Tbit/s"}
+    found = co2sim.sweep(**SMALL, vary=vary, sort="inter.bandwidth")
+    speeds = ["9 Gbit/s", "9 Gbit/s", "10 Gbit/s", "10 Gbit/s", "1 Tbit/s", "1 Tbit/s"]
+    assert found["vary inter.bandwidth"].tolist() == speeds
+    assert found["strategy"].tolist() == ["ddp", "zero3"] * 3
+    with pytest.raises(OptionError, match="did you mean 'step_time_s'"):
+        co2sim.sweep(**SMALL, vary=vary, sort="step_time")
+
+
+def test_a_case_that_fails_is_a_row_with_its_error() -> None:
+    """12 GPUs do not fill nodes of 8: the others go on, counts stay whole, sorting puts it last."""
+    asked: dict[str, Any] = {**SMALL, "gpus": None, "strategy": "ddp"}
+    found = co2sim.sweep(**asked, vary={"gpus": [16, 12, 8]}, sort="-step_time_s")
+    assert found["gpus"].tolist() == [16, 8, 12]
+    assert found["error"].isna().tolist() == [True, True, False]
+    assert "12 GPUs do not fill nodes of 8" in found["error"].iloc[2]
+    assert found["step_time_s"].isna().tolist() == [False, False, True]
+    assert str(found["steps_per_round"].dtype) == "Int64"
+
+
+@pytest.mark.parametrize("jobs", [2, 3])
+def test_a_killed_worker_costs_its_case_and_no_other(jobs: int) -> None:
+    """Whatever was done before and comes after is there, in order; the dead one is named."""
+    strategies = ["ddp", "zero3", Deadly(), "zero1", "co2:tau=2", Deadly(), "zeropp"]
+    cases = [Case(**SMALL, strategy=strategy) for strategy in strategies]
+    outcomes = batch.run_all(cases, jobs)
+    dead = [isinstance(outcome, batch.Failure) for outcome in outcomes]
+    assert dead == [False, False, True, False, False, True, False]
+    failure = outcomes[2]
+    assert isinstance(failure, batch.Failure)
+    assert failure.case == "deadly on 16 GPUs of a100-tcp80"
+    assert "its process was killed" in failure.reason
+    alive = [case for case, died in zip(cases, dead, strict=True) if not died]
+    assert [o for o in outcomes if isinstance(o, co2sim.Result)] == [co2sim.run(c) for c in alive]
+
+
+def test_whatever_goes_wrong_in_one_case_the_others_go_on() -> None:
+    """An error that is no input error, such as memory, is a row too, with its kind."""
+    found = co2sim.sweep(**SMALL, vary={"strategy": ["ddp", Greedy(), "zero3"]})
+    assert found["error"].tolist()[1] == "MemoryError: Unable to allocate 1 TiB"
+    assert found["error"].isna().tolist() == [True, False, True]
+    with pytest.raises(MemoryError):
+        co2sim.sweep(**SMALL, vary={"strategy": [Greedy()]})
+
+
+def deadly_second(
+    case: Case, settings: Sequence[grid.Setting], made: Callable[..., list[Case]] = grid.cases_of
+) -> list[Case]:
+    """The cases of a grid, the second of them deadly."""
+    first, second, *others = made(case, settings)
+    return [first, replace(second, strategy=Deadly()), *others]
+
+
+def test_the_command_keeps_what_is_done_and_says_what_is_not(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed worker: exit code 1, one line that names the case, the other rows in the CSV."""
+    monkeypatch.setattr(grid, "cases_of", deadly_second)
+    vary = ("--vary", "micro_batch=1,2,3", "--csv", "out.csv", "--jobs", "2")
+    code, out, err = cli("sweep", *ARGUMENTS, *vary)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert err.startswith("error: 1 of 3 cases failed: micro_batch=2: its process was killed")
+    assert "failed" in out
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]
+    assert "killed" in rows[1]["error"]
+
+
+def test_the_command_names_cases_that_fail(cli: Run) -> None:
+    """A case that cannot be: the others are printed, and JSON holds the error in its place."""
+    asked = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--vary", "gpus=8,12,16")
+    code, out, err = cli(*asked, "--json", "--jobs", "1")
+    assert code == 1
+    assert "12 GPUs do not fill" in err
+    assert [row.get("gpus") for row in json.loads(out)] == [8, None, 16]
+    assert "12 GPUs do not fill" in json.loads(out)[1]["error"]
+
+
+def test_scale_keeps_its_table_when_a_worker_dies(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without all its points there is no figure, but scale.csv has the finished ones."""
+
+    def dying(*asked: Any, made: Callable[..., list[Case]] = grid.over_sizes) -> list[Case]:
+        first, *others = made(*asked)
+        return [first, replace(others[0], strategy=Deadly()), *others[1:]]
+
+    monkeypatch.setattr(grid, "over_sizes", dying)
+    asked = ("-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "8,16,32", "--jobs", "2")
+    code, _, err = cli("scale", *asked)
+    assert code == 1
+    assert "deadly on 16 GPUs" in err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["scale.csv"]
+    rows = list(csv.DictReader((tmp_path / "out" / "scale.csv").read_text().splitlines()))
+    assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]
+
+
+def test_the_table_shows_efficiency_and_a_price_where_there_is_one(cli: Run) -> None:
+    """Efficiency against free communication is one less the exposed share; USD needs a price."""
+    vary = ("--vary", "strategy=ddp, co2:tau=8,worker=node", "--jobs", "1")
+    code, plain, _ = cli("sweep", *ARGUMENTS, *vary)
+    assert code == 0
+    assert "efficiency" in plain
+    assert "USD" not in plain
+    priced = cli("sweep", *ARGUMENTS, *vary, "--set", "price_per_gpu=2 USD/h")[1]
+    assert "USD" in priced
+    found = json.loads(cli("sweep", *ARGUMENTS, *vary, "--json")[1])
+    for row in found:
+        assert f"{1 - row['exposed_comm_s'] / row['round_time_s']:.1%}" in plain
+
+
+def test_the_command_sorts(cli: Run) -> None:
+    """`--sort -tokens_per_s` puts the fastest first; an unknown column is refused before work."""
+    vary = ("--vary", "strategy=zero3,co2:tau=48,worker=node,ddp", "--json", "--jobs", "1")
+    code, out, _ = cli("sweep", *ARGUMENTS, *vary, "--sort", "-tokens_per_s")
+    assert code == 0
+    speeds = [row["tokens_per_s"] for row in json.loads(out)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert json.loads(out)[0]["setting"] == {"strategy": "co2:tau=48,worker=node"}
+    code, out, err = cli("sweep", *ARGUMENTS, *vary, "--sort", "speed")
+    assert (code, out) == (2, "")
+    assert "no column is called 'speed'" in err
+
+
+def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:
+    """`--jobs 3000` for 2 cases is 2 processes; for 3000 cases, two per core."""
+    cores = joblib.cpu_count()
+    assert batch.processes(3000, 2) == min(2, 2 * cores)
+    assert batch.processes(3000, 3000) == 2 * cores
+    assert batch.processes(-1, 3000) == cores
+    assert batch.processes(5, 1) == batch.processes(1, 5) == 1
+    for wrong in (0, -2):
+        with pytest.raises(OptionError, match=f"jobs is {wrong}; it must be"):
+            batch.processes(wrong, 5)
