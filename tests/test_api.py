@@ -89,7 +89,7 @@ def test_sweep_and_scale_take_the_keywords_of_simulate() -> None:
     """The typed keywords of both are those of `simulate`, types included."""
     simulates = get_type_hints(simulate)
     for name, hint in get_type_hints(Options).items():
-        assert simulates[name] == (hint | None if name == "overrides" else hint)
+        assert simulates[name] == hint
     asked = set(inspect.signature(simulate).parameters)
     assert set(get_type_hints(Options)) == asked - {"cluster", "model", "strategy", "progress"}
     with pytest.raises(OptionError, match="did you mean 'micro_batch'"):
