@@ -214,6 +214,14 @@ def test_a_result_in_a_notebook_is_a_table_and_escapes_its_names() -> None:
     assert "<script>alert('x')</script> & co" in "".join(texts)
 
 
+def test_a_result_shows_a_cost_where_there_is_a_price() -> None:
+    """In the currency of the price, in the short form and in the table."""
+    found = simulate(tiny.cluster(price_per_gpu=1.0, currency="EUR"), tiny.model(), "ddp")
+    cost = f"{found.cost_per_billion_tokens:,.2f} EUR"
+    assert f"cost of a billion tokens {cost}" in repr(found)
+    assert f"<td>{cost}</td>" in found._repr_html_()
+
+
 def test_a_result_comes_back_from_its_json() -> None:
     """The short repr hides nothing: JSON still holds every figure."""
     found = simulate(**SMALL)
