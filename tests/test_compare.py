@@ -346,8 +346,7 @@ def test_an_unchanged_description_is_the_same_cluster() -> None:
     """Numbers survive the way through texts with units exactly."""
     for name in ("dgx-h100", "two-sites-wan", "dgx2-ib1"):
         cluster = load_cluster(name, {}).value
-        for one in (cluster, replace(cluster, price_per_gpu=2.5 / 3600)):
-            assert replace(changed(one, {}), name=cluster.name) == one
+        assert replace(changed(cluster, {}), name=cluster.name) == cluster
 
 
 def test_summary_is_median_and_largest_of_absolute_errors() -> None:

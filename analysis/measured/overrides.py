@@ -30,7 +30,7 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     if "gpu" in changes:
         raise OptionError("--set gpu: name a whole cluster with --cluster as well, or set gpu.NAME")
     tree = _texts(asdict(cluster)) | {"gpu": _gpu(cluster.gpu)}
-    currency = tree.pop("currency")  # which a file says with the price
+    currency = tree.pop("currency")  # a file says it with the price
     if cluster.price_per_gpu is not None:
         tree["price_per_gpu"] = f"{cluster.price_per_gpu!r} {currency}/s"
     for path, text in changes.items():
