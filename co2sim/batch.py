@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from co2sim.case import Case
 from co2sim.convert import Count, whole
@@ -33,16 +33,19 @@ class Failure:
         return " ".join(f"{kind}{self.error}".split())
 
 
+Outcome: TypeAlias = Result | Failure
+
+
 def run_all(
     cases: Sequence[Case], jobs: Count = 1, *, progress: bool | None = None
-) -> list[Result | Failure]:
+) -> list[Outcome]:
     """A result, or a failure, for every case, in order; `progress` as in `simulate`.
 
     `jobs` is how many processes run them, -1 for one per core; never more than there are cases, or
     two per core. A process that is killed costs its case and no other. Raises the error of the
     first case when none gave a result.
     """
-    found: dict[int, Result | Failure] = {}
+    found: dict[int, Outcome] = {}
     with progress_bar("simulating cases", shown=progress) as done:
         for place, outcome in _outcomes(cases, processes(jobs, len(cases))):
             found[place] = outcome
@@ -71,7 +74,7 @@ def processes(jobs: Count, cases: int) -> int:
     return min(cases, cores if jobs == -1 else jobs, _PER_CORE * cores)
 
 
-def _outcomes(cases: Sequence[Case], jobs: int) -> Iterator[tuple[int, Result | Failure]]:
+def _outcomes(cases: Sequence[Case], jobs: int) -> Iterator[tuple[int, Outcome]]:
     """Outcomes with the places of their cases, as they come."""
     if jobs == 1:
         yield from ((place, _outcome(case)) for place, case in enumerate(cases))
@@ -103,7 +106,7 @@ def _start(
     workers[worker.submit(_outcome, case)] = worker, place
 
 
-def _finished(future: Future[Any], worker: Any, case: Case, jobs: int) -> tuple[Any, Any]:
+def _finished(future: Future[Any], worker: Any, case: Case, jobs: int) -> tuple[Outcome, Any]:
     """What a worker found, and the worker that takes its place."""
     try:
         return future.result(), worker
@@ -119,7 +122,7 @@ def _worker(jobs: int) -> Any:
     return ProcessPoolExecutor(max_workers=1, initializer=share_memory, initargs=(jobs,))
 
 
-def _outcome(case: Case) -> Result | Failure:
+def _outcome(case: Case) -> Outcome:
     try:
         return run(case)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other cases have a right to go on

@@ -1,7 +1,7 @@
 """One question: a cluster, a model, a strategy and how to train, by names, files or objects."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
@@ -221,9 +221,11 @@ class Prepared:
         )
 
 
-def _entry(given: Any, load: Any, overrides: Mapping[str, str]) -> Entry[Any]:
+def _entry(
+    given: Any, load: Callable[[str, Mapping[str, str]], Entry[Any]], overrides: Mapping[str, str]
+) -> Entry[Any]:
     if isinstance(given, str):
-        return load(given, overrides)  # type: ignore[no-any-return]
+        return load(given, overrides)
     if overrides:
         raise OptionError(
             f"overrides ({next(iter(overrides))}) apply to names and files, not to objects"

@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pandas as pd
 
-from co2sim.batch import Failure
+from co2sim.batch import Failure, Outcome
 from co2sim.case import Case
 from co2sim.errors import OptionError, nearest
 from co2sim.grid import Setting, label
@@ -23,7 +23,7 @@ _COUNTS = [name for name, hint in get_type_hints(Result).items() if hint is int]
 
 def to_frame(
     cases: Sequence[Case],
-    outcomes: Sequence[Result | Failure],
+    outcomes: Sequence[Outcome],
     settings: Sequence[Setting] | None = None,
 ) -> pd.DataFrame:
     """One row per case; memory items in columns of their own, `settings` in the first columns.
@@ -41,7 +41,7 @@ def to_frame(
     return frame
 
 
-def _row(case: Case, outcome: Result | Failure) -> dict[str, object]:
+def _row(case: Case, outcome: Outcome) -> dict[str, object]:
     keys: dict[str, object] = {"cluster_key": label(case.cluster), "model_key": label(case.model)}
     if isinstance(outcome, Failure):
         known = {"strategy": label(case.strategy), "gpus": case.gpus, "error": outcome.reason}

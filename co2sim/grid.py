@@ -7,12 +7,13 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, TypeAlias, get_args, get_type_hints
 
-from co2sim import convert, strategies
+from co2sim import convert
 from co2sim.case import Case
 from co2sim.catalog import load_cluster
 from co2sim.cluster import Cluster, Link
 from co2sim.errors import OptionError, nearest
 from co2sim.noise import Noise
+from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 
 Grid: TypeAlias = Mapping[str, str | Iterable[Any]]
@@ -69,8 +70,8 @@ def varied(case: Case, changes: Setting) -> Case:
         return case
     strategy = case.strategy
     if isinstance(strategy, str):
-        strategy = strategies.parse(strategy)
-    return replace(case, strategy=strategies.with_options(strategy, options))
+        strategy = parse(strategy)
+    return replace(case, strategy=with_options(strategy, options))
 
 
 def settings(grid: Grid) -> list[Setting]:
@@ -103,7 +104,7 @@ def check_inputs(cases: Sequence[Case]) -> None:
     loaded: set[object] = set()
     texts = [case.strategy for case in cases if isinstance(case.strategy, str)]
     for strategy in dict.fromkeys(texts):
-        strategies.parse(strategy)
+        parse(strategy)
     for case in cases:
         inputs = (label(case.cluster), label(case.model), *case.overrides.items())
         if inputs not in loaded:
@@ -112,7 +113,7 @@ def check_inputs(cases: Sequence[Case]) -> None:
 
 
 def over_sizes(
-    job: Case, clusters: Sequence[Any], strategies_: Sequence[Any], gpus: Any = None
+    job: Case, clusters: Sequence[Any], strategies: Sequence[Any], gpus: Any = None
 ) -> list[Case]:
     """Every strategy on every cluster at every GPU count; see `counts`.
 
@@ -120,7 +121,7 @@ def over_sizes(
     """
     for what, names in (
         ("cluster", [label(cluster) for cluster in clusters]),
-        ("strategy", [_title(strategy) for strategy in strategies_]),
+        ("strategy", [_title(strategy) for strategy in strategies]),
     ):
         if not names:
             raise OptionError(f"no {what} is given")
@@ -130,7 +131,7 @@ def over_sizes(
         replace(job, cluster=cluster, strategy=strategy, gpus=count)
         for cluster in clusters
         for sizes in [counts(replace(job, cluster=cluster), gpus)]
-        for strategy in strategies_
+        for strategy in strategies
         for count in sizes
     ]
     if len(cases) > _MOST_CASES:
@@ -174,7 +175,7 @@ def label(value: Any) -> str:
 
 
 def _title(strategy: Any) -> str:
-    return title(strategies.parse(strategy) if isinstance(strategy, str) else strategy)
+    return title(parse(strategy) if isinstance(strategy, str) else strategy)
 
 
 def _values(path: str, given: Any) -> list[Any]:

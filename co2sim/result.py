@@ -91,12 +91,17 @@ class Result:
     def _key_figures(self) -> dict[str, str]:
         memory = scaled(self.memory_bytes_per_gpu["total"], "B")
         fits = "" if self.fits_in_memory else ", DOES NOT FIT"
+        cost = {}
+        if self.cost_per_billion_tokens is not None:
+            price = f"{self.cost_per_billion_tokens:,.2f} {self.currency}"
+            cost = {f"cost of a billion {self.unit}s": price}
         return {
             f"{self.unit}s/s": f"{self.tokens_per_s:,.0f}",
             "step": duration(self.step_time_s),
             "MFU": f"{self.mfu:.1%}",
             "exposed communication": f"{self.exposed_share:.1%}",
             "memory": f"{memory} of {scaled(self.gpu_memory_bytes, 'B')}{fits}",
+            **cost,
         }
 
     @property

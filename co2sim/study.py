@@ -38,7 +38,7 @@ class JobOptions(TypedDict, total=False):
     precision: str | None
     recompute: Recompute
     optimizer: Optimizer
-    overrides: Mapping[str, Number]
+    overrides: Mapping[str, Number] | None
     noise: Noise
     jitter: Number
     straggle: Number
@@ -103,27 +103,9 @@ def simulate(  # noqa: PLR0913 - one keyword per field
     >>> simulate("a100-tcp80", "llama-7b", "co2(tau=48, worker=node)", gpus=128).fits_in_memory
     True
     """
-    case = describe(
-        cluster,
-        model,
-        strategy,
-        gpus=gpus,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        global_batch=global_batch,
-        precision=precision,
-        recompute=recompute,
-        optimizer=optimizer,
-        overrides={} if overrides is None else overrides,
-        noise=noise,
-        jitter=jitter,
-        straggle=straggle,
-        seed=seed,
-        node_speed=node_speed,
-        rounds=rounds,
-        fold=fold,
-    )
-    return run(case, progress=progress)
+    given = dict(locals())  # all of the above, by name
+    shown = given.pop("progress")
+    return run(describe(**given), progress=shown)
 
 
 def describe(
@@ -133,18 +115,21 @@ def describe(
     **options: Unpack[Options],
 ) -> Case:
     """The case that the arguments of `simulate` describe."""
-    given: dict[str, Any] = dict(options)
+    given: dict[str, Any] = {**options}
     known = get_type_hints(Options)
     unknown = [name for name in given if name not in known]
     if unknown:
         raise OptionError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], known)}")
     uneven = {f.name: given.pop(f.name) for f in fields(Noise) if f.name in given}
     noise = _noise(uneven.pop("node_speed", None) or {}, uneven)
+    if given.get("overrides", {}) is None:
+        del given["overrides"]
     if noise != QUIET:
         if given.get("noise", QUIET) != QUIET:
             raise OptionError("give noise, or jitter, straggle, seed and node_speed, not both")
         given["noise"] = noise
-    return Case(cluster=cluster, model=model, strategy=strategy, **given)  # type: ignore[arg-type]
+    given |= {"cluster": cluster, "model": model, "strategy": strategy}
+    return Case(**given)
 
 
 def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:

@@ -14,7 +14,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from co2sim.case import Case
 from co2sim.cluster import Cluster
-from co2sim.convert import plain_fields
 from co2sim.errors import CatalogError
 from co2sim.files import write_atomically
 from co2sim.strategies import parse
@@ -23,8 +22,8 @@ from co2sim.trace import Trace, read_json_lines
 from co2sim.units import Seconds
 from co2sim.workload import Model
 
-_PLAIN = tuple(name for name in plain_fields(Case) if name not in {"rounds", "fold"})
-"""Fields of `Case` that are kept as they are; a run counts its own rounds, and folds nothing."""
+_PLAIN = ("micro_batch", "accumulation", "precision", "recompute", "optimizer")
+"""Fields of `Case` that are kept as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ def read(folder: Path) -> Record:
             strategy=run["strategy"],
         )
         return Record(
-            case=replace(case, **{name: run[name] for name in _PLAIN if name in run}),
+            case=replace(case, **{name: run[name] for name in _PLAIN}),
             kernels=run["kernels"],
             rounds=run["rounds"],
             trace=read_json_lines(folder / "trace.jsonl"),

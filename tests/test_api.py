@@ -89,7 +89,7 @@ def test_sweep_and_scale_take_the_keywords_of_simulate() -> None:
     """The typed keywords of both are those of `simulate`, types included."""
     simulates = get_type_hints(simulate)
     for name, hint in get_type_hints(Options).items():
-        assert simulates[name] == (hint | None if name == "overrides" else hint)
+        assert simulates[name] == hint
     asked = set(inspect.signature(simulate).parameters)
     assert set(get_type_hints(Options)) == asked - {"cluster", "model", "strategy", "progress"}
     with pytest.raises(OptionError, match="did you mean 'micro_batch'"):
@@ -212,6 +212,14 @@ def test_a_result_in_a_notebook_is_a_table_and_escapes_its_names() -> None:
     assert "script" not in tags
     assert tags.count("tr") == tags.count("th") == tags.count("td") == 5
     assert "<script>alert('x')</script> & co" in "".join(texts)
+
+
+def test_a_result_shows_a_cost_where_there_is_a_price() -> None:
+    """In the currency of the price, in the short form and in the table."""
+    found = simulate(tiny.cluster(price_per_gpu=1.0, currency="EUR"), tiny.model(), "ddp")
+    cost = f"{found.cost_per_billion_tokens:,.2f} EUR"
+    assert f"cost of a billion tokens {cost}" in repr(found)
+    assert f"<td>{cost}</td>" in found._repr_html_()
 
 
 def test_a_result_comes_back_from_its_json() -> None:

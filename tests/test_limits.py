@@ -1,9 +1,11 @@
 """What a simulation may take: ceilings, and memory that is asked for before it is used."""
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,26 +124,48 @@ def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> No
     assert machine.free_memory(tmp_path / "none", tmp_path / "none") == float("inf")
 
 
-def test_a_long_simulation_shows_its_rounds_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal a bar counts rounds; elsewhere, or when told not to, stderr stays empty."""
+def _read_to_the_end(terminal: int) -> str:
+    """All that is written to a terminal, up to the sign for the end."""
+    with os.fdopen(terminal, "rb", 0) as stream:
+        found = b""
+        while not found.endswith(b"\x03"):
+            found += stream.read(4096)
+        return found.decode()
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda shown: co2sim.simulate(**SMALL, strategy="ddp", progress=shown), "rounds"),
+        (lambda shown: co2sim.sweep(**SMALL, vary={"strategy": "ddp"}, progress=shown), "cases"),
+        (lambda shown: co2sim.scale("dgx-h100", "gpt2-small", "ddp", progress=shown), "cases"),
+    ],
+    ids=["simulate", "sweep", "scale"],
+)
+def test_long_work_shows_how_far_it_is_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[bool | None], object], words: str
+) -> None:
+    """On a terminal a bar counts rounds or cases; when told not to, stderr stays empty."""
     monkeypatch.setattr(study, "_PATIENCE", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
 
     def seen(*, shown: bool | None) -> str:
-        """What a simulation writes to a terminal."""
-        reading, writing = os.openpty()
-        with os.fdopen(writing, "w") as terminal:
-            monkeypatch.setattr(sys, "stderr", terminal)
-            co2sim.simulate(**SMALL, strategy="ddp", rounds=50, progress=shown)
-            terminal.write("end")
+        """What the work writes to a terminal."""
+        ours, theirs = os.openpty()
+        with ThreadPoolExecutor(1) as reader, os.fdopen(theirs, "w") as terminal:
+            text = reader.submit(_read_to_the_end, ours)
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "stderr", terminal)
+                work(shown)
+            terminal.write("\N{END OF TEXT}")
             terminal.flush()
-            return os.read(reading, 100_000).decode()
+            return text.result(timeout=60)
 
     text = seen(shown=None)
-    assert "simulating rounds" in text
-    assert "/5" in text
-    assert seen(shown=False) == "end"
+    assert f"simulating {words}" in text
+    assert re.search(r"[0-9]+/[0-9]+", text)
+    assert seen(shown=False) == "\N{END OF TEXT}"
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

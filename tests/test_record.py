@@ -40,18 +40,6 @@ def test_what_is_written_is_read(made: Record, tmp_path: Path) -> None:
     assert study.run(found.case) == study.run(made.case)
 
 
-def test_every_plain_field_of_a_case_is_kept(made: Record, tmp_path: Path) -> None:
-    """A batch given over all GPUs comes back, so that the schedule that ran can be built again."""
-    changes = {"global_batch": 8, "optimizer": "sgd", "recompute": "none", "precision": "bf16"}
-    case = replace(made.case, **changes)  # type: ignore[arg-type]
-    asked = replace(made, case=case, trace=study.trace(replace(case, fold=False))[1])
-    record.write(tmp_path / "run", asked)
-    found = record.read(tmp_path / "run")
-    assert found.case == asked.case
-    assert found.case.prepare().job.accumulation == 2
-    assert found.case.prepare().schedule == asked.case.prepare().schedule
-
-
 @pytest.mark.parametrize("damage", ["missing", "empty", "not json", "other keys"])
 def test_other_folders_are_refused_in_one_line(made: Record, tmp_path: Path, damage: str) -> None:
     """Whatever is wrong with it, the folder is named."""

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -244,6 +245,35 @@ def test_a_killed_worker_costs_its_case_and_no_other(jobs: int) -> None:
     assert "its process was killed" in failure.reason
     alive = [case for case, died in zip(cases, dead, strict=True) if not died]
     assert [o for o in outcomes if isinstance(o, co2sim.Result)] == [co2sim.run(c) for c in alive]
+
+
+SCRIPT = """
+from dataclasses import dataclass
+import co2sim
+
+@dataclass(frozen=True)
+class Mine:
+    name = "mine"
+    def schedule(self, job, layout):
+        return co2sim.DDP().schedule(job, layout)
+    def memory(self, job, layout):
+        return co2sim.DDP().memory(job, layout)
+
+print("once")
+vary = {"strategy": [Mine(), co2sim.DDP()]}
+found = co2sim.sweep("a100-tcp80", "gpt2-small", gpus=16, vary=vary, jobs=2)
+print(*found["strategy"], found["step_time_s"].nunique())
+"""
+
+
+def test_a_script_of_a_user_runs_on_several_processes_as_it_is(tmp_path: Path) -> None:
+    """No `if __name__` is needed, and strategies that the script defines reach the workers."""
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "mine.py"], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines() == ["once", "mine ddp 1"]
+    assert ran.stderr == ""
 
 
 def test_whatever_goes_wrong_in_one_case_the_others_go_on() -> None:

@@ -6,13 +6,10 @@ from typing import NoReturn
 
 import typer
 
-from co2sim.batch import Failure
-from co2sim.result import Result
+from co2sim.batch import Failure, Outcome
 
 
-def end_with_failures(
-    names: Iterable[str], outcomes: Sequence[Result | Failure], kept: str
-) -> NoReturn:
+def end_with_failures(names: Iterable[str], outcomes: Sequence[Outcome], kept: str) -> NoReturn:
     """Name the cases that failed in one line on stderr, say what was kept, exit with 1."""
     failed = [
         f"{name}: {outcome.reason}"

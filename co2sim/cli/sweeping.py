@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from co2sim.batch import Failure, run_all
+from co2sim.batch import Failure, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.console.result_tables import print_assumed
@@ -57,11 +57,11 @@ def sweep(
         end_with_failures(names, outcomes, kept)
 
 
-def _figures(outcome: Result | Failure) -> dict[str, object]:
+def _figures(outcome: Outcome) -> dict[str, object]:
     return {"error": outcome.reason} if isinstance(outcome, Failure) else outcome.to_dict()
 
 
-def _print(settings: Sequence[Setting], outcomes: Sequence[Result | Failure]) -> None:
+def _print(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     unit = results[0].unit
     columns = [
@@ -89,7 +89,7 @@ def _print_notes(terminal: Console, results: Sequence[Result]) -> None:
     print_assumed(terminal, results)
 
 
-def _cells(outcome: Result | Failure, count: int) -> list[str]:
+def _cells(outcome: Outcome, count: int) -> list[str]:
     """The first `count` figures of a row; the last is the cost, which not every cluster has."""
     if isinstance(outcome, Failure):
         return ["failed", *[""] * (count - 1)]
