@@ -105,10 +105,18 @@ def contenders(out: Path) -> list[Contender]:
     return found
 
 
-def trained(arguments: Sequence[str], length: Length, folder: Path, lab: Lab | None) -> LogRows:
+def trained(
+    arguments: Sequence[str],
+    length: Length,
+    folder: Path,
+    lab: Lab | None,
+    *,
+    validates: bool = True,
+) -> LogRows:
     """Train in a lab, or on this machine's loopback; the rows of the log."""
+    evaluations = length.every if validates else 0
     command = ["train", "--size", SIZE, "--batch", str(BATCH), "--steps", str(length.steps)]
-    command += ["--warmup", str(length.steps // 20), "--eval-every", str(length.every)]
+    command += ["--warmup", str(length.steps // 20), "--eval-every", str(evaluations)]
     command += ["--log-every", str(length.every)]
     command += ["--checkpoint-every", "0", "--evaluate", "after", "--out", str(folder)]
     command += arguments
@@ -124,9 +132,9 @@ def trained(arguments: Sequence[str], length: Length, folder: Path, lab: Lab | N
 
 def calibrated(lab: Lab, folder: Path, length: Length) -> float:
     """Seconds of a local step in this lab while nothing is sent; the first ones do not count."""
-    arguments = ["-s", "local_sgd:tau=10000", "--lr", "0.005", "--eval-every", "0"]
+    arguments = ["-s", "local_sgd:tau=10000", "--lr", "0.005"]
     short = replace(length, steps=min(5 * length.every, length.steps))
-    rows = trained(arguments, short, folder, lab)
+    rows = trained(arguments, short, folder, lab, validates=False)
     first, last = rows[0], rows[-1]
     return (last.seconds - first.seconds) / (last.step - first.step)
 
