@@ -7,8 +7,16 @@ from statistics import mean, stdev
 
 import matplotlib as mpl
 import pandas as pd
-from convergence import CLIP, TUNING_SEED, WORKERS, Budget, Known, configurations, wanted
-from fidelity import machine
+from common import machine, made_by, table
+from convergence_plan import (
+    CLIP,
+    TUNING_SEED,
+    WORKERS,
+    Known,
+    StudyBudget,
+    configurations,
+    wanted,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -19,7 +27,7 @@ CURVES = ("AdamW-DDP", "LocalSGD 12", "SlowMo 12", "DiLoCo 12", "OverlapLocalSGD
 """Drawn over tokens, together with the best CO2 of each tau."""
 
 
-def write(budget: Budget, known: Known, out: Path) -> None:
+def write(budget: StudyBudget, known: Known, out: Path) -> None:
     """Write convergence.csv, .md and .png of what is complete."""
     frame = summary(budget, known)
     if frame.empty:
@@ -31,7 +39,7 @@ def write(budget: Budget, known: Known, out: Path) -> None:
     print(text)
 
 
-def summary(budget: Budget, known: Known) -> pd.DataFrame:
+def summary(budget: StudyBudget, known: Known) -> pd.DataFrame:
     """A line for each configuration whose runs are all there."""
     lines = []
     for configuration in configurations(budget):
@@ -60,46 +68,42 @@ def summary(budget: Budget, known: Known) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def report(frame: pd.DataFrame, budget: Budget, known: Known) -> str:
+def report(frame: pd.DataFrame, budget: StudyBudget, known: Known) -> str:
     """The table in Markdown."""
     facts = json.loads(next(row["facts"] for row in known.values() if row["facts"]))
     base = frame.set_index("configuration")["loss"].get("AdamW-DDP", float("nan"))
     tokens = budget.steps * budget.batch * 64
-    lines = [
-        "# Convergence on real text",
-        "",
-        (
-            f"A GPT of {facts['parameters']:,} parameters on the characters of Python"
-            f" {facts['python']}'s standard library (data {facts['sha256'][:12]}), {WORKERS}"
-            f" workers, {budget.steps} steps of {budget.batch} x 64 characters ({tokens:,} in all),"
-            f" AdamW, {budget.warmup} steps of warm-up, cosine to a tenth. {machine()}"
-        ),
-        "",
-        (
-            "*Loss* is the validation loss of the mean of the workers after the last step, in nats"
-            f" per character: mean and standard deviation of {int(frame['seeds'].max())} seeds."
-            " Learning rate and outer step were tuned for each line with another seed. For CO2 the"
-            " mean of the workers is the anchor, which has not seen the last round: its average is"
-            " still under way. *Λ* is the mean penalty, *clipped* the share of elements of the"
-            f" momentum that were clipped, at {CLIP} x lr x tau."
-        ),
-        "",
-        "| configuration | loss | above DDP | accuracy | lr | outer step | Λ | clipped |",
-        "|---|---|---|---|---|---|---|---|",
+    rows = [
+        {
+            "configuration": line["configuration"],
+            "loss": f"{line['loss']:.4f} ± {line['spread']:.4f}",
+            "above DDP": f"{line['loss'] - base:+.4f}",
+            "accuracy": f"{line['accuracy']:.1%}",
+            "lr": f"{line['lr']:g}",
+            "outer step": line["outer"] or "-",
+            "Λ": "-" if line["configuration"] == "AdamW-DDP" else f"{line['penalty']:.2f}",
+            "clipped": "-" if line["configuration"] == "AdamW-DDP" else f"{line['clipped']:.1%}",
+        }
+        for _, line in frame.iterrows()
     ]
-    for _, line in frame.iterrows():
-        local = line["configuration"] != "AdamW-DDP"
-        outer = (f"{line['penalty']:.2f}", f"{line['clipped']:.1%}") if local else ("-", "-")
-        lines.append(
-            f"| {line['configuration']} | {line['loss']:.4f} ± {line['spread']:.4f}"
-            f" | {line['loss'] - base:+.4f} | {line['accuracy']:.1%} | {line['lr']:g}"
-            f" | {line['outer'] or '-'} | {' | '.join(outer)} |"
-        )
-    lines += [
-        "",
-        "Made by `python benchmarks/convergence.py`; every run is in convergence-runs.csv.",
-    ]
-    return "\n".join(lines) + "\n"
+    return f"""\
+# Convergence on real text
+
+A GPT of {facts["parameters"]:,} parameters on the characters of Python {facts["python"]}'s\
+ standard library (data {facts["sha256"][:12]}), {WORKERS} workers, {budget.steps} steps of\
+ {budget.batch} x 64 characters ({tokens:,} in all), AdamW, {budget.warmup} steps of warm-up,\
+ cosine to a tenth. {machine()}
+
+*Loss* is the validation loss of the mean of the workers after the last step, in nats per\
+ character: mean and standard deviation of {int(frame["seeds"].max())} seeds. Learning rate and\
+ outer step were tuned for each line with another seed. For CO2 the mean of the workers is the\
+ anchor, which has not seen the last round: its average is still under way. *Λ* is the mean\
+ penalty, *clipped* the share of elements of the momentum that were clipped, at {CLIP} x lr x tau.
+
+{table(rows)}
+
+{made_by()} Every run is in convergence-runs.csv.
+"""
 
 
 def draw(frame: pd.DataFrame) -> bytes:

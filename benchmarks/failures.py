@@ -1,16 +1,18 @@
 """Kill one rank of three in every phase, ten times each: all others stop in time and say why.
 
-    python benchmarks/failures.py        # a few minutes
+    python benchmarks/failures.py            # a few minutes
+    python benchmarks/failures.py --quick    # one rank, once
 
 Writes benchmarks/results/failures.md.
 """
 
-import argparse
 import re
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+
+from common import folder, machine, made_by, parser, table
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -28,42 +30,46 @@ PHASES = {
 
 def main() -> None:
     """Run all, and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--only", default="", help="only faults such as kill:inside")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args()
-    lines = [
-        "# What happens when a rank fails",
-        "",
-        (
-            f"Three ranks, a deadline of {DEADLINE:g} s. *Stopped in time*: every other rank ended"
-            " by itself within the deadline and 5 s, with an error that names the rank, its op and"
-            " its round (at start-up: the rank), exit code 1, partial traces written (not at"
-            " start-up), and no process left. Seconds are from the fault to the last survivor's"
-            " partial trace."
-        ),
-        "",
-        "| rank fails | stopped in time | median s | longest s |",
-        "|---|---|---|---|",
-    ]
+    command = parser(__doc__, "one rank is killed, once")
+    command.add_argument("--times", type=int, default=10)
+    command.add_argument("--only", default="", help="only faults such as kill:inside")
+    given = command.parse_args()
+    only, times = ("kill:compute", 1) if given.quick else (given.only, given.times)
+    rows = []
     for fault, words in PHASES.items():
-        if given.only not in fault:
+        if only not in fault:
             continue
         good, seconds = 0, []
-        for number in range(given.times):
+        for number in range(times):
             victim = number % 3
-            with tempfile.TemporaryDirectory() as folder:
-                took, fine = attempt(f"{fault}:{victim}", Path(folder))
+            with tempfile.TemporaryDirectory() as name:
+                took, fine = attempt(f"{fault}:{victim}", Path(name))
             good += fine
             seconds.append(took)
             print(f"{fault}:{victim} {'ok' if fine else 'NOT OK'} {took:.1f} s", file=sys.stderr)
-        lines.append(
-            f"| {words} | {good} of {given.times} | {median(seconds):.1f} | {max(seconds):.1f} |"
+        rows.append(
+            {
+                "rank fails": words,
+                "stopped in time": f"{good} of {times}",
+                "median s": f"{median(seconds):.1f}",
+                "longest s": f"{max(seconds):.1f}",
+            }
         )
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "failures.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    text = f"""\
+# What happens when a rank fails
+
+Three ranks, a deadline of {DEADLINE:g} s. *Stopped in time*: every other rank ended by itself\
+ within the deadline and 5 s, with an error that names the rank, its op and its round (at start-up:\
+ the rank), exit code 1, partial traces written (not at start-up), and no process left. Seconds are\
+ from the fault to the last survivor's partial trace. {machine()}
+
+{table(rows)}
+
+{made_by()}
+"""
+    with folder(given) as out:
+        (out / "failures.md").write_text(text)
+    print(text)
 
 
 def attempt(fault: str, folder: Path) -> tuple[float, bool]:

@@ -3,18 +3,16 @@
     sudo python benchmarks/fidelity.py sleep        # 90 configurations, about half an hour
     sudo python benchmarks/fidelity.py flops        # real matrix products
     sudo python benchmarks/fidelity.py hiding       # CO2 beside blocking strategies
+    sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
 `sleep` predicts twice: from the stated rate of the lab alone, and from a probe in the same lab just
 before. `flops` predicts from the probe. Nothing is fitted to what is compared. Writes
 fidelity-KIND.csv and fidelity-KIND.md, after every lab.
 """
 
-import argparse
 import itertools
 import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,14 +23,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
+from common import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
 from realrun.launch.lab import Lab, stated_cluster
 from realrun.record import folder_name
 
-Row: TypeAlias = dict[str, Any]
+Measured: TypeAlias = dict[str, Any]
 
-RESULTS = Path(__file__).parent / "results"
 MODELS = ("tiny-5m", "tiny-23m")
 LAYOUTS = ((2, 1), (4, 1), (2, 2))
 RATES = ("300 Mbit/s", "1 Gbit/s", "3 Gbit/s")
@@ -53,7 +51,7 @@ BY_NODE = {"local_sgd:tau=4": "local_sgd:tau=4,worker=node", "co2:tau=4": "co2:t
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class LabJob:
     """A lab, and what runs there."""
 
     lab: Lab
@@ -61,27 +59,32 @@ class Setting:
     strategies: tuple[str, ...]
 
 
-def sleep_settings() -> Iterator[Setting]:
+def sleep_jobs() -> Iterator[LabJob]:
     """All strategies in all labs; the two models take turns."""
     for number, ((nodes, per_node), rate) in enumerate(itertools.product(LAYOUTS, RATES)):
         for which, model in enumerate(MODELS):
             chosen = STRATEGIES[(number + which) % 2 :: 2]
             named = tuple(BY_NODE.get(s, s) if per_node > 1 else s for s in chosen)
-            yield Setting(Lab(nodes, per_node, rate), model, named)
+            yield LabJob(Lab(nodes, per_node, rate), model, named)
 
 
-def flops_settings() -> Iterator[Setting]:
+def flops_jobs() -> Iterator[LabJob]:
     """Two ranks, so that each has a core to itself."""
     for number, rate in enumerate(RATES):
-        yield Setting(Lab(2, 1, rate), "tiny-5m", STRATEGIES[number % 2 :: 2])
+        yield LabJob(Lab(2, 1, rate), "tiny-5m", STRATEGIES[number % 2 :: 2])
 
 
-def hiding_settings() -> Iterator[Setting]:
+def hiding_jobs() -> Iterator[LabJob]:
     """Enough local steps to hide an average of 0.9 s, and the same without hiding."""
-    yield Setting(Lab(4, 1, "300 Mbit/s"), "tiny-5m", ("co2:tau=8", "local_sgd:tau=8", "ddp"))
+    yield LabJob(Lab(4, 1, "300 Mbit/s"), "tiny-5m", ("co2:tau=8", "local_sgd:tau=8", "ddp"))
 
 
-SETTINGS = {"sleep": sleep_settings, "flops": flops_settings, "hiding": hiding_settings}
+def quick_jobs() -> Iterator[LabJob]:
+    """One small lab."""
+    yield LabJob(Lab(2, 1, "3 Gbit/s"), "tiny-5m", ("ddp", "co2:tau=4"))
+
+
+JOBS = {"sleep": sleep_jobs, "flops": flops_jobs, "hiding": hiding_jobs}
 
 
 def realrun(lab: Lab, *arguments: str) -> None:
@@ -91,7 +94,7 @@ def realrun(lab: Lab, *arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "realrun", *inside], check=True, stdout=sys.stderr)
 
 
-def measured(setting: Setting, kernels: str, clusters: dict[str, Path], rounds: int) -> list[Row]:
+def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) -> list[Measured]:
     """Predict from every cluster file, run, and lay side by side.
 
     With `rounds` 0 about five seconds of the median strategy are measured, in 3 to 30 rounds: one
@@ -100,8 +103,8 @@ def measured(setting: Setting, kernels: str, clusters: dict[str, Path], rounds: 
     options: dict[str, Any] = {"precision": "fp32"} if kernels == "flops" else {}
     predictions = {
         source: [
-            run(Case(cluster=str(path), model=setting.model, strategy=text, **options))
-            for text in setting.strategies
+            run(Case(cluster=str(path), model=job.model, strategy=text, **options))
+            for text in job.strategies
         ]
         for source, path in clusters.items()
     }
@@ -109,22 +112,22 @@ def measured(setting: Setting, kernels: str, clusters: dict[str, Path], rounds: 
     rounds = rounds or min(max(3, math.ceil(5.0 / usual)), 30)
     with tempfile.TemporaryDirectory() as folder:
         first = str(next(iter(clusters.values())))
-        arguments = ["run", "-c", first, "-m", setting.model, "--kernels", kernels]
-        arguments += [item for text in setting.strategies for item in ("-s", text)]
+        arguments = ["run", "-c", first, "-m", job.model, "--kernels", kernels]
+        arguments += [item for text in job.strategies for item in ("-s", text)]
         arguments += ["--rounds", str(rounds), "--out", folder, "--json"]
         arguments += [item for pair in options.items() for item in (f"--{pair[0]}", pair[1])]
-        realrun(setting.lab, *arguments)
+        realrun(job.lab, *arguments)
         found = [
             json.loads((Path(folder) / folder_name(text) / "run.json").read_text())["figures"]
-            for text in setting.strategies
+            for text in job.strategies
         ]
-    lab, rows = setting.lab, []
+    lab, rows = job.lab, []
     for number, seen in enumerate(found):
-        row: Row = {
+        row: Measured = {
             "nodes": lab.nodes,
             "gpus_per_node": lab.gpus_per_node,
             "rate": lab.rate,
-            "model": setting.model,
+            "model": job.model,
             "strategy": seen["strategy"],
             "measured_s": seen["round_time_s"],
             "measured_exposed_s": seen["exposed_comm_s"],
@@ -152,84 +155,86 @@ def summary(frame: pd.DataFrame, source: str) -> str:
     )
 
 
-def report(rows: Sequence[Row], kernels: str) -> str:
+def report(rows: Sequence[Measured], kernels: str) -> str:
     """The table and its summary, in Markdown."""
     frame = pd.DataFrame(rows)
     sources = [name for name in ("stated", "probed") if f"{name}_s" in frame]
-    head = ["nodes x ranks", "rate", "model", "strategy", "measured ms", "exposed ms", "overlap"]
-    for source in sources:
-        head += [f"{source}: ms", "error", "exposed ms", "overlap"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for r in rows:
-        cells = [
-            f"{r['nodes']} x {r['gpus_per_node']}",
-            r["rate"],
-            r["model"],
-            f"`{r['strategy']}`",
-            f"{r['measured_s'] * 1e3:.1f}",
-            f"{r['measured_exposed_s'] * 1e3:.1f}",
-            f"{r['measured_overlap']:.3f}",
-        ]
-        for source in sources:
-            cells += [
-                f"{r[f'{source}_s'] * 1e3:.1f}",
-                f"{r[f'{source}_error']:+.1%}",
-                f"{r[f'{source}_exposed_s'] * 1e3:.1f}",
-                f"{r[f'{source}_overlap']:.3f}",
-            ]
-        lines.append("| " + " | ".join(cells) + " |")
     words = "\n\n".join(summary(frame, source) for source in sources)
-    table = "\n".join(lines)
-    return (
-        f"# Predicted and measured in the lab, {kernels} kernels\n\n{len(rows)} configurations,"
-        f" predicted before they ran. {machine()}\n\n{words}\n\n{table}\n"
-    )
+    return f"""\
+# Predicted and measured in the lab, {kernels} kernels
+
+{len(rows)} configurations, predicted before they ran. {machine()}
+
+{words}
+
+{table([_cells(row, sources) for row in rows])}
+
+{made_by()}
+"""
 
 
-def machine() -> str:
-    """What this ran on."""
-    names = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1:2]
-    cpu = names[0].splitlines()[0] if names else platform.processor()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    import torch  # noqa: PLC0415
+def _cells(row: Measured, sources: Sequence[str]) -> dict[str, str]:
+    cells = {
+        "nodes x ranks": f"{row['nodes']} x {row['gpus_per_node']}",
+        "rate": row["rate"],
+        "model": row["model"],
+        "strategy": f"`{row['strategy']}`",
+        "measured ms": f"{row['measured_s'] * 1e3:.1f}",
+        "exposed ms": f"{row['measured_exposed_s'] * 1e3:.1f}",
+        "overlap": f"{row['measured_overlap']:.3f}",
+    }
+    for source in sources:
+        cells |= {
+            f"{source}: ms": f"{row[f'{source}_s'] * 1e3:.1f}",
+            f"{source}: error": f"{row[f'{source}_error']:+.1%}",
+            f"{source}: exposed ms": f"{row[f'{source}_exposed_s'] * 1e3:.1f}",
+            f"{source}: overlap": f"{row[f'{source}_overlap']:.3f}",
+        }
+    return cells
 
-    return (
-        f"Machine: {cpu}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release()},"
-        f" Python {platform.python_version()}, torch {torch.__version__}."
-    )
+
+def in_lab(
+    lab: Lab, jobs: Sequence[LabJob], kernels: str, rounds: int, name: str
+) -> list[Measured]:
+    """Probe a lab, then predict and measure all of its jobs."""
+    rows: list[Measured] = []
+    with tempfile.TemporaryDirectory() as place:
+        probed, stated = Path(place) / "probed.toml", Path(place) / "stated.toml"
+        stated.write_text(stated_cluster(lab))
+        virtual = ("--gpu", "virtual") if kernels == "sleep" else ()
+        realrun(lab, "probe", "--out", str(probed), *virtual)
+        clusters = {"stated": stated} if kernels == "sleep" else {}
+        clusters["probed"] = probed
+        for job in jobs:
+            found = measured(job, kernels, clusters, rounds)
+            rows += found
+            for row in found:
+                errors = [f"{source} {row[f'{source}_error']:+.1%}" for source in clusters]
+                print(f"{name} {job.model} {row['strategy']}: {', '.join(errors)}")
+    return rows
 
 
 def main() -> None:
-    """Run all settings of a kind, and keep what was seen after each."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("kind", choices=SETTINGS)
-    parser.add_argument("--rounds", type=int, default=0, help="measured rounds (0: by length)")
-    parser.add_argument("--only", default="", help="only labs such as '4x1@3 Gbit/s'")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    settings = SETTINGS[given.kind]()
+    """Run all jobs of a kind, and keep what was seen after each lab."""
+    command = parser(__doc__, "two strategies in one lab, two rounds")
+    command.add_argument("kind", choices=JOBS)
+    command.add_argument("--rounds", type=int, default=0, help="measured rounds (0: by length)")
+    command.add_argument("--only", default="", help="only labs such as '4x1@3 Gbit/s'")
+    given = command.parse_args()
+    jobs = quick_jobs() if given.quick else JOBS[given.kind]()
+    rounds = 2 if given.quick else given.rounds
     kernels = "flops" if given.kind == "flops" else "sleep"
-    rows: list[Row] = []
-    given.out.mkdir(parents=True, exist_ok=True)
-    for lab, group in itertools.groupby(settings, key=lambda setting: setting.lab):
-        name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}"
-        if given.only not in name:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            probed, stated = Path(folder) / "probed.toml", Path(folder) / "stated.toml"
-            stated.write_text(stated_cluster(lab))
-            virtual = ("--gpu", "virtual") if kernels == "sleep" else ()
-            realrun(lab, "probe", "--out", str(probed), *virtual)
-            clusters = {"probed": probed}
-            if kernels == "sleep":
-                clusters = {"stated": stated, "probed": probed}
-            for setting in group:
-                rows += measured(setting, kernels, clusters, given.rounds)
-                for row in rows[-len(setting.strategies) :]:
-                    errors = [f"{source} {row[f'{source}_error']:+.1%}" for source in clusters]
-                    print(f"{name} {setting.model} {row['strategy']}: {', '.join(errors)}")
-        pd.DataFrame(rows).to_csv(given.out / f"fidelity-{given.kind}.csv", index=False)
-        (given.out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))
+    rows: list[Measured] = []
+    with folder(given) as out:
+        for lab, group in itertools.groupby(jobs, key=lambda job: job.lab):
+            name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}"
+            if given.only not in name:
+                continue
+            rows += in_lab(lab, list(group), kernels, rounds, name)
+            pd.DataFrame(rows).to_csv(out / f"fidelity-{given.kind}.csv", index=False)
+            (out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))
+    if given.quick:
+        print(report(rows, kernels))
 
 
 if __name__ == "__main__":

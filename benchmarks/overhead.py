@@ -1,6 +1,7 @@
 """What CO2 itself costs: its hook at every step, and its outer step, with communication free.
 
-    python benchmarks/overhead.py               # two minutes on one core
+    python benchmarks/overhead.py            # two minutes on one core
+    python benchmarks/overhead.py --quick    # seconds, too few rounds to mean anything
 
 Two copies of a small GPT train in turn, blocks of `tau` steps without and with CO2, in one process:
 the mean over one worker needs no communication. Besides the blocks, every call of the hook is
@@ -8,22 +9,18 @@ timed on its own, since a fraction of a percent drowns in the noise of steps. Me
 overhead.md.
 """
 
-import argparse
-import os
-import platform
 import sys
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
+from common import folder, machine, made_by, parser, table
 from torch.nn import functional
 
 from realrun.algorithms import CO2
 from realrun.train.gpt import GPT
 from realrun.train.shapes import GPTS, VOCABULARY
 
-RESULTS = Path(__file__).parent / "results"
 STEP_LIMIT, ROUND_LIMIT = 0.01, 0.05
 """Shares of a step, and of a round, that the hook and the outer step may take."""
 
@@ -96,51 +93,54 @@ def measure(
 
 
 def main() -> int:
-    """Measure and write; exit code 1 if a limit is passed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", default="mini,small")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--tau", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    """Measure and write; exit code 1 if a limit is passed, but for --quick."""
+    command = parser(__doc__, "the smallest model, three rounds")
+    command.add_argument("--sizes", default="mini,small")
+    command.add_argument("--batch", type=int, default=8)
+    command.add_argument("--tau", type=int, default=12)
+    command.add_argument("--rounds", type=int, default=20)
+    given = command.parse_args()
     torch.set_num_threads(1)
     tau = given.tau
-    lines = [
-        "# What CO2 costs when communication is free",
-        "",
-        (
-            f"One process, one thread, batches of {given.batch}, tau {tau}, {given.rounds} rounds,"
-            " medians. *Hook*: a local step that does not close a round. *Outer step*: all that CO2"
-            f" does at the end of a round. {platform.processor() or platform.machine()},"
-            f" {os.cpu_count()} cores, torch {torch.__version__}."
-        ),
-        "",
-        (
-            "| GPT | parameters | options | step ms | hook us | of a step | outer step ms"
-            f" | of {tau} steps | block with CO2 / without |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    bad = 0
-    for size in given.sizes.split(","):
+    sizes, rounds = ("tiny", 3) if given.quick else (given.sizes, given.rounds)
+    rows, bad = [], 0
+    for size in sizes.split(","):
         for name, options in (
             ("defaults", {}),
             ("clip, staleness 2", {"clip": 0.01, "staleness": 2}),
         ):
-            found = measure(size, given.batch, tau, given.rounds, **options)
+            found = measure(size, given.batch, tau, rounds, **options)
             hook, outer = found["hook"] / found["step"], found["outer"] / (tau * found["step"])
             bad += hook >= STEP_LIMIT or outer >= ROUND_LIMIT
-            lines.append(
-                f"| {size} | {GPTS[size].parameters:,} | {name} | {found['step'] * 1e3:.1f}"
-                f" | {found['hook'] * 1e6:.1f} | {hook:.4%} | {found['outer'] * 1e3:.2f}"
-                f" | {outer:.2%} | {found['with'] / found['block']:.3f} |"
+            rows.append(
+                {
+                    "GPT": size,
+                    "parameters": f"{GPTS[size].parameters:,}",
+                    "options": name,
+                    "step ms": f"{found['step'] * 1e3:.1f}",
+                    "hook us": f"{found['hook'] * 1e6:.1f}",
+                    "of a step": f"{hook:.4%}",
+                    "outer step ms": f"{found['outer'] * 1e3:.2f}",
+                    f"of {tau} steps": f"{outer:.2%}",
+                    "block with CO2 / without": f"{found['with'] / found['block']:.3f}",
+                }
             )
-            print(lines[-1], file=sys.stderr)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "overhead.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    return 1 if bad else 0
+            print(*rows[-1].values(), file=sys.stderr)
+    text = f"""\
+# What CO2 costs when communication is free
+
+One process, one thread, batches of {given.batch}, tau {tau}, {rounds} rounds, medians. *Hook*: a\
+ local step that does not close a round. *Outer step*: all that CO2 does at the end of a round.\
+ {machine()}
+
+{table(rows)}
+
+{made_by()}
+"""
+    with folder(given) as out:
+        (out / "overhead.md").write_text(text)
+    print(text)
+    return 1 if bad and not given.quick else 0
 
 
 if __name__ == "__main__":

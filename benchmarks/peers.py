@@ -2,6 +2,7 @@
 
     sudo python benchmarks/peers.py                        # some minutes
     sudo python benchmarks/peers.py --rate "1000 Mbit/s" --steps 480
+    sudo python benchmarks/peers.py --quick                # one of them, a few steps
 
 torch DDP, torch's post-local SGD, LocalSGD and DiLoCo of torchft, and our LocalSGD, DiLoCo and CO2
 train the same GPT from the same weights on the same samples with the same AdamW: a local step is
@@ -13,18 +14,11 @@ are rank 0's between two barriers. The loss is the validation loss of the mean o
 Writes peers.csv and peers.md.
 """
 
-import argparse
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,192 +26,33 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.distributed as dist
-from fidelity import machine
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
-    PostLocalSGDState,
-    post_localSGD_hook,
+from common import folder, installed, machine, made_by, parser, table
+from peers_methods import (
+    NODES,
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    TAU,
+    Attach,
+    our_co2,
+    our_diloco,
+    our_local,
+    torch_ddp,
+    torch_post_local,
+    torchft_diloco,
+    torchft_local,
 )
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
-from realrun.algorithms import CO2, DiLoCo, LocalSGD
 from realrun.errors import TrainingError
 from realrun.execute.world import World, join
 from realrun.train.shapes import GPTS
 from realrun.train.task import Task, loss_of, scores
 from realrun.train.text import text
 
-RESULTS = Path(__file__).parent / "results"
-NODES = 4
 SIZE = "mini"
 BATCH = 32
-TAU = 12
 LR = 5e-3
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 WARM_UP = 2 * TAU
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a step calls: a model, and an optimizer."""
-
-    model: nn.Module
-    optimizer: Any
-
-
-Attach = Callable[[nn.Module, Optimizer, World], contextlib.AbstractContextManager[Setup]]
-
-
-@contextmanager
-def torch_ddp(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
-    """DistributedDataParallel."""
-    del world
-    yield Setup(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer)
-
-
-@contextmanager
-def torch_post_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
-    """PostLocalSGDOptimizer: no gradient is reduced from the first step on, models are averaged."""
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    alone, _ = dist.new_subgroups(1)
-    state = PostLocalSGDState(None, alone, 0, post_local_gradient_allreduce=False)
-    wrapped.register_comm_hook(state, post_localSGD_hook)
-    averager = PeriodicModelAverager(period=TAU)
-    averager.step = 1  # it would average after the first step, else after every TAU steps
-    del world
-    yield Setup(wrapped, PostLocalSGDOptimizer(optim=optimizer, averager=averager))
-
-
-@contextmanager
-def our_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
-    """LocalSGD."""
-    with LocalSGD(model, optimizer, tau=TAU, deadline=world.deadline):
-        yield Setup(model, optimizer)
-
-
-@contextmanager
-def our_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
-    """DiLoCo."""
-    with DiLoCo(
-        model,
-        optimizer,
-        tau=TAU,
-        outer_lr=OUTER_LR,
-        outer_momentum=OUTER_MOMENTUM,
-        deadline=world.deadline,
-    ):
-        yield Setup(model, optimizer)
-
-
-@contextmanager
-def our_co2(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
-    """CO2."""
-    with CO2(
-        model,
-        optimizer,
-        tau=TAU,
-        outer_lr=0.5,
-        outer_momentum=0.0,
-        gap="gap_aware",
-        deadline=world.deadline,
-    ):
-        yield Setup(model, optimizer)
-
-
-@contextmanager
-def _manager(model: nn.Module, world: World) -> Iterator[Any]:
-    """A Manager of torchft: every rank is a replica, rank 0 hosts the lighthouse.
-
-    Replicas tell each other their host's name; nodes of the lab have only addresses.
-    """
-    host = _own_address()
-    socket.gethostname = lambda: host
-    from torchft import Manager, ProcessGroupGloo  # noqa: PLC0415
-    from torchft._torchft import LighthouseServer  # noqa: PLC0415
-
-    shared: list[Any] = [None]
-    lighthouse = None
-    if world.rank == 0:
-        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=NODES, join_timeout_ms=1000)
-        port = lighthouse.address().rpartition(":")[2]
-        shared = [f"http://{host}:{port}"]
-    dist.broadcast_object_list(shared)
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    limit = timedelta(seconds=world.deadline)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=limit),
-        load_state_dict=lambda state: model.load_state_dict(state["model"]),
-        state_dict=lambda: {"model": model.state_dict()},
-        min_replica_size=NODES,
-        init_sync=False,  # weights are equal; else the first round of all but one is lost
-        use_async_quorum=False,
-        timeout=limit,
-        rank=0,
-        world_size=1,
-        store_addr=host,
-        store_port=store.port,
-        lighthouse_addr=shared[0],
-        replica_id=f"rank{world.rank}_",
-        hostname=host,
-    )
-    try:
-        yield manager
-        dist.barrier()
-    finally:
-        manager.shutdown(wait=False)
-        if lighthouse:
-            lighthouse.shutdown()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without stderr: torchft tells every quorum there, and cannot be asked not to."""
-    kept = os.dup(2)
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def _own_address() -> str:
-    """The address of this node, as the others see it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
-        return str(probe.getsockname()[0])
-
-
-@contextmanager
-def torchft_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
-    """LocalSGD of torchft."""
-    from torchft.local_sgd import LocalSGD as Theirs  # noqa: PLC0415
-
-    with (
-        _silent(),
-        _manager(model, world) as manager,
-        Theirs(manager, model, optimizer, sync_every=TAU),
-    ):
-        yield Setup(model, optimizer)
-
-
-@contextmanager
-def torchft_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Setup]:
-    """DiLoCo of torchft, the whole model as one fragment."""
-    from torchft.local_sgd import DiLoCo as Theirs  # noqa: PLC0415
-
-    outer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
-    with (
-        _silent(),
-        _manager(model, world) as manager,
-        Theirs(manager, [model], optimizer, outer, sync_every=TAU, pin_memory=False),
-    ):
-        yield Setup(model, optimizer)
-
 
 PEERS: dict[str, Attach] = {
     "torch DDP": torch_ddp,
@@ -256,14 +91,12 @@ def measured(attach: Attach, task: Task, world: World, steps: int) -> tuple[floa
     return seconds, float(total / count)
 
 
-def run_rank(steps: int, only: str, out: Path) -> None:
+def run_rank(steps: int, names: Mapping[str, Attach], out: Path) -> None:
     """Be one of the ranks: measure all that are installed."""
     world = join("gloo", 60.0)
     task = text(GPTS[SIZE], world.device)
     lines = []
-    for name, attach in PEERS.items():
-        if only not in name:
-            continue
+    for name, attach in names.items():
         line: dict[str, Any] = {"name": name, "tokens_per_s": None, "loss": None, "note": ""}
         if name.startswith("torchft") and find_spec("torchft") is None:
             line["note"] = "not installed"
@@ -287,50 +120,51 @@ def run_rank(steps: int, only: str, out: Path) -> None:
 
 def report(frame: pd.DataFrame, rate: str, steps: int) -> str:
     """The table in Markdown."""
-    try:
-        theirs = version("torchft-nightly")
-    except PackageNotFoundError:
-        theirs = "not installed"
-    lines = [
-        "# Beside the peers",
-        "",
-        (
-            f"{NODES} nodes at {rate}, a GPT of {GPTS[SIZE].parameters:,} parameters, {steps} steps"
-            f" of {BATCH} x {GPTS[SIZE].context} characters, AdamW at {LR:g}, tau {TAU}; outer lr"
-            f" {OUTER_LR:g} and momentum {OUTER_MOMENTUM:g} (CO2: its defaults, 0.5 and 0)."
-            f" torchft-nightly: {theirs}. {machine()}"
-        ),
-        "",
-        "| algorithm | tokens/s | validation loss | note |",
-        "|---|---|---|---|",
+    rows = [
+        {
+            "algorithm": r["name"],
+            "tokens/s": "-" if pd.isna(r["loss"]) else f"{r['tokens_per_s']:,.0f}",
+            "validation loss": "-" if pd.isna(r["loss"]) else f"{r['loss']:.4f}",
+            "note": r["note"],
+        }
+        for _, r in frame.iterrows()
     ]
-    for _, r in frame.iterrows():
-        figures = (
-            ("-", "-") if pd.isna(r["loss"]) else (f"{r['tokens_per_s']:,.0f}", f"{r['loss']:.4f}")
-        )
-        lines.append(f"| {r['name']} | {' | '.join(figures)} | {r['note']} |")
-    return "\n".join([*lines, "", "Made by `sudo python benchmarks/peers.py`.", ""])
+    return f"""\
+# Beside the peers
+
+{NODES} nodes at {rate}, a GPT of {GPTS[SIZE].parameters:,} parameters, {steps} steps of {BATCH} x\
+ {GPTS[SIZE].context} characters, AdamW at {LR:g}, tau {TAU}; outer lr {OUTER_LR:g} and momentum\
+ {OUTER_MOMENTUM:g} (CO2: its defaults, 0.5 and 0). torchft-nightly:\
+ {installed("torchft-nightly")}. {machine()}
+
+{table(rows)}
+
+{made_by()}
+"""
 
 
 def main() -> None:
     """Start the lab, or be one of its ranks."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rate", default="100 Mbit/s")
-    parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--only", default="", help="only names that contain this")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    if "RANK" in os.environ:
-        run_rank(given.steps, given.only, given.out)
-        return
-    given.out.mkdir(parents=True, exist_ok=True)
-    inside = [sys.executable, __file__, *sys.argv[1:]]
-    command = ["lab", "run", "--nodes", str(NODES), "--rate", given.rate, "--", *inside]
-    subprocess.run([sys.executable, "-m", "realrun", *command], check=True)
-    frame = pd.read_csv(given.out / "peers.csv", dtype={"note": str}).fillna({"note": ""})
-    text_ = report(frame, given.rate, given.steps)
-    (given.out / "peers.md").write_text(text_)
-    print(text_)
+    command = parser(__doc__, "our CO2 only, 24 steps")
+    command.add_argument("--rate", default="100 Mbit/s")
+    command.add_argument("--steps", type=int, default=480)
+    command.add_argument("--only", default="", help="only names that contain this")
+    given = command.parse_args()
+    names = {name: attach for name, attach in PEERS.items() if given.only in name}
+    steps = given.steps
+    if given.quick:
+        steps, names = 2 * TAU, {"our CO2": our_co2}
+    with folder(given) as out:
+        if "RANK" in os.environ:
+            run_rank(steps, names, out)
+            return
+        inside = [sys.executable, __file__, *sys.argv[1:], "--out", str(out)]
+        lab = ["lab", "run", "--nodes", str(NODES), "--rate", given.rate, "--", *inside]
+        subprocess.run([sys.executable, "-m", "realrun", *lab], check=True)
+        frame = pd.read_csv(out / "peers.csv", dtype={"note": str}).fillna({"note": ""})
+        words = report(frame, given.rate, steps)
+        (out / "peers.md").write_text(words)
+    print(words)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""How fast the simulator is: `make bench`. Prints a Markdown table with the machine's description.
+"""How fast the simulator is: `make bench`. Prints a Markdown table; with --out it is kept.
+
+    python benchmarks/speed.py            # a minute or two
+    python benchmarks/speed.py --quick    # every measurement once, smaller where it takes long
 
 In-process figures come from one warm process; commands and the large unfolded run from processes of
 their own. Every figure is the median of several runs, with the fastest and the slowest.
 """
 
 import json
-import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -14,11 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import psutil
+from common import folder, machine, made_by, parser, table
 
-from co2sim import Case, __version__, run
+from co2sim import Case, run
 from co2sim.catalog import load_cluster, load_model
 from co2sim.noise import Noise
 
@@ -28,7 +30,7 @@ FOLDED = ("ddp", "zero3", "zeropp")
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """A measurement and the figure it should meet."""
 
     what: str
@@ -36,15 +38,23 @@ class Row:
     unit: str
     target: str
 
-    def __str__(self) -> str:
+    @property
+    def cells(self) -> dict[str, str]:
         """One line of the table."""
         scale = 1e3 if self.unit == "ms" else 1.0
         low, middle, high = (scale * f(self.times) for f in (min, statistics.median, max))
         digits = 1 if self.unit == "ms" else 2
-        return (
-            f"| {self.what} | {middle:.{digits}f} {self.unit}"
-            f" | {low:.{digits}f} - {high:.{digits}f} | {self.target} |"
-        )
+        return {
+            "what": self.what,
+            "median": f"{middle:.{digits}f} {self.unit}",
+            "range": f"{low:.{digits}f} - {high:.{digits}f}",
+            "target": self.target,
+        }
+
+
+def runs(strategy: str, gpus: int = 128) -> Callable[[], object]:
+    """What simulates the 7B model with a strategy."""
+    return partial(run, case(strategy, gpus))
 
 
 def case(strategy: str, gpus: int = 128) -> Case:
@@ -77,13 +87,13 @@ def process(arguments: list[str], repeats: int) -> list[float]:
     return timed(lambda: subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL), repeats)
 
 
-def unfolded() -> None:
-    """One zero3 step of 1024 GPUs with jitter, unfolded: prints seconds and peak GiB."""
+def unfolded(gpus: int) -> None:
+    """One zero3 step with jitter, unfolded: prints seconds and peak GiB."""
     job = Case(
         cluster=CLUSTER,
         model=MODEL,
         strategy="zero3",
-        gpus=1024,
+        gpus=gpus,
         noise=Noise(jitter=0.05),
         rounds=1,
     )
@@ -95,48 +105,49 @@ def unfolded() -> None:
     print(json.dumps({"seconds": seconds, "gib": high / 2**30, "rounds": result.rounds_simulated}))
 
 
-def machine() -> str:
-    """Processor, cores, memory, system, Python."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [
-            line.split(":")[1] for line in info.read_text().splitlines() if "model name" in line
-        ]
-        name = models[0].strip() if models else name
-    memory = psutil.virtual_memory().total / 2**30
-    return (
-        f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()},"
-        f" Python {platform.python_version()}, co2sim {__version__}"
-    )
+def measurements(*, quick: bool) -> list[Timing]:
+    """All of them; `quick`: once each."""
+    few, many = (1, 1) if quick else (10, 30)
+    found = [
+        Timing(f"`{name}`, 7B, 128 GPUs", timed(runs(name), many), "ms", "<= 10 ms")
+        for name in FOLDED
+    ]
+    found.append(Timing(f"`{CO2}`, 7B, 128 GPUs", timed(runs(CO2), few), "ms", "<= 150 ms"))
+    sizes = interleaved({n: runs("zero3", n) for n in (128, 1024, 16384)}, many)
+    base = statistics.median(sizes[128])
+    for gpus, times in sizes.items():
+        ratio = statistics.median(times) / base
+        what = f"`zero3`, {gpus} GPUs ({ratio:.2f} x 128)"
+        found.append(Timing(what, times, "ms", "0.8 to 1.2 x"))
+    gpus = 64 if quick else 1024
+    alone = [sys.executable, __file__, "--unfolded", str(gpus)]
+    large = [json.loads(subprocess.check_output(alone)) for _ in range(1 if quick else 3)]
+    memory = max(one["gib"] for one in large)
+    what = f"`zero3` step, {gpus} GPUs with jitter, unfolded ({memory:.2f} GiB)"
+    found.append(Timing(what, [one["seconds"] for one in large], "s", "<= 10 s, < 2 GiB"))
+    command = str(Path(sys.executable).with_name("co2sim"))
+    shell = [command, "run", "-c", "a100-tcp80", "-m", "llama-7b", "-s", "zero3"]
+    found.append(Timing("`co2sim run` from the shell", process(shell, few), "s", "<= 0.8 s"))
+    help_ = process([command, "--help"], few)
+    found.append(Timing("`co2sim --help`", help_, "s", "<= 0.3 s"))
+    return found
 
 
 def main() -> None:
     """Measure everything and print the table."""
-    rows = [
-        Row(f"`{name}`, 7B, 128 GPUs", timed(case(name).run, 30), "ms", "<= 10 ms")
-        for name in FOLDED
-    ]
-    rows.append(Row(f"`{CO2}`, 7B, 128 GPUs", timed(case(CO2).run, 10), "ms", "<= 150 ms"))
-    sizes = interleaved({n: case("zero3", n).run for n in (128, 1024, 16384)}, 30)
-    base = statistics.median(sizes[128])
-    for gpus, times in sizes.items():
-        ratio = statistics.median(times) / base
-        rows.append(Row(f"`zero3`, {gpus} GPUs ({ratio:.2f} x 128)", times, "ms", "0.8 to 1.2 x"))
-    alone = [sys.executable, __file__, "--unfolded"]
-    runs = [json.loads(subprocess.check_output(alone)) for _ in range(3)]
-    what = f"`zero3` step, 1024 GPUs with jitter, unfolded ({max(r['gib'] for r in runs):.2f} GiB)"
-    rows.append(Row(what, [r["seconds"] for r in runs], "s", "<= 10 s, < 2 GiB"))
-    command = str(Path(sys.executable).with_name("co2sim"))
-    run = [command, "run", "-c", "a100-tcp80", "-m", "llama-7b", "-s", "zero3"]
-    rows.append(Row("`co2sim run` from the shell", process(run, 10), "s", "<= 0.8 s"))
-    rows.append(Row("`co2sim --help`", process([command, "--help"], 10), "s", "<= 0.3 s"))
-    print(f"{machine()}\n\n| what | median | range | target |\n|---|---|---|---|")
-    print("\n".join(map(str, rows)))
+    command = parser(__doc__, "every measurement once, 64 GPUs unfolded")
+    command.add_argument("--unfolded", type=int, default=0, help="only so many GPUs unfolded")
+    given = command.parse_args()
+    if given.unfolded:
+        unfolded(given.unfolded)
+        return
+    rows = [one.cells for one in measurements(quick=given.quick)]
+    text = f"# How fast the simulator is\n\n{machine()}\n\n{table(rows)}\n\n{made_by()}\n"
+    if given.out:
+        with folder(given) as out:
+            (out / "speed.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
-    if "--unfolded" in sys.argv:
-        unfolded()
-    else:
-        main()
+    main()

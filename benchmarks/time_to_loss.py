@@ -1,7 +1,7 @@
 """Wall-clock to a given loss in the lab: predicted by co2sim before, measured after.
 
     sudo python benchmarks/time_to_loss.py             # about 9 minutes on two cores
-    sudo python benchmarks/time_to_loss.py --quick     # a trial of two minutes
+    sudo python benchmarks/time_to_loss.py --quick     # a trial of a minute
 
 DDP, DiLoCo, which waits for its averages, and CO2, which hides them, train the same small GPT on
 four nodes at 100 and at 1000 Mbit/s. What goes into a prediction is known before anything is run at
@@ -19,8 +19,6 @@ are rank 0's, and count all but validation, which comes after the training. Writ
 time_to_loss.md and time_to_loss.png.
 """
 
-import argparse
-import io
 import os
 import subprocess
 import sys
@@ -30,10 +28,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import matplotlib as mpl
 import pandas as pd
-from fidelity import machine
-from matplotlib.figure import Figure
+from common import RESULTS, folder, machine, made_by, parser
+from time_to_loss_report import draw, times
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
@@ -42,13 +39,11 @@ from co2sim.schedule import DType
 from co2sim.workload import Workload
 from realrun.launch.lab import Lab, stated_cluster
 from realrun.train import LogRow
-from realrun.train.figure import COLOURS, STYLE
 from realrun.train.log import read
 from realrun.train.shapes import GPTS
 
-Rows: TypeAlias = tuple[LogRow, ...]
+LogRows: TypeAlias = tuple[LogRow, ...]
 
-RESULTS = Path(__file__).parent / "results"
 NODES = 4
 RATES = ("100 Mbit/s", "1000 Mbit/s")
 SIZE = "mini"
@@ -61,7 +56,15 @@ _ENOUGH = 1e15
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Length:
+    """Steps of a training, and steps between its validations."""
+
+    steps: int
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
     """A strategy with what was tuned for it. `line` is its line in convergence.csv."""
 
     name: str
@@ -77,22 +80,22 @@ class Entry:
         return ["-s", self.strategy, "--lr", f"{self.lr:g}", *options]
 
 
-ENTRIES = (
-    Entry("DDP", "ddp", "AdamW-DDP", 1e-2, ""),
-    Entry("DiLoCo, tau 12", "diloco:tau=12", "DiLoCo 12", 5e-3, "momentum=0.5,lr=1"),
-    Entry("CO2, tau 12", "co2:tau=12", "CO2 12, ", 1e-2, "momentum=0,lr=0.5,gap=gap_aware"),
+CONTENDERS = (
+    Contender("DDP", "ddp", "AdamW-DDP", 1e-2, ""),
+    Contender("DiLoCo, tau 12", "diloco:tau=12", "DiLoCo 12", 5e-3, "momentum=0.5,lr=1"),
+    Contender("CO2, tau 12", "co2:tau=12", "CO2 12, ", 1e-2, "momentum=0,lr=0.5,gap=gap_aware"),
 )
 """With the learning rates and outer steps to take where convergence.csv has none."""
 
 
-def entries(out: Path) -> list[Entry]:
+def contenders(out: Path) -> list[Contender]:
     """What is compared, with the best line of convergence.csv for each."""
     path = out / "convergence.csv"
     if not path.exists():
-        return list(ENTRIES)
+        return list(CONTENDERS)
     frame = pd.read_csv(path, keep_default_na=False)
     found = []
-    for entry in ENTRIES:
+    for entry in CONTENDERS:
         lines = frame[frame["configuration"].str.startswith(entry.line)].sort_values("loss")
         if len(lines):
             best = lines.iloc[0]
@@ -102,10 +105,19 @@ def entries(out: Path) -> list[Entry]:
     return found
 
 
-def trained(arguments: Sequence[str], steps: int, folder: Path, lab: Lab | None) -> Rows:
+def trained(
+    arguments: Sequence[str],
+    length: Length,
+    folder: Path,
+    lab: Lab | None,
+    *,
+    validates: bool = True,
+) -> LogRows:
     """Train in a lab, or on this machine's loopback; the rows of the log."""
-    command = ["train", "--size", SIZE, "--batch", str(BATCH), "--steps", str(steps)]
-    command += ["--warmup", str(steps // 20), "--eval-every", str(EVERY), "--log-every", str(EVERY)]
+    evaluations = length.every if validates else 0
+    command = ["train", "--size", SIZE, "--batch", str(BATCH), "--steps", str(length.steps)]
+    command += ["--warmup", str(length.steps // 20), "--eval-every", str(evaluations)]
+    command += ["--log-every", str(length.every)]
     command += ["--checkpoint-every", "0", "--evaluate", "after", "--out", str(folder)]
     command += arguments
     realrun = [sys.executable, "-m", "realrun"]
@@ -118,15 +130,16 @@ def trained(arguments: Sequence[str], steps: int, folder: Path, lab: Lab | None)
     return read(folder)
 
 
-def calibrated(lab: Lab, folder: Path, steps: int) -> float:
+def calibrated(lab: Lab, folder: Path, length: Length) -> float:
     """Seconds of a local step in this lab while nothing is sent; the first ones do not count."""
-    arguments = ["-s", "local_sgd:tau=10000", "--lr", "0.005", "--eval-every", "0"]
-    rows = trained(arguments, steps, folder, lab)
+    arguments = ["-s", "local_sgd:tau=10000", "--lr", "0.005"]
+    short = replace(length, steps=min(5 * length.every, length.steps))
+    rows = trained(arguments, short, folder, lab, validates=False)
     first, last = rows[0], rows[-1]
     return (last.seconds - first.seconds) / (last.step - first.step)
 
 
-def predicted(entry: Entry, lab: Lab, step: float, folder: Path) -> float:
+def predicted(entry: Contender, lab: Lab, step: float, folder: Path) -> float:
     """Seconds of a step, communication included, on a GPU that takes `step` for it alone."""
     path = folder / "stated.toml"
     path.write_text(stated_cluster(lab))
@@ -146,15 +159,15 @@ def predicted(entry: Entry, lab: Lab, step: float, folder: Path) -> float:
     return run(case).step_time_s
 
 
-def reached(rows: Rows, target: float) -> LogRow | None:
+def reached(rows: LogRows, target: float) -> LogRow | None:
     """The first row whose validation loss is as low."""
     low = (row for row in rows if row.validation_loss and row.validation_loss <= target)
     return next(low, None)
 
 
 def compare(
-    chosen: Sequence[Entry], rates: Sequence[str], steps: int, target: float
-) -> tuple[pd.DataFrame, dict[tuple[str, str], tuple[Rows, float]]]:
+    chosen: Sequence[Contender], rates: Sequence[str], length: Length, target: float
+) -> tuple[pd.DataFrame, dict[tuple[str, str], tuple[LogRows, float]]]:
     """The table, and for the figure the rows and the predicted step by rate and name."""
     lines: list[dict[str, Any]] = []
     curves = {}
@@ -162,15 +175,15 @@ def compare(
         folder = Path(text)
         free = {}
         for entry in chosen:
-            free[entry.name] = trained(entry.arguments, steps, folder / f"free {entry.name}", None)
+            free[entry.name] = trained(entry.arguments, length, folder / f"free {entry.name}", None)
             print(f"without a lab: {entry.name} ends at {_last(free[entry.name]):.4f}", flush=True)
         target = target or max(_last(rows) for rows in free.values())
         for rate in rates:
             lab = Lab(NODES, 1, rate)
-            step = calibrated(lab, folder / f"alone {rate}", 5 * EVERY)
+            step = calibrated(lab, folder / f"alone {rate}", length)
             expected = {entry.name: predicted(entry, lab, step, folder) for entry in chosen}
             for entry in chosen:  # all of them are predicted by now
-                rows = trained(entry.arguments, steps, folder / f"{rate} {entry.name}", lab)
+                rows = trained(entry.arguments, length, folder / f"{rate} {entry.name}", lab)
                 before, after = reached(free[entry.name], target), reached(rows, target)
                 line = {
                     "rate": rate,
@@ -194,7 +207,7 @@ def compare(
     return pd.DataFrame(lines), curves
 
 
-def _last(rows: Rows) -> float:
+def _last(rows: LogRows) -> float:
     found = [row.validation_loss for row in rows if row.validation_loss is not None]
     return found[-1]
 
@@ -206,99 +219,40 @@ def _words(line: dict[str, Any]) -> str:
     return f"predicted {line['predicted_s']:.1f} s, measured {line['measured_s']:.1f}, {error:+.1%}"
 
 
-def report(frame: pd.DataFrame, steps: int) -> str:
-    """The table in Markdown."""
-    lines = [
-        "# Time to a loss in the lab",
-        "",
-        (
-            f"A GPT of {GPTS[SIZE].parameters:,} parameters, {NODES} nodes of one rank, {BATCH} x"
-            f" {GPTS[SIZE].context} characters a step, at most {steps} steps. The loss to reach is"
-            f" {frame['target'].iloc[0]:.4f} nats per character, the worst that one of them ends"
-            f" with; validated every {EVERY} steps. Predicted before: steps from a run without a"
-            " lab, a local step from a calibration in a lab where nothing is sent, communication by"
-            f" co2sim from the stated rate. {machine()}"
-        ),
-        "",
-        (
-            "| rate | strategy | steps | local step ms | step ms: predicted | measured"
-            " | time to loss: predicted s | measured s | error |"
-        ),
-        "|" + "---|" * 9,
-    ]
-    for _, r in frame.iterrows():
-        missing = pd.isna(r["predicted_s"]) or pd.isna(r["measured_s"])
-        steps_ = "-" if pd.isna(r["steps"]) else f"{r['steps']:.0f}"
-        if not missing and r["steps"] != r["measured_steps"]:
-            steps_ += f" (in the lab {r['measured_steps']:.0f})"
-        times = ["-"] * 3
-        if not missing:
-            error = r["predicted_s"] / r["measured_s"] - 1
-            times = [f"{r['predicted_s']:.1f}", f"{r['measured_s']:.1f}", f"{error:+.1%}"]
-        lines.append(
-            f"| {r['rate']} | `{r['strategy']}` | {steps_} | {r['local_step_s'] * 1e3:.1f}"
-            f" | {r['predicted_step_s'] * 1e3:.1f} | {r['measured_step_s'] * 1e3:.1f}"
-            f" | {' | '.join(times)} |"
-        )
-    return "\n".join([*lines, "", "Made by `sudo python benchmarks/time_to_loss.py`.", ""])
+def report(frame: pd.DataFrame, length: Length) -> str:
+    """The table in Markdown, and what it is about."""
+    return f"""\
+# Time to a loss in the lab
 
+A GPT of {GPTS[SIZE].parameters:,} parameters, {NODES} nodes of one rank, {BATCH} x\
+ {GPTS[SIZE].context} characters a step, at most {length.steps} steps. The loss to reach is\
+ {frame["target"].iloc[0]:.4f} nats per character, the worst that one of them ends with; validated\
+ every {length.every} steps. Predicted before: steps from a run without a lab, a local step from a\
+ calibration in a lab where nothing is sent, communication by co2sim from the stated rate.\
+ {machine()}
 
-def draw(
-    frame: pd.DataFrame, curves: dict[tuple[str, str], tuple[Rows, float]], rates: Sequence[str]
-) -> bytes:
-    """Loss over wall-clock for every rate: measured lines, predicted ones dashed."""
-    names = list(dict.fromkeys(frame["entry"]))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(max(7.8, 5.2 * len(rates)), 4.4), layout="constrained")
-        axes = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
-        for axis, rate in zip(axes, rates, strict=True):
-            for place, name in enumerate(names):
-                rows, step = curves[rate, name]
-                seen = [row for row in rows if row.validation_loss is not None]
-                losses = [row.validation_loss or 0.0 for row in seen]
-                colour = COLOURS[place]
-                axis.plot(
-                    [row.seconds for row in seen], losses, color=colour, label=f"{name}, measured"
-                )
-                axis.plot(
-                    [row.step * step for row in seen],
-                    losses,
-                    color=colour,
-                    linestyle="--",
-                    label=f"{name}, predicted",
-                )
-            axis.axhline(frame["target"].iloc[0], color="grey", linestyle=":", linewidth=1)
-            axis.set_xlim(left=0)
-            axis.set_title(rate, fontsize=9)
-            axis.set_xlabel("seconds")
-        axes[0].set_ylabel("validation loss, nats per character")
-        figure.legend(
-            *axes[0].get_legend_handles_labels(),
-            loc="outside lower center",
-            ncols=len(names),
-            frameon=False,
-        )
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=150)
-        return out.getvalue()
+{times(frame)}
+
+{made_by()}
+"""
 
 
 def main() -> None:
     """Predict, run, compare."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few steps, one rate")
-    parser.add_argument("--steps", type=int, default=768)
-    parser.add_argument("--target", type=float, default=0.0, help="the loss to reach")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    steps, rates = (96, RATES[:1]) if given.quick else (given.steps, RATES)
-    frame, curves = compare(entries(RESULTS), rates, steps, given.target)
-    given.out.mkdir(parents=True, exist_ok=True)
-    frame.to_csv(given.out / "time_to_loss.csv", index=False)
-    text = report(frame, steps)
-    (given.out / "time_to_loss.md").write_text(text)
-    (given.out / "time_to_loss.png").write_bytes(draw(frame, curves, rates))
-    print(text)
+    command = parser(__doc__, "CO2 only, 24 steps, one rate")
+    command.add_argument("--steps", type=int, default=768)
+    command.add_argument("--target", type=float, default=0.0, help="the loss to reach")
+    given = command.parse_args()
+    length, rates, chosen = Length(given.steps, EVERY), RATES, contenders(RESULTS)
+    if given.quick:
+        length, rates, chosen = Length(24, 12), RATES[:1], chosen[-1:]
+    frame, curves = compare(chosen, rates, length, given.target)
+    words = report(frame, length)
+    with folder(given) as out:
+        frame.to_csv(out / "time_to_loss.csv", index=False)
+        (out / "time_to_loss.md").write_text(words)
+        (out / "time_to_loss.png").write_bytes(draw(frame, curves, rates))
+    print(words)
 
 
 if __name__ == "__main__":

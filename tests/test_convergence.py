@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-from convergence import (  # type: ignore[import-not-found]
+from convergence_plan import (  # type: ignore[import-not-found]
     RATES,
     SEEDS,
     TUNING_SEED,
     Ask,
-    Budget,
+    StudyBudget,
     append,
     configurations,
     next_run,
@@ -20,7 +20,7 @@ from convergence import (  # type: ignore[import-not-found]
     remaining,
 )
 
-BUDGET = Budget()
+BUDGET = StudyBudget()
 
 
 def study(
@@ -83,7 +83,7 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
     assert second is not None
     assert second != first
     assert remaining(BUDGET, known) < remaining(BUDGET, {})
-    assert next_run(Budget(steps=96), known) == first
+    assert next_run(StudyBudget(steps=96), known) == first
     append(tmp_path, {**row, "lr": "1", "validation_loss": float("inf"), "error": "loss is nan"})
     failed = read(tmp_path)[BUDGET.label, first.configuration.name, first.choice, "1", row["seed"]]
     assert failed["validation_loss"] == float("inf")

@@ -174,7 +174,7 @@ class Average:
         bucket.copy_(dequantize(codes, scales, 8, BLOCK, part).view(-1)[: len(bucket)])
 
     def close(self) -> None:
-        """Let go of the thread. Nothing may be under way."""
+        """End the thread. No average may be under way."""
         if self._owner is not None:
             self._owner.shutdown()
 

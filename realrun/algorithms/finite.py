@@ -1,4 +1,4 @@
-"""No average is used before it was seen to be finite."""
+"""Check that an average is finite before it is applied."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Parameters as one flat fp32 vector: the part of it that this rank keeps for its worker.
+"""Parameters as one flat fp32 vector, of which this rank keeps a part for its worker.
 
 Parameters of one dtype stand together, in the order of the model, each in the order of its memory:
 
@@ -6,7 +6,7 @@ Parameters of one dtype stand together, in the order of the model, each in the o
 - replicated among the g ranks of a worker (plain parameters, DDP): this rank's 1/g of all of them
   in a row, rounded up, so the last ranks may have less, or nothing. Writing gathers the others'.
 
-Rounding. The vector is the truth in fp32; the model holds its rounding to the parameters' dtype.
+Rounding. The fp32 vector is exact; the model holds it rounded to the parameters' dtype.
 A displacement is therefore taken from the *rounded* anchor, where the local steps began: a
 parameter that did not move has displacement 0 exactly. Taken from the anchor itself, every round
 would feed the rounding error back and undo all that fp32 keeps below the dtype's resolution.

@@ -49,46 +49,48 @@ class Common(TypedDict, total=False):
 
 
 class LocalUpdate:
-    """Close a round after every `tau` steps of an optimizer, by the rule of an algorithm.
+    """Close a round after every `tau` optimizer steps, by the rule of an algorithm.
 
-    Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or a context manager; the
-    training loop does not change. What they share:
+    Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or as a context manager. The
+    training loop does not change. All of them share the following.
 
-    *Parameters* are those of `model` that require a gradient when this is made; the optimizer, one,
-    must hold all of them, and no others; one that is unfrozen or added later is an OptionError.
-    Frozen ones and buffers start alike everywhere and are never averaged. They are fp32, bf16 or
-    fp16; anchor, momentum and displacement are fp32 vectors (see `flat`), and the model holds the
-    anchor's rounding.
+    *Parameters.* The algorithm averages the parameters of `model` that require a gradient when it
+    is made. The optimizer must hold all of these and no others. Unfreezing or adding a parameter
+    later raises OptionError. Frozen parameters and buffers are sent to all workers at the start and
+    are never averaged. Parameters are fp32, bf16 or fp16. Anchor, momentum and displacement are
+    fp32 vectors (see `flat`); the model holds the anchor, rounded to its own type.
 
-    *Options.* `worker`: "gpu" (every rank; pass the bare module, not DDP), "node" (the
-    LOCAL_WORLD_SIZE ranks of a node, with DDP or FSDP2 among `Workers.per_node().inner`; each rank
-    averages its share), or a Workers. `dtype` on the wire: "fp32", "bf16" or "int8", or as torch
-    names them, torch.bfloat16 (see `average`). `bucket_mib`: MiB of fp32 in one collective.
-    `check_every` rounds, ranks compare a hash of their anchors (0: never); where hardware differs,
-    so may rounding. `deadline`: how many seconds one worker may be behind another before
-    RankFailure, 60 by default; `timeout` is the same option under torch's name, in seconds or as a
-    datetime.timedelta. Give one of the two.
+    *Options.*
+    - `worker`: "gpu": every rank is a worker; pass the bare module, not DDP. "node": the
+      LOCAL_WORLD_SIZE ranks of a node are, with DDP or FSDP2 over `Workers.per_node().inner`, and
+      each rank averages its share. Or a Workers.
+    - `dtype`: what averages travel as: "fp32", "bf16", "int8", or torch.bfloat16 and so on.
+    - `bucket_mib`: MiB of fp32 in one collective, above 0.
+    - `check_every`: rounds between comparisons of a hash of the anchor over all workers; 0: none.
+      Different hardware may round differently.
+    - `deadline`: seconds that a worker waits for another before RankFailure; 60 by default.
+      `timeout` is the same under torch's name, in seconds or as a datetime.timedelta. Give one.
 
-    *Start.* Ranks compare names, shapes, types and memory order of parameters and buffers, the
-    optimizer's class and all settings (MismatchError), then the first worker's parameters and
-    buffers are sent to all. Load checkpoints after that.
+    *Start.* Ranks compare parameters and buffers (names, shapes, types, memory order), the class of
+    the optimizer and all settings; a difference raises MismatchError. Then the first worker's
+    parameters and buffers are sent to all. Load checkpoints after that.
 
-    *Steps* of all workers must be equally many: one that has taken fewer makes the others wait
-    until `deadline` and raise RankFailure, at the latest when they close. A GradScaler must
-    therefore skip a step on all workers or on none: reduce its found_inf, or train in bf16.
+    *Steps.* All workers must take the same number of steps. Otherwise the others wait until the
+    deadline and raise RankFailure, at the latest in `close`. A GradScaler must therefore skip a
+    step on all workers or on none: reduce its found_inf, or train in bf16.
 
-    *Errors* leave `optimizer.step()`: NonFiniteError, before a NaN or infinity reaches parameters,
-    anchor or momentum; RankFailure; MismatchError. After one, every further step raises it again.
+    *Errors* come out of `optimizer.step()`: RankFailure, MismatchError, and NonFiniteError before a
+    NaN or an infinity reaches parameters, anchor or momentum. Every later step raises it again.
 
-    *Within a worker* of several ranks DDP or FSDP2 keeps replicas equal; without, the end of the
-    first round, and every check, finds them different (MismatchError).
+    *Several ranks in a worker* need DDP or FSDP2 to stay equal. Without, the end of the first round
+    and every check raise MismatchError.
 
-    *End.* Leaving the `with` block, or `close`, waits for averages under way, does not apply them,
-    and removes the hook; there is no second entry. An exception that leaves the block waits for
-    nobody. Steps after the last full round stay each worker's own: let all steps be a multiple of
-    `tau`, or take `consensus`.
+    *End.* `close`, or leaving the `with` block, waits for averages under way without applying them
+    and removes the hook. After an exception in the block nothing is waited for. Nothing can be
+    entered again. Steps after the last full round stay each worker's own: take a multiple of `tau`
+    steps, or evaluate `consensus`.
 
-    On a GPU the host waits for the device once a round, to see that the average is finite.
+    On a GPU the host waits for the device once a round, to check that the average is finite.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per option

@@ -58,7 +58,7 @@ def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule,
 
 
 def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:
-    """All that is sent at the start besides: frozen parameters and buffers."""
+    """What is sent at the start but not averaged: frozen parameters and buffers."""
     known = {id(one) for _, one in parameters}
     others = [*model.named_parameters(), *model.named_buffers()]
     return [f"not averaged: {_line(*pair)}" for pair in others if id(pair[1]) not in known]
@@ -87,7 +87,7 @@ def _line(name: str, one: Tensor) -> str:
 
 
 def first_tensors(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """What all workers start with: tensors that ranks of a worker have alike, and shards."""
+    """What all workers start with: tensors that are equal on ranks of a worker, and shards."""
     tensors = [*model.parameters(), *model.buffers()]
     replicated = [one for one in tensors if not isinstance(one, DTensor)]
     return replicated, [memory(one) for one in tensors if isinstance(one, DTensor)]

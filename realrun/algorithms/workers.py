@@ -22,7 +22,7 @@ class Workers:
 
     `peers`: one rank of every worker, this one among them; those that hold the same part of the
     parameters. None if there is one worker. `inner`: the ranks of this worker; None if it is this
-    rank alone. Both are only asked who is in them: averages have communicators of their own.
+    rank alone. Only their members matter: averages have communicators of their own.
     """
 
     peers: dist.ProcessGroup | None
@@ -118,7 +118,7 @@ class Links:
     def __init__(self, workers: Workers, deadline: float, *, owns: bool) -> None:
         """Connect. All ranks of torch.distributed call this, in the same order.
 
-        `owns`: the groups of `workers` were made for this alone, and are given back with the rest.
+        `owns`: the groups of `workers` were made for this alone; `close` destroys them, too.
         """
         self.workers, self.deadline = workers, deadline
         self._own = (workers.inner, workers.peers) if owns else ()
@@ -146,7 +146,7 @@ class Links:
                     self._made[ranks, backend] = made
 
     def close(self) -> None:
-        """Give the communicators back. Nothing may be under way."""
+        """Destroy the communicators. Nothing may be under way."""
         if dist.is_initialized():
             own = [one for one in self._own if one not in {None, dist.group.WORLD}]
             for made in (*self._made.values(), *own):

@@ -23,7 +23,7 @@ _SENDABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class Sent:
-    """Bytes that this rank has sent to ranks of its node, and to other nodes.
+    """Bytes that this rank has sent: inside its node, and between nodes.
 
     Gathers and reduce-scatters count as rings over consecutive ranks, exchanges as pairs. Gloo's
     own reduce-scatter (without qgz) sends more than that.
@@ -114,12 +114,12 @@ class Gather(AllGather):
 
 
 class _Arrival(dist.Work):
-    """A quantized gather under way: whoever waits for it decodes it."""
+    """A quantized gather under way. Waiting for it also decodes it."""
 
     def __init__(
         self, work: dist.Work | None, received: Tensor, wire: Tensor, target: Tensor, block: int
     ) -> None:
-        """Keep what is in flight: nobody else holds it."""
+        """Keep the buffers alive until they have arrived."""
         super().__init__()
         self.work, self.received, self.wire = work, received, wire
         self.target, self.block = target, block

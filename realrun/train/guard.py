@@ -1,4 +1,4 @@
-"""What a rank tells when it cannot go on, and whose fault that is."""
+"""Errors of a rank that cannot go on: which rank is at fault, and what it was doing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,0 +1,204 @@
+"""The plan of the convergence study, and its file: what is run next, given what is there."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+WORKERS = 4
+TUNING_SEED = 100
+SEEDS = (0, 1, 2)
+RATES = (2.5e-3, 5e-3, 1e-2)
+"""Where tuning begins."""
+
+EXTENSIONS = 2
+"""How many factors of 2 the grid may grow beyond either end."""
+
+CLIP = 0.25
+"""Momenta are clipped to so many lr x tau: what a worker moves an element at most is about 1."""
+
+OUTER = {
+    "co2": (
+        *("momentum=0.5,lr=0.5", "momentum=0.2,lr=0.8", "momentum=0,lr=1"),
+        *("momentum=0.5,lr=1", "momentum=0,lr=0.5"),
+    ),
+    "slowmo": ("momentum=0.5,lr=1", "momentum=0.2,lr=1", "momentum=0.7,lr=1"),
+    "diloco": ("momentum=0.9,lr=0.7", "momentum=0.5,lr=1", "momentum=0.9,lr=0.3"),
+    "overlap_local_sgd": ("pull=0.6,momentum=0.7", "pull=0.6,momentum=0", "pull=0.3,momentum=0.7"),
+}
+"""Outer steps to choose from; the first while the learning rate is tuned.
+
+The gain of CO2's, lr / (1 - momentum), is 1, 2 or 1/2: a delayed step may need to be a smaller one.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StudyBudget:
+    """What all configurations have in common: the model, and how much it sees."""
+
+    size: str = "mini"
+    steps: int = 768
+    batch: int = 32
+    warmup: int = 48
+    eval_every: int = 96
+    quick: bool = False
+
+    @classmethod
+    def small(cls) -> "StudyBudget":
+        """A trial of seconds, too short to mean anything."""
+        return cls("tiny", 24, 32, 4, 12, quick=True)
+
+    @property
+    def label(self) -> str:
+        """Runs of other budgets do not count."""
+        return f"{self.size}-{self.steps}x{self.batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A line of the table. `extra` are options of the outer step that are not tuned."""
+
+    name: str
+    strategy: str
+    extra: Mapping[str, str] = field(default_factory=dict)
+    clips: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Name of the strategy."""
+        return self.strategy.partition(":")[0]
+
+    @property
+    def tau(self) -> int:
+        """Steps of a round."""
+        return int(self.strategy.partition("tau=")[2] or 1)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Outer steps to choose from."""
+        return OUTER.get(self.kind, ("",))
+
+    def outer(self, choice: str, lr: float) -> str:
+        """The options of the outer step in full."""
+        options = [choice] if choice else []
+        options += [f"{name}={value}" for name, value in self.extra.items()]
+        if self.clips:
+            options.append(f"clip={CLIP * lr * self.tau:.4g}")
+        return ",".join(options)
+
+
+def configurations(budget: StudyBudget) -> list[Configuration]:
+    """All lines of the table."""
+    found = [Configuration("AdamW-DDP", "ddp")]
+    for tau in (3, 12, 48):
+        for words, gap, clips in (
+            ("plain", "constant", False),
+            ("gap", "gap_aware", False),
+            ("clip", "constant", True),
+            ("gap + clip", "gap_aware", True),
+        ):
+            name = f"CO2 {tau}, {words}"
+            found.append(Configuration(name, f"co2:tau={tau}", {"gap": gap}, clips))
+    for name, kind in (
+        ("SlowMo 12", "slowmo"),
+        ("DiLoCo 12", "diloco"),
+        ("LocalSGD 12", "local_sgd"),
+        ("OverlapLocalSGD 12", "overlap_local_sgd"),
+    ):
+        found.append(Configuration(name, f"{kind}:tau=12"))
+    if budget.quick:
+        names = {"AdamW-DDP", "CO2 12, gap + clip"}
+        return [one for one in found if one.name in names]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One run."""
+
+    configuration: Configuration
+    choice: str
+    lr: float
+    seed: int
+
+    def key(self, budget: StudyBudget) -> tuple[str, ...]:
+        """What tells it from other runs."""
+        return (budget.label, self.configuration.name, self.choice, f"{self.lr:g}", str(self.seed))
+
+
+Known = dict[tuple[str, ...], dict[str, Any]]
+"""Rows of finished runs by their key."""
+
+
+def next_run(budget: StudyBudget, known: Known) -> Ask | None:
+    """The next run that is missing; None when all are there."""
+    for configuration in configurations(budget):
+        for ask in wanted(configuration, budget, known):
+            if ask.key(budget) not in known:
+                return ask
+    return None
+
+
+def wanted(configuration: Configuration, budget: StudyBudget, known: Known) -> Iterator[Ask]:
+    """The runs of a configuration; those that depend on others come when these are known."""
+    choices = configuration.choices[:2] if budget.quick else configuration.choices
+    rates = list(RATES[1:2] if budget.quick else RATES)
+
+    def tuned(choice: str, lr: float) -> Ask:
+        return Ask(configuration, choice, lr, TUNING_SEED)
+
+    def loss(choice: str, lr: float) -> float:
+        row = known.get(tuned(choice, lr).key(budget))
+        return row["validation_loss"] if row else float("inf")
+
+    for lr in rates:
+        yield tuned(choices[0], lr)
+    for _ in range(0 if budget.quick else EXTENSIONS):
+        best = min(rates, key=lambda lr: loss(choices[0], lr))
+        missing = any(tuned(choices[0], lr).key(budget) not in known for lr in rates)
+        if missing or best not in {rates[0], rates[-1]}:
+            break
+        further = 2 * best if best == rates[-1] else best / 2
+        rates = sorted([*rates, further])
+        yield tuned(choices[0], further)
+    lr = min(rates, key=lambda rate: loss(choices[0], rate))
+    for choice in choices[1:]:
+        yield tuned(choice, lr)
+    choice = min(choices, key=lambda one: loss(one, lr))
+    for seed in SEEDS[:2] if budget.quick else SEEDS:
+        yield Ask(configuration, choice, lr, seed)
+
+
+def remaining(budget: StudyBudget, known: Known) -> int:
+    """About how many runs are left: those that are known to be wanted."""
+    asks = [ask for c in configurations(budget) for ask in wanted(c, budget, known)]
+    return sum(ask.key(budget) not in known for ask in asks)
+
+
+def read(out: Path) -> Known:
+    """Finished runs."""
+    path = out / "convergence-runs.csv"
+    if not path.exists():
+        return {}
+    frame = pd.read_csv(path, dtype={"lr": str, "seed": str}, keep_default_na=False)
+    for name in ("validation_loss", "accuracy", "penalty", "clipped", "wall"):
+        frame[name] = pd.to_numeric(frame[name], errors="coerce")
+    keys = ("budget", "configuration", "choice", "lr", "seed")
+    rows = frame.to_dict("records")
+    return {tuple(row[name] for name in keys): dict(row) for row in rows}
+
+
+_COLUMNS = (
+    *("budget", "configuration", "choice", "lr", "seed", "strategy", "outer"),
+    *("validation_loss", "accuracy", "penalty", "clipped", "bytes_sent", "wall"),
+    *("curve", "facts", "error"),
+)
+
+
+def append(out: Path, row: Mapping[str, Any]) -> None:
+    """Add a finished run."""
+    path = out / "convergence-runs.csv"
+    frame = pd.DataFrame([[row.get(name, "") for name in _COLUMNS]], columns=list(_COLUMNS))
+    frame.to_csv(path, mode="a", header=not path.exists(), index=False)
