@@ -162,7 +162,7 @@ def first_problem(error: ValidationError, allowed: Iterable[str] = ()) -> str:
             return "quantity is missing"
         case "union_tag_invalid":
             context = problem["ctx"]
-            return f"quantity is {context['tag']}; it must be one of {context['expected_tags']}"
+            return f"quantity is {context['tag']!r}; it must be one of {context['expected_tags']}"
     if not name:
         return message.removeprefix("Value error, ")
     rule = message.removeprefix("Input should be ").removeprefix("Value error, ")
