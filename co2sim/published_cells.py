@@ -12,6 +12,9 @@ from co2sim.errors import CatalogError, nearest
 Use: TypeAlias = Literal["fit", "check"]
 """Whether constants may be fitted on a cell, or it may only be compared with."""
 
+_LONGEST = 60
+"""Characters of what is given that a message repeats."""
+
 _Positive: TypeAlias = Annotated[FiniteFloat, Field(gt=0)]
 
 
@@ -166,7 +169,9 @@ def first_problem(error: ValidationError, allowed: Iterable[str] = ()) -> str:
     if not name:
         return message.removeprefix("Value error, ")
     rule = message.removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{name} is {problem['input']!r}; it must be {rule}"
+    given = repr(problem["input"])
+    shown = given if len(given) <= _LONGEST else f"{given[:_LONGEST]}..."
+    return f"{name} is {shown}; it must be {rule}"
 
 
 def _problem(error: ValidationError, tree: dict[str, Any]) -> str:

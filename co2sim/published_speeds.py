@@ -54,7 +54,7 @@ def read_speeds(path: Path) -> list[SpeedCell]:
 
 
 def cases_of(cells: Sequence[SpeedCell], cases: Sequence[Case]) -> list[Case]:
-    """What to simulate besides `cases`, so that every cell of their clusters has a prediction."""
+    """Further cases to simulate, so that every cell of the clusters of `cases` has a prediction."""
     like = {(case.cluster, case.model): case for case in cases}
     found = {}
     for cell, strategy in _named(cells):

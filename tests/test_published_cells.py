@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from analysis.published.csv_tables import known_cells
+from analysis.published.paper_cells import from_papers
 from co2sim import strategies
 from co2sim.catalog import load_cluster, load_model, names
-from co2sim.errors import CatalogError
+from co2sim.errors import CatalogError, Co2simError
 from co2sim.metrics import scalability_ratio
 from co2sim.published_cells import read_cells
 from co2sim.published_speeds import read_speeds
@@ -164,3 +166,42 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """With the reason of the system."""
     with pytest.raises(CatalogError, match=r"cannot read .*: No such file"):
         read_cells(tmp_path / "results.toml")
+
+
+# --- the papers ----------------------------------------------------------------------------------
+
+
+def paper(tmp_path: Path, change: tuple[str, str]) -> Path:
+    """A folder of papers with that of CO2 alone, and something changed in its `paper.toml`."""
+    folder = next(folder for folder in FOLDERS if folder.name == "co2")
+    (tmp_path / "co2").mkdir()
+    for name in ("paper.toml", "results.toml"):
+        (tmp_path / "co2" / name).write_text((folder / name).read_text().replace(*change))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("[simulation]", "[simulation"), "co2/paper.toml"),
+        (("tokens_per_gpu = 2048", ""), "[simulation] has no 'tokens_per_gpu'"),
+        (("[simulation]", "[settings2]"), "holds no papers; give their folder with --papers"),
+    ],
+)
+def test_a_paper_that_cannot_be_simulated_is_refused(
+    tmp_path: Path, change: tuple[str, str], words: str
+) -> None:
+    """In one line, that names the file, or the option that names the folder."""
+    with pytest.raises(Co2simError) as caught:
+        from_papers(paper(tmp_path, change))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_tables_of_papers_that_a_folder_does_not_hold_are_left_out(tmp_path: Path) -> None:
+    """Found by themselves, they are not read; given with --data, they are refused."""
+    folder = paper(tmp_path, ("", ""))
+    assert {cell.source for cell in known_cells(folder)} == {"co2"}
+    table = Path(__file__).parent / "golden" / "iteration-rows.csv"
+    with pytest.raises(CatalogError, match=r"a table of vtrain, which .* does not hold"):
+        known_cells(folder, table)

@@ -4,7 +4,7 @@ The columns of a table are the fields of its model.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
@@ -31,7 +31,7 @@ _RATIO = (16, 128)
 
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text)):
-        raise ValueError("a whole number, at least 1")
+        raise ValueError(f"a whole number from 1 to {10**_DIGITS - 1}")
     return int(text)
 
 
@@ -124,12 +124,11 @@ class CO2Row(TableRow):
 
     def cells(self, paper: Paper, use: Use) -> Iterator[Cell]:
         """A throughput, a ratio, or both."""
-        plan = paper.simulation
-        strategy = plan["methods"][_known("method", self.method, plan["methods"])]
-        on = paper.on(plan["networks"][_known("network", self.network, plan["networks"])])
+        strategy = _chosen("method", self.method, paper.setting("methods"))
+        on = paper.on(_chosen("network", self.network, paper.setting("networks")))
         if "TAU" in strategy:
             if self.tau is None:
-                raise CatalogError("tau is ''; it must be a whole number, at least 1")
+                raise CatalogError(f"tau is ''; {self.method} needs a whole number, at least 1")
             strategy = strategy.replace("TAU", str(self.tau))
         elif self.tau is not None:
             raise CatalogError(f"tau is '{self.tau}', but {self.method} has none")
@@ -189,8 +188,7 @@ class IterationRow(TableRow):
 
     def _setup(self, paper: Paper) -> RunSetup:
         """The run behind the row."""
-        plan = paper.simulation
-        most = cluster_of(plan["cluster"], ()).layout.gpus_per_node
+        most = cluster_of(paper.setting("cluster"), ()).layout.gpus_per_node
         if self.gpus > most:
             raise CatalogError(f"{self.gpus} GPUs; these runs are of one node, which has {most}")
         shape = {
@@ -199,28 +197,27 @@ class IterationRow(TableRow):
             "heads": self.heads,
             "seq_len": self.seq_len,
             "ffn": 4 * self.hidden,
-            "vocab": plan["vocab"],
+            "vocab": paper.setting("vocab"),
             "positions": self.seq_len,
         }
         return RunSetup(
-            cluster=plan["cluster"],
-            model=plan["model"],
+            cluster=paper.setting("cluster"),
+            model=paper.setting("model"),
             model_overrides=tuple((name, str(value)) for name, value in shape.items()),
             strategy=ONE_BUCKET,
             gpus=self.gpus,
-            precision=plan["precision"],
+            precision=paper.setting("precision"),
             micro_batch=self.micro_batch,
             accumulation=self.global_batch // (self.gpus * self.micro_batch),
-            recompute=plan["recompute"],
+            recompute=paper.setting("recompute"),
         )
 
 
-def _known(column: str, text: str, known: Iterable[str]) -> str:
-    """A text that the paper's `[simulation]` knows."""
-    names = list(known)
-    if text not in names:
-        raise CatalogError(f"{column} is {text!r}; it must be one of {', '.join(names)}")
-    return text
+def _chosen(column: str, text: str, known: Mapping[str, str]) -> str:
+    """What stands for a text in a table of the paper's `[simulation]`."""
+    if text not in known:
+        raise CatalogError(f"{column} is {text!r}; it must be one of {', '.join(known)}")
+    return known[text]
 
 
 TABLES: tuple[type[TableRow], ...] = (ZeroppRow, CO2Row, IterationRow)

@@ -24,12 +24,15 @@ REFERRED = "vtrain"
 
 
 def known_cells(folder: Path = PAPERS, data: Path | None = None) -> list[Cell]:
-    """All cells of `papers/`, and of the table that is only referred to, if it is there."""
-    found = from_papers(folder)
+    """All cells of `papers/`, and of the table that is only referred to, if it is at hand.
+
+    Raises CatalogError where `data` is given, but the folder of papers says nothing of its table.
+    """
+    found, paper = from_papers(folder), papers(folder).get(REFERRED)
     path = iteration_times(data)
-    if path is not None:
-        about = papers(folder)[REFERRED].about["data"]
-        found += from_csv(path, about["use"], folder, REFERRED)
+    if path is not None and (data is not None or paper is not None):
+        use: Use = paper.about["data"]["use"] if paper is not None else "check"
+        found += from_csv(path, use, folder, REFERRED)
     return found
 
 

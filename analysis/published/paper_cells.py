@@ -112,19 +112,19 @@ def _number(name: str, before: str, after: str) -> int:
 
 def zeropp_term(paper: Paper, size: int, tokens: int, links: int, strategy: str) -> Term:
     """Throughput of a model of `size` billion parameters at some micro-batch and links."""
-    plan = paper.simulation
-    micro_batch, left = divmod(tokens, plan["seq_len"])
+    length = paper.setting("seq_len")
+    micro_batch, left = divmod(tokens, length)
     if left or micro_batch < 1:
-        raise OptionError(f"{tokens} tokens are no multiple of sequences of {plan['seq_len']}")
+        raise OptionError(f"{tokens} tokens are no multiple of sequences of {length}")
     setup = RunSetup(
-        cluster=plan["cluster"],
+        cluster=paper.setting("cluster"),
         overrides=(("inter.bandwidth", f"{_LINK_GBITS * links} Gbit/s"),),
         model=f"gpt-{size}b",
         strategy=parse(paper.strategy(strategy)),
-        gpus=plan["gpus"],
-        precision=plan["precision"],
+        gpus=paper.setting("gpus"),
+        precision=paper.setting("precision"),
         micro_batch=micro_batch,
-        recompute=plan["recompute"],
+        recompute=paper.setting("recompute"),
     )
     return Term(setup=setup, quantity="tflops_per_gpu")
 
@@ -187,7 +187,7 @@ def _throughput_ratio(paper: Paper, row: ThroughputRatioCell) -> Cell:
 def _volume(paper: Paper, row: VolumeCell) -> Cell | str:
     if not row.value:
         return "an error relative to zero"
-    term = zeropp_term(paper, _SHAPE_KNOWN, paper.simulation["seq_len"], 1, row.strategy)
+    term = zeropp_term(paper, _SHAPE_KNOWN, paper.setting("seq_len"), 1, row.strategy)
     return Cell(
         source="zeropp-volume",
         name=f"{_SHAPE_KNOWN}B, {row.part.replace('_', ' ')}, {row.strategy}",
@@ -201,14 +201,13 @@ def _volume(paper: Paper, row: VolumeCell) -> Cell | str:
 
 def co2_term(paper: Paper, strategy: str, gpus: int) -> Term:
     """Throughput of TransNormerLLM 7B."""
-    plan = paper.simulation
     setup = RunSetup(
-        cluster=plan["cluster"],
-        model=plan["model"],
-        model_overrides=(("seq_len", str(plan["tokens_per_gpu"])),),
+        cluster=paper.setting("cluster"),
+        model=paper.setting("model"),
+        model_overrides=(("seq_len", str(paper.setting("tokens_per_gpu"))),),
         strategy=parse(paper.strategy(strategy)),
         gpus=gpus,
-        precision=plan["precision"],
+        precision=paper.setting("precision"),
     )
     return Term(setup=setup, quantity="tokens_per_s")
 

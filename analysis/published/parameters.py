@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 CATALOG = resources.files("co2sim.catalog")
 RECORD = "calibrations.toml"
-"""What was fitted, on what, how well, and how certain: beside the clusters that use it."""
+"""The record of the fits in the catalog: what was fitted on what, how well, and how certain."""
 
 _NEAR = 1e-3
 """Fraction of its range within which a constant counts as being at a bound."""

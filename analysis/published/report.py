@@ -49,7 +49,7 @@ class ConstantEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is known about one error; `group_mape` is that of its group as the model stands."""
+    """What is known about one error; `group_mape` is the MAPE of its group, nothing changed."""
 
     row: CellPrediction
     time: diagnosis.RoundTime | None
@@ -86,7 +86,7 @@ class Report:
 
 
 def brief_report(rows: Sequence[CellPrediction], papers: Path | None = None) -> Report:
-    """Errors only, and what the folder of papers holds besides."""
+    """Errors only, and the cells in the folder of papers that are not predicted."""
     return Report(rows=rows, unpredicted=unpredicted(papers) if papers else ())
 
 
