@@ -1,5 +1,6 @@
 """Fitted constants: what they are fitted on, their uncertainty, and how the catalog states them."""
 
+import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import linregress
+from typer.testing import CliRunner
 
+from analysis.cli import app
 from analysis.published import ablation, calibrate, catalog_writer, errors
 from analysis.published.cells import Cell
 from analysis.published.csv_tables import from_csv, known_cells
@@ -16,6 +19,7 @@ from analysis.published.formats import at_bound
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, iteration_times
 from analysis.published.parameters import (
+    CATALOG,
     GROUPS,
     RECORD,
     cluster_of,
@@ -257,3 +261,54 @@ def test_the_record_holds_every_group() -> None:
         assert [len(row) for row in entry["covariance"]] == [size] * size
         assert all(entry["covariance"][i][i] >= 0 for i in range(size))
         assert entry["scatter"] > 0
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_calibrate_prints_the_constants_of_a_group() -> None:
+    """CO2's two are those of the catalog, to the digits that are printed."""
+    found = CliRunner().invoke(app, ["calibrate", "--group", "a100-co2", "--papers", str(PAPERS)])
+    assert found.exit_code == 0, found.output
+    assert found.output.startswith("a100-co2: 2 cells, MAPE 0.00%")
+    values = stated(GROUPS["a100-co2"], cluster_of(CLUSTERS["a100-co2"], ()))
+    for name, value in values.items():
+        assert f"  {name}: {value:.3g}\n" in found.output
+
+
+def test_calibrate_writes_the_catalog_and_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fits equal to the recorded ones leave every file as it is; another value changes one line."""
+    for name in ("gpus", "clusters"):
+        shutil.copytree(str(CATALOG / name), tmp_path / name)
+    shutil.copy(str(CATALOG / RECORD), tmp_path)
+    before = {path: path.read_text() for path in tmp_path.glob("**/*.toml")}
+    monkeypatch.setattr(catalog_writer, "CATALOG", tmp_path)
+    fits = recorded_fits()
+    monkeypatch.setattr(calibrate, "fit_all", lambda _cells, _names: fits)
+    found = CliRunner().invoke(app, ["calibrate", "--write", "--papers", str(PAPERS)])
+    assert found.exit_code == 0, found.output
+    assert found.output.count("written ") == 6
+    assert {path: path.read_text() for path in before} == before
+    fits[0] = replace(fits[0], values={**fits[0].values, "exchange_efficiency": 0.25})
+    CliRunner().invoke(app, ["calibrate", "--write", "--papers", str(PAPERS)])
+    changed = [path for path in before if path.read_text() != before[path]]
+    assert changed == [tmp_path / "clusters" / "dgx2-calibrated.toml"]
+    old, new = before[changed[0]].splitlines(), changed[0].read_text().splitlines()
+    (pair,) = (pair for pair in zip(old, new, strict=True) if pair[0] != pair[1])
+    assert pair[1] == pair[0].replace("0.5016", "0.25")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--group", "a100"], "--group a100: it is one of v100-zeropp"),
+        (["--write", "--group", "a100-co2"], "--write needs all groups"),
+    ],
+)
+def test_options_of_calibrate_that_do_not_fit_are_refused(options: list[str], words: str) -> None:
+    """Before anything is fitted."""
+    found = CliRunner().invoke(app, ["calibrate", *options])
+    assert isinstance(found.exception, OptionError)
+    assert words in str(found.exception)

@@ -19,7 +19,7 @@ from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import DATA_VARIABLE, ITERATION_TIMES, PAPERS, iteration_times
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
-from analysis.published.report import Report, full_report, render
+from analysis.published.report import ValidationReport, full_report, render
 from analysis.published.roots import root_of
 from co2sim.errors import OptionError
 
@@ -40,13 +40,13 @@ def cells() -> list[Cell]:
 
 
 @pytest.fixture(scope="module")
-def report(cells: list[Cell]) -> Report:
+def report(cells: list[Cell]) -> ValidationReport:
     """All that the report shows, computed once."""
     return full_report(errors.validate(cells), cells, PAPERS)
 
 
 @pytest.fixture(scope="module")
-def text(report: Report) -> str:
+def text(report: ValidationReport) -> str:
     """The report as Markdown."""
     return render(report)
 
@@ -60,7 +60,7 @@ def the(cells: list[Cell], name: str) -> Cell:
 # --- ablations -----------------------------------------------------------------------------------
 
 
-def test_mechanisms_change_what_they_are_about(cells: list[Cell], report: Report) -> None:
+def test_mechanisms_change_what_they_are_about(cells: list[Cell], report: ValidationReport) -> None:
     """Every mechanism of ZeRO++ or CO2 is in the report, and changes a prediction and the mean."""
     groups = {cell.group for cell in cells}
     expected = [one for one in ablation.MECHANISMS if one.group in groups]
@@ -101,14 +101,16 @@ def test_what_the_model_leaves_out_changes_the_cell_it_is_named_for(cells: list[
 # --- sensitivity ---------------------------------------------------------------------------------
 
 
-def test_assumed_tokens_hardly_matter(report: Report) -> None:
+def test_assumed_tokens_hardly_matter(report: ValidationReport) -> None:
     """With both constants set on the fit cells, CO2's other cells move by less than 6 points."""
     few, many = report.by_tokens["2,048"], report.by_tokens["8,192"]
     for name, error in few.errors.items():
         assert many.errors[name] == pytest.approx(error, abs=0.06), name
 
 
-def test_a_fit_cell_that_no_bounded_constant_meets_is_marked(report: Report, text: str) -> None:
+def test_a_fit_cell_that_no_bounded_constant_meets_is_marked(
+    report: ValidationReport, text: str
+) -> None:
     """At 512 tokens no TCP efficiency up to 1 is fast enough for 16 GPUs; at 2048 one is."""
     assert report.by_tokens["512"].values["tcp_efficiency"] == 1.0
     assert report.by_tokens["512"].missed < -1e-3
@@ -118,7 +120,7 @@ def test_a_fit_cell_that_no_bounded_constant_meets_is_marked(report: Report, tex
     assert "missed by -" in rows[0]
 
 
-def test_each_assumption_about_communication_has_a_fit_of_its_own(report: Report) -> None:
+def test_each_assumption_about_communication_has_a_fit_of_its_own(report: ValidationReport) -> None:
     """Both fit cells are met each time; more channels are slower on 128 GPUs, no chains faster."""
     found = report.by_communication
     assert not any(item.missed for item in found.values())
@@ -199,7 +201,7 @@ def test_published_speeds_of_co2_scatter_by_a_few_percent(cells: list[Cell]) -> 
     assert found.single == 18_444 / 8
     assert found.large == 304_736 / 128
     assert found.small == pytest.approx(304_736 / 128 / 1.06)
-    text = render(Report(speeds=[found]))
+    text = render(ValidationReport(speeds=[found]))
     assert "The published throughput on 128 GPUs is 2,381 per GPU (+3.3%)" in text
     assert "implies 2,246 per GPU on 16 GPUs (-2.6%)" in text
 
@@ -210,7 +212,7 @@ def test_published_cells_of_co2_contradict_full_overlap_at_tau_12(cells: list[Ce
     assert "tau=12" in found.cell.strategy
     assert found.bound == pytest.approx(12 * 22_810 / 304_736)
     assert found.stretch == pytest.approx(12 * 22_810 / (0.865 * 304_736) - 1)
-    assert "at least 0.898" in render(Report(bounds=[found]))
+    assert "at least 0.898" in render(ValidationReport(bounds=[found]))
     possible = [replace(c, published=0.9) if "tau=12" in c.strategy else c for c in cells]
     assert not consistency.ratio_lower_bounds(possible)
     assert not consistency.ratio_lower_bounds([])
@@ -219,7 +221,7 @@ def test_published_cells_of_co2_contradict_full_overlap_at_tau_12(cells: list[Ce
 # --- errors and intervals ------------------------------------------------------------------------
 
 
-def test_mean_errors_do_not_rise(report: Report) -> None:
+def test_mean_errors_do_not_rise(report: ValidationReport) -> None:
     """The guard: no mean absolute error above what `papers/errors.toml` states, plus 0.5 points."""
     _guard(report.rows)
 
@@ -246,7 +248,7 @@ def _guard(rows: Sequence[errors.CellPrediction]) -> None:
         assert error <= stated_errors[source][use] + ALLOWED, (source, use, error)
 
 
-def test_published_values_lie_in_their_intervals(report: Report) -> None:
+def test_published_values_lie_in_their_intervals(report: ValidationReport) -> None:
     """At least 80 % of the check cells of papers lie inside the 90 % interval of the prediction."""
     rows = [row for row in report.rows if row.cell.use == "check" and row.cell.group in GROUPS]
     assert len(rows) == 11
@@ -304,7 +306,7 @@ def test_numbers_have_three_significant_figures() -> None:
         assert formats.number(value) == text
 
 
-def test_the_whole_report_explains_the_largest_errors(report: Report, text: str) -> None:
+def test_the_whole_report_explains_the_largest_errors(report: ValidationReport, text: str) -> None:
     """What the round of each consists of, and which values of constants would reproduce it."""
     part = text.partition("## Analysis of the largest errors")[2].partition("## Fitted")[0]
     assert part.count("\n- A round takes") == 3
@@ -318,7 +320,7 @@ def test_the_whole_report_explains_the_largest_errors(report: Report, text: str)
 
 
 def test_every_part_of_the_report_is_a_section_with_a_row_for_each_item(
-    report: Report, text: str
+    report: ValidationReport, text: str
 ) -> None:
     """Headings in order; as many rows of tables as there are cells, constants, and so on."""
     headings = [line for line in text.splitlines() if line.startswith("## ")]
@@ -354,7 +356,7 @@ def test_every_part_of_the_report_is_a_section_with_a_row_for_each_item(
 def test_a_name_with_a_pipe_stays_in_its_column(cells: list[Cell]) -> None:
     """It is escaped, so that the table keeps its columns."""
     row = errors.CellPrediction(replace(cells[0], name="7B | 8 GPUs"), 1.0)
-    assert "| 7B \\| 8 GPUs |" in render(Report(rows=[row]))
+    assert "| 7B \\| 8 GPUs |" in render(ValidationReport(rows=[row]))
 
 
 def test_the_commands_print_tables_json_and_figures(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ValidationReport:
     """Everything that the report shows. A part that is empty is left out."""
 
     rows: Sequence[CellPrediction] = ()
@@ -85,17 +85,19 @@ class Report:
         return sorted(self.rows, key=lambda row: -abs(row.error))[:_LARGEST]
 
 
-def brief_report(rows: Sequence[CellPrediction], papers: Path | None = None) -> Report:
+def brief_report(rows: Sequence[CellPrediction], papers: Path | None = None) -> ValidationReport:
     """Errors only, and the cells in the folder of papers that are not predicted."""
-    return Report(rows=rows, unpredicted=unpredicted(papers) if papers else ())
+    return ValidationReport(rows=rows, unpredicted=unpredicted(papers) if papers else ())
 
 
-def full_report(rows: Sequence[CellPrediction], known: Sequence[Cell], papers: Path) -> Report:
+def full_report(
+    rows: Sequence[CellPrediction], known: Sequence[Cell], papers: Path
+) -> ValidationReport:
     """Errors, their analysis, constants, ablations and sensitivities; `known` are all cells."""
-    largest = Report(rows=rows).largest
+    largest = ValidationReport(rows=rows).largest
     refittable = sensitivity.can_refit(known)
     by_tokens = sensitivity.refits_by_tokens(known, _TOKENS) if refittable else {}
-    return Report(
+    return ValidationReport(
         rows=rows,
         explanations=[explain(row, rows, known) for row in largest if row.has_interval],
         speeds=consistency.implied_speeds(known),
@@ -138,7 +140,7 @@ def estimates() -> list[ConstantEstimate]:
     return found
 
 
-def render(report: Report) -> str:
+def render(report: ValidationReport) -> str:
     """The report as Markdown."""
     from jinja2 import (  # noqa: PLC0415 - only to write a report
         Environment,
