@@ -241,10 +241,10 @@ def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
 @pytest.mark.parametrize(
     ("cell", "word"),
     [
-        ('value = 0\nstrategy = "ddp"', "value 0"),
-        ('value = nan\nstrategy = "ddp"', "value nan"),
-        ('value = "x"\nstrategy = "ddp"', "no published cells"),
-        ('strategy = "ddp"', "no value"),
+        ('value = 0\nstrategy = "ddp"', "value is 0"),
+        ('value = nan\nstrategy = "ddp"', "value is nan"),
+        ('value = "x"\nstrategy = "ddp"', "value is 'x'"),
+        ('strategy = "ddp"', "value is missing"),
     ],
 )
 def test_published_cells_that_are_wrong_are_refused(

@@ -1,1 +1,1 @@
-"""Published results beside their prediction, and the constants that are fitted to them."""
+"""Published results: their prediction, its errors, and the constants that are fitted to them."""

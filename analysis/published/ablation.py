@@ -1,17 +1,18 @@
-"""What every mechanism is worth: the errors without it, all constants as they are (no new fit)."""
+"""What every mechanism is worth: the errors without it, with all constants as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 
-from analysis.published.predict import Cell, changed, predict, with_override
+from analysis.published.cells import Cell, with_override, with_strategy_options
+from analysis.published.predict import predict
 
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """A mechanism by name, the group of cells it matters to, and how to run a cell otherwise.
+    """A mechanism by name, the group of cells it matters to, and how to run a cell without it.
 
-    That is without it, or with it if the model leaves it out.
+    For a mechanism that the model leaves out: how to run a cell with it.
     """
 
     name: str
@@ -19,10 +20,24 @@ class Mechanism:
     flip: Callable[[Cell], Cell]
 
 
-def _strategy(old: str, new: str) -> Callable[[Cell], Cell]:
-    return lambda cell: changed(
-        cell, lambda setup: replace(setup, strategy=setup.strategy.replace(old, new))
-    )
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """Mean absolute errors over all cells of a mechanism's group, with and without it."""
+
+    mechanism: Mechanism
+    mape_with: float
+    mape_without: float
+
+
+def _options(*strategies: str, **options: str) -> Callable[[Cell], Cell]:
+    """Other options of strategies, wherever a cell runs one of them."""
+
+    def flip(cell: Cell) -> Cell:
+        for strategy in strategies:
+            cell = with_strategy_options(cell, strategy, options)
+        return cell
+
+    return flip
 
 
 def _override(path: str, text: str) -> Callable[[Cell], Cell]:
@@ -33,12 +48,12 @@ MECHANISMS = (
     Mechanism(
         "parameters fetched again for recomputation",
         "v100-zeropp",
-        _strategy("max_reuse=1000000000", "max_reuse=1000000000000"),
+        _options("zero3", "zeropp", max_reuse="1000000000000"),
     ),
     Mechanism(
         "gradients reduced matrix by matrix",
         "v100-zeropp",
-        _strategy("reduce_bucket=10000000", "reduce_bucket=1000000000000"),
+        _options("zero3", "zeropp", reduce_bucket="1000000000000"),
     ),
     Mechanism(
         "gathers and reductions in queues of their own",
@@ -82,26 +97,26 @@ MECHANISMS = (
     Mechanism(
         "gradients reduced to owners, parameters broadcast from them",
         "a100-co2",
-        _strategy("owners=true,bucket=8388608", "owners=false"),
+        _options("zero2", owners="false", bucket="500000000"),
     ),
     Mechanism(
         "one rank of a node relays CO2's average",
         "a100-co2",
         _override("inter.relay_efficiency", "1"),
     ),
-    Mechanism("slower TCP beside computation", "a100-co2", _override("inter.busy_efficiency", "1")),
+    Mechanism("slower TCP during computation", "a100-co2", _override("inter.busy_efficiency", "1")),
 )
 
 
-ADDED = (
+OMITTED = (
     Mechanism(
         "each layer gathered in four parts, as DeepSpeed does matrix by matrix",
         "v100-zeropp",
-        _strategy("max_reuse=1000000000", "max_reuse=1000000000,gathers=4"),
+        _options("zero3", "zeropp", gathers="4"),
     ),
     Mechanism("4 NCCL channels instead of 2", "a100-co2", _override("channels", "4")),
 )
-"""What the model leaves out, or assumes otherwise."""
+"""Mechanisms that the model leaves out, and other values of what it assumes."""
 
 
 def mape(cells: Sequence[Cell], values: Mapping[str, float] | None = None) -> float:
@@ -109,11 +124,15 @@ def mape(cells: Sequence[Cell], values: Mapping[str, float] | None = None) -> fl
     return fmean(abs(predict(cell, values, fast=True) / cell.published - 1) for cell in cells)
 
 
-def ablate(cells: Sequence[Cell]) -> list[tuple[Mechanism, float, float]]:
-    """Each mechanism with the mean absolute error with and without it, over all its cells."""
+def ablate(cells: Sequence[Cell]) -> list[Ablation]:
+    """Each mechanism of the model that some of the cells depend on.
+
+    Raises OptionError where an option has the value of its ablation already.
+    """
     found = []
     for mechanism in MECHANISMS:
         chosen = [cell for cell in cells if cell.group == mechanism.group]
-        if chosen:
-            found.append((mechanism, mape(chosen), mape([mechanism.flip(cell) for cell in chosen])))
+        without = [mechanism.flip(cell) for cell in chosen]
+        if without != chosen:
+            found.append(Ablation(mechanism, mape(chosen), mape(without)))
     return found

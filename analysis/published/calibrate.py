@@ -1,8 +1,7 @@
 """Fit the constants of a group on its fit cells: least squares in log space, cross-validated.
 
-A residual is log(predicted / published). Bounds are physical: nothing above its peak, no time below
-zero. Predictions are those of the simulator; where a schedule is a plain chain, its sum, which is
-the same number.
+A residual is log(predicted / published). Bounds are physical: no rate above its peak, no time below
+zero. Predictions are those of the simulator, by its shorter ways (`quick_step_time`).
 """
 
 import math
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from analysis.published.parameters import GROUPS, Group, cluster_of, stated
-from analysis.published.predict import Cell, predict
+from analysis.published.cells import Cell
+from analysis.published.parameters import GROUPS, ConstantGroup, stated
+from analysis.published.predict import predict
 from co2sim.errors import OptionError
 
 FOLDS = 5
@@ -43,12 +43,12 @@ class Fit:
     by_label: dict[str, float]
 
 
-def fit_cells(cells: Sequence[Cell], group: Group) -> list[Cell]:
+def fit_cells(cells: Sequence[Cell], group: ConstantGroup) -> list[Cell]:
     """The cells that the group may be fitted on."""
     return [cell for cell in cells if cell.group == group.name and cell.use == "fit"]
 
 
-def fit(group: Group, cells: Sequence[Cell], *, cross_validate: bool = True) -> Fit:
+def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = True) -> Fit:
     """Fit on the cells marked fit. Raises OptionError with fewer cells than constants."""
     chosen = fit_cells(cells, group)
     count = len(group.constants)
@@ -60,12 +60,13 @@ def fit(group: Group, cells: Sequence[Cell], *, cross_validate: bool = True) -> 
     scales = np.array([constant.high - constant.low for constant in group.constants])
     freedom = len(chosen) - count
     scatter = math.sqrt(float(residuals @ residuals) / freedom) if freedom else None
-    inverse = np.linalg.pinv(jacobian.T @ jacobian)  # of what is scaled: units differ by 1e9
+    inverse = np.linalg.pinv(jacobian.T @ jacobian)  # of scaled constants: units differ by 1e9
     unscaled: Array = (np.outer(scales, scales) * inverse).astype(np.float64)
     covariance: Array = unscaled * (scatter or 0.0) ** 2
     held, by_label = None, {}
     if cross_validate and freedom >= FOLDS:
-        folds = [chosen[fold::FOLDS] for fold in range(FOLDS)]  # neighbours are alike: mixed
+        # neighbouring cells are similar: each fold takes every fifth
+        folds = [chosen[fold::FOLDS] for fold in range(FOLDS)]
         held = left_out(group, chosen, folds)
         by_label = {
             label: left_out(group, chosen, parts) for label, parts in parts_by_label(chosen).items()
@@ -91,13 +92,13 @@ def residuals_of(cells: Sequence[Cell], values: Mapping[str, float]) -> Array:
 
 
 def _solve(
-    group: Group, cells: Sequence[Cell], *, thorough: bool = True
+    group: ConstantGroup, cells: Sequence[Cell], *, thorough: bool = True
 ) -> tuple[dict[str, float], Array, Array]:
     """Least squares inside the bounds, with constants scaled to [0, 1], as is the Jacobian.
 
     It starts at the values of the catalog, and if `thorough` in the middle of the bounds too.
     """
-    from scipy.optimize import least_squares  # noqa: PLC0415 - slow, and an optional extra
+    from scipy.optimize import least_squares  # noqa: PLC0415 - slow
 
     low = np.array([constant.low for constant in group.constants])
     high = np.array([constant.high for constant in group.constants])
@@ -109,8 +110,7 @@ def _solve(
     def residuals(scaled: Array) -> Array:
         return residuals_of(cells, named(scaled))
 
-    setup = cells[0].terms[0].setup
-    known = stated(group, cluster_of(setup.cluster, setup.overrides))
+    known = stated(group, cells[0].setup.whole_cluster())
     here = np.array([known[constant.name] for constant in group.constants])
     starts = [np.clip((here - low) / (high - low), 0.01, 0.99)]
     if thorough:
@@ -127,8 +127,8 @@ def _solve(
     return named(best.x), np.asarray(best.jac), np.asarray(best.fun)
 
 
-def left_out(group: Group, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]) -> float:
-    """Mean absolute error of cells that were left out of the fit, a part of them at a time."""
+def left_out(group: ConstantGroup, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]) -> float:
+    """Mean absolute error of cells that are left out of the fit, one part at a time."""
     errors: list[float] = []
     for left in parts:
         kept = [cell for cell in cells if cell not in left]
@@ -138,7 +138,7 @@ def left_out(group: Group, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]
 
 
 def parts_by_label(cells: Sequence[Cell]) -> dict[str, list[list[Cell]]]:
-    """For every label that cells differ in, the cells by its values."""
+    """For every label that cells differ in, the cells grouped by its values."""
     found = {}
     for label in cells[0].labels:
         values = dict.fromkeys(cell.labels[label] for cell in cells)
@@ -148,5 +148,5 @@ def parts_by_label(cells: Sequence[Cell]) -> dict[str, list[list[Cell]]]:
 
 
 def fit_all(cells: Sequence[Cell], names: Sequence[str] = tuple(GROUPS)) -> list[Fit]:
-    """Every group by name."""
+    """The fits of these groups."""
     return [fit(GROUPS[name], cells) for name in names]

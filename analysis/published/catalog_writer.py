@@ -2,44 +2,53 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from analysis.published.calibrate import Fit
 from analysis.published.parameters import CATALOG, GROUPS, RECORD
 from co2sim.errors import CatalogError
 
 _TAIL = 0.95
-"""Of a two-sided 90 % interval."""
+"""Quantile of a two-sided 90 % interval."""
 
-_BORROWED = "v100-zeropp"
-"""Whose scatter stands in where a fit has no degrees of freedom."""
+_NORMAL_FACTOR = 1.645
+"""The same quantile of the normal distribution, for a scatter that comes from another group."""
 
-_HEAD = """\
-# What the fitted constants of the catalog rest on; written by `co2analysis calibrate --write`.
-# 'covariance' is of the constants in SI units, 'scatter' the standard deviation of
-# log(predicted / published) over the fit cells, 'interval_factor' the quantile for 90 % intervals.
-"""
+_SUBSTITUTE = "v100-zeropp"
+"""The group whose scatter is used where a fit has no degrees of freedom."""
+
+_SUBSTITUTE_SCATTER = 0.05
+"""The scatter where that group was not fitted either."""
+
+_HEAD = (
+    "What the fitted constants of the catalog rest on; written by `co2analysis calibrate --write`.",
+    "'covariance' is of the constants in SI units, 'scatter' the standard deviation of",
+    (
+        "log(predicted / published) over the fit cells, 'interval_factor' the quantile for 90 %"
+        " intervals."
+    ),
+)
 
 
-def rewritten(text: str, section: str, key: str, value: str) -> str:
-    """The text of a TOML file with the value of one key replaced; what it cites stays.
+def with_value(text: str, path: str, value: str) -> str:
+    """The text of a TOML file with the value at a dotted path replaced, itself as TOML.
 
-    Raises CatalogError when the section has no such key.
+    Comments, order and layout stay, and so do the source and all else that a fact says of itself.
+    Raises CatalogError when there is no such path.
     """
-    lines, here = text.splitlines(), ""
-    for number, line in enumerate(lines):
-        if line.startswith("["):
-            here = line.strip("[] ")
-        if here == section and line.partition("=")[0].strip() == key:
-            old = line.partition("=")[2].strip()
-            if old.startswith("{"):
-                rest = old.partition(",")[2]
-                lines[number] = f"{key} = {{ value = {value},{rest}"
-            else:
-                lines[number] = f"{key} = {value}"
-            return "\n".join(lines) + "\n"
-    raise CatalogError(f"no {key!r} in [{section}]")
+    import tomlkit  # noqa: PLC0415 - only to write
+
+    document = tomlkit.parse(text)
+    *parents, last = path.split(".")
+    table: Any = document
+    for parent in parents:
+        table = table.get(parent, {})
+    if last not in table:
+        raise CatalogError(f"no {last!r} in [{'.'.join(parents)}]")
+    if isinstance(table[last], Mapping):
+        table, last = table[last], "value"
+    table[last] = tomlkit.value(value)
+    return tomlkit.dumps(document)
 
 
 def catalog_files(fits: Sequence[Fit]) -> dict[Path, bytes]:
@@ -49,48 +58,62 @@ def catalog_files(fits: Sequence[Fit]) -> dict[Path, bytes]:
         for constant in GROUPS[found.group].constants:
             path = Path(str(CATALOG / constant.file))
             text = texts.get(path) or path.read_text()
-            parents = constant.path.removeprefix("gpu.").split(".")
-            section, key = ".".join(parents[:-1]), parents[-1]
-            texts[path] = rewritten(text, section, key, constant.text(found.values[constant.name]))
+            value = constant.text(found.values[constant.name])
+            try:
+                texts[path] = with_value(text, constant.path.removeprefix("gpu."), value)
+            except CatalogError as error:
+                raise CatalogError(f"{path}: {error}") from error
     return {path: text.encode() for path, text in texts.items()}
 
 
 def record_file(fits: Sequence[Fit]) -> tuple[Path, bytes]:
     """The record of the fits."""
-    scatter = {found.group: found.scatter for found in fits}
-    parts = [_HEAD, *(_entry(found, scatter) for found in fits)]
-    return Path(str(CATALOG / RECORD)), "\n".join(parts).encode()
+    import tomlkit  # noqa: PLC0415 - only to write
+
+    document = tomlkit.document()
+    for line in _HEAD:
+        document.add(tomlkit.comment(line))
+    scatters = {found.group: found.scatter for found in fits}
+    for found in fits:
+        document.add(tomlkit.nl())
+        document.add(found.group, _entry(found, scatters.get(_SUBSTITUTE)))
+    return Path(str(CATALOG / RECORD)), tomlkit.dumps(document).encode()
 
 
-def _entry(found: Fit, scatter: Mapping[str, float | None]) -> str:
-    from scipy.stats import t  # noqa: PLC0415 - slow, and an optional extra
+def _entry(found: Fit, substitute: float | None) -> Any:
+    """The table of one group."""
+    import tomlkit  # noqa: PLC0415 - only to write
+    from scipy.stats import t  # noqa: PLC0415 - slow
 
     group = GROUPS[found.group]
-    covariance, own, factor = found.covariance, found.scatter, 1.645
-    note = ""
-    if own is None:
-        own = scatter.get(_BORROWED) or 0.05
-        covariance = found.unscaled * own**2
-        note = f'assumed = "scatter: as many constants as cells; taken from {_BORROWED}"\n'
+    covariance, scatter = found.covariance, found.scatter
+    assumed, factor = None, _NORMAL_FACTOR
+    if scatter is None:
+        scatter = substitute or _SUBSTITUTE_SCATTER
+        covariance = found.unscaled * scatter**2
+        assumed = f"scatter: as many constants as cells; taken from {_SUBSTITUTE}"
     else:
         factor = float(t.ppf(_TAIL, found.freedom))
-    rows = ", ".join(
-        "[" + ", ".join(f"{value:.6g}" for value in row) + "]" for row in np.asarray(covariance)
-    )
-    held = (
-        "" if found.cross_validated is None else f"cross_validated = {found.cross_validated:.4f}\n"
-    )
+    table = tomlkit.table()
+    table["source"] = f"cells marked fit of papers/{group.source}: {found.cells}"
+    table["constants"] = [constant.name for constant in group.constants]
+    table["covariance"] = [[float(f"{value:.6g}") for value in row] for row in covariance]
+    table["scatter"] = _rounded(scatter)
+    if assumed:
+        table["assumed"] = assumed
+    table["interval_factor"] = _rounded(factor, 3)
+    table["freedom"] = found.freedom
+    table["cells"] = found.cells
+    table["mape"] = _rounded(found.mape)
+    if found.cross_validated is not None:
+        table["cross_validated"] = _rounded(found.cross_validated)
     for label, error in found.by_label.items():
-        held += f"left_out.{label} = {error:.4f}\n"
-    names = ", ".join(f'"{constant.name}"' for constant in group.constants)
-    return (
-        f"[{found.group}]\n"
-        f'source = "cells marked fit of papers/{group.source}: {found.cells}"\n'
-        f"constants = [{names}]\n"
-        f"covariance = [{rows}]\n"
-        f"scatter = {own:.4f}\n{note}"
-        f"interval_factor = {factor:.3f}\n"
-        f"freedom = {found.freedom}\n"
-        f"cells = {found.cells}\n"
-        f"mape = {found.mape:.4f}\n{held}"
-    )
+        table.add(tomlkit.key(["left_out", label]), _rounded(error))
+    return table
+
+
+def _rounded(value: float, digits: int = 4) -> Any:
+    """A number as TOML, with so many digits behind the point."""
+    import tomlkit  # noqa: PLC0415 - only to write
+
+    return tomlkit.value(f"{value:.{digits}f}")

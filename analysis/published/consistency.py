@@ -1,43 +1,46 @@
 """What CO2's published cells say of each other, without a simulator.
 
-First: a ratio of two sizes, and the throughput at the larger, imply that at the smaller. Where all
-communication between nodes is hidden, a GPU is as fast at both, and in a single node.
+First: a ratio of two sizes, and the throughput at the larger, imply the throughput at the smaller.
+If all communication between nodes is hidden, the throughput per GPU is the same at both sizes, and
+in a single node.
 
-Second: assume that runs have equal tokens per GPU and step, that the average of a round takes at
-most as long as a whole step of data parallelism on as many GPUs, which computes and moves a model's
-worth of bytes twice, too, that it hides behind the steps, and that no GPU is faster than the
-fastest published. Then a round of tau steps takes at most the longer of that step and of tau steps,
-and a scalability ratio has a least value. A published one below it says that an assumption is
-wrong.
+Second: a lower bound of the scalability ratio. Assume that
+
+- all runs have equal tokens per GPU and step;
+- no GPU is faster than the fastest published;
+- the average of a round takes at most as long as a whole step of data parallelism on as many GPUs
+  (which also moves the model's bytes twice, and computes);
+- the average is hidden behind the local steps.
+
+Then a round of tau steps takes at most the longer of one such step and of tau local steps. A
+published ratio below the bound contradicts one of the assumptions.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from analysis.published.parameters import cluster_of
-from analysis.published.predict import Cell
+from analysis.published.cells import Cell
 from analysis.published.sensitivity import GROUP
-from co2sim.strategies import parse
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
-    """The least ratio that the cells of throughput leave room for, and what a lower one implies.
+class RatioLowerBound:
+    """The lower bound of a ratio, from published throughputs, and what a lower ratio implies.
 
-    `stretch` is by how much, as a fraction, a round has to take longer than a whole step of data
-    parallelism for the published ratio, rounded down as far as it may have been.
+    `stretch` is the least fraction by which a round takes longer than a whole step of data
+    parallelism, if the published ratio is right; its rounding is taken into account.
     """
 
     cell: Cell
-    least: float
+    bound: float
     stretch: float
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
-    """Tokens per second and GPU that a ratio cell and its throughput say, beside a single node's.
+class ImpliedSpeeds:
+    """Tokens per second and GPU at both sizes of a ratio cell, and in a single node.
 
-    `large` is published, `small` follows from the ratio.
+    `large` and `single` are published, `small` follows from the ratio.
     """
 
     cell: Cell
@@ -45,14 +48,24 @@ class Speeds:
     small: float
     large: float
 
+    @property
+    def small_gpus(self) -> int:
+        """GPUs of the smaller run."""
+        return self.cell.over[0].setup.gpus
 
-def hidden_speeds(cells: Sequence[Cell]) -> list[Speeds]:
-    """Of CO2's ratios of which the throughput at the larger size is published, too."""
+    @property
+    def large_gpus(self) -> int:
+        """GPUs of the larger run."""
+        return self.cell.setup.gpus
+
+
+def implied_speeds(cells: Sequence[Cell]) -> list[ImpliedSpeeds]:
+    """Of CO2's ratios whose throughput at the larger size is published too."""
     here = [cell for cell in cells if cell.group == GROUP]
     speeds = {cell.terms: cell.published / _gpus(cell) for cell in here if not cell.over}
     single = [cell for cell in here if not cell.over and _nodes(cell) == 1]
     return [
-        Speeds(
+        ImpliedSpeeds(
             cell,
             speeds[single[0].terms],
             speeds[cell.terms] / cell.published,
@@ -63,11 +76,11 @@ def hidden_speeds(cells: Sequence[Cell]) -> list[Speeds]:
     ]
 
 
-def least_ratios(cells: Sequence[Cell]) -> list[Least]:
-    """The published scalability ratios of CO2 that its published throughputs contradict."""
+def ratio_lower_bounds(cells: Sequence[Cell]) -> list[RatioLowerBound]:
+    """Those of CO2's published scalability ratios that lie below their lower bound."""
     here = [cell for cell in cells if cell.group == GROUP]
     speeds = [cell for cell in here if not cell.over]
-    fastest = max(cell.published / _gpus(cell) for cell in speeds)
+    fastest = max((cell.published / _gpus(cell) for cell in speeds), default=0.0)
     found = []
     for cell in here:
         tau = _tau(cell)
@@ -75,23 +88,22 @@ def least_ratios(cells: Sequence[Cell]) -> list[Least]:
         steps = [one.published / _gpus(one) for one in same if _tau(one)]
         whole = [one.published / _gpus(one) for one in same if not _tau(one)]
         if cell.over and tau and steps and whole:
-            slowest = min(tau * whole[0], *steps)
-            least = slowest / fastest
+            bound = min(tau * whole[0], *steps) / fastest
             most = cell.published + cell.rounding / 2
-            if most < least:
-                found.append(Least(cell, least, tau * whole[0] / (most * fastest) - 1))
+            if most < bound:
+                stretch = tau * whole[0] / (most * fastest) - 1
+                found.append(RatioLowerBound(cell, bound, stretch))
     return found
 
 
 def _gpus(cell: Cell) -> int:
-    return cell.terms[0].setup.gpus
+    return cell.setup.gpus
 
 
 def _nodes(cell: Cell) -> int:
-    setup = cell.terms[0].setup
-    return cluster_of(setup.cluster, setup.overrides).resized(setup.gpus).nodes
+    return cell.setup.used_cluster().nodes
 
 
 def _tau(cell: Cell) -> int:
     """Local steps of a round; 0 of data parallelism."""
-    return int(getattr(parse(cell.terms[0].setup.strategy), "tau", 0))
+    return int(getattr(cell.setup.strategy, "tau", 0))

@@ -1,41 +1,47 @@
 """Published cells from CSV tables in one of three formats, checked row by row."""
 
 import csv
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
-from analysis.published.paper_cells import SIZES, co2_cell, co2_ratio, zeropp_cell
-from analysis.published.papers import PAPERS, Paper, papers
-from analysis.published.parameters import cluster_of, model_of
-from analysis.published.predict import ONE_BUCKET, Cell, Setup, Term, Use
+from pydantic import ValidationError
+
+from analysis.published.cells import Cell
+from analysis.published.csv_rows import TABLES, TableRow
+from analysis.published.paper_cells import from_papers
+from analysis.published.papers import PAPERS, iteration_times, papers
+from analysis.published.parameters import model_of
 from co2sim.errors import CatalogError, Co2simError
-from co2sim.strategies import parse
+from co2sim.published_cells import Use, first_problem
 from co2sim.workload import Workload
 
-Row = Mapping[str, str]
+Row: TypeAlias = Mapping[str, str]
 
-_MOST_LINKS = 8
-"""InfiniBand links of a DGX-2."""
-
-_DIGITS = 9
-"""Of a number that may be meant."""
-
-_LEAST = 1e-9
-"""Of a published number; its inverse is the largest."""
-
-_RATIO = (16, 128)
-"""GPUs between which CO2's table states a ratio."""
+REFERRED = "vtrain"
+"""The source whose table is only referred to: its numbers are not part of this project."""
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A table: the source it is of, the columns it must have, and how to read one row."""
+def known_cells(folder: Path = PAPERS, data: Path | None = None) -> list[Cell]:
+    """All cells of `papers/`, and of the table that is only referred to, if it is at hand.
 
-    source: str
-    columns: tuple[str, ...]
-    read: Callable[[Paper, Row, Use], Iterator[Cell]]
+    Raises CatalogError where `data` is given, but the folder of papers says nothing of its table.
+    """
+    found, paper = from_papers(folder), papers(folder).get(REFERRED)
+    path = iteration_times(data)
+    if path is not None and (data is not None or paper is not None):
+        use: Use = paper.about["data"]["use"] if paper is not None else "check"
+        found += from_csv(path, use, folder, REFERRED)
+    return found
+
+
+def further_cells(
+    paths: Sequence[Path], known: Sequence[Cell], folder: Path, say: Callable[[str], None]
+) -> list[Cell]:
+    """The cells of further tables; those of configurations that were fitted on are marked fit."""
+    read = [cell for path in paths for cell in from_csv(path, "check", folder, say=say)]
+    return marked(read, known)
 
 
 def from_csv(
@@ -53,13 +59,13 @@ def from_csv(
     """
     sources = papers(folder)
     numbered, columns = _rows(path)
-    form = _format(path, columns, source)
-    if form.source not in sources:
-        raise CatalogError(f"{path} is a table of {form.source}, which {folder} does not hold")
+    table = _table(path, columns, source)
+    if table.source not in sources:
+        raise CatalogError(f"{path} is a table of {table.source}, which {folder} does not hold")
     found: list[Cell] = []
     for number, row in numbered:
         try:
-            cells = list(form.read(sources[form.source], row, use))
+            cells = list(_parsed(table, row).cells(sources[table.source], use))
             for cell in cells:
                 _check(cell)
         except Co2simError as error:
@@ -116,166 +122,37 @@ def _rows(path: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     return found, columns
 
 
-def _format(path: Path, columns: Sequence[str], source: str | None) -> Format:
-    forms = [form for form in _FORMATS if source in {None, form.source}]
+def _table(path: Path, columns: Sequence[str], source: str | None) -> type[TableRow]:
+    """The table whose columns these are, or nearly are."""
+    tables = [table for table in TABLES if source in {None, table.source}]
 
-    def missing(form: Format) -> list[str]:
-        return [name for name in form.columns if name not in columns]
+    def missing(table: type[TableRow]) -> list[str]:
+        return [name for name in table.model_fields if name not in columns]
 
-    form = min(forms, key=lambda form: len(missing(form)) / len(form.columns))
-    lacking = missing(form)
+    table = min(tables, key=lambda table: len(missing(table)) / len(table.model_fields))
+    lacking = missing(table)
     if not lacking:
-        return form
-    if source is None and 2 * len(lacking) > len(form.columns):
-        known = "; or ".join(", ".join(form.columns) for form in forms)
+        return table
+    if source is None and 2 * len(lacking) > len(table.model_fields):
+        known = "; or ".join(", ".join(table.model_fields) for table in tables)
         raise CatalogError(f"{path} holds no known table; expected the columns {known}")
     raise CatalogError(
-        f"{path} is no table of {form.source}: it has no column {', '.join(lacking)}"
+        f"{path} is no table of {table.source}: it has no column {', '.join(lacking)}"
     )
+
+
+def _parsed(table: type[TableRow], row: Row) -> TableRow:
+    """The row by its model. Raises CatalogError with the column, what is given and the rule."""
+    try:
+        return table.model_validate(row)
+    except ValidationError as error:
+        raise CatalogError(first_problem(error)) from error
 
 
 def _check(cell: Cell) -> None:
-    """Refuse what the simulator cannot run: GPUs that fill no nodes, such a model, batch or tau."""
+    """Refuse what the simulator cannot run: GPUs that fill no nodes, such a model or batch."""
     for term in (*cell.terms, *cell.over):
         setup = term.setup
-        cluster_of(setup.cluster, setup.overrides).resized(setup.gpus)
-        parse(setup.strategy)
+        setup.used_cluster()
         model = model_of(setup.model, setup.model_overrides)
         Workload(model, setup.micro_batch, setup.accumulation)
-
-
-def _text(row: Row, column: str, known: Iterable[str]) -> str:
-    """One of the known texts."""
-    text, names = row[column], list(known)
-    if text not in names:
-        raise CatalogError(f"unknown {column} {text!r}; known: {', '.join(names)}")
-    return text
-
-
-def _count(row: Row, column: str) -> int:
-    """A whole number, at least 1."""
-    text = row[column]
-    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text)):
-        raise CatalogError(f"{column} is {text!r}; it must be a whole number, at least 1")
-    return int(text)
-
-
-def _published(row: Row, column: str) -> float | None:
-    """A published number; None where the field is empty."""
-    text = row[column]
-    if not text:
-        return None
-    try:
-        value = math.nan if "_" in text else float(text)
-    except ValueError:
-        value = math.nan
-    if not _LEAST <= value <= 1 / _LEAST:
-        raise CatalogError(
-            f"{column} is {text!r}; it must be a number above 0, from {_LEAST:g} to {1 / _LEAST:g}"
-        )
-    return value
-
-
-def _zeropp_row(paper: Paper, row: Row, use: Use) -> Iterator[Cell]:
-    size = int(_text(row, "model_params_b", map(str, SIZES)))
-    tokens, links = _count(row, "tokens_per_gpu"), _count(row, "ib_links_100gbps_per_node")
-    if links > _MOST_LINKS:
-        raise CatalogError(f"{links} links per node; a DGX-2 has at most {_MOST_LINKS}")
-    for strategy in ("zero3", "zeropp"):
-        value = _published(row, f"{strategy}_tflops_per_gpu")
-        if value is not None:
-            yield zeropp_cell(paper, size, tokens, links, strategy, value, use)
-
-
-def _co2_row(paper: Paper, row: Row, use: Use) -> Iterator[Cell]:
-    plan = paper.simulation
-    strategy = plan["methods"][_text(row, "method", plan["methods"])]
-    on = paper.on(plan["networks"][_text(row, "network", plan["networks"])])
-    if "TAU" in strategy:
-        strategy = strategy.replace("TAU", str(_count(row, "tau")))
-    elif row["tau"]:
-        raise CatalogError(f"tau is {row['tau']!r}, but {row['method']} has none")
-    gpus = _count(row, "gpus")
-    speed, ratio = _published(row, "words_per_s"), _published(row, "scalability_16_to_128")
-    if speed is not None:
-        yield co2_cell(on, strategy, gpus, speed, use)
-    if ratio is not None:
-        if gpus != _RATIO[1]:
-            raise CatalogError(f"scalability_16_to_128 on {gpus} GPUs; it belongs to 128")
-        yield co2_ratio(on, strategy, _RATIO, ratio, use)
-
-
-def _iteration_setup(paper: Paper, row: Row) -> Setup:
-    """The run behind a row of the iteration times."""
-    plan = paper.simulation
-    shape = {name: _count(row, name) for name in ("layers", "hidden", "heads", "seq_len")}
-    shape |= {
-        "ffn": 4 * shape["hidden"],
-        "vocab": plan["vocab"],
-        "positions": shape["seq_len"],
-    }
-    gpus, micro = _count(row, "gpus"), _count(row, "micro_batch")
-    most = cluster_of(plan["cluster"], ()).layout.gpus_per_node
-    if gpus > most:
-        raise CatalogError(f"{gpus} GPUs; these runs are of one node, which has {most}")
-    batch = _count(row, "global_batch")
-    steps, left = divmod(batch, gpus * micro)
-    if left or not steps:
-        raise CatalogError(f"global_batch {batch} is no multiple of {gpus} x {micro}")
-    return Setup(
-        cluster=plan["cluster"],
-        model=plan["model"],
-        model_overrides=tuple((name, str(value)) for name, value in shape.items()),
-        strategy=ONE_BUCKET,
-        gpus=gpus,
-        precision=plan["precision"],
-        micro_batch=micro,
-        accumulation=steps,
-        recompute=plan["recompute"],
-    )
-
-
-def _iteration_row(paper: Paper, row: Row, use: Use) -> Iterator[Cell]:
-    published = _published(row, "iteration_ms")
-    if published is None:
-        return
-    setup = _iteration_setup(paper, row)
-    name = (
-        f"{row['gpus']} GPUs, batch {row['global_batch']}, micro-batch {row['micro_batch']},"
-        f" hidden {row['hidden']}, {row['layers']} layers"
-    )
-    yield Cell(
-        source="vtrain",
-        name=name,
-        strategy="ddp",
-        group="a100-data-parallel",
-        published=published,
-        use=use,
-        terms=(Term(setup=setup, quantity="iteration_ms"),),
-        labels={key: row[key] for key in ("gpus", "micro_batch", "hidden", "layers")},
-    )
-
-
-_FORMATS = (
-    Format(
-        "zeropp",
-        (
-            *("model_params_b", "tokens_per_gpu", "ib_links_100gbps_per_node"),
-            *("zero3_tflops_per_gpu", "zeropp_tflops_per_gpu"),
-        ),
-        _zeropp_row,
-    ),
-    Format(
-        "co2",
-        ("method", "network", "tau", "gpus", "words_per_s", "scalability_16_to_128"),
-        _co2_row,
-    ),
-    Format(
-        "vtrain",
-        (
-            *("gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "seq_len"),
-            "iteration_ms",
-        ),
-        _iteration_row,
-    ),
-)

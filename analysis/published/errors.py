@@ -1,4 +1,4 @@
-"""Predicted beside published: every cell with its signed error and its interval."""
+"""Published cells with their prediction, its signed error and its interval."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,37 +8,50 @@ from typing import Any
 
 import numpy as np
 
-from analysis.published.parameters import GROUPS, Group, cluster_of, record, stated
-from analysis.published.predict import Cell, phases, predict, with_override
-
-LEVEL = 0.90
-"""Of the prediction intervals."""
+from analysis.published.cells import Cell, with_override
+from analysis.published.parameters import GROUPS, ConstantGroup, record, stated
+from analysis.published.predict import phases, predict
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the catalog's record says of a fit: how uncertain its constants are, and its scatter."""
+    """What the catalog's record says of a fit: its errors, and how uncertain its constants are.
+
+    `covariance` is that of the constants in SI units, `scatter` the standard deviation of
+    log(predicted / published), and `assumed` says where that is from if not from this fit. `mape`,
+    `cross_validated` and `left_out` (by label) are mean absolute errors as fractions.
+    """
 
     group: str
     constants: tuple[str, ...]
     covariance: tuple[tuple[float, ...], ...]
     scatter: float
     factor: float
+    cells: int
+    mape: float
+    cross_validated: float | None
+    left_out: Mapping[str, float]
+    assumed: str
 
     @classmethod
     def of(cls, group: str, entry: Mapping[str, Any]) -> "Calibration":
         """From the record."""
         return cls(
-            group,
-            tuple(entry["constants"]),
-            tuple(tuple(row) for row in entry["covariance"]),
-            float(entry["scatter"]),
-            float(entry["interval_factor"]),
+            group=group,
+            constants=tuple(entry["constants"]),
+            covariance=tuple(tuple(row) for row in entry["covariance"]),
+            scatter=float(entry["scatter"]),
+            factor=float(entry["interval_factor"]),
+            cells=int(entry["cells"]),
+            mape=float(entry["mape"]),
+            cross_validated=entry.get("cross_validated"),
+            left_out=entry.get("left_out", {}),
+            assumed=entry.get("assumed", ""),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CellPrediction:
     """A cell, its prediction, and the interval of the prediction; errors are of the prediction.
 
     Without fitted constants there is no interval: its ends are NaN.
@@ -65,7 +78,7 @@ class Row:
         return self.low <= self.cell.published <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """For JSON; `phases_s` are seconds of a step without overlap, by kernel or collective."""
         return {
             "source": self.cell.source,
             "cell": self.cell.name,
@@ -85,21 +98,21 @@ def calibrations() -> dict[str, Calibration]:
     return {name: Calibration.of(name, entry) for name, entry in record().items()}
 
 
-def validate(cells: Sequence[Cell]) -> list[Row]:
+def validate(cells: Sequence[Cell]) -> list[CellPrediction]:
     """Predict every cell with the constants of the catalog."""
     known = calibrations()
-    return [_row(cell, known.get(cell.group)) for cell in cells]
+    return [_predicted(cell, known.get(cell.group)) for cell in cells]
 
 
-def _row(cell: Cell, calibration: Calibration | None) -> Row:
+def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     predicted = predict(cell)
     if calibration is None:
-        return Row(cell, predicted)
+        return CellPrediction(cell, predicted)
     down, up = _moves(cell, GROUPS[cell.group], calibration)
     scatter = calibration.scatter * (math.sqrt(2) if cell.over else 1.0)
     rounded = cell.rounding / cell.published / math.sqrt(12)
     rest = (calibration.factor * math.hypot(scatter, rounded)) ** 2
-    return Row(
+    return CellPrediction(
         cell,
         predicted,
         predicted * math.exp(-math.sqrt(down + rest)),
@@ -107,16 +120,16 @@ def _row(cell: Cell, calibration: Calibration | None) -> Row:
     )
 
 
-def _moves(cell: Cell, group: Group, calibration: Calibration) -> tuple[float, float]:
+def _moves(cell: Cell, group: ConstantGroup, calibration: Calibration) -> tuple[float, float]:
     """Sums of squares by which log(prediction) falls and rises within the constants' uncertainty.
 
     The constants move along each axis of their covariance, both ways, as far as the interval's
-    level asks, but not beyond their bounds. What is hidden on one side may show on the other.
-    What is borrowed moves over the middle nine tenths of its range.
+    level asks, but not beyond their bounds. Communication that is hidden on one side may be exposed
+    on the other, so both sides are kept apart. External constants move over the middle nine tenths
+    of their range.
     """
-    setup = cell.terms[0].setup
-    values = stated(group, cluster_of(setup.cluster, setup.overrides))
-    base = math.log(predict(cell, values, fast=True))
+    values = stated(group, cell.setup.whole_cluster())
+    base = math.log(predict(cell, fast=True))
     known = {constant.name: constant for constant in group.constants}
     scales = np.array([known[name].high - known[name].low for name in calibration.constants])
     covariance = np.array(calibration.covariance) / np.outer(scales, scales)
@@ -133,7 +146,7 @@ def _moves(cell: Cell, group: Group, calibration: Calibration) -> tuple[float, f
             found.append(math.log(predict(cell, moved, fast=True)) - base)
         down += min(found) ** 2
         up += max(found) ** 2
-    for one in group.borrowed:
+    for one in group.external:
         found = [0.0]
         for share in (0.05, 0.95):
             there = with_override(cell, one.path, f"{one.low + share * (one.high - one.low):.6g}")
@@ -144,17 +157,17 @@ def _moves(cell: Cell, group: Group, calibration: Calibration) -> tuple[float, f
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ErrorSummary:
     """Errors over several cells; `inside` is None where none has an interval."""
 
     cells: int
     mape: float
     bias: float
-    worst: Row
+    worst: CellPrediction
     inside: float | None
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> "Summary":
+    def of(cls, rows: Sequence[CellPrediction]) -> "ErrorSummary":
         """Of at least one row."""
         errors = [row.error for row in rows]
         inside = [row.inside for row in rows if row.has_interval]
@@ -167,11 +180,11 @@ class Summary:
         )
 
 
-def summaries(rows: Iterable[Row]) -> dict[tuple[str, str, str], Summary]:
+def summaries(rows: Iterable[CellPrediction]) -> dict[tuple[str, str, str], ErrorSummary]:
     """By source, use and strategy; "all" stands for every strategy of a source and use."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
+    found: dict[tuple[str, str, str], list[CellPrediction]] = {}
     for row in rows:
         cell = row.cell
         for strategy in ("all", cell.strategy):
             found.setdefault((cell.source, cell.use, strategy), []).append(row)
-    return {key: Summary.of(some) for key, some in sorted(found.items())}
+    return {key: ErrorSummary.of(some) for key, some in sorted(found.items())}

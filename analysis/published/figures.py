@@ -1,24 +1,59 @@
-"""Paper-style figures with prediction and publication side by side."""
+"""Figures in the style of the papers: predictions and published values side by side."""
 
-import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.published.errors import Row
+from analysis.published.errors import CellPrediction
+from analysis.published.paper_cells import co2_cell
+from analysis.published.papers import Paper, papers
+from analysis.published.predict import predict
+from co2sim.console.figures import BLUE, GREEN, PURPLE, STYLE, VERMILION, render
 
-_COLOURS = {"zero3": "#0072B2", "zeropp": "#D55E00"}
+Curves = Mapping[str, Sequence[tuple[int, float]]]
+"""Predicted throughput by GPUs, for each strategy."""
+
+_STRATEGIES = (
+    "zero2",
+    "co2:tau=48,worker=node,inner=zero2",
+    "co2:tau=12,worker=node,inner=zero2",
+)
+_GPUS = (8, 16, 32, 64, 128)
+"""Of the curves in CO2's figure."""
+
+_COLOURS = {"zero3": BLUE, "zeropp": VERMILION}
 _MARKERS = "os^vDP"
 _PALE = 0.45
 _WIDTH = 0.2
 
 
-def _render(figure: Figure, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return buffer.getvalue()
+def draw(rows: Sequence[CellPrediction], folder: Path) -> dict[str, bytes]:
+    """The figures that the rows have data for, by the names of their files."""
+    found: dict[str, bytes] = {}
+    sources = {row.cell.source for row in rows}
+    if "zeropp" in sources:
+        found["zeropp-bars.png"] = bars(rows, "png")
+    if "co2" in sources:
+        found["co2-scalability.png"] = scalability(rows, curves(papers(folder)["co2"]), "png")
+    if "vtrain" in sources:
+        found["a100-iteration-errors.png"] = scatter(rows, "png")
+    return found
+
+
+def curves(paper: Paper) -> Curves:
+    """The predictions of CO2's figure."""
+    found = {}
+    for text in _STRATEGIES:
+        name = text.partition(",")[0]
+        points = []
+        for gpus in _GPUS:
+            cell = co2_cell(paper, text, gpus, value=1.0, use="check")
+            points.append((gpus, predict(cell)))
+        found[name] = points
+    return found
 
 
 def _plain(axis: Axes) -> None:
@@ -28,14 +63,14 @@ def _plain(axis: Axes) -> None:
         axis.spines[side].set_visible(False)
 
 
-def bars(rows: Sequence[Row], kind: str) -> bytes:
+def bars(rows: Sequence[CellPrediction], kind: str) -> bytes:
     """ZeRO++'s bars: throughput by model, one panel for each micro-batch and number of links."""
     cells = [row for row in rows if row.cell.source == "zeropp" and row.cell.labels]
-    panels: dict[tuple[str, str], list[Row]] = {}
+    panels: dict[tuple[str, str], list[CellPrediction]] = {}
     for row in cells:
         labels = row.cell.labels
         panels.setdefault((labels["links"], labels["tokens"]), []).append(row)
-    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim"}):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.0 * max(1, len(panels)), 3.6), layout="constrained")
         axes = figure.subplots(1, max(1, len(panels)), sharey=True, squeeze=False)[0]
         for axis, ((links, tokens), found) in zip(axes, panels.items(), strict=True):
@@ -45,10 +80,10 @@ def bars(rows: Sequence[Row], kind: str) -> bytes:
         handles, names = axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle("ZeRO++ on 384 V100: published and predicted", fontsize=10)
-        return _render(figure, kind)
+        return render(figure, kind)
 
 
-def _bar_panel(axis: Axes, found: Sequence[Row]) -> None:
+def _bar_panel(axis: Axes, found: Sequence[CellPrediction]) -> None:
     sizes = list(dict.fromkeys(row.cell.labels["size"] for row in found))
     for number, strategy in enumerate(("zero3", "zeropp")):
         mine = [row for row in found if row.cell.strategy == strategy]
@@ -82,29 +117,27 @@ def _bar_panel(axis: Axes, found: Sequence[Row]) -> None:
     _plain(axis)
 
 
-def scalability(
-    rows: Sequence[Row], curves: dict[str, list[tuple[int, float]]], kind: str
-) -> bytes:
-    """CO2's figure: throughput by GPUs, and the ratios; `curves` are predictions by strategy."""
+def scalability(rows: Sequence[CellPrediction], predicted: Curves, kind: str) -> bytes:
+    """CO2's figure: throughput by GPUs, and the scalability ratios."""
     found = [row for row in rows if row.cell.source == "co2"]
-    colours = dict(zip(curves, ("#0072B2", "#009E73", "#D55E00", "#CC79A7"), strict=False))
-    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim"}):
+    colours = dict(zip(predicted, (BLUE, GREEN, VERMILION, PURPLE), strict=False))
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 4.2), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        _throughputs(left, [row for row in found if not row.cell.over], curves, colours)
+        _throughputs(left, [row for row in found if not row.cell.over], predicted, colours)
         _ratios(right, [row for row in found if row.cell.over], colours)
         figure.suptitle("CO2: TransNormerLLM 7B on 80 Gbit/s TCP/IP", fontsize=10)
-        return _render(figure, kind)
+        return render(figure, kind)
 
 
 def _throughputs(
     axis: Axes,
-    rows: Sequence[Row],
-    curves: dict[str, list[tuple[int, float]]],
+    rows: Sequence[CellPrediction],
+    predicted: Curves,
     colours: dict[str, str],
 ) -> None:
-    styles = dict(zip(curves, ("-", "-", "--", ":"), strict=False))
-    for name, points in curves.items():
+    styles = dict(zip(predicted, ("-", "-", "--", ":"), strict=False))
+    for name, points in predicted.items():
         axis.plot(
             [gpus for gpus, _ in points],
             [value for _, value in points],
@@ -125,7 +158,7 @@ def _throughputs(
     axis.plot([], [], "k*", markersize=9, label="published, only compared with")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    ticks = sorted({gpus for points in curves.values() for gpus, _ in points})
+    ticks = sorted({gpus for points in predicted.values() for gpus, _ in points})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
     axis.set_xlabel("GPUs")
     axis.set_ylabel("tokens per second")
@@ -133,7 +166,7 @@ def _throughputs(
     axis.legend(frameon=False, fontsize=8)
 
 
-def _ratios(axis: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None:
+def _ratios(axis: Axes, rows: Sequence[CellPrediction], colours: dict[str, str]) -> None:
     """Throughput per GPU on many GPUs over that on few: predicted with its interval, published."""
     for place, row in enumerate(rows):
         colour = colours.get(row.cell.strategy, "black")
@@ -155,9 +188,9 @@ def _ratios(axis: Axes, rows: Sequence[Row], colours: dict[str, str]) -> None:
     axis.legend(frameon=False, fontsize=8, loc="upper left")
 
 
-def scatter(rows: Sequence[Row], kind: str) -> bytes:
+def scatter(rows: Sequence[CellPrediction], kind: str) -> bytes:
     """Signed errors of the iteration times: a colour for each micro-batch, a marker per hidden."""
-    series: dict[tuple[int, int], list[Row]] = {}
+    series: dict[tuple[int, int], list[CellPrediction]] = {}
     for row in rows:
         if row.cell.source == "vtrain":
             labels = row.cell.labels
@@ -165,7 +198,7 @@ def scatter(rows: Sequence[Row], kind: str) -> bytes:
     micros = sorted({micro for micro, _ in series})
     hiddens = sorted({hidden for _, hidden in series})
     shades = mpl.colormaps["viridis"].resampled(len(micros) + 1)
-    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim"}):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.0, 4.0), layout="constrained")
         axis = figure.subplots()
         for (micro, hidden), some in sorted(series.items()):
@@ -184,4 +217,4 @@ def scatter(rows: Sequence[Row], kind: str) -> bytes:
         axis.set_title("Data-parallel GPT training on A100 of one node", fontsize=10)
         _plain(axis)
         figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=4)
-        return _render(figure, kind)
+        return render(figure, kind)

@@ -1,26 +1,44 @@
 """Published cells of `papers/` as configurations to simulate."""
 
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from analysis.published.cells import Cell, RunSetup, Term
 from analysis.published.papers import PAPERS, Paper, papers
-from analysis.published.predict import Cell, Setup, Term, Use
-from co2sim.errors import OptionError
+from co2sim.errors import CatalogError, OptionError
+from co2sim.published_cells import (
+    AnyCell,
+    QualityCell,
+    ScalabilityCell,
+    SpeedupCell,
+    TflopsCell,
+    ThroughputCell,
+    ThroughputRatioCell,
+    Use,
+    VolumeCell,
+    read_cells,
+)
+from co2sim.strategies import parse
 
-_LINK_GBITS = 100
 SIZES = (18, 49, 91, 138)
 """Of the models of ZeRO++, in billions of parameters."""
+
+_LINK_GBITS = 100
 
 _SHAPE_KNOWN = 18
 """The one model of ZeRO++ whose shape is published."""
 
+_RATIO_TOKENS = 2048
+"""Tokens per GPU of the figure that states ratios in words."""
+
+_RATIO_ROUNDING = 0.1
+"""What "similar throughput" leaves open."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unpredicted:
-    """A published cell that is not predicted, and why, in a word."""
+    """A published cell that is not predicted, and why, in a few words."""
 
     source: str
     name: str
@@ -41,35 +59,72 @@ def unpredicted(folder: Path = PAPERS) -> list[Unpredicted]:
 def _read(folder: Path) -> Iterator[Cell | Unpredicted]:
     for key, paper in papers(folder).items():
         path = folder / key / "results.toml"
-        for row in tomllib.loads(path.read_text())["cell"] if path.exists() else ():
-            found = _QUANTITIES[row["quantity"]](paper, row)
+        for row in read_cells(path) if path.exists() else ():
+            found = _converted(paper, row)
             if isinstance(found, Cell):
                 yield found
             else:
-                parts = [row["quantity"].replace("_", " ")]
-                parts += [row[name] for name in ("part", "model", "strategy") if name in row]
-                yield Unpredicted(key, ", ".join(parts), float(row["value"]), found)
+                parts = [row.quantity.replace("_", " ")]
+                parts += [getattr(row, name, None) or "" for name in ("part", "model", "strategy")]
+                yield Unpredicted(key, ", ".join(part for part in parts if part), row.value, found)
+
+
+def _converted(paper: Paper, row: AnyCell) -> Cell | str:
+    """A cell, or why it is not predicted."""
+    found: Cell | str
+    match row:
+        case TflopsCell():
+            size, links = _size(row.model), _links(row.cluster)
+            tokens = row.tokens_per_gpu
+            found = zeropp_cell(paper, size, tokens, links, row.strategy, row.value, row.use)
+        case ThroughputCell():
+            found = co2_cell(paper, row.strategy, row.gpus, row.value, row.use)
+        case ScalabilityCell():
+            sizes = row.from_gpus, row.to_gpus
+            found = co2_ratio(paper, row.strategy, sizes, row.value, row.use)
+        case SpeedupCell():
+            found = _speedup(paper, row)
+        case ThroughputRatioCell():
+            found = _throughput_ratio(paper, row)
+        case VolumeCell():
+            found = _volume(paper, row)
+        case QualityCell():
+            found = "quality of training"
+    return found
+
+
+def _size(model: str) -> int:
+    """Billions of parameters of one of ZeRO++'s models, `gpt-18b` for 18."""
+    return _number(model, "gpt-", "b")
 
 
 def _links(cluster: str) -> int:
-    return int(cluster.removeprefix("dgx2-ib"))
+    """InfiniBand links of one of ZeRO++'s clusters, `dgx2-ib8` for 8."""
+    return _number(cluster, "dgx2-ib", "")
+
+
+def _number(name: str, before: str, after: str) -> int:
+    text = name.removeprefix(before).removesuffix(after)
+    if not (text.isascii() and text.isdigit()):
+        raise CatalogError(f"{name!r} is none of ZeRO++'s: it must be {before}NUMBER{after}")
+    return int(text)
 
 
 def zeropp_term(paper: Paper, size: int, tokens: int, links: int, strategy: str) -> Term:
     """Throughput of a model of `size` billion parameters at some micro-batch and links."""
-    plan = paper.simulation
-    micro_batch, left = divmod(tokens, plan["seq_len"])
+    length = paper.setting("seq_len")
+    micro_batch, left = divmod(tokens, length)
     if left or micro_batch < 1:
-        raise OptionError(f"{tokens} tokens are no multiple of sequences of {plan['seq_len']}")
-    setup = Setup(
-        cluster=plan["cluster"],
+        raise OptionError(f"{tokens} tokens are no multiple of sequences of {length}")
+    setup = RunSetup(
+        cluster=paper.setting("cluster"),
         overrides=(("inter.bandwidth", f"{_LINK_GBITS * links} Gbit/s"),),
         model=f"gpt-{size}b",
-        strategy=paper.strategy(strategy),
-        gpus=plan["gpus"],
-        precision=plan["precision"],
+        strategy=parse(paper.strategy(strategy)),
+        gpus=paper.setting("gpus"),
+        precision=paper.setting("precision"),
         micro_batch=micro_batch,
-        recompute=plan["recompute"],
+        recompute=paper.setting("recompute"),
     )
     return Term(setup=setup, quantity="tflops_per_gpu")
 
@@ -91,81 +146,68 @@ def zeropp_cell(
     )
 
 
-def _tflops(paper: Paper, row: Mapping[str, Any]) -> Cell:
-    size = int(row["model"].removeprefix("gpt-").removesuffix("b"))
-    links = _links(row["cluster"])
-    value = float(row["value"])
-    return zeropp_cell(
-        paper, size, row["tokens_per_gpu"], links, row["strategy"], value, row["use"]
-    )
-
-
-def _speedup(paper: Paper, row: Mapping[str, Any]) -> Cell | str:
-    if "cluster" not in row:
+def _speedup(paper: Paper, row: SpeedupCell) -> Cell | str:
+    if row.cluster is None:
         return "network and micro-batch not stated"
-    if "tokens_per_gpu" not in row:
+    if row.tokens_per_gpu is None:
         return "a ratio of cells marked fit"
-    links, tokens = _links(row["cluster"]), row["tokens_per_gpu"]
-    pick = "max" if row["quantity"].startswith("max") else "min"
+    links, tokens = _links(row.cluster), row.tokens_per_gpu
+    pick = "max" if row.quantity == "max_speedup" else "min"
     return Cell(
         source="zeropp",
         name=f"{pick} speed-up over sizes, {tokens} tokens, {links} x 100 Gbit/s",
         strategy="zeropp / zero3",
         group="v100-zeropp",
-        published=float(row["value"]),
-        use=row["use"],
-        terms=tuple(zeropp_term(paper, s, tokens, links, row["strategy"]) for s in SIZES),
-        over=tuple(zeropp_term(paper, s, tokens, links, row["baseline"]) for s in SIZES),
+        published=row.value,
+        use=row.use,
+        terms=tuple(zeropp_term(paper, size, tokens, links, row.strategy) for size in SIZES),
+        over=tuple(zeropp_term(paper, size, tokens, links, row.baseline) for size in SIZES),
         pick="max" if pick == "max" else "min",
-        rounding=row.get("rounding", 0.0),
+        rounding=row.rounding,
     )
 
 
-def _ratio(paper: Paper, row: Mapping[str, Any]) -> Cell:
+def _throughput_ratio(paper: Paper, row: ThroughputRatioCell) -> Cell:
     """In words: as fast as the baseline on another cluster."""
-    size = int(row["model"].removeprefix("gpt-").removesuffix("b"))
-    here, there = _links(row["cluster"]), _links(row["baseline_cluster"])
-    tokens = 2048
+    size, tokens = _size(row.model), _RATIO_TOKENS
+    here, there = _links(row.cluster), _links(row.baseline_cluster)
     return Cell(
         source="zeropp",
         name=f"{size}B, zeropp at {here} / zero3 at {there} x 100 Gbit/s, {tokens} tokens",
         strategy="zeropp / zero3",
         group="v100-zeropp",
-        published=float(row["value"]),
-        use=row["use"],
-        terms=(zeropp_term(paper, size, tokens, here, row["strategy"]),),
-        over=(zeropp_term(paper, size, tokens, there, row["baseline"]),),
-        rounding=0.1,
+        published=row.value,
+        use=row.use,
+        terms=(zeropp_term(paper, size, tokens, here, row.strategy),),
+        over=(zeropp_term(paper, size, tokens, there, row.baseline),),
+        rounding=_RATIO_ROUNDING,
     )
 
 
-def _volume(paper: Paper, row: Mapping[str, Any]) -> Cell | str:
-    if not row["value"]:
+def _volume(paper: Paper, row: VolumeCell) -> Cell | str:
+    if not row.value:
         return "an error relative to zero"
-    term = zeropp_term(paper, _SHAPE_KNOWN, paper.simulation["seq_len"], 1, row["strategy"])
-    part = row["part"]
+    term = zeropp_term(paper, _SHAPE_KNOWN, paper.setting("seq_len"), 1, row.strategy)
     return Cell(
         source="zeropp-volume",
-        name=f"{_SHAPE_KNOWN}B, {part.replace('_', ' ')}, {row['strategy']}",
-        strategy=row["strategy"],
+        name=f"{_SHAPE_KNOWN}B, {row.part.replace('_', ' ')}, {row.strategy}",
+        strategy=row.strategy,
         group="zeropp-volume",
-        published=float(row["value"]),
-        use=row["use"],
-        terms=(replace(term, quantity="inter_node_volume", part=part),),
+        published=row.value,
+        use=row.use,
+        terms=(replace(term, quantity="inter_node_volume", part=row.part),),
     )
 
 
 def co2_term(paper: Paper, strategy: str, gpus: int) -> Term:
     """Throughput of TransNormerLLM 7B."""
-    plan = paper.simulation
-    overrides = (("seq_len", str(plan["tokens_per_gpu"])),)
-    setup = Setup(
-        cluster=plan["cluster"],
-        model=plan["model"],
-        model_overrides=overrides,
-        strategy=paper.strategy(strategy),
+    setup = RunSetup(
+        cluster=paper.setting("cluster"),
+        model=paper.setting("model"),
+        model_overrides=(("seq_len", str(paper.setting("tokens_per_gpu"))),),
+        strategy=parse(paper.strategy(strategy)),
         gpus=gpus,
-        precision=plan["precision"],
+        precision=paper.setting("precision"),
     )
     return Term(setup=setup, quantity="tokens_per_s")
 
@@ -199,30 +241,3 @@ def co2_ratio(paper: Paper, strategy: str, sizes: tuple[int, int], value: float,
         per_gpu=True,
         rounding=0.01,
     )
-
-
-def _throughput(paper: Paper, row: Mapping[str, Any]) -> Cell:
-    return co2_cell(paper, row["strategy"], row["gpus"], float(row["value"]), row["use"])
-
-
-def _scalability(paper: Paper, row: Mapping[str, Any]) -> Cell:
-    sizes = row["from_gpus"], row["to_gpus"]
-    return co2_ratio(paper, row["strategy"], sizes, float(row["value"]), row["use"])
-
-
-def _quality(_paper: Paper, _row: Mapping[str, Any]) -> str:
-    return "quality of training"
-
-
-_QUANTITIES: dict[str, Callable[[Paper, Mapping[str, Any]], Cell | str]] = {
-    "tflops_per_gpu": _tflops,
-    "tokens_per_s": _throughput,
-    "scalability_ratio": _scalability,
-    "max_speedup": _speedup,
-    "min_speedup": _speedup,
-    "throughput_ratio": _ratio,
-    "inter_node_volume_ratio": _volume,
-    "top1_accuracy_percent": _quality,
-    "perplexity": _quality,
-}
-"""A cell, or why it is not predicted."""

@@ -18,14 +18,15 @@ PAPERS = next(
     (folder for folder in (_PACKAGE / "papers", _PACKAGE.parent / "papers") if folder.is_dir()),
     Path("papers"),
 )
-"""Inside the package where it is installed, beside it in a clone."""
+"""The folder of the published results: part of the installed package, or of a clone."""
 
 ITERATION_TIMES = "a100_dp_iteration_times.csv"
 
 DATA_VARIABLE = "CO2SIM_DATA"
 """The environment variable that may name the folder of the tables that are only referred to."""
 
-_BESIDE = _PACKAGE.parents[1] / "shared" / "data"
+_NEAR_CHECKOUT = _PACKAGE.parents[1] / "shared" / "data"
+"""Where the tables are looked for if nothing names their folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,16 @@ class Paper:
     key: str
     about: Mapping[str, Any]
 
-    @property
-    def simulation(self) -> Mapping[str, Any]:
-        """The `[simulation]` table."""
-        found: Mapping[str, Any] = self.about["simulation"]
-        return found
+    def setting(self, name: str) -> Any:
+        """A value of the `[simulation]` table. Raises CatalogError when it is not there."""
+        simulation = self.about["simulation"]
+        if name not in simulation:
+            raise CatalogError(f"papers/{self.key}/paper.toml: [simulation] has no {name!r}")
+        return simulation[name]
 
     def strategy(self, text: str) -> str:
         """A strategy with the options that the source's framework gives it."""
-        options = self.simulation.get("options", {})
+        options = self.about["simulation"].get("options", {})
         name = text.partition(":")[0].partition("(")[0]
         extra = options.get(name)
         if not extra:
@@ -52,16 +54,18 @@ class Paper:
 
     def on(self, cluster: str) -> "Paper":
         """The same source, simulated on another cluster."""
-        return replace(
-            self, about={**self.about, "simulation": {**self.simulation, "cluster": cluster}}
-        )
+        simulation = {**self.about["simulation"], "cluster": cluster}
+        return replace(self, about={**self.about, "simulation": simulation})
 
 
 def papers(folder: Path = PAPERS) -> dict[str, Paper]:
     """All sources that say how to simulate their runs, by key."""
     found = {}
     for path in sorted(folder.glob("*/paper.toml")):
-        about = tomllib.loads(path.read_text())
+        try:
+            about = tomllib.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CatalogError(f"cannot read {path}: {error}") from error
         if "simulation" in about:
             found[path.parent.name] = Paper(path.parent.name, about)
     if not found:
@@ -70,15 +74,16 @@ def papers(folder: Path = PAPERS) -> dict[str, Paper]:
 
 
 def iteration_times(data: Path | None = None) -> Path | None:
-    """The table that is only referred to: in the folder given, else where it may be by itself.
+    """The path of the table that is only referred to; None where it is not at hand.
 
-    That is the folder named by CO2SIM_DATA, or `shared/data` beside a checkout. None where nothing
-    is given and nothing is there; CatalogError where what is given holds no such table.
+    It is looked for in `data` (its folder, or the file), else in the folder that CO2SIM_DATA names,
+    else in `shared/data` next to a checkout. Raises CatalogError where `data` or CO2SIM_DATA is
+    given and holds no such table.
     """
     named = os.environ.get(DATA_VARIABLE)
     given, what = (data, "--data") if data else (Path(named) if named else None, DATA_VARIABLE)
     if given is None:
-        path = _BESIDE / ITERATION_TIMES
+        path = _NEAR_CHECKOUT / ITERATION_TIMES
         return path if path.is_file() else None
     path = given / ITERATION_TIMES if given.is_dir() else given
     if not path.is_file():

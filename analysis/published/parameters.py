@@ -1,9 +1,8 @@
 """The fitted constants: what each means, where it stands in the catalog, and its bounds."""
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from functools import lru_cache
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -17,10 +16,13 @@ T = TypeVar("T")
 
 CATALOG = resources.files("co2sim.catalog")
 RECORD = "calibrations.toml"
-"""What was fitted, on what, how well, and how certain: beside the clusters that use it."""
-
+"""The record of the fits in the catalog: what was fitted on what, how well, and how certain."""
 
 _NEAR = 1e-3
+"""Fraction of its range within which a constant counts as being at a bound."""
+
+_MOST_ENTRIES = 512
+"""Clusters, and models, that are kept once they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class ExternalConstant:
     """A number measured elsewhere, on other hardware: `path` in a `Cluster`, and its range.
 
     The range is what the rounding of the source leaves open.
@@ -66,14 +68,19 @@ class Borrowed:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Constants that are fitted together, on the fit cells of one source, and what is borrowed."""
+class ConstantGroup:
+    """Constants that are fitted together on the fit cells of one source.
+
+    `cluster` is the one of the catalog that uses them. `external` are numbers that were measured
+    elsewhere and are not fitted.
+    """
 
     name: str
     source: str
     generation: str
+    cluster: str
     constants: tuple[Constant, ...]
-    borrowed: tuple[Borrowed, ...] = ()
+    external: tuple[ExternalConstant, ...] = ()
 
 
 _OPERANDS = "fraction of the memory bandwidth at which operands move, counted once a product"
@@ -81,10 +88,11 @@ _OPERANDS = "fraction of the memory bandwidth at which operands move, counted on
 GROUPS = {
     group.name: group
     for group in (
-        Group(
+        ConstantGroup(
             "v100-zeropp",
             "zeropp",
             "V100",
+            "dgx2-calibrated",
             (
                 Constant(
                     "operand_efficiency", "gpu.kernels.operand_efficiency",
@@ -98,10 +106,11 @@ GROUPS = {
                 ),
             ),
         ),
-        Group(
+        ConstantGroup(
             "a100-data-parallel",
             "vtrain",
             "A100",
+            "a100-node-calibrated",
             (
                 Constant(
                     "operand_efficiency", "gpu.kernels.operand_efficiency",
@@ -125,10 +134,11 @@ GROUPS = {
                 ),
             ),
         ),
-        Group(
+        ConstantGroup(
             "a100-co2",
             "co2",
             "A100",
+            "a100-tcp80-calibrated",
             (
                 Constant(
                     "compute_efficiency", "gpu.efficiency",
@@ -142,8 +152,9 @@ GROUPS = {
                 ),
             ),
             (
-                Borrowed("inter.relay_efficiency", 4.7 / 6.5, 4.7 / 5.5),  # of "around 6 GB/s"
-                Borrowed("inter.busy_efficiency", 0.75, 0.85),  # "8Gbps" of 10
+                # 4.7 GB/s of "around 6 GB/s", and "8Gbps" of 10
+                ExternalConstant("inter.relay_efficiency", 4.7 / 6.5, 4.7 / 5.5),
+                ExternalConstant("inter.busy_efficiency", 0.75, 0.85),
             ),
         ),
     )
@@ -165,7 +176,7 @@ def replaced(thing: T, path: str, value: float) -> T:
     return replace(thing, **{first: new})  # type: ignore[type-var]
 
 
-def stated(group: Group, cluster: Cluster) -> dict[str, float]:
+def stated(group: ConstantGroup, cluster: Cluster) -> dict[str, float]:
     """The constants as the catalog states them."""
     found = {}
     for constant in group.constants:
@@ -176,21 +187,13 @@ def stated(group: Group, cluster: Cluster) -> dict[str, float]:
     return found
 
 
-def with_constants(cluster: Cluster, group: Group, values: Mapping[str, float]) -> Cluster:
-    """The cluster with other constants."""
-    for constant in group.constants:
-        if constant.name in values:
-            cluster = replaced(cluster, constant.path, values[constant.name])
-    return cluster
-
-
-@cache
+@lru_cache(_MOST_ENTRIES)
 def cluster_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Cluster:
     """A cluster of the catalog, read once."""
     return load_cluster(reference, dict(overrides)).value
 
 
-@cache
+@lru_cache(_MOST_ENTRIES)
 def model_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Model:
     """A model of the catalog, read once."""
     return load_model(reference, dict(overrides)).value

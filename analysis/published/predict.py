@@ -1,153 +1,74 @@
-"""Published cells, and their prediction by simulation."""
+"""Published cells predicted by simulation.
+
+Everything that is computed of a configuration is a function of its `RunSetup`, and kept in a cache
+of bounded size: fits and derivatives ask for the same schedules with other constants.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Literal
+from dataclasses import replace
+from functools import lru_cache
 
-from analysis.published.parameters import GROUPS, cluster_of, model_of, with_constants
+from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term, with_constants
 from co2sim import metrics, study
-from co2sim.case import Case, Prepared
+from co2sim.case import Prepared
 from co2sim.cluster import Cluster
 from co2sim.cost import compute_time, footprint
 from co2sim.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulator import execute
 from co2sim.units import Seconds
-from co2sim.workload import Recompute
 
-Use = Literal["fit", "check"]
+_MANY_TIMES = 8192
+"""Step times that are kept: a number each."""
 
-Quantity = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms", "inter_node_volume"]
+_MANY_SCHEDULES = 512
+"""Schedules that are kept: those of all published cells, several times over."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """One configuration of a published run, all of it by name."""
-
-    cluster: str
-    model: str
-    strategy: str
-    gpus: int
-    precision: str
-    micro_batch: int = 1
-    accumulation: int = 1
-    recompute: Recompute = "selective"
-    overrides: tuple[tuple[str, str], ...] = ()
-    model_overrides: tuple[tuple[str, str], ...] = ()
-
-    def case(self, group: str, values: Mapping[str, float] | None) -> Case:
-        """As a question to the simulator; `values` replace fitted constants."""
-        cluster: Cluster = cluster_of(self.cluster, self.overrides)
-        if values:
-            cluster = with_constants(cluster, GROUPS[group], values)
-        return Case(
-            cluster=cluster,
-            model=model_of(self.model, self.model_overrides),
-            strategy=self.strategy,
-            gpus=self.gpus,
-            micro_batch=self.micro_batch,
-            accumulation=self.accumulation,
-            precision=self.precision,
-            recompute=self.recompute,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
-    """A quantity of one configuration, or the `part` of it that some collectives make up."""
-
-    setup: Setup
-    quantity: Quantity
-    part: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One published number: a term, or with `over` the ratio of pairs of terms.
-
-    Of several ratios the largest or the smallest counts (`pick`). `rounding` is the step of the
-    printed number. `per_gpu` divides each term by its GPUs.
-    """
-
-    source: str
-    name: str
-    strategy: str
-    group: str
-    published: float
-    use: Use
-    terms: tuple[Term, ...]
-    over: tuple[Term, ...] = ()
-    pick: Literal["max", "min"] = "max"
-    per_gpu: bool = False
-    rounding: float = 0.0
-    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-
-def changed(cell: Cell, change: Callable[[Setup], Setup]) -> Cell:
-    """The cell with all its configurations changed."""
-
-    def of(term: Term) -> Term:
-        return replace(term, setup=change(term.setup))
-
-    return replace(
-        cell, terms=tuple(of(term) for term in cell.terms), over=tuple(of(t) for t in cell.over)
-    )
-
-
-def with_override(cell: Cell, path: str, text: str) -> Cell:
-    """The cell with one number of its clusters changed."""
-    return changed(cell, lambda setup: replace(setup, overrides=(*setup.overrides, (path, text))))
+_FEW, _MORE = 2, 3
+"""Layers of the two models from which a step of many layers is extrapolated."""
 
 
 def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool = False) -> float:
-    """What the simulator gives for a cell; `fast` is for fits and derivatives.
+    """What the simulator gives for a cell; `values` replace constants of its group.
 
-    It sums a serial schedule, and extrapolates from few layers to many: both agree with the whole
-    simulation to a hundredth of a percent, which tests hold.
-
-    `values` replace constants of the cell's group.
+    `fast` is for fits and derivatives. It sums a schedule without overlap, and extrapolates from
+    few layers to many; both agree with the whole simulation to a hundredth of a percent, which a
+    test holds.
     """
-    fixed = tuple(sorted(values.items())) if values else ()
-
-    def of(term: Term) -> float:
-        found = evaluate(term, cell.group, fixed, fast=fast)
-        return found / term.setup.gpus if cell.per_gpu else found
-
+    if values:
+        cell = with_constants(cell, values)
+    step_time = quick_step_time if fast else simulated_step_time
     if not cell.over:
-        return of(cell.terms[0])
-    ratios = [of(a) / of(b) for a, b in zip(cell.terms, cell.over, strict=True)]
+        return _value(cell.terms[0], step_time)
+    ratios = []
+    for above, below in zip(cell.terms, cell.over, strict=True):
+        one, other = _value(above, step_time), _value(below, step_time)
+        if cell.per_gpu:
+            one, other = one / above.setup.gpus, other / below.setup.gpus
+        ratios.append(metrics.scalability_ratio(one, other))
     return max(ratios) if cell.pick == "max" else min(ratios)
 
 
-@cache
-def evaluate(term: Term, group: str, values: tuple[tuple[str, float], ...], *, fast: bool) -> float:
+def _value(term: Term, step_time: Callable[[RunSetup], Seconds]) -> float:
     """The value of a term."""
     setup = term.setup
     if term.quantity == "inter_node_volume":
-        return _volume(setup, group, term.part)
-    case = setup.case(group, dict(values))
-    if fast and _is_serial(setup):
-        step = _serial_step(setup, case)
-    elif fast and setup.strategy.startswith(("zero3", "zeropp")):
-        step = _extrapolated(setup, group, values)
-    else:
-        step = step_time(case)
+        return _volume(setup, term.part)
+    step = step_time(setup)
     if term.quantity == "iteration_ms":
         return step * 1e3
-    job = _prepared(setup, group).job
+    job = _prepared(setup.as_stated()).job
     samples = job.samples_per_gpu / step
     if term.quantity == "tokens_per_s":
         return samples * job.model.tokens * setup.gpus
     return samples * job.hardware_flops_per_sample / 1e12
 
 
-def _volume(setup: Setup, group: str, part: str) -> float:
+def _volume(setup: RunSetup, part: str) -> float:
     """What a node sends to others in a step, as a multiple of the model in its training type.
 
     `part` is `total`, or one of those that `_part` names. Scales are not counted.
     """
-    prepared = _prepared(setup, group)
-    cluster: Cluster = cluster_of(setup.cluster, setup.overrides).resized(setup.gpus)
+    prepared, cluster = _prepared(setup.as_stated()), setup.used_cluster()
     sent = sum(
         footprint(replace(op.work, scale_block=0), cluster).loads(cluster)[1]
         for op in prepared.schedule.body
@@ -163,26 +84,30 @@ def _part(name: str, work: Collective) -> str:
     return "forward_all_gather" if ".forward." in name else "backward_all_gather"
 
 
-def step_time(case: Case) -> Seconds:
+@lru_cache(_MANY_TIMES)
+def simulated_step_time(setup: RunSetup) -> Seconds:
     """Simulated time of an optimizer step, in the steady state."""
-    schedule, trace = study.trace(case)
+    schedule, trace = study.trace(setup.case())
     return metrics.window(trace, schedule, 1).round_time / schedule.steps
 
 
-_FEW, _MORE = 2, 3
-"""Layers that are simulated for `fast`."""
+@lru_cache(_MANY_TIMES)
+def quick_step_time(setup: RunSetup) -> Seconds:
+    """The same by a shorter way where there is one: without overlap, and for equal layers."""
+    if _is_serial(setup):
+        return _serial_step_time(setup)
+    if setup.strategy.name in {"zero3", "zeropp"}:
+        return _extrapolated_step_time(setup)
+    return simulated_step_time(setup)
 
 
-def _extrapolated(setup: Setup, group: str, values: tuple[tuple[str, float], ...]) -> Seconds:
+def _extrapolated_step_time(setup: RunSetup) -> Seconds:
     """From two shorter models: a step of equal layers grows by the same time with each."""
-    layers = len(_prepared(setup, group).job.model.blocks) - 2
-
-    case = setup.case(group, dict(values))
-    assert isinstance(case.cluster, Cluster)
-    cluster = case.cluster.resized(setup.gpus)
+    stated, cluster = setup.as_stated(), setup.used_cluster()
+    layers = len(_prepared(stated).job.model.blocks) - 2
 
     def of(count: int) -> Seconds:
-        schedule = _shorter(setup, group, count)
+        schedule = _shorter(stated, count)
         trace = execute(schedule, cluster, precision=setup.precision, rounds=2)
         return metrics.window(trace, schedule, 1).round_time
 
@@ -190,42 +115,39 @@ def _extrapolated(setup: Setup, group: str, values: tuple[tuple[str, float], ...
     return few + (of(_MORE) - few) * (layers - _FEW) / (_MORE - _FEW)
 
 
-@cache
-def _shorter(setup: Setup, group: str, layers: int) -> Schedule:
+@lru_cache(_MANY_SCHEDULES)
+def _shorter(stated: RunSetup, layers: int) -> Schedule:
     """The schedule of a model with fewer layers: it does not depend on the fitted constants."""
-    changed = (*setup.model_overrides, ("layers", str(layers)))
-    return replace(setup, model_overrides=changed).case(group, None).prepare().schedule
+    shape = (*stated.model_overrides, ("layers", str(layers)))
+    return replace(stated, model_overrides=shape).case().prepare().schedule
 
 
-@cache
-def _prepared(setup: Setup, group: str) -> Prepared:
-    return setup.case(group, None).prepare()
+@lru_cache(_MANY_SCHEDULES)
+def _prepared(stated: RunSetup) -> Prepared:
+    """Job and schedule, which do not depend on the fitted constants either."""
+    return stated.case().prepare()
 
 
-def _is_serial(setup: Setup) -> bool:
+def _is_serial(setup: RunSetup) -> bool:
     """Whether nothing overlaps: one bucket, which closes when the backward pass has ended."""
     return setup.strategy == ONE_BUCKET
 
 
-ONE_BUCKET = "ddp:bucket_mib=1000000"
-"""Gradients in one buffer, reduced after the last backward pass, as Megatron-LM does it."""
-
-
-@cache
-def _works(setup: Setup) -> list[tuple[Compute | Collective, int]]:
+@lru_cache(_MANY_SCHEDULES)
+def _works(stated: RunSetup) -> list[tuple[Compute | Collective, int]]:
     """Different works of a schedule, and how often each runs."""
-    body = setup.case("", None).prepare().schedule.body
     counted: dict[Compute | Collective, int] = {}
-    for op in body:
+    for op in stated.case().prepare().schedule.body:
         counted[op.work] = counted.get(op.work, 0) + 1
     return list(counted.items())
 
 
-def _serial_step(setup: Setup, case: Case) -> Seconds:
+def _serial_step_time(setup: RunSetup) -> Seconds:
     """The sum of all works, each alone."""
-    assert isinstance(case.cluster, Cluster)
-    cluster = case.cluster.resized(setup.gpus)
-    return sum(count * _alone(work, cluster, setup.precision) for work, count in _works(setup))
+    cluster = setup.used_cluster()
+    return sum(
+        count * _alone(work, cluster, setup.precision) for work, count in _works(setup.as_stated())
+    )
 
 
 def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seconds:
@@ -239,14 +161,12 @@ def phases(cell: Cell) -> dict[str, Seconds]:
 
     Empty for cells whose steps overlap, or that are no single term.
     """
-    setup = cell.terms[0].setup
+    setup = cell.setup
     if cell.over or not _is_serial(setup):
         return {}
-    case = setup.case(cell.group, None)
-    assert isinstance(case.cluster, Cluster)
+    cluster = setup.used_cluster()
     found: dict[str, Seconds] = {}
-    for work, count in _works(setup):
+    for work, count in _works(setup.as_stated()):
         name = work.kernel if isinstance(work, Compute) else str(work.kind)
-        time = count * _alone(work, case.cluster.resized(setup.gpus), setup.precision)
-        found[name] = found.get(name, 0.0) + time
+        found[name] = found.get(name, 0.0) + count * _alone(work, cluster, setup.precision)
     return found

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter, NullLocator, PercentFormatter
 
 from co2sim.case import Case
-from co2sim.cli.published import THROUGHPUT, Cell, Comparison
+from co2sim.published_cells import ThroughputCell
+from co2sim.published_speeds import SpeedComparison
 from co2sim.result import Result
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
@@ -19,7 +20,7 @@ _MARKERS = "osD^vP*X"
 
 
 def draw(
-    cases: Sequence[Case], results: Sequence[Result], comparisons: Sequence[Comparison]
+    cases: Sequence[Case], results: Sequence[Result], comparisons: Sequence[SpeedComparison]
 ) -> dict[str, bytes]:
     """The figure as PNG and SVG. Dashed lines do not fit in memory; stars are published."""
     pairs = list(zip(cases, results, strict=True))
@@ -41,8 +42,12 @@ def draw(
         axes = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row")
         for column, (cluster, found) in enumerate(panels):
             above, below = axes[0][column], axes[1][column]
-            cells = [comparison.cell for comparison in comparisons]
-            stars = [c for c in cells if (c.cluster, c.quantity) == (cluster, THROUGHPUT)]
+            stars = [
+                comparison
+                for comparison in comparisons
+                if comparison.cell.cluster == cluster
+                and isinstance(comparison.cell, ThroughputCell)
+            ]
             _throughput(above, found, names, stars)
             _per_gpu(below, found, names)
             above.set_title(found[0].cluster, fontsize=9)
@@ -97,7 +102,7 @@ def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu:
 
 
 def _throughput(
-    axis: Axes, results: Sequence[Result], names: Sequence[str], stars: Sequence[Cell]
+    axis: Axes, results: Sequence[Result], names: Sequence[str], stars: Sequence[SpeedComparison]
 ) -> None:
     _lines(axis, results, names, per_gpu=False)
     best = max(results, key=lambda result: result.tokens_per_s_per_gpu)
@@ -114,8 +119,8 @@ def _throughput(
         mine = [star for star in stars if star.strategy == name]
         if mine:
             axis.plot(
-                [star.sizes[0] for star in mine],
-                [star.value for star in mine],
+                [star.cell.sizes[0] for star in mine],
+                [star.cell.value for star in mine],
                 color=_COLOURS[place % len(_COLOURS)],
                 marker="*",
                 markersize=13,

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -12,12 +11,12 @@ from co2sim.batch import Failure, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.cli.figure import draw
-from co2sim.cli.published import Comparison, cases_of, compare, load_cells
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import to_frame
 from co2sim.metrics import scalability_ratio
+from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
 from co2sim.units import scaled
 
@@ -26,7 +25,7 @@ def scale(
     cases: Sequence[Case], published: Path | None, out: Path, jobs: int, *, as_json: bool
 ) -> None:
     """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print."""
-    cells = load_cells(published) if published else []
+    cells = read_speeds(published) if published else []
     everything = [*cases, *cases_of(cells, cases)]
     outcomes = run_all(everything, jobs)
     table = to_frame(cases, outcomes[: len(cases)]).to_csv(index=False).encode()
@@ -47,9 +46,7 @@ def scale(
                 {"cluster_key": str(case.cluster), **result.to_dict()}
                 for case, result in zip(cases, results, strict=True)
             ],
-            "published": [
-                {**asdict(c.cell), "predicted": c.predicted, "error": c.error} for c in comparisons
-            ],
+            "published": [comparison.to_dict() for comparison in comparisons],
             "files": [str(path) for path in files],
         }
         print(json.dumps(report, indent=2))
@@ -115,11 +112,11 @@ def _throughput(result: Result) -> str:
     return f"{result.tokens_per_s_per_gpu:,.0f}{'' if result.fits_in_memory else '*'}"
 
 
-def _print_published(terminal: Console, comparisons: Sequence[Comparison]) -> None:
+def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) -> None:
     rows = [
         (
             c.cell.cluster,
-            c.cell.strategy,
+            c.strategy,
             c.cell.quantity,
             " -> ".join(map(str, c.cell.sizes)),
             _number(c.cell.value),

@@ -1,0 +1,150 @@
+"""Published cells, the configurations behind them, and changes to these."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from analysis.published.parameters import GROUPS, cluster_of, model_of, replaced
+from co2sim.case import Case
+from co2sim.cluster import Cluster
+from co2sim.errors import OptionError
+from co2sim.published_cells import Use
+from co2sim.strategies import Strategy, parse, with_options
+from co2sim.strategies.step import title
+from co2sim.workload import Recompute
+
+Quantity = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms", "inter_node_volume"]
+
+ONE_BUCKET = parse("ddp:bucket_mib=1000000")
+"""Gradients in one buffer, reduced after the last backward pass, as Megatron-LM does it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetup:
+    """The configuration of a published run.
+
+    `overrides` and `model_overrides` are dotted paths with texts, as the catalog takes them.
+    `constants` are fitted constants that replace those of the catalog: the path in a `Cluster`, and
+    the value in SI units.
+    """
+
+    cluster: str
+    model: str
+    strategy: Strategy
+    gpus: int
+    precision: str
+    micro_batch: int = 1
+    accumulation: int = 1
+    recompute: Recompute = "selective"
+    overrides: tuple[tuple[str, str], ...] = ()
+    model_overrides: tuple[tuple[str, str], ...] = ()
+    constants: tuple[tuple[str, float], ...] = ()
+
+    def whole_cluster(self) -> Cluster:
+        """The cluster, of which the run may use a part."""
+        cluster = cluster_of(self.cluster, self.overrides)
+        for path, value in self.constants:
+            cluster = replaced(cluster, path, value)
+        return cluster
+
+    def used_cluster(self) -> Cluster:
+        """The part of the cluster that the run uses. Raises OptionError if it fills no nodes."""
+        return self.whole_cluster().resized(self.gpus)
+
+    def case(self) -> Case:
+        """As a question to the simulator."""
+        return Case(
+            cluster=self.whole_cluster(),
+            model=model_of(self.model, self.model_overrides),
+            strategy=self.strategy,
+            gpus=self.gpus,
+            micro_batch=self.micro_batch,
+            accumulation=self.accumulation,
+            precision=self.precision,
+            recompute=self.recompute,
+        )
+
+    def as_stated(self) -> "RunSetup":
+        """With the constants of the catalog."""
+        return replace(self, constants=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A quantity of one configuration, or the `part` of it that some collectives make up."""
+
+    setup: RunSetup
+    quantity: Quantity
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One published number: a term, or with `over` the ratio of pairs of terms.
+
+    Of several ratios the largest or the smallest counts (`pick`). `per_gpu` divides both terms of
+    a ratio by their GPUs. `rounding` is the step of the printed number. `labels` tell cells of a
+    group apart, such as their micro-batch.
+    """
+
+    source: str
+    name: str
+    strategy: str
+    group: str
+    published: float
+    use: Use
+    terms: tuple[Term, ...]
+    over: tuple[Term, ...] = ()
+    pick: Literal["max", "min"] = "max"
+    per_gpu: bool = False
+    rounding: float = 0.0
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def setup(self) -> RunSetup:
+        """The configuration of the first term."""
+        return self.terms[0].setup
+
+
+def changed(cell: Cell, change: Callable[[RunSetup], RunSetup]) -> Cell:
+    """The cell with all its configurations changed."""
+
+    def of(term: Term) -> Term:
+        return replace(term, setup=change(term.setup))
+
+    return replace(
+        cell, terms=tuple(of(term) for term in cell.terms), over=tuple(of(t) for t in cell.over)
+    )
+
+
+def with_override(cell: Cell, path: str, text: str) -> Cell:
+    """The cell with one number of its clusters changed."""
+    return changed(cell, lambda setup: replace(setup, overrides=(*setup.overrides, (path, text))))
+
+
+def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
+    """The cell with other values of constants of its group, by their names."""
+    paths = {constant.path: constant.name for constant in GROUPS[cell.group].constants}
+    new = {path: values[name] for path, name in paths.items() if name in values}
+    return changed(
+        cell,
+        lambda setup: replace(setup, constants=tuple((dict(setup.constants) | new).items())),
+    )
+
+
+def with_strategy_options(cell: Cell, strategy: str, options: Mapping[str, str]) -> Cell:
+    """The cell with other options, as texts, wherever it runs the strategy of that name.
+
+    Raises OptionError for an unknown option, and where the options are as given already.
+    """
+
+    def change(setup: RunSetup) -> RunSetup:
+        if setup.strategy.name != strategy:
+            return setup
+        new = with_options(setup.strategy, options)
+        if new == setup.strategy:
+            shown = ", ".join(f"{name}={text}" for name, text in options.items())
+            raise OptionError(f"{cell.name}: {shown} changes nothing in {title(setup.strategy)}")
+        return replace(setup, strategy=new)
+
+    return changed(cell, change)

@@ -1,0 +1,52 @@
+"""Numbers and names as the report prints them."""
+
+from collections.abc import Mapping
+
+from analysis.published.parameters import Constant
+
+_THOUSAND = 1000
+
+
+def number(value: float) -> str:
+    """Three significant figures below 1000, and a whole number from there on; no exponent."""
+    return f"{value:,.0f}" if abs(value) >= _THOUSAND else f"{value:.3g}"
+
+
+def three_decimals(value: float) -> str:
+    """With three digits behind the point."""
+    return f"{value:.3f}"
+
+
+def percent(value: float | None) -> str:
+    """In percent, with one digit behind the point; a dash for nothing."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def whole_percent(value: float | None) -> str:
+    """In whole percent; a dash for nothing."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def signed(value: float) -> str:
+    """In percent, with its sign."""
+    return f"{value:+.1%}"
+
+
+def words(text: str) -> str:
+    """A name with blanks for underscores."""
+    return text.replace("_", " ")
+
+
+def cell(text: str) -> str:
+    """A text inside a Markdown table."""
+    return text.replace("|", r"\|")
+
+
+def at_bound(constant: Constant, value: float) -> str:
+    """A value of a constant, and whether it is at a bound."""
+    return constant.shown(value) + (" (at bound)" if constant.at_bound(value) else "")
+
+
+def labelled(errors: Mapping[str, float]) -> str:
+    """Errors by label, in one line; a dash for none."""
+    return ", ".join(f"{words(name)} {percent(error)}" for name, error in errors.items()) or "-"

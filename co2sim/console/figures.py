@@ -1,0 +1,23 @@
+"""What all figures share: colours, style, and how a figure becomes a file."""
+
+import io
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
+"""The palette of Okabe and Ito, which colour-blind readers can tell apart, with grey for yellow."""
+
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY = COLOURS
+
+STYLE: dict[Any, Any] = {"font.size": 9, "svg.hashsalt": "co2sim"}
+"""Settings for `matplotlib.rc_context`: small print, and the same bytes for the same SVG."""
+
+
+def render(figure: "Figure", kind: str) -> bytes:
+    """The content of a file of some kind, such as "png" or "svg"; the date is left out."""
+    buffer = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+    return buffer.getvalue()

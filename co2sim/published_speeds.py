@@ -1,0 +1,105 @@
+"""Published throughputs and scalability ratios, and their prediction."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from co2sim.case import Case
+from co2sim.errors import Co2simError
+from co2sim.metrics import scalability_ratio
+from co2sim.published_cells import ScalabilityCell, SpeedCell, ThroughputCell, read_cells
+from co2sim.result import Result
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedComparison:
+    """A published throughput or scalability ratio, and its prediction.
+
+    `strategy` is the cell's, as results name it.
+    """
+
+    cell: SpeedCell
+    strategy: str
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Signed and relative: positive where the prediction is too high."""
+        return self.predicted / self.cell.value - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the cell, its prediction and the error."""
+        cell = self.cell
+        return {
+            "cluster": cell.cluster,
+            "model": cell.model,
+            "strategy": self.strategy,
+            "quantity": cell.quantity,
+            "sizes": cell.sizes,
+            "value": cell.value,
+            "use": cell.use,
+            "note": cell.note,
+            "predicted": self.predicted,
+            "error": self.error,
+        }
+
+
+def read_speeds(path: Path) -> list[SpeedCell]:
+    """The throughputs and scalability ratios of a results file, of strategies that are ours."""
+    speeds = [one for one in read_cells(path) if isinstance(one, ThroughputCell | ScalabilityCell)]
+    return [cell for cell in speeds if _title(cell.strategy)]
+
+
+def cases_of(cells: Sequence[SpeedCell], cases: Sequence[Case]) -> list[Case]:
+    """Further cases to simulate, so that every cell of the clusters of `cases` has a prediction."""
+    like = {(case.cluster, case.model): case for case in cases}
+    found = {}
+    for cell, strategy in _named(cells):
+        case = like.get((cell.cluster, cell.model))
+        for size in cell.sizes if case else ():
+            assert case is not None
+            found[cell.cluster, cell.model, strategy, size] = replace(
+                case, strategy=strategy, gpus=size
+            )
+    return list(found.values())
+
+
+def compare(
+    cells: Sequence[SpeedCell], cases: Sequence[Case], results: Sequence[Result]
+) -> list[SpeedComparison]:
+    """The cells that the cases predict."""
+    predicted: dict[object, Result] = {
+        (case.cluster, case.model, result.strategy, result.gpus): result
+        for case, result in zip(cases, results, strict=True)
+    }
+    found = []
+    for cell, strategy in _named(cells):
+        at = [predicted.get((cell.cluster, cell.model, strategy, size)) for size in cell.sizes]
+        known = [result for result in at if result]
+        if len(known) < len(at):
+            continue
+        first, last = known[0], known[-1]
+        value = last.tokens_per_s
+        if isinstance(cell, ScalabilityCell):
+            value = scalability_ratio(last.tokens_per_s_per_gpu, first.tokens_per_s_per_gpu)
+        found.append(SpeedComparison(cell, strategy, value))
+    return found
+
+
+def _named(cells: Sequence[SpeedCell]) -> Iterator[tuple[SpeedCell, str]]:
+    """The cells whose strategy is ours, with its name in results."""
+    for cell in cells:
+        strategy = _title(cell.strategy)
+        if strategy:
+            yield cell, strategy
+
+
+def _title(text: str) -> str | None:
+    """The strategy as results name it; None for one that is not ours."""
+    try:
+        return title(parse(text))
+    except Co2simError:
+        return None

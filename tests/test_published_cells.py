@@ -1,0 +1,207 @@
+"""Published results: what every cell of `papers/` must say."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.published.csv_tables import known_cells
+from analysis.published.paper_cells import from_papers
+from co2sim import strategies
+from co2sim.catalog import load_cluster, load_model, names
+from co2sim.errors import CatalogError, Co2simError
+from co2sim.metrics import scalability_ratio
+from co2sim.published_cells import read_cells
+from co2sim.published_speeds import read_speeds
+
+PAPERS = sorted(path.parent for path in (Path(__file__).parent.parent / "papers").glob("*/*.toml"))
+FOLDERS = sorted(set(PAPERS))
+
+
+def cells(folder: Path) -> list[dict[str, Any]]:
+    """The published results of a paper."""
+    path = folder / "results.toml"
+    if not path.exists():  # a table that is only referred to
+        assert tomllib.loads((folder / "paper.toml").read_text())["data"]["file"]
+        return []
+    found: list[dict[str, Any]] = tomllib.loads(path.read_text())["cell"]
+    return found
+
+
+def test_there_are_papers() -> None:
+    """CO2 and ZeRO++ are there."""
+    assert {"co2", "zeropp"} <= {folder.name for folder in FOLDERS}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_paper_says_what_it_is(folder: Path) -> None:
+    """Key, title, authors, year, where to find it, and the settings of its experiments."""
+    paper = tomllib.loads((folder / "paper.toml").read_text())
+    assert paper["key"] == folder.name
+    assert {"title", "authors", "year", "url", "settings"} <= paper.keys()
+    assert paper["settings"]["source"]
+    for cluster in paper["settings"].get("clusters", []):
+        assert cluster in names("clusters")
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_published_result_says_where_what_how_much_and_what_for(folder: Path) -> None:
+    """Every cell has where, quantity, unit, value and use; errors are positive."""
+    for cell in cells(folder):
+        assert {"where", "quantity", "unit", "value", "use"} <= cell.keys(), cell
+        assert len(cell["where"]) > 10
+        assert isinstance(cell["value"], int | float)
+        assert not isinstance(cell["value"], bool)
+        assert cell["use"] in {"fit", "check"}, cell
+        assert all(cell.get(name, 1) > 0 for name in ("rounding", "spread", "gpus")), cell
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_published_result_names_what_the_simulator_knows(folder: Path) -> None:
+    """What was run on a cluster can be simulated: names load, and the GPUs fill full nodes."""
+    for cell in (cell for cell in cells(folder) if "cluster" in cell):
+        if "strategy" in cell:
+            strategies.parse(cell["strategy"])
+        if "model" in cell:
+            load_model(cell["model"])
+        cluster = load_cluster(cell["cluster"]).value
+        for key in ("gpus", "from_gpus", "to_gpus"):
+            if key in cell:
+                assert cluster.resized(cell[key]).layout.world_size == cell[key]
+
+
+def test_the_published_ratio_follows_from_the_published_throughputs() -> None:
+    """CO2, table 3: zero2 from 16 to 128 GPUs keeps 0.82, by its own numbers."""
+    folder = next(folder for folder in FOLDERS if folder.name == "co2")
+    zero2 = [cell for cell in cells(folder) if cell.get("strategy") == "zero2"]
+    speed = {
+        (cell["cluster"], cell["gpus"]): cell["value"]
+        for cell in zero2
+        if cell["quantity"] == "tokens_per_s"
+    }
+    ratios = [
+        cell
+        for cell in zero2
+        if cell["quantity"] == "scalability_ratio"
+        and {(cell["cluster"], cell["from_gpus"]), (cell["cluster"], cell["to_gpus"])} <= set(speed)
+    ]
+    assert ratios
+    for cell in ratios:
+        a, b = cell["from_gpus"], cell["to_gpus"]
+        found = scalability_ratio(speed[cell["cluster"], b] / b, speed[cell["cluster"], a] / a)
+        assert found == pytest.approx(cell["value"], abs=cell["rounding"])
+
+
+# --- the reader ----------------------------------------------------------------------------------
+
+CELL = """[[cell]]
+where = "a table of the test"
+quantity = "tokens_per_s"
+value = 100
+cluster = "a100-tcp80"
+model = "transnormer-7b"
+strategy = "zero2"
+gpus = 8
+use = "check"
+"""
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_reader_gives_every_cell_as_it_is_written(folder: Path) -> None:
+    """In the order of the file; each name and value of the file is a field of the cell."""
+    written = cells(folder)
+    if written:
+        found = read_cells(folder / "results.toml")
+        for one, other in zip(found, written, strict=True):
+            assert one.model_dump(exclude_unset=True) == other
+
+
+def test_a_volume_may_be_zero_and_is_no_speed() -> None:
+    """ZeRO++ sends nothing between nodes in one part of a step; none of its cells is a speed."""
+    folder = next(folder for folder in FOLDERS if folder.name == "zeropp")
+    assert 0.0 in [cell.value for cell in read_cells(folder / "results.toml")]
+    assert read_speeds(folder / "results.toml") == []
+
+
+def test_speeds_of_strategies_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
+    """They have no prediction."""
+    path = tmp_path / "results.toml"
+    path.write_text(CELL + CELL.replace("zero2", "pipeline"))
+    assert [cell.strategy for cell in read_speeds(path)] == ["zero2"]
+    assert len(read_cells(path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no published cells: it has no list of tables [[cell]]"),
+        ("cell = 3", "holds no published cells: it has no list of tables [[cell]]"),
+        ("cell = [3]", "cell 1: 3 is no table of names and values"),
+        ("[[cell", "holds no published cells: "),
+        (CELL.replace('"tokens_per_s"', '"speed"'), "cell 1: quantity is 'speed'; it must be one"),
+        (CELL.replace("quantity", "quality"), "cell 1: quantity is missing"),
+        (CELL.replace("gpus", "gpu"), "cell 1: gpus is missing"),
+        (CELL + "gpu = 8", "cell 1: unknown name 'gpu'; did you mean 'gpus'?"),
+        (CELL + CELL.replace("= 8", "= 0"), "cell 2: gpus is 0; it must be greater than 0"),
+        (CELL.replace("= 8", "= 8.5"), "cell 1: gpus is 8.5; it must be a valid integer"),
+        (CELL.replace("= 8", '= "8"'), "cell 1: gpus is '8'; it must be a valid integer"),
+        (CELL.replace("100", "0"), "cell 1: value is 0; it must be greater than 0"),
+        (CELL.replace("100", "inf"), "cell 1: value is inf; it must be a finite number"),
+        (CELL.replace("check", "train"), "cell 1: use is 'train'; it must be 'fit' or 'check'"),
+        (CELL + "rounding = -1", "cell 1: rounding is -1; it must be greater than or equal to 0"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    """In one line: the file, the cell, the name, what is given and what is allowed."""
+    path = tmp_path / "results.toml"
+    path.write_text(text)
+    with pytest.raises(CatalogError) as caught:
+        read_cells(path)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """With the reason of the system."""
+    with pytest.raises(CatalogError, match=r"cannot read .*: No such file"):
+        read_cells(tmp_path / "results.toml")
+
+
+# --- the papers ----------------------------------------------------------------------------------
+
+
+def paper(tmp_path: Path, change: tuple[str, str]) -> Path:
+    """A folder of papers with that of CO2 alone, and something changed in its `paper.toml`."""
+    folder = next(folder for folder in FOLDERS if folder.name == "co2")
+    (tmp_path / "co2").mkdir()
+    for name in ("paper.toml", "results.toml"):
+        (tmp_path / "co2" / name).write_text((folder / name).read_text().replace(*change))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("[simulation]", "[simulation"), "co2/paper.toml"),
+        (("tokens_per_gpu = 2048", ""), "[simulation] has no 'tokens_per_gpu'"),
+        (("[simulation]", "[settings2]"), "holds no papers; give their folder with --papers"),
+    ],
+)
+def test_a_paper_that_cannot_be_simulated_is_refused(
+    tmp_path: Path, change: tuple[str, str], words: str
+) -> None:
+    """In one line, that names the file, or the option that names the folder."""
+    with pytest.raises(Co2simError) as caught:
+        from_papers(paper(tmp_path, change))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_tables_of_papers_that_a_folder_does_not_hold_are_left_out(tmp_path: Path) -> None:
+    """Found by themselves, they are not read; given with --data, they are refused."""
+    folder = paper(tmp_path, ("", ""))
+    assert {cell.source for cell in known_cells(folder)} == {"co2"}
+    table = Path(__file__).parent / "golden" / "iteration-rows.csv"
+    with pytest.raises(CatalogError, match=r"a table of vtrain, which .* does not hold"):
+        known_cells(folder, table)

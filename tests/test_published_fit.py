@@ -1,0 +1,309 @@
+"""Fitted constants: what they are fitted on, their uncertainty, and how the catalog states them."""
+
+import shutil
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import linregress
+from typer.testing import CliRunner
+
+from analysis.cli import app
+from analysis.published import ablation, calibrate, catalog_writer, errors
+from analysis.published.cells import Cell
+from analysis.published.csv_tables import from_csv, known_cells
+from analysis.published.formats import at_bound
+from analysis.published.paper_cells import from_papers
+from analysis.published.papers import PAPERS, iteration_times
+from analysis.published.parameters import (
+    CATALOG,
+    GROUPS,
+    RECORD,
+    cluster_of,
+    record,
+    replaced,
+    stated,
+)
+from analysis.published.predict import predict
+from co2sim.errors import CatalogError, OptionError
+
+ROOT = Path(__file__).parent.parent
+DATA = iteration_times()
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[Cell]:
+    """The cells of `papers/`."""
+    return from_papers()
+
+
+@pytest.fixture(scope="module")
+def all_cells() -> list[Cell]:
+    """All cells, with made-up iteration times where the published ones are not at hand."""
+    if DATA:
+        return known_cells(PAPERS, DATA)
+    return [*from_papers(), *from_csv(ROOT / "tests" / "golden" / "iteration-rows.csv", "check")]
+
+
+def test_only_the_cells_marked_fit_are_fitted_on(cells: list[Cell]) -> None:
+    """CO2: AdamW at 8 and 16 GPUs; ZeRO++: the bars; nothing else."""
+    co2 = calibrate.fit_cells(cells, GROUPS["a100-co2"])
+    assert sorted(cell.setup.gpus for cell in co2) == [8, 16]
+    assert all(cell.strategy == "zero2" for cell in co2)
+    bars = calibrate.fit_cells(cells, GROUPS["v100-zeropp"])
+    assert len(bars) == 20
+    assert not any(cell.over for cell in bars)
+
+
+def test_a_hardware_generation_has_at_most_six_constants(all_cells: list[Cell]) -> None:
+    """Each has a value inside its bounds, in the cluster that the cells of its group run on."""
+    counts: dict[str, int] = {}
+    for group in GROUPS.values():
+        counts[group.generation] = counts.get(group.generation, 0) + len(group.constants)
+        clusters = {cell.setup.cluster for cell in all_cells if cell.group == group.name}
+        assert clusters == {group.cluster}
+        values = stated(group, cluster_of(group.cluster, ()))
+        for constant in group.constants:
+            assert constant.low <= values[constant.name] <= constant.high
+    assert max(counts.values()) <= 6
+
+
+def test_external_constants_lie_in_their_ranges() -> None:
+    """The catalog states a value that the source's rounding allows."""
+    cluster = cluster_of("a100-tcp80-calibrated", ())
+    for one in GROUPS["a100-co2"].external:
+        assert one.low <= getattr(cluster.inter, one.name) <= one.high
+
+
+def test_the_fast_prediction_is_that_of_the_whole_simulation(all_cells: list[Cell]) -> None:
+    """Sums of serial schedules, and extrapolation by layers, are right to 0.1 %."""
+    chosen = [cell for cell in all_cells if cell.source != "co2"]
+    for cell in chosen[:: max(1, len(chosen) // 12)]:
+        assert predict(cell, fast=True) == pytest.approx(predict(cell), rel=1e-3), cell.name
+
+
+def test_a_fit_finds_the_constants_behind_made_up_cells(cells: list[Cell]) -> None:
+    """Cells predicted with known constants are fitted on: those constants come back."""
+    group = GROUPS["a100-co2"]
+    true = {"compute_efficiency": 0.41, "tcp_efficiency": 0.55}
+    chosen = calibrate.fit_cells(cells, group)
+    found = calibrate.fit(group, [replace(c, published=predict(c, true)) for c in chosen])
+    assert found.values == pytest.approx(true, rel=1e-3)
+    assert found.mape < 1e-4
+
+
+def test_the_uncertainty_of_a_linear_fit_is_that_of_regression(
+    cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With residuals that are linear in two constants: the fit and errors of `scipy.linregress`.
+
+    So the scatter is divided by the degrees of freedom, cells less constants, and the covariance is
+    in units of its square.
+    """
+    group = GROUPS["v100-zeropp"]
+    chosen = calibrate.fit_cells(cells, group)
+    x = np.linspace(0.0, 1.0, len(chosen))
+    y = 0.3 + 0.4 * x + 0.05 * np.cos(7.0 * np.arange(len(chosen)))
+    intercept, slope = (constant.name for constant in group.constants)
+
+    def residuals(_cells: Sequence[Cell], values: Mapping[str, float]) -> calibrate.Array:
+        found: calibrate.Array = values[intercept] + values[slope] * x - y
+        return found
+
+    monkeypatch.setattr(calibrate, "residuals_of", residuals)
+    found = calibrate.fit(group, chosen, cross_validate=False)
+    known = linregress(x, y)
+    assert found.values[slope] == pytest.approx(known.slope, rel=1e-4)
+    assert found.values[intercept] == pytest.approx(known.intercept, rel=1e-4)
+    errors_of = np.sqrt(np.diag(found.covariance))
+    assert errors_of == pytest.approx([known.intercept_stderr, known.stderr], rel=1e-3)
+    left = y - known.intercept - known.slope * x
+    assert found.freedom == len(chosen) - 2
+    assert found.scatter == pytest.approx(np.std(left, ddof=2), rel=1e-4)
+
+
+def test_a_fit_needs_as_many_cells_as_constants(cells: list[Cell]) -> None:
+    """Fewer cells are refused, with a hint."""
+    with pytest.raises(OptionError, match="--data"):
+        calibrate.fit(GROUPS["a100-data-parallel"], cells)
+
+
+def test_cells_that_are_left_out_do_not_enter_the_fit(cells: list[Cell]) -> None:
+    """The cells of 8 links, made a third faster, would move the constants if they were fitted."""
+    group = GROUPS["v100-zeropp"]
+    chosen = calibrate.fit_cells(cells, group)
+    others = [cell for cell in chosen if cell.labels["links"] == "1" and "18B" in cell.name]
+    moved = [
+        replace(cell, published=cell.published * 4 / 3)
+        for cell in chosen
+        if cell.labels["links"] == "8" and "18B" in cell.name
+    ]
+    assert (len(others), len(moved)) == (4, 2)
+
+    def error(fitted: list[Cell]) -> float:
+        values = calibrate.fit(group, fitted, cross_validate=False).values
+        return ablation.mape(moved, values)
+
+    found = calibrate.left_out(group, [*moved, *others], [moved])
+    assert found == pytest.approx(error(others), abs=2e-3)
+    assert found > error([*moved, *others]) + 0.02
+
+
+def test_every_label_parts_the_cells(cells: list[Cell]) -> None:
+    """For each label, every cell is left out exactly once."""
+    chosen = calibrate.fit_cells(cells, GROUPS["v100-zeropp"])
+    found = calibrate.parts_by_label(chosen)
+    assert {label: len(parts) for label, parts in found.items()} == {
+        "size": 4,
+        "tokens": 2,
+        "links": 2,
+    }
+    for parts in found.values():
+        names = sorted(cell.name for part in parts for cell in part)
+        assert names == sorted(cell.name for cell in chosen)
+
+
+def test_a_value_just_inside_its_bound_counts_as_at_its_bound() -> None:
+    """Bounded least squares never reaches a bound: a thousandth of the range is near enough."""
+    constant = next(c for c in GROUPS["v100-zeropp"].constants if c.name == "exchange_efficiency")
+    assert constant.at_bound(constant.high - 1e-4)
+    assert constant.at_bound(constant.low)
+    assert not constant.at_bound(0.9)
+    assert at_bound(constant, 0.9999).endswith("(at bound)")
+
+
+def test_a_constant_is_replaced_by_its_path() -> None:
+    """Nested values, tables of efficiencies; an unknown name is an error."""
+    cluster = cluster_of("a100-tcp80-calibrated", ())
+    assert replaced(cluster, "inter.efficiency", 0.5).inter.efficiency == 0.5
+    assert {f for _, f in replaced(cluster, "gpu.efficiency", 0.2).gpu.efficiency} == {0.2}
+    with pytest.raises(OptionError, match="nothing"):
+        replaced(cluster, "inter.nothing", 1.0)
+
+
+# --- the catalog ---------------------------------------------------------------------------------
+
+
+def recorded_fits() -> list[calibrate.Fit]:
+    """The fits that the catalog's record and its files state."""
+    found = []
+    for name, entry in record().items():
+        covariance, own = np.array(entry["covariance"]), "assumed" not in entry
+        fit = calibrate.Fit(
+            group=name,
+            values=stated(GROUPS[name], cluster_of(GROUPS[name].cluster, ())),
+            covariance=covariance if own else 0 * covariance,
+            unscaled=covariance / errors.calibrations()["v100-zeropp"].scatter ** 2,
+            scatter=entry["scatter"] if own else None,
+            freedom=entry["freedom"],
+            cells=entry["cells"],
+            mape=entry["mape"],
+            cross_validated=entry.get("cross_validated"),
+            by_label=entry.get("left_out", {}),
+        )
+        found.append(fit)
+    return found
+
+
+def test_writing_the_constants_of_the_catalog_changes_nothing() -> None:
+    """Every file comes out byte for byte as it is, with its comments and its layout."""
+    files = catalog_writer.catalog_files(recorded_fits())
+    assert len(files) == 5
+    for path, content in files.items():
+        assert content == path.read_bytes(), path
+    assert any(content.startswith(b"#") for content in files.values())
+
+
+def test_writing_the_recorded_fits_gives_the_record() -> None:
+    """Byte for byte: with its comments, and the quantile of Student's t for each own scatter."""
+    path, content = catalog_writer.record_file(recorded_fits())
+    assert path.name == RECORD
+    assert content == path.read_bytes()
+    assert tomllib.loads(content.decode()) == record()
+
+
+def test_a_value_is_rewritten_in_its_section_and_all_else_stays() -> None:
+    """Of two keys of one name only that of the section changes; sources and comments stay."""
+    text = """# head
+x = "0 us"
+[a]  # first
+x = { value = 1, source = "s, with [brackets]", assumed = true }  # why
+[b]
+x = "2 us"
+y = '''
+x = "no key"
+'''
+"""
+    assert catalog_writer.with_value(text, "b.x", '"3 us"') == text.replace("2 us", "3 us")
+    assert catalog_writer.with_value(text, "a.x", "0.50") == text.replace("= 1,", "= 0.50,")
+    assert catalog_writer.with_value(text, "x", '"1 us"') == text.replace("0 us", "1 us")
+    for path in ("a.y", "c.x"):
+        with pytest.raises(CatalogError, match=f"no '{path[-1]}' in \\[{path[0]}]"):
+            catalog_writer.with_value(text, path, "1")
+
+
+def test_the_record_holds_every_group() -> None:
+    """Constants by name, a square covariance with a positive diagonal or zero, a scatter."""
+    entries = record()
+    assert entries.keys() == GROUPS.keys()
+    for name, entry in entries.items():
+        assert entry["constants"] == [constant.name for constant in GROUPS[name].constants]
+        size = len(entry["constants"])
+        assert [len(row) for row in entry["covariance"]] == [size] * size
+        assert all(entry["covariance"][i][i] >= 0 for i in range(size))
+        assert entry["scatter"] > 0
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_calibrate_prints_the_constants_of_a_group() -> None:
+    """CO2's two are those of the catalog, to the digits that are printed."""
+    found = CliRunner().invoke(app, ["calibrate", "--group", "a100-co2", "--papers", str(PAPERS)])
+    assert found.exit_code == 0, found.output
+    assert found.output.startswith("a100-co2: 2 cells, MAPE 0.00%")
+    group = GROUPS["a100-co2"]
+    values = stated(group, cluster_of(group.cluster, ()))
+    for name, value in values.items():
+        assert f"  {name}: {value:.3g}\n" in found.output
+
+
+def test_calibrate_writes_the_catalog_and_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fits equal to the recorded ones leave every file as it is; another value changes one line."""
+    for name in ("gpus", "clusters"):
+        shutil.copytree(str(CATALOG / name), tmp_path / name)
+    shutil.copy(str(CATALOG / RECORD), tmp_path)
+    before = {path: path.read_text() for path in tmp_path.glob("**/*.toml")}
+    monkeypatch.setattr(catalog_writer, "CATALOG", tmp_path)
+    fits = recorded_fits()
+    monkeypatch.setattr(calibrate, "fit_all", lambda _cells, _names: fits)
+    found = CliRunner().invoke(app, ["calibrate", "--write", "--papers", str(PAPERS)])
+    assert found.exit_code == 0, found.output
+    assert found.output.count("written ") == 6
+    assert {path: path.read_text() for path in before} == before
+    fits[0] = replace(fits[0], values={**fits[0].values, "exchange_efficiency": 0.25})
+    CliRunner().invoke(app, ["calibrate", "--write", "--papers", str(PAPERS)])
+    changed = [path for path in before if path.read_text() != before[path]]
+    assert changed == [tmp_path / "clusters" / "dgx2-calibrated.toml"]
+    old, new = before[changed[0]].splitlines(), changed[0].read_text().splitlines()
+    (pair,) = (pair for pair in zip(old, new, strict=True) if pair[0] != pair[1])
+    assert pair[1] == pair[0].replace("0.5016", "0.25")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--group", "a100"], "--group a100: it is one of v100-zeropp"),
+        (["--write", "--group", "a100-co2"], "--write needs all groups"),
+    ],
+)
+def test_options_of_calibrate_that_do_not_fit_are_refused(options: list[str], words: str) -> None:
+    """Before anything is fitted."""
+    found = CliRunner().invoke(app, ["calibrate", *options])
+    assert isinstance(found.exception, OptionError)
+    assert words in str(found.exception)
