@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from analysis.measured.comparison import Comparison, Row, causes, labels, ops, rows, summarise
+from analysis.measured.comparison import RunComparison, summarise
+from analysis.measured.op_errors import OpError, by_label, by_op, causes, labels
 from co2sim.console.tables import print_table
 from co2sim.units import duration
 
@@ -18,7 +19,7 @@ _FIGURES = (
     ("waiting for slower ranks, per round", "waiting_s"),
     ("communication exposed, per round", "exposed_comm_s"),
 )
-_SPENT = {
+_BREAKDOWN = {
     "compute": "computing",
     "communication": "communicating, nothing computed",
     "waiting": "waiting in a collective, nothing computed",
@@ -26,7 +27,7 @@ _SPENT = {
 }
 
 
-def print_all(out: Console, comparisons: Sequence[Comparison]) -> None:
+def print_all(out: Console, comparisons: Sequence[RunComparison]) -> None:
     """The figures of a single run, or a summary of several; then the ops of each."""
     if len(comparisons) == 1:
         print_figures(out, comparisons[0])
@@ -36,7 +37,7 @@ def print_all(out: Console, comparisons: Sequence[Comparison]) -> None:
         print_ops(out, found)
 
 
-def print_summary(out: Console, comparisons: Sequence[Comparison]) -> None:
+def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
     """One line per run, then the figures over all of them."""
     lines: list[tuple[str, ...]] = []
     for found in comparisons:
@@ -71,7 +72,7 @@ def print_summary(out: Console, comparisons: Sequence[Comparison]) -> None:
     print_table(out, f"{whole.runs} runs, absolute", ("figure", "value"), figures)
 
 
-def print_figures(out: Console, found: Comparison) -> None:
+def print_figures(out: Console, found: RunComparison) -> None:
     """The figures of one run, and where its rounds went."""
     here, there = found.predicted.to_dict(), found.measured
     lines: list[tuple[str, ...]] = [
@@ -86,10 +87,10 @@ def print_figures(out: Console, found: Comparison) -> None:
         f" {here['gpus']} GPUs; {rounds} {'round' if rounds == 1 else 'rounds'} measured"
     )
     print_table(out, title, ("figure", "predicted", "measured", "error"), lines)
-    before, after = (asdict(spent) for spent in found.spent)
+    before, after = (asdict(one) for one in found.time_breakdowns)
     went: list[tuple[str, ...]] = [
         (words, duration(before[key]), duration(after[key]), _signed(after[key] - before[key]))
-        for key, words in _SPENT.items()
+        for key, words in _BREAKDOWN.items()
     ]
     total, reached = sum(before.values()), sum(after.values())
     went.append(("sum", duration(total), duration(reached), _signed(reached - total)))
@@ -97,9 +98,9 @@ def print_figures(out: Console, found: Comparison) -> None:
     print_table(out, "where a round went", columns, went)
 
 
-def print_ops(out: Console, found: Comparison) -> None:
+def print_ops(out: Console, found: RunComparison) -> None:
     """The op table of one run, and what causes its errors."""
-    table = rows(found)
+    table = by_label(found)
     lines = [
         (
             row.label,
@@ -124,7 +125,7 @@ def print_ops(out: Console, found: Comparison) -> None:
         out.print(f"errors by cause: {shares}\n", highlight=False, markup=False)
 
 
-def to_dict(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def to_dict(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
     """Everything, as plain values for JSON."""
     return {
         "runs": [_run(found) for found in comparisons],
@@ -132,9 +133,9 @@ def to_dict(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
-def _run(found: Comparison) -> dict[str, Any]:
-    table = rows(found)
-    before, after = found.spent
+def _run(found: RunComparison) -> dict[str, Any]:
+    table = by_label(found)
+    before, after = found.time_breakdowns
     return {
         "name": found.name,
         "strategy": found.predicted.strategy,
@@ -151,12 +152,12 @@ def _run(found: Comparison) -> dict[str, Any]:
         "overlap_difference": found.overlap_difference,
         "spent_s": {"predicted": asdict(before), "measured": asdict(after)},
         "causes": {str(cause): share for cause, share in causes(table).items()},
-        "rows": [_row(row) for row in table],
+        "rows": [_entry(row) for row in table],
         "ops": _ops(found),
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _entry(row: OpError) -> dict[str, Any]:
     return {
         "label": row.label,
         "per_round": row.count,
@@ -169,12 +170,12 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _ops(found: Comparison) -> list[dict[str, Any]]:
+def _ops(found: RunComparison) -> list[dict[str, Any]]:
     """Every op of the schedule: means over rounds and ranks, the parts of the excess by cause."""
     names = labels(found.schedule)
     body = {op.name: op for op in found.schedule.body}
     whole = []
-    for row in ops(found):
+    for row in by_op(found):
         op = body[row.label]
         entry: dict[str, Any] = {
             "op": op.name,
@@ -182,13 +183,13 @@ def _ops(found: Comparison) -> list[dict[str, Any]]:
             "work": str(op.work),
             "row": names[op.name],
         }
-        entry |= {key: value for key, value in _row(row).items() if key != "label"}
+        entry |= {key: value for key, value in _entry(row).items() if key != "label"}
         entry |= {f"{cause}_s": part / row.instances for cause, part in row.parts.items()}
         whole.append(entry)
     return whole
 
 
-def to_csv(comparisons: Sequence[Comparison]) -> bytes:
+def to_csv(comparisons: Sequence[RunComparison]) -> bytes:
     """Every op of every run, one line each."""
     lines = [{"run": found.name, **entry} for found in comparisons for entry in _ops(found)]
     return pd.DataFrame(lines).to_csv(index=False).encode()

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis.measured.comparison import Comparison
+from analysis.measured.comparison import RunComparison
 from analysis.measured.spans import active_starts
 from co2sim import metrics
 from co2sim.errors import OptionError
@@ -39,7 +39,7 @@ class _Bar:
     end: Seconds
 
 
-def draw(found: Comparison, rank: int, suffix: str) -> bytes:
+def draw(found: RunComparison, rank: int, suffix: str) -> bytes:
     """The figure as a file of the format that `suffix` names, ".png" or ".svg".
 
     It shows the last measured round, or two if a round is a single step. Raises OptionError for a
@@ -90,7 +90,7 @@ def _only(trace: Trace, rank: int) -> Trace:
     return replace(trace, spans=tuple(span for span in trace.spans if span.rank == rank))
 
 
-def _heading(found: Comparison, rank: int) -> str:
+def _heading(found: RunComparison, rank: int) -> str:
     here = found.predicted
     measured = float(found.measured["round_time_s"])
     return (
