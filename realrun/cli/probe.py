@@ -11,15 +11,16 @@ import typer
 from co2sim.catalog import names
 from co2sim.console import options
 from co2sim.errors import OptionError, UnitError, nearest
-from co2sim.files import check_writable
+from co2sim.files import check_writable, write_atomically
 from co2sim.schedule import DType
 from co2sim.units import duration, parse, scaled
 from realrun.cli import options as launching
 
 if TYPE_CHECKING:
     from realrun.cli.ranks import Rank
-    from realrun.probe.fit import Fitted, Measured, Residuals
+    from realrun.probe.fit import Fitted, Residuals
     from realrun.probe.measurement import Plan
+    from realrun.probe.samples import Measured
 
 _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
 """Largest collective, and precisions."""
@@ -114,15 +115,15 @@ def _size(text: str) -> float:
 
 def _measure(rank: "Rank", plan: "Plan", out: Path, name: str | None, gpu: str | None) -> None:
     """Measure as one rank among others; rank 0 writes and prints."""
-    from co2sim.files import write_atomically  # noqa: PLC0415 - slow
-    from realrun.probe.cluster_file import to_toml  # noqa: PLC0415 - slow
-    from realrun.probe.figure import draw  # noqa: PLC0415 - matplotlib
-    from realrun.probe.fit import fit  # noqa: PLC0415 - slow
     from realrun.probe.measurement import probe as measure  # noqa: PLC0415 - torch
 
     measured = measure(rank.world, plan, rank.progress or (lambda _: None))
     if rank.world.rank:
         return
+    from realrun.probe.cluster_file import to_toml  # noqa: PLC0415 - scipy
+    from realrun.probe.figure import draw  # noqa: PLC0415 - matplotlib
+    from realrun.probe.fit import fit  # noqa: PLC0415 - scipy
+
     fitted = fit(measured)
     called = name or _name(measured)
     text = to_toml(measured, fitted, called, gpu)

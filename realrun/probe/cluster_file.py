@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from co2sim.cluster import GPU, Link
 from co2sim.errors import OptionError
 from co2sim.units import Bytes, Unit, duration
-from realrun.probe.fit import Fitted, Measured
+from realrun.probe.fit import Fitted
+from realrun.probe.samples import Measured
 
 NOTHING = (
     "nothing can be measured: a single rank has nobody to communicate with, and --gpu leaves out"

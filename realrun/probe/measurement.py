@@ -23,7 +23,7 @@ from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, Kernels, Synthetic
 from realrun.execute.world import World, describe, gather_objects
 from realrun.measure import TORCH_DTYPE
-from realrun.probe.fit import ComputeSample, Measured, Sample, Slowdown
+from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import (
     SWEPT,
     crossing,
