@@ -15,7 +15,7 @@ from torch import Tensor
 from co2sim.schedule import Instance
 from realrun import measure
 from realrun.cli import main
-from realrun.execute.kernels import Kernels
+from realrun.execute.kernels import KernelSet
 
 HOW, PHASE, VICTIM = os.environ["FAULT"].split(":")
 ROUND = 1
@@ -40,7 +40,7 @@ def fail() -> None:
 class Faulty:
     """Kernels that fail in round 1."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: KernelSet) -> None:
         self.kernels = kernels
 
     def compute(self, instance: Instance, ready: float) -> float | None:

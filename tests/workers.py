@@ -24,7 +24,7 @@ from co2sim.schedule import (
 )
 from realrun.execute.collectives import allocate, carry_out, launch
 from realrun.execute.executor import execute
-from realrun.execute.kernels import Kernels, Sleep, Synthetic
+from realrun.execute.kernels import KernelSet, Sleep, Synthetic
 from realrun.execute.run import compare
 from realrun.execute.world import World
 
@@ -88,13 +88,13 @@ def all_strategies(world: World, variants: list[str]) -> list[list[str]]:
     found = []
     for text in variants:
         schedule = strategies.parse(text).schedule(job(), world.layout)
-        seconds = {id(op.work): 1e-4 for op in schedule.body}
+        seconds = {op.work: 1e-4 for op in schedule.body if isinstance(op.work, Compute)}
         trace = execute(schedule, sleeping(world, seconds), 3, world, check=True)
         found.append([text, *trace.violations(schedule, skew=float("inf"))])
     return found
 
 
-def sleeping(world: World, seconds: dict[int, float]) -> Kernels:
+def sleeping(world: World, seconds: dict[Compute, float]) -> KernelSet:
     """Kernels that hold a thread, or a GPU's stream."""
     if world.device.type == "cpu":
         return Sleep(seconds)
@@ -111,7 +111,7 @@ def gpu_overlap(world: World) -> list[list[Any]]:
         Op("b", nap, "two"),
         Op("c", short, "three", (After("a"), After("b"))),
     )
-    kernels = sleeping(world, {id(nap): 0.2, id(short): 0.001})
+    kernels = sleeping(world, {nap: 0.2, short: 0.001})
     trace = execute(Schedule("two", body), kernels, 2, world)
     return [[span.op, span.start, span.end] for span in trace.spans if span.round == 1]
 
@@ -171,8 +171,8 @@ def overlap(world: World) -> list[list[Any]]:
         Op("b", nap, "two"),
         Op("c", work, "comm", (After("a"), After("b"))),
     )
-    trace = execute(Schedule("two", body), Sleep({id(nap): 0.2}), 2, world)
-    free = execute(Schedule("two", body), Sleep({id(nap): 0.2}), 2, world, free_communication=True)
+    trace = execute(Schedule("two", body), Sleep({nap: 0.2}), 2, world)
+    free = execute(Schedule("two", body), Sleep({nap: 0.2}), 2, world, free_communication=True)
     return [list(map(list, trace.spans)), list(map(list, free.spans))]
 
 

@@ -19,7 +19,7 @@ from realrun.cli import options as launching
 from realrun.cli.lab import lab
 from realrun.cli.probe import probe
 from realrun.cli.train import train
-from realrun.resolve import settle
+from realrun.resolve import resolve
 
 CLUSTER = "REALRUN_CLUSTER"
 """Environment variable with the path of the cluster that the lab states."""
@@ -108,11 +108,11 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
         if nproc is None:
             case.load()
         else:
-            settle(case, Layout(1, nproc), means)[0].prepare()
+            resolve(case, Layout(1, nproc), means)[0].prepare()
     check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
-    settings = ranks.Settings(means, limit, nproc)
+    settings = ranks.RankSettings(means, limit, nproc)
     if nproc is not None:
         raise typer.Exit(ranks.start(settings, sys.argv[1:]))
     ranks.run(cases, settings, name, rounds, out, check=check, as_json=json_)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     from realrun.probe.cluster_file import NOTHING  # noqa: PLC0415 - slow
     from realrun.probe.measurement import Plan  # noqa: PLC0415 - torch
 
-    settings = ranks.Settings(means, wait, nproc)
+    settings = ranks.RankSettings(means, wait, nproc)
     if not precisions and str(nproc or os.environ.get("WORLD_SIZE")) == "1":
         raise OptionError(NOTHING)
     if nproc is not None:

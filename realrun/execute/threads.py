@@ -125,7 +125,7 @@ class _Threads:
         """Carry out a collective. What fails in Gloo is somebody's absence; find out whose."""
         op, kernels = instance.op, self.run.kernels
         assert isinstance(op.work, Collective)
-        buffers = self.buffers[id(op)]
+        buffers = self.buffers[op.name]
         kernels.fill(instance, buffers.given)
         at = self.world.communicator(op.stream, op.work.group)
         if at is None:
