@@ -20,16 +20,8 @@ from co2sim.cost import footprint
 from co2sim.schedule import WORLD, Collective, DType, Kind
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
-from realrun.launch.lab import (
-    FRAME,
-    PAYLOAD,
-    TOOLS,
-    Lab,
-    burst,
-    check_machine,
-    run_lab,
-    stated_cluster,
-)
+from realrun.launch.lab import TOOLS, Lab, check_machine, run_lab, stated_cluster
+from realrun.launch.namespaces import FRAME, PAYLOAD, burst
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """

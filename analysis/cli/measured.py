@@ -19,8 +19,8 @@ from co2sim.files import check_writable, write_atomically
 from co2sim.strategies import parse
 from realrun import record
 from realrun.launch.lab import INTRA_RATE
-from realrun.launch.local import started
 from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate
+from realrun.launch.processes import started
 from realrun.record import folder_name
 
 if TYPE_CHECKING:
