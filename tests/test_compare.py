@@ -282,6 +282,80 @@ def test_traffic_on_another_link_does_not_hide_a_slow_network() -> None:
             assert d.parts[Cause.BANDWIDTH] == pytest.approx(d.error)
 
 
+def pair() -> Schedule:
+    """Two equal all-reduces of 8 MB that start together on streams of their own."""
+    work = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
+    return Schedule("pair", (Op("a", work, "one"), Op("b", replace(work, buffer="b"), "two")))
+
+
+@pytest.mark.parametrize(
+    ("communicators", "overlaps"), [("stream", (0.5, 0.5)), ("group", (0.0, 0.5))]
+)
+def test_collectives_queue_only_on_a_communicator_that_they_share(
+    communicators: str, overlaps: tuple[float, float]
+) -> None:
+    """With one for each stream both share the link; with one for both the second waits for it.
+
+    Either way the time alone that is left is that of the cost model.
+    """
+    cluster = tiny.cluster(2, 1, backend="nccl", communicators=communicators)
+    trace = execute(pair(), cluster, precision="bf16", rounds=1, fold=False)
+    parts = split(trace, pair(), cluster, 0)
+    for op, overlap in zip("ab", overlaps, strict=True):
+        assert parts[op, 0, 0].overlap_fraction == pytest.approx(overlap)
+        assert parts[op, 0, 0].alone == pytest.approx(8e-3)
+
+
+def test_latency_is_not_shared_with_others_on_the_link() -> None:
+    """Half of each all-reduce is latency: only the other half takes longer beside its like.
+
+    Shares of single instants are not known, so the time alone that is left is not exact.
+    """
+    cluster = tiny.cluster(2, 1, inter=Link(1e9, latency=4e-3), backend="gloo")
+    trace = execute(pair(), cluster, precision="bf16", rounds=1, fold=False)
+    part = split(trace, pair(), cluster, 0)["a", 0, 0]
+    assert part.active == pytest.approx(8e-3 + 2 * 8e-3)
+    assert part.alone == pytest.approx(8e-3 + 8e-3, rel=0.15)
+
+
+def test_where_most_ranks_are_slow_they_are_stragglers_still() -> None:
+    """The first quartile is the measure, so that three slow ranks of four are told apart."""
+    schedule = Schedule("one", (Op("work", Compute("work", 1e9), "compute"),))
+    cluster = tiny.cluster(4, 1)
+    slow = Noise(node_speed={1: 0.5, 2: 0.5, 3: 0.5})
+    predicted, observed = (
+        execute(schedule, cluster, precision="bf16", rounds=1, noise=noise, fold=False)
+        for noise in (QUIET, slow)
+    )
+    for d in attribute(schedule, cluster, "bf16", predicted, observed, rounds=1):
+        assert d.error == pytest.approx(0.0 if d.rank == 0 else 1e-3)
+        assert d.parts[Cause.STRAGGLER] == pytest.approx(d.error)
+
+
+def test_a_predicted_slowdown_that_did_not_happen_is_contention_exactly() -> None:
+    """Beside communication a compute op was to take 1.5 times as long, and did not."""
+    reduce = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
+    ops = (Op("reduce", reduce, "comm"), Op("work", Compute("work", 2e9), "compute"))
+    schedule, cluster = Schedule("both", ops), tiny.cluster(2, 1, interference=0.5)
+    predicted, observed = (
+        execute(schedule, one, precision="bf16", rounds=1, fold=False)
+        for one in (cluster, replace(cluster, interference=0.0))
+    )
+    found = attribute(schedule, cluster, "bf16", predicted, observed, rounds=1)
+    for d in (d for d in found if d.op == "work"):
+        assert d.error == pytest.approx(-1e-3)
+        assert d.parts[Cause.CONTENTION] == pytest.approx(d.error)
+
+
+def test_on_a_slow_rank_more_launch_is_still_launch() -> None:
+    """Twice as slow and with costlier launches: nothing is left for arithmetic or memory."""
+    record = measured("ddp", more_launch, Noise(node_speed={1: 0.5}))
+    for d in compare("run", record).differences:
+        if d.rank >= 2 and Cause.LAUNCH in d.parts:
+            assert d.parts[Cause.LAUNCH] > 1e-5
+            assert d.parts[Cause.COMPUTE] == pytest.approx(0, abs=1e-9)
+
+
 def test_more_bandwidth_than_predicted_is_bandwidth_with_a_positive_error() -> None:
     """Errors have signs: where the network is faster than described, predictions are too long."""
     record = measured("ddp")
