@@ -266,6 +266,20 @@ def test_failed_rank_ends_the_run() -> None:
 
 @pytest.mark.lab
 @pytest.mark.usefixtures("machine")
+def test_a_reader_that_has_gone_ends_the_run() -> None:
+    """As with `| head -1`: exit code 0, no word, and nobody goes on printing."""
+    launched = launcher(Lab(2, 1, "1 Gbit/s"), ["yes"])
+    assert launched.stdout is not None
+    assert launched.stderr is not None
+    assert launched.stdout.readline()
+    launched.stdout.close()
+    assert launched.wait(30) == 0
+    assert launched.stderr.read() == ""
+    launched.stderr.close()
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],

@@ -404,13 +404,19 @@ def test_bad_options_are_refused_in_one_line(options: list[str], words: str) -> 
 
 @pytest.mark.dist
 def test_a_probe_writes_a_cluster_that_co2sim_predicts_with(tmp_path: Path) -> None:
-    """Two local ranks: a file with every number measured but the network, and a figure."""
+    """Two ranks: a file with every number measured but the network, and a figure."""
     pytest.importorskip("torch")
-    found = run_probe(tmp_path / "here.toml", "--nproc", "2")
-    assert found.layout == Layout(1, 2)
-    assert found.gpu.peak["fp32"] > 1e8
+    from ranks import realrun  # noqa: PLC0415 - torch
+
+    options = ("--quick", "--max-size", "64 KiB", "--out", "here.toml")
+    done = realrun(tmp_path, 2, "probe", *options)
+    assert done.returncode == 0, done.stderr
+    assert "memory bandwidth" in done.stdout
+    probed = load_cluster(str(tmp_path / "here.toml")).value
+    assert probed.layout == Layout(1, 2)
+    assert probed.gpu.peak["fp32"] > 1e8
     work = Collective(Kind.ALL_REDUCE, "b", 2**16, DType.FP32, WORLD)
-    assert 1e-5 < footprint(work, found).alone(found) < 1
+    assert 1e-5 < footprint(work, probed).alone(probed) < 1
     assert (tmp_path / "here.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -420,17 +426,17 @@ def test_a_probe_of_a_gpu(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    found = run_probe(tmp_path / "gpu.toml", "--nproc", "1", "--backend", "nccl")
-    assert found.gpu.peak["bf16"] > 1e12
-    assert found.gpu.memory_bandwidth > 1e11
-
-
-def run_probe(path: Path, *options: str) -> Cluster:
-    """The cluster that `realrun probe --quick` writes."""
-    command = [sys.executable, "-m", "realrun", "probe", "--quick", "--out", str(path), *options]
+    path = tmp_path / "gpu.toml"
+    command = [sys.executable, "-m", "realrun", "probe", "--quick", "--out", str(path)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [*command, "--nproc", "1", "--backend", "nccl"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "memory bandwidth" in done.stdout
-    return load_cluster(str(path)).value
+    probed = load_cluster(str(path)).value
+    assert probed.gpu.peak["bf16"] > 1e12
+    assert probed.gpu.memory_bandwidth > 1e11

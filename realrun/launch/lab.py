@@ -114,8 +114,9 @@ def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
 
     Ranks have torchrun's environment, and REALRUN_CLUSTER, the path of the lab's `stated_cluster`.
-    Control-C gives 130 and SIGTERM 143. Call it from the main thread.
-    Raises LabError when the lab cannot be built here, LaunchError when there is no such command.
+    Control-C gives 130 and SIGTERM 143; a reader that closes the output ends all with 0. Call it
+    from the main thread. Raises LabError when the lab cannot be built here, LaunchError when there
+    is no such command.
     """
     program = resolved(command)
     check_machine()
@@ -236,7 +237,7 @@ def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) ->
         return 2
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 0  # as every command of ours gives then
 
 
 def _state(lab: Lab) -> None:
