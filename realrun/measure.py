@@ -1,4 +1,4 @@
-"""Measure one case: warm up, run, run again without communication, and merge what all ranks saw."""
+"""Measure one case: warm up, run, run again without communication, and merge all traces."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from realrun.record import Record
 from realrun.resolve import resolve
 
 KernelName: TypeAlias = Literal["flops", "sleep"]
-"""flops: real work of every op's size. sleep: hold the stream as long as the simulation says."""
+"""flops: as much arithmetic as every op states. sleep: hold the stream for the simulated time."""
 
 Say: TypeAlias = Callable[[str], None]
 """Gets a few words on what is being measured."""
@@ -40,9 +40,9 @@ def measure(
 ) -> Record | None:
     """Run a case on all ranks; every rank calls this, and rank 0 gets the record.
 
-    The cluster's layout and backend are those of `world`, whatever the case says. As many rounds
-    warm up as the simulation needs at least. Raises as `execute` does, and MismatchError when the
-    trace breaks a rule of the schedule.
+    Layout and backend of the cluster are those of `world`, whatever the case says. At least one
+    round warms up, and as many as the schedule looks back. Raises as `execute` does, and
+    MismatchError when the trace breaks a rule of the schedule.
     """
     case, assumed = resolve(case, world.layout, world.backend)
     prepared = case.prepare()
@@ -106,6 +106,6 @@ def merge(traces: Sequence[Trace]) -> Trace:
 
 
 def partial_trace(error: Co2simError) -> Trace | None:
-    """The spans that this rank had finished when it failed."""
-    found = getattr(error, "trace", None)
-    return found if isinstance(found, Trace) else None
+    """The spans that this rank had finished when it failed, if the error holds them."""
+    trace = getattr(error, "trace", None)
+    return trace if isinstance(trace, Trace) else None

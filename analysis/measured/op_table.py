@@ -94,7 +94,7 @@ def print_figures(out: Console, found: RunComparison) -> None:
     ]
     total, reached = sum(before.values()), sum(after.values())
     went.append(("sum", duration(total), duration(reached), _signed(reached - total)))
-    columns = ("on the average rank", "predicted", "measured", "difference")
+    columns = ("average of ranks", "predicted", "measured", "difference")
     print_table(out, "where a round went", columns, went)
 
 

@@ -1,4 +1,4 @@
-"""Streams as CUDA streams: the host issues everything, events on the GPU do the waiting."""
+"""Streams as CUDA streams: the host issues all ops, and events on the GPU make them wait."""
 
 import time
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class _Issued:
 
 
 class GpuSleep(Synthetic):
-    """Hold the stream, by counting the GPU's clock, as long as `Sleep` holds a thread."""
+    """Hold the stream, by counting cycles of the GPU, as long as `Sleep` holds a thread."""
 
     def __init__(self, seconds: Mapping[Compute, Seconds]) -> None:
         """Measure how fast the clock counts."""

@@ -1,4 +1,4 @@
-"""Execute a schedule on real process groups: the executor issues, streams do the waiting."""
+"""Execute a schedule on real process groups."""
 
 import math
 

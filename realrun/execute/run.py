@@ -1,4 +1,4 @@
-"""One execution of a schedule on this rank: what threads and GPU streams have in common."""
+"""One execution of a schedule on this rank: what threads and CUDA streams share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class Run:
         return by_op
 
     def begin(self, instance: Instance) -> None:
-        """Tell how far this rank is."""
+        """Report the round, if this instance is the first of it."""
         if self.progress and instance.op is self.schedule.body[0]:
             self.progress(instance.round)
 
@@ -78,9 +78,9 @@ def common_start(world: World) -> Seconds:
 
 
 def compare(instance: Instance, at: Communicator) -> None:
-    """Checking mode: see that all members are about to run the same collective.
+    """Check that all members are about to run the same collective.
 
-    Raises MismatchError that names the first who is not.
+    Raises MismatchError, which names the first member that is not.
     """
     text = f"{instance.op.name!r} of round {instance.round}: {instance.op.work}"
     mine = torch.zeros(_LABEL, dtype=torch.uint8)

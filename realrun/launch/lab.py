@@ -1,9 +1,9 @@
 """A cluster of network namespaces on one machine, with known bandwidths.
 
 Each node is a network namespace whose `eth0` is plugged into one bridge. `tc tbf` limits what it
-sends there, and what its ranks send each other over loopback. All of it lives in a network, process
-and mount namespace of its own: the network of the machine is not touched, and all that was made
-vanishes with the first process in there.
+sends there, and what its ranks send each other over loopback. All of it is in a network, process
+and mount namespace of its own: the network of the machine does not change, and everything is gone
+when the first process of the namespace ends.
 
     launcher - unshare - first process (reaps) - lab process - one holder a node, and the ranks
 """
@@ -55,7 +55,7 @@ _RANKS_PER_CORE = 2
 """With more, the cores are the bottleneck, not the network."""
 
 INTRA_RATE = "3 Gbit/s"
-"""What loopback reaches for every rank even where two ranks share a core and send at once."""
+"""A rate that loopback reaches for every rank, even if two ranks share a core and both send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
     check_machine()
     if lab.world_size > _RANKS_PER_CORE * (os.cpu_count() or 1):
         print(  # noqa: T201 - while it can still be stopped
-            f"warning: {lab.world_size} ranks share {os.cpu_count()} cores: expect what they move,"
-            " most of all inside a node, to be slower than the stated rate allows",
+            f"warning: {lab.world_size} ranks share {os.cpu_count()} cores: transfers, most of all"
+            " inside a node, may be slower than the stated rate",
             file=sys.stderr,
         )
     inside = json.dumps([asdict(lab), grace, program])
@@ -201,7 +201,7 @@ def _end(outer: subprocess.Popen[bytes]) -> None:
 
 
 def _first() -> None:
-    """Be the first process of the lab: start the one that does the work, and reap all others."""
+    """Be the first process of the lab: start the one that does the work, and reap all orphans."""
     worker = os.fork()
     if worker == 0:
         sys.exit(_inside(*json.loads(sys.argv[1])))

@@ -1,8 +1,8 @@
-"""Start ranks on this machine with torchrun's environment, watch them, leave nothing behind.
+"""Start ranks on this machine with torchrun's environment, watch them, and leave no process.
 
-The launcher hosts the store that ranks meet in, so that it outlives any of them. The first rank
-that fails is told to the others through it (see `watch`); they get some time to stop by
-themselves, then they are killed. No process is left, however the launcher itself ends.
+The launcher hosts the store that ranks meet in, so that it outlives all of them. The first failure
+of a rank is reported to the others through it (see `watch`). They get some time to stop, then they
+are killed. No process is left, however the launcher itself ends.
 """
 
 import os
@@ -31,7 +31,7 @@ GRACE: Seconds = 5.0
 """How long other ranks may take to stop after one failed, unless said otherwise."""
 
 MAX_RANKS = 256
-"""Far more than one machine can usefully run."""
+"""More than any machine can run at a useful speed."""
 
 
 def run_local(

@@ -41,7 +41,7 @@ class RankOutput:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Pass on what is left. A process that escaped may hold a pipe open: do not wait for it."""
+        """Pass on what is left; do not wait for a process outside the group that holds a pipe."""
         while kind is None and self._selector.get_map() and self.forward(TICK):
             pass
         for key in list(self._selector.get_map().values()):
@@ -74,7 +74,7 @@ class _Stream:
         self._end()
 
     def _end(self) -> None:
-        """Pass on what has arrived, though it is no whole line."""
+        """Pass on what has arrived, even if the line has no end yet."""
         if self._rest:
             self._write(self._rest + b"\n" if self._prefix else self._rest)
             self._rest = b""

@@ -1,4 +1,4 @@
-"""Watch ranks until all have ended: the first that fails is told to the others."""
+"""Watch ranks until all have ended; report the first failure to the others."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ from realrun.launch.watch import Store, gone, tell
 def supervise(ranks: Sequence[RankProcess], store: Store, grace: Seconds) -> int:
     """Pass on what the ranks print until all have ended: 0 if all did so with 0, else 1.
 
-    The first that fails is told to the others; those that still run `grace` later are killed.
+    The first failure is reported to the others; ranks that still run `grace` later are killed.
     Rank 0's stdout is passed on as it is, every other line with its rank in front.
     """
     running = list(ranks)

@@ -1,4 +1,4 @@
-"""What a probe found as a cluster file of co2sim: every number with its unit and its source."""
+"""The result of a probe as a cluster file: every number with its unit and its source."""
 
 import json
 from collections.abc import Iterator

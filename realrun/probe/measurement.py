@@ -1,7 +1,7 @@
 """Measure on all ranks what a cluster file states: by executing schedules, as a run does.
 
-Whatever the executor adds to an op is thus part of its time. Every rank calls these functions, and
-all get the same answer. Sizes and kinds take turns, several times over, since machines drift.
+So the overhead of the executor is part of every time. Every rank calls these functions, and all get
+the same answer. Sizes and kinds take turns, several times, since the speed of machines drifts.
 """
 
 import math
