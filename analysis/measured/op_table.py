@@ -33,29 +33,29 @@ def print_all(out: Console, comparisons: Sequence[RunComparison]) -> None:
         print_figures(out, comparisons[0])
     else:
         print_summary(out, comparisons)
-    for found in comparisons:
-        print_ops(out, found)
+    for run in comparisons:
+        print_ops(out, run)
 
 
 def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
     """One line per run, then the figures over all of them."""
     lines: list[tuple[str, ...]] = []
-    for found in comparisons:
-        here, there = found.predicted, found.measured
+    for run in comparisons:
+        here, there = run.predicted, run.measured
         lines.append(
             (
-                found.name,
+                run.name,
                 here.strategy,
                 here.cluster,
                 str(here.gpus),
                 duration(here.round_time_s),
                 duration(there["round_time_s"]),
-                f"{found.round_time_error:+.1%}",
+                f"{run.round_time_error:+.1%}",
                 duration(here.exposed_comm_s),
                 _time(there.get("exposed_comm_s")),
                 _ratio(here.overlap_ratio),
                 _ratio(there.get("overlap_ratio")),
-                _points(found.overlap_difference),
+                _points(run.overlap_difference),
             )
         )
     columns = (
@@ -72,22 +72,22 @@ def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
     print_table(out, f"{whole.runs} runs, absolute", ("figure", "value"), figures)
 
 
-def print_figures(out: Console, found: RunComparison) -> None:
+def print_figures(out: Console, run: RunComparison) -> None:
     """The figures of one run, and where its rounds went."""
-    here, there = found.predicted.to_dict(), found.measured
+    here, there = run.predicted.to_dict(), run.measured
     lines: list[tuple[str, ...]] = [
         (name, _time(here[key]), _time(there.get(key)), _error(here[key], there.get(key)))
         for name, key in _FIGURES
     ]
     overlap = (_ratio(here["overlap_ratio"]), _ratio(there.get("overlap_ratio")))
-    lines.append(("overlap ratio", *overlap, _points(found.overlap_difference)))
-    rounds = found.record.rounds
+    lines.append(("overlap ratio", *overlap, _points(run.overlap_difference)))
+    rounds = run.record.rounds
     title = (
-        f"{found.name}: {here['model']} on {here['cluster']}, {here['strategy']},"
+        f"{run.name}: {here['model']} on {here['cluster']}, {here['strategy']},"
         f" {here['gpus']} GPUs; {rounds} {'round' if rounds == 1 else 'rounds'} measured"
     )
     print_table(out, title, ("figure", "predicted", "measured", "error"), lines)
-    before, after = (asdict(one) for one in found.time_breakdowns)
+    before, after = (asdict(one) for one in run.time_breakdowns)
     went: list[tuple[str, ...]] = [
         (words, duration(before[key]), duration(after[key]), _signed(after[key] - before[key]))
         for key, words in _BREAKDOWN.items()
@@ -98,9 +98,9 @@ def print_figures(out: Console, found: RunComparison) -> None:
     print_table(out, "where a round went", columns, went)
 
 
-def print_ops(out: Console, found: RunComparison) -> None:
+def print_ops(out: Console, run: RunComparison) -> None:
     """The op table of one run, and what causes its errors."""
-    table = by_label(found)
+    table = by_label(run)
     lines = [
         (
             row.label,
@@ -116,7 +116,7 @@ def print_ops(out: Console, found: RunComparison) -> None:
     columns = ("op", "per round", "predicted ms", "measured ms", "error", "share", "cause")
     print_table(
         out,
-        f"{found.name}: ops, mean over rounds and ranks, and their share of all absolute errors",
+        f"{run.name}: ops, mean over rounds and ranks, and their share of all absolute errors",
         columns,
         lines,
     )
@@ -128,32 +128,32 @@ def print_ops(out: Console, found: RunComparison) -> None:
 def to_dict(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
     """Everything, as plain values for JSON."""
     return {
-        "runs": [_run(found) for found in comparisons],
+        "runs": [_run(run) for run in comparisons],
         "summary": summarise(comparisons).to_dict(),
     }
 
 
-def _run(found: RunComparison) -> dict[str, Any]:
-    table = by_label(found)
-    before, after = found.time_breakdowns
+def _run(run: RunComparison) -> dict[str, Any]:
+    table = by_label(run)
+    before, after = run.time_breakdowns
     return {
-        "name": found.name,
-        "strategy": found.predicted.strategy,
-        "cluster": found.predicted.cluster,
-        "model": found.predicted.model,
-        "gpus": found.predicted.gpus,
-        "kernels": found.record.kernels,
-        "environment": dict(found.record.environment),
-        "rounds": found.record.rounds,
-        "clock_error_s": found.record.clock_error,
-        "predicted": found.predicted.to_dict(),
-        "measured": dict(found.measured),
-        "round_time_error": found.round_time_error,
-        "overlap_difference": found.overlap_difference,
+        "name": run.name,
+        "strategy": run.predicted.strategy,
+        "cluster": run.predicted.cluster,
+        "model": run.predicted.model,
+        "gpus": run.predicted.gpus,
+        "kernels": run.record.kernels,
+        "environment": dict(run.record.environment),
+        "rounds": run.record.rounds,
+        "clock_error_s": run.record.clock_error,
+        "predicted": run.predicted.to_dict(),
+        "measured": dict(run.measured),
+        "round_time_error": run.round_time_error,
+        "overlap_difference": run.overlap_difference,
         "spent_s": {"predicted": asdict(before), "measured": asdict(after)},
         "causes": {str(cause): share for cause, share in causes(table).items()},
         "rows": [_entry(row) for row in table],
-        "ops": _ops(found),
+        "ops": _ops(run),
     }
 
 
@@ -170,12 +170,12 @@ def _entry(row: OpError) -> dict[str, Any]:
     }
 
 
-def _ops(found: RunComparison) -> list[dict[str, Any]]:
+def _ops(run: RunComparison) -> list[dict[str, Any]]:
     """Every op of the schedule: means over rounds and ranks, the parts of the excess by cause."""
-    names = labels(found.schedule)
-    body = {op.name: op for op in found.schedule.body}
+    names = labels(run.schedule)
+    body = {op.name: op for op in run.schedule.body}
     whole = []
-    for row in by_op(found):
+    for row in by_op(run):
         op = body[row.label]
         entry: dict[str, Any] = {
             "op": op.name,
@@ -191,7 +191,7 @@ def _ops(found: RunComparison) -> list[dict[str, Any]]:
 
 def to_csv(comparisons: Sequence[RunComparison]) -> bytes:
     """Every op of every run, one line each."""
-    lines = [{"run": found.name, **entry} for found in comparisons for entry in _ops(found)]
+    lines = [{"run": run.name, **entry} for run in comparisons for entry in _ops(run)]
     return pd.DataFrame(lines).to_csv(index=False).encode()
 
 
