@@ -24,6 +24,9 @@ from realrun.resolve import resolve
 CLUSTER = "REALRUN_CLUSTER"
 """Environment variable with the path of the cluster that the lab states."""
 
+_MOST_ROUNDS = 10_000
+"""Every rank keeps the spans of all rounds: some 200 bytes for each op of each of them."""
+
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
@@ -95,14 +98,14 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     name = kernels or ("sleep" if CLUSTER in os.environ else "flops")
     if name not in {"flops", "sleep"}:
         raise OptionError(f"--kernels is {name!r}; it is one of flops, sleep")
-    if rounds < 1:
-        raise OptionError(f"--rounds is {rounds}; it must be at least 1")
+    if not 1 <= rounds <= _MOST_ROUNDS:
+        raise OptionError(f"--rounds is {rounds}; it must be 1 to {_MOST_ROUNDS:,}")
     titles = [title(parse(text)) for text in strategy]
     if len(set(titles)) < len(titles):
         raise OptionError("a strategy is given twice")
     cases = [replace(job, cluster=stated, strategy=text) for text in strategy]
     means = launching.known_backend(backend)
-    limit = options.seconds("--deadline", deadline, least=1.0)
+    limit = launching.checked_deadline(deadline)
     launching.checked_nproc(nproc)
     for case in cases:  # what is wrong is better said once than by every rank
         if nproc is None:

@@ -84,7 +84,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         seconds = options.seconds("--budget", budget)
     precisions = _precisions(precision, backend) if gpu is None else ()
     largest = _size(size)
-    wait = options.seconds("--deadline", deadline, least=1.0)
+    wait = launching.checked_deadline(deadline)
     check_writable(out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
     from realrun.probe.cluster_file import NOTHING  # noqa: PLC0415 - slow
