@@ -42,7 +42,7 @@ def call(
 
 
 def command(environment: Mapping[str, str], folder: str, arguments: Sequence[str]) -> None:
-    """Be a rank of `realrun ARGUMENTS`, in the folder; FAULT and DIES may say how it fails."""
+    """Be a rank of `realrun ARGUMENTS`, in the folder; FAULT may say how it fails."""
     be_rank(environment, folder)
     os.chdir(folder)
     sys.argv = ["realrun", *arguments]

@@ -79,9 +79,9 @@ def forked(
             one.kill()
 
 
-def said(folder: Path, nproc: int, name: str = "err") -> str:
+def said(folder: Path) -> str:
     """What the ranks printed, rank by rank."""
-    return "".join((folder / f"{name}{rank}").read_text() for rank in range(nproc))
+    return "".join(path.read_text() for path in sorted(folder.glob("*[tr][0-9]*")))
 
 
 def on_ranks(
@@ -109,9 +109,9 @@ def on_ranks(
             gpus_per_node=gpus_per_node,
             limit=limit,
         )
-        assert dies is not None or code == 0, said(folder, nproc)
+        assert dies is not None or code == 0, said(folder)
         paths = [folder / str(rank) for rank in range(nproc) if rank != dies]
-        assert all(path.exists() for path in paths), said(folder, nproc)
+        assert all(path.exists() for path in paths), said(folder)
         answers = [json.loads(path.read_text()) for path in paths]
         return answers if dies is None else [*answers[:dies], None, *answers[dies:]]
 

@@ -80,13 +80,12 @@ def test_a_record_from_before_there_was_a_global_batch_is_read(
         ("realrun.launch.lab", "typer rich torch matplotlib pandas scipy"),
         ("realrun.launch.local", "typer rich torch matplotlib pandas scipy"),
         ("realrun.measure", "typer rich matplotlib pandas scipy"),
-        ("realrun.execute.executor", "typer rich matplotlib pandas scipy"),
         ("realrun.cli.app", "rich torch matplotlib pandas scipy"),
     ],
 )
 def test_importing_a_library_loads_no_command_line(module: str, without: str) -> None:
     """Nor anything else that it does not need."""
-    if module in {"realrun.measure", "realrun.execute.executor"}:
+    if module == "realrun.measure":
         pytest.importorskip("torch")
     script = f"import sys, {module}; print(*sys.modules)"
     done = subprocess.run(
