@@ -71,13 +71,21 @@ class Footprint:
         on_node, on_site = self.groups(cluster)
         return self.intra, self.inter * on_node, self.wan * on_site
 
-    def alone(self, cluster: Cluster) -> Seconds:
-        """Time when nothing but the groups of the same kind is in flight."""
+    def link_times(self, cluster: Cluster) -> tuple[Seconds, Seconds, Seconds]:
+        """Time that the bytes need on the links of a GPU, of a node and of a site, each alone."""
         wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
         nics = cluster.inter.payload_bandwidth * self.inter_efficiency
-        speeds = (cluster.intra.payload_bandwidth, nics, wan)
-        pairs = zip(self.loads(cluster), speeds, strict=True)
-        return self.latency + max(size / speed for size, speed in pairs)
+        intra, inter, far = self.loads(cluster)
+        return intra / cluster.intra.payload_bandwidth, inter / nics, far / wan
+
+    def bound_by(self, cluster: Cluster) -> int:
+        """The link that takes longest, as its place in `link_times`: it bounds the collective."""
+        times = self.link_times(cluster)
+        return times.index(max(times))
+
+    def alone(self, cluster: Cluster) -> Seconds:
+        """Time when nothing but the groups of the same kind is in flight."""
+        return self.latency + max(self.link_times(cluster))
 
 
 def footprint(work: Collective, cluster: Cluster) -> Footprint:

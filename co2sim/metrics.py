@@ -128,6 +128,8 @@ def _meetings(
                 times = (starts[..., place][kept], come[kept], ends[..., place][kept])
                 found[index].append(np.stack(times))
     return [np.concatenate(parts, axis=1) for parts in found]
+
+
 def straggler_delay(round_time: Seconds, equal_round_time: Seconds) -> Seconds:
     """Seconds by which slower or uneven ranks delay a round.
 

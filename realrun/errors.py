@@ -1,4 +1,4 @@
-"""Errors of real runs; like all of ours they are `Co2simError`s, one clear line each."""
+"""Errors of real runs. All are `Co2simError`s with a message of one line."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ class LaunchError(Co2simError):
 
 
 class MismatchError(Co2simError):
-    """Ranks do not do the same: another schedule, or another collective at the same place."""
+    """Ranks do different things: another schedule, or another collective at the same place."""
 
 
 class NonFiniteError(Co2simError):
-    """An inf or a NaN where it would spread to other ranks. `round` is the average's, if of one."""
+    """An inf or a NaN that would spread to other ranks. `round` is that of the average, if any."""
 
     def __init__(self, message: str, *, round: int | None = None) -> None:  # noqa: A002 - as below
         """Keep where."""
@@ -27,10 +27,10 @@ class NonFiniteError(Co2simError):
 
 
 class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
-    """A rank died, hung or raised, so that others could not go on.
+    """A rank died, hung or raised an error, so that others could not go on.
 
-    `ranks` are those at fault (empty if it could not be told), `op` and `round` what this rank was
-    doing. `trace` holds the spans that this rank had finished.
+    `ranks` are those at fault, empty if unknown. `op` and `round` say what this rank was doing.
+    `trace` holds the spans that this rank had finished.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
 
 
 class TrainingError(Co2simError):
-    """A training cannot go on: its loss is not a number any more."""
+    """A training cannot go on: its loss is not finite."""
 
 
 class CheckpointError(Co2simError):
-    """A checkpoint that is not there, is not whole, or is of another training."""
+    """A checkpoint is missing, incomplete, or of another training."""

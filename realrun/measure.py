@@ -1,4 +1,4 @@
-"""Measure one case: warm up, run, run again without communication, and merge what all ranks saw."""
+"""Measure one case: warm up, run, run again without communication, and merge all traces."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,13 +14,16 @@ from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
 from realrun.errors import MismatchError
 from realrun.execute.executor import execute
-from realrun.execute.kernels import Burn, Kernels, Sleep
+from realrun.execute.kernels import Burn, KernelSet, Sleep
 from realrun.execute.world import World, describe, gather_objects
 from realrun.record import Record
-from realrun.resolve import settle
+from realrun.resolve import resolve
 
 KernelName: TypeAlias = Literal["flops", "sleep"]
-"""flops: real work of every op's size. sleep: hold the stream as long as the simulation says."""
+"""flops: as much arithmetic as every op states. sleep: hold the stream for the simulated time."""
+
+Say: TypeAlias = Callable[[str], None]
+"""Gets a few words on what is being measured."""
 
 TORCH_DTYPE = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
 
@@ -32,15 +35,15 @@ def measure(
     *,
     rounds: int,
     check: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Say | None = None,
 ) -> Record | None:
     """Run a case on all ranks; every rank calls this, and rank 0 gets the record.
 
-    The cluster's layout and backend are those of `world`, whatever the case says. As many rounds
-    warm up as the simulation needs at least. Raises as `execute` does, and MismatchError when the
-    trace breaks a rule of the schedule.
+    Layout and backend of the cluster are those of `world`, whatever the case says. At least one
+    round warms up, and as many as the schedule looks back. Raises as `execute` does, and
+    MismatchError when the trace breaks a rule of the schedule.
     """
-    case, assumed = settle(case, world.layout, world.backend)
+    case, assumed = resolve(case, world.layout, world.backend)
     prepared = case.prepare()
     prepared = replace(prepared, assumed=(*assumed, *prepared.assumed))
     schedule = prepared.schedule
@@ -76,7 +79,7 @@ def measure(
     )
 
 
-def make_kernels(name: KernelName, prepared: Prepared, world: World) -> Kernels:
+def make_kernels(name: KernelName, prepared: Prepared, world: World) -> KernelSet:
     """Synthetic kernels for a case."""
     if name == "flops":
         return Burn(world.device, TORCH_DTYPE[prepared.job.precision])
@@ -87,15 +90,11 @@ def make_kernels(name: KernelName, prepared: Prepared, world: World) -> Kernels:
     return Sleep(durations(prepared))
 
 
-def durations(prepared: Prepared) -> dict[int, Seconds]:
-    """Seconds of every compute op by `id` of its work, as the simulation has them."""
+def durations(prepared: Prepared) -> dict[Compute, Seconds]:
+    """Seconds that every compute work takes in the simulation."""
     gpu, precision = prepared.cluster.gpu, prepared.job.precision
-    works = {id(op.work): op.work for op in prepared.schedule.body}
-    return {
-        key: compute_time(work, gpu, precision)
-        for key, work in works.items()
-        if isinstance(work, Compute)
-    }
+    works = dict.fromkeys(op.work for op in prepared.schedule.body)
+    return {work: compute_time(work, gpu, precision) for work in works if isinstance(work, Compute)}
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
@@ -106,6 +105,6 @@ def merge(traces: Sequence[Trace]) -> Trace:
 
 
 def partial_trace(error: Co2simError) -> Trace | None:
-    """The spans that this rank had finished when it failed."""
-    found = getattr(error, "trace", None)
-    return found if isinstance(found, Trace) else None
+    """The spans that this rank had finished when it failed, if the error holds them."""
+    trace = getattr(error, "trace", None)
+    return trace if isinstance(trace, Trace) else None

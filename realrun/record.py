@@ -1,12 +1,12 @@
-"""What a run leaves behind: a folder with what was asked, what was measured, and the timeline.
+"""The record of a run: a folder with the case, the figures and the timeline.
 
-`run.json` holds the question (cluster and model in full) and the figures, `trace.jsonl` the spans
-of all ranks, `trace.json` the same for Perfetto. Reading needs no torch.
+`run.json` holds the case (cluster and model in full) and the figures, `trace.jsonl` the spans of
+all ranks, `trace.json` the same for Perfetto. Reading needs no torch.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,21 @@ from co2sim.trace import Trace, read_json_lines
 from co2sim.units import Seconds
 from co2sim.workload import Model
 
-_PLAIN = ("micro_batch", "accumulation", "precision", "recompute", "optimizer")
-"""Fields of `Case` that are kept as they are."""
+_IN_FULL = ("cluster", "model", "strategy")
+_NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
+"""Fields of `Case` that are applied to cluster and model before a run, or that only simulate."""
+_PLAIN = tuple(field for field in fields(Case) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
+"""The other fields of `Case`, kept as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One run. The last `rounds` rounds of `trace` were measured; those before warmed up.
 
-    `case` names nothing: its cluster and model are objects, sized as they ran. `clock_error` is
-    the most by which the clocks of two ranks may differ in the trace. `figures` are those of
-    `co2sim.Result`, as measured. `environment` says what it ran on, for the reader.
+    `case` holds cluster and model as objects, sized as they ran, not as names. `kernels` is flops
+    or sleep. `clock_error` is the most by which the clocks of two ranks may differ in the trace.
+    `figures` are those of `co2sim.Result`, as measured. `environment` describes the hardware, and
+    the versions of what ran on it.
     """
 
     case: Case
@@ -45,7 +49,7 @@ class Record:
 
 
 def folder_name(strategy: str) -> str:
-    """The name of a strategy as a folder: `co2-tau=8-worker=node`."""
+    """A strategy as the name of a folder: `co2-tau=8-worker=node`."""
     return title(parse(strategy)).replace("(", "-").replace(", ", "-").replace(")", "")
 
 
@@ -58,7 +62,7 @@ def write(folder: Path, record: Record) -> list[Path]:
         "cluster": TypeAdapter(Cluster).dump_python(case.cluster, mode="json"),  # type: ignore[arg-type]
         "model": TypeAdapter(Model).dump_python(case.model, mode="json"),  # type: ignore[arg-type]
         "strategy": strategy,
-        **{name: getattr(case, name) for name in _PLAIN},
+        **{field.name: getattr(case, field.name) for field in _PLAIN},
         "kernels": record.kernels,
         "rounds": record.rounds,
         "clock_error": record.clock_error,
@@ -79,13 +83,14 @@ def read(folder: Path) -> Record:
     """Read a run's folder. Raises CatalogError when it is not one."""
     try:
         run = json.loads((folder / "run.json").read_text())
-        case = Case(
-            cluster=TypeAdapter(Cluster).validate_python(run["cluster"]),
-            model=TypeAdapter(Model).validate_python(run["model"]),
-            strategy=run["strategy"],
-        )
+        plain = {field.name: _plain(run, field) for field in _PLAIN}
         return Record(
-            case=replace(case, **{name: run[name] for name in _PLAIN}),
+            case=Case(
+                cluster=TypeAdapter(Cluster).validate_python(run["cluster"]),
+                model=TypeAdapter(Model).validate_python(run["model"]),
+                strategy=run["strategy"],
+                **plain,
+            ),
             kernels=run["kernels"],
             rounds=run["rounds"],
             trace=read_json_lines(folder / "trace.jsonl"),
@@ -102,3 +107,8 @@ def read(folder: Path) -> Record:
         elif isinstance(error, json.JSONDecodeError):
             reason = f"run.json is not JSON ({reason})"
         raise CatalogError(f"{folder} is not the folder of a run: {reason}") from error
+
+
+def _plain(run: Mapping[str, Any], field: Field[Any]) -> Any:
+    """What run.json holds of a field; older ones lack what can be None."""
+    return run.get(field.name) if field.default is None else run[field.name]

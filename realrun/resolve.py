@@ -8,10 +8,11 @@ from co2sim.cluster import Backend
 from co2sim.schedule import Layout
 
 
-def settle(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[Fact, ...]]:
-    """The case with its cluster and model as objects, and what of them no source supports.
+def resolve(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[Fact, ...]]:
+    """The case with its cluster and model as objects, and those of their numbers without a source.
 
-    The cluster gets this layout and backend, and communicators as the executor makes them.
+    The cluster gets this layout and backend, and a communicator for every stream and group, as the
+    executor makes them.
     """
     cluster, model = case.load()
     here = replace(

@@ -2,6 +2,7 @@
 
 how: kill (SIGKILL), stop (SIGSTOP: not even its heart beats), hang (sleeps for good), raise.
 phase: startup, compute, before (a collective), inside (one). The last part is the rank.
+PERIOD is the time between two heartbeats, SILENT after how long without one a heart has stopped.
 """
 
 import os
@@ -13,20 +14,19 @@ from pathlib import Path
 from torch import Tensor
 
 from co2sim.schedule import Instance
-from realrun import measure
-from realrun.cli import main
-from realrun.execute.kernels import Kernels
+from realrun import cli, measure
+from realrun.execute.kernels import KernelSet
+from realrun.launch import watch
 
-HOW, PHASE, VICTIM = os.environ["FAULT"].split(":")
 ROUND = 1
 LOCK = threading.Lock()
 
 
-def fail() -> None:
+def fail(how: str) -> None:
     """Do it, and leave word of when. Other streams that come here wait."""
     LOCK.acquire()
     Path(os.environ["FAULT_TIME"]).write_text(str(time.time()), encoding="ascii")
-    match HOW:
+    match how:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
@@ -40,21 +40,21 @@ def fail() -> None:
 class Faulty:
     """Kernels that fail in round 1."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: KernelSet, how: str, phase: str) -> None:
+        self.kernels, self.how, self.phase = kernels, how, phase
 
     def compute(self, instance: Instance, ready: float) -> float | None:
         """Fail, or compute."""
-        if PHASE == "compute" and instance.round == ROUND:
-            fail()
+        if self.phase == "compute" and instance.round == ROUND:
+            fail(self.how)
         return self.kernels.compute(instance, ready)
 
     def fill(self, instance: Instance, given: Tensor) -> None:
         """Fail, now or soon, or fill."""
-        if PHASE == "before" and instance.round == ROUND:
-            fail()
-        if PHASE == "inside" and instance.round == ROUND:
-            threading.Timer(0.02, fail).start()
+        if self.phase == "before" and instance.round == ROUND:
+            fail(self.how)
+        if self.phase == "inside" and instance.round == ROUND:
+            threading.Timer(0.02, fail, [self.how]).start()
         self.kernels.fill(instance, given)
 
     def drain(self, instance: Instance, taken: Tensor) -> None:
@@ -62,9 +62,17 @@ class Faulty:
         self.kernels.drain(instance, taken)
 
 
-if os.environ["RANK"] == VICTIM:
-    if PHASE == "startup":
-        fail()
-    make = measure.make_kernels
-    measure.make_kernels = lambda *given: Faulty(make(*given))
-main()
+def main() -> None:
+    """Be the rank that the environment says, faulty or not."""
+    how, phase, victim = os.environ["FAULT"].split(":")
+    watch._PERIOD, watch._SILENT = float(os.environ["PERIOD"]), float(os.environ["SILENT"])
+    if os.environ["RANK"] == victim:
+        if phase == "startup":
+            fail(how)
+        make = measure.make_kernels
+        measure.make_kernels = lambda *given: Faulty(make(*given), how, phase)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,87 @@
-"""Run a function of a test module on several processes that talk over Gloo."""
+"""Ranks for tests, forked from one process that has loaded PyTorch.
+
+A rank that is started as a program needs two seconds of a core to load it, a forked one none.
+"""
 
 import json
+import multiprocessing
 import os
 import subprocess
-import sys
 import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+import rank_main
+
+from realrun.launch.local import GRACE, host_store, rank_environment
+from realrun.launch.processes import RankProcess
+from realrun.launch.supervise import supervise
+
+LOADED = ("pytest", "torch.distributed.fsdp", "realrun.execute.executor", "realrun.algorithms")
+
+
+class Forked:
+    """A forked process with the part of `subprocess.Popen` that `supervise` uses."""
+
+    stdout = stderr = None
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self.process, self.pid = process, process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended."""
+        return self.process.exitcode
+
+    returncode = property(poll)
+
+
+def forked(
+    nproc: int,
+    target: Callable[..., None],
+    folder: Path,
+    *arguments: Any,
+    gpus_per_node: int = 0,
+    limit: float = 120.0,
+    **environment: str,
+) -> int:
+    """The exit code of ranks that call `target(environment, folder, *arguments)`.
+
+    They are watched as by the launcher, which passes on what fails, and have `limit` seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED))
+    store = host_store("127.0.0.1")
+    ranks: list[RankProcess] = []
+    late = threading.Timer(limit, lambda: [one.kill() for one in ranks])
+    try:
+        late.start()
+        for rank in range(nproc):
+            place = rank_environment(
+                rank,
+                nproc,
+                local_world_size=gpus_per_node or nproc,
+                address="127.0.0.1",
+                port=store.port,
+            )
+            whole = {**os.environ, **place, **environment}
+            process = context.Process(
+                target=target, args=(whole, str(folder), *arguments), daemon=True
+            )
+            process.start()
+            ranks.append(RankProcess(rank, Forked(process)))  # type: ignore[arg-type]
+        return supervise(ranks, store, GRACE)
+    finally:
+        late.cancel()
+        for one in ranks:
+            one.kill()
+
+
+def said(folder: Path) -> str:
+    """What the ranks printed, rank by rank."""
+    return "".join(path.read_text() for path in sorted(folder.glob("*[tr][0-9]*")))
 
 
 def on_ranks(
@@ -26,32 +99,27 @@ def on_ranks(
 
     The rank that `dies` gives None. All have `limit` seconds.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        request = json.dumps(
-            {
-                "module": module,
-                "function": function,
-                "arguments": arguments,
-                "folder": folder,
-                "backend": backend,
-            }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        code = forked(
+            nproc,
+            rank_main.call,
+            folder,
+            *(backend, module, function, arguments),
+            gpus_per_node=gpus_per_node,
+            limit=limit,
         )
-        script = (
-            "import sys; from realrun.launch.local import run_local; sys.exit(run_local("
-            f"[sys.executable, {str(ROOT / 'tests' / 'rank_main.py')!r}], {nproc},"
-            f" environment={{'REQUEST': {request!r},"
-            f" 'LOCAL_WORLD_SIZE': '{gpus_per_node or nproc}'}}))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-        assert dies is not None or done.returncode == 0, done.stdout + done.stderr
-        answers = [Path(folder) / str(rank) for rank in range(nproc) if rank != dies]
-        assert all(path.exists() for path in answers), done.stdout + done.stderr
-        found = [json.loads(path.read_text()) for path in answers]
-        return found if dies is None else [*found[:dies], None, *found[dies:]]
+        assert dies is not None or code == 0, said(folder)
+        paths = [folder / str(rank) for rank in range(nproc) if rank != dies]
+        assert all(path.exists() for path in paths), said(folder)
+        answers = [json.loads(path.read_text()) for path in paths]
+        return answers if dies is None else [*answers[:dies], None, *answers[dies:]]
+
+
+def realrun(
+    folder: Path, nproc: int, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`realrun ARGUMENTS` as so many ranks, in a folder; what rank 0 printed."""
+    code = forked(nproc, rank_main.command, folder, arguments, **environment)
+    out, errors = (folder / "out0").read_text(), (folder / "err0").read_text()
+    return subprocess.CompletedProcess(arguments, code, out, errors)

@@ -12,8 +12,9 @@ import tiny
 
 from analysis.cli import main
 from analysis.measured.attribution import Cause, attribute
-from analysis.measured.comparison import Comparison, causes, compare, labels, ops, rows, summarise
-from analysis.measured.fits import Point, fixed_and_slope, interference
+from analysis.measured.comparison import RunComparison, compare, summarise
+from analysis.measured.fits import WorkTime, fixed_and_slope, interference
+from analysis.measured.op_errors import by_label, by_op, causes, labels
 from analysis.measured.overrides import changed
 from analysis.measured.spans import split
 from co2sim import metrics
@@ -100,7 +101,7 @@ def measured(strategy: str, change: Change = same, noise: Noise = QUIET, rounds:
 
 def shares(strategy: str, change: Change = same, noise: Noise = QUIET) -> dict[Cause, float]:
     """Shares of the causes of a constructed measurement."""
-    return causes(rows(compare("run", measured(strategy, change, noise))))
+    return causes(by_label(compare("run", measured(strategy, change, noise))))
 
 
 JITTER = Noise(jitter=0.05, seed=3)
@@ -152,12 +153,12 @@ def test_a_slow_node_is_a_straggler_and_others_wait_for_it(strategy: str) -> Non
     """The slow node's computes are named straggler; collectives that err much wait for it."""
     noise = Noise(node_speed={1: 0.8})
     comparison = compare("run", measured(strategy, noise=noise))
-    found = causes(rows(comparison))
+    found = causes(by_label(comparison))
     assert set(list(found)[:2]) == {Cause.WAITING, Cause.STRAGGLER}
     collectives = {op.name for op in comparison.schedule.body if isinstance(op.work, Collective)}
     names = labels(comparison.schedule)
     waiting = {names[name] for name in collectives}
-    for row in rows(comparison):
+    for row in by_label(comparison):
         if row.share > 0.05 and row.cause:
             assert row.cause is (Cause.WAITING if row.label in waiting else Cause.STRAGGLER)
 
@@ -178,8 +179,8 @@ def test_traces_that_agree_have_no_errors_and_no_causes(strategy: str) -> None:
     comparison = compare("run", measured(strategy))
     assert comparison.round_time_error == pytest.approx(0, abs=1e-9)
     assert comparison.overlap_difference == pytest.approx(0, abs=1e-6)
-    assert all(row.cause is None and row.error == pytest.approx(0) for row in rows(comparison))
-    assert not any(causes(rows(comparison)).values())
+    assert all(row.cause is None and row.error == pytest.approx(0) for row in by_label(comparison))
+    assert not any(causes(by_label(comparison)).values())
 
 
 @pytest.mark.parametrize("change", [slower_network, more_latency, more_launch, disturbed])
@@ -190,7 +191,7 @@ def test_parts_add_up_to_the_error(strategy: str, change: Change) -> None:
     comparison = compare("run", measured(strategy, change, noise))
     for d in comparison.differences:
         assert sum(d.parts.values()) == pytest.approx(d.error, abs=1e-12)
-    found = rows(comparison)
+    found = by_label(comparison)
     assert sum(row.share for row in found) == pytest.approx(1)
     whole = sum(d.error for d in comparison.differences)
     assert sum(sum(row.parts.values()) for row in found) == pytest.approx(whole)
@@ -228,12 +229,139 @@ def test_collectives_that_meet_against_the_prediction_are_in_contention(backend:
     assert work == pytest.approx(-8e-3)
 
 
+def slow_inside_and_slow_exchange() -> Cluster:
+    """Two nodes of two, whose links inside look slower than the NICs but for `exchange_efficiency`.
+
+    An all-to-all of S bytes over all ranks takes S / (1 GB/s x 0.25) = 4 ns/B on the NICs of a node
+    and (S / 4) / 0.2 GB/s = 1.25 ns/B on the link of a GPU.
+    """
+    inter = Link(1e9, exchange_efficiency=0.25)
+    return tiny.cluster(2, 2, intra=Link(0.2e9), inter=inter, backend="gloo")
+
+
+def exchange(*, beside: bool) -> Schedule:
+    """An all-to-all of 8 MB over all ranks and, with it or after it, an all-reduce in each node."""
+    whole = Collective(Kind.ALL_TO_ALL, "a", 8_000_000, DType.INT8, WORLD)
+    inside = Collective(Kind.ALL_REDUCE, "b", 2_000_000, DType.INT8, NODE)
+    waits = () if beside else (After("exchange"),)
+    work = Compute("end", 1e9)
+    return Schedule(
+        "exchange",
+        (
+            Op("exchange", whole, "one"),
+            Op("inside", inside, "two", waits),
+            Op("end", work, "compute", (After("exchange"), After("inside"))),
+        ),
+    )
+
+
+def test_a_collective_loses_nothing_to_others_on_a_link_that_does_not_bound_it() -> None:
+    """The simulator is the oracle: traffic inside nodes does not delay an exchange between them.
+
+    So none of its time counts as lost, though its bytes per bandwidth are largest inside the node.
+    """
+    cluster, schedule = slow_inside_and_slow_exchange(), exchange(beside=True)
+    trace = execute(schedule, cluster, precision="bf16", rounds=1, fold=False)
+    parts = split(trace, schedule, cluster, 0)
+    for rank in range(4):
+        part = parts["exchange", 0, rank]
+        assert part.active == pytest.approx(32e-3)  # as alone
+        assert part.overlap_fraction == 0
+
+
+def test_traffic_on_another_link_does_not_hide_a_slow_network() -> None:
+    """The network gives half of what was predicted while nodes also work inside: bandwidth."""
+    cluster = slow_inside_and_slow_exchange()
+    slow = replace(cluster, inter=replace(cluster.inter, bandwidth=cluster.inter.bandwidth / 2))
+    schedule = exchange(beside=False)
+    predicted = execute(schedule, cluster, precision="bf16", rounds=2, fold=False)
+    observed = execute(exchange(beside=True), slow, precision="bf16", rounds=2, fold=False)
+    for d in attribute(schedule, cluster, "bf16", predicted, observed, rounds=1):
+        if d.op == "exchange":
+            assert d.error == pytest.approx(32e-3)
+            assert d.parts[Cause.BANDWIDTH] == pytest.approx(d.error)
+
+
+def pair() -> Schedule:
+    """Two equal all-reduces of 8 MB that start together on streams of their own."""
+    work = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
+    return Schedule("pair", (Op("a", work, "one"), Op("b", replace(work, buffer="b"), "two")))
+
+
+@pytest.mark.parametrize(
+    ("communicators", "overlaps"), [("stream", (0.5, 0.5)), ("group", (0.0, 0.5))]
+)
+def test_collectives_queue_only_on_a_communicator_that_they_share(
+    communicators: str, overlaps: tuple[float, float]
+) -> None:
+    """With one for each stream both share the link; with one for both the second waits for it.
+
+    Either way the time alone that is left is that of the cost model.
+    """
+    cluster = tiny.cluster(2, 1, backend="nccl", communicators=communicators)
+    trace = execute(pair(), cluster, precision="bf16", rounds=1, fold=False)
+    parts = split(trace, pair(), cluster, 0)
+    for op, overlap in zip("ab", overlaps, strict=True):
+        assert parts[op, 0, 0].overlap_fraction == pytest.approx(overlap)
+        assert parts[op, 0, 0].alone == pytest.approx(8e-3)
+
+
+def test_latency_is_not_shared_with_others_on_the_link() -> None:
+    """Half of each all-reduce is latency: only the other half takes longer beside its like.
+
+    Shares of single instants are not known, so the time alone that is left is not exact.
+    """
+    cluster = tiny.cluster(2, 1, inter=Link(1e9, latency=4e-3), backend="gloo")
+    trace = execute(pair(), cluster, precision="bf16", rounds=1, fold=False)
+    part = split(trace, pair(), cluster, 0)["a", 0, 0]
+    assert part.active == pytest.approx(8e-3 + 2 * 8e-3)
+    assert part.alone == pytest.approx(8e-3 + 8e-3, rel=0.15)
+
+
+def test_where_most_ranks_are_slow_they_are_stragglers_still() -> None:
+    """The first quartile is the measure, so that three slow ranks of four are told apart."""
+    schedule = Schedule("one", (Op("work", Compute("work", 1e9), "compute"),))
+    cluster = tiny.cluster(4, 1)
+    slow = Noise(node_speed={1: 0.5, 2: 0.5, 3: 0.5})
+    predicted, observed = (
+        execute(schedule, cluster, precision="bf16", rounds=1, noise=noise, fold=False)
+        for noise in (QUIET, slow)
+    )
+    for d in attribute(schedule, cluster, "bf16", predicted, observed, rounds=1):
+        assert d.error == pytest.approx(0.0 if d.rank == 0 else 1e-3)
+        assert d.parts[Cause.STRAGGLER] == pytest.approx(d.error)
+
+
+def test_a_predicted_slowdown_that_did_not_happen_is_contention_exactly() -> None:
+    """Beside communication a compute op was to take 1.5 times as long, and did not."""
+    reduce = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
+    ops = (Op("reduce", reduce, "comm"), Op("work", Compute("work", 2e9), "compute"))
+    schedule, cluster = Schedule("both", ops), tiny.cluster(2, 1, interference=0.5)
+    predicted, observed = (
+        execute(schedule, one, precision="bf16", rounds=1, fold=False)
+        for one in (cluster, replace(cluster, interference=0.0))
+    )
+    found = attribute(schedule, cluster, "bf16", predicted, observed, rounds=1)
+    for d in (d for d in found if d.op == "work"):
+        assert d.error == pytest.approx(-1e-3)
+        assert d.parts[Cause.CONTENTION] == pytest.approx(d.error)
+
+
+def test_on_a_slow_rank_more_launch_is_still_launch() -> None:
+    """Twice as slow and with costlier launches: nothing is left for arithmetic or memory."""
+    record = measured("ddp", more_launch, Noise(node_speed={1: 0.5}))
+    for d in compare("run", record).differences:
+        if d.rank >= 2 and Cause.LAUNCH in d.parts:
+            assert d.parts[Cause.LAUNCH] > 1e-5
+            assert d.parts[Cause.COMPUTE] == pytest.approx(0, abs=1e-9)
+
+
 def test_more_bandwidth_than_predicted_is_bandwidth_with_a_positive_error() -> None:
     """Errors have signs: where the network is faster than described, predictions are too long."""
     record = measured("ddp")
     assert isinstance(record.case.cluster, Cluster)
     comparison = compare("run", record, slower_network(record.case.cluster))
-    (row,) = (row for row in rows(comparison) if row.label.startswith("all_reduce"))
+    (row,) = (row for row in by_label(comparison) if row.label.startswith("all_reduce"))
     assert row.error is not None
     assert row.error > 0
     assert row.parts[Cause.BANDWIDTH] < 0
@@ -276,9 +404,9 @@ def test_waits_within_the_clock_error_do_not_count() -> None:
 
 def test_sizes_must_differ_to_tell_a_fixed_time_from_a_growing_one() -> None:
     """Two sizes give the exact fixed time; equal or nearly equal ones give none."""
-    apart = [Point("k", 1.0, size, 3.0 + 2.0 * size) for size in (1.0, 10.0)]
+    apart = [WorkTime("k", 1.0, size, 3.0 + 2.0 * size) for size in (1.0, 10.0)]
     assert fixed_and_slope(apart) == pytest.approx(3.0)
-    near = [Point("k", 1.0, size, 3.0 + 2.0 * size) for size in (10.0, 12.0)]
+    near = [WorkTime("k", 1.0, size, 3.0 + 2.0 * size) for size in (10.0, 12.0)]
     assert fixed_and_slope(near) is None
     assert fixed_and_slope(apart[:1]) is None
     assert fixed_and_slope([]) is None
@@ -286,8 +414,8 @@ def test_sizes_must_differ_to_tell_a_fixed_time_from_a_growing_one() -> None:
 
 def test_no_fixed_time_is_longer_than_what_was_measured() -> None:
     """A fit cannot say that launching takes longer than the whole of a small op."""
-    small = [Point("k", 1.0, 0.1, 0.5), Point("k", 1.0, 1000.0, 1.0)]
-    large = [Point("j", 1.0, 0.1, 8.0), Point("j", 1.0, 1000.0, 9.0)]
+    small = [WorkTime("k", 1.0, 0.1, 0.5), WorkTime("k", 1.0, 1000.0, 1.0)]
+    large = [WorkTime("j", 1.0, 0.1, 8.0), WorkTime("j", 1.0, 1000.0, 9.0)]
     assert fixed_and_slope(large) == pytest.approx(8, abs=0.01)
     assert fixed_and_slope([*small, *large]) == 0.5
 
@@ -304,20 +432,22 @@ def test_where_a_round_went_sums_to_the_round_time() -> None:
     """Computing, communicating, waiting and idling are all of a round, in both traces."""
     comparison = compare("run", measured("zero3", slower_network, JITTER))
     record = comparison.record
-    for spent, trace in zip(comparison.spent, (comparison.simulated, record.trace), strict=True):
+    for spent, trace in zip(
+        comparison.time_breakdowns, (comparison.simulated, record.trace), strict=True
+    ):
         during = metrics.window(trace, comparison.schedule, record.rounds)
         total = spent.compute + spent.communication + spent.waiting + spent.idle
         assert total == pytest.approx(during.round_time)
-    here, there = comparison.spent
+    here, there = comparison.time_breakdowns
     assert there.communication > here.communication
 
 
 def test_a_long_schedule_gives_a_short_table_and_every_op() -> None:
     """48 steps of 12 layers share a dozen labels; the list of ops holds each of them."""
     comparison = compare("run", measured("co2(tau=12,worker=node,inner=zero2)"))
-    assert len(rows(comparison)) <= 12
-    assert [row.label for row in ops(comparison)] == [op.name for op in comparison.schedule.body]
-    assert sum(row.count for row in rows(comparison)) == len(comparison.schedule.body)
+    assert len(by_label(comparison)) <= 12
+    assert [row.label for row in by_op(comparison)] == [op.name for op in comparison.schedule.body]
+    assert sum(row.count for row in by_label(comparison)) == len(comparison.schedule.body)
 
 
 def test_prediction_is_that_of_the_simulator() -> None:
@@ -351,7 +481,7 @@ def test_an_unchanged_description_is_the_same_cluster() -> None:
 
 def test_summary_is_median_and_largest_of_absolute_errors() -> None:
     """Three runs: the median error, the largest error, the largest difference of overlap."""
-    found: list[Comparison] = [
+    found: list[RunComparison] = [
         compare(change.__name__, measured("ddp", change))
         for change in (same, slower_network, slower_gpu)
     ]

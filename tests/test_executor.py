@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - needs torch
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
+from realrun.execute import rings  # noqa: E402
 from realrun.execute.clock import Clock  # noqa: E402
 from realrun.execute.collectives import allocate  # noqa: E402
 from realrun.execute.kernels import Operands, burn  # noqa: E402
@@ -135,6 +136,23 @@ def test_every_stream_and_group_has_its_own_communicator() -> None:
     found = on_ranks("groups", 4, gpus_per_node=2)
     assert found[0] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [0, 2], [0, 1], True]
     assert found[3] == [[0, 1, 2, 3], [0, 1, 2, 3], [2, 3], [1, 3], [2, 3], True]
+
+
+def test_no_two_messages_of_a_collective_have_one_tag() -> None:
+    """Of 64 ranks and parts of 1000 segments: each is told apart by its step and its segment."""
+    tags = {rings._tag(step, segment) for step in range(63) for segment in range(1000)}
+    assert len(tags) == 63 * 1000
+
+
+def test_all_waits_of_a_collective_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5 s, 3 are left after 2; a message that is late is still asked for once."""
+    now, waits = 100.0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    message: Any = SimpleNamespace(wait=lambda limit: waits.append(limit.total_seconds()))
+    exchange = rings.Exchange(SimpleNamespace(), 5.0)  # type: ignore[arg-type]
+    for now in (100.0, 102.0, 110.0):  # noqa: B007 - what the clock shows
+        exchange.wait(message)
+    assert waits == [5.0, 3.0, 0.001]
 
 
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 7])

@@ -10,13 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytest.importorskip("torch")
+import rank_main
+from ranks import forked
+
 from co2sim.trace import read_json_lines
 
-pytest.importorskip("torch")
-
 ROOT = Path(__file__).parent.parent
-DEADLINE = 4.0
+DEADLINE = 1.5
 """Seconds that the ranks of these tests wait for each other."""
+HEART = {"PERIOD": "0.1", "SILENT": "0.8"}
 
 STOPPED = r"stopped (in|after) '\S+' of round [01]"
 """Who is told of a failure may be between two ops, or just behind the rank that failed."""
@@ -33,31 +36,19 @@ inter = { bandwidth = "1 GB/s", latency = "50 us" }
 """
 
 
-def run_with_fault(fault: str, folder: Path, nproc: int = 3) -> tuple[int, str, float, set[int]]:
-    """Exit code, what was printed, seconds after the fault, and processes that were left."""
+def arguments(folder: Path) -> list[str]:
+    """Those of the run in which a rank fails."""
     (folder / "cluster.toml").write_text(CLUSTER)
-    command = [
-        *(sys.executable, str(ROOT / "tests" / "faulty_rank.py")),
+    return [
         *("run", "-c", str(folder / "cluster.toml"), "-m", "gpt2-small", "-s", "ddp"),
         *("--kernels", "sleep", "--set", "model.layers=2", "--deadline", f"{DEADLINE} s"),
         *("--out", str(folder / "out")),
     ]
-    script = (
-        "import sys; from realrun.launch.local import run_local;"
-        f"sys.exit(run_local({command!r}, {nproc}, grace=5))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FAULT": fault, "TAG": str(folder)}
-    environment["FAULT_TIME"] = str(folder / "time")
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    seconds = time.time() - float((folder / "time").read_text())
-    return done.returncode, done.stderr, seconds, left_behind(folder)
+
+
+def since_fault(folder: Path) -> float:
+    """Seconds since the rank failed."""
+    return time.time() - float((folder / "time").read_text())
 
 
 def left_behind(folder: Path) -> set[int]:
@@ -72,6 +63,19 @@ def left_behind(folder: Path) -> set[int]:
     return found
 
 
+def check_survivors(errors: dict[int, str], said: str, folder: Path, *, started: bool) -> None:
+    """Each says on one line who failed and where it was, and where its spans are."""
+    for rank, text in errors.items():
+        (own,) = re.findall(r"error: (.*)$", text, re.MULTILINE)
+        assert re.search(said, own), text
+        if started:
+            path = folder / "out" / "ddp" / "partial" / f"rank{rank}.jsonl"
+            assert str(path) in own
+            assert {span.round for span in read_json_lines(path).spans} >= {0}
+            stopped = path.stat().st_mtime - float((folder / "time").read_text())
+            assert stopped < DEADLINE + 5
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("fault", "said"),
@@ -79,33 +83,59 @@ def left_behind(folder: Path) -> set[int]:
         ("kill:startup:1", r"rank 1 was killed by SIGKILL"),
         ("kill:compute:2", rf"rank 2 was killed by SIGKILL; {STOPPED}"),
         ("kill:before:0", rf"rank 0 was killed by SIGKILL; {STOPPED}"),
-        ("kill:inside:1", rf"rank 1 was killed by SIGKILL; {STOPPED}"),
         ("stop:compute:1", r"rank 1 gives no sign of life; stopped in '\S+' of round 1"),
         ("hang:compute:2", r"rank 2 is not there: it is in '\S+' of round 1; stopped in"),
         (
             "raise:compute:0",
             rf"rank 0 raised ValueError in '\S+' of round 1: a kernel went wrong; {STOPPED}",
         ),
-        ("stop:startup:2", r"rank 2 did not come within 4 s"),
+        ("stop:startup:2", r"rank 2 did not come within 1.5 s"),
     ],
 )
 def test_all_ranks_stop_in_time_and_name_the_missing_one(
     fault: str, said: str, tmp_path: Path
 ) -> None:
     """Exit code 1, within the deadline and 5 s; survivors name rank, op and round."""
-    code, errors, seconds, left = run_with_fault(fault, tmp_path)
-    assert code == 1, errors
-    assert not left
-    victim = int(fault[-1])
-    for rank in {0, 1, 2} - {victim}:
-        own = re.findall(rf"^\[rank {rank}\] error: (.*)$", errors, re.MULTILINE)
-        assert len(own) == 1, errors
-        assert re.search(said, own[0]), errors
-        if "startup" not in fault:
-            path = tmp_path / "out" / "ddp" / "partial" / f"rank{rank}.jsonl"
-            assert str(path) in own[0]
-            assert {span.round for span in read_json_lines(path).spans} >= {0}
-            stopped = path.stat().st_mtime - float((tmp_path / "time").read_text())
-            assert stopped < DEADLINE + 5
+    code = forked(
+        3,
+        rank_main.command,
+        tmp_path,
+        arguments(tmp_path),
+        FAULT=fault,
+        FAULT_TIME=str(tmp_path / "time"),
+        **HEART,
+    )
     killed_by_launcher = 5.0  # a rank that hangs for good
-    assert seconds < DEADLINE + 5 + killed_by_launcher
+    assert since_fault(tmp_path) < DEADLINE + 5 + killed_by_launcher
+    assert code == 1
+    survivors = {0, 1, 2} - {int(fault[-1])}
+    errors = {rank: (tmp_path / f"err{rank}").read_text() for rank in survivors}
+    check_survivors(errors, said, tmp_path, started="startup" not in fault)
+
+
+@pytest.mark.dist
+def test_a_launched_run_stops_names_the_missing_one_and_leaves_nothing(tmp_path: Path) -> None:
+    """The same with the launcher and programs of their own: rank 1 dies inside of a collective."""
+    command = [sys.executable, str(ROOT / "tests" / "faulty_rank.py"), *arguments(tmp_path)]
+    script = (
+        "import sys; from realrun.launch.local import run_local;"
+        f"sys.exit(run_local({command!r}, 3, grace=5))"
+    )
+    own = {"PYTHONPATH": str(ROOT), "FAULT": "kill:inside:1", "TAG": str(tmp_path), **HEART}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **own, "FAULT_TIME": str(tmp_path / "time")},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert since_fault(tmp_path) < DEADLINE + 5
+    assert done.returncode == 1, done.stderr
+    assert not left_behind(tmp_path)
+    by_rank = {
+        rank: "\n".join(re.findall(rf"^\[rank {rank}\] .*$", done.stderr, re.MULTILINE))
+        for rank in (0, 2)
+    }
+    said = rf"rank 1 was killed by SIGKILL; {STOPPED}"
+    check_survivors(by_rank, said, tmp_path, started=True)

@@ -20,16 +20,8 @@ from co2sim.cost import footprint
 from co2sim.schedule import WORLD, Collective, DType, Kind
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
-from realrun.launch.lab import (
-    FRAME,
-    PAYLOAD,
-    TOOLS,
-    Lab,
-    burst,
-    check_machine,
-    run_lab,
-    stated_cluster,
-)
+from realrun.launch.lab import TOOLS, Lab, check_machine, run_lab, stated_cluster
+from realrun.launch.namespaces import FRAME, PAYLOAD, burst
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
@@ -270,6 +262,20 @@ def test_failed_rank_ends_the_run() -> None:
     message = "rank 0 did not stop and had to be killed"
     assert err == f"error: rank 1 was killed by SIGKILL; {message}\n"
     assert launched.returncode == 1
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
+def test_a_reader_that_has_gone_ends_the_run() -> None:
+    """As with `| head -1`: exit code 0, no word, and nobody goes on printing."""
+    launched = launcher(Lab(2, 1, "1 Gbit/s"), ["yes"])
+    assert launched.stdout is not None
+    assert launched.stderr is not None
+    assert launched.stdout.readline()
+    launched.stdout.close()
+    assert launched.wait(30) == 0
+    assert launched.stderr.read() == ""
+    launched.stderr.close()
 
 
 @pytest.mark.lab

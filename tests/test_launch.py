@@ -13,14 +13,9 @@ import psutil
 import pytest
 
 from realrun.errors import LaunchError
-from realrun.launch.local import (
-    RankProcess,
-    rank_environment,
-    resolved,
-    run_local,
-    start,
-    supervise,
-)
+from realrun.launch.local import rank_environment, resolved, run_local
+from realrun.launch.processes import RankProcess, start
+from realrun.launch.supervise import supervise
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """

@@ -5,14 +5,20 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from co2sim import Case, study
 from realrun import record
+from realrun.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
 
 ROOT = Path(__file__).parent.parent
+BASH = shutil.which("bash") or "bash"
+REALRUN = (sys.executable, "-m", "realrun")
 CLUSTER = """
 name = "this machine"
 source = "for this test"
@@ -40,6 +46,22 @@ def call(
         timeout=120,
         check=False,
     )
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """Run `realrun` in this process, in a folder with cluster.toml: exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["realrun", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
 
 
 RUN = ("run", "-c", "cluster.toml", "-m", "tiny-5m", "--rounds", "2", "--kernels", "sleep")
@@ -80,11 +102,16 @@ def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_real_matrix_products_run(tmp_path: Path) -> None:
     """Flops kernels on one rank: no communication, and a trace."""
-    done = call(
+    pytest.importorskip("torch")
+    from ranks import realrun  # noqa: PLC0415 - torch
+
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    done = realrun(
         tmp_path,
+        1,
         *("run", "-c", "cluster.toml", "-m", "tiny-5m", "-s", "ddp", "--rounds", "1"),
         *("--kernels", "flops", "--precision", "fp32", "--set", "model.seq_len=64"),
-        *("--nproc", "1", "--json"),
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["overlap_ratio"] is None
@@ -96,7 +123,7 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
         (("run", "-m", "tiny-5m", "-s", "ddp"), "--cluster is missing"),
         ((*RUN, "-s", "dpd", "--nproc", "2"), "unknown strategy 'dpd'; did you mean 'ddp'?"),
         ((*RUN, "-s", "ddp", "-s", "ddp"), "a strategy is given twice"),
-        ((*RUN, "-s", "ddp", "--kernels", "flop"), "--kernels is 'flop'"),
+        ((*RUN[:-2], "-s", "ddp", "--kernels", "flop"), "--kernels is 'flop'"),
         ((*RUN, "-s", "ddp", "--nproc", "0"), "--nproc is 0; it must be at least 1"),
         ((*RUN, "-s", "ddp", "--backend", "mpi"), "--backend is 'mpi'"),
         ((*RUN, "-s", "ddp", "--deadline", "5"), "--deadline"),
@@ -106,7 +133,11 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
         ),
         ((*RUN, "-s", "ddp", "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
         (("probe", "--nproc", "2", "--out", "/proc/x/c.toml"), "cannot write into /proc/x"),
-        ((*RUN, "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
+        ((*RUN[:5], "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
+        ((*RUN[:5], "-s", "ddp", "--rounds", "1000000000"), "it must be 1 to 10,000"),
+        ((*RUN, "-s", "ddp", "--deadline", "1e15 s"), "it must be at most 7 days"),
+        (("probe", "--deadline", "1e15 s"), "it must be at most 7 days"),
+        ((*RUN, "-s", "ddp", "--nproc", "1000000"), "cannot start 1000000 ranks"),
         ((*RUN, "-s", "ddp"), "RANK is not set"),
         (("run", "-c", "nowhere", "-m", "tiny-5m", "-s", "ddp"), "nowhere"),
         (
@@ -126,14 +157,15 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_gives_one_line_and_starts_nothing(
-    arguments: tuple[str, ...], said: str, tmp_path: Path
+    arguments: tuple[str, ...], said: str, cli: Run, tmp_path: Path
 ) -> None:
     """What was wrong, on stderr; exit code 2, nothing written."""
-    done = call(tmp_path, *arguments)
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    pytest.importorskip("torch")
+    code, out, errors = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert said in errors
+    assert errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]
 
 
 def test_without_torch_the_command_says_what_to_install(tmp_path: Path) -> None:
@@ -146,3 +178,35 @@ def test_without_torch_the_command_says_what_to_install(tmp_path: Path) -> None:
     done = call(tmp_path, *RUN, "-s", "ddp", "--nproc", "1", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2, done.stderr
     assert "PyTorch is not installed: pip install 'co2sim[torch]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("lab", "cluster"), ("lab", "cluster", "--rate", "fast")]
+)
+def test_a_reader_that_has_gone_gives_no_traceback(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As with `| head -1`: nothing on stderr, but for bad input."""
+    done = subprocess.run(
+        [BASH, "-c", '"$@" | true', BASH, *REALRUN, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr.count("\n") == ("fast" in arguments)
+
+
+def test_a_terminal_of_ascii_gives_no_traceback(tmp_path: Path) -> None:
+    """Names that it cannot print: the message is there, with replacements."""
+    done = call(
+        tmp_path,
+        *("run", "-c", "Zürich.toml", "-m", "tiny-5m", "-s", "ddp"),
+        PYTHONIOENCODING="ascii",
+        PYTHONUTF8="0",
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "rich.toml" in done.stderr

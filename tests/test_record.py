@@ -1,6 +1,8 @@
 """A run's folder: what was asked, what was measured, and the timeline."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from co2sim import Case, study
 from co2sim.errors import CatalogError, Co2simError
 from realrun import record
 from realrun.record import Record, folder_name
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -38,6 +42,56 @@ def test_what_is_written_is_read(made: Record, tmp_path: Path) -> None:
     assert found.trace == made.trace
     assert found.figures == json.loads(json.dumps(made.figures))
     assert study.run(found.case) == study.run(made.case)
+
+
+def test_every_option_of_the_case_is_kept(made: Record, tmp_path: Path) -> None:
+    """The batch, too, whichever way it was given: without it another workload is predicted."""
+    for changes in (
+        {"micro_batch": 2, "accumulation": 3, "precision": "bf16", "optimizer": "sgd"},
+        {"global_batch": 16, "recompute": "full"},
+    ):
+        case = replace(made.case, **changes)  # type: ignore[arg-type]
+        _, trace = study.trace(replace(case, fold=False))
+        record.write(tmp_path / "run", replace(made, case=case, trace=trace))
+        assert record.read(tmp_path / "run").case == case
+
+
+def test_a_record_from_before_there_was_a_global_batch_is_read(
+    made: Record, tmp_path: Path
+) -> None:
+    """What can be None may be missing; what cannot is named."""
+    record.write(tmp_path / "run", made)
+    path = tmp_path / "run" / "run.json"
+    kept = json.loads(path.read_text())
+    del kept["global_batch"]
+    path.write_text(json.dumps(kept))
+    assert record.read(tmp_path / "run").case == made.case
+    del kept["micro_batch"]
+    path.write_text(json.dumps(kept))
+    with pytest.raises(CatalogError, match=r"run\.json has no 'micro_batch'"):
+        record.read(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("module", "without"),
+    [
+        ("realrun.record", "typer rich torch matplotlib pandas scipy"),
+        ("realrun.resolve", "typer rich torch matplotlib pandas scipy"),
+        ("realrun.launch.lab", "typer rich torch matplotlib pandas scipy"),
+        ("realrun.launch.local", "typer rich torch matplotlib pandas scipy"),
+        ("realrun.measure", "typer rich matplotlib pandas scipy"),
+        ("realrun.cli.app", "rich torch matplotlib pandas scipy"),
+    ],
+)
+def test_importing_a_library_loads_no_command_line(module: str, without: str) -> None:
+    """Nor anything else that it does not need."""
+    if module == "realrun.measure":
+        pytest.importorskip("torch")
+    script = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not set(without.split()) & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "not json", "other keys"])

@@ -19,12 +19,12 @@ from co2sim.files import check_writable, write_atomically
 from co2sim.strategies import parse
 from realrun import record
 from realrun.launch.lab import INTRA_RATE
-from realrun.launch.local import started
 from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate
+from realrun.launch.processes import started
 from realrun.record import folder_name
 
 if TYPE_CHECKING:
-    from analysis.measured.comparison import Comparison
+    from analysis.measured.comparison import RunComparison
 
 
 def compare(
@@ -59,29 +59,11 @@ def compare(
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Compare measured runs with their prediction: figures, ops, and what causes the errors."""
-    from analysis.measured import op_table  # noqa: PLC0415 - pandas, only for this command
-    from analysis.measured.comparison import compare as compare_  # noqa: PLC0415
-
     if figure is not None and figure.suffix not in {".png", ".svg"}:
         raise OptionError(f"--figure {figure}: the file must end in .png or .svg")
     changes = options.pairs(overrides, "--set")
-    folders = [folder for run in runs for folder in _folders(run)]
-    found = []
-    for folder in folders:
-        measured = record.read(folder)
-        other = _other(measured.case.cluster, cluster, changes)
-        found.append(compare_(_name(folder, folders), measured, other))
-    files = {} if figure is None else _figures(found, figure, rank)
-    if csv is not None:
-        files[csv] = op_table.to_csv(found)
-    write_atomically(files)
-    if json_:
-        typer.echo(json.dumps(op_table.to_dict(found), indent=2))
-        return
-    out = console()
-    op_table.print_all(out, found)
-    for path in files:
-        out.print(f"written {path}", highlight=False, markup=False, soft_wrap=True)
+    comparisons = _compared(runs, cluster, changes)
+    _report(comparisons, figure=figure, rank=rank, csv=csv, as_json=json_)
 
 
 def lab(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -125,7 +107,46 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     asked = ["--model", model, *strategies, "--out", str(out), "--json", *context.args]
     _in_lab(inside, ["run", *cluster, *asked])
     folders = [out / folder_name(text) for text in strategy]
-    compare(folders, figure=figure)
+    _report(_compared(folders), figure=figure)
+
+
+def _compared(
+    runs: Sequence[Path], cluster: str | None = None, changes: Mapping[str, str] | None = None
+) -> list["RunComparison"]:
+    """Every run in these folders beside its prediction, on another cluster if one is given."""
+    from analysis.measured.comparison import compare  # noqa: PLC0415 - the simulator
+
+    folders = [folder for run in runs for folder in _folders(run)]
+    comparisons = []
+    for folder in folders:
+        measured = record.read(folder)
+        other = _other(measured.case.cluster, cluster, changes or {})
+        comparisons.append(compare(_name(folder, folders), measured, other))
+    return comparisons
+
+
+def _report(
+    comparisons: Sequence["RunComparison"],
+    *,
+    figure: Path | None = None,
+    rank: int = 0,
+    csv: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Write the files that are asked for, all or none; then print tables, or JSON."""
+    from analysis.measured import op_table  # noqa: PLC0415 - pandas, only for these commands
+
+    files = {} if figure is None else _figures(comparisons, figure, rank)
+    if csv is not None:
+        files[csv] = op_table.to_csv(comparisons)
+    write_atomically(files)
+    if as_json:
+        typer.echo(json.dumps(op_table.to_dict(comparisons), indent=2))
+        return
+    out = console()
+    op_table.print_all(out, comparisons)
+    for path in files:
+        out.print(f"written {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _in_lab(lab_options: Sequence[str], command: Sequence[str]) -> None:
@@ -142,18 +163,18 @@ def _in_lab(lab_options: Sequence[str], command: Sequence[str]) -> None:
         raise typer.Exit(code)
 
 
-def _figures(found: list["Comparison"], figure: Path, rank: int) -> dict[Path, bytes]:
-    """The figure, or one per run with the name of the run in that of the file."""
+def _figures(comparisons: Sequence["RunComparison"], figure: Path, rank: int) -> dict[Path, bytes]:
+    """The figure, or one per run, whose file name holds the name of the run."""
     from analysis.measured.timelines import draw  # noqa: PLC0415 - matplotlib
 
-    if len(found) == 1:
-        return {figure: draw(found[0], rank, figure.suffix)}
-    parts = [comparison.name.replace("/", "-") for comparison in found]
+    if len(comparisons) == 1:
+        return {figure: draw(comparisons[0], rank, figure.suffix)}
+    parts = [comparison.name.replace("/", "-") for comparison in comparisons]
     return {
         figure.with_name(f"{figure.stem}-{part}{figure.suffix}"): draw(
             comparison, rank, figure.suffix
         )
-        for part, comparison in zip(parts, found, strict=True)
+        for part, comparison in zip(parts, comparisons, strict=True)
     }
 
 
@@ -163,7 +184,7 @@ def _folders(run: Path) -> list[Path]:
         return [run]
     below = sorted(path.parent for path in run.glob("*/run.json"))
     if not below:
-        raise OptionError(f"{run} holds no run: neither run.json nor folders with one")
+        raise OptionError(f"{run} holds no run: it has neither run.json nor a folder with one")
     return below
 
 

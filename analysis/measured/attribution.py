@@ -1,15 +1,15 @@
-"""Why a measured op takes another time than predicted: every error, split into parts by cause.
+"""Why a measured op takes longer or shorter than predicted: every error, split by cause.
 
 The parts of an error add up to it exactly. Each is decided from the two traces and the cluster
 that predicts, as follows.
 
 1. A collective's span is *waiting* until the last member of its group has started, then *active*.
    The difference of the waiting parts is the part `waiting`.
-2. An active time is a time alone times a stretch. A collective is stretched while others of its
-   rank load the link that bounds it (equal shares, as in `co2sim.network`), or hold its NCCL
-   communicator. A compute op is stretched while communication of its rank is under way: by what the
-   cluster states in the prediction, and in the measurement by the factor that makes equal works on
-   one rank take equally long (none, where none of them ran with and without communication).
+2. An active time is a time alone, stretched by a factor. A collective is stretched while others of
+   its rank load the link that bounds it (equal shares, as in `co2sim.network`), or hold its NCCL
+   communicator. A compute op is stretched while communication of its rank is under way. In the
+   prediction the cluster states by how much. In the measurement it is the factor that makes equal
+   works on one rank take equally long; 1 where no work ran both with and without communication.
 3. Measured compute of a rank is also stretched by the *pace* of the rank: all that it computes,
    measured over predicted, relative to the first quartile of ranks, if slower.
 4. What is left alone is a fixed time per op plus a time that grows with the work: latency steps and
@@ -29,10 +29,10 @@ from enum import StrEnum
 from statistics import median
 from typing import NamedTuple, TypeAlias
 
-from analysis.measured.fits import Point, fixed_and_slope, interference
+from analysis.measured.fits import WorkTime, fixed_and_slope, interference
 from analysis.measured.spans import Key, Split, split
 from co2sim.cluster import Cluster
-from co2sim.cost import compute_time, footprints
+from co2sim.cost import compute_time, footprint
 from co2sim.schedule import Collective, Compute, Group, Kind, Schedule
 from co2sim.trace import Trace
 from co2sim.units import Bytes, Flops, Seconds
@@ -52,7 +52,7 @@ class Cause(StrEnum):
     dominate the prediction."""
     CONTENTION = "contention"
     """Collectives: more or less overlap with others on the same link than predicted. Computes: a
-    slowdown beside communication that was not predicted, or other than predicted."""
+    slowdown by communication at the same time that differs from the predicted one."""
     WAITING = "waiting"
     """Collectives: longer or shorter until the last member of the group has started. Waits up to
     the clock error of the trace do not count."""
@@ -103,7 +103,7 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """Measured time alone of a work, as fitted: what is fixed, or None where sizes do not tell."""
+    """Measured time alone of a work, as fitted: its fixed part; None where sizes do not tell."""
 
     fixed: Seconds | None
 
@@ -124,7 +124,7 @@ def attribute(
     before = split(predicted, schedule, cluster, first)
     after = split(measured, schedule, cluster, first)
     if clock_error:
-        after = {key: _certain(found, clock_error) for key, found in after.items()}
+        after = {key: _certain(item, clock_error) for key, item in after.items()}
     keys = [key for key in after if key in before]
     rate = cluster.interference / (1 + cluster.interference)
     before = _stretched(before, costs, rate)
@@ -149,39 +149,38 @@ def dominant(parts: Mapping[Cause, Seconds], error: Seconds, predicted: Seconds)
     return max(parts, key=lambda cause: parts[cause] * math.copysign(1.0, error))
 
 
-def _certain(found: Split, clock_error: Seconds) -> Split:
-    """Waiting within the error of the clocks is not told from none."""
-    if found.waiting > clock_error:
-        return found
-    return replace(found, waiting=0.0, active=found.total)
+def _certain(item: Split, clock_error: Seconds) -> Split:
+    """Waiting that is no longer than the error of the clocks counts as none."""
+    if item.waiting > clock_error:
+        return item
+    return replace(item, waiting=0.0, active=item.total)
 
 
 def _costs(schedule: Schedule, cluster: Cluster, precision: str) -> dict[str, _Cost]:
-    links = footprints(
-        (op.work for op in schedule.body if isinstance(op.work, Collective)), cluster
-    )
-    launch = cluster.gpu.launch_overhead
-    found = {}
-    for op in schedule.body:
-        work = op.work
-        if isinstance(work, Compute):
-            key: Work = (work.kernel, work.flops, work.memory_bytes)
-            growing = compute_time(work, cluster.gpu, precision) - launch
-            found[op.name] = _Cost(key, work.kernel, None, launch, growing)
-        else:
-            cost = links[work]
-            key = (work.kind, work.bytes, work.group)
-            growing = cost.alone(cluster) - cost.latency
-            found[op.name] = _Cost(key, work.kind, work.group, cost.latency, growing)
-    return found
+    """Predicted cost of every op, by its name; equal works are costed once."""
+    by_work = {work: _cost(work, cluster, precision) for work in {op.work for op in schedule.body}}
+    return {op.name: by_work[op.work] for op in schedule.body}
+
+
+def _cost(work: Compute | Collective, cluster: Cluster, precision: str) -> _Cost:
+    if isinstance(work, Compute):
+        launch = cluster.gpu.launch_overhead
+        growing = compute_time(work, cluster.gpu, precision) - launch
+        key: Work = (work.kernel, work.flops, work.memory_bytes)
+        return _Cost(key, work.kernel, None, launch, growing)
+    cost = footprint(work, cluster)
+    key = (work.kind, work.bytes, work.group)
+    return _Cost(key, work.kind, work.group, cost.latency, cost.alone(cluster) - cost.latency)
 
 
 def _stretched(
     splits: Mapping[Key, Split], costs: Mapping[str, _Cost], rate: float
 ) -> dict[Key, Split]:
-    """With computes that lose the fraction `rate` of their speed beside communication."""
+    """The splits if computes lose the fraction `rate` of their speed during communication."""
     return {
-        key: item if costs[key[0]].pool else replace(item, beside=rate * item.beside)
+        key: item
+        if costs[key[0]].pool
+        else replace(item, overlap_fraction=rate * item.overlap_fraction)
         for key, item in splits.items()
     }
 
@@ -189,13 +188,13 @@ def _stretched(
 def _samples(
     keys: Iterable[Key], splits: Mapping[Key, Split], costs: Mapping[str, _Cost]
 ) -> list[tuple[tuple[Work, int], Seconds, float]]:
-    """Of every compute: its work and rank, its time, and its fraction beside communication."""
-    found = []
+    """Of every compute: its work and rank, its time, and the fraction of it with communication."""
+    samples = []
     for key in keys:
         cost, item = costs[key[0]], splits[key]
         if cost.pool is None and item.active > 0:
-            found.append(((cost.work, key[2]), item.active, item.beside))
-    return found
+            samples.append(((cost.work, key[2]), item.active, item.overlap_fraction))
+    return samples
 
 
 def _paces(
@@ -230,15 +229,15 @@ def _fit(
         cost, item = costs[key[0]], after[key]
         pace = 1.0 if cost.pool else paces[key[2]]
         free, shared = times.setdefault(cost, ([], []))
-        (shared if item.beside else free).append(item.alone / pace)
+        (shared if item.overlap_fraction else free).append(item.alone / pace)
     pools: dict[Group | None, list[_Cost]] = {}
     for cost in times:
         pools.setdefault(cost.pool, []).append(cost)
-    found: dict[Work, _Alone] = {}
+    fits: dict[Work, _Alone] = {}
     for pool in pools.values():
         any_fixed = any(cost.fixed for cost in pool)
         points = [
-            Point(
+            WorkTime(
                 cost.family,
                 cost.fixed if any_fixed else 1.0,
                 cost.growing,
@@ -248,8 +247,8 @@ def _fit(
         ]
         factor = fixed_and_slope(points)
         for cost, point in zip(pool, points, strict=True):
-            found[cost.work] = _Alone(None if factor is None else factor * point.fixed)
-    return found
+            fits[cost.work] = _Alone(None if factor is None else factor * point.fixed)
+    return fits
 
 
 def _parts(
@@ -259,7 +258,7 @@ def _parts(
     collective = cost.pool is not None
     rest, fixed = (Cause.BANDWIDTH, Cause.LATENCY) if collective else (Cause.COMPUTE, Cause.LAUNCH)
     parts = {Cause.WAITING: after.waiting - before.waiting} if collective else {}
-    ratios = {Cause.CONTENTION: (1 - before.beside) / (1 - after.beside)}
+    ratios = {Cause.CONTENTION: (1 - before.overlap_fraction) / (1 - after.overlap_fraction)}
     if not collective:
         ratios[Cause.STRAGGLER] = pace
     mean = _mean(before.active, after.active)
@@ -278,7 +277,7 @@ def _parts(
 
 
 def _mean(one: Seconds, other: Seconds) -> Seconds:
-    """The logarithmic mean: a difference is this times the logarithm of the ratio; 0 with 0."""
+    """The logarithmic mean: other - one = mean x log(other / one). 0 if either is 0."""
     if one <= 0 or other <= 0:
         return 0.0
     change = math.log(other / one)
@@ -287,8 +286,8 @@ def _mean(one: Seconds, other: Seconds) -> Seconds:
 
 def totals(differences: Sequence[Difference]) -> dict[Cause, Seconds]:
     """Parts of several differences, summed with their signs."""
-    found = dict.fromkeys(Cause, 0.0)
+    sums = dict.fromkeys(Cause, 0.0)
     for difference in differences:
         for cause, part in difference.parts.items():
-            found[cause] += part
-    return found
+            sums[cause] += part
+    return sums

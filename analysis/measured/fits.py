@@ -1,4 +1,4 @@
-"""Two small fits: a fixed time per op beside a growing one, and the slowdown beside traffic."""
+"""Two small fits: fixed and growing time per op, and the slowdown of computes by communication."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from co2sim.units import Seconds
 
 _MOST_INFLATION = 6.0
-"""Variance inflation above which sizes are too alike to tell a fixed time from a growing one."""
+"""Variance inflation above which sizes are too similar to separate fixed from growing time."""
 _LEAST_SPREAD = 0.05
 """Standard deviation of the overlap of equal works below which it explains nothing."""
 _RATES = np.linspace(0.0, 0.9, 181)
 
 
-class Point(NamedTuple):
+class WorkTime(NamedTuple):
     """A work: its family, predicted fixed and growing time alone, and its measured time alone."""
 
     family: str
@@ -24,11 +24,11 @@ class Point(NamedTuple):
     measured: Seconds
 
 
-def fixed_and_slope(points: Sequence[Point]) -> float | None:
+def fixed_and_slope(points: Sequence[WorkTime]) -> float | None:
     """The factor a of the best fit measured = a x fixed + b x growing, with one b per family.
 
-    Least squares of relative errors. No fixed time may exceed what was measured. None where the
-    points are too few or too alike.
+    Least squares of relative errors, a >= 0. No fixed time may exceed what was measured. None where
+    the points are too few, or their sizes too similar.
     """
     used = [p for p in points if p.measured > 0]
     if not any(p.fixed for p in used):
@@ -51,24 +51,25 @@ def fixed_and_slope(points: Sequence[Point]) -> float | None:
 
 
 def interference(samples: Sequence[tuple[Hashable, Seconds, float]]) -> float:
-    """The fraction of their speed that computes lose beside communication.
+    """The fraction of their speed, 0 to 0.9, that computes lose while communication is under way.
 
-    Samples are (which works are equal, time, fraction of it beside communication). The rate is the
-    one with which equal works take most nearly equal times; 0 where none ran both ways.
+    Samples are (work, seconds, fraction of them with communication); samples of one work should
+    take equally long alone. The fraction is the one of `_RATES` that makes them most nearly so: 0
+    where no work ran both with and without communication.
     """
     if not samples:
         return 0.0
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(work, len(numbers)) for work, _, _ in samples])
     times = np.array([time for _, time, _ in samples])
-    beside = np.array([fraction for _, _, fraction in samples])
+    overlap = np.array([fraction for _, _, fraction in samples])
     count = np.bincount(group, weights=times)
 
     def variance(values: NDArray[np.float64]) -> float:
         centred = values - (np.bincount(group, weights=values * times) / count)[group]
         return float((centred**2) @ times) / float(times.sum())
 
-    if variance(beside) < _LEAST_SPREAD**2:
+    if variance(overlap) < _LEAST_SPREAD**2:
         return 0.0
-    spread = [variance(np.log(times) + np.log(1 - rate * beside)) for rate in _RATES]
+    spread = [variance(np.log(times) + np.log(1 - rate * overlap)) for rate in _RATES]
     return float(_RATES[int(np.argmin(spread))])

@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from analysis.measured.comparison import Comparison, Row, causes, labels, ops, rows, summarise
+from analysis.measured.comparison import RunComparison, summarise
+from analysis.measured.op_errors import OpError, by_label, by_op, causes, labels
 from co2sim.console.tables import print_table
 from co2sim.units import duration
 
@@ -18,7 +19,7 @@ _FIGURES = (
     ("waiting for slower ranks, per round", "waiting_s"),
     ("communication exposed, per round", "exposed_comm_s"),
 )
-_SPENT = {
+_BREAKDOWN = {
     "compute": "computing",
     "communication": "communicating, nothing computed",
     "waiting": "waiting in a collective, nothing computed",
@@ -26,35 +27,35 @@ _SPENT = {
 }
 
 
-def print_all(out: Console, comparisons: Sequence[Comparison]) -> None:
+def print_all(out: Console, comparisons: Sequence[RunComparison]) -> None:
     """The figures of a single run, or a summary of several; then the ops of each."""
     if len(comparisons) == 1:
         print_figures(out, comparisons[0])
     else:
         print_summary(out, comparisons)
-    for found in comparisons:
-        print_ops(out, found)
+    for run in comparisons:
+        print_ops(out, run)
 
 
-def print_summary(out: Console, comparisons: Sequence[Comparison]) -> None:
+def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
     """One line per run, then the figures over all of them."""
     lines: list[tuple[str, ...]] = []
-    for found in comparisons:
-        here, there = found.predicted, found.measured
+    for run in comparisons:
+        here, there = run.predicted, run.measured
         lines.append(
             (
-                found.name,
+                run.name,
                 here.strategy,
                 here.cluster,
                 str(here.gpus),
                 duration(here.round_time_s),
                 duration(there["round_time_s"]),
-                f"{found.round_time_error:+.1%}",
+                f"{run.round_time_error:+.1%}",
                 duration(here.exposed_comm_s),
                 _time(there.get("exposed_comm_s")),
                 _ratio(here.overlap_ratio),
                 _ratio(there.get("overlap_ratio")),
-                _points(found.overlap_difference),
+                _points(run.overlap_difference),
             )
         )
     columns = (
@@ -71,35 +72,35 @@ def print_summary(out: Console, comparisons: Sequence[Comparison]) -> None:
     print_table(out, f"{whole.runs} runs, absolute", ("figure", "value"), figures)
 
 
-def print_figures(out: Console, found: Comparison) -> None:
+def print_figures(out: Console, run: RunComparison) -> None:
     """The figures of one run, and where its rounds went."""
-    here, there = found.predicted.to_dict(), found.measured
+    here, there = run.predicted.to_dict(), run.measured
     lines: list[tuple[str, ...]] = [
         (name, _time(here[key]), _time(there.get(key)), _error(here[key], there.get(key)))
         for name, key in _FIGURES
     ]
     overlap = (_ratio(here["overlap_ratio"]), _ratio(there.get("overlap_ratio")))
-    lines.append(("overlap ratio", *overlap, _points(found.overlap_difference)))
-    rounds = found.record.rounds
+    lines.append(("overlap ratio", *overlap, _points(run.overlap_difference)))
+    rounds = run.record.rounds
     title = (
-        f"{found.name}: {here['model']} on {here['cluster']}, {here['strategy']},"
+        f"{run.name}: {here['model']} on {here['cluster']}, {here['strategy']},"
         f" {here['gpus']} GPUs; {rounds} {'round' if rounds == 1 else 'rounds'} measured"
     )
     print_table(out, title, ("figure", "predicted", "measured", "error"), lines)
-    before, after = (asdict(spent) for spent in found.spent)
+    before, after = (asdict(one) for one in run.time_breakdowns)
     went: list[tuple[str, ...]] = [
         (words, duration(before[key]), duration(after[key]), _signed(after[key] - before[key]))
-        for key, words in _SPENT.items()
+        for key, words in _BREAKDOWN.items()
     ]
     total, reached = sum(before.values()), sum(after.values())
     went.append(("sum", duration(total), duration(reached), _signed(reached - total)))
-    columns = ("on the average rank", "predicted", "measured", "difference")
+    columns = ("average of ranks", "predicted", "measured", "difference")
     print_table(out, "where a round went", columns, went)
 
 
-def print_ops(out: Console, found: Comparison) -> None:
+def print_ops(out: Console, run: RunComparison) -> None:
     """The op table of one run, and what causes its errors."""
-    table = rows(found)
+    table = by_label(run)
     lines = [
         (
             row.label,
@@ -115,7 +116,7 @@ def print_ops(out: Console, found: Comparison) -> None:
     columns = ("op", "per round", "predicted ms", "measured ms", "error", "share", "cause")
     print_table(
         out,
-        f"{found.name}: ops, mean over rounds and ranks, and their share of all absolute errors",
+        f"{run.name}: ops, mean over rounds and ranks, and their share of all absolute errors",
         columns,
         lines,
     )
@@ -124,39 +125,39 @@ def print_ops(out: Console, found: Comparison) -> None:
         out.print(f"errors by cause: {shares}\n", highlight=False, markup=False)
 
 
-def to_dict(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def to_dict(comparisons: Sequence[RunComparison]) -> dict[str, Any]:
     """Everything, as plain values for JSON."""
     return {
-        "runs": [_run(found) for found in comparisons],
+        "runs": [_run(run) for run in comparisons],
         "summary": summarise(comparisons).to_dict(),
     }
 
 
-def _run(found: Comparison) -> dict[str, Any]:
-    table = rows(found)
-    before, after = found.spent
+def _run(run: RunComparison) -> dict[str, Any]:
+    table = by_label(run)
+    before, after = run.time_breakdowns
     return {
-        "name": found.name,
-        "strategy": found.predicted.strategy,
-        "cluster": found.predicted.cluster,
-        "model": found.predicted.model,
-        "gpus": found.predicted.gpus,
-        "kernels": found.record.kernels,
-        "environment": dict(found.record.environment),
-        "rounds": found.record.rounds,
-        "clock_error_s": found.record.clock_error,
-        "predicted": found.predicted.to_dict(),
-        "measured": dict(found.measured),
-        "round_time_error": found.round_time_error,
-        "overlap_difference": found.overlap_difference,
+        "name": run.name,
+        "strategy": run.predicted.strategy,
+        "cluster": run.predicted.cluster,
+        "model": run.predicted.model,
+        "gpus": run.predicted.gpus,
+        "kernels": run.record.kernels,
+        "environment": dict(run.record.environment),
+        "rounds": run.record.rounds,
+        "clock_error_s": run.record.clock_error,
+        "predicted": run.predicted.to_dict(),
+        "measured": dict(run.measured),
+        "round_time_error": run.round_time_error,
+        "overlap_difference": run.overlap_difference,
         "spent_s": {"predicted": asdict(before), "measured": asdict(after)},
         "causes": {str(cause): share for cause, share in causes(table).items()},
-        "rows": [_row(row) for row in table],
-        "ops": _ops(found),
+        "rows": [_entry(row) for row in table],
+        "ops": _ops(run),
     }
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _entry(row: OpError) -> dict[str, Any]:
     return {
         "label": row.label,
         "per_round": row.count,
@@ -169,12 +170,12 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _ops(found: Comparison) -> list[dict[str, Any]]:
+def _ops(run: RunComparison) -> list[dict[str, Any]]:
     """Every op of the schedule: means over rounds and ranks, the parts of the excess by cause."""
-    names = labels(found.schedule)
-    body = {op.name: op for op in found.schedule.body}
+    names = labels(run.schedule)
+    body = {op.name: op for op in run.schedule.body}
     whole = []
-    for row in ops(found):
+    for row in by_op(run):
         op = body[row.label]
         entry: dict[str, Any] = {
             "op": op.name,
@@ -182,15 +183,15 @@ def _ops(found: Comparison) -> list[dict[str, Any]]:
             "work": str(op.work),
             "row": names[op.name],
         }
-        entry |= {key: value for key, value in _row(row).items() if key != "label"}
+        entry |= {key: value for key, value in _entry(row).items() if key != "label"}
         entry |= {f"{cause}_s": part / row.instances for cause, part in row.parts.items()}
         whole.append(entry)
     return whole
 
 
-def to_csv(comparisons: Sequence[Comparison]) -> bytes:
+def to_csv(comparisons: Sequence[RunComparison]) -> bytes:
     """Every op of every run, one line each."""
-    lines = [{"run": found.name, **entry} for found in comparisons for entry in _ops(found)]
+    lines = [{"run": run.name, **entry} for run in comparisons for entry in _ops(run)]
     return pd.DataFrame(lines).to_csv(index=False).encode()
 
 

@@ -1,4 +1,4 @@
-"""A recorded cluster with some of its numbers changed, as `--set` changes those of a file."""
+"""A recorded cluster with some numbers changed, as `--set` does with those of a file."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,7 +19,7 @@ _UNITS: dict[str, Unit] = {
     "memory_bandwidth": "B/s",
     "launch_overhead": "s",
 }
-"""Of the numbers that have one; the others are plain."""
+"""Units of the numbers that have one; the others are plain."""
 
 
 def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
@@ -48,14 +48,14 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
 
 
 def _texts(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """As a file would say it."""
-    found: dict[str, Any] = {}
+    """The numbers as a file states them, with units."""
+    texts: dict[str, Any] = {}
     for name, value in numbers.items():
         if isinstance(value, Mapping):
-            found[name] = _texts(value)
+            texts[name] = _texts(value)
         elif value is not None:
-            found[name] = f"{value!r} {_UNITS[name]}" if name in _UNITS else value
-    return found
+            texts[name] = f"{value!r} {_UNITS[name]}" if name in _UNITS else value
+    return texts
 
 
 def _gpu(gpu: GPU) -> dict[str, Any]:

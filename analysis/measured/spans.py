@@ -1,4 +1,4 @@
-"""The spans of a trace, split: waiting for others, active, and how much of it beside others."""
+"""Every span of a trace, split: waiting for others, then active, alone or beside other work."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co2sim.cluster import Cluster
-from co2sim.cost import Footprint, footprints
+from co2sim.cost import Footprint, footprint
 from co2sim.schedule import Collective, Group, Schedule
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
@@ -20,16 +20,21 @@ Key: TypeAlias = tuple[str, int, int]
 _CLOSE = 0.999
 """The largest fraction of its time that anything loses to others."""
 _ROUNDING = 1e-9
-"""Fractions, and sums of weights, below which rounding is all that is left."""
+"""Fractions, and sums of weights, below which there is only rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One span. `beside` is the fraction of the active time that is lost to others, or may be."""
+    """One span, in seconds: `waiting` for the last member of its group, then `active`.
+
+    `overlap_fraction` of a collective, below 1, is the part of its active time that it loses to
+    others of the rank. For a compute op it is the part during which communication of the rank is
+    under way, up to 1: `attribution` says how much of that is lost.
+    """
 
     waiting: Seconds
     active: Seconds
-    beside: float
+    overlap_fraction: float
 
     @property
     def total(self) -> Seconds:
@@ -39,7 +44,7 @@ class Split:
     @property
     def alone(self) -> Seconds:
         """What the active time would be without what is lost to others."""
-        return self.active * (1 - self.beside)
+        return self.active * (1 - self.overlap_fraction)
 
 
 class _Steps:
@@ -75,14 +80,14 @@ class _Steps:
 def split(trace: Trace, schedule: Schedule, cluster: Cluster, first: int) -> dict[Key, Split]:
     """Every span of the rounds from `first` on, split.
 
-    `beside` of a compute op is the fraction of its time during which a collective of its rank runs.
-    `beside` of a collective is the fraction lost to others of its rank: until it runs, and, in the
-    share of its time alone that is not latency, what equal shares of the link that bounds it on
-    `cluster` leave to others.
+    A compute op overlaps while a collective of its rank runs. A collective loses to others of its
+    rank the time until it may run, and what equal shares of the link that bounds it on `cluster`
+    (`co2sim.cost.Footprint.bound_by`) leave to them; of the latter only the share of its time alone
+    that is not latency.
     """
     works = {op.name: op.work for op in schedule.body if isinstance(op.work, Collective)}
-    costs = footprints(works.values(), cluster)
-    bounds = {name: _bound(costs[work], cluster) for name, work in works.items()}
+    costs = {work: _bound(footprint(work, cluster), cluster) for work in set(works.values())}
+    bounds = {name: costs[work] for name, work in works.items()}
     starts = active_starts(trace, schedule)
     running = _running_starts(trace, schedule, cluster, starts)
     flights: dict[int, list[tuple[Seconds, Seconds, str]]] = {rank: [] for rank in trace.ranks}
@@ -91,19 +96,19 @@ def split(trace: Trace, schedule: Schedule, cluster: Cluster, first: int) -> dic
             start = running[span.op, span.round, span.rank]
             flights[span.rank].append((start, span.end, span.op))
     traffic = {
-        rank: _Steps((start, end, 1.0) for start, end, _ in found)
-        for rank, found in flights.items()
+        rank: _Steps((start, end, 1.0) for start, end, _ in flown)
+        for rank, flown in flights.items()
     }
     links = {
         (rank, link): _Steps(
             (start, end, bounds[op].flows[link])
-            for start, end, op in found
+            for start, end, op in flown
             if bounds[op].flows[link]
         )
-        for rank, found in flights.items()
+        for rank, flown in flights.items()
         for link in range(3)
     }
-    found: dict[Key, Split] = {}
+    splits: dict[Key, Split] = {}
     for span in trace.spans:
         if span.round < first:
             continue
@@ -112,11 +117,11 @@ def split(trace: Trace, schedule: Schedule, cluster: Cluster, first: int) -> dic
         if span.op in works:
             bound = bounds[span.op]
             mine = links[span.rank, bound.link].shared(running[key], span.end)
-            found[key] = _collective(span, starts[key], running[key], mine, bound)
+            splits[key] = _collective(span, starts[key], running[key], mine, bound)
         else:
-            beside = traffic[span.rank].covered(span.start, span.end) / length if length else 0.0
-            found[key] = Split(0.0, length, min(beside, 1.0))
-    return found
+            overlap = traffic[span.rank].covered(span.start, span.end) / length if length else 0.0
+            splits[key] = Split(0.0, length, min(overlap, 1.0))
+    return splits
 
 
 def _collective(
@@ -127,27 +132,27 @@ def _collective(
     active = max(0.0, span.end - start)
     runs = max(0.0, span.end - running)
     taken = max(0.0, runs - bound.flows[bound.link] * shared) * bound.growing
-    beside = (active - runs + taken) / active if active else 0.0
-    return Split(waiting, active, min(beside, _CLOSE) if beside > _ROUNDING else 0.0)
+    overlap = (active - runs + taken) / active if active else 0.0
+    return Split(waiting, active, min(overlap, _CLOSE) if overlap > _ROUNDING else 0.0)
 
 
 def _running_starts(
     trace: Trace, schedule: Schedule, cluster: Cluster, starts: Mapping[Key, Seconds]
 ) -> dict[Key, Seconds]:
-    """When every collective could run.
+    """When every collective may run: at its active start, or later.
 
-    Those of a communicator that runs one at a time: not before the one before has ended.
+    A communicator of NCCL that several streams share runs its collectives one at a time.
     """
-    found = dict(starts)
+    running = dict(starts)
     if cluster.backend != "nccl" or cluster.communicators != "group":
-        return found
+        return running
     groups = {op.name: op.work.group for op in schedule.body if isinstance(op.work, Collective)}
     free: dict[tuple[int, Group], Seconds] = {}
     for span in sorted((span for span in trace.spans if span.op in groups), key=lambda s: s.end):
         key, place = (span.op, span.round, span.rank), (span.rank, groups[span.op])
-        found[key] = min(span.end, max(starts[key], free.get(place, 0.0)))
+        running[key] = min(span.end, max(starts[key], free.get(place, 0.0)))
         free[place] = span.end
-    return found
+    return running
 
 
 def active_starts(trace: Trace, schedule: Schedule) -> dict[Key, Seconds]:
@@ -181,15 +186,12 @@ class _Bound:
 
 def _bound(cost: Footprint, cluster: Cluster) -> _Bound:
     on_node, on_site = cost.groups(cluster)
-    wan = cluster.wan.payload_bandwidth if cluster.wan else float("inf")
-    speeds = (cluster.intra.payload_bandwidth, cluster.inter.payload_bandwidth, wan)
+    counts = (1.0, float(on_node), float(on_site))
     loads = cost.loads(cluster)
-    times = [size / speed for size, speed in zip(loads, speeds, strict=True)]
-    flows = (1.0, float(on_node), float(on_site))
-    intra, inter, far = (count if size else 0.0 for count, size in zip(flows, loads, strict=True))
+    intra, inter, far = (count if size else 0.0 for count, size in zip(counts, loads, strict=True))
     alone = cost.alone(cluster)
     return _Bound(
         flows=(intra, inter, far),
-        link=times.index(max(times)),
+        link=cost.bound_by(cluster),
         growing=1 - cost.latency / alone if alone else 0.0,
     )

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis.measured.comparison import Comparison
+from analysis.measured.comparison import RunComparison
 from analysis.measured.spans import active_starts
 from co2sim import metrics
 from co2sim.errors import OptionError
@@ -27,7 +27,7 @@ _WAITS = "waiting for the last rank"
 _PIXELS = 1500
 """Width of a panel, about; what is thinner is drawn together with its neighbour."""
 _PARTED = 4
-"""Pixels above which a bar leaves a gap before the next; of a thinner one little would be left."""
+"""Pixels above which a bar leaves a gap before the next; a gap would hide thinner ones."""
 _SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -39,24 +39,24 @@ class _Bar:
     end: Seconds
 
 
-def draw(found: Comparison, rank: int, suffix: str) -> bytes:
+def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
     """The figure as a file of the format that `suffix` names, ".png" or ".svg".
 
     It shows the last measured round, or two if a round is a single step. Raises OptionError for a
     rank that was not traced.
     """
-    ranks = found.record.trace.ranks
+    ranks = run.record.trace.ranks
     if rank not in ranks:
-        raise OptionError(f"--rank {rank}: {found.name} has the ranks 0 to {max(ranks)}")
-    rounds = min(2 if found.schedule.steps == 1 else 1, found.record.rounds)
+        raise OptionError(f"--rank {rank}: {run.name} has the ranks 0 to {max(ranks)}")
+    rounds = min(2 if run.schedule.steps == 1 else 1, run.record.rounds)
     sides = [
-        (metrics.window(_only(trace, rank), found.schedule, rounds), trace)
-        for trace in (found.simulated, found.record.trace)
+        (metrics.window(_only(trace, rank), run.schedule, rounds), trace)
+        for trace in (run.simulated, run.record.trace)
     ]
     length = max(during.end - during.start for during, _ in sides)
-    colours = _colours(found.schedule)
+    colours = _colours(run.schedule)
     with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim", "text.parse_math": False}):
-        lanes = len(found.schedule.streams)
+        lanes = len(run.schedule.streams)
         legend = -(-(len(colours) + 1) // 6)
         height = 1.9 + 2 * (0.35 + 0.42 * lanes) + 0.2 * legend
         figure = Figure(figsize=(11.0, height), layout="constrained")
@@ -64,16 +64,16 @@ def draw(found: Comparison, rank: int, suffix: str) -> bytes:
         scale, unit = next((s, u) for s, u in _SCALES if length >= s or u == "us")
         shown: dict[str, None] = {}
         for axis, (during, trace) in zip(axes, sides, strict=True):
-            bars = _bars(trace, found.schedule, rank, during.start, during.start + length)
+            bars = _bars(trace, run.schedule, rank, during.start, during.start + length)
             axis.set_xlim(0, length * 1.01 / scale)
-            _panel(axis, bars, found.schedule, colours, scale)
+            _panel(axis, bars, run.schedule, colours, scale)
             shown |= dict.fromkeys(bar.label for bar in bars)
             axis.axvline((during.end - during.start) / scale, color="black", lw=1, ls="--")
         axes[0].set_title("predicted", loc="left", fontsize=9)
         axes[1].set_title("measured", loc="left", fontsize=9)
         which = "the last round" if rounds == 1 else f"the last {rounds} rounds"
         axes[1].set_xlabel(f"{unit} since {which} of this rank began; dashed: the end")
-        figure.suptitle(_heading(found, rank), fontsize=10)
+        figure.suptitle(_heading(run, rank), fontsize=10)
         order = [label for label in (*colours, _WAITS) if label in shown]
         figure.legend(
             handles=[Patch(color=_colour(label, colours), label=label) for label in order],
@@ -90,13 +90,13 @@ def _only(trace: Trace, rank: int) -> Trace:
     return replace(trace, spans=tuple(span for span in trace.spans if span.rank == rank))
 
 
-def _heading(found: Comparison, rank: int) -> str:
-    here = found.predicted
-    measured = float(found.measured["round_time_s"])
+def _heading(run: RunComparison, rank: int) -> str:
+    here = run.predicted
+    measured = float(run.measured["round_time_s"])
     return (
         f"{here.strategy}, {here.model}, {here.gpus} GPUs, rank {rank}\n{here.cluster}\n"
         f"round time: predicted {duration(here.round_time_s)}, measured"
-        f" {duration(measured)}: {found.round_time_error:+.1%}"
+        f" {duration(measured)}: {run.round_time_error:+.1%}"
     )
 
 
@@ -113,7 +113,7 @@ def _label(op: Op) -> str:
 
 def _colours(schedule: Schedule) -> dict[str, str]:
     """Colour of every kernel, then of every kind of collective, in order of first use."""
-    found: dict[str, str] = {}
+    colours: dict[str, str] = {}
     for collective, palette in ((False, _KERNELS), (True, _COLLECTIVES)):
         chosen = (op for op in schedule.body if isinstance(op.work, Collective) is collective)
         known = _PASSES if not collective else {}
@@ -121,8 +121,8 @@ def _colours(schedule: Schedule) -> dict[str, str]:
         others = [label for label in labels if label not in known]
         free = {label: palette[place % len(palette)] for place, label in enumerate(others)}
         ordered = [label for label in known if label in labels] + others
-        found |= {label: known.get(label) or free[label] for label in ordered}
-    return found
+        colours |= {label: known.get(label) or free[label] for label in ordered}
+    return colours
 
 
 def _colour(label: str, colours: Mapping[str, str]) -> str:
@@ -134,7 +134,7 @@ def _bars(trace: Trace, schedule: Schedule, rank: int, start: Seconds, end: Seco
     labels = {op.name: _label(op) for op in schedule.body}
     lanes = {stream: lane for lane, stream in enumerate(schedule.streams)}
     active = active_starts(trace, schedule)
-    found = []
+    bars = []
     for span in trace.spans:
         if span.rank != rank or span.end <= start or span.start >= end:
             continue
@@ -145,25 +145,25 @@ def _bars(trace: Trace, schedule: Schedule, rank: int, start: Seconds, end: Seco
             (labels[span.op], middle, min(span.end, end)),
         ):
             if last > first:
-                found.append(_Bar(lanes[span.stream], label, first - start, last - start))
-    return _merged(found, (end - start) / _PIXELS)
+                bars.append(_Bar(lanes[span.stream], label, first - start, last - start))
+    return _merged(bars, (end - start) / _PIXELS)
 
 
 def _merged(bars: Iterable[_Bar], pixel: Seconds) -> list[_Bar]:
-    """Bars of one lane and colour that a gap thinner than a pixel parts, if thin, as one."""
-    found: list[_Bar] = []
+    """Thin bars of one lane and colour with a gap of less than a pixel between them, as one."""
+    merged: list[_Bar] = []
     for bar in sorted(bars, key=lambda bar: (bar.lane, bar.start)):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if (
             last is not None
             and (last.lane, last.label) == (bar.lane, bar.label)
             and bar.start - last.end < pixel / 2
             and min(bar.end - bar.start, last.end - last.start) < 4 * pixel
         ):
-            found[-1] = _Bar(last.lane, last.label, last.start, max(last.end, bar.end))
+            merged[-1] = _Bar(last.lane, last.label, last.start, max(last.end, bar.end))
         else:
-            found.append(bar)
-    return found
+            merged.append(bar)
+    return merged
 
 
 def _panel(
@@ -176,11 +176,11 @@ def _panel(
     pixel = axis.get_xlim()[1] / _PIXELS
     gap = 1.3 * pixel
     for (lane, label), pieces in drawn.items():
-        found = [
+        shapes = [
             (at, width - gap if width > _PARTED * pixel else max(width, pixel))
             for at, width in pieces
         ]
-        axis.broken_barh(found, (lane - 0.4, 0.8), facecolors=_colour(label, colours))
+        axis.broken_barh(shapes, (lane - 0.4, 0.8), facecolors=_colour(label, colours))
     axis.set_yticks(range(len(schedule.streams)), schedule.streams)
     axis.set_ylim(len(schedule.streams) - 0.5, -0.5)
     axis.grid(visible=True, axis="x", alpha=0.3)

@@ -19,10 +19,13 @@ from realrun.cli import options as launching
 from realrun.cli.lab import lab
 from realrun.cli.probe import probe
 from realrun.cli.train import train
-from realrun.resolve import settle
+from realrun.resolve import resolve
 
 CLUSTER = "REALRUN_CLUSTER"
 """Environment variable with the path of the cluster that the lab states."""
+
+_MOST_ROUNDS = 10_000
+"""Every rank keeps the spans of all rounds: some 200 bytes for each op of each of them."""
 
 app = typer.Typer(
     add_completion=False,
@@ -95,24 +98,24 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     name = kernels or ("sleep" if CLUSTER in os.environ else "flops")
     if name not in {"flops", "sleep"}:
         raise OptionError(f"--kernels is {name!r}; it is one of flops, sleep")
-    if rounds < 1:
-        raise OptionError(f"--rounds is {rounds}; it must be at least 1")
+    if not 1 <= rounds <= _MOST_ROUNDS:
+        raise OptionError(f"--rounds is {rounds}; it must be 1 to {_MOST_ROUNDS:,}")
     titles = [title(parse(text)) for text in strategy]
     if len(set(titles)) < len(titles):
         raise OptionError("a strategy is given twice")
     cases = [replace(job, cluster=stated, strategy=text) for text in strategy]
     means = launching.known_backend(backend)
-    limit = options.seconds("--deadline", deadline, least=1.0)
+    limit = launching.checked_deadline(deadline)
     launching.checked_nproc(nproc)
     for case in cases:  # what is wrong is better said once than by every rank
         if nproc is None:
             case.load()
         else:
-            settle(case, Layout(1, nproc), means)[0].prepare()
+            resolve(case, Layout(1, nproc), means)[0].prepare()
     check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
-    settings = ranks.Settings(means, limit, nproc)
+    settings = ranks.RankSettings(means, limit, nproc)
     if nproc is not None:
         raise typer.Exit(ranks.start(settings, sys.argv[1:]))
     ranks.run(cases, settings, name, rounds, out, check=check, as_json=json_)  # type: ignore[arg-type]

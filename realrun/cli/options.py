@@ -5,8 +5,12 @@ from typing import Annotated, get_args
 import typer
 
 from co2sim.cluster import Backend
-from co2sim.console.options import whole
+from co2sim.console.options import seconds, whole
 from co2sim.errors import OptionError, nearest
+from co2sim.units import Seconds
+
+_LONGEST: Seconds = 7 * 86400.0
+"""Of a deadline. Far below what the clocks of PyTorch can count."""
 
 Nproc = Annotated[
     int | None,
@@ -31,6 +35,14 @@ def known_backend(text: str) -> Backend:
     if text not in get_args(Backend):
         raise OptionError(f"--backend is {text!r}; {nearest(text, get_args(Backend))}")
     return text  # type: ignore[return-value]
+
+
+def checked_deadline(text: str) -> Seconds:
+    """A deadline in seconds, 1 s to 7 days. Raises OptionError for others."""
+    deadline = seconds("--deadline", text, least=1.0)
+    if deadline > _LONGEST:
+        raise OptionError(f"--deadline is {text!r}; it must be at most 7 days")
+    return deadline
 
 
 def checked_nproc(nproc: int | None) -> int | None:

@@ -11,15 +11,19 @@ import typer
 from co2sim.catalog import names
 from co2sim.console import options
 from co2sim.errors import OptionError, UnitError, nearest
-from co2sim.files import check_writable
+from co2sim.files import check_writable, write_atomically
 from co2sim.schedule import DType
 from co2sim.units import duration, parse, scaled
 from realrun.cli import options as launching
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from co2sim.cluster import GPU
     from realrun.cli.ranks import Rank
-    from realrun.probe.fit import Fitted, Measured, Residuals
+    from realrun.probe.fit import Fitted, Residuals
     from realrun.probe.measurement import Plan
+    from realrun.probe.samples import Measured
 
 _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
 """Largest collective, and precisions."""
@@ -80,13 +84,13 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         seconds = options.seconds("--budget", budget)
     precisions = _precisions(precision, backend) if gpu is None else ()
     largest = _size(size)
-    wait = options.seconds("--deadline", deadline, least=1.0)
+    wait = launching.checked_deadline(deadline)
     check_writable(out.parent)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
     from realrun.probe.cluster_file import NOTHING  # noqa: PLC0415 - slow
     from realrun.probe.measurement import Plan  # noqa: PLC0415 - torch
 
-    settings = ranks.Settings(means, wait, nproc)
+    settings = ranks.RankSettings(means, wait, nproc)
     if not precisions and str(nproc or os.environ.get("WORLD_SIZE")) == "1":
         raise OptionError(NOTHING)
     if nproc is not None:
@@ -114,15 +118,15 @@ def _size(text: str) -> float:
 
 def _measure(rank: "Rank", plan: "Plan", out: Path, name: str | None, gpu: str | None) -> None:
     """Measure as one rank among others; rank 0 writes and prints."""
-    from co2sim.files import write_atomically  # noqa: PLC0415 - slow
-    from realrun.probe.cluster_file import to_toml  # noqa: PLC0415 - slow
-    from realrun.probe.figure import draw  # noqa: PLC0415 - matplotlib
-    from realrun.probe.fit import fit  # noqa: PLC0415 - slow
     from realrun.probe.measurement import probe as measure  # noqa: PLC0415 - torch
 
     measured = measure(rank.world, plan, rank.progress or (lambda _: None))
     if rank.world.rank:
         return
+    from realrun.probe.cluster_file import to_toml  # noqa: PLC0415 - scipy
+    from realrun.probe.figure import draw  # noqa: PLC0415 - matplotlib
+    from realrun.probe.fit import fit  # noqa: PLC0415 - scipy
+
     fitted = fit(measured)
     called = name or _name(measured)
     text = to_toml(measured, fitted, called, gpu)
@@ -141,47 +145,59 @@ def _name(measured: "Measured") -> str:
 
 
 def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
-    from co2sim.console.tables import console, print_table  # noqa: PLC0415 - rich
-    from realrun.probe.fit import attained  # noqa: PLC0415 - numpy
+    from co2sim.console.tables import console  # noqa: PLC0415 - rich
 
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     out = console()
-    rows = [
+    _print_links(out, fitted, name)
+    if fitted.processor is not None:
+        _print_processor(out, measured, fitted.processor)
+
+
+def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
+    from co2sim.console.tables import print_table  # noqa: PLC0415 - rich
+
+    links = [
         (place, scaled(link.bandwidth, "B/s"), duration(link.latency))
         for place, link in (("inside a node", fitted.intra), ("between nodes", fitted.inter))
         if link is not None
     ]
-    if rows:
-        print_table(out, f"{name}: links", ("link", "payload bandwidth", "latency"), rows)
-        table: list[Sequence[str]] = [
-            (
-                str(group),
-                str(kind),
-                duration(line.latency),
-                scaled(line.bandwidth, "B/s"),
-                *_percent(line.residuals),
-                *_percent(misfit),
-            )
-            for ((group, kind), line), misfit in zip(
-                fitted.lines.items(), fitted.misfit.values(), strict=True
-            )
-        ]
-        off = ("worst", "at the largest")
-        titles = ("group", "collective", "latency", "bandwidth", "off by", *off, "links", *off)
-        print_table(
-            out,
-            "collectives: latency + size / bandwidth of each, and how far it is off (median);"
-            " the same for the links",
-            titles,
-            table,
-            left=2,
-        )
-    if fitted.processor is None:
+    if not links:
         return
+    print_table(out, f"{name}: links", ("link", "payload bandwidth", "latency"), links)
+    lines: list[Sequence[str]] = [
+        (
+            str(group),
+            str(kind),
+            duration(line.latency),
+            scaled(line.bandwidth, "B/s"),
+            *_percent(line.residuals),
+            *_percent(misfit),
+        )
+        for ((group, kind), line), misfit in zip(
+            fitted.lines.items(), fitted.misfit.values(), strict=True
+        )
+    ]
+    off = ("worst", "at the largest")
+    titles = ("group", "collective", "latency", "bandwidth", "off by", *off, "links", *off)
+    print_table(
+        out,
+        "collectives: latency + size / bandwidth of each, and how far it is off (median);"
+        " the same for the links",
+        titles,
+        lines,
+        left=2,
+    )
+
+
+def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> None:
+    from co2sim.console.tables import print_table  # noqa: PLC0415 - rich
+    from realrun.probe.fit import attained  # noqa: PLC0415 - scipy
+
     for precision, samples in measured.compute.items():
         speeds = attained(samples, measured.launch)
-        best = fitted.processor.peak[precision]
+        best = processor.peak[precision]
         print_table(
             out,
             f"kernels in {precision}, all ranks of a node at once",
@@ -197,7 +213,7 @@ def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
             ],
         )
     others = [
-        ("memory bandwidth", scaled(fitted.processor.memory_bandwidth, "B/s")),
+        ("memory bandwidth", scaled(processor.memory_bandwidth, "B/s")),
         ("overhead of an op", duration(measured.launch)),
         ("more if it waits for another stream", duration(measured.handover)),
     ]
@@ -209,5 +225,5 @@ def _print(measured: "Measured", fitted: "Fitted", name: str) -> None:
     print_table(out, "other", ("figure", "value"), others)
 
 
-def _percent(found: "Residuals") -> tuple[str, str, str]:
-    return f"{found.median:.1%}", f"{found.worst:.1%}", f"{found.last:+.1%}"
+def _percent(off: "Residuals") -> tuple[str, str, str]:
+    return f"{off.median:.1%}", f"{off.worst:.1%}", f"{off.last:+.1%}"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from co2sim.case import Case
 from co2sim.cluster import Backend
@@ -17,7 +17,7 @@ from co2sim.units import Seconds
 from realrun import record
 from realrun.execute.world import World, end, join, need_gpus
 from realrun.launch.local import run_local
-from realrun.measure import KernelName, measure, partial_trace
+from realrun.measure import KernelName, Say, measure, partial_trace
 from realrun.record import Record
 
 _GRACE: Seconds = 5.0
@@ -26,11 +26,9 @@ _GRACE: Seconds = 5.0
 _NEWS: Seconds = 5.0
 """Between two lines that tell how far a run is."""
 
-Progress: TypeAlias = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RankSettings:
     """How ranks meet. `nproc` ranks are started here; None: this process is a rank."""
 
     backend: Backend
@@ -38,7 +36,7 @@ class Settings:
     nproc: int | None
 
 
-def start(settings: Settings, arguments: Sequence[str], *, training: bool = False) -> int:
+def start(settings: RankSettings, arguments: Sequence[str], *, training: bool = False) -> int:
     """Run this same command as `nproc` local ranks; gives the exit code.
 
     A training is asked to stop before it is killed, and draws its progress itself.
@@ -70,10 +68,10 @@ class Rank:
 
     world: World
     folder: Path | None
-    progress: Progress | None = field(default=None)
+    progress: Say | None = field(default=None)
 
 
-def as_rank(settings: Settings, folder: Path | None, work: Callable[[Rank], None]) -> None:
+def as_rank(settings: RankSettings, folder: Path | None, work: Callable[[Rank], None]) -> None:
     """Join the others and do `work`. A failure ends the process with one line and exit code 1."""
     rank: Rank | None = None
     try:
@@ -91,7 +89,7 @@ def as_rank(settings: Settings, folder: Path | None, work: Callable[[Rank], None
 
 def run(
     cases: Sequence[Case],
-    settings: Settings,
+    settings: RankSettings,
     kernels: KernelName,
     rounds: int,
     out: Path,
@@ -134,7 +132,7 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
     end(1)
 
 
-def news() -> Progress:
+def news() -> Say:
     """A line every few seconds that tells how far a run is; none for what takes no longer."""
     last = time.monotonic()
 

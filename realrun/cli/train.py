@@ -205,7 +205,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
-    how = ranks.Settings(means, limit, nproc)
+    how = ranks.RankSettings(means, limit, nproc)
     if nproc is not None:
         raise typer.Exit(ranks.start(how, sys.argv[1:], training=True))
     ranks.as_rank(how, None, lambda rank: run(rank, settings, out, resume=resume, as_json=json_))

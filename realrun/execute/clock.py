@@ -13,7 +13,7 @@ _PINGS = 32
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`now` is rank 0's monotonic clock as seen here; wrong by at most `error` seconds."""
+    """Gives rank 0's monotonic clock, wrong by at most `error` seconds."""
 
     offset: Seconds = 0.0
     error: Seconds = 0.0

@@ -20,7 +20,7 @@ _SUMMED = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: tor
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a member puts in, and what it gets: flat tensors, the same one where that is the rule.
+    """What a member gives, and what it takes: flat tensors; the same one if it works in place.
 
     Sums are of the schedule's type. What is only moved is bytes (uint8): int4 two to a byte, then
     the fp32 scales of its blocks. Sizes are rounded up so that all parts are equal:

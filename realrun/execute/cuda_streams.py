@@ -1,4 +1,4 @@
-"""Streams as CUDA streams: the host issues everything, events on the GPU do the waiting."""
+"""Streams as CUDA streams: the host issues all ops, and events on the GPU make them wait."""
 
 import time
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from co2sim.errors import Co2simError
-from co2sim.schedule import Collective, Instance
+from co2sim.schedule import Collective, Compute, Instance
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
 from realrun.execute.collectives import Buffers, alone, launch
@@ -33,9 +33,9 @@ class _Issued:
 
 
 class GpuSleep(Synthetic):
-    """Hold the stream, by counting the GPU's clock, as long as `Sleep` holds a thread."""
+    """Hold the stream, by counting cycles of the GPU, as long as `Sleep` holds a thread."""
 
-    def __init__(self, seconds: Mapping[int, Seconds]) -> None:
+    def __init__(self, seconds: Mapping[Compute, Seconds]) -> None:
         """Measure how fast the clock counts."""
         self._seconds = seconds
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -49,7 +49,9 @@ class GpuSleep(Synthetic):
     def compute(self, instance: Instance, ready: Seconds) -> None:
         """Wait on the stream."""
         del ready
-        torch.cuda._sleep(round(self._seconds[id(instance.op.work)] * self._rate))  # noqa: SLF001
+        work = instance.op.work
+        assert isinstance(work, Compute)
+        torch.cuda._sleep(round(self._seconds[work] * self._rate))  # noqa: SLF001
 
 
 def run_on_gpu(run: Run) -> Trace:
@@ -88,10 +90,10 @@ def run_on_gpu(run: Run) -> Trace:
     return run.trace(spans)
 
 
-def _communicate(run: Run, instance: Instance, place: Place, buffers: dict[int, Buffers]) -> None:
+def _communicate(run: Run, instance: Instance, place: Place, buffers: dict[str, Buffers]) -> None:
     op = instance.op
     assert isinstance(op.work, Collective)
-    given = buffers[id(op)]
+    given = buffers[op.name]
     run.kernels.fill(instance, given.given)
     at = run.world.communicator(op.stream, op.work.group)
     if at is None:

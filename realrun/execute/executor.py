@@ -1,4 +1,4 @@
-"""Execute a schedule on real process groups: the executor issues, streams do the waiting."""
+"""Execute a schedule on real process groups."""
 
 import math
 
@@ -6,8 +6,8 @@ from co2sim.schedule import Schedule
 from co2sim.trace import Trace
 from co2sim.units import Seconds
 from realrun.errors import MismatchError
-from realrun.execute.kernels import Kernels
-from realrun.execute.run import Progress, Run
+from realrun.execute.kernels import KernelSet
+from realrun.execute.run import OnRound, Run
 from realrun.execute.threads import run_on_threads
 from realrun.execute.world import World
 
@@ -17,13 +17,13 @@ _ROUNDING: Seconds = 2e-6
 
 def execute(
     schedule: Schedule,
-    kernels: Kernels,
+    kernels: KernelSet,
     rounds: int,
     world: World,
     *,
     check: bool = False,
     free_communication: bool = False,
-    progress: Progress | None = None,
+    progress: OnRound | None = None,
 ) -> Trace:
     """Run `rounds` rounds of `schedule` on all ranks of `world`; every rank calls this.
 

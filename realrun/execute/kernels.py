@@ -1,7 +1,7 @@
 """What the compute ops of a schedule do, and what its collectives carry: synthetic kernels.
 
-Timing lives in ops, numerics in kernels. Synthetic kernels take time as the op's size demands;
-kernels that train are the real algorithm.
+Ops say when something happens, kernels what is computed. Synthetic kernels take the time that the
+size of the op needs, and compute nothing of use.
 """
 
 import threading
@@ -33,8 +33,11 @@ _COPIED = {"cpu": 2**26, "cuda": 2**29}
 """Bytes that a flops kernel copies at once, from and to memory that no cache holds whole."""
 
 
-class Kernels(Protocol):
-    """What the executor asks for. Called from the stream's thread, one op at a time per stream."""
+class KernelSet(Protocol):
+    """What the ops of a run do. The executor calls it from the thread of the op's stream.
+
+    Ops of one stream never run at once; ops of several streams may.
+    """
 
     def compute(self, instance: Instance, ready: Seconds) -> Seconds | None:
         """Do the work of a compute op whose inputs were there at `ready` (monotonic seconds).
@@ -43,10 +46,10 @@ class Kernels(Protocol):
         """
 
     def fill(self, instance: Instance, given: Tensor) -> None:
-        """Write what a collective shall send into its buffer: a snapshot.
+        """Write into the buffer what a collective shall send: a snapshot.
 
-        Called when the collective starts, while other streams go on: it may read what an op that
-        the collective waits for has written, and nobody changes before the collective has started.
+        Called when the collective starts, while other streams go on. So it may only read what an op
+        that the collective waits for has written, and what no op changes before the start.
         """
 
     def drain(self, instance: Instance, taken: Tensor) -> None:
@@ -54,28 +57,30 @@ class Kernels(Protocol):
 
 
 class Synthetic:
-    """Collectives carry buffers of the right size whose content nobody reads."""
+    """Collectives carry buffers of the right size; their content has no meaning."""
 
     def fill(self, instance: Instance, given: Tensor) -> None:
-        """Send what is there."""
+        """Leave the buffer as it is."""
 
     def drain(self, instance: Instance, taken: Tensor) -> None:
-        """Nobody asks."""
+        """Leave the result unread."""
 
 
 @dataclass(frozen=True)
 class Sleep(Synthetic):
     """Hold the stream for a stated time, and no processor: many ranks share few cores.
 
-    `seconds` is by `id` of the work. The virtual device starts an op when its inputs are there and
-    ends it exactly so much later; that the host wakes up a little after does not add up.
+    `seconds` holds the time of every work. The virtual device starts an op when its inputs are
+    there and ends it exactly that much later: delays of a host that wakes up late do not add up.
     """
 
-    seconds: Mapping[int, Seconds]
+    seconds: Mapping[Compute, Seconds]
 
     def compute(self, instance: Instance, ready: Seconds) -> Seconds:
         """Sleep until the op's end."""
-        end = ready + self.seconds[id(instance.op.work)]
+        work = instance.op.work
+        assert isinstance(work, Compute)
+        end = ready + self.seconds[work]
         left = end - time.monotonic()
         if left > 0:
             time.sleep(left)

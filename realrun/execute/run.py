@@ -1,4 +1,4 @@
-"""One execution of a schedule on this rank: what threads and GPU streams have in common."""
+"""One execution of a schedule on this rank: what threads and CUDA streams share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
 from realrun.errors import MismatchError
 from realrun.execute.collectives import Buffers, allocate
-from realrun.execute.kernels import Kernels
+from realrun.execute.kernels import KernelSet
 from realrun.execute.world import Communicator, World
 
-Progress: TypeAlias = Callable[[int], None]
+OnRound: TypeAlias = Callable[[int], None]
 """Called with the number of every round that this rank has begun."""
 
 _LABEL = 256
@@ -27,20 +27,20 @@ class Run:
     """What to execute, and where."""
 
     schedule: Schedule
-    kernels: Kernels
+    kernels: KernelSet
     rounds: int
     world: World
     check: bool
     free_communication: bool
-    progress: Progress | None
+    progress: OnRound | None
 
-    def buffers(self) -> dict[int, Buffers]:
-        """Buffers of every collective by `id` of its op.
+    def buffers(self) -> dict[str, Buffers]:
+        """Buffers of every collective by the name of its op; none with free communication.
 
         Equal collectives of one stream share them: they never run at once.
         """
         made: dict[tuple[object, ...], Buffers] = {}
-        found = {}
+        by_op = {}
         for op in self.schedule.body:
             if not isinstance(op.work, Collective) or self.free_communication:
                 continue
@@ -49,11 +49,11 @@ class Run:
                 at = self.world.communicator(op.stream, op.work.group)
                 members = len(at.members) if at else 1
                 made[key] = allocate(op.work, members, self.world.device)
-            found[id(op)] = made[key]
-        return found
+            by_op[op.name] = made[key]
+        return by_op
 
     def begin(self, instance: Instance) -> None:
-        """Tell how far this rank is."""
+        """Report the round, if this instance is the first of it."""
         if self.progress and instance.op is self.schedule.body[0]:
             self.progress(instance.round)
 
@@ -78,9 +78,9 @@ def common_start(world: World) -> Seconds:
 
 
 def compare(instance: Instance, at: Communicator) -> None:
-    """Checking mode: see that all members are about to run the same collective.
+    """Check that all members are about to run the same collective.
 
-    Raises MismatchError that names the first who is not.
+    Raises MismatchError, which names the first member that is not.
     """
     text = f"{instance.op.name!r} of round {instance.round}: {instance.op.work}"
     mine = torch.zeros(_LABEL, dtype=torch.uint8)

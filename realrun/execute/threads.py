@@ -1,4 +1,4 @@
-"""Streams as threads: one issuing thread per stream, so never two on one communicator."""
+"""Streams as threads: one thread per stream, so that no communicator is used by two at once."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def run_on_threads(run: Run) -> Trace:
 
 
 class _Stopped(Exception):  # noqa: N818 - no error: another stream failed
-    """Unwinds a stream that has nothing to wait for any more."""
+    """Ends the thread of a stream after another stream has failed."""
 
 
 class _Threads:
@@ -125,7 +125,7 @@ class _Threads:
         """Carry out a collective. What fails in Gloo is somebody's absence; find out whose."""
         op, kernels = instance.op, self.run.kernels
         assert isinstance(op.work, Collective)
-        buffers = self.buffers[id(op)]
+        buffers = self.buffers[op.name]
         kernels.fill(instance, buffers.given)
         at = self.world.communicator(op.stream, op.work.group)
         if at is None:

@@ -96,7 +96,7 @@ class World:
     def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
         """The process group of this kind for a purpose, made at the first call. All ranks call it.
 
-        It stays: DTensor remembers groups by the ranks in them, also once they were destroyed.
+        It is never destroyed: DTensor finds groups by their ranks, even those that are gone.
         """
         if (purpose, kind) not in self._groups:
             size, limit = self.layout.world_size, timedelta(seconds=self.deadline)
@@ -107,7 +107,7 @@ class World:
         return self._groups[purpose, kind]
 
     def agree(self, what: str, text: str) -> None:
-        """Compare a text across ranks. Raises MismatchError that names the first difference."""
+        """Compare a text among ranks. Raises MismatchError, which names the first difference."""
         texts: list[str | None] = [None] * self.layout.world_size
         with self.together(f"agreement on the {what}"):
             dist.all_gather_object(texts, text)
@@ -121,7 +121,7 @@ class World:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Something that all ranks do outside of a schedule. Raises RankFailure if one is lost."""
+        """For what all ranks do outside of a schedule. Raises RankFailure if one of them fails."""
         try:
             yield
         except RuntimeError as error:
@@ -129,7 +129,7 @@ class World:
             raise self.watch.lost(Place(-1, 0, what), everybody, error) from error
 
     def leave(self) -> None:
-        """End in good order."""
+        """Leave the others: all have done their work."""
         self.watch.stop()
         self._made.clear()
         self._groups.clear()
@@ -157,8 +157,8 @@ def join(
     )
     if size % per_node:
         raise OptionError(
-            f"WORLD_SIZE={size} is not a multiple of LOCAL_WORLD_SIZE={per_node}: nodes must be"
-            " alike"
+            f"WORLD_SIZE={size} is not a multiple of LOCAL_WORLD_SIZE={per_node}: all nodes must"
+            " have the same number of ranks"
         )
     device = _device(backend, local)
     limit = timedelta(seconds=deadline)
@@ -194,9 +194,9 @@ def join(
 def end(code: int = 0) -> NoReturn:
     """End the process of a rank that has left, or cannot, without tearing the interpreter down.
 
-    All is written by then. Teardown waits for threads that wait for ranks that are gone, and on
-    some exits, about one in twenty of the shortest, it aborts inside of torch ("terminate called
-    without an active exception", torch 2.13), which would look like a failed rank.
+    All output is written by then. A normal exit would wait for threads that wait for ranks that are
+    gone. And about one in twenty of the shortest runs aborts inside of torch at exit ("terminate
+    called without an active exception", torch 2.13), which would look like a failed rank.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -236,14 +236,14 @@ def _wait_for_all(store: Store, watch: Watch, rank: int, size: int, deadline: Se
 
 
 def _machine() -> str:
-    """Names the machine whose clock this process reads."""
+    """The name of the machine whose clock this process reads."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return socket.gethostname()
 
 
 def gather_objects(world: World, value: object) -> list[object] | None:
-    """Every rank's value, on rank 0; None elsewhere."""
+    """The values of all ranks, on rank 0; None elsewhere."""
     found: list[object] | None = [None] * world.layout.world_size if world.rank == 0 else None
     with world.together("collection of results"):
         dist.gather_object(value, found)
@@ -251,7 +251,7 @@ def gather_objects(world: World, value: object) -> list[object] | None:
 
 
 def describe(world: World) -> dict[str, str]:
-    """What this ran on, for the reader of a record."""
+    """Versions and hardware of this run, in words."""
     hardware = "CPU"
     if world.device.type == "cuda":
         hardware = torch.cuda.get_device_name(world.device)

@@ -1,9 +1,9 @@
 """A cluster of network namespaces on one machine, with known bandwidths.
 
 Each node is a network namespace whose `eth0` is plugged into one bridge. `tc tbf` limits what it
-sends there, and what its ranks send each other over loopback. All of it lives in a network, process
-and mount namespace of its own: the network of the machine is not touched, and all that was made
-vanishes with the first process in there.
+sends there, and what its ranks send each other over loopback. All of it is in a network, process
+and mount namespace of its own: the network of the machine does not change, and everything is gone
+when the first process of the namespace ends.
 
     launcher - unshare - first process (reaps) - lab process - one holder a node, and the ranks
 """
@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,47 +26,36 @@ from realrun.errors import LabError
 from realrun.launch.local import (
     GRACE,
     MAX_RANKS,
-    Stopped,
     host_store,
     rank_environment,
-    ranks_killed_at_end,
     resolved,
-    start,
-    started,
-    stoppable,
-    supervise,
 )
+from realrun.launch.namespaces import (
+    FRAME,
+    LOOPBACK_FRAME,
+    LOOPBACK_PAYLOAD,
+    PAYLOAD,
+    SWITCH,
+    entering,
+    make_nodes,
+    run_tool,
+)
+from realrun.launch.processes import ranks_killed_at_end, start, started
+from realrun.launch.signals import Stopped, stoppable
+from realrun.launch.supervise import supervise
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 """What has to be installed: iproute2 and util-linux."""
 
-PAYLOAD = 1448
-"""Bytes of payload in an Ethernet frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (TCP timestamps)."""
-
-FRAME = 1514
-"""Bytes of that frame as tbf counts them: with the 14 of its Ethernet header."""
-
-LOOPBACK_PAYLOAD, LOOPBACK_FRAME = 65536 - 52, 65536 + 14
-"""The same on the loopback device."""
-
 _UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child=SIGKILL")
 _UNSHARE_ALL = (*_UNSHARE, "--mount-proc")
-_SWITCH = "10.77.255.254"
 _CLUSTER_FILE = "/dev/shm/cluster.toml"  # noqa: S108 - a file system of our own is mounted there
 
 _RANKS_PER_CORE = 2
 """With more, the cores are the bottleneck, not the network."""
 
-_SYSCTLS = {
-    # Nothing is ever lost, so the window just grows until the pipe is full, and stays so.
-    "ipv4/tcp_congestion_control": "reno",
-    "ipv4/tcp_slow_start_after_idle": "0",
-    "ipv6/conf/all/disable_ipv6": "1",
-}
-
-
 INTRA_RATE = "3 Gbit/s"
-"""What loopback reaches for every rank even where two ranks share a core and send at once."""
+"""A rate that loopback reaches for every rank, even if two ranks share a core and both send."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +114,16 @@ def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
 
     Ranks have torchrun's environment, and REALRUN_CLUSTER, the path of the lab's `stated_cluster`.
-    Control-C gives 130 and SIGTERM 143. Call it from the main thread.
-    Raises LabError when the lab cannot be built here, LaunchError when there is no such command.
+    Control-C gives 130 and SIGTERM 143; a reader that closes the output ends all with 0. Call it
+    from the main thread. Raises LabError when the lab cannot be built here, LaunchError when there
+    is no such command.
     """
     program = resolved(command)
     check_machine()
     if lab.world_size > _RANKS_PER_CORE * (os.cpu_count() or 1):
         print(  # noqa: T201 - while it can still be stopped
-            f"warning: {lab.world_size} ranks share {os.cpu_count()} cores: expect what they move,"
-            " most of all inside a node, to be slower than the stated rate allows",
+            f"warning: {lab.world_size} ranks share {os.cpu_count()} cores: transfers, most of all"
+            " inside a node, may be slower than the stated rate",
             file=sys.stderr,
         )
     inside = json.dumps([asdict(lab), grace, program])
@@ -166,7 +156,7 @@ def check_machine() -> None:
             " installed (packages iproute2 and util-linux)"
         )
     try:
-        _run([*_UNSHARE_ALL, "true"])
+        run_tool([*_UNSHARE_ALL, "true"])
     except LabError as error:
         raise LabError(f"namespaces cannot be made here (in a container?): {error}") from error
 
@@ -198,17 +188,6 @@ on a virtual machine of two cores gave 0.22 to 0.30 ms; depends on the machine a
 """
 
 
-def burst(bandwidth: BytesPerSecond) -> tuple[int, int]:
-    """Bytes that may pass at once, and bytes of the longest packet that TCP may hand over.
-
-    The burst passes for free after every pause, so it is small; but it has to last until a timer
-    is served (0.7 ms), and to hold whole packets, else tbf splits them and drops some.
-    """
-    frames = 2  # that TCP sends at once whatever is asked
-    size = min(max(int(bandwidth * 0.7e-3), 2 * frames * FRAME), 256 * 1024)
-    return size, max(size // 3, frames * FRAME)
-
-
 def _end(outer: subprocess.Popen[bytes]) -> None:
     """Kill the lab by its first process, and wait until all of it is gone."""
     if outer.poll() is not None:
@@ -222,7 +201,7 @@ def _end(outer: subprocess.Popen[bytes]) -> None:
 
 
 def _first() -> None:
-    """Be the first process of the lab: start the one that does the work, and reap all others."""
+    """Be the first process of the lab: start the one that does the work, and reap all orphans."""
     worker = os.fork()
     if worker == 0:
         sys.exit(_inside(*json.loads(sys.argv[1])))
@@ -237,18 +216,19 @@ def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) ->
     """Build the lab around this process and run the ranks; the exit code."""
     lab = Lab(**asked)
     try:
-        holders = _build(lab)
+        _state(lab)
+        holders = make_nodes(lab.nodes, lab.bandwidth, lab.loopback)
         with ranks_killed_at_end() as ranks:
-            store = host_store(_SWITCH)
+            store = host_store(SWITCH)
             for rank in range(lab.world_size):
                 variables = rank_environment(
                     rank,
                     lab.world_size,
                     local_world_size=lab.gpus_per_node,
-                    address=_SWITCH,
+                    address=SWITCH,
                     port=store.port,
                 )
-                node = _enter(holders[rank // lab.gpus_per_node])
+                node = entering(holders[rank // lab.gpus_per_node])
                 own = {"GLOO_SOCKET_IFNAME": "eth0", "REALRUN_CLUSTER": _CLUSTER_FILE}
                 ranks.append(start(rank, [*node, *command], {**variables, **own}))
             return supervise(ranks, store, grace)
@@ -257,79 +237,10 @@ def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) ->
         return 2
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 0  # as every command of ours gives then
 
 
-def _build(lab: Lab) -> list[int]:
-    """Make the nodes and the bridge between them; the processes that hold the nodes."""
-    _run(["mount", "-t", "tmpfs", "lab", str(Path(_CLUSTER_FILE).parent)])
+def _state(lab: Lab) -> None:
+    """Write the lab as a cluster file, which only its own processes see."""
+    run_tool(["mount", "-t", "tmpfs", "lab", str(Path(_CLUSTER_FILE).parent)])
     Path(_CLUSTER_FILE).write_text(stated_cluster(lab))
-    _ip(
-        "link set lo up",
-        "link add br0 type bridge stp_state 0 forward_delay 0",
-        f"addr add {_SWITCH}/16 dev br0",
-        "link set br0 up",
-    )
-    return [_node(lab, index) for index in range(lab.nodes)]
-
-
-def _node(lab: Lab, index: int) -> int:
-    """Make one node; the process that holds it."""
-    holder = subprocess.Popen(
-        ["unshare", "--net", "cat"],  # noqa: S607 - found on PATH before
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    holder.stdin.write(b"\n")
-    holder.stdin.flush()
-    if not holder.stdout.read(1):  # what cat gives back, once it is in its namespace
-        raise LabError(f"cannot make node {index}")
-    size, longest = burst(lab.bandwidth)
-    port, enter = f"node{index}", _enter(holder.pid)
-    _ip(f"link add {port} type veth peer name eth0 netns {holder.pid}")
-    _ip(f"link set {port} gso_max_size {longest} master br0 up")
-    # A short queue in front of the rate limit: answers to what comes in wait behind it.
-    _sysctl(enter, _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(size)})
-    _ip(
-        "link set lo up",
-        f"addr add 10.77.{index // 250}.{index % 250 + 1}/16 dev eth0",
-        f"link set eth0 gso_max_size {longest} up",
-        enter=enter,
-    )
-    _limit(enter, "eth0", lab.bandwidth, size)
-    # Loopback works on the cores of the ranks: its timer is served later.
-    _limit(enter, "lo", lab.loopback, max(int(lab.loopback * 1e-3), 2 * LOOPBACK_FRAME))
-    return holder.pid
-
-
-def _limit(enter: Sequence[str], device: str, bandwidth: BytesPerSecond, size: int) -> None:
-    """Let a device send at most `bandwidth`, after bursts of `size` bytes."""
-    tbf = f"rate {bandwidth * 8:.0f}bit burst {size} limit 64mb"
-    _run([*enter, *f"tc qdisc replace dev {device} root tbf {tbf}".split()])
-
-
-def _enter(holder: int) -> list[str]:
-    return ["nsenter", f"--net=/proc/{holder}/ns/net", "--"]
-
-
-def _ip(*commands: str, enter: Iterable[str] = ()) -> None:
-    _run([*enter, "ip", "-batch", "-"], "\n".join(commands))
-
-
-def _sysctl(enter: Iterable[str], values: Mapping[str, str]) -> None:
-    """Set what the kernel has; a key that it lacks changes little."""
-    lines = [f"echo {value} > /proc/sys/net/{key}" for key, value in values.items()]
-    script = "\n".join(f"({line}) 2>/dev/null" for line in lines)
-    _run([*enter, "sh", "-c", f"{script}\ntrue"])
-
-
-def _run(command: Sequence[str], text: str = "") -> None:
-    """Run one of the tools. Raises LabError with what it says when it fails."""
-    done = subprocess.run(  # noqa: S603 - one of TOOLS
-        command, input=text, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise LabError(f"`{' '.join(command)}` failed: {said}")

@@ -1,7 +1,7 @@
-"""Who is alive and where: heartbeats and failures in a store that all ranks, and the launcher, see.
+"""Which ranks are alive, and where they are: heartbeats and failures in a store that all can read.
 
-Every rank tells twice a second what its streams are doing. The first to fail says so, and all
-others stop. A launcher that sees a rank die tells it in the same way.
+Every rank writes twice a second what its streams are doing. The first that fails writes so, and all
+others stop. A launcher that sees a rank die reports it in the same way.
 """
 
 import json
@@ -18,7 +18,7 @@ FAILURES = "realrun/failures"
 
 _PERIOD = 0.5
 _SILENT = 3 * _PERIOD
-"""A heart that has not beaten for this long has stopped."""
+"""A rank without a heartbeat for this long counts as stopped."""
 
 
 class Store(Protocol):
@@ -44,9 +44,9 @@ class Place:
 
 
 def tell(store: Store, rank: int, reason: str, *, silent: bool = False) -> None:
-    """Tell everybody that `rank` failed, and how: "was killed by SIGKILL".
+    """Report to all that `rank` failed, and how: "was killed by SIGKILL".
 
-    A silent rank does not listen any more: its launcher need not wait for it.
+    A silent rank cannot react any more: the launcher need not wait for it.
     """
     index = store.add(f"{FAILURES}/reserved", 1) - 1
     told = {"rank": rank, "reason": reason, "silent": silent}
@@ -55,7 +55,7 @@ def tell(store: Store, rank: int, reason: str, *, silent: bool = False) -> None:
 
 
 def gone(store: Store) -> list[int]:
-    """The ranks that were told to be silent."""
+    """The ranks that were reported to be silent."""
     told = [
         json.loads(store.get(f"realrun/failure/{index}")) for index in range(store.add(FAILURES, 0))
     ]
@@ -63,10 +63,10 @@ def gone(store: Store) -> list[int]:
 
 
 class Watch:
-    """This rank's heart, and its view of the others."""
+    """The heartbeat of this rank, and what it knows of the others."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        """Start beating, on a connection of its own: a store serves one request at a time."""
+        """Start the heartbeat, on a connection of its own: a store serves one request at a time."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._places: dict[str, Place] = {}
         self._left: Place | None = None
@@ -87,26 +87,26 @@ class Watch:
         self._left = self._places.pop(stream, None)
 
     def listen(self, listener: Callable[[RankFailure], None]) -> None:
-        """Call `listener` when a failure is told, at once if there is one already."""
+        """Call `listener` when a failure is reported, at once if there is one already."""
         self._listener = listener
         if self.failure:
             listener(self.failure)
 
     def stop(self) -> None:
-        """Stop beating."""
+        """Stop the heartbeat."""
         self._stop.set()
         self._thread.join()
 
     def raised(self, place: Place, error: BaseException) -> RankFailure:
-        """This rank's own work failed: tell everybody."""
+        """This rank's own work failed: report it."""
         reason = f"raised {type(error).__name__} in {place}: {_one_line(error)}"
         return self._fail([self._rank], reason, place)
 
     def lost(self, place: Place, members: Iterable[int], error: BaseException) -> RankFailure:
-        """A collective did not end. Find out whose fault that is, and tell everybody.
+        """A collective did not end. Find out which rank is at fault, and report it.
 
-        First whoever was already told to have failed; else members whose heart stopped; else those
-        that are behind; else those that are elsewhere.
+        That is, in this order: a rank whose failure is already reported; members without a
+        heartbeat; members that are behind; members that are at another op.
         """
         limit = time.monotonic() + _SILENT
         while time.monotonic() < limit:
@@ -133,7 +133,7 @@ class Watch:
         return self._fail([], f"{place.op!r} failed: {_one_line(error)}", place)
 
     def missing(self, ranks: Sequence[int], reason: str) -> RankFailure:
-        """These ranks are not there: tell everybody."""
+        """These ranks are not there: report it."""
         return self._fail(ranks, reason, None, silent=True)
 
     def _fail(
@@ -169,7 +169,7 @@ class Watch:
         self._quietly(lambda: self._store.set(f"realrun/heart/{self._rank}", heart))
 
     def _told(self) -> bool:
-        """Whether somebody told of a failure; remembers the first."""
+        """Whether a failure was reported; keeps the first."""
         if not self._quietly(lambda: self._store.add(FAILURES, 0)):
             return False
         told = json.loads(self._quietly(lambda: self._store.get("realrun/failure/0")) or "{}")
@@ -183,7 +183,7 @@ class Watch:
         return True
 
     def _quietly(self, ask: Callable[[], Any]) -> Any:
-        """A store that does not answer has died with its host: then nobody can be told."""
+        """None if the store does not answer: its host has died, and nothing can be reported."""
         try:
             return ask()
         except Exception:  # noqa: BLE001 - torch raises several kinds, all meaning the same here

@@ -1,4 +1,4 @@
-"""What a probe found as a cluster file of co2sim: every number with its unit and its source."""
+"""The result of a probe as a cluster file: every number with its unit and its source."""
 
 import json
 from collections.abc import Iterator
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from co2sim.cluster import GPU, Link
 from co2sim.errors import OptionError
 from co2sim.units import Bytes, Unit, duration
-from realrun.probe.fit import Fitted, Measured
+from realrun.probe.fit import Fitted
+from realrun.probe.samples import Measured
 
 NOTHING = (
     "nothing can be measured: a single rank has nobody to communicate with, and --gpu leaves out"

@@ -12,7 +12,8 @@ from co2sim.cluster import GPU, Cluster
 from co2sim.schedule import Group, Kind
 from co2sim.units import duration, scaled
 from realrun.probe.cluster_file import size_text
-from realrun.probe.fit import Fitted, Measured, Sample, attained, bare, by_kind, predict
+from realrun.probe.fit import Fitted, attained, bare, predict
+from realrun.probe.samples import Measured, Sample, by_kind
 
 _COLOURS = {
     Kind.ALL_REDUCE: "#0072B2",

@@ -1,6 +1,6 @@
 """From measured times to the numbers of a cluster: pure functions.
 
-The links are fitted through `cost.footprint`, the formula that predictions are made with, so the
+The links are fitted through `cost.footprint`, the formula that predictions are made with. So the
 residuals say how far a prediction of these very collectives would be off.
 """
 
@@ -11,69 +11,26 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares, nnls
 
 from co2sim.cluster import GPU, Backend, Cluster, Link
 from co2sim.cost import footprint
 from co2sim.errors import OptionError
-from co2sim.schedule import Collective, Compute, Group, Kind, Layout
+from co2sim.schedule import Group, Kind, Layout
 from co2sim.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds
+from realrun.probe.samples import ComputeSample, Measured, Sample, by_kind
 
 _OUTLIER = 0.2
 """Errors of log time beyond this count linearly, not squared (Huber 1964)."""
 
-_STEPS = 60
+_TOLERANCE = 1e-10
+"""Relative change of the loss, of the numbers and of the slope at which a fit of links ends."""
 _LEAST_LATENCY: Seconds = 1e-9
 _LEAST_SHARE = 0.1  # of a kernel's time is not launch overhead; if it seems so, that is noise
+_SLOWEST = 1e-3
+"""A fitted bandwidth is at least this fraction of the one that the fastest sample needs."""
 
 Vector: TypeAlias = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The time that a collective took: the median of its repetitions."""
-
-    work: Collective
-    seconds: Seconds
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeSample:
-    """The time that a kernel took on the slowest rank: the median of its repetitions."""
-
-    work: Compute
-    seconds: Seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Slowdown:
-    """How many times as long something takes beside the other as alone.
-
-    `compute` is a kernel under all-reduces of its rank, `communication` one of these under kernels.
-    """
-
-    compute: float
-    communication: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a probe saw.
-
-    `compute` has samples by precision, `copies` those that only move memory; both are empty when
-    no kernel was run. `launch` is the time of an empty op, `handover` what it takes in addition
-    when it waits for another stream. `slowdown` is None if it was not measured.
-    """
-
-    layout: Layout
-    backend: Backend
-    machine: str
-    memory: Bytes
-    collectives: tuple[Sample, ...]
-    compute: Mapping[str, tuple[ComputeSample, ...]]
-    copies: tuple[ComputeSample, ...]
-    launch: Seconds
-    handover: Seconds
-    slowdown: Slowdown | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,32 +65,23 @@ def residuals(predicted: Iterable[Seconds], measured: Iterable[Seconds]) -> Resi
     return Residuals(median(map(abs, errors)), max(map(abs, errors)), errors[-1])
 
 
-def by_kind(samples: Iterable[Sample]) -> dict[tuple[Group, Kind], list[Sample]]:
-    """The samples of every kind and group, by rising size."""
-    found: dict[tuple[Group, Kind], list[Sample]] = {}
-    for sample in sorted(samples, key=lambda sample: sample.work.bytes):
-        found.setdefault((sample.work.group, sample.work.kind), []).append(sample)
-    return found
-
-
 def fit_line(samples: Sequence[Sample]) -> Line:
-    """Weighted least squares of the relative error, over two numbers that are not negative.
+    """Least squares of the relative error over a latency and a time per byte, neither below 0.
 
-    Raises OptionError for fewer than two sizes.
+    The time of a byte, where it cannot be told from 0, is a thousandth of what the fastest and the
+    largest sample would allow. Raises OptionError for fewer than two sizes.
     """
     sizes = np.array([sample.work.bytes for sample in samples])
     times = np.array([sample.seconds for sample in samples])
     if len(set(sizes)) < 2:  # noqa: PLR2004 - a line has two parameters
         raise OptionError("a line needs collectives of at least two sizes")
     root = np.sqrt(_weights(samples))
-    first, second = root / times, root * sizes / times
-    latency, per_byte = np.linalg.lstsq(np.stack([first, second], axis=1), root)[0]
-    if latency < 0:
-        latency, per_byte = 0.0, root @ second / (second @ second)
-    elif per_byte <= 0:  # no slope that can be told from noise: so fast that it does not matter
-        latency, per_byte = root @ first / (first @ first), min(times) / max(sizes) / 1000
-    found = Line(float(latency), float(1 / per_byte), Residuals(0.0, 0.0, 0.0))
-    return replace(found, residuals=residuals([found.at(s) for s in sizes], times))
+    terms = np.stack([root / times, root * sizes / times], axis=1)
+    scale = np.linalg.norm(terms, axis=0)
+    latency, per_byte = nnls(terms / scale, root)[0] / scale
+    per_byte = per_byte or min(times) / max(sizes) / 1000
+    line = Line(float(latency), float(1 / per_byte), Residuals(0.0, 0.0, 0.0))
+    return replace(line, residuals=residuals([line.at(size) for size in sizes], times))
 
 
 def _weights(samples: Iterable[Sample]) -> Vector:
@@ -163,15 +111,15 @@ def fit_links(
 ) -> tuple[Link | None, Link | None]:
     """The links inside a node and between nodes with which predictions come closest.
 
-    Minimizes the errors of the log of the time, with little regard to outliers, over latency and
-    payload bandwidth of both links at once. None for a link that the layout does not have.
-    Raises OptionError when no collective used one that it has.
+    Minimizes Huber's loss of the errors of log time over latency and payload bandwidth of both
+    links at once. Errors up to 0.2, about 20 %, count squared, larger ones linearly: `f_scale`.
+    None for a link that the layout does not have. Raises OptionError when no collective used one
+    that it has.
     """
     present = [layout.gpus_per_node > 1, layout.nodes > 1]
     if not any(present):
         return None, None
     times = np.log([sample.seconds for sample in samples])
-    weights = _weights(samples)
     start = _bounds(samples, layout, backend)
     free = np.repeat(present, 2)
 
@@ -183,20 +131,51 @@ def fit_links(
 
     def errors(values: Vector) -> Vector:
         cluster = bare(layout, backend, *links(values))
-        found: Vector = np.log(predict(samples, cluster)) - times
-        return found
+        off: Vector = np.log(predict(samples, cluster)) - times
+        return off
 
-    found = links(_least_squares(errors, start[free], weights))
-    intra, inter = (link if here else None for link, here in zip(found, present, strict=True))
+    latency, slowest = np.log(_LEAST_LATENCY), np.maximum(0.0, start + np.log(_SLOWEST))
+    least = np.array([latency, slowest[1], latency, slowest[3]])
+    fitted = least_squares(
+        errors,
+        start[free],
+        bounds=(least[free], np.inf),
+        loss=_huber(_weights(samples)),  # type: ignore[arg-type] # the stubs add an argument
+        f_scale=_OUTLIER,
+        ftol=_TOLERANCE,
+        xtol=_TOLERANCE,
+        gtol=_TOLERANCE,
+    )
+    intra, inter = (
+        link if here else None for link, here in zip(links(fitted.x), present, strict=True)
+    )
     return intra, inter
 
 
-def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vector:
-    """Log latency and log bandwidth of both links: the bounds that single samples give.
+def _huber(weights: Vector) -> Callable[[Vector], Vector]:
+    """Huber's loss with a weight per sample, for `scipy.optimize.least_squares`.
 
-    No latency is above, and no bandwidth below; a good guess to start from.
+    Its own loss "huber" has no weights. Roots of weights on the errors would not do: they would
+    move the border between squared and linear as well. Given z, the squares of the errors over
+    `f_scale`, this gives the loss of each, and its first and second derivative by z.
     """
-    found = []
+
+    def loss(z: Vector) -> Vector:
+        root, small = np.sqrt(np.maximum(z, 1.0)), z <= 1
+        values: Vector = np.stack(
+            [np.where(small, z, 2 * root - 1), 1 / root, np.where(small, 0.0, -0.5 / root**3)]
+        )
+        return weights * values
+
+    return loss
+
+
+def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vector:
+    """Log latency and log bandwidth of both links, as single samples bound them.
+
+    The fit starts here. Without noise no latency is above these, and no bandwidth below.
+    """
+    numbers = []
     for place, count in enumerate((layout.gpus_per_node, layout.nodes)):
         links = [Link(1e18, float(place == 0)), Link(1e18, float(place == 1))]
         cluster = bare(layout, backend, *links)
@@ -206,38 +185,13 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
         if count > 1 and not (steps and speed):
             where = ("inside a node", "between nodes")[place]
             raise OptionError(f"the link {where} cannot be fitted: no collective used it")
-        found += [max(_LEAST_LATENCY, min(steps, default=0.0)), max(1.0, speed)]
-    bounds: Vector = np.log(found)
+        numbers += [max(_LEAST_LATENCY, min(steps, default=0.0)), max(1.0, speed)]
+    bounds: Vector = np.log(numbers)
     return bounds
 
 
-def _least_squares(errors: Callable[[Vector], Vector], start: Vector, weights: Vector) -> Vector:
-    """Minimize the weighted Huber loss of `errors` (Levenberg 1944, Marquardt 1963)."""
-    values, damping = start, 1e-2
-    here = errors(values)
-    for _ in range(_STEPS):
-        slope = np.stack(
-            [(errors(values + step) - here) / 1e-4 for step in 1e-4 * np.eye(len(values))], axis=1
-        )
-        weighted = slope.T * (weights * np.minimum(1, _OUTLIER / np.maximum(abs(here), 1e-12)))
-        step = np.linalg.solve(weighted @ slope + damping * np.eye(len(values)), -weighted @ here)
-        tried = np.maximum(values + np.clip(step, -1, 1), np.log(_LEAST_LATENCY))
-        there = errors(tried)
-        if _loss(there, weights) < _loss(here, weights):
-            values, here, damping = tried, there, damping / 4
-        else:
-            damping *= 8
-    return values
-
-
-def _loss(errors: Vector, weights: Vector) -> float:
-    size = abs(errors)
-    huber = np.where(size < _OUTLIER, size**2 / 2, _OUTLIER * (size - _OUTLIER / 2))
-    return float((weights * huber).sum())
-
-
 def attained(samples: Iterable[ComputeSample], launch: Seconds) -> dict[Flops, FlopsPerSecond]:
-    """Speed by size, launch overhead aside, as `cost.compute_time` adds it."""
+    """Speed by size of a kernel, without the launch overhead that `cost.compute_time` adds."""
     return {
         sample.work.flops: sample.work.flops / _net(sample, launch)
         for sample in sorted(samples, key=lambda sample: sample.work.flops)
@@ -247,9 +201,9 @@ def attained(samples: Iterable[ComputeSample], launch: Seconds) -> dict[Flops, F
 def fit_gpu(measured: Measured) -> GPU | None:
     """The processor of a rank; None if no kernel was run.
 
-    Nothing is known of what it could attain at most, so its best speed is its peak. Efficiencies
-    are those of the first precision. The memory's bandwidth is that of the largest copy, which no
-    cache holds.
+    Its peak is the best speed that was measured: nothing is known of what it could attain.
+    Efficiencies are those of the first precision. The bandwidth of its memory is that of the
+    largest copy, which no cache holds.
     """
     if not measured.compute:
         return None
@@ -275,10 +229,11 @@ def _net(sample: ComputeSample, launch: Seconds) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What was made of it.
+    """The numbers of a cluster, and how well they fit.
 
     `processor` is None if no kernel was run, a link if it joins no two ranks. `lines` fit every
-    kind and group by itself; `misfit` is how far predictions from the links are off.
+    kind and group by itself; `misfit` says how far predictions from the links are off there, and
+    `overall` the same for all samples at once.
     """
 
     processor: GPU | None

@@ -1,17 +1,17 @@
 """Measure on all ranks what a cluster file states: by executing schedules, as a run does.
 
-Whatever the executor adds to an op is thus part of its time. Every rank calls these functions, and
-all get the same answer. Sizes and kinds take turns, several times over, since machines drift.
+So the overhead of the executor is part of every time. Every rank calls these functions, and all get
+the same answer. Sizes and kinds take turns, several times, since the speed of machines drifts.
 """
 
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,10 @@ from co2sim.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, 
 from co2sim.trace import Trace
 from co2sim.units import Bytes, Flops, Seconds
 from realrun.execute.executor import execute
-from realrun.execute.kernels import Burn, Kernels, Synthetic
+from realrun.execute.kernels import Burn, KernelSet, Synthetic
 from realrun.execute.world import World, describe, gather_objects
-from realrun.measure import TORCH_DTYPE
-from realrun.probe.fit import ComputeSample, Measured, Sample, Slowdown
+from realrun.measure import TORCH_DTYPE, Say
+from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import (
     SWEPT,
     crossing,
@@ -36,9 +36,6 @@ from realrun.probe.tasks import (
 )
 
 T = TypeVar("T")
-Say: TypeAlias = Callable[[str], None]
-"""Told what is being measured."""
-
 _PASSES = 3
 _ROUNDS = 8
 """The most rounds of a pass; one more warms up."""
@@ -72,7 +69,7 @@ class _Task:
 
     label: str
     schedule: Schedule
-    kernels: Kernels
+    kernels: KernelSet
     rounds: int
 
 
@@ -218,7 +215,7 @@ def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[_Ta
 def _overheads(world: World) -> list[_Task]:
     """Ops that do next to nothing, on one stream, and each waiting for another stream."""
     on_gpu = world.device.type == "cuda"
-    kernels: Kernels = _burn(world, "fp32") if on_gpu else _Idle()
+    kernels: KernelSet = _burn(world, "fp32") if on_gpu else _Idle()
     nothing = Compute("empty", 1.0 if on_gpu else 0.0)
     return [
         _Task("overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2),

@@ -20,7 +20,7 @@ from co2sim.schedule import (
 )
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
-from realrun.probe.fit import Slowdown
+from realrun.probe.samples import Slowdown
 
 SWEPT = "swept"
 """The buffer of collectives that are timed."""

@@ -1,0 +1,115 @@
+"""Nodes as network namespaces, plugged into one bridge, with limited rates. Needs root."""
+
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+
+from co2sim.units import BytesPerSecond
+from realrun.errors import LabError
+
+SWITCH = "10.77.255.254"
+"""The address of the bridge, where the launcher serves its store."""
+
+PAYLOAD = 1448
+"""Bytes of payload in an Ethernet frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (TCP timestamps)."""
+
+FRAME = 1514
+"""Bytes of that frame as tbf counts them: with the 14 of its Ethernet header."""
+
+LOOPBACK_PAYLOAD, LOOPBACK_FRAME = 65536 - 52, 65536 + 14
+"""The same on the loopback device."""
+
+_SYSCTLS = {
+    # Nothing is ever lost, so the window just grows until the pipe is full, and stays so.
+    "ipv4/tcp_congestion_control": "reno",
+    "ipv4/tcp_slow_start_after_idle": "0",
+    "ipv6/conf/all/disable_ipv6": "1",
+}
+
+
+def make_nodes(count: int, bandwidth: BytesPerSecond, loopback: BytesPerSecond) -> list[int]:
+    """Make the bridge, and nodes on it; the processes that hold the nodes.
+
+    `bandwidth` is what each node sends to others at most, `loopback` what its ranks send to each
+    other at most, all together; both with all headers. Raises LabError when a tool fails.
+    """
+    _ip(
+        "link set lo up",
+        "link add br0 type bridge stp_state 0 forward_delay 0",
+        f"addr add {SWITCH}/16 dev br0",
+        "link set br0 up",
+    )
+    return [_node(index, bandwidth, loopback) for index in range(count)]
+
+
+def burst(bandwidth: BytesPerSecond) -> tuple[int, int]:
+    """Bytes that may pass at once, and bytes of the longest packet that TCP may hand over.
+
+    The burst passes for free after every pause, so it is small; but it has to last until a timer
+    is served (0.7 ms), and to hold whole packets, else tbf splits them and drops some.
+    """
+    frames = 2  # that TCP sends at once whatever is asked
+    size = min(max(int(bandwidth * 0.7e-3), 2 * frames * FRAME), 256 * 1024)
+    return size, max(size // 3, frames * FRAME)
+
+
+def _node(index: int, bandwidth: BytesPerSecond, loopback: BytesPerSecond) -> int:
+    """Make one node; the process that holds it."""
+    holder = subprocess.Popen(
+        ["unshare", "--net", "cat"],  # noqa: S607 - found on PATH before
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    holder.stdin.write(b"\n")
+    holder.stdin.flush()
+    if not holder.stdout.read(1):  # what cat gives back, once it is in its namespace
+        raise LabError(f"cannot make node {index}")
+    size, longest = burst(bandwidth)
+    port, enter = f"node{index}", entering(holder.pid)
+    _ip(f"link add {port} type veth peer name eth0 netns {holder.pid}")
+    _ip(f"link set {port} gso_max_size {longest} master br0 up")
+    # A short queue in front of the rate limit: answers to what comes in wait behind it.
+    _sysctl(enter, _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(size)})
+    _ip(
+        "link set lo up",
+        f"addr add 10.77.{index // 250}.{index % 250 + 1}/16 dev eth0",
+        f"link set eth0 gso_max_size {longest} up",
+        enter=enter,
+    )
+    _limit(enter, "eth0", bandwidth, size)
+    # Loopback works on the cores of the ranks: its timer is served later.
+    _limit(enter, "lo", loopback, max(int(loopback * 1e-3), 2 * LOOPBACK_FRAME))
+    return holder.pid
+
+
+def _limit(enter: Sequence[str], device: str, bandwidth: BytesPerSecond, size: int) -> None:
+    """Let a device send at most `bandwidth`, after bursts of `size` bytes."""
+    tbf = f"rate {bandwidth * 8:.0f}bit burst {size} limit 64mb"
+    run_tool([*enter, *f"tc qdisc replace dev {device} root tbf {tbf}".split()])
+
+
+def entering(holder: int) -> list[str]:
+    """The command that runs another one in the network of a node, by the process that holds it."""
+    return ["nsenter", f"--net=/proc/{holder}/ns/net", "--"]
+
+
+def _ip(*commands: str, enter: Iterable[str] = ()) -> None:
+    run_tool([*enter, "ip", "-batch", "-"], "\n".join(commands))
+
+
+def _sysctl(enter: Iterable[str], values: Mapping[str, str]) -> None:
+    """Set what the kernel has; a key that it lacks changes little."""
+    lines = [f"echo {value} > /proc/sys/net/{key}" for key, value in values.items()]
+    script = "\n".join(f"({line}) 2>/dev/null" for line in lines)
+    run_tool([*enter, "sh", "-c", f"{script}\ntrue"])
+
+
+def run_tool(command: Sequence[str], text: str = "") -> None:
+    """Run one of the tools. Raises LabError with what it says when it fails."""
+    done = subprocess.run(  # noqa: S603 - one of TOOLS
+        command, input=text, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise LabError(f"`{' '.join(command)}` failed: {said}")

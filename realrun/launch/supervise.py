@@ -1,0 +1,67 @@
+"""Watch ranks until all have ended; report the first failure to the others."""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from co2sim.units import Seconds
+from realrun.launch.output import TICK, RankOutput
+from realrun.launch.processes import RankProcess
+from realrun.launch.watch import Store, gone, tell
+
+
+def supervise(ranks: Sequence[RankProcess], store: Store, grace: Seconds) -> int:
+    """Pass on what the ranks print until all have ended: 0 if all did so with 0, else 1.
+
+    The first failure is reported to the others; ranks that still run `grace` later are killed.
+    Rank 0's stdout is passed on as it is, every other line with its rank in front.
+    """
+    running = list(ranks)
+    first: RankProcess | None = None
+    late: list[RankProcess] = []
+    deadline = float("inf")
+    with RankOutput(ranks) as output:
+        while running:
+            output.forward(TICK)
+            ended = [one for one in running if one.process.poll() is not None]
+            for one in ended:
+                one.kill()  # what it started and left behind
+                running.remove(one)
+            failed = [one for one in ended if one.process.returncode]
+            if failed and first is None:  # of those found at once, one that was killed came first
+                first = min(failed, key=lambda one: (one.process.returncode > 0, one.rank))
+                deadline = time.monotonic() + grace
+                with suppress(RuntimeError):
+                    tell(store, first.rank, _ending(first))
+                    silent = set(gone(store))
+                    late = [one for one in running if one.rank in silent]
+                    for one in late:
+                        one.kill()
+            if time.monotonic() >= deadline:
+                late, deadline = [*late, *running], float("inf")
+                for one in running:
+                    one.kill()
+    if first is None:
+        return 0
+    words = f"error: rank {first.rank} {_ending(first)}"
+    if late:
+        words += f"; {_named(late)} did not stop and had to be killed"
+    print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it ended
+    return 1
+
+
+def _ending(one: RankProcess) -> str:
+    """How a process ended: "was killed by SIGKILL"."""
+    code = one.process.returncode
+    if code >= 0:
+        return f"exited with code {code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+def _named(ranks: Sequence[RankProcess]) -> str:
+    """As in "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(one.rank) for one in ranks)}"

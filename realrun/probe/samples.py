@@ -1,0 +1,64 @@
+"""What a probe measures: times of collectives and of kernels, and how they slow each other down."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from co2sim.cluster import Backend
+from co2sim.schedule import Collective, Compute, Group, Kind, Layout
+from co2sim.units import Bytes, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The time that a collective took: the median of its repetitions."""
+
+    work: Collective
+    seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSample:
+    """The time that a kernel took on the slowest rank: the median of its repetitions."""
+
+    work: Compute
+    seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How many times as long something takes beside the other as alone.
+
+    `compute` is a kernel under all-reduces of its rank, `communication` one of these under kernels.
+    """
+
+    compute: float
+    communication: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a probe saw.
+
+    `compute` has samples by precision, `copies` those that only move memory; both are empty when
+    no kernel was run. `launch` is the time of an empty op, `handover` what it takes in addition
+    when it waits for another stream. `slowdown` is None if it was not measured.
+    """
+
+    layout: Layout
+    backend: Backend
+    machine: str
+    memory: Bytes
+    collectives: tuple[Sample, ...]
+    compute: Mapping[str, tuple[ComputeSample, ...]]
+    copies: tuple[ComputeSample, ...]
+    launch: Seconds
+    handover: Seconds
+    slowdown: Slowdown | None
+
+
+def by_kind(samples: Iterable[Sample]) -> dict[tuple[Group, Kind], list[Sample]]:
+    """The samples of every kind and group, by rising size."""
+    found: dict[tuple[Group, Kind], list[Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.work.bytes):
+        found.setdefault((sample.work.group, sample.work.kind), []).append(sample)
+    return found
