@@ -150,7 +150,7 @@ def test_values_are_taken_where_they_are_unambiguous(
         ({"fold": 1}, "fold is 1; it must be true or false"),
         ({"cluster": 8}, "cluster is 8; it must be a catalog name, the path of a file, or a Clu"),
         ({"model": None}, "model is None; it must be a catalog name, the path of a file, or a Mod"),
-        ({"cluster": Path("a100-tcp80")}, "unknown cluster './a100-tcp80'"),
+        ({"cluster": Path("a100-tcp80")}, "./a100-tcp80"),
         ({"strategy": co2sim.DDP}, "it must be a text such as 'co2(tau=48)', or a strategy"),
         ({"strategy": 3}, "strategy is 3; it must be"),
         ({"precision": 16}, "precision is 16; it must be a text"),
