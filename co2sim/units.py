@@ -121,3 +121,8 @@ def duration(seconds: Seconds) -> str:
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def counted(number: int, noun: str) -> str:
+    """A count with its noun: "1 node", "1,024 nodes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
