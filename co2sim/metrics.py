@@ -107,6 +107,16 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
     )
 
 
+def straggler_delay(round_time: Seconds, equal_round_time: Seconds) -> Seconds:
+    """Seconds by which slower or uneven ranks delay a round.
+
+    `equal_round_time` is that of the same case with every node at nominal speed and no jitter; a
+    round that is shorter than that is not delayed. Waiting that something else hides is left out
+    (`Communication.waiting` counts it): a rank that waits behind its own compute loses no time.
+    """
+    return max(0.0, round_time - equal_round_time)
+
+
 def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:
     """Seconds per round of each kernel and collective, summed over the last round of one rank."""
     labels = {op.name: _label(op) for op in schedule.body}

@@ -36,6 +36,11 @@ class Noise:
                     f"node {node} has speed {speed}; it must be above 0 (1 is nominal)"
                 )
 
+    @property
+    def uneven(self) -> bool:
+        """Whether any rank may differ from another, or from its nominal speed."""
+        return bool(self.node_speed or self.straggle or self.jitter)
+
     def node_slowdowns(self, layout: Layout) -> tuple[float, ...]:
         """Factor on the compute time of each node."""
         unknown = [node for node in self.node_speed if not 0 <= node < layout.nodes]

@@ -25,9 +25,10 @@ class Result:
 
     `tokens` are the model's units: tokens, or images. `exposed_comm_s` is the round time minus that
     of the same round with free communication, `waiting_s` what a rank spends in collectives before
-    the last member is there, and `overlap_ratio` 1 - exposed / busy (None without
-    communication). `breakdown_s` sums the spans of one rank in the last round by kernel or
-    collective, waiting included. `assumed` lists the inputs that no source supports.
+    the last member is there, hidden or not, `straggler_delay_s` what slower or uneven ranks add to
+    the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
+    (None without communication). `breakdown_s` sums the spans of one rank in the last round by
+    kernel or collective, waiting included. `assumed` lists the inputs that no source supports.
     """
 
     cluster: str
@@ -51,6 +52,7 @@ class Result:
     mfu: float
     comm_busy_s: Seconds
     waiting_s: Seconds
+    straggler_delay_s: Seconds | None = None
     exposed_comm_s: Seconds
     overlap_ratio: float | None
     breakdown_s: dict[str, Seconds]

@@ -1,11 +1,13 @@
 """A question, answered by simulation."""
 
+from dataclasses import replace
 from typing import Any
 
 from co2sim import metrics, strategies
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError, nearest
+from co2sim.noise import QUIET
 from co2sim.result import Prepared, Result
 from co2sim.schedule import Schedule
 from co2sim.simulator import execute
@@ -36,7 +38,13 @@ def run(case: Case) -> Result:
     prepared = case.prepare()
     found, rounds, steady = _simulate(case, prepared)
     free = _execute(case, prepared, found.rounds, free=True)
-    return prepared.measure(found, rounds, steady, free)
+    result = prepared.measure(found, rounds, steady, free)
+    if not case.noise.uneven:
+        return result
+    equal, last, _ = _simulate(replace(case, noise=QUIET), prepared)
+    nominal = metrics.window(equal, prepared.schedule, last).round_time
+    delay = metrics.straggler_delay(result.round_time_s, nominal)
+    return replace(result, straggler_delay_s=delay)
 
 
 def trace(case: Case) -> tuple[Schedule, Trace]:
