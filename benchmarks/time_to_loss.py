@@ -102,10 +102,12 @@ def entries(out: Path) -> list[Entry]:
     return found
 
 
-def trained(arguments: Sequence[str], steps: int, folder: Path, lab: Lab | None) -> Rows:
+def trained(
+    arguments: Sequence[str], steps: int, folder: Path, lab: Lab | None, every: int = EVERY
+) -> Rows:
     """Train in a lab, or on this machine's loopback; the rows of the log."""
     command = ["train", "--size", SIZE, "--batch", str(BATCH), "--steps", str(steps)]
-    command += ["--warmup", str(steps // 20), "--eval-every", str(EVERY), "--log-every", str(EVERY)]
+    command += ["--warmup", str(steps // 20), "--eval-every", str(every), "--log-every", str(EVERY)]
     command += ["--checkpoint-every", "0", "--evaluate", "after", "--out", str(folder)]
     command += arguments
     realrun = [sys.executable, "-m", "realrun"]
@@ -120,8 +122,8 @@ def trained(arguments: Sequence[str], steps: int, folder: Path, lab: Lab | None)
 
 def calibrated(lab: Lab, folder: Path, steps: int) -> float:
     """Seconds of a local step in this lab while nothing is sent; the first ones do not count."""
-    arguments = ["-s", "local_sgd:tau=10000", "--lr", "0.005", "--eval-every", "0"]
-    rows = trained(arguments, steps, folder, lab)
+    arguments = ["-s", "local_sgd:tau=10000", "--lr", "0.005"]
+    rows = trained(arguments, steps, folder, lab, every=0)
     first, last = rows[0], rows[-1]
     return (last.seconds - first.seconds) / (last.step - first.step)
 

@@ -73,7 +73,7 @@ def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
     )
     done = call(tmp_path, *RUN, "-s", "zero2", launcher=torchrun, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "zero2 on 2 GPUs on 1 nodes of this machine" in done.stdout
+    assert "zero2 on 2 GPUs in 1 node\ncluster  this machine\n" in done.stdout
     assert "measured: averages over the last of 3 rounds" in done.stdout
 
 
@@ -96,7 +96,7 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
         (("run", "-m", "tiny-5m", "-s", "ddp"), "--cluster is missing"),
         ((*RUN, "-s", "dpd", "--nproc", "2"), "unknown strategy 'dpd'; did you mean 'ddp'?"),
         ((*RUN, "-s", "ddp", "-s", "ddp"), "a strategy is given twice"),
-        ((*RUN, "-s", "ddp", "--kernels", "flop"), "--kernels is 'flop'"),
+        ((*RUN[:-2], "-s", "ddp", "--kernels", "flop"), "--kernels is 'flop'"),
         ((*RUN, "-s", "ddp", "--nproc", "0"), "--nproc is 0; it must be at least 1"),
         ((*RUN, "-s", "ddp", "--backend", "mpi"), "--backend is 'mpi'"),
         ((*RUN, "-s", "ddp", "--deadline", "5"), "--deadline"),
@@ -106,7 +106,7 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
         ),
         ((*RUN, "-s", "ddp", "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
         (("probe", "--nproc", "2", "--out", "/proc/x/c.toml"), "cannot write into /proc/x"),
-        ((*RUN, "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
+        ((*RUN[:5], "-s", "ddp", "--rounds", "0", "--nproc", "2"), "--rounds is 0"),
         ((*RUN, "-s", "ddp"), "RANK is not set"),
         (("run", "-c", "nowhere", "-m", "tiny-5m", "-s", "ddp"), "nowhere"),
         (

@@ -1,6 +1,8 @@
 """The commands: what they ask, and what they print."""
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,6 +23,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Predict how CO2, ZeRO++, ZeRO, DDP and the local-update family scale on a cluster.",
 )
+
+
+def _refuse_twice(what: str, given: Iterable[str]) -> None:
+    repeated = [name for name, times in Counter(given).items() if times > 1]
+    if repeated:
+        raise OptionError(f"{what} {repeated[0]} is given twice")
 
 
 @app.callback(invoke_without_command=True)
@@ -55,16 +63,28 @@ def show(case: Case) -> None:
 
 
 @app.command()
-@options.case_options
-def run(case: Case, json_: options.Json = False) -> None:  # noqa: FBT002
-    """Simulate one configuration: times, breakdown, traffic, memory."""
-    result = study.run(case)
-    if json_:
-        print(json.dumps(result.to_dict(), indent=2))
-        return
-    from co2sim.console.result_tables import print_result  # noqa: PLC0415
+@options.job_options
+def run(
+    job: Case,
+    cluster: options.Cluster,
+    strategy: options.Strategies,
+    gpus: options.Gpus = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Simulate configurations: times, breakdown, traffic, memory.
 
-    print_result(result)
+    With several strategies --json prints a list.
+    """
+    _refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
+    if json_:
+        found = [study.run(case).to_dict() for case in cases]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+        return
+    from co2sim.console.result_tables import print_simulated  # noqa: PLC0415 - rich
+
+    for case in cases:
+        print_simulated(case, study.run(case))
 
 
 @app.command()
@@ -125,9 +145,8 @@ def scale(  # noqa: PLR0917 - one argument per option
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
     from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
 
-    titles = {title(parse(text)) for text in strategy}
-    if len(titles) < len(strategy) or len(set(cluster)) < len(cluster):
-        raise OptionError("a cluster or a strategy is given twice")
+    _refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    _refuse_twice("cluster", cluster)
     cases = [
         replace(job, cluster=where, strategy=how, gpus=count)
         for where in cluster
