@@ -126,6 +126,7 @@ class Cluster:
     `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
     communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
+    `currency` is that of `price_per_gpu`.
     """
 
     name: str
@@ -143,6 +144,7 @@ class Cluster:
     sites: int = 1
     wan: Link | None = None
     price_per_gpu: UsdPerSecond | None = None
+    currency: str = "USD"
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""

@@ -29,6 +29,7 @@ class Result:
     the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
     (None without communication). `breakdown_s` sums the spans of one rank in the last round by
     kernel or collective, waiting included. `assumed` lists the inputs that no source supports.
+    `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 
     cluster: str
@@ -63,6 +64,8 @@ class Result:
     gpu_memory_bytes: Bytes
     fits_in_memory: bool
     usd_per_billion_tokens: float | None
+    cost_per_billion_tokens: float | None = None
+    currency: str | None = None
     steady: bool
     rounds_simulated: int
     assumed: tuple[Fact, ...] = ()
@@ -113,6 +116,7 @@ class Prepared:
         sent = traffic(schedule, cluster)
         memory = self.memory()
         price = cluster.price_per_gpu
+        cost = price * gpus / tokens * 1e9 if price is not None else None
         return Result(
             cluster=cluster.name,
             model=job.model.name,
@@ -144,7 +148,9 @@ class Prepared:
             memory_bytes_per_gpu=memory,
             gpu_memory_bytes=cluster.gpu.memory,
             fits_in_memory=memory["total"] <= cluster.gpu.memory,
-            usd_per_billion_tokens=price * gpus / tokens * 1e9 if price is not None else None,
+            usd_per_billion_tokens=cost if cluster.currency == "USD" else None,
+            cost_per_billion_tokens=cost,
+            currency=cluster.currency if cost is not None else None,
             steady=steady,
             rounds_simulated=trace.rounds,
             assumed=self.assumed,

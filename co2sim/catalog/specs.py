@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from co2sim.architecture import Attention, Norm, Transformer, language_model, vision_transformer
 from co2sim.cluster import GPU, AllReduce, Backend, Cluster, Communicators, Hops, KernelTimes, Link
 from co2sim.errors import UnitError
-from co2sim.units import Unit, parse
+from co2sim.units import Unit, parse, parse_price
 from co2sim.workload import Block, Model
 
 
@@ -26,7 +26,6 @@ Bandwidth = Annotated[float, _quantity("B/s"), Field(gt=0)]
 Time = Annotated[float, _quantity("s"), Field(ge=0)]
 Speed = Annotated[float, _quantity("FLOP/s"), Field(gt=0)]
 Work = Annotated[float, _quantity("FLOP"), Field(gt=0)]
-Price = Annotated[float, _quantity("USD/s"), Field(ge=0)]
 Fraction = Annotated[float, _quantity(""), Field(gt=0, le=1)]
 
 
@@ -36,6 +35,19 @@ def _no_truth(value: Any) -> Any:
         raise ValueError(f"{str(value).lower()} is not a whole number")  # noqa: TRY004 - pydantic's
     return value
 
+
+def _price(value: Any) -> tuple[float, str]:
+    try:
+        price, currency = parse_price(value)
+    except UnitError as error:
+        raise ValueError(str(error)) from error
+    if price < 0:
+        raise ValueError("must be at least 0")
+    return price, currency
+
+
+Price = Annotated[tuple[float, str], BeforeValidator(_price)]
+"""Per second, and its currency."""
 
 Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=10**12)]
 Natural = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=10**15)]
@@ -165,7 +177,8 @@ class ClusterSpec(_Spec):
             interference=self.interference,
             sites=self.sites,
             wan=self.wan.build() if self.wan else None,
-            price_per_gpu=self.price_per_gpu,
+            price_per_gpu=self.price_per_gpu[0] if self.price_per_gpu else None,
+            currency=self.price_per_gpu[1] if self.price_per_gpu else "USD",
         )
 
 

@@ -115,8 +115,8 @@ def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
     if r.wan_bytes_per_site_per_step:
         wan = scaled(r.wan_bytes_per_site_per_step, "B")
         rows.append(("sent per site over the WAN and step", wan))
-    if r.usd_per_billion_tokens is not None:
-        rows.append((f"USD per billion {r.unit}s", f"{r.usd_per_billion_tokens:,.2f}"))
+    if r.cost_per_billion_tokens is not None:
+        rows.append((f"{r.currency} per billion {r.unit}s", f"{r.cost_per_billion_tokens:,.2f}"))
     return rows
 
 
