@@ -114,9 +114,9 @@ def test_overrides_replace_values_and_their_source() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"inter.bandwith": "25 Gbit/s"}, "did you mean 'bandwidth'?"),
+        ({"inter.bandwith": "25 Gbit/s"}, "did you mean 'inter.bandwidth'?"),
         ({"inter.bandwidth": "25"}, "has no unit; expected a bandwidth such as '200 Gbit/s'"),
-        ({"inter.bandwidth": "25 Gb/s"}, "ambiguous"),
+        ({"inter.bandwidth": "25 gb/s"}, "ambiguous"),
         ({"inter.bandwidth": "0 Gbit/s"}, "must be above 0"),
         ({"inter.bandwidth": "-5 Gbit/s"}, "must be above 0"),
         ({"inter.efficiency": "1.5"}, "must be at most 1"),

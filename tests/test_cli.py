@@ -26,7 +26,24 @@ SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
         (["run", *SMALL, "-s", "co2:tau=1.5"], ["1.5", "whole number"]),
         (["run", *SMALL, "-s", "zeropp:hpz_group=3"], ["hpz_group=3", "8 GPUs"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 GB"], ["GB", "200 Gbit/s"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 Gb/s"], ["Gb", "Gbit"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 gb/s"], ["gb/s", "Gbit"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwith=1 Gbit/s"], ["'inter.bandwidth'"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "gpu.peek.bf16=1 TFLOP/s"], ["gpu.pe"]),
+        (["run", "-c", "", *SMALL[2:], "-s", "ddp"], ["cluster is empty", "co2sim list clusters"]),
+        (["run", "-c", "./", *SMALL[2:], "-s", "ddp"], ["./ is a folder", ".toml"]),
+        (["run", *SMALL[:2], "-m", " ", "-s", "ddp"], ["model is empty", "co2sim list models"]),
+        (["run", *SMALL, "-g", "8", "-s", "ddp"], ["--gpus is given 2 times", "one value"]),
+        (["run", *SMALL, "-s", "ddp", "-s", "ddp:bucket_mib=25"], ["ddp is given twice"]),
+        (["run", *SMALL, "-s", "ddp", *["--micro-batch", "1"] * 2], ["--micro-batch is given 2"]),
+        (["run", *SMALL, "-s", "ddp", "--json", "--json"], ["--json is given 2", "give it once"]),
+        (["run", *SMALL, "-s", "ddp", "--fold", "--no-fold"], ["--fold is given 2 times"]),
+        (["show", *SMALL, "-s", "ddp", "-s", "zero3"], ["--strategy is given 2 times"]),
+        (["sweep", *SMALL, "-c", "a100-tcp80", "-s", "ddp"], ["--cluster is given 2 times"]),
+        (["sweep", *SMALL, "-s", "ddp", "--vary", "gpus=16,24"], ["--gpus", "--vary gpus"]),
+        (
+            ["sweep", *SMALL, "-s", "ddp", "--micro-batch", "1", "--vary", "micro_batch=1,2"],
+            ["--micro-batch is given, and --vary micro_batch"],
+        ),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25"], ["25", "no unit"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.latency=-1 us"], ["-1 us", "at least 0"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.speed=1 us"], ["inter.speed", "bandwidth"]),
@@ -34,7 +51,7 @@ SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
         (["run", *SMALL, "-s", "ddp", "--set", "model.seq_len=4096"], ["4096", "1024"]),
         (["run", *SMALL, "-s", "ddp", "--set", "interference"], ["interference", "NAME=VALUE"]),
         (["run", *SMALL, "-s", "ddp", "--micro-batch", "0"], ["micro_batch is 0"]),
-        (["run", *SMALL, "-s", "ddp", "--precision", "fp8"], ["fp8", "bf16"]),
+        (["run", *SMALL, "-s", "ddp", "--precision", "fp8"], ["fp8 is not in our catalog", "bf16"]),
         (["run", *SMALL, "-s", "ddp", "--recompute", "all"], ["all", "selective"]),
         (["run", *SMALL, "-s", "ddp", "--global-batch", "100"], ["100", "16 GPUs"]),
         (["run", *SMALL, "-s", "ddp", "--jitter", "-1"], ["jitter is -1"]),
@@ -152,3 +169,45 @@ def test_users_own_files_and_their_neighbours(cli: Run, tmp_path: Path) -> None:
     assert found["gpu_memory_bytes"] == 48e9
     assert "our 48 GB card" not in cli("list", "mine.toml")[1]  # a name is no number
     assert "864 GB/s" in cli("list", "mine.toml")[1]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(cli: Run, tmp_path: Path) -> None:
+    """Files saved by some editors of Windows start with one; TOML and JSON read the same."""
+    text = (ROOT / "examples/my-cluster.toml").read_text()
+    (tmp_path / "mine.toml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert cli("list", "mine.toml")[1].startswith("mine.toml: 4 nodes of 4 A100")
+    config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    (tmp_path / "gpt2.json").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(config | {"n_positions": 1024}).encode()
+    )
+    assert "124,439,808" in cli("list", "gpt2.json")[1]
+
+
+def test_a_file_that_is_no_text_is_refused(cli: Run, tmp_path: Path) -> None:
+    """Another encoding than UTF-8 is one line."""
+    (tmp_path / "mine.toml").write_bytes("name = 'Köln'".encode("utf-16"))
+    code, _, err = cli("list", "mine.toml")
+    assert (code, err) == (2, "error: cannot read mine.toml: it is not a text in UTF-8\n")
+
+
+def test_a_price_in_euros_gives_a_cost_in_euros(cli: Run, tmp_path: Path) -> None:
+    """The same number as in dollars, under its own name; nothing is converted."""
+    shutil.copy(ROOT / "examples/my-cluster.toml", tmp_path)
+    command = ("run", "-c", "my-cluster.toml", "-m", "gpt2-small", "-s", "ddp")
+    dollars = json.loads(cli(*command, "--set", "price_per_gpu=2 USD/h", "--json")[1])
+    euros = json.loads(cli(*command, "--set", "price_per_gpu=2 EUR/h", "--json")[1])
+    assert dollars["usd_per_billion_tokens"] == dollars["cost_per_billion_tokens"]
+    assert euros["usd_per_billion_tokens"] is None
+    assert euros["cost_per_billion_tokens"] == dollars["cost_per_billion_tokens"]
+    assert (dollars["currency"], euros["currency"]) == ("USD", "EUR")
+    assert "EUR per billion tokens" in cli(*command, "--set", "price_per_gpu=2 EUR/h")[1]
+    code, _, err = cli(*command, "--set", "price_per_gpu=-2 EUR/h")
+    assert code == 2
+    assert "must be at least 0" in err
+
+
+def test_the_help_says_what_recomputation_keeps(cli: Run) -> None:
+    """`selective` is what FlashAttention does; `none` keeps the attention matrix."""
+    shown = " ".join(cli("run", "--help")[1].split())
+    assert "none (the attention matrix is kept)" in shown
+    assert "as with FlashAttention" in shown

@@ -49,7 +49,7 @@ def read(kind: Kind, reference: str) -> Tree:
     path = Path(reference)
     if (path / "config.json").is_file():
         path = path / "config.json"
-    if is_file(str(path)):
+    if is_file(reference) or path != Path(reference):
         text = _text(path, reference)
     else:
         known = names(kind)

@@ -4,7 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from co2sim.architecture import Attention, Norm, Transformer, language_model, vision_transformer
+from co2sim.architecture import (
+    Attention,
+    Bias,
+    Norm,
+    Transformer,
+    language_model,
+    vision_transformer,
+)
 from co2sim.cluster import GPU, AllReduce, Backend, Cluster, Communicators, Hops, KernelTimes, Link
 from co2sim.errors import UnitError
 from co2sim.units import Unit, parse, parse_price
@@ -193,7 +200,7 @@ class _LayersSpec(_Spec):
     gated: bool = False
     attention: Attention = "softmax"
     attention_gate: bool = False
-    bias: bool = False
+    bias: Bias = False
     norm: Norm = "layernorm"
     parameters: Natural = 0
 
@@ -235,12 +242,18 @@ class TransformerSpec(_LayersSpec):
     token_types: Natural = 0
     embedding_norm: bool = False
     head_transform: bool = False
+    sliding_window: Natural = 0
 
     @model_validator(mode="after")
     def _positions_suffice(self) -> "TransformerSpec":
         if 0 < self.positions < self.seq_len:
             raise ValueError(
                 f"seq_len {self.seq_len} exceeds the {self.positions} learned positions"
+            )
+        if 0 < self.sliding_window < self.seq_len:
+            raise ValueError(
+                f"seq_len {self.seq_len} exceeds the sliding window of {self.sliding_window}"
+                " tokens; attention that sees less than the whole sequence is not modelled"
             )
         return self
 

@@ -159,6 +159,7 @@ def scale(  # noqa: PLR0917 - one argument per option
 @app.command()
 @options.case_options
 def sweep(
+    context: typer.Context,
     case: Case,
     over: Annotated[
         list[str],
@@ -166,7 +167,8 @@ def sweep(
             "--vary",
             help='What to vary, and its values: --vary inter.bandwidth="25 Gbit/s, 100 Gbit/s",'
             " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048."
-            " Repeatable: all combinations.",
+            " Repeatable: all combinations. A cluster, model or strategy that varies counts"
+            " instead of the one given.",
         ),
     ],
     csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
@@ -176,6 +178,7 @@ def sweep(
     """Vary any parameter over values, in parallel."""
     from co2sim.cli import sweeping  # noqa: PLC0415 - pandas
 
+    options.refuse_varied(context, options.pairs(over, "--vary"))
     both = case.overrides.keys() & options.pairs(over, "--vary").keys()
     if both:
         raise OptionError(f"{both.pop()} is given both to --set and to --vary")

@@ -181,6 +181,18 @@ def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
     return found
 
 
+def refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
+    """Refuse an option that is given beside a --vary of the same name, which would replace it.
+
+    The cluster, the model and the strategy have to be given: there the values that vary count.
+    """
+    for path in paths:
+        source = context.get_parameter_source(path)
+        if path not in {"cluster", "model", "strategy"} and source and source.name == "COMMANDLINE":
+            flag = f"--{path.replace('_', '-')}"
+            raise OptionError(f"{flag} is given, and --vary {path}, too; leave one of them out")
+
+
 def _noise(seed: int, jitter: float, straggle: float, node_speed: Iterable[str] | None) -> Noise:
     """What makes ranks differ."""
     speeds = {}
