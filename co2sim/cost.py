@@ -34,8 +34,7 @@ def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
     """Dense peak speed. Raises OptionError when the GPU does not compute in `precision`."""
     if precision not in gpu.peak:
         raise OptionError(
-            f"the speed of {gpu.name} in {precision} is not in our catalog;"
-            f" {nearest(precision, gpu.peak)}"
+            f"{gpu.name} has no {precision} in our catalog; {nearest(precision, gpu.peak)}"
         )
     return gpu.peak[precision]
 

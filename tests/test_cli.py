@@ -51,7 +51,7 @@ SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
         (["run", *SMALL, "-s", "ddp", "--set", "model.seq_len=4096"], ["4096", "1024"]),
         (["run", *SMALL, "-s", "ddp", "--set", "interference"], ["interference", "NAME=VALUE"]),
         (["run", *SMALL, "-s", "ddp", "--micro-batch", "0"], ["micro_batch is 0"]),
-        (["run", *SMALL, "-s", "ddp", "--precision", "fp8"], ["fp8 is not in our catalog", "bf16"]),
+        (["run", *SMALL, "-s", "ddp", "--precision", "fp8"], ["has no fp8 in our catalog", "bf16"]),
         (["run", *SMALL, "-s", "ddp", "--recompute", "all"], ["all", "selective"]),
         (["run", *SMALL, "-s", "ddp", "--global-batch", "100"], ["100", "16 GPUs"]),
         (["run", *SMALL, "-s", "ddp", "--jitter", "-1"], ["jitter is -1"]),
