@@ -76,12 +76,18 @@ def test_a_known_table_keeps_digits_units_stars_and_names(width: int) -> None:
     assert set(" ".join(SCALE).split()) <= set(shown.split())
 
 
-def test_wide_tables_are_wrapped_before_they_are_stacked() -> None:
-    """At 70 columns a table still stands side by side; at 40 each row is a paragraph."""
-    wrapped = printed("title", SCALE, ROWS, width=70).splitlines()
-    assert any(line.split() == ["ddp", *ROWS[1][1:6], "119", "GB"] for line in wrapped)
-    stacked = printed("title", SCALE, ROWS, width=40).splitlines()
-    assert "strategy  ddp" in stacked
+def test_a_wide_table_is_wrapped_then_split_then_stacked() -> None:
+    """At 70 columns it is one table; at 40 two, with all strategies; with long texts paragraphs."""
+    whole = printed("title", SCALE, ROWS, width=70).splitlines()
+    assert any(line.split() == ["ddp", *ROWS[1][1:6], "119", "GB"] for line in whole)
+    split = printed("title", SCALE, ROWS, width=40).splitlines()
+    assert [line.split()[1:] for line in split if line.startswith("ddp ")] == [
+        ["2,959*", "1,123*", "629*"],
+        ["0.21", "79.5%", "119", "GB"],
+    ]
+    long = [["a" * 30, *ROWS[1][1:]]]
+    stacked = printed("title", SCALE, long, width=40).splitlines()
+    assert f"strategy  {'a' * 30}" in stacked
     assert any(line.split() == ["memory", "at", "128", "119", "GB"] for line in stacked)
 
 

@@ -9,10 +9,10 @@ from co2sim.case import Case
 from co2sim.cli.batch import run_all
 from co2sim.cli.scaling import to_frame
 from co2sim.console.result_tables import print_assumed
-from co2sim.console.tables import console, print_table
+from co2sim.console.tables import console, print_lines, print_table
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
-from co2sim.units import duration, scaled
+from co2sim.units import counted, duration, scaled
 
 
 def values(text: str) -> list[str]:
@@ -59,7 +59,7 @@ def sweep(
         for setting, r in zip(settings, results, strict=True)
     ]
     terminal = console()
-    parts = ([f"{r.model} on {r.cluster}", r.strategy, f"{r.gpus} GPUs"] for r in results)
+    parts = ([f"{r.model} on {r.cluster}", r.strategy, counted(r.gpus, "GPU")] for r in results)
     constant = [same[0] for same in zip(*parts, strict=True) if len(set(same)) == 1]
     title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
     print_table(terminal, title, columns, rows, left=len(settings[0]))
@@ -67,4 +67,4 @@ def sweep(
         terminal.print("* does not fit in the memory of a GPU: shown as if it did")
     print_assumed(terminal, results)
     if csv is not None:
-        terminal.print(f"table   {csv}")
+        print_lines(terminal, f"table   {csv}")

@@ -8,7 +8,7 @@ from rich.text import Text
 from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.console.fitting import print_fitting
-from co2sim.console.tables import console, print_table
+from co2sim.console.tables import console, print_lines, print_table
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
 from co2sim.schedule import Layout
@@ -64,12 +64,6 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
         *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),
         "",
     )
-
-
-def print_lines(out: Console, *lines: str | Text) -> None:
-    """Lines as they are: nothing in them is markup."""
-    for line in lines:
-        out.print(line if isinstance(line, Text) else Text(line))
 
 
 def speeds(noise: Noise, result: Result) -> str:

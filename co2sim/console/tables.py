@@ -44,8 +44,9 @@ def print_table(
     """Print a plain table; the first `left` columns are texts, the others figures.
 
     Where the table is wider than the terminal, names of columns and texts are wrapped between
-    words, never figures. Where that is not enough, every row becomes a paragraph under its first
-    cell, with one line a column. Characters that the terminal cannot show are escaped.
+    words, never figures. Where that is not enough it becomes several tables that repeat the texts,
+    or, if these take too much room, every row becomes a paragraph with a line for each column.
+    Characters that the terminal cannot show are escaped.
     """
     names = [_shown(out, column) for column in columns]
     cells = [[_shown(out, cell) for cell in row] for row in rows]
@@ -56,9 +57,19 @@ def print_table(
             out.print(_side_by_side(names, cells, left, widths, gap))
             break
     else:
-        for row in cells:
+        parts = _parts(names, cells, left, out.width)
+        for number, part in enumerate(parts):
+            print_lines(out, *([""] if number else []))
+            out.print(part)
+        for row in [] if parts else cells:
             _print_stacked(out, names, row)
     out.print()
+
+
+def print_lines(out: Console, *lines: str | Text) -> None:
+    """Lines as they are: nothing in them is markup."""
+    for line in lines:
+        out.print(line if isinstance(line, Text) else Text(line))
 
 
 def _shown(out: Console, text: str) -> str:
@@ -102,6 +113,29 @@ def _side_by_side(
         )
     for row in cells:
         found.add_row(*map(Text, row))
+    return found
+
+
+def _parts(names: Sequence[str], cells: Rows, left: int, width: int) -> list[Table]:
+    """Tables of some figures each, behind all texts; none where that is more than half of them."""
+    gap = _GAPS[0]
+
+    def table(columns: Sequence[int]) -> Table | None:
+        chosen = [[row[place] for place in columns] for row in [names, *cells]]
+        widths = _widths(chosen[0], chosen[1:], left, width - gap * (len(columns) - 1))
+        return _side_by_side(chosen[0], chosen[1:], left, widths, gap) if widths else None
+
+    found: list[Table] = []
+    texts, rest = list(range(left)), list(range(left, len(names)))
+    most = len(rest) // 2
+    while rest:
+        sizes = range(len(rest), 0, -1)
+        fitting = ((size, table([*texts, *rest[:size]])) for size in sizes)
+        size, part = next(((size, part) for size, part in fitting if part), (0, None))
+        if part is None or len(found) == most:
+            return []
+        found.append(part)
+        rest = rest[size:]
     return found
 
 
