@@ -93,7 +93,7 @@ def parse(text: str | float, unit: Unit) -> float:
 def parse_price(text: str | float) -> tuple[float, str]:
     """Read a price, such as "2.2 EUR/h", as a float per second and its currency.
 
-    Raises UnitError like `parse`, and for a currency that is not known.
+    Raises UnitError like `parse`, for a currency that is not known, and below 0.
     """
     currency = re.search(r"([A-Za-z]+)\s*/", str(text))
     found = currency[1] if currency else "USD"
@@ -101,8 +101,10 @@ def parse_price(text: str | float) -> tuple[float, str]:
         raise UnitError(f"{text!r}: write the currency as {found.upper()}")
     if currency and found not in CURRENCIES:
         raise UnitError(f"{text!r}: unknown currency {found!r}; known: {', '.join(CURRENCIES)}")
-    in_dollars = str(text).replace(found, "USD", 1) if currency else text
-    return parse(in_dollars, "USD/s"), found
+    price = parse(str(text).replace(found, "USD", 1) if currency else text, "USD/s")
+    if price < 0:
+        raise UnitError(f"{text!r} is below 0")
+    return price, found
 
 
 def _usual(given: str) -> str:

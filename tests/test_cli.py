@@ -203,7 +203,7 @@ def test_a_price_in_euros_gives_a_cost_in_euros(cli: Run, tmp_path: Path) -> Non
     assert "EUR per billion tokens" in cli(*command, "--set", "price_per_gpu=2 EUR/h")[1]
     code, _, err = cli(*command, "--set", "price_per_gpu=-2 EUR/h")
     assert code == 2
-    assert "must be at least 0" in err
+    assert "price_per_gpu: '-2 EUR/h' is below 0" in err
 
 
 def test_the_help_says_what_recomputation_keeps(cli: Run) -> None:

@@ -130,3 +130,20 @@ def test_dash_h_is_help(module: str) -> None:
     ]
     assert asked[0] == asked[1]
     assert "--help" in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["analysis", *BOUND, "--noise", "2"], "--noise"),
+        (["realrun", "run", "-m", "tiny-5m", "-m", "gpt2-xl", "-s", "ddp"], "--model"),
+        (["realrun", "lab", "run", "--nodes", "2", "--nodes", "4", "--", "true"], "--nodes"),
+    ],
+)
+def test_every_command_refuses_a_single_option_given_twice(arguments: list[str], flag: str) -> None:
+    """In all three commands, and in groups of commands, nothing is dropped without a word."""
+    ran = subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False
+    )
+    said = f"error: {flag} is given 2 times; it takes one value\n"
+    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", said)

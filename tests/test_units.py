@@ -126,6 +126,7 @@ def test_a_price_keeps_its_currency(text: str, price: float, currency: str) -> N
         ("2.5 XXX/h", "unknown currency 'XXX'"),
         ("2.5 EUR/GB", "does not fit"),
         ("cheap", "is not a price"),
+        ("-2 EUR/h", "is below 0"),
     ],
 )
 def test_wrong_prices_are_refused_in_words(text: str, said: str) -> None:

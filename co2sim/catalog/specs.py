@@ -1,5 +1,7 @@
 """What the TOML files of the catalog, and a user's own, may say; pydantic checks every value."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -18,14 +20,18 @@ from co2sim.units import Unit, parse, parse_price
 from co2sim.workload import Block, Model
 
 
-def _quantity(unit: Unit) -> BeforeValidator:
-    def read(value: Any) -> float:
+def _parsed(read: Callable[[Any], Any]) -> BeforeValidator:
+    def checked(value: Any) -> Any:
         try:
-            return parse(value, unit)
+            return read(value)
         except UnitError as error:
             raise ValueError(str(error)) from error
 
-    return BeforeValidator(read)
+    return BeforeValidator(checked)
+
+
+def _quantity(unit: Unit) -> BeforeValidator:
+    return _parsed(partial(parse, unit=unit))
 
 
 Size = Annotated[float, _quantity("B"), Field(gt=0)]
@@ -43,17 +49,7 @@ def _no_truth(value: Any) -> Any:
     return value
 
 
-def _price(value: Any) -> tuple[float, str]:
-    try:
-        price, currency = parse_price(value)
-    except UnitError as error:
-        raise ValueError(str(error)) from error
-    if price < 0:
-        raise ValueError("must be at least 0")
-    return price, currency
-
-
-Price = Annotated[tuple[float, str], BeforeValidator(_price)]
+Price = Annotated[tuple[float, str], _parsed(parse_price)]
 """Per second, and its currency."""
 
 Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=10**12)]
