@@ -42,6 +42,7 @@ def drawn(
     sizes: Sequence[int] = (8, 16, 128),
     published: bool = False,
     fits: bool = True,
+    cells: Sequence[Cell] = (),
 ) -> Figure:
     """The figure of a study with these sizes, laid out."""
     cases, results = [], []
@@ -54,9 +55,11 @@ def drawn(
                 made = replace(result, cluster=title, strategy=name, gpus=size)
                 made = replace(made, tokens_per_s=speed * size, tokens_per_s_per_gpu=speed)
                 results.append(replace(made, fits_in_memory=fits or size > 16))
-    cells = [Cell("c0", "m", name, THROUGHPUT, (sizes[0],), 20000.0, "fit", "") for name in names]
+    if published:
+        at = (sizes[0],)
+        cells = [Cell("c0", "m", name, THROUGHPUT, at, 20000.0, "fit", "") for name in names]
     with mpl.rc_context({"font.size": 9}):
-        found = figure(cases, results, [Comparison(c, 1.0) for c in cells if published])
+        found = figure(cases, results, [Comparison(cell, 1.0) for cell in cells])
         FigureCanvasAgg(found).draw()
     return found
 
@@ -142,6 +145,13 @@ def test_stars_stand_where_they_were_published(result: Result) -> None:
     lines = drawn(result, names=["ddp"], published=True).axes[0].get_lines()
     (star,) = [line for line in lines if line.get_marker() == "*"]
     assert (list(star.get_xdata()), list(star.get_ydata())) == ([8], [20000.0])
+
+
+def test_a_star_between_the_sizes_has_its_label(result: Result) -> None:
+    """A cell published for 32 GPUs is marked as such in a study of 8 and 128."""
+    cell = Cell("c0", "m", "ddp", THROUGHPUT, (32,), 20000.0, "fit", "")
+    found = drawn(result, names=["ddp"], sizes=(8, 128), cells=[cell])
+    assert [label.get_text() for label in found.axes[1].get_xticklabels()] == ["8", "32", "128"]
 
 
 def test_a_name_with_a_dollar_is_no_formula(result: Result) -> None:

@@ -81,8 +81,10 @@ def figure(
     drawn = Figure(figsize=(width, 6.6 + _LINE * lines), layout="constrained")
     axes = drawn.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row")
     for (cluster, found), title, above, below in zip(panels, titles, *axes, strict=True):
-        _throughput(above, found, names, [cell for cell in cells if cell.cluster == cluster])
+        stars = [cell for cell in cells if cell.cluster == cluster and cell.strategy in names]
+        _throughput(above, found, names, stars)
         _per_gpu(below, found, names)
+        _count_ticks(below, [*(r.gpus for r in found), *(star.sizes[0] for star in stars)])
         above.set_title(title, fontsize=9)
     _log_ticks(axes[0][0])
     axes[0][0].set_ylabel(f"{results[0].unit}s/s, all GPUs")
@@ -155,7 +157,11 @@ def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu:
             linestyle="none",
             markerfacecolor="white",
         )
-    sizes = sorted({result.gpus for result in results})
+
+
+def _count_ticks(axis: Axes, gpus: Sequence[int]) -> None:
+    """A label for every count, or for as many as there is room for."""
+    sizes = sorted(set(gpus))
     axis.set_xscale("log", base=2)
     labelled = list(_spread(sizes))
     axis.set_xticks(labelled, [str(size) for size in labelled])
