@@ -24,6 +24,8 @@ START_CALLS = 20
 
 Attention = Literal["softmax", "linear"]
 Norm = Literal["layernorm", "rmsnorm", "none"]
+Bias = bool | Literal["attention", "qkv", "mlp"]
+"""Which matrices have a bias: all or none, or those of attention, of its inputs, of the MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Transformer:
     gated: bool = False
     attention: Attention = "softmax"
     attention_gate: bool = False
-    bias: bool = True
+    bias: Bias = True
     norm: Norm = "layernorm"
 
     @property
@@ -70,7 +72,12 @@ class Transformer:
             *([(h, f)] if self.gated else []),
             (f, h),
         ]
-        biases = [width for _, width in matrices] if self.bias else []
+        attention = 4 + len(gates)
+        biased = {True: slice(None), False: slice(0), "qkv": slice(3)} | {
+            "attention": slice(attention),
+            "mlp": slice(attention, None),
+        }
+        biases = [width for _, width in matrices[biased[self.bias]]]
         tensors = (
             [rows * columns for rows, columns in matrices] + biases + [self.norm_parameters] * 2
         )

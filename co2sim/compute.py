@@ -13,7 +13,9 @@ from co2sim.units import FlopsPerSecond, Seconds
 def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
     """Dense peak speed. Raises OptionError when the GPU does not compute in `precision`."""
     if precision not in gpu.peak:
-        raise OptionError(f"{gpu.name} has no {precision}; {nearest(precision, gpu.peak)}")
+        raise OptionError(
+            f"{gpu.name} has no {precision} in our catalog; {nearest(precision, gpu.peak)}"
+        )
     return gpu.peak[precision]
 
 

@@ -1,7 +1,8 @@
 """SI type aliases, the strict parser for texts such as "200 Gbit/s", and short formats.
 
 Inside the project every quantity is a plain float in the unit that its alias names; only this
-module converts. A bit and a byte are spelled `bit` and `B`, so that Gb is never taken for GB.
+module converts. A bit and a byte are spelled `bit` and `B`. Of the usual short forms those are read
+that can mean one thing only: Gbps and Gb/s are bits, GBps is bytes; Gb and gb/s are refused.
 """
 
 import math
@@ -20,6 +21,7 @@ BytesPerSecond: TypeAlias = float
 Flops: TypeAlias = float
 FlopsPerSecond: TypeAlias = float
 UsdPerSecond: TypeAlias = float
+"""Or another currency's, where `Cluster.currency` says so."""
 
 Unit: TypeAlias = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "USD/s", ""]
 
@@ -29,7 +31,7 @@ EXAMPLES: dict[Unit, str] = {
     "B/s": "a bandwidth such as '200 Gbit/s'",
     "FLOP": "an amount of work such as '2 TFLOP'",
     "FLOP/s": "a speed such as '312 TFLOP/s'",
-    "USD/s": "a price such as '2.5 USD/h'",
+    "USD/s": "a price such as '2.5 USD/h' or '2.2 EUR/h'",
     "": "a plain number",
 }
 
@@ -55,10 +57,20 @@ micro- = 1e-6 = u = µ
 nano- = 1e-9 = n
 """
 
+CURRENCIES = (
+    *("USD", "EUR", "GBP", "CHF", "JPY", "CNY", "INR", "KRW", "SGD"),
+    *("CAD", "AUD", "NZD", "SEK", "NOK", "DKK", "PLN", "CZK", "BRL"),
+)
+"""Currencies of prices, by ISO 4217. They are never converted: rates change."""
+
 _QUANTITY = re.compile(
     r"\s*(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*?)\s*", re.ASCII
 )
 _UNIT = re.compile(r"[A-Za-z\u00b5]+(/[A-Za-z]+)?")
+_BITS = re.compile(
+    r"(?P<prefix>[kKmMgGtTpP]?)(?:(?P<size>bits?)|bits?/s|bps)|(?P<large>[kKMGTP]?)b/s"
+)
+_BYTES_PER_SECOND = re.compile(r"(?P<size>(?:[kMGTP]i?)?B)ps")
 
 
 def parse(text: str | float, unit: Unit) -> float:
@@ -78,9 +90,38 @@ def parse(text: str | float, unit: Unit) -> float:
     return number
 
 
+def parse_price(text: str | float) -> tuple[float, str]:
+    """Read a price, such as "2.2 EUR/h", as a float per second and its currency.
+
+    Raises UnitError like `parse`, for a currency that is not known, and below 0.
+    """
+    currency = re.search(r"([A-Za-z]+)\s*/", str(text))
+    found = currency[1] if currency else "USD"
+    if currency and found not in CURRENCIES and found.upper() in CURRENCIES:
+        raise UnitError(f"{text!r}: write the currency as {found.upper()}")
+    if currency and found not in CURRENCIES:
+        raise UnitError(f"{text!r}: unknown currency {found!r}; known: {', '.join(CURRENCIES)}")
+    price = parse(str(text).replace(found, "USD", 1) if currency else text, "USD/s")
+    if price < 0:
+        raise UnitError(f"{text!r} is below 0")
+    return price, found
+
+
+def _usual(given: str) -> str:
+    """A common way to write a rate or a number of bits, as the registry knows it."""
+    if bits := _BITS.fullmatch(given):
+        prefix = bits["prefix"] or bits["large"] or ""
+        prefix = "k" if prefix == "K" else prefix if prefix == "k" else prefix.upper()
+        return prefix + ("bit" if bits["size"] else "bit/s")
+    if rate := _BYTES_PER_SECOND.fullmatch(given):
+        return f"{rate['size']}/s"
+    return given
+
+
 @lru_cache(maxsize=256)
 def _factor(given: str, unit: Unit) -> float:
     """How many `unit` one `given` is."""
+    given = _usual(given)
     if given == unit:
         return 1.0
     if not unit:
@@ -88,7 +129,9 @@ def _factor(given: str, unit: Unit) -> float:
     if not _UNIT.fullmatch(given):
         raise UnitError(f"unknown unit {given!r}; expected {EXAMPLES[unit]}")
     if re.search(r"b(?!it|yte)", given):
-        raise UnitError(f"unit {given!r} is ambiguous; write bit (Gbit) or B (GB)")
+        raise UnitError(
+            f"unit {given!r} is ambiguous: b may be bits or bytes; write bit (Gbit) or B (GB)"
+        )
     import pint  # noqa: PLC0415 - 0.1 s that only texts with a prefix need
 
     registry = _registry()
@@ -121,3 +164,8 @@ def duration(seconds: Seconds) -> str:
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def counted(number: int, noun: str) -> str:
+    """A count with its noun: "1 node", "1,024 nodes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

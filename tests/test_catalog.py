@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from analysis.measured.overrides import changed
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import facts, plain
 from co2sim.errors import CatalogError, Co2simError
@@ -114,9 +115,9 @@ def test_overrides_replace_values_and_their_source() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"inter.bandwith": "25 Gbit/s"}, "did you mean 'bandwidth'?"),
+        ({"inter.bandwith": "25 Gbit/s"}, "did you mean 'inter.bandwidth'?"),
         ({"inter.bandwidth": "25"}, "has no unit; expected a bandwidth such as '200 Gbit/s'"),
-        ({"inter.bandwidth": "25 Gb/s"}, "ambiguous"),
+        ({"inter.bandwidth": "25 gb/s"}, "ambiguous"),
         ({"inter.bandwidth": "0 Gbit/s"}, "must be above 0"),
         ({"inter.bandwidth": "-5 Gbit/s"}, "must be above 0"),
         ({"inter.efficiency": "1.5"}, "must be at most 1"),
@@ -370,3 +371,11 @@ def test_any_override_loads_or_is_one_line(path: str, text: str) -> None:
         assert len(str(error).splitlines()) == 1  # noqa: PT017 - both outcomes are right
     else:
         assert cluster.nodes >= 1
+
+
+def test_a_recorded_cluster_keeps_its_currency() -> None:
+    """What a run was priced in stays, whatever else of the cluster is changed."""
+    priced = load_cluster("dgx-h100", {"price_per_gpu": "2 EUR/h"}).value
+    found = changed(priced, {"inter.latency": "5 us"})
+    assert (found.price_per_gpu, found.currency) == (pytest.approx(2 / 3600), "EUR")
+    assert changed(priced, {"price_per_gpu": "1 USD/h"}).currency == "USD"

@@ -1,38 +1,15 @@
-"""The command line: what it prints and writes, and how it refuses."""
+"""The command line: what `list`, `run`, `trace` and `show` print, and how all refuse."""
 
-import csv
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from co2sim.cli import main
-from co2sim.errors import OptionError
-from co2sim.files import write_atomically
-
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Run `co2sim` in an empty folder; gives exit code, output and errors."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["co2sim", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -49,7 +26,24 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         (["run", *SMALL, "-s", "co2:tau=1.5"], ["1.5", "whole number"]),
         (["run", *SMALL, "-s", "zeropp:hpz_group=3"], ["hpz_group=3", "8 GPUs"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 GB"], ["GB", "200 Gbit/s"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 Gb/s"], ["Gb", "Gbit"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 gb/s"], ["gb/s", "Gbit"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwith=1 Gbit/s"], ["'inter.bandwidth'"]),
+        (["run", *SMALL, "-s", "ddp", "--set", "gpu.peek.bf16=1 TFLOP/s"], ["gpu.pe"]),
+        (["run", "-c", "", *SMALL[2:], "-s", "ddp"], ["cluster is empty", "co2sim list clusters"]),
+        (["run", "-c", "./", *SMALL[2:], "-s", "ddp"], ["./ is a folder", ".toml"]),
+        (["run", *SMALL[:2], "-m", " ", "-s", "ddp"], ["model is empty", "co2sim list models"]),
+        (["run", *SMALL, "-g", "8", "-s", "ddp"], ["--gpus is given 2 times", "one value"]),
+        (["run", *SMALL, "-s", "ddp", "-s", "ddp:bucket_mib=25"], ["ddp is given twice"]),
+        (["run", *SMALL, "-s", "ddp", *["--micro-batch", "1"] * 2], ["--micro-batch is given 2"]),
+        (["run", *SMALL, "-s", "ddp", "--json", "--json"], ["--json is given 2", "give it once"]),
+        (["run", *SMALL, "-s", "ddp", "--fold", "--no-fold"], ["--fold is given 2 times"]),
+        (["show", *SMALL, "-s", "ddp", "-s", "zero3"], ["--strategy is given 2 times"]),
+        (["sweep", *SMALL, "-c", "a100-tcp80", "-s", "ddp"], ["--cluster is given 2 times"]),
+        (["sweep", *SMALL, "-s", "ddp", "--vary", "gpus=16,24"], ["--gpus", "--vary gpus"]),
+        (
+            ["sweep", *SMALL, "-s", "ddp", "--micro-batch", "1", "--vary", "micro_batch=1,2"],
+            ["--micro-batch is given, and --vary micro_batch"],
+        ),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25"], ["25", "no unit"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.latency=-1 us"], ["-1 us", "at least 0"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.speed=1 us"], ["inter.speed", "bandwidth"]),
@@ -57,13 +51,13 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         (["run", *SMALL, "-s", "ddp", "--set", "model.seq_len=4096"], ["4096", "1024"]),
         (["run", *SMALL, "-s", "ddp", "--set", "interference"], ["interference", "NAME=VALUE"]),
         (["run", *SMALL, "-s", "ddp", "--micro-batch", "0"], ["micro_batch is 0"]),
-        (["run", *SMALL, "-s", "ddp", "--precision", "fp8"], ["fp8", "bf16"]),
+        (["run", *SMALL, "-s", "ddp", "--precision", "fp8"], ["has no fp8 in our catalog", "bf16"]),
         (["run", *SMALL, "-s", "ddp", "--recompute", "all"], ["all", "selective"]),
         (["run", *SMALL, "-s", "ddp", "--global-batch", "100"], ["100", "16 GPUs"]),
         (["run", *SMALL, "-s", "ddp", "--jitter", "-1"], ["jitter is -1"]),
         (["run", *SMALL, "-s", "ddp", "--node-speed", "9=0.5"], ["node 9", "0 to 1"]),
-        (["run", *SMALL, "-s", "ddp", "--gpus", "12"], ["12 GPUs", "multiple of 8"]),
-        (["run", *SMALL, "-s", "ddp", "--gpus", "many"], ["many", "whole number"]),
+        (["run", *SMALL[:4], "-s", "ddp", "--gpus", "12"], ["12 GPUs", "multiple of 8"]),
+        (["run", *SMALL[:4], "-s", "ddp", "--gpus", "many"], ["many", "whole number"]),
         (["run", "-c", "dgx-h100", "-s", "ddp"], ["--model"]),
         (["rum"], ["rum"]),
         (["list", "a100-tcp81"], ["a100-tcp81", "a100-tcp80"]),
@@ -135,142 +129,6 @@ def test_a_model_that_does_not_fit_is_reported_not_refused(cli: Run) -> None:
     assert "DOES NOT FIT" in out
 
 
-def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_path: Path) -> None:
-    """`scale` prints a table, writes CSV, PNG and SVG, and shows published cells with errors."""
-    code, out, _ = cli(
-        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "8,16,128"),
-        *("--published", str(ROOT / "papers/co2/results.toml"), "--out", "deep/out"),
-    )
-    assert code == 0
-    folder = tmp_path / "deep/out"
-    assert sorted(path.name for path in folder.iterdir()) == ["scale.csv", "scale.png", "scale.svg"]
-    rows = list(csv.DictReader((folder / "scale.csv").read_text().splitlines()))
-    assert [row["gpus"] for row in rows] == ["8", "16", "128"]
-    assert (folder / "scale.png").read_bytes().startswith(b"\x89PNG")
-    drawn = (folder / "scale.svg").read_text()
-    assert "<svg" in drawn
-    assert "mathdefault" not in drawn  # matplotlib's markup of ticks, if it is not rendered
-    assert "18,444" in out
-    predicted = float(rows[0]["tokens_per_s"])
-    assert f"{predicted / 18444 - 1:+.0%}" in out
-
-
-def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
-    """`scale --json` holds every result, and signed errors of the published cells."""
-    code, out, _ = cli(
-        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "16,128"),
-        *("--published", str(ROOT / "papers/co2/results.toml"), "--json"),
-    )
-    found = json.loads(out)
-    assert code == 0
-    assert [result["gpus"] for result in found["results"]] == [16, 128]
-    first, last = (result["tokens_per_s_per_gpu"] for result in found["results"])
-    ratio = next(c for c in found["published"] if c["quantity"] == "scalability_ratio")
-    assert ratio["predicted"] == pytest.approx(last / first)
-    assert ratio["error"] == pytest.approx(last / first / 0.82 - 1)
-
-
-def test_every_published_cell_of_the_study_is_predicted(cli: Run) -> None:
-    """Cells of strategies and sizes that the study leaves out are simulated for the comparison."""
-    code, out, _ = cli(
-        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "ddp", "-g", "8", "--json"),
-        *("--published", str(ROOT / "papers/co2/results.toml")),
-    )
-    found = json.loads(out)
-    assert code == 0
-    assert [result["strategy"] for result in found["results"]] == ["ddp"]
-    cells = {(c["strategy"], *c["sizes"]) for c in found["published"]}
-    assert ("co2(tau=12, worker=node, inner=zero2)", 16, 128) in cells
-    assert len(cells) == 7
-
-
-def test_the_same_command_writes_the_same_bytes(cli: Run, tmp_path: Path) -> None:
-    """CSV and SVG of the same study are equal bit for bit, with jitter too."""
-    for name in ("one", "two"):
-        code, _, _ = cli(
-            *("scale", *SMALL[:4], "-s", "ddp", "-g", "8,16", "--jitter", "0.1", "--seed", "7"),
-            *("--rounds", "2", "-o", name),
-        )
-        assert code == 0
-    for kind in ("csv", "svg"):
-        one, two = (tmp_path / name / f"scale.{kind}" for name in ("one", "two"))
-        assert one.read_bytes() == two.read_bytes()
-
-
-def test_sweep_takes_all_combinations_in_parallel(cli: Run, tmp_path: Path) -> None:
-    """Two axes of two values give four rows in order, the same on one process and on two."""
-    arguments = ("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=1,4")
-    arguments += ("--vary", "inter.bandwidth=1 Gbit/s, 10 Gbit/s", "--csv", "sweep.csv", "--json")
-    code, out, _ = cli(*arguments, "--jobs", "2")
-    assert code == 0
-    found = json.loads(out)
-    assert [tuple(row["setting"].values()) for row in found] == [
-        ("1", "1 Gbit/s"),
-        ("1", "10 Gbit/s"),
-        ("4", "1 Gbit/s"),
-        ("4", "10 Gbit/s"),
-    ]
-    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 5
-    assert json.loads(cli(*arguments, "--jobs", "1")[1]) == found
-
-
-def test_sweep_over_strategies_keeps_commas_in_parentheses(cli: Run) -> None:
-    """A strategy with options is one value."""
-    strategies = "ddp, co2(tau=4, worker=node), zero3"
-    code, out, _ = cli("sweep", *SMALL, "-s", "ddp", "--vary", f"strategy={strategies}", "--json")
-    assert code == 0
-    names = [row["strategy"] for row in json.loads(out)]
-    assert names == ["ddp", "co2(tau=4, worker=node)", "zero3"]
-
-
-def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
-    """Axes may come in any order: options hold for each strategy, and together."""
-    code, out, _ = cli(
-        *("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=4,8", "--json"),
-        *("--vary", "strategy=co2,slowmo", "--vary", "strategy.inner=zero1"),
-        *("--vary", "strategy.worker=node"),
-    )
-    assert code == 0
-    assert {row["strategy"] for row in json.loads(out)} == {
-        f"{name}(tau={tau}, worker=node, inner=zero1)"
-        for name in ("co2", "slowmo")
-        for tau in (4, 8)
-    }
-
-
-@pytest.mark.parametrize(
-    ("cell", "word"),
-    [
-        ('value = 0\nstrategy = "ddp"', "value is 0"),
-        ('value = nan\nstrategy = "ddp"', "value is nan"),
-        ('value = "x"\nstrategy = "ddp"', "value is 'x'"),
-        ('strategy = "ddp"', "value is missing"),
-    ],
-)
-def test_published_cells_that_are_wrong_are_refused(
-    cli: Run, tmp_path: Path, cell: str, word: str
-) -> None:
-    """A cell needs a positive, finite value."""
-    head = '[[cell]]\nquantity = "tokens_per_s"\nwhere = "here"\nuse = "check"\n'
-    place = 'cluster = "dgx-h100"\nmodel = "gpt2-small"\ngpus = 16\n'
-    (tmp_path / "cells.toml").write_text(head + place + cell)
-    code, _, err = cli("scale", *SMALL[:4], "-s", "ddp", "-g", "16", "--published", "cells.toml")
-    assert code == 2
-    assert word in err
-
-
-def test_a_pipe_is_not_replaced_by_a_file(cli: Run, tmp_path: Path) -> None:
-    """Output goes to regular files only, and through links to what they point to."""
-    (tmp_path / "real.csv").write_text("old")
-    (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
-    sweep = ("sweep", *SMALL, "-s", "ddp", "--vary", "micro_batch=1", "--csv")
-    assert cli(*sweep, "link.csv")[0] == 0
-    assert (tmp_path / "link.csv").is_symlink()
-    assert (tmp_path / "real.csv").read_text() != "old"
-    assert cli(*sweep, "/dev/null")[0] == 2
-    assert Path("/dev/null").is_char_device()
-
-
 def test_trace_opens_in_perfetto_and_reads_back(cli: Run, tmp_path: Path) -> None:
     """`trace` writes Chrome JSON with named tracks, and JSON Lines with one span a line."""
     assert cli("trace", *SMALL, "-s", "zero3", "-o", "trace.json")[0] == 0
@@ -313,48 +171,43 @@ def test_users_own_files_and_their_neighbours(cli: Run, tmp_path: Path) -> None:
     assert "864 GB/s" in cli("list", "mine.toml")[1]
 
 
-def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
-    """When one of several files cannot be written, none is, and no draft stays behind."""
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(OptionError, match="taken"):
-        write_atomically({tmp_path / "a.csv": b"a", tmp_path / "taken": b"b"})
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
-def test_the_installed_command_answers_and_refuses() -> None:
-    """From a shell: --version and --help exit 0, a wrong command exits 2."""
-    command = [sys.executable, "-m", "co2sim"]
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    assert version.stdout.strip()
-    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-    assert "scale" in helped.stdout
-    wrong = subprocess.run([*command, "nonsense"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-
-
-def test_control_c_ends_with_130_and_writes_nothing(tmp_path: Path) -> None:
-    """A long study that is interrupted says so in one line, and leaves no file."""
-    study = ("scale", *SMALL[:4], "-s", "zero3", "-g", "1024,2048", "--jitter", "0.05")
-    command = [sys.executable, "-m", "co2sim", *study]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=3)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
-        assert process.stderr is not None
-        assert process.stderr.read() == "interrupted; nothing was written\n"
-    assert not list(tmp_path.iterdir())
-
-
-def test_starting_the_simulator_imports_nothing_heavy() -> None:
-    """`co2sim run` imports neither torch, pandas, matplotlib nor joblib (pint may take scipy)."""
-    code = (
-        "import sys; sys.argv = 'co2sim run -c dgx-h100 -m gpt2-small -s ddp --json'.split()\n"
-        "from co2sim.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'pandas', 'matplotlib', 'joblib'} & set(sys.modules)\n"
-        "print(sorted(heavy), file=sys.stderr)"
+def test_a_byte_order_mark_is_no_part_of_a_file(cli: Run, tmp_path: Path) -> None:
+    """Files saved by some editors of Windows start with one; TOML and JSON read the same."""
+    text = (ROOT / "examples/my-cluster.toml").read_text()
+    (tmp_path / "mine.toml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert cli("list", "mine.toml")[1].startswith("mine.toml: 4 nodes of 4 A100")
+    config = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    (tmp_path / "gpt2.json").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(config | {"n_positions": 1024}).encode()
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stderr.strip() == "[]"
+    assert "124,439,808" in cli("list", "gpt2.json")[1]
+
+
+def test_a_file_that_is_no_text_is_refused(cli: Run, tmp_path: Path) -> None:
+    """Another encoding than UTF-8 is one line."""
+    (tmp_path / "mine.toml").write_bytes("name = 'Köln'".encode("utf-16"))
+    code, _, err = cli("list", "mine.toml")
+    assert (code, err) == (2, "error: cannot read mine.toml: it is not a text in UTF-8\n")
+
+
+def test_a_price_in_euros_gives_a_cost_in_euros(cli: Run, tmp_path: Path) -> None:
+    """The same number as in dollars, under its own name; nothing is converted."""
+    shutil.copy(ROOT / "examples/my-cluster.toml", tmp_path)
+    command = ("run", "-c", "my-cluster.toml", "-m", "gpt2-small", "-s", "ddp")
+    dollars = json.loads(cli(*command, "--set", "price_per_gpu=2 USD/h", "--json")[1])
+    euros = json.loads(cli(*command, "--set", "price_per_gpu=2 EUR/h", "--json")[1])
+    assert dollars["usd_per_billion_tokens"] == dollars["cost_per_billion_tokens"]
+    assert euros["usd_per_billion_tokens"] is None
+    assert euros["cost_per_billion_tokens"] == dollars["cost_per_billion_tokens"]
+    assert (dollars["currency"], euros["currency"]) == ("USD", "EUR")
+    assert "EUR per billion tokens" in cli(*command, "--set", "price_per_gpu=2 EUR/h")[1]
+    code, _, err = cli(*command, "--set", "price_per_gpu=-2 EUR/h")
+    assert code == 2
+    assert "price_per_gpu: '-2 EUR/h' is below 0" in err
+
+
+def test_the_help_says_what_recomputation_keeps(cli: Run) -> None:
+    """`selective` is what FlashAttention does; `none` keeps the attention matrix."""
+    shown = " ".join(cli("run", "--help")[1].split())
+    assert "none (the attention matrix is kept)" in shown
+    assert "as with FlashAttention" in shown

@@ -351,7 +351,7 @@ def test_efficiency_is_linear_in_the_logarithm_of_the_work(flops: float, fractio
 
 def test_a_precision_that_the_gpu_lacks_is_refused() -> None:
     """The error names the GPU and what it has."""
-    with pytest.raises(OptionError, match=r"tiny has no bf16; did you mean 'fp16'"):
+    with pytest.raises(OptionError, match=r"tiny has no bf16 in our catalog; did you mean 'fp16'"):
         compute_time(Compute("x", 1.0), tiny.gpu(peak={"fp16": 1.0}), "bf16")
 
 

@@ -12,6 +12,7 @@ from co2sim.cluster import Link
 from co2sim.metrics import Window
 from co2sim.noise import Noise
 from co2sim.schedule import (
+    LEADERS,
     NODE,
     WORLD,
     After,
@@ -155,6 +156,62 @@ def test_waiting_for_slower_ranks_is_not_communication() -> None:
     assert (found.busy, found.waiting) == (1, 2)
 
 
+def test_waits_behind_the_first_rank_of_a_node_do_not_count() -> None:
+    """Where first ranks do something alone, what the others wait for them is no straggling.
+
+    Ranks 0 and 2 meet without a wait from 1 to 4; ranks 1 and 3 wait from 1 to 4 for the
+    broadcast inside their nodes. Only a wait of a first rank counts: 0.
+    """
+    lead = Collective(Kind.ALL_REDUCE, "a", 10, DType.FP32, LEADERS)
+    inside = Collective(Kind.BROADCAST, "b", 10, DType.FP32, NODE)
+    schedule = Schedule(
+        "led",
+        (
+            Op("work", Compute("forward", 1.0), "compute"),
+            Op("lead", lead, "comm", (After("work"),)),
+            Op("share", inside, "comm"),
+        ),
+    )
+    spans = []
+    for rank in range(4):
+        meets = 4.0 if rank % 2 == 0 else 1.0
+        spans += [
+            Span(rank, 0, "work", "compute", 0, 1),
+            Span(rank, 0, "lead", "comm", 1, meets),
+            Span(rank, 0, "share", "comm", meets, 5),
+        ]
+    trace = Trace("led", Layout(2, 2), 1, dict.fromkeys(range(4), 1), tuple(spans))
+    found = metrics.communication(trace, schedule, Window(0, 5, 1))
+    assert (found.busy, found.waiting) == (4, 0)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "local_sgd(tau=3)", "co2(tau=3)"])
+def test_a_slow_node_delays_a_round_by_the_time_that_it_adds(strategy: str) -> None:
+    """The delay is the round time minus that of the same case with equal nodes, no more."""
+    case = (tiny.cluster(4, 2), tiny.model(), strategy)
+    equal = simulate(*case)
+    slow = simulate(*case, noise=Noise(node_speed={1: 0.5}))
+    assert equal.straggler_delay_s is None
+    assert slow.straggler_delay_s == pytest.approx(slow.round_time_s - equal.round_time_s)
+    assert slow.straggler_delay_s > 0
+
+
+def test_a_wait_that_compute_hides_delays_nothing() -> None:
+    """A node 10 % slow delays CO2 by 10 % of its round; fast ranks wait much longer, hidden."""
+    cluster = tiny.cluster(4, 2, inter=Link(1e9, 1e-6))
+    quiet = simulate(cluster, tiny.model(), "co2(tau=40)")
+    slow = simulate(cluster, tiny.model(), "co2(tau=40)", noise=Noise(node_speed={1: 1 / 1.1}))
+    assert quiet.exposed_comm_s == 0
+    assert slow.straggler_delay_s == pytest.approx(0.1 * quiet.round_time_s)
+    assert slow.waiting_s > 5 * slow.straggler_delay_s
+
+
+def test_faster_nodes_are_no_delay() -> None:
+    """A round that is shorter than with nominal speeds is delayed by 0, not by less."""
+    assert metrics.straggler_delay(2.0, 3.0) == 0
+    assert metrics.straggler_delay(3.0, 2.0) == 1
+
+
 def test_a_slow_node_does_not_raise_the_overlap_of_a_blocking_strategy() -> None:
     """Local SGD waits for all of its average, with and without a straggler."""
     for speeds in ({}, {1: 0.5}, {1: 2.0}):
@@ -168,6 +225,8 @@ def test_a_slow_node_does_not_raise_the_overlap_of_a_blocking_strategy() -> None
 def test_the_breakdown_sums_kernels_and_collectives_of_the_last_round() -> None:
     """Ops with one kernel add up; collectives are labelled by kind and group."""
     assert metrics.breakdown(traced(*THREE), SCHEDULE) == {"forward": 2, "all_gather world": 2}
+    slower = traced(*hand((1, 2, 1, 3), (5, 6, 5, 9)))
+    assert metrics.breakdown(slower, SCHEDULE) == {"forward": 4, "all_gather world": 4}
 
 
 def test_the_scalability_ratio_compares_per_gpu() -> None:

@@ -95,7 +95,7 @@ def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
     )
     done = call(tmp_path, *RUN, "-s", "zero2", launcher=torchrun, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "zero2 on 2 GPUs on 1 nodes of this machine" in done.stdout
+    assert "zero2 on 2 GPUs in 1 node\ncluster  this machine\n" in done.stdout
     assert "measured: averages over the last of 3 rounds" in done.stdout
 
 

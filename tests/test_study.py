@@ -217,7 +217,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"recompute": "some"}, "one of none, selective, full"),
     ({"optimizer": "adam"}, "one of adamw, sgd"),
     ({"rounds": 0}, "rounds is 0; it must be 1 to 1000000"),
-    ({"overrides": {"inter.bandwith": "1 GB/s"}}, "bandwidth'?"),
+    ({"overrides": {"inter.bandwith": "1 GB/s"}}, "did you mean 'inter.bandwidth'?"),
     ({"overrides": {"model.layer": "3"}}, "did you mean 'layers'?"),
     ({"model": "resnet-50", "recompute": "full"}, "does not apply to ResNet-50"),
     ({"strategy": "zeropp(hpz_group=3)"}, "hpz_group=3 must divide the 8 GPUs"),

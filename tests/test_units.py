@@ -7,11 +7,25 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from co2sim.errors import UnitError
-from co2sim.units import EXAMPLES, Unit, duration, parse, scaled
+from co2sim.units import EXAMPLES, Unit, counted, duration, parse, parse_price, scaled
 
 READ: list[tuple[str | float, Unit, float]] = [
     ("200 Gbit/s", "B/s", 25e9),
     ("25 GB/s", "B/s", 25e9),
+    ("200 Gbps", "B/s", 25e9),
+    ("200 gbps", "B/s", 25e9),
+    ("200 Gb/s", "B/s", 25e9),
+    ("200 gbit/s", "B/s", 25e9),
+    ("200 Gbits/s", "B/s", 25e9),
+    ("100 mbit/s", "B/s", 12.5e6),
+    ("100 Mb/s", "B/s", 12.5e6),
+    ("64 kbps", "B/s", 8e3),
+    ("64 Kbit/s", "B/s", 8e3),
+    ("8 bps", "B/s", 1.0),
+    ("8 b/s", "B/s", 1.0),
+    ("25 GBps", "B/s", 25e9),
+    ("1 GiBps", "B/s", 2.0**30),
+    ("8 gbit", "B", 1e9),
     ("300GB/s", "B/s", 300e9),
     ("80 GB", "B", 80e9),
     ("1 GiB", "B", 2.0**30),
@@ -40,7 +54,12 @@ def test_quantities_are_read_in_si_units(text: str | float, unit: Unit, value: f
     [
         ("25", "B/s", "has no unit"),
         (25.0, "B/s", "has no unit"),
-        ("25 Gb/s", "B/s", "ambiguous"),
+        ("25 gb/s", "B/s", "ambiguous"),
+        ("25 mb/s", "B/s", "ambiguous"),
+        ("80 Gb", "B", "ambiguous"),
+        ("80 Mb/h", "B/s", "ambiguous"),
+        ("25 Gbps", "B", "does not fit"),
+        ("25 GBPS", "B/s", "unknown unit"),
         ("25 GB", "B/s", "does not fit"),
         ("25 GB/s", "B", "does not fit"),
         ("25 parsec", "s", "unknown unit"),
@@ -82,6 +101,45 @@ def test_malformed_units_are_refused_like_unknown_ones(text: str) -> None:
     """No text, however broken, gets past the parser as anything but a UnitError."""
     with pytest.raises(UnitError):
         parse(text, "s")
+
+
+@pytest.mark.parametrize(
+    ("text", "price", "currency"),
+    [
+        ("3.6 USD/h", 0.001, "USD"),
+        ("3.6 EUR/h", 0.001, "EUR"),
+        ("3.6EUR/h", 0.001, "EUR"),
+        ("60 JPY/min", 1.0, "JPY"),
+    ],
+)
+def test_a_price_keeps_its_currency(text: str, price: float, currency: str) -> None:
+    """Prices are read per second, and never converted from one currency to another."""
+    assert parse_price(text) == (pytest.approx(price), currency)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("2.5", "has no unit"),
+        ("2.5 USD", "does not fit"),
+        ("2.5 eur/h", "write the currency as EUR"),
+        ("2.5 XXX/h", "unknown currency 'XXX'"),
+        ("2.5 EUR/GB", "does not fit"),
+        ("cheap", "is not a price"),
+        ("-2 EUR/h", "is below 0"),
+    ],
+)
+def test_wrong_prices_are_refused_in_words(text: str, said: str) -> None:
+    """A price needs a number, a known currency, and a time."""
+    with pytest.raises(UnitError) as caught:
+        parse_price(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, "1 node"), (0, "0 nodes"), (1024, "1,024 nodes")])
+def test_counts_are_said_with_their_noun(number: int, said: str) -> None:
+    """One is singular; others are plural, with commas."""
+    assert counted(number, "node") == said
 
 
 def test_a_double_slash_is_not_a_slash() -> None:

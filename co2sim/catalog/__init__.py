@@ -143,8 +143,10 @@ def _first(error: "ValidationError", spec: "type[BaseModel]") -> str:
             missing = [_where(p["loc"]) for p in problems if p["type"] == "missing"]
             return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         case "extra_forbidden":
+            parent = where.rpartition(".")[0]
             allowed = _allowed(spec, problem["loc"])
-            return f"unknown name {where!r}; {nearest(where.rpartition('.')[2], allowed)}"
+            paths = [f"{parent}.{name}" if parent else name for name in allowed]
+            return f"unknown name {where!r}; {nearest(where, paths)}"
         case "union_tag_invalid" | "union_tag_not_found":
             return f"kind must be one of {', '.join(sorted(_KINDS))}"
     message = problem["msg"].removeprefix("Value error, ")

@@ -41,16 +41,16 @@ def is_file(reference: str) -> bool:
 
 def read(kind: Kind, reference: str) -> Tree:
     """The tree behind a catalog key, or a file of the user's: a path with a slash or a suffix."""
+    if not reference.strip():
+        raise CatalogError(
+            f"the name of the {kind.removesuffix('s')} is empty; `co2sim list {kind}` shows those"
+            " known (a file of yours: give its path, ending in .toml or .json)"
+        )
     path = Path(reference)
     if (path / "config.json").is_file():
         path = path / "config.json"
-    if is_file(str(path)):
-        try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CatalogError(
-                f"cannot read {reference}: {getattr(error, 'strerror', None) or error}"
-            ) from error
+    if is_file(reference) or path != Path(reference):
+        text = _text(path, reference)
     else:
         known = names(kind)
         if reference not in known:
@@ -58,7 +58,7 @@ def read(kind: Kind, reference: str) -> Tree:
                 f"unknown {kind.removesuffix('s')} {reference!r}; {nearest(reference, known)}"
                 f" (a file of yours: give its path, ending in .toml or .json)"
             )
-        text = (resources.files("co2sim.catalog") / kind / f"{reference}.toml").read_text()
+        text = (resources.files("co2sim.catalog") / kind / f"{reference}.toml").read_text("utf-8")
     try:
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -66,6 +66,21 @@ def read(kind: Kind, reference: str) -> Tree:
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
     return tree
+
+
+def _text(path: Path, reference: str) -> str:
+    """The text of a file, without the byte order mark that some editors put before it."""
+    if path.is_dir():
+        raise CatalogError(
+            f"{reference} is a folder without a config.json; give the path of a file that ends in"
+            " .toml or .json"
+        )
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CatalogError(f"cannot read {reference}: it is not a text in UTF-8") from error
+    except OSError as error:
+        raise CatalogError(f"cannot read {reference}: {error.strerror}") from error
 
 
 def override(tree: Tree, path: str, text: str) -> None:

@@ -1,24 +1,37 @@
 """What the TOML files of the catalog, and a user's own, may say; pydantic checks every value."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from co2sim.architecture import Attention, Norm, Transformer, language_model, vision_transformer
+from co2sim.architecture import (
+    Attention,
+    Bias,
+    Norm,
+    Transformer,
+    language_model,
+    vision_transformer,
+)
 from co2sim.cluster import GPU, AllReduce, Backend, Cluster, Communicators, Hops, KernelTimes, Link
 from co2sim.errors import UnitError
-from co2sim.units import Unit, parse
+from co2sim.units import Unit, parse, parse_price
 from co2sim.workload import Block, Model
 
 
-def _quantity(unit: Unit) -> BeforeValidator:
-    def read(value: Any) -> float:
+def _parsed(read: Callable[[Any], Any]) -> BeforeValidator:
+    def checked(value: Any) -> Any:
         try:
-            return parse(value, unit)
+            return read(value)
         except UnitError as error:
             raise ValueError(str(error)) from error
 
-    return BeforeValidator(read)
+    return BeforeValidator(checked)
+
+
+def _quantity(unit: Unit) -> BeforeValidator:
+    return _parsed(partial(parse, unit=unit))
 
 
 Size = Annotated[float, _quantity("B"), Field(gt=0)]
@@ -26,7 +39,6 @@ Bandwidth = Annotated[float, _quantity("B/s"), Field(gt=0)]
 Time = Annotated[float, _quantity("s"), Field(ge=0)]
 Speed = Annotated[float, _quantity("FLOP/s"), Field(gt=0)]
 Work = Annotated[float, _quantity("FLOP"), Field(gt=0)]
-Price = Annotated[float, _quantity("USD/s"), Field(ge=0)]
 Fraction = Annotated[float, _quantity(""), Field(gt=0, le=1)]
 
 
@@ -36,6 +48,9 @@ def _no_truth(value: Any) -> Any:
         raise ValueError(f"{str(value).lower()} is not a whole number")  # noqa: TRY004 - pydantic's
     return value
 
+
+Price = Annotated[tuple[float, str], _parsed(parse_price)]
+"""Per second, and its currency."""
 
 Count = Annotated[int, BeforeValidator(_no_truth), Field(ge=1, le=10**12)]
 Natural = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, le=10**15)]
@@ -165,7 +180,8 @@ class ClusterSpec(_Spec):
             interference=self.interference,
             sites=self.sites,
             wan=self.wan.build() if self.wan else None,
-            price_per_gpu=self.price_per_gpu,
+            price_per_gpu=self.price_per_gpu[0] if self.price_per_gpu else None,
+            currency=self.price_per_gpu[1] if self.price_per_gpu else "USD",
         )
 
 
@@ -180,7 +196,7 @@ class _LayersSpec(_Spec):
     gated: bool = False
     attention: Attention = "softmax"
     attention_gate: bool = False
-    bias: bool = False
+    bias: Bias = False
     norm: Norm = "layernorm"
     parameters: Natural = 0
 
@@ -222,12 +238,18 @@ class TransformerSpec(_LayersSpec):
     token_types: Natural = 0
     embedding_norm: bool = False
     head_transform: bool = False
+    sliding_window: Natural = 0
 
     @model_validator(mode="after")
     def _positions_suffice(self) -> "TransformerSpec":
         if 0 < self.positions < self.seq_len:
             raise ValueError(
                 f"seq_len {self.seq_len} exceeds the {self.positions} learned positions"
+            )
+        if 0 < self.sliding_window < self.seq_len:
+            raise ValueError(
+                f"seq_len {self.seq_len} exceeds the sliding window of {self.sliding_window}"
+                " tokens; attention that sees less than the whole sequence is not modelled"
             )
         return self
 

@@ -1,6 +1,9 @@
 """The commands: what they ask, and what they print."""
 
 import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +13,8 @@ from co2sim import __version__, grid, study
 from co2sim.case import Case
 from co2sim.console import options
 from co2sim.errors import OptionError
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
 
 app = typer.Typer(
     add_completion=False,
@@ -17,6 +22,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Predict how CO2, ZeRO++, ZeRO, DDP and the local-update family scale on a cluster.",
 )
+
+
+def _refuse_twice(what: str, given: Iterable[str]) -> None:
+    repeated = [name for name, times in Counter(given).items() if times > 1]
+    if repeated:
+        raise OptionError(f"{what} {repeated[0]} is given twice")
 
 
 @app.callback(invoke_without_command=True)
@@ -51,16 +62,28 @@ def show(case: Case) -> None:
 
 
 @app.command()
-@options.case_options
-def run(case: Case, json_: options.Json = False) -> None:  # noqa: FBT002
-    """Simulate one configuration: times, breakdown, traffic, memory."""
-    result = study.run(case, progress=None)
-    if json_:
-        print(json.dumps(result.to_dict(), indent=2))
-        return
-    from co2sim.console.result_tables import print_result  # noqa: PLC0415
+@options.job_options
+def run(
+    job: Case,
+    cluster: options.Cluster,
+    strategy: options.Strategies,
+    gpus: options.Gpus = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Simulate configurations: times, breakdown, traffic, memory.
 
-    print_result(result)
+    With several strategies --json prints a list.
+    """
+    _refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
+    if json_:
+        found = [study.run(case, progress=None).to_dict() for case in cases]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+        return
+    from co2sim.console.result_tables import print_simulated  # noqa: PLC0415 - rich
+
+    for case in cases:
+        print_simulated(case, study.run(case, progress=None))
 
 
 @app.command()
@@ -121,6 +144,8 @@ def scale(  # noqa: PLR0917 - one argument per option
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
     from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
 
+    _refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    _refuse_twice("cluster", cluster)
     cases = grid.over_sizes(job, cluster, strategy, gpus)
     scaling.scale(cases, published, out, jobs, as_json=json_)
 
@@ -128,6 +153,7 @@ def scale(  # noqa: PLR0917 - one argument per option
 @app.command()
 @options.case_options
 def sweep(
+    context: typer.Context,
     case: Case,
     over: Annotated[
         list[str],
@@ -136,7 +162,8 @@ def sweep(
             help='What to vary, and its values: --vary inter.bandwidth="25 Gbit/s, 100 Gbit/s",'
             " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048,"
             ' --vary strategy="ddp, co2:tau=48,worker=node".'
-            " Repeatable: all combinations.",
+            " Repeatable: all combinations. A cluster, model or strategy that varies counts"
+            " instead of the one given.",
         ),
     ],
     csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
@@ -154,6 +181,8 @@ def sweep(
     """Vary any parameter over values, in parallel."""
     from co2sim.cli import sweeping  # noqa: PLC0415 - pandas
 
-    settings = grid.settings(options.pairs(over, "--vary"))
+    varied = options.pairs(over, "--vary")
+    options.refuse_varied(context, varied)
+    settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
     sweeping.sweep(cases, settings, csv, jobs, sort, as_json=json_)

@@ -1,34 +1,52 @@
 """The scaling figure: throughput and what is left of it per GPU, one column per cluster."""
 
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+from textwrap import fill
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, NullFormatter, NullLocator, PercentFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import (
+    EngFormatter,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+    PercentFormatter,
+)
 
 from co2sim.case import Case
 from co2sim.published_cells import ThroughputCell
 from co2sim.published_speeds import SpeedComparison
 from co2sim.result import Result
+from co2sim.units import counted
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
 """Okabe and Ito: told apart by colour-blind readers."""
-_MARKERS = "osD^vP*X"
+_MARKERS = "osD^vPpX"
+"""A star is a published value."""
+_PANEL = 4.6
+"""Inches of a column."""
+_PER_INCH = 13
+"""Characters of the font of 9 points."""
+_HANDLE = 8
+"""Characters that the sign before a name in the legend takes, with its gaps."""
+_LINE = 0.17
+"""Inches."""
+_TICKS = 3
+"""Labelled ticks of a log axis, at least."""
+_MOST_SIZES = 9
+"""Labels of GPU counts that one axis has room for."""
 
 
 def draw(
     cases: Sequence[Case], results: Sequence[Result], comparisons: Sequence[SpeedComparison]
 ) -> dict[str, bytes]:
     """The figure as PNG and SVG. Dashed lines do not fit in memory; stars are published."""
-    pairs = list(zip(cases, results, strict=True))
-    panels = [
-        (str(cluster), [result for _, result in group])
-        for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster)
-    ]
-    names = list(dict.fromkeys(result.strategy for result in results))
     with mpl.rc_context(
         {
             "font.size": 9,
@@ -38,45 +56,87 @@ def draw(
             "text.parse_math": False,
         }
     ):
-        figure = Figure(figsize=(4.6 * len(panels) + 0.4, 7.2), layout="constrained")
-        axes = figure.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row")
-        for column, (cluster, found) in enumerate(panels):
-            above, below = axes[0][column], axes[1][column]
-            stars = [
-                comparison
-                for comparison in comparisons
-                if comparison.cell.cluster == cluster
-                and isinstance(comparison.cell, ThroughputCell)
-            ]
-            _throughput(above, found, names, stars)
-            _per_gpu(below, found, names)
-            above.set_title(found[0].cluster, fontsize=9)
-        axes[0][0].set_ylabel(f"{results[0].unit}s/s, all GPUs")
-        smallest = min(result.gpus for result in results)
-        counted = "1 GPU" if smallest == 1 else f"{smallest} GPUs"
-        axes[1][0].set_ylabel(f"throughput per GPU, relative to {counted}")
-        handles = {
-            label: handle
-            for row in axes
-            for axis in row
-            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False
-        )
-        first = results[0]
-        figure.suptitle(
-            f"{first.model}, {first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step,"
-            f" {first.precision}"
-        )
-        return {kind: _render(figure, kind) for kind in ("png", "svg")}
+        found = figure(cases, results, comparisons)
+        return {kind: _render(found, kind) for kind in ("png", "svg")}
 
 
-def _render(figure: Figure, kind: str) -> bytes:
+def figure(
+    cases: Sequence[Case], results: Sequence[Result], comparisons: Sequence[SpeedComparison]
+) -> Figure:
+    """The figure, as large as its panels and its legend need."""
+    pairs = list(zip(cases, results, strict=True))
+    panels = [
+        (str(cluster), [result for _, result in group])
+        for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster)
+    ]
+    names = list(dict.fromkeys(result.strategy for result in results))
+    published = [
+        comparison
+        for comparison in comparisons
+        if isinstance(comparison.cell, ThroughputCell) and comparison.strategy in names
+    ]
+    width = _PANEL * max(len(panels), 1.3) + 0.4
+    text = int(width * _PER_INCH)
+    handles = _handles(names, results, published)
+    columns = max(1, min(3, text // (max(len(str(h.get_label())) for h in handles) + _HANDLE)))
+    labels = [fill(str(h.get_label()), text - _HANDLE) for h in handles]
+    titles = [fill(found[0].cluster, text // len(panels) - 4) for _, found in panels]
+    lines = sum(label.count("\n") + 1 for label in labels) / columns
+    lines += max(title.count("\n") for title in titles)
+    drawn = Figure(figsize=(width, 6.6 + _LINE * lines), layout="constrained")
+    axes = drawn.subplots(2, len(panels), squeeze=False, sharex="col", sharey="row")
+    for (cluster, found), title, above, below in zip(panels, titles, *axes, strict=True):
+        stars = [star for star in published if star.cell.cluster == cluster]
+        _throughput(above, found, names, stars)
+        _per_gpu(below, found, names)
+        _count_ticks(below, [*(r.gpus for r in found), *(star.cell.sizes[0] for star in stars)])
+        above.set_title(title, fontsize=9)
+    _log_ticks(axes[0][0])
+    axes[0][0].set_ylabel(f"{results[0].unit}s/s, all GPUs")
+    smallest = counted(min(result.gpus for result in results), "GPU")
+    axes[1][0].set_ylabel(f"throughput per GPU, relative to {smallest}")
+    drawn.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    first = results[0]
+    batch = counted(first.tokens_per_gpu_per_step, first.unit)
+    heading = f"{first.model}, {batch} per GPU and step, {first.precision}"
+    drawn.suptitle(fill(heading, int(0.8 * text)))
+    return drawn
+
+
+def _render(drawn: Figure, kind: str) -> bytes:
     buffer = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else None
-    figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+    drawn.savefig(buffer, format=kind, dpi=150, metadata=metadata)
     return buffer.getvalue()
+
+
+def _handles(
+    names: Sequence[str], results: Sequence[Result], stars: Sequence[SpeedComparison]
+) -> list[Line2D]:
+    """The legend: a line for every strategy, and one for every other sign that occurs."""
+
+    def sign(label: str, color: str, linestyle: Any, marker: str, *, full: bool) -> Line2D:
+        face = color if full else "white"
+        return Line2D(
+            [],
+            [],
+            color=color,
+            linestyle=linestyle,
+            marker=marker,
+            markersize=5 if marker != "*" else 11,
+            markerfacecolor=face,
+            label=label,
+        )
+
+    found = [
+        sign(name, _COLOURS[at % len(_COLOURS)], "-", _MARKERS[at % len(_MARKERS)], full=True)
+        for at, name in enumerate(names)
+    ]
+    if not all(result.fits_in_memory for result in results):
+        found.append(sign("hollow: does not fit in memory", "grey", "--", "o", full=False))
+    if stars:
+        found.append(sign("published", "grey", "none", "*", full=False))
+    return [*found, sign("linear from the best per GPU", "grey", ":", "", full=True)]
 
 
 def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu: bool) -> None:  # noqa: FBT001
@@ -84,21 +144,45 @@ def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu:
         found = list(group)
         place = names.index(strategy)
         base = found[0].tokens_per_s_per_gpu
-        fits = all(result.fits_in_memory for result in found)
+        color = _COLOURS[place % len(_COLOURS)]
+        x = [r.gpus for r in found]
+        y = [r.tokens_per_s_per_gpu / base if per_gpu else r.tokens_per_s for r in found]
+        fits = [r.fits_in_memory for r in found]
+        style: dict[str, Any] = {
+            "color": color,
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "markersize": 5,
+        }
+        axis.plot(x, y, **style, linestyle="-" if all(fits) else "--")
+        hollow = [at for at, fit in enumerate(fits) if not fit]
         axis.plot(
-            [r.gpus for r in found],
-            [r.tokens_per_s_per_gpu / base if per_gpu else r.tokens_per_s for r in found],
-            color=_COLOURS[place % len(_COLOURS)],
-            marker=_MARKERS[place % len(_MARKERS)],
-            linestyle="-" if fits else "--",
-            markerfacecolor=None if fits else "white",
-            label=strategy if fits else f"{strategy} (does not fit in memory)",
-            markersize=5,
+            [x[at] for at in hollow],
+            [y[at] for at in hollow],
+            **style,
+            linestyle="none",
+            markerfacecolor="white",
         )
-    sizes = sorted({result.gpus for result in results})
+
+
+def _count_ticks(axis: Axes, gpus: Sequence[int]) -> None:
+    """A label for every count, or for as many as there is room for."""
+    sizes = sorted(set(gpus))
     axis.set_xscale("log", base=2)
-    axis.set_xticks(sizes, [str(size) for size in sizes])
+    labelled = list(_spread(sizes))
+    axis.set_xticks(labelled, [str(size) for size in labelled])
     axis.xaxis.set_minor_locator(NullLocator())
+
+
+def _spread(sizes: Sequence[int]) -> Iterator[int]:
+    """The sizes that have room for a label: the last one, and those far enough from others."""
+    least = math.log(sizes[-1] / sizes[0]) / _MOST_SIZES
+    last = 0.0
+    for size in sizes[:-1]:
+        place = math.log(size)
+        if place - last >= least and math.log(sizes[-1]) - place >= least:
+            last = place
+            yield size
+    yield sizes[-1]
 
 
 def _throughput(
@@ -107,28 +191,36 @@ def _throughput(
     _lines(axis, results, names, per_gpu=False)
     best = max(results, key=lambda result: result.tokens_per_s_per_gpu)
     ends = [min(r.gpus for r in results), max(r.gpus for r in results)]
-    axis.plot(
-        ends,
-        [best.tokens_per_s_per_gpu * gpus for gpus in ends],
-        color="grey",
-        linestyle=":",
-        label="linear from the best per GPU",
-        zorder=1,
-    )
+    linear = [best.tokens_per_s_per_gpu * gpus for gpus in ends]
+    axis.plot(ends, linear, color="grey", linestyle=":", zorder=1)
     for place, name in enumerate(names):
         mine = [star for star in stars if star.strategy == name]
-        if mine:
-            axis.plot(
-                [star.cell.sizes[0] for star in mine],
-                [star.cell.value for star in mine],
-                color=_COLOURS[place % len(_COLOURS)],
-                marker="*",
-                markersize=13,
-                markerfacecolor="none",
-                linestyle="none",
-                label=f"{name}, published",
-            )
+        axis.plot(
+            [star.cell.sizes[0] for star in mine],
+            [star.cell.value for star in mine],
+            color=_COLOURS[place % len(_COLOURS)],
+            marker="*",
+            markersize=13,
+            markerfacecolor="none",
+            linestyle="none",
+        )
     axis.set_yscale("log")
+
+
+def _log_ticks(axis: Axes) -> None:
+    """Label at least three values: powers of ten, then 1, 2, 5 of each, then round numbers."""
+    low, high = axis.get_ylim()
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for digits in ((1,), (1, 2, 5), range(1, 10)):
+        ticks = [digit * 10.0**power for power in exponents for digit in digits]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= _TICKS:
+            break
+    else:
+        values = MaxNLocator(nbins=5).tick_values(low, high)
+        ticks = [float(value) for value in values if low <= value <= high]
+    axis.set_yticks(ticks)
     axis.yaxis.set_major_formatter(EngFormatter(sep=""))  # 100k: math is off, for names with $
     axis.yaxis.set_minor_formatter(NullFormatter())
 

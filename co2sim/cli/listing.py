@@ -67,10 +67,18 @@ def _print_strategy(out: Console, name: str) -> None:
 
 
 def _print_entry(out: Console, kind: Kind, what: str) -> None:
+    counted: list[tuple[str, str, str, str]] = []
+    name = str(read(kind, what).get("name", ""))
     if kind == "gpus":
         entries: Iterable[Fact] = facts(read(kind, what))
+    elif kind == "clusters":
+        entries = load_cluster(what).facts
     else:
-        entries = (load_cluster if kind == "clusters" else load_model)(what).facts
+        model = load_model(what)
+        entries, name = model.facts, model.value.name
+        size = f"{model.value.parameters:,}"
+        counted = [("parameters", size, "", "counted from the shape")]
     rows = [(f.path, f.value, "assumed" if f.assumed else "", f.source) for f in entries]
-    title = f"{what}: {read(kind, what).get('name', '')}"
-    print_table(out, title, ("number", "value", "", "source"), rows, left=4)
+    rows += [row for row in counted if row[0] not in {fact.path for fact in entries}]
+    columns = ("number", "value", "status", "source")
+    print_table(out, f"{what}: {name}" if name else what, columns, rows, left=4)

@@ -12,7 +12,7 @@ from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.cli.figure import draw
 from co2sim.console.result_tables import print_assumed
-from co2sim.console.tables import console, print_table
+from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import to_frame
 from co2sim.metrics import scalability_ratio
@@ -60,10 +60,12 @@ def scale(
         _print_published(terminal, comparisons)
     elif published:
         what = "tokens_per_s or scalability_ratio of these clusters and this model"
-        terminal.print(f"no cell of {published} is a {what}\n", highlight=False)
+        print_lines(terminal, f"no cell of {published} is a {what}", "")
     print_assumed(terminal, results)
-    terminal.print(
-        f"\ntable   {out / 'scale.csv'}\nfigure  {out / 'scale.png'}, {out / 'scale.svg'}"
+    print_lines(
+        terminal,
+        f"table   {out / 'scale.csv'}",
+        f"figure  {out / 'scale.png'}, {out / 'scale.svg'}",
     )
 
 
@@ -100,12 +102,11 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -
         f" {first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step, {first.precision}"
     )
     print_table(terminal, title, columns, rows)
+    notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
     if not all(result.fits_in_memory for result in results):
         size = scaled(first.gpu_memory_bytes, "B")
-        terminal.print(
-            f"* does not fit in the {size} of a GPU: shown as if it did", highlight=False
-        )
-    terminal.print()
+        notes.append(f"* does not fit in the {size} of a GPU: shown as if it did")
+    print_lines(terminal, *notes, "")
 
 
 def _throughput(result: Result) -> str:
@@ -113,24 +114,22 @@ def _throughput(result: Result) -> str:
 
 
 def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) -> None:
-    rows = [
-        (
-            c.cell.cluster,
-            c.strategy,
-            c.cell.quantity,
-            " -> ".join(map(str, c.cell.sizes)),
-            _number(c.cell.value),
-            _number(c.predicted),
-            f"{c.error:+.0%}",
-            c.cell.use,
-        )
-        for c in comparisons
-    ]
-    columns = ("cluster", "strategy", "quantity", "GPUs", "published", "predicted", "error", "use")
-    print_table(terminal, "published beside predicted", columns, rows, left=3)
-    for note in dict.fromkeys(c.cell.note for c in comparisons if c.cell.note):
-        terminal.print(f"  {note}", highlight=False)
-    terminal.print()
+    columns = ("strategy", "quantity", "GPUs", "published", "predicted", "error", "use")
+    for cluster, group in groupby(comparisons, key=lambda c: c.cell.cluster):
+        rows = [
+            (
+                c.strategy,
+                c.cell.quantity.replace("_per_s", "/s").replace("_", " "),
+                "->".join(map(str, c.cell.sizes)),
+                _number(c.cell.value),
+                _number(c.predicted),
+                f"{c.error:+.0%}",
+                c.cell.use,
+            )
+            for c in group
+        ]
+        print_table(terminal, f"{cluster}: published beside predicted", columns, rows, left=2)
+    print_lines(terminal, *dict.fromkeys(c.cell.note for c in comparisons if c.cell.note), "")
 
 
 def _number(value: float) -> str:

@@ -10,12 +10,12 @@ from co2sim.batch import Failure, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.console.result_tables import print_assumed
-from co2sim.console.tables import console, print_table
+from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
 from co2sim.grid import Setting, label
 from co2sim.result import Result
-from co2sim.units import duration, scaled
+from co2sim.units import counted, duration, scaled
 
 
 def sweep(
@@ -47,7 +47,7 @@ def sweep(
     else:
         _print(settings, outcomes)
         if csv is not None:
-            console().print(f"table   {csv}")
+            print_lines(console(), f"table   {csv}")
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         names = (
             ", ".join(f"{path}={label(value)}" for path, value in setting.items())
@@ -75,7 +75,7 @@ def _print(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
     terminal = console()
-    parts = ([f"{r.model} on {r.cluster}", r.strategy, f"{r.gpus} GPUs"] for r in results)
+    parts = ([f"{r.model} on {r.cluster}", r.strategy, counted(r.gpus, "GPU")] for r in results)
     constant = [same[0] for same in zip(*parts, strict=True) if len(set(same)) == 1]
     title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
     print_table(terminal, title, columns, rows, left=len(settings[0]))
@@ -83,9 +83,10 @@ def _print(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
 
 
 def _print_notes(terminal: Console, results: Sequence[Result]) -> None:
-    terminal.print("efficiency: against the same round with free communication")
+    notes = ["efficiency: against the same round with free communication"]
     if not all(r.fits_in_memory for r in results):
-        terminal.print("* does not fit in the memory of a GPU: shown as if it did")
+        notes.append("* does not fit in the memory of a GPU: shown as if it did")
+    print_lines(terminal, *notes)
     print_assumed(terminal, results)
 
 

@@ -1,24 +1,49 @@
 """How a command line starts and ends: one line on stderr for whatever went wrong."""
 
+import io
 import os
 import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
+from typer.main import get_command
 
-from co2sim.errors import Co2simError
+from co2sim.errors import Co2simError, OptionError
 
 INTERRUPTED = 130
 """Exit code of a shell for a process ended by control-C."""
 
 
+class _Command(TyperCommand):
+    """A command that refuses an option that takes one value and is given several."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        order = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for option, times in Counter(order).items():
+            if isinstance(option, TyperOption) and times > 1 and not option.multiple:
+                flag = max(option.opts, key=len)
+                kind = "give it once" if option.is_flag else "it takes one value"
+                raise OptionError(f"{flag} is given {times} times; {kind}")
+        return super().parse_args(ctx, args)
+
+
 def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
     """Run a command. Bad input ends it with one line on stderr and exit code 2.
 
-    `kept` says what is on the disk after control-C.
+    `kept` says what is on the disk after control-C. A reader that has gone, such as `head`, is no
+    error: the exit code is 0. A single option that is given twice is refused.
     """
+    _set_up_streams()
+    _refuse_repeated(app)
+    code = 0
     try:
-        code = app(standalone_mode=False)
+        _run(app)
         sys.stdout.flush()
+    except typer.Exit as ended:
+        code = ended.exit_code
     except (Co2simError, typer.TyperException) as error:
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
@@ -27,10 +52,40 @@ def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except OSError as error:  # the output is full, or gone
         print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
         code = 2
-    if code == INTERRUPTED:  # typer, too, turns control-C into this code
+    if code == INTERRUPTED:
         print(f"interrupted; {kept}", file=sys.stderr)
-    sys.exit(code or 0)
+    sys.exit(code)
+
+
+def _run(app: typer.Typer) -> None:
+    """Run the command that the arguments name.
+
+    `app(...)` would do the same, but end with 1 where the reader of a pipe has gone.
+    """
+    program = Path(sys.argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    command = get_command(app)
+    with command.make_context(name, sys.argv[1:], help_option_names=["-h", "--help"]) as context:
+        command.invoke(context)
+
+
+def _set_up_streams() -> None:
+    """Refuse a closed output; escape what the terminal has no characters for."""
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the end
+    if sys.stdout is None:
+        print("error: cannot write the output: the standard output is closed", file=sys.stderr)
+        sys.exit(2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _refuse_repeated(app: typer.Typer) -> None:
+    for command in app.registered_commands:
+        command.cls = _Command
+    for group in app.registered_groups:
+        if group.typer_instance:
+            _refuse_repeated(group.typer_instance)

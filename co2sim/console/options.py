@@ -63,14 +63,14 @@ Model = Annotated[
         help="Catalog name (`co2sim list models`), TOML file, or Hugging Face config.json.",
     ),
 ]
-Strategy = Annotated[
-    str,
-    typer.Option(
-        "--strategy",
-        "-s",
-        help="Name with options: co2:tau=48,worker=node, or 'co2(tau=48, worker=node)'"
-        " (`co2sim list strategies`).",
-    ),
+_STRATEGY = (
+    "Name with options: co2:tau=48,worker=node, or 'co2(tau=48, worker=node)'"
+    " (`co2sim list strategies`)."
+)
+Strategy = Annotated[str, typer.Option("--strategy", "-s", help=_STRATEGY)]
+Strategies = Annotated[
+    list[str],
+    typer.Option("--strategy", "-s", help=f"{_STRATEGY} Repeatable: one after the other."),
 ]
 Gpus = Annotated[
     int | None,
@@ -103,10 +103,16 @@ GlobalBatch = Annotated[
     ),
 ]
 Precision = Annotated[
-    str | None, typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16.")
+    str | None,
+    typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16."),
 ]
 Recompute = Annotated[
-    str, typer.Option(help="Activations to recompute: none, selective (attention scores) or full.")
+    str,
+    typer.Option(
+        help="Activations to recompute: none (the attention matrix is kept), selective (all is"
+        " kept but the attention matrix, as with FlashAttention), or full (only the inputs of"
+        " blocks are kept)."
+    ),
 ]
 Optimizer = Annotated[str, typer.Option(help="adamw or sgd.")]
 Overrides = Annotated[
@@ -177,6 +183,18 @@ def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
             raise OptionError(f"{flag} {name.strip()} is given twice")
         found[name.strip()] = value.strip()
     return found
+
+
+def refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
+    """Refuse an option that is given beside a --vary of the same name, which would replace it.
+
+    The cluster, the model and the strategy have to be given: there the values that vary count.
+    """
+    for path in paths:
+        source = context.get_parameter_source(path)
+        if path not in {"cluster", "model", "strategy"} and source and source.name == "COMMANDLINE":
+            flag = f"--{path.replace('_', '-')}"
+            raise OptionError(f"{flag} is given, and --vary {path}, too; leave one of them out")
 
 
 def _noise(seed: int, jitter: float, straggle: float, node_speed: Iterable[str] | None) -> Noise:

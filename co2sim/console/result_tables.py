@@ -3,24 +3,88 @@
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
-from co2sim.console.tables import console, print_table
+from co2sim.case import Case
+from co2sim.catalog import Fact
+from co2sim.console.fitting import print_fitting
+from co2sim.console.tables import console, print_lines, print_table
+from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
-from co2sim.units import duration, scaled
+from co2sim.schedule import Layout
+from co2sim.units import counted, duration, scaled
+
+_NAMED = 4
+"""Nodes whose speeds are named one by one."""
 
 
-def print_result(result: Result, *, measured: bool = False) -> None:
-    """All figures of one configuration, simulated or measured."""
+def print_result(result: Result, *, measured: bool = False, noise: Noise = QUIET) -> None:
+    """All figures of one configuration, simulated or measured; `noise` is named in the header."""
     out = console()
     r = result
+    _print_header(out, r, noise)
+    print_table(out, "figures", ("figure", "value"), _figures(r, measured=measured))
+    rounds = counted(r.rounds_simulated, "round")
+    if measured:
+        out.print(f"measured: averages over the last of {rounds}")
+    elif not r.steady:
+        out.print(f"not a steady state: averaged over the last of {rounds}")
+    print_table(
+        out,
+        "spans of the last round on one rank, by work (overlapping, waiting included)",
+        ("work", "time"),
+        [(name, duration(value)) for name, value in r.breakdown_s.items()],
+    )
+    fits = "fits" if r.fits_in_memory else "DOES NOT FIT"
+    print_table(
+        out,
+        f"memory per GPU: {fits} in {scaled(r.gpu_memory_bytes, 'B')}",
+        ("item", "size"),
+        [(name, scaled(value, "B")) for name, value in r.memory_bytes_per_gpu.items()],
+    )
+    print_assumed(out, [result])
+
+
+def print_simulated(case: Case, result: Result) -> None:
+    """All figures of a simulated case, and what would fit if it does not."""
+    print_result(result, noise=case.noise)
+    if not result.fits_in_memory:
+        print_fitting(console(), case)
+
+
+def _print_header(out: Console, r: Result, noise: Noise) -> None:
     batch = f"micro-batch {r.micro_batch}" + (f" x {r.accumulation}" if r.accumulation > 1 else "")
-    where = f"{r.gpus} GPUs on {r.nodes} nodes of {escape(r.cluster)}"
-    out.print(f"[bold]{escape(r.strategy)}[/] on {where}")
-    batch += f": {r.tokens_per_gpu_per_step:,} {r.unit}s per GPU and step"
-    out.print(f"{escape(r.model)}, {batch}, {r.precision}\n", highlight=False)
+    size = counted(r.tokens_per_gpu_per_step, r.unit)
+    where = f" on {counted(r.gpus, 'GPU')} in {counted(r.nodes, 'node')}"
+    print_lines(
+        out,
+        Text.assemble((r.strategy, "bold"), where),
+        f"cluster  {r.cluster}",
+        f"model    {r.model}, {batch}: {size} per GPU and step, {r.precision}",
+        *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),
+        "",
+    )
+
+
+def speeds(noise: Noise, result: Result) -> str:
+    """In words, how fast the nodes and the ops of a run were."""
+    found = [f"node {node} at {speed:g} of nominal" for node, speed in noise.node_speed.items()]
+    more = len(found) - _NAMED
+    found = [*found[:_NAMED], *([f"{more} more nodes"] if more > 0 else [])]
+    if noise.straggle:
+        layout = Layout(result.nodes, result.gpus // result.nodes)
+        slowdowns = noise.node_slowdowns(layout)
+        span = f"{1 / max(slowdowns):.3g} to {1 / min(slowdowns):.3g} of nominal"
+        found.append(f"all nodes from {span} (straggle {noise.straggle:g}, seed {noise.seed})")
+    if noise.jitter:
+        found.append(f"jitter {noise.jitter:g} on every op (seed {noise.seed})")
+    return ", ".join(found)
+
+
+def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
     overlap = "no communication" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}"
     steps = f" ({r.steps_per_round} steps)" if r.steps_per_round > 1 else ""
+    exposed = f"{duration(r.exposed_comm_s)} ({r.exposed_share:.1%})"
     rows = [
         ("round time", duration(r.round_time_s) + steps),
         ("step time", duration(r.step_time_s)),
@@ -30,46 +94,41 @@ def print_result(result: Result, *, measured: bool = False) -> None:
         ("hardware TFLOP/s per GPU", f"{r.hardware_tflops_per_gpu:.1f}"),
         ("MFU", f"{r.mfu:.1%}"),
         ("communication busy, per round", duration(r.comm_busy_s)),
-        (
-            "communication exposed, per round",
-            f"{duration(r.exposed_comm_s)} ({r.exposed_share:.1%})",
-        ),
+        ("communication exposed, per round", exposed),
+    ]
+    if r.straggler_delay_s is not None:
+        delay = f"{duration(r.straggler_delay_s)} ({r.straggler_delay_s / r.round_time_s:.1%})"
+        rows.append(("delay by slower ranks, per round", delay))
+    elif measured and r.waiting_s:
+        rows.append(("waiting for other ranks, hidden or not, per round", duration(r.waiting_s)))
+    rows += [
         ("overlap ratio", overlap),
         ("sent per GPU and step", scaled(r.wire_bytes_per_gpu_per_step, "B")),
         ("sent per node's NICs and step", scaled(r.nic_bytes_per_node_per_step, "B")),
     ]
-    if r.waiting_s:
-        rows.insert(9, ("waiting for slower ranks, per round", duration(r.waiting_s)))
     if r.wan_bytes_per_site_per_step:
-        rows.append(
-            ("sent per site over the WAN and step", scaled(r.wan_bytes_per_site_per_step, "B"))
-        )
-    if r.usd_per_billion_tokens is not None:
-        rows.append((f"USD per billion {r.unit}s", f"{r.usd_per_billion_tokens:,.2f}"))
-    print_table(out, "figures", ("figure", "value"), rows)
-    if measured:
-        out.print(f"measured: averages over the last of {r.rounds_simulated} rounds")
-    elif not r.steady:
-        out.print(f"not a steady state: averaged over the last of {r.rounds_simulated} rounds")
-    breakdown = [(name, duration(value)) for name, value in r.breakdown_s.items()]
-    print_table(
-        out,
-        "spans of the last round on one rank, by work (overlapping, waiting included)",
-        ("work", "time"),
-        breakdown,
-    )
-    memory = [(name, scaled(value, "B")) for name, value in r.memory_bytes_per_gpu.items()]
-    fits = "fits" if r.fits_in_memory else "DOES NOT FIT"
-    title = f"memory per GPU: {fits} in {scaled(r.gpu_memory_bytes, 'B')}"
-    print_table(out, title, ("item", "size"), memory)
-    print_assumed(out, [result])
+        wan = scaled(r.wan_bytes_per_site_per_step, "B")
+        rows.append(("sent per site over the WAN and step", wan))
+    if r.cost_per_billion_tokens is not None:
+        rows.append((f"{r.currency} per billion {r.unit}s", f"{r.cost_per_billion_tokens:,.2f}"))
+    return rows
 
 
 def print_assumed(out: Console, results: Iterable[Result]) -> None:
-    """The inputs that no source supports, once each."""
-    found = dict.fromkeys(fact for result in results for fact in result.assumed)
+    """The inputs that no source supports: one line each, whatever their values."""
+    found: dict[str, list[Fact]] = {}
+    for fact in dict.fromkeys(fact for result in results for fact in result.assumed):
+        found.setdefault(fact.path, []).append(fact)
     if found:
-        rows = [(fact.path, fact.value, fact.source.removeprefix("assumed: ")) for fact in found]
-        print_table(
-            out, "assumed, not measured or published", ("number", "value", "why"), rows, left=3
-        )
+        rows = [(path, *_merged(facts)) for path, facts in found.items()]
+        title = "assumed, not measured or published"
+        print_table(out, title, ("number", "value", "why"), rows, left=3)
+
+
+def _merged(facts: list[Fact]) -> tuple[str, str]:
+    """The value, or the first and the last of several, and why."""
+    values = list(dict.fromkeys(fact.value for fact in facts))
+    reasons = list(dict.fromkeys(fact.source.removeprefix("assumed: ") for fact in facts))
+    value = values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
+    others = len(reasons) - 1
+    return value, reasons[0] + (f"; and {counted(others, 'case')} like it" if others else "")

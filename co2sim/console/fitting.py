@@ -1,0 +1,147 @@
+"""What would fit where a configuration does not: changes to it, with the memory that each needs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import islice, product
+from typing import cast
+
+from rich.console import Console
+
+from co2sim.case import Case, Prepared
+from co2sim.console.tables import print_table
+from co2sim.errors import Co2simError, OptionError
+from co2sim.strategies import STRATEGIES, Strategy, with_options
+from co2sim.strategies.step import title
+from co2sim.units import Bytes, scaled
+from co2sim.workload import Recompute
+
+_SHARDED = ("zero2", "zero3")
+"""Strategies, or inner ones, that keep less than a whole model on every GPU."""
+_DOUBLINGS = 6
+"""Of the GPUs: up to 64 times as many."""
+_MOST = 6
+"""Alternatives that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A configuration near one that does not fit: what to change, and its bytes on a GPU."""
+
+    changes: dict[str, str]
+    memory: Bytes
+
+
+def print_fitting(out: Console, case: Case) -> None:
+    """What to change so that the case fits, or what comes nearest."""
+    prepared = case.prepare()
+    memory = prepared.cluster.gpu.memory
+    found = list(alternatives(prepared))
+    fitting = _fewest_changes([one for one in found if one.memory <= memory])
+    heading = f"what would fit in {scaled(memory, 'B')}"
+    if not fitting:
+        fitting = sorted(found, key=lambda one: one.memory)[:1]
+        heading = f"nothing tried fits in {scaled(memory, 'B')}; the smallest"
+    rows = [
+        (
+            " ".join(f"--{name} {value}" for name, value in one.changes.items()),
+            scaled(one.memory, "B"),
+        )
+        for one in islice(filter(partial(_runs, case), fitting), _MOST)
+    ]
+    if rows:
+        print_table(out, heading, ("instead", "memory per GPU"), rows)
+
+
+def alternatives(prepared: Prepared) -> Iterator[Alternative]:
+    """Combinations of a sharded strategy, more recomputation, a smaller micro-batch, more GPUs.
+
+    Those with the fewest changes come first.
+    """
+    job, layout = prepared.job, prepared.cluster.layout
+    strategies = {"": prepared.strategy, **{_text(s): s for s in _sharded(prepared.strategy)}}
+    recomputes = ["", *(["selective"] if job.recompute == "none" else [])]
+    if job.recompute != "full" and any(block.boundary_bytes for block in job.model.blocks):
+        recomputes.append("full")
+    halves = [job.micro_batch >> times for times in range(1, job.micro_batch.bit_length())]
+    gpus = [layout.world_size << times for times in range(1, _DOUBLINGS + 1)]
+    points = product(strategies, recomputes, ["", *map(str, halves)], ["", *map(str, gpus)])
+    names = ("strategy", "recompute", "micro-batch", "gpus")
+    for point in sorted(points, key=lambda point: sum(map(bool, point))):
+        changes = {name: value for name, value in zip(names, point, strict=True) if value}
+        if not changes:
+            continue
+        try:
+            found = replace(
+                prepared,
+                strategy=strategies[point[0]],
+                job=replace(
+                    job,
+                    recompute=cast(Recompute, point[1] or job.recompute),
+                    micro_batch=int(point[2] or job.micro_batch),
+                ),
+                cluster=prepared.cluster.resized(int(point[3] or layout.world_size)),
+            )
+            yield Alternative(changes, found.memory()["total"])
+        except Co2simError:  # the cluster cannot hold them, or the strategy has no such option
+            continue
+
+
+def _sharded(strategy: Strategy) -> Iterator[Strategy]:
+    """The same strategy with a sharded inner one, or a sharded one in its place."""
+    options = {option.name for option in fields(strategy)}  # type: ignore[arg-type]
+    for name in _SHARDED:
+        try:
+            if {"worker", "inner"} <= options:
+                found = with_options(strategy, {"worker": "node", "inner": name})
+            else:
+                found = STRATEGIES[name]()
+        except OptionError:  # another option rules it out
+            continue
+        if title(found) != title(strategy):
+            yield found
+
+
+def _text(strategy: Strategy) -> str:
+    """As it is given to --strategy without quotes."""
+    return title(strategy).replace("(", ":").replace(", ", ",").removesuffix(")")
+
+
+def _fewest_changes(found: list[Alternative]) -> list[Alternative]:
+    """Those that change nothing in vain: no other one changes less of the same."""
+    kept: list[Alternative] = []
+    for one in found:
+        if not any(_within(other.changes, one.changes) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _within(few: dict[str, str], many: dict[str, str]) -> bool:
+    """Whether `many` changes the same, and as far or further."""
+    for name, value in few.items():
+        match name:
+            case _ if name not in many:
+                return False
+            case "micro-batch" | "gpus":
+                further = int(many[name]) - int(value)
+                if (further if name == "gpus" else -further) < 0:
+                    return False
+            case "strategy" if many[name] != value:
+                return False
+    return True
+
+
+def _runs(case: Case, alternative: Alternative) -> bool:
+    """Whether the changed case is allowed, and needs the memory that was promised."""
+    changes = alternative.changes
+    try:
+        changed = replace(
+            case,
+            strategy=changes.get("strategy", case.strategy),
+            recompute=cast(Recompute, changes.get("recompute", case.recompute)),
+            micro_batch=int(changes.get("micro-batch", case.micro_batch)),
+            gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
+        )
+        return changed.prepare().memory()["total"] == alternative.memory
+    except Co2simError:  # a global batch that does not divide
+        return False

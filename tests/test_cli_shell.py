@@ -1,0 +1,166 @@
+"""The command line as a process: pipes, signals, closed outputs, and what it imports."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import psutil
+import pytest
+
+SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
+
+
+def test_the_installed_command_answers_and_refuses() -> None:
+    """From a shell: --version and --help exit 0, a wrong command exits 2."""
+    command = [sys.executable, "-m", "co2sim"]
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout.strip()
+    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert "scale" in helped.stdout
+    wrong = subprocess.run([*command, "nonsense"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+
+
+def test_control_c_ends_with_130_and_writes_nothing(tmp_path: Path) -> None:
+    """A long study that is interrupted says so in one line, and leaves no file."""
+    sizes = ",".join(str(gpus) for gpus in range(8, 8192, 8))
+    study = ("scale", *SMALL[:4], "-s", "zero3", "-g", sizes, "--jitter", "0.05")
+    command = [sys.executable, "-m", "co2sim", *study]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        while psutil.Process(process.pid).cpu_times().user < 2:  # after all imports
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == "interrupted; nothing was written\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_starting_the_simulator_imports_nothing_heavy() -> None:
+    """`co2sim run` imports neither torch, pandas, matplotlib nor joblib (pint may take scipy)."""
+    code = (
+        "import sys; sys.argv = 'co2sim run -c dgx-h100 -m gpt2-small -s ddp --json'.split()\n"
+        "from co2sim.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'pandas', 'matplotlib', 'joblib'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr.strip() == "[]"
+
+
+BOUND = (
+    *("bound", "--smoothness", "1", "--noise", "1", "--gap", "1"),
+    *("--workers", "2", "--rounds", "9", "--local-steps", "2"),
+)
+MODULES = ("co2sim", "realrun", "analysis")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_closed_output_is_one_line_and_exit_code_2(module: str) -> None:
+    """With `>&-` a command says on one line that it cannot write, and ends with 2."""
+    script = f"exec {sys.executable} -m {module} --help >&-"
+    ran = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr == "error: cannot write the output: the standard output is closed\n"
+
+
+def test_closed_errors_are_no_reason_to_fail() -> None:
+    """With `2>&-` a message has no place to go; the exit code still says what happened."""
+    script = f"exec {sys.executable} -m co2sim list nothing 2>&-"
+    ran = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([module, "--help"] for module in MODULES),
+        ["co2sim", "list"],
+        ["co2sim", "run", *SMALL, "-s", "ddp", "--json"],
+        ["analysis", *BOUND],
+    ],
+)
+def test_a_reader_that_has_gone_is_no_error(arguments: list[str]) -> None:
+    """`| head -1` ends every command with 0 and without a word, whatever prints."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("how", [["list", "köln.toml"], ["run", *SMALL[2:], "-s", "ddp"]])
+def test_an_ascii_terminal_shows_names_as_escapes(how: list[str], tmp_path: Path) -> None:
+    """A name with an umlaut is printed with its code where the terminal knows only ASCII."""
+    text = (Path(__file__).parent.parent / "examples/my-cluster.toml").read_text()
+    text = text.replace('name = "4 nodes', 'name = "Köln, 4 nodes')
+    (tmp_path / "köln.toml").write_text(text, "utf-8")
+    cluster = ["-c", "köln.toml"] if how[0] == "run" else []
+    ran = subprocess.run(
+        [sys.executable, "-m", "co2sim", *how, *cluster],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"},
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert r"K\xf6ln" in ran.stdout
+
+
+def inside(monkeypatch: pytest.MonkeyPatch, module: str, *arguments: str) -> int:
+    """The exit code of a command of one of our packages, run in this process."""
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"{module}.cli").main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_dash_h_is_help(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`-h` prints what `--help` prints, for a command and for what it contains."""
+    inner = {"co2sim": "run", "realrun": "lab", "analysis": "bound"}[module]
+    for path in ([], [inner]):
+        shown = []
+        for flag in ("-h", "--help"):
+            assert inside(monkeypatch, module, *path, flag) == 0
+            shown.append(capsys.readouterr().out)
+        assert shown[0] == shown[1]
+        assert shown[0].startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["analysis", *BOUND, "--noise", "2"], "--noise"),
+        (["realrun", "run", "-m", "tiny-5m", "-m", "gpt2-xl", "-s", "ddp"], "--model"),
+        (["realrun", "lab", "run", "--nodes", "2", "--nodes", "4", "--", "true"], "--nodes"),
+    ],
+)
+def test_every_command_refuses_a_single_option_given_twice(
+    arguments: list[str],
+    flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In all three commands, and in groups of commands, nothing is dropped without a word."""
+    assert inside(monkeypatch, *arguments) == 2
+    said = f"error: {flag} is given 2 times; it takes one value\n"
+    assert capsys.readouterr() == ("", said)

@@ -1,0 +1,159 @@
+"""`co2sim scale` and `sweep`: what they print and write."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from co2sim.errors import OptionError
+from co2sim.files import write_atomically
+
+Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parent.parent
+SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
+
+
+def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_path: Path) -> None:
+    """`scale` prints a table, writes CSV, PNG and SVG, and shows published cells with errors."""
+    code, out, _ = cli(
+        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "8,16,128"),
+        *("--published", str(ROOT / "papers/co2/results.toml"), "--out", "deep/out"),
+    )
+    assert code == 0
+    folder = tmp_path / "deep/out"
+    assert sorted(path.name for path in folder.iterdir()) == ["scale.csv", "scale.png", "scale.svg"]
+    rows = list(csv.DictReader((folder / "scale.csv").read_text().splitlines()))
+    assert [row["gpus"] for row in rows] == ["8", "16", "128"]
+    assert (folder / "scale.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (folder / "scale.svg").read_text()
+    assert "<svg" in drawn
+    assert "mathdefault" not in drawn  # matplotlib's markup of ticks, if it is not rendered
+    assert "18,444" in out
+    predicted = float(rows[0]["tokens_per_s"])
+    assert f"{predicted / 18444 - 1:+.0%}" in out
+
+
+def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
+    """`scale --json` holds every result, and signed errors of the published cells."""
+    code, out, _ = cli(
+        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "16,128"),
+        *("--published", str(ROOT / "papers/co2/results.toml"), "--json"),
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert [result["gpus"] for result in found["results"]] == [16, 128]
+    first, last = (result["tokens_per_s_per_gpu"] for result in found["results"])
+    ratio = next(c for c in found["published"] if c["quantity"] == "scalability_ratio")
+    assert ratio["predicted"] == pytest.approx(last / first)
+    assert ratio["error"] == pytest.approx(last / first / 0.82 - 1)
+
+
+def test_every_published_cell_of_the_study_is_predicted(cli: Run) -> None:
+    """Cells of strategies and sizes that the study leaves out are simulated for the comparison."""
+    code, out, _ = cli(
+        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "ddp", "-g", "8", "--json"),
+        *("--published", str(ROOT / "papers/co2/results.toml")),
+    )
+    found = json.loads(out)
+    assert code == 0
+    assert [result["strategy"] for result in found["results"]] == ["ddp"]
+    cells = {(c["strategy"], *c["sizes"]) for c in found["published"]}
+    assert ("co2(tau=12, worker=node, inner=zero2)", 16, 128) in cells
+    assert len(cells) == 7
+
+
+def test_the_same_command_writes_the_same_bytes(cli: Run, tmp_path: Path) -> None:
+    """CSV and SVG of the same study are equal bit for bit, with jitter too."""
+    for name in ("one", "two"):
+        code, _, _ = cli(
+            *("scale", *SMALL[:4], "-s", "ddp", "-g", "8,16", "--jitter", "0.1", "--seed", "7"),
+            *("--rounds", "2", "-o", name),
+        )
+        assert code == 0
+    for kind in ("csv", "svg"):
+        one, two = (tmp_path / name / f"scale.{kind}" for name in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_sweep_takes_all_combinations_in_parallel(cli: Run, tmp_path: Path) -> None:
+    """Two axes of two values give four rows in order, the same on one process and on two."""
+    arguments = ("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=1,4")
+    arguments += ("--vary", "inter.bandwidth=1 Gbit/s, 10 Gbit/s", "--csv", "sweep.csv", "--json")
+    code, out, _ = cli(*arguments, "--jobs", "2")
+    assert code == 0
+    found = json.loads(out)
+    assert [tuple(row["setting"].values()) for row in found] == [
+        ("1", "1 Gbit/s"),
+        ("1", "10 Gbit/s"),
+        ("4", "1 Gbit/s"),
+        ("4", "10 Gbit/s"),
+    ]
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 5
+    assert json.loads(cli(*arguments, "--jobs", "1")[1]) == found
+
+
+def test_sweep_over_strategies_keeps_commas_in_parentheses(cli: Run) -> None:
+    """A strategy with options is one value."""
+    strategies = "ddp, co2(tau=4, worker=node), zero3"
+    code, out, _ = cli("sweep", *SMALL, "-s", "ddp", "--vary", f"strategy={strategies}", "--json")
+    assert code == 0
+    names = [row["strategy"] for row in json.loads(out)]
+    assert names == ["ddp", "co2(tau=4, worker=node)", "zero3"]
+
+
+def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
+    """Axes may come in any order: options hold for each strategy, and together."""
+    code, out, _ = cli(
+        *("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=4,8", "--json"),
+        *("--vary", "strategy=co2,slowmo", "--vary", "strategy.inner=zero1"),
+        *("--vary", "strategy.worker=node"),
+    )
+    assert code == 0
+    assert {row["strategy"] for row in json.loads(out)} == {
+        f"{name}(tau={tau}, worker=node, inner=zero1)"
+        for name in ("co2", "slowmo")
+        for tau in (4, 8)
+    }
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [
+        ('value = 0\nstrategy = "ddp"', "value is 0"),
+        ('value = nan\nstrategy = "ddp"', "value is nan"),
+        ('value = "x"\nstrategy = "ddp"', "value is 'x'"),
+        ('strategy = "ddp"', "value is missing"),
+    ],
+)
+def test_published_cells_that_are_wrong_are_refused(
+    cli: Run, tmp_path: Path, cell: str, word: str
+) -> None:
+    """A cell needs a positive, finite value."""
+    head = '[[cell]]\nquantity = "tokens_per_s"\nwhere = "here"\nuse = "check"\n'
+    place = 'cluster = "dgx-h100"\nmodel = "gpt2-small"\ngpus = 16\n'
+    (tmp_path / "cells.toml").write_text(head + place + cell)
+    code, _, err = cli("scale", *SMALL[:4], "-s", "ddp", "-g", "16", "--published", "cells.toml")
+    assert code == 2
+    assert word in err
+
+
+def test_a_pipe_is_not_replaced_by_a_file(cli: Run, tmp_path: Path) -> None:
+    """Output goes to regular files only, and through links to what they point to."""
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
+    sweep = ("sweep", *SMALL, "-s", "ddp", "--vary", "micro_batch=1", "--csv")
+    assert cli(*sweep, "link.csv")[0] == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "real.csv").read_text() != "old"
+    assert cli(*sweep, "/dev/null")[0] == 2
+    assert Path("/dev/null").is_char_device()
+
+
+def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+    """When one of several files cannot be written, none is, and no draft stays behind."""
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OptionError, match="taken"):
+        write_atomically({tmp_path / "a.csv": b"a", tmp_path / "taken": b"b"})
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

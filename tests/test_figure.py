@@ -1,0 +1,162 @@
+"""The scaling figure: what it says is inside the picture, whole, and not on top of each other."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import matplotlib as mpl
+import pytest
+import tiny
+from co2sim.cli.published import THROUGHPUT, Cell, Comparison
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+
+from co2sim import Case, simulate
+from co2sim.cli.figure import draw, figure
+from co2sim.result import Result
+
+LONG = "co2(tau=48, worker=node, inner=zero2, dtype=bf16, average=leader)"
+NAMES = (
+    LONG,
+    "diloco(tau=500, fragments=4, delay=10, worker=node, inner=zero3, dtype=bf16, scale_block=512)",
+    "zeropp(hpz_group=8, scale_block=1024)",
+    "overlap_local_sgd(tau=48, worker=node, inner=zero1)",
+    *("slowmo(tau=12, worker=node)", "zero2(bucket=8388608, owners=true)", "ddp", "zero3"),
+)
+MANY = tuple(range(8, 129, 8))
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    """Any result; the figure takes no more from it than what is replaced below."""
+    return simulate(tiny.cluster(), tiny.model(), "ddp")
+
+
+def drawn(
+    result: Result,
+    *,
+    clusters: int = 1,
+    names: Sequence[str] = NAMES,
+    sizes: Sequence[int] = (8, 16, 128),
+    published: bool = False,
+    fits: bool = True,
+    cells: Sequence[Cell] = (),
+) -> Figure:
+    """The figure of a study with these sizes, laid out."""
+    cases, results = [], []
+    title = "16 nodes of 8 A100-80GB, 80 Gbit/s TCP/IP, with inter.bandwidth=25 Gbit/s, nodes=64"
+    for cluster in range(clusters):
+        for place, name in enumerate(names):
+            for size in sizes:
+                cases.append(Case(cluster=f"c{cluster}", model="m", strategy="ddp", gpus=size))
+                speed = 3000.0 / (1 + place * (size > 8))
+                made = replace(result, cluster=title, strategy=name, gpus=size)
+                made = replace(made, tokens_per_s=speed * size, tokens_per_s_per_gpu=speed)
+                results.append(replace(made, fits_in_memory=fits or size > 16))
+    if published:
+        at = (sizes[0],)
+        cells = [Cell("c0", "m", name, THROUGHPUT, at, 20000.0, "fit", "") for name in names]
+    with mpl.rc_context({"font.size": 9}):
+        found = figure(cases, results, [Comparison(cell, 1.0) for cell in cells])
+        FigureCanvasAgg(found).draw()
+    return found
+
+
+def box(found: Figure, text: Text) -> Bbox:
+    """Where a text stands, in pixels."""
+    canvas = found.canvas
+    assert isinstance(canvas, FigureCanvasAgg)
+    return text.get_window_extent(canvas.get_renderer())
+
+
+def inside(found: Figure, text: Text) -> bool:
+    """Whether all of a text is in the picture."""
+    where, whole = box(found, text), found.bbox
+    return bool(
+        where.x0 >= whole.x0
+        and where.x1 <= whole.x1
+        and where.y0 >= whole.y0
+        and where.y1 <= whole.y1
+    )
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 4])
+@pytest.mark.parametrize("strategies", [1, 3, 8])
+@pytest.mark.parametrize("published", [True, False])
+def test_every_name_is_in_the_picture(
+    result: Result,
+    clusters: int,
+    strategies: int,
+    published: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """Legend, titles and labels of axes are whole, and no legend hides an axis."""
+    names = NAMES[:strategies]
+    found = drawn(result, clusters=clusters, names=names, published=published, fits=False)
+    legend = found.legends[0]
+    shown = [text.get_text().replace("\n", " ") for text in legend.get_texts()]
+    expected = [*names, "hollow: does not fit in memory", *(["published"] if published else [])]
+    assert shown == [*expected, "linear from the best per GPU"]
+    texts = [
+        *legend.get_texts(),
+        *(axis.title for axis in found.axes),
+        *(axis.xaxis.label for axis in found.axes),
+        *(axis.yaxis.label for axis in found.axes),
+        *(text for text in found.texts),
+    ]
+    assert all(inside(found, text) for text in texts if text.get_text())
+    top = max(box(found, text).y1 for text in legend.get_texts())
+    assert all(box(found, axis.xaxis.label).y0 > top for axis in found.axes if axis.get_xlabel())
+
+
+@pytest.mark.parametrize("strategies", [1, 8])
+@pytest.mark.parametrize("sizes", [(8,), (16, 32), (8, 16, 32, 64, 128), MANY])
+def test_axes_have_labels_that_can_be_read(
+    result: Result, strategies: int, sizes: tuple[int, ...]
+) -> None:
+    """Several labelled values of throughput, however narrow; no two counts of GPUs overlap."""
+    found = drawn(result, names=NAMES[:strategies], sizes=sizes)
+    above, below = found.axes
+    low, high = above.get_ylim()
+    ticks = [value for value in above.get_yticks() if low <= value <= high]
+    labels = [label.get_text() for label in above.get_yticklabels()]
+    assert len(ticks) >= 3
+    assert len(set(labels)) == len(labels) >= 3
+    shown = [label for label in below.get_xticklabels() if label.get_text()]
+    assert shown[-1].get_text() == str(sizes[-1])
+    assert len(shown) == len(sizes) or len(shown) >= 5
+    boxes = sorted(box(found, label).extents.tolist() for label in shown)
+    assert all(left[2] < right[0] for left, right in pairwise(boxes))
+
+
+def test_points_that_do_not_fit_are_hollow(result: Result) -> None:
+    """Of a strategy that fits from 128 GPUs on, the smaller sizes have white markers."""
+    line = next(
+        line
+        for line in drawn(result, names=["ddp"], fits=False).axes[0].get_lines()
+        if line.get_markerfacecolor() == "white"
+    )
+    assert list(line.get_xdata()) == [8, 16]
+
+
+def test_stars_stand_where_they_were_published(result: Result) -> None:
+    """A cell of 20,000 tokens/s on 8 GPUs is a star at just that place."""
+    lines = drawn(result, names=["ddp"], published=True).axes[0].get_lines()
+    (star,) = [line for line in lines if line.get_marker() == "*"]
+    assert (list(star.get_xdata()), list(star.get_ydata())) == ([8], [20000.0])
+
+
+def test_a_star_between_the_sizes_has_its_label(result: Result) -> None:
+    """A cell published for 32 GPUs is marked as such in a study of 8 and 128."""
+    cell = Cell("c0", "m", "ddp", THROUGHPUT, (32,), 20000.0, "fit", "")
+    found = drawn(result, names=["ddp"], sizes=(8, 128), cells=[cell])
+    assert [label.get_text() for label in found.axes[1].get_xticklabels()] == ["8", "32", "128"]
+
+
+def test_a_name_with_a_dollar_is_no_formula(result: Result) -> None:
+    """Mathematical markup is off: the name is drawn as it is."""
+    case = Case(cluster="c", model="m", strategy="ddp", gpus=8)
+    priced = replace(result, cluster="nodes at 2 $/h or 3 $/h", gpus=8)
+    svg = draw([case], [priced], [])["svg"].decode()
+    assert "<!-- nodes at 2 $/h or 3 $/h -->" in svg

@@ -1,0 +1,122 @@
+"""What `co2sim run` prints: the header, the delay by slower ranks, and what would fit."""
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+
+from co2sim import Case
+from co2sim.console.fitting import alternatives
+from co2sim.study import run
+
+Run = Callable[..., tuple[int, str, str]]
+SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")
+
+
+def test_the_header_counts_in_words(cli: Run) -> None:
+    """One node is a node; the name of the cluster stands on a line of its own."""
+    one = cli("run", *SMALL, "-s", "ddp", "-g", "8")[1].splitlines()
+    assert one[0] == "ddp on 8 GPUs in 1 node"
+    assert one[1] == "cluster  8 DGX H100 of 8 H100-80GB, 8 x 400 Gbit/s InfiniBand"
+    two = cli("run", *SMALL, "-s", "ddp", "-g", "16")[1].splitlines()
+    assert two[0] == "ddp on 16 GPUs in 2 nodes"
+
+
+def test_the_header_names_speeds_and_the_figures_what_they_cost(cli: Run) -> None:
+    """A slow node, stragglers and jitter are in the header; their delay is among the figures."""
+    quiet = cli("run", *SMALL, "-s", "ddp", "-g", "16")[1]
+    assert "speeds" not in quiet
+    assert "slower ranks" not in quiet
+    noisy = ("run", *SMALL, "-s", "ddp", "-g", "16", "--node-speed", "1=0.5", "--seed", "3")
+    shown = cli(*noisy, "--straggle", "0.1", "--jitter", "0.05", "--rounds", "2")[1]
+    assert "node 1 at 0.5 of nominal" in shown
+    slow, fast = re.findall(r"all nodes from ([\d.]+) to ([\d.]+) of nominal", shown)[0]
+    assert float(slow) < 0.8 < float(fast)
+    assert "(straggle 0.1, seed 3)" in shown
+    assert "jitter 0.05 on every op (seed 3)" in shown
+    assert "delay by slower ranks, per round" in shown
+
+
+def test_many_node_speeds_do_not_fill_the_header(cli: Run) -> None:
+    """Four are named, the others counted."""
+    speeds = [text for node in range(6) for text in ("--node-speed", f"{node}=0.9")]
+    shown = cli("run", *SMALL, "-s", "ddp", *speeds)[1]
+    assert "node 3 at 0.9 of nominal, 2 more nodes" in " ".join(shown.split())
+
+
+def test_several_strategies_are_printed_one_after_the_other(cli: Run) -> None:
+    """`run` takes several; --json gives an object for one, and a list for several."""
+    shown = cli("run", *SMALL, "-s", "zero3", "-s", "ddp", "-g", "8")[1]
+    assert shown.index("zero3 on 8 GPUs") < shown.index("ddp on 8 GPUs")
+    found = json.loads(cli("run", *SMALL, "-s", "zero3", "-s", "ddp", "-g", "8", "--json")[1])
+    assert [result["strategy"] for result in found] == ["zero3", "ddp"]
+
+
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        (("-m", "llama-13b", "-s", "co2:tau=48"), "co2:tau=48,worker=node,inner=zero3"),
+        (("-m", "llama-7b", "-s", "zero2", "-g", "16", "--micro-batch", "16"), "--recompute full"),
+        (("-m", "llama-7b", "-s", "zero2", "-g", "16", "--micro-batch", "16"), "--micro-batch 4"),
+        (("-m", "llama-70b", "-s", "zero3", "-g", "8", "--recompute", "full"), "--gpus 32"),
+    ],
+)
+def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
+    cli: Run, options: tuple[str, ...], instead: str
+) -> None:
+    """Every line of "what would fit" is options; run with them, the memory is as it said."""
+    shown = cli("run", "-c", "dgx-h100", *options)[1]
+    lines = shown.partition("what would fit in 80 GB\n")[2].splitlines()[1:]
+    offers = dict(re.split(r" {2,}", line) for line in lines if line)
+    assert any(instead in text for text in offers)
+    for text, size in offers.items():
+        given = list(options)
+        changes = text.split()
+        for flag, value in zip(changes[::2], changes[1::2], strict=True):
+            short = {"--strategy": "-s", "--gpus": "-g"}.get(flag, flag)
+            if short in given:
+                given[given.index(short) + 1] = value
+            else:
+                given += [flag, value]
+        found = json.loads(cli("run", "-c", "dgx-h100", *given, "--json")[1])
+        assert found["fits_in_memory"]
+        assert float(size.split()[0]) == pytest.approx(
+            found["memory_bytes_per_gpu"]["total"] / 1e9, rel=0.01
+        )
+
+
+def test_no_offer_changes_something_in_vain(cli: Run) -> None:
+    """Where full recomputation is enough alone, no line combines it with anything."""
+    options = ("-m", "llama-7b", "-s", "zero2", "-g", "16", "--micro-batch", "16")
+    shown = cli("run", "-c", "dgx-h100", *options)[1].partition("what would fit")[2]
+    assert re.search(r"^--recompute full  ", shown, re.MULTILINE)
+    assert shown.count("--recompute") == 1
+
+
+def test_where_nothing_fits_the_smallest_is_named(cli: Run) -> None:
+    """70 billion parameters on GPUs of 16 GB: the table says so, and how near one comes."""
+    shown = cli("run", "-c", "cloud-25g", "-m", "llama-70b", "-s", "zero2", "-g", "1")[1]
+    assert "nothing tried fits in 16 GB; the smallest" in shown
+    assert "--strategy zero3 --recompute full --gpus 64" in shown
+
+
+def test_what_fits_is_offered_nothing(cli: Run) -> None:
+    """The table is there only where it is needed."""
+    assert "what would fit" not in cli("run", *SMALL, "-s", "ddp", "-g", "8")[1]
+
+
+def test_alternatives_keep_a_global_batch_possible() -> None:
+    """A smaller micro-batch keeps the number of GPUs and the samples of a step."""
+    case = Case(cluster="dgx-h100", model="llama-7b", strategy="zero2", gpus=16, micro_batch=8)
+    for one in alternatives(case.prepare()):
+        assert 1 <= int(one.changes.get("micro-batch", 8)) <= 8
+        assert one.memory > 0
+    assert run(case).fits_in_memory is False
+
+
+def test_one_assumption_is_one_line(cli: Run) -> None:
+    """A sweep over micro-batches says once that passes are smaller than any that is known."""
+    shown = cli("sweep", *SMALL, "-g", "8", "-s", "ddp", "--vary", "micro_batch=1,2,4,8")[1]
+    assert shown.count("cluster.gpu.efficiency") == 1
+    assert "cases like it" in " ".join(shown.split())

@@ -1,0 +1,123 @@
+"""Tables on the terminal: at any width, nothing is cut off."""
+
+import io
+from collections import Counter
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from co2sim.console.tables import print_table
+
+
+def printed(
+    title: str,
+    columns: list[str],
+    rows: list[list[str]],
+    *,
+    width: int,
+    left: int = 1,
+    encoding: str = "utf-8",
+) -> str:
+    """What `print_table` writes on a terminal of this width and encoding."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    print_table(Console(file=file, width=width), title, columns, rows, left=left)
+    return raw.getvalue().decode(encoding)
+
+
+SCALE = ["strategy", "8", "16", "32", "8->128", "exposed at 128", "memory at 128"]
+ROWS = [
+    ["co2(tau=48, worker=node, inner=zero2)", "3,191", "3,191", "3,191", "1.00", "8.6%", "46.6 GB"],
+    ["ddp", "2,959*", "1,123*", "629*", "0.21", "79.5%", "119 GB"],
+]
+
+WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=14)
+TEXTS = st.lists(WORDS, max_size=8).map(" ".join)
+FIGURES = st.from_regex(r"\A[0-9]{1,3},[0-9]{3}\*?( [GM]B)?\Z") | st.just("")
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[str], list[list[str]], int]:
+    """Names of columns, rows, and how many columns are texts."""
+    left = draw(st.integers(1, 3))
+    columns = draw(st.lists(TEXTS.filter(bool), min_size=left, max_size=left + 9))
+    row = st.tuples(*(TEXTS if place < left else FIGURES for place in range(len(columns))))
+    return columns, [list(cells) for cells in draw(st.lists(row, max_size=4))], left
+
+
+@given(tables(), st.integers(40, 140))
+@example((SCALE, ROWS, 1), 40)
+@example((SCALE, ROWS, 1), 70)
+@example((SCALE, ROWS, 1), 80)
+def test_no_width_cuts_a_word_or_a_figure(
+    table: tuple[list[str], list[list[str]], int], width: int
+) -> None:
+    """From 40 columns on, every figure stands on one line, every word and name is whole."""
+    columns, rows, left = table
+    shown = printed("title", columns, rows, width=width, left=left)
+    assert all(cell_len(line) <= width for line in shown.splitlines())
+    assert Counter(" ".join(cell for row in rows for cell in row).split()) <= Counter(shown.split())
+    for row in rows:
+        for name, figure in list(zip(columns, row, strict=True))[left:]:
+            assert any(figure in line for line in shown.splitlines())
+            assert not figure or set(name.split()) <= set(shown.split())
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 132])
+def test_a_known_table_keeps_digits_units_stars_and_names(width: int) -> None:
+    """The table of `scale` that lost digits at 80 columns: every cell is there, once a row."""
+    shown = printed("title", SCALE, ROWS, width=width)
+    for row in ROWS:
+        for cell, times in Counter(row[1:]).items():
+            assert shown.count(cell) >= times
+    assert set(" ".join(SCALE).split()) <= set(shown.split())
+
+
+def test_a_wide_table_is_wrapped_then_split_then_stacked() -> None:
+    """At 70 columns it is one table; at 40 two, with all strategies; with long texts paragraphs."""
+    whole = printed("title", SCALE, ROWS, width=70).splitlines()
+    assert any(line.split() == ["ddp", *ROWS[1][1:6], "119", "GB"] for line in whole)
+    split = printed("title", SCALE, ROWS, width=40).splitlines()
+    assert [line.split()[1:] for line in split if line.startswith("ddp ")] == [
+        ["2,959*", "1,123*", "629*"],
+        ["0.21", "79.5%", "119", "GB"],
+    ]
+    long = [["a" * 30, *ROWS[1][1:]]]
+    stacked = printed("title", SCALE, long, width=40).splitlines()
+    assert f"strategy  {'a' * 30}" in stacked
+    assert any(line.split() == ["memory", "at", "128", "119", "GB"] for line in stacked)
+
+
+def test_words_longer_than_the_terminal_are_folded() -> None:
+    """A path of 100 characters is continued on the next line, not shortened."""
+    path = "/".join("abcdefghi" for _ in range(10))
+    shown = printed("title", ["file", "size"], [[path, "1 GB"], ["b", path]], width=40)
+    assert shown.replace(" ", "").replace("\n", "").count(path) == 2
+
+
+@pytest.mark.parametrize("text", ["µs", "名前", "[bold]x[/]", ":smile:", "a\nb", "\\[x]"])
+def test_texts_are_shown_as_they_are(text: str) -> None:
+    """Markup and emoji codes mean nothing in a cell, and a cell has one line."""
+    shown = printed(text, [text], [[text]], width=40)
+    assert shown.count(" ".join(text.split())) == 3
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_an_ascii_terminal_shows_escapes(width: int) -> None:
+    """Where a character cannot be shown its code is, and the columns still stand in line."""
+    shown = printed("µ", ["é", "µs"], [["名前", "5"]], width=width, encoding="ascii")
+    title, head, row = shown.rstrip().splitlines()
+    assert title == r"\xb5"
+    assert head.split() == [r"\xe9", r"\xb5s"]
+    assert row.split() == [r"\u540d\u524d", "5"]
+    assert len(head.rstrip()) == len(row.rstrip())
+
+
+def test_every_column_gets_what_it_needs_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """A long text leaves short neighbours whole."""
+    print_table(Console(width=40), "t", ("name", "why"), [("cluster.gpu", "word " * 20)], left=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("cluster.gpu  word word")
