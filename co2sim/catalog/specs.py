@@ -1,33 +1,53 @@
 """What the TOML files of the catalog, and a user's own, may say; pydantic checks every value."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from inspect import signature
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 
 from co2sim.architecture import Attention, Norm, Transformer, language_model, vision_transformer
-from co2sim.cluster import GPU, AllReduce, Backend, Cluster, Communicators, Hops, KernelTimes, Link
-from co2sim.errors import UnitError
-from co2sim.units import Unit, parse
+from co2sim.cluster import GPU, Cluster, KernelTimes, Link
+from co2sim.errors import OptionError, UnitError
+from co2sim.quantities import Quantity
+from co2sim.units import parse
 from co2sim.workload import Block, Model
 
 
-def _quantity(unit: Unit) -> BeforeValidator:
+def _number(quantity: Quantity) -> BeforeValidator:
+    """A text with a unit, as a number in the unit and the range of the quantity."""
+
     def read(value: Any) -> float:
         try:
-            return parse(value, unit)
+            number = parse(value, quantity.unit)
         except UnitError as error:
             raise ValueError(str(error)) from error
+        try:
+            return quantity.checked("", number)
+        except OptionError as error:
+            raise ValueError(f"must be {quantity.allowed}") from error
 
     return BeforeValidator(read)
-
-
-Size = Annotated[float, _quantity("B"), Field(gt=0)]
-Bandwidth = Annotated[float, _quantity("B/s"), Field(gt=0)]
-Time = Annotated[float, _quantity("s"), Field(ge=0)]
-Speed = Annotated[float, _quantity("FLOP/s"), Field(gt=0)]
-Work = Annotated[float, _quantity("FLOP"), Field(gt=0)]
-Price = Annotated[float, _quantity("USD/s"), Field(ge=0)]
-Fraction = Annotated[float, _quantity(""), Field(gt=0, le=1)]
 
 
 def _no_truth(value: Any) -> Any:
@@ -47,11 +67,66 @@ class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Point(_Spec):
+class _Built(_Spec):
+    """The specification of a dataclass of numbers; `make` is the dataclass."""
+
+    make: ClassVar[Any]
+
+    def build(self) -> Any:
+        """The dataclass, in SI units."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        built = {k: v.build() if isinstance(v, _Built) else v for k, v in values.items()}
+        return self.make(**built)
+
+
+T = TypeVar("T", bound=_Built)
+
+_SPECS: dict[Any, type[_Built]] = {}
+"""Specifications by dataclass, for those that hold others."""
+
+
+def _read(hint: Any) -> Any:
+    """How a file gives a value of an annotated type."""
+    if get_origin(hint) is Annotated:
+        kind, quantity = get_args(hint)
+        if kind is int:
+            return Annotated[
+                int, BeforeValidator(_no_truth), Field(ge=quantity.least, le=quantity.most)
+            ]
+        return Annotated[kind, _number(quantity)]
+    if get_origin(hint) in {Union, UnionType}:
+        options = [_read(option) for option in get_args(hint)]
+        return Union[tuple(options)]  # noqa: UP007 - of a list
+    return _SPECS.get(hint, hint)
+
+
+def _spec(kind: Any, base: type[T], **given: Any) -> type[T]:
+    """The specification of a dataclass: its fields, but for those `given` otherwise."""
+    hints = get_type_hints(kind, include_extras=True)
+    described = {
+        field.name: (
+            _read(hints[field.name]),
+            ... if field.default is MISSING else field.default,
+        )
+        for field in fields(kind)
+    }
+    made: type[T] = create_model(kind.__name__, __base__=base, **(described | given))
+    made.make = kind
+    _SPECS[kind] = made
+    return made
+
+
+_Work: TypeAlias = Annotated[float, _number(Quantity(unit="FLOP", least=1))]
+_Fraction: TypeAlias = Annotated[float, _number(Quantity(most=1))]
+_Speed: TypeAlias = Annotated[float, _number(Quantity(unit="FLOP/s", least=1))]
+_Time: TypeAlias = Annotated[float, _number(Quantity(unit="s", least=0))]
+
+
+class Attained(_Spec):
     """Attained fraction of peak of an op of this many FLOP."""
 
-    flops: Work
-    value: Fraction
+    flops: _Work
+    value: _Fraction
 
 
 def _points(value: Any) -> Any:
@@ -60,113 +135,50 @@ def _points(value: Any) -> Any:
     return value if isinstance(value, list) else [{"flops": f, "value": value} for f in ends]
 
 
-class KernelsSpec(_Spec):
-    """`kernels` of a GPU: constants that were fitted to published runs."""
-
-    gemm_efficiency: Fraction
-    operand_efficiency: Fraction = 1.0
-    vocabulary_efficiency: Fraction | None = None
-    call_overhead: Time = 0.0
-    kernel_gap: Time = 0.0
-
-    def build(self) -> KernelTimes:
-        """The constants in SI units."""
-        return KernelTimes(**self.model_dump())
-
-
-class GPUSpec(_Spec):
-    """`gpus/*.toml`."""
-
-    name: str
-    memory: Size
-    memory_bandwidth: Bandwidth
-    peak: dict[Literal["fp32", "fp16", "bf16"], Speed] = Field(min_length=1)
-    efficiency: Annotated[list[Point], BeforeValidator(_points), Field(min_length=1)]
-    memory_efficiency: Fraction
-    launch_overhead: Time
-    kernels: KernelsSpec | None = None
-
+class _GPU(_Built):
     def build(self) -> GPU:
-        """The GPU in SI units."""
-        points = sorted((point.flops, point.value) for point in self.efficiency)
-        return GPU(
-            self.name,
-            self.memory,
-            self.memory_bandwidth,
-            {str(precision): speed for precision, speed in self.peak.items()},
-            tuple(points),
-            self.memory_efficiency,
-            self.launch_overhead,
-            self.kernels.build() if self.kernels else None,
-        )
+        """With its table of efficiencies by rising FLOP."""
+        values = dict(self)
+        points = sorted((point.flops, point.value) for point in values["efficiency"])
+        kernels = values["kernels"] and values["kernels"].build()
+        return GPU(**values | {"efficiency": tuple(points), "kernels": kernels})
 
 
-class LinkSpec(_Spec):
-    """`intra`, `inter` and `wan` of a cluster."""
-
-    bandwidth: Bandwidth
-    latency: Time
-    efficiency: Fraction = 1.0
-    exchange_efficiency: Fraction = 1.0
-    relay_efficiency: Fraction = 1.0
-    busy_efficiency: Fraction = 1.0
-
-    def build(self) -> Link:
-        """The link in SI units."""
-        return Link(
-            self.bandwidth,
-            self.latency,
-            self.efficiency,
-            self.exchange_efficiency,
-            self.relay_efficiency,
-            self.busy_efficiency,
-        )
-
-
-class ClusterSpec(_Spec):
-    """`clusters/*.toml`; `gpu` is the table of a GPU."""
-
-    name: str
-    gpu: GPUSpec
-    nodes: Count
-    gpus_per_node: Count
-    intra: LinkSpec
-    inter: LinkSpec
-    backend: Backend = "nccl"
-    communicators: Communicators = "group"
-    channels: Count = 2
-    all_reduce: AllReduce = "auto"
-    hops: Hops = "pipelined"
-    interference: Annotated[float, _quantity(""), Field(ge=0)] = 0.0
-    sites: Count = 1
-    wan: LinkSpec | None = None
-    price_per_gpu: Price | None = None
+class _Cluster(_Built):
+    def build(self) -> Cluster:
+        """The cluster, in SI units."""
+        made: Cluster = super().build()
+        return made
 
     @model_validator(mode="after")
-    def _sites_need_a_wan(self) -> "ClusterSpec":
-        if (self.sites > 1) != (self.wan is not None):
+    def _sites_need_a_wan(self) -> "_Cluster":
+        given = dict(self)
+        if (given["sites"] > 1) != (given["wan"] is not None):
             raise ValueError("sites above 1 and [wan] go together: one is given without the other")
         return self
 
-    def build(self) -> Cluster:
-        """The cluster in SI units."""
-        return Cluster(
-            name=self.name,
-            gpu=self.gpu.build(),
-            nodes=self.nodes,
-            gpus_per_node=self.gpus_per_node,
-            intra=self.intra.build(),
-            inter=self.inter.build(),
-            backend=self.backend,
-            communicators=self.communicators,
-            channels=self.channels,
-            all_reduce=self.all_reduce,
-            hops=self.hops,
-            interference=self.interference,
-            sites=self.sites,
-            wan=self.wan.build() if self.wan else None,
-            price_per_gpu=self.price_per_gpu,
-        )
+
+KernelsSpec = _spec(KernelTimes, _Built)
+"""`kernels` of a GPU: constants that were fitted to published runs."""
+
+GPUSpec = _spec(
+    GPU,
+    _GPU,
+    peak=(dict[Literal["fp32", "fp16", "bf16"], _Speed], Field(min_length=1)),
+    efficiency=(
+        Annotated[list[Attained], BeforeValidator(_points), Field(min_length=1)],
+        ...,
+    ),
+    memory_efficiency=(_Fraction, ...),
+    launch_overhead=(_Time, ...),
+)
+"""`gpus/*.toml`: what no kernel attains for sure, a file must say."""
+
+LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
+"""`intra`, `inter` and `wan` of a cluster."""
+
+ClusterSpec = _spec(Cluster, _Cluster)
+"""`clusters/*.toml`; `gpu` is the table of a GPU."""
 
 
 class _LayersSpec(_Spec):
@@ -197,18 +209,14 @@ class _LayersSpec(_Spec):
     def body(self) -> Transformer:
         """The stack of layers."""
         return Transformer(
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            ffn=self.ffn,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            gated=self.gated,
-            attention=self.attention,
-            attention_gate=self.attention_gate,
-            bias=self.bias,
-            norm=self.norm,
+            **{field.name: getattr(self, field.name) for field in fields(Transformer)}
         )
+
+
+def _given(spec: BaseModel, make: Callable[..., Model]) -> dict[str, Any]:
+    """What a specification says of the keywords of a function."""
+    wanted = {name for name, p in signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    return {name: value for name, value in dict(spec).items() if name in wanted}
 
 
 class TransformerSpec(_LayersSpec):
@@ -233,17 +241,8 @@ class TransformerSpec(_LayersSpec):
 
     def build(self) -> Model:
         """The model's blocks."""
-        return language_model(
-            self.name,
-            self.body(),
-            vocab=self.vocab,
-            tokens=self.seq_len,
-            tied=self.tied,
-            positions=self.positions,
-            token_types=self.token_types,
-            embedding_norm=self.embedding_norm,
-            head_transform=self.head_transform,
-        )
+        given = _given(self, language_model)
+        return language_model(self.name, self.body(), tokens=self.seq_len, **given)
 
 
 class ViTSpec(_LayersSpec):
@@ -263,14 +262,7 @@ class ViTSpec(_LayersSpec):
 
     def build(self) -> Model:
         """The model's blocks."""
-        return vision_transformer(
-            self.name,
-            self.body(),
-            image=self.image,
-            patch=self.patch,
-            channels=self.channels,
-            classes=self.classes,
-        )
+        return vision_transformer(self.name, self.body(), **_given(self, vision_transformer))
 
 
 class BlockSpec(_Spec):
@@ -279,8 +271,8 @@ class BlockSpec(_Spec):
     name: str
     repeat: Depth = 1
     tensors: list[Count] = Field(min_length=1)
-    flops: Annotated[float, _quantity("FLOP"), Field(ge=0)]
-    activation: Annotated[float, _quantity("B"), Field(ge=0)]
+    flops: Annotated[float, _number(Quantity(unit="FLOP", least=0))]
+    activation: Annotated[float, _number(Quantity(unit="B", least=0))]
 
 
 class BlocksSpec(_Spec):
