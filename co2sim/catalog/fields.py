@@ -1,4 +1,4 @@
-"""Fields of the catalog's files: texts with units, whole numbers, and tables without other names."""
+"""Fields of files: texts with units, whole numbers, and tables that hold nothing else."""
 
 from typing import Annotated, Any
 
