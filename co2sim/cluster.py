@@ -5,9 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from co2sim.errors import OptionError
-from co2sim.ranges import at_least, fraction, whole
+from co2sim.quantities import (
+    Bandwidth,
+    Count,
+    Factor,
+    Fraction,
+    Price,
+    Size,
+    Speed,
+    Time,
+    check,
+)
+from co2sim.ranges import at_least, fraction
 from co2sim.schedule import Layout
-from co2sim.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds, UsdPerSecond
+from co2sim.units import BytesPerSecond, Flops
 
 Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
@@ -22,9 +33,6 @@ other, as where a large buffer is collected inside the node before it leaves it.
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 """auto: what the backend picks; see `cost`."""
 
-_MOST = 1_000_000
-"""Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
-
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
@@ -36,19 +44,15 @@ class KernelTimes:
     issue an operation, `kernel_gap` what the GPU loses between two.
     """
 
-    gemm_efficiency: float
-    operand_efficiency: float = 1.0
-    vocabulary_efficiency: float | None = None
-    call_overhead: Seconds = 0.0
-    kernel_gap: Seconds = 0.0
+    gemm_efficiency: Fraction
+    operand_efficiency: Fraction = 1.0
+    vocabulary_efficiency: Fraction | None = None
+    call_overhead: Time = 0.0
+    kernel_gap: Time = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
-        _fractions(self, "kernels", "gemm_efficiency", "operand_efficiency")
-        if self.vocabulary_efficiency is not None:
-            _fractions(self, "kernels", "vocabulary_efficiency")
-        at_least("kernels: call_overhead", self.call_overhead, 0)
-        at_least("kernels: kernel_gap", self.kernel_gap, 0)
+        check(self, "kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +65,24 @@ class GPU:
     """
 
     name: str
-    memory: Bytes
-    memory_bandwidth: BytesPerSecond
-    peak: Mapping[str, FlopsPerSecond]
+    memory: Size
+    memory_bandwidth: Bandwidth
+    peak: Mapping[str, Speed]
     efficiency: tuple[tuple[Flops, float], ...]
-    memory_efficiency: float = 1.0
-    launch_overhead: Seconds = 0.0
+    memory_efficiency: Fraction = 1.0
+    launch_overhead: Time = 0.0
     kernels: KernelTimes | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
         if not self.peak or not self.efficiency:
             raise OptionError(f"{self.name} needs a peak and an efficiency")
-        at_least(f"{self.name}: memory in B", self.memory, 1)
-        at_least(f"{self.name}: memory_bandwidth in B/s", self.memory_bandwidth, 1)
+        check(self, self.name)
         for precision, speed in self.peak.items():
             at_least(f"{self.name}: peak {precision} in FLOP/s", speed, 1)
         for size, attained in self.efficiency:
             at_least(f"{self.name}: size of an efficiency in FLOP", size, 1)
             fraction(f"{self.name}: efficiency at {size}", attained)
-        _fractions(self, self.name, "memory_efficiency")
-        at_least(f"{self.name}: launch_overhead", self.launch_overhead, 0)
         if sorted(self.efficiency) != list(self.efficiency):
             raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
 
@@ -95,19 +96,16 @@ class Link:
     of them, and `busy_efficiency` to all while GPUs of the node compute.
     """
 
-    bandwidth: BytesPerSecond
-    latency: Seconds = 0.0
-    efficiency: float = 1.0
-    exchange_efficiency: float = 1.0
-    relay_efficiency: float = 1.0
-    busy_efficiency: float = 1.0
+    bandwidth: Bandwidth
+    latency: Time = 0.0
+    efficiency: Fraction = 1.0
+    exchange_efficiency: Fraction = 1.0
+    relay_efficiency: Fraction = 1.0
+    busy_efficiency: Fraction = 1.0
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
-        at_least("link: bandwidth in B/s", self.bandwidth, 1)
-        at_least("link: latency", self.latency, 0)
-        _fractions(self, "link", "efficiency", "exchange_efficiency")
-        _fractions(self, "link", "relay_efficiency", "busy_efficiency")
+        check(self, "link")
 
     @property
     def payload_bandwidth(self) -> BytesPerSecond:
@@ -128,28 +126,24 @@ class Cluster:
 
     name: str
     gpu: GPU
-    nodes: int
-    gpus_per_node: int
+    nodes: Count
+    gpus_per_node: Count
     intra: Link
     inter: Link
     backend: Backend = "nccl"
     communicators: Communicators = "group"
-    channels: int = 2
+    channels: Count = 2
     all_reduce: AllReduce = "auto"
     hops: Hops = "pipelined"
-    interference: float = 0.0
-    sites: int = 1
+    interference: Factor = 0.0
+    sites: Count = 1
     wan: Link | None = None
-    price_per_gpu: UsdPerSecond | None = None
+    price_per_gpu: Price | None = None
     currency: str = "USD"
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""
-        for name in ("nodes", "gpus_per_node", "sites", "channels"):
-            count = whole(f"{self.name}: {name}", getattr(self, name), 1, _MOST)
-            object.__setattr__(self, name, count)
-        at_least(f"{self.name}: interference", self.interference, 0)
-        at_least(f"{self.name}: price_per_gpu", self.price_per_gpu or 0.0, 0)
+        check(self, self.name)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
             if link and link != Link(link.bandwidth, link.latency, link.efficiency):
                 raise OptionError(
@@ -192,8 +186,3 @@ class Cluster:
                 f"{gpus} GPUs are {nodes} nodes, which do not divide into {sites} equal sites"
             )
         return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)
-
-
-def _fractions(thing: object, what: str, *names: str) -> None:
-    for name in names:
-        fraction(f"{what}: {name}", getattr(thing, name))

@@ -278,9 +278,9 @@ class Traffic:
 
 def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
     """What one round of `schedule` sends."""
-    works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
-    costs = footprints(works, cluster)
-    found = [costs[work] for work in works]
+    costs = footprints((w for w in schedule.works if isinstance(w, Collective)), cluster)
+    known = [costs[w] if isinstance(w, Collective) else None for w in schedule.works]
+    found = [cost for number in schedule.work_numbers if (cost := known[number])]
     loads = [footprint.loads(cluster) for footprint in found]
     return Traffic(
         gpu=sum(footprint.sent for footprint in found),

@@ -78,9 +78,9 @@ def _folds(
     the first rank of its node may be ahead of it: then every rank stands for itself.
     """
     equal = min(slowdowns) == max(slowdowns)
-    groups = {op.work.group for op in schedule.body if isinstance(op.work, Collective)}
-    mixed = any(group.name == "block" and _leaves_node(group, layout) for group in groups)
-    ahead = layout.gpus_per_node > 1 and not _await_leaders(schedule)
+    mixed = any(group.name == "block" and _leaves_node(group, layout) for group in schedule.groups)
+    led = layout.gpus_per_node > 1 and LEADERS in schedule.groups
+    ahead = led and not _await_leaders(schedule)
     return allowed and not ahead and (equal or not mixed)
 
 

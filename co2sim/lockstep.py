@@ -21,7 +21,7 @@ from simpy.events import EventPriority
 
 from co2sim.communicators import Meetings
 from co2sim.lowering import Communicator, Lowered, Times
-from co2sim.schedule import Collective, Compute, Group
+from co2sim.schedule import Collective, Group
 from co2sim.units import Seconds
 
 _Array: TypeAlias = NDArray[np.float64]
@@ -83,14 +83,15 @@ class _Clock(simpy.Environment):
 
 def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
     """Starts and ends of all rounds. Raises Overtaken where that takes a simulation."""
-    if lowered.contend:
-        raise Overtaken
-    return _Run(lowered).times(progress)
+    sharing = _sharing(lowered)
+    if lowered.contend or (sharing and len(lowered.classes) == 1):
+        raise Overtaken  # one class at a time is faster in SimPy alone
+    return _Run(lowered, sharing).times(progress)
 
 
 class _Run:
-    def __init__(self, lowered: Lowered) -> None:
-        self.lowered = lowered
+    def __init__(self, lowered: Lowered, sharing: set[tuple[int, str]]) -> None:
+        self.lowered, self.steps = lowered, _steps(lowered, sharing)
         self.size = len(lowered.schedule.body)
         shape = (lowered.rounds * self.size, len(lowered.classes))
         self.starts, self.ends = np.zeros(shape), np.zeros(shape)
@@ -104,11 +105,10 @@ class _Run:
         self.clock = _Clock()
         self.meetings = Meetings(self.clock, lowered)
         self.pending: dict[int, int] = {}
-        self.reached = -1.0
+        self.reached: Seconds = 0.0
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
-        lowered = self.lowered
-        steps = _steps(lowered)
+        lowered, steps = self.lowered, self.steps
         for turn in range(lowered.rounds):
             with np.errstate(divide="ignore"):  # the rate of what takes no time
                 for step in steps:
@@ -167,7 +167,9 @@ class _Run:
     def _share(self, members: _Members, number: int, come: _Array) -> None:
         self.pending[number] = len(members.communicators)
         for place, (one, time) in enumerate(zip(members.communicators, come.tolist(), strict=True)):
-            if time < self.reached or (one.exclusive and time == self.reached):
+            # who comes at the very instant is issued later than all that the network knows, and so
+            # would have been let through behind them
+            if time < self.reached:
                 raise Overtaken
             self.clock.at(time, partial(self._start, one, place, number))
 
@@ -208,24 +210,24 @@ def _members(
     )
 
 
-def _steps(lowered: Lowered) -> list[_Chain | _Meeting]:
+def _steps(lowered: Lowered, sharing: set[tuple[int, str]]) -> list[_Chain | _Meeting]:
     """The body: runs of computes in one stream in one piece, and collectives."""
     schedule = lowered.schedule
     slowdowns = np.array([c.slowdown for c in lowered.classes])
     chains: dict[str, list[int]] = {}
     found: list[list[int] | _Meeting] = []
-    shared = _sharing(lowered)
-    for place, op in enumerate(schedule.body):
+    costs: dict[int, tuple[_Array, _Array]] = {}
+    for place, (op, number) in enumerate(zip(schedule.body, schedule.work_numbers, strict=True)):
         if isinstance(op.work, Collective):
             chains.pop(op.stream, None)
-            transfers = lowered.transfers[place]
-            latency, solo = (
-                np.array([getattr(each, name) for each in transfers])
-                for name in ("latency", "solo")
-            )
+            if number not in costs:
+                transfers = lowered.transfers[place]
+                latency = np.array([transfer.latency for transfer in transfers])
+                costs[number] = latency, np.array([transfer.solo for transfer in transfers])
+            shares = (number, op.stream) in sharing
             offsets = schedule.offsets[place]
-            shares = (op.work, op.stream) in shared
-            found.append(_Meeting(place, op.stream, offsets, op.work.group, latency, solo, shares))
+            meeting = _Meeting(place, op.stream, offsets, op.work.group, *costs[number], shares)
+            found.append(meeting)
         elif op.stream in chains and not schedule.offsets[place]:
             chains[op.stream].append(place)
         else:
@@ -245,15 +247,17 @@ def _steps(lowered: Lowered) -> list[_Chain | _Meeting]:
     ]
 
 
-def _sharing(lowered: Lowered) -> set[tuple[Collective | Compute, str]]:
-    """Works, by stream, that may meet others on a link, or wait for their communicator.
+def _sharing(lowered: Lowered) -> set[tuple[int, str]]:
+    """Works, by number and stream, that may meet others on a link or wait for their communicator.
 
     Those of one communicator in one stream follow each other.
     """
-    users: dict[object, set[tuple[str, int]]] = {}
+    schedule, users = lowered.schedule, dict[object, set[tuple[str, int]]]()
     works = {
-        (op.work, op.stream): (lowered.communicators[op.work.group], transfers)
-        for op, transfers in zip(lowered.schedule.body, lowered.transfers, strict=True)
+        (number, op.stream): (lowered.communicators[op.work.group], transfers)
+        for op, number, transfers in zip(
+            schedule.body, schedule.work_numbers, lowered.transfers, strict=True
+        )
         if isinstance(op.work, Collective)
     }
     for (_, stream), (together, transfers) in works.items():

@@ -167,13 +167,11 @@ def lower(
 
 
 def _seconds(schedule: Schedule, cluster: Cluster, precision: str) -> tuple[Seconds, ...]:
-    known: dict[Compute, Seconds] = {}
-    found = []
-    for op in schedule.body:
-        if isinstance(op.work, Compute) and op.work not in known:
-            known[op.work] = compute_time(op.work, cluster.gpu, precision)
-        found.append(known[op.work] if isinstance(op.work, Compute) else 0.0)
-    return tuple(found)
+    known = [
+        compute_time(work, cluster.gpu, precision) if isinstance(work, Compute) else 0.0
+        for work in schedule.works
+    ]
+    return tuple([known[number] for number in schedule.work_numbers])
 
 
 def _communicators(
@@ -219,18 +217,19 @@ def _transfers(
     *,
     free: bool,
 ) -> tuple[tuple[Transfer, ...], ...]:
-    works = dict.fromkeys(op.work for op in schedule.body if isinstance(op.work, Collective))
-    costs = footprints(works, cluster)
-    known = {
-        work: tuple(
+    costs = footprints((w for w in schedule.works if isinstance(w, Collective)), cluster)
+    known = [
+        tuple(
             _transfer(cluster, folding, one.members, costs[work], capacity)
             if not free and _meets_others(work.group, folding.classes[one.members[0]].rank, cluster)
             else NOTHING
             for one in communicators[work.group]
         )
-        for work in works
-    }
-    return tuple(known[op.work] if isinstance(op.work, Collective) else () for op in schedule.body)
+        if isinstance(work, Collective)
+        else ()
+        for work in schedule.works
+    ]
+    return tuple([known[number] for number in schedule.work_numbers])
 
 
 def _meets_others(group: Group, rank: int, cluster: Cluster) -> bool:

@@ -1,21 +1,26 @@
 """The catalog: every file loads, every number has a source, and bad input is one line."""
 
+import dataclasses
 import json
+import math
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from analysis.measured.overrides import changed
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import facts, plain
-from co2sim.errors import CatalogError, Co2simError
+from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec
+from co2sim.cluster import GPU, Cluster, KernelTimes, Link
+from co2sim.errors import CatalogError, Co2simError, OptionError
 
 CLUSTERS, GPUS, MODELS = names("clusters"), names("gpus"), names("models")
 
@@ -118,9 +123,9 @@ def test_overrides_replace_values_and_their_source() -> None:
         ({"inter.bandwith": "25 Gbit/s"}, "did you mean 'inter.bandwidth'?"),
         ({"inter.bandwidth": "25"}, "has no unit; expected a bandwidth such as '200 Gbit/s'"),
         ({"inter.bandwidth": "25 gb/s"}, "ambiguous"),
-        ({"inter.bandwidth": "0 Gbit/s"}, "must be above 0"),
-        ({"inter.bandwidth": "-5 Gbit/s"}, "must be above 0"),
-        ({"inter.efficiency": "1.5"}, "must be at most 1"),
+        ({"inter.bandwidth": "0 Gbit/s"}, "must be at least 1 B/s"),
+        ({"inter.bandwidth": "-5 Gbit/s"}, "must be at least 1 B/s"),
+        ({"inter.efficiency": "1.5"}, "must be above 0 and at most 1"),
         ({"nodes": "0"}, "must be at least 1"),
         ({"nodes": "two"}, "must be a whole number"),
         ({"nodes.x": "1"}, "'nodes' is a single value"),
@@ -379,3 +384,68 @@ def test_a_recorded_cluster_keeps_its_currency() -> None:
     found = changed(priced, {"inter.latency": "5 us"})
     assert (found.price_per_gpu, found.currency) == (pytest.approx(2 / 3600), "EUR")
     assert changed(priced, {"price_per_gpu": "1 USD/h"}).currency == "USD"
+
+
+# --- one place for a field ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [(ClusterSpec, Cluster), (GPUSpec, GPU), (LinkSpec, Link), (KernelsSpec, KernelTimes)],
+)
+def test_a_file_may_say_every_field_of_what_it_describes(spec: Any, kind: Any) -> None:
+    """A new field of a cluster is one line: files take it with its unit, range and default."""
+    assert list(spec.model_fields) == [field.name for field in dataclasses.fields(kind)]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("intra.latency", "3 us", 3e-6),
+        ("inter.relay_efficiency", "0.5", 0.5),
+        ("inter.busy_efficiency", "0.25", 0.25),
+        ("gpu.launch_overhead", "7 us", 7e-6),
+        ("gpu.memory_bandwidth", "1 TB/s", 1e12),
+        ("channels", "4", 4),
+        ("interference", "0.1", 0.1),
+        ("price_per_gpu", "3600 USD/h", 1.0),
+        ("hops", "in_turn", "in_turn"),
+        ("communicators", "stream", "stream"),
+    ],
+)
+def test_every_kind_of_field_can_be_set(path: str, text: str, value: object) -> None:
+    """Times, sizes, fractions, counts, prices and choices, each in a unit of its kind."""
+    found: Any = load_cluster("a100-tcp80", {path: text}).value
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == pytest.approx(value) if isinstance(value, float) else found == value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Link(0.5),
+        lambda: Link(1e9, -1.0),
+        lambda: Link(1e9, math.nan),
+        lambda: Link(1e9, efficiency=1.5),
+        lambda: Link(1e9, busy_efficiency=0.0),
+        lambda: KernelTimes(0.0),
+        lambda: KernelTimes(0.5, vocabulary_efficiency=2.0),
+        lambda: KernelTimes(0.5, kernel_gap=-1e-6),
+        lambda: GPU("g", 0.0, 1e9, {"bf16": 1e12}, ((1.0, 0.5),)),
+        lambda: GPU("g", 1e9, 1e9, {"bf16": 0.0}, ((1.0, 0.5),)),
+        lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ((1.0, 1.5),)),
+        lambda: GPU("g", 1e9, 1e9, {"bf16": 1e12}, ((2.0, 0.5), (1.0, 0.5))),
+        lambda: tiny.cluster(0),
+        lambda: tiny.cluster(2.5),  # type: ignore[arg-type]
+        lambda: tiny.cluster(interference=-1.0),
+        lambda: tiny.cluster(price_per_gpu=math.inf),
+        lambda: tiny.cluster(channels=True),
+    ],
+)
+def test_objects_that_no_hardware_can_be_are_refused_in_one_line(make: Callable[[], Any]) -> None:
+    """Whoever makes a cluster in Python meets the same ranges as a file."""
+    with pytest.raises(OptionError) as caught:
+        make()
+    assert re.search("must be|listed by rising", str(caught.value))
+    assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
-from co2sim.architecture import Transformer, language_model
+from co2sim.architecture import Transformer, language_model, vision_transformer
 from co2sim.memory import activations, model_states
 from co2sim.schedule import DType, Layout
 from co2sim.workload import Block, Model, Workload
@@ -144,6 +144,69 @@ def test_a_gated_mlp_keeps_one_more_activation() -> None:
     shape = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96}
     plain, gated = (Transformer(gated=g, **shape).blocks(10)[0] for g in (False, True))
     assert gated.activation_bytes - plain.activation_bytes == 2 * 10 * 96
+
+
+def test_a_gate_of_attention_keeps_its_output_and_what_it_gates() -> None:
+    """The gate multiplies the output of attention: 2 bytes x s x h more for the gate."""
+    shape = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96}
+    plain, gated = (Transformer(attention_gate=g, **shape).blocks(10)[0] for g in (False, True))
+    assert gated.activation_bytes - plain.activation_bytes == 2 * 10 * 64
+
+
+def test_logits_are_kept_in_fp32() -> None:
+    """The cross entropy needs them: 4 bytes x s for every entry of the vocabulary."""
+    body = Transformer(layers=1, hidden=64, heads=4, ffn=96)
+    small, large = (
+        language_model("m", body, vocab=vocab, tokens=10, tied=True) for vocab in (100, 101)
+    )
+    assert activations(Workload(large)) - activations(Workload(small)) == pytest.approx(4 * 10)
+
+
+def test_a_vision_transformer_embeds_patches_and_not_its_class_token() -> None:
+    """ViT-B/16: 196 patches of 3 x 16 x 16 numbers times 768 columns, 2 FLOP each."""
+    body = Transformer(layers=12, hidden=768, heads=12, ffn=3072)
+    model = vision_transformer("vit", body, image=224, patch=16, channels=3, classes=1000)
+    assert model.blocks[0].flops == 2 * 196 * 768 * 768
+    assert model.blocks[1] == body.blocks(197)[0]
+
+
+def test_a_recomputed_backward_moves_what_both_passes_move() -> None:
+    """The forward pass again, and a backward pass with twice its traffic."""
+    job = Workload(gpt(2, 64, 4, 128), micro_batch=3, recompute="full")
+    for work in job.works():
+        again, rest = job.recomputed(work)
+        assert again.kernel == "recompute"
+        assert (again.flops, again.memory_bytes) == (work.forward.flops, work.forward.memory_bytes)
+        assert rest.memory_bytes == 2 * work.forward.memory_bytes
+        assert again.flops + rest.flops == work.backward.flops
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "live"),
+    [
+        (0, 640),
+        (499, 500 + 360),
+        (500, 640 + 500),
+        (860, 500 + 500 + 360),
+        (1000, 640 + 500 + 500),
+        (10**9, 2 * 2000),
+    ],
+)
+def test_blocks_present_at_once_are_those_in_use_and_ahead(prefetch: int, live: int) -> None:
+    """Blocks of 640, 500, 500 and 360, forward and back.
+
+    Nothing ahead: the largest one. 500 ahead: the embedding and a layer. 860 ahead: a layer, and a
+    layer and the head, 1360 in all, if the head leads the way back: 860 + 500. All: both ways.
+    """
+    memory = strategies.parse(f"zero3(prefetch={prefetch})").memory(tiny.job(), Layout(2, 2))
+    assert memory["gathered"] == live * 2
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_quantized_average_is_made_from_a_whole_pseudo_gradient(dtype: str) -> None:
+    """It saves bytes on the wire, not in memory: anchor, momentum and an fp32 buffer."""
+    memory = strategies.parse(f"diloco(dtype={dtype})").memory(big(), Layout(4, 8))
+    assert memory["outer"] == pytest.approx(3 * 4 * PARAMETERS)
 
 
 def test_full_recomputation_keeps_inputs_and_one_layer() -> None:

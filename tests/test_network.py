@@ -4,12 +4,13 @@ from collections.abc import Hashable, Mapping
 
 import pytest
 import simpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from co2sim.network import Network, max_min_rates
 
 Loads = Mapping[Hashable, float]
+LINKS = ("a", "b", "c", "d", "e")
 
 
 def finish_times(
@@ -87,6 +88,86 @@ def test_three_links_chain_three_flows() -> None:
     assert max_min_rates(loads, {"a": 9, "b": 12, "c": 1}) == pytest.approx([4, 4, 1, 8])
 
 
+def test_a_flow_that_arrives_changes_flows_that_it_does_not_meet() -> None:
+    """A and b share a link of 10 B/s; c comes at 4 s and shares one of 6 B/s with b.
+
+    Until 4 s a and b get 5 B/s. Then b and c get 3, so that a gets 7: c is done at 14 s, when a has
+    10 of 100 B left, and b 50. Both get 5 again until a is done at 16 s; b does its 40 B at 6 B/s.
+    """
+    flows: list[tuple[float, Loads]] = [
+        (0, {"one": 100}),
+        (0, {"one": 100, "two": 100}),
+        (4, {"two": 30}),
+    ]
+    expected = [16, 16 + 40 / 6, 14]
+    assert finish_times(flows, {"one": 10, "two": 6}) == pytest.approx(expected)
+
+
+def filled(paths: list[frozenset[str]], capacity: dict[str, float]) -> list[float]:
+    """Max-min rates by progressive filling: all flows rise together until their link is full."""
+    rates, rising = [0.0] * len(paths), set(range(len(paths)))
+    while rising:
+        room = {
+            link: (whole - sum(r for r, path in zip(rates, paths, strict=True) if link in path))
+            / count
+            for link, whole in capacity.items()
+            if (count := sum(link in paths[flow] for flow in rising))
+        }
+        step = min(room.values())
+        for flow in rising:
+            rates[flow] += step
+        full = {link for link, left in room.items() if left <= step * (1 + 1e-9)}
+        rising = {flow for flow in rising if not full & paths[flow]}
+    return rates
+
+
+def fluid(
+    flows: list[tuple[float, frozenset[str], float]], capacity: dict[str, float]
+) -> list[float]:
+    """When each flow (start, path, bytes) ends, if all rates are set anew at every event."""
+    left = {number: size for number, (_, _, size) in enumerate(flows)}
+    ends, now = [0.0] * len(flows), 0.0
+    while left:
+        active = [n for n in left if flows[n][0] <= now]
+        rates = filled([flows[n][1] for n in active], capacity)
+        done = [now + left[n] / rate for n, rate in zip(active, rates, strict=True)]
+        then = min([*done, *(flows[n][0] for n in left if flows[n][0] > now)])
+        for number, rate, end in zip(active, rates, done, strict=True):
+            left[number] -= rate * (then - now)
+            if end <= then * (1 + 1e-12):
+                ends[number] = then
+                del left[number]
+        now = then
+    return ends
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 8).map(float),
+            st.frozensets(st.sampled_from(LINKS), min_size=1, max_size=3),
+            st.integers(1, 50).map(float),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    st.fixed_dictionaries({link: st.integers(1, 20).map(float) for link in LINKS}),
+)
+def test_flows_end_as_in_a_fluid_whose_rates_are_all_set_anew_at_every_event(
+    flows: list[tuple[float, frozenset[str], float]], capacity: dict[str, float]
+) -> None:
+    """Flows that share links through others have their rates changed, too, and at the time.
+
+    The oracle fills links progressively (Bertsekas and Gallager, 6.5.2), where bytes are the same
+    on all links of a flow.
+    """
+    loads: list[tuple[float, Loads]] = [
+        (start, dict.fromkeys(path, size)) for start, path, size in flows
+    ]
+    assert finish_times(loads, capacity) == pytest.approx(fluid(flows, capacity), rel=1e-9)
+
+
 def test_sharing_is_in_bytes_not_in_flows() -> None:
     """A flow of 300 B gets as many bytes per second as one of 100 B: a third of its flows."""
     assert max_min_rates([{"nic": 100}, {"nic": 300}], {"nic": 60}) == pytest.approx([0.3, 0.1])
@@ -97,7 +178,6 @@ def test_flows_on_different_links_do_not_meet() -> None:
     assert finish_times([(0, {"a": 10}), (0, {"b": 30})], {"a": 1, "b": 2}) == [10, 15]
 
 
-LINKS = ("a", "b", "c", "d", "e")
 capacities = st.fixed_dictionaries({link: st.floats(0.1, 100.0) for link in LINKS})
 sizes = st.dictionaries(st.sampled_from(LINKS), st.floats(0.1, 100.0), min_size=1)
 loads_of_flows = st.lists(sizes, min_size=1, max_size=7)

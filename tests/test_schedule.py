@@ -67,6 +67,9 @@ def test_bad_work_is_refused() -> None:
         Collective(Kind.ALL_REDUCE, "x", 0, DType.FP32, WORLD)
     with pytest.raises(ScheduleError, match="no name"):
         Collective(Kind.ALL_REDUCE, "", 1, DType.FP32, WORLD)
+    for root, kind in ((-1, Kind.BROADCAST), (-1, Kind.REDUCE), (1, Kind.ALL_GATHER)):
+        with pytest.raises(ScheduleError, match=f"root={root}; only a broadcast or a reduction"):
+            Collective(kind, "x", 1, DType.FP32, WORLD, root=root)
     with pytest.raises(ScheduleError, match="gpus_per_node is 0"):
         Layout(2, 0)
     with pytest.raises(ScheduleError, match="steps is 0"):

@@ -28,6 +28,7 @@ from co2sim.schedule import (
     Layout,
     Op,
     Schedule,
+    block,
 )
 from co2sim.simulator import execute
 from co2sim.trace import Trace
@@ -415,6 +416,52 @@ def test_who_does_not_wait_for_leaders_is_not_folded() -> None:
     assert len(trace.ranks) == 8
     assert ends(trace, 0)["work"] == pytest.approx(5.0)
     assert ends(trace, 1)["work"] == pytest.approx(1.0)
+
+
+def wrapped() -> Schedule:
+    """What follows the leaders' move comes in the next round, on their own stream."""
+    move = transfer("x", 1_000_000, group=LEADERS)
+    return Schedule("s", (seconds("work", 1.0, stream="comm"), move))
+
+
+def awaited() -> Schedule:
+    """What waits for the leaders' move is on another stream; their own goes on inside the node."""
+    move = transfer("x", 1_000_000, group=LEADERS)
+    inside = transfer("y", 1, group=NODE)
+    return Schedule("s", (move, inside, seconds("work", 1.0, After("x"))))
+
+
+@pytest.mark.parametrize(("schedule", "later"), [(wrapped(), 2.0), (awaited(), 1.0)])
+def test_either_way_to_be_ahead_of_a_leader_unfolds(schedule: Schedule, later: float) -> None:
+    """4 s of the leaders delay their next op, but not that of the others.
+
+    In `wrapped` they end their second work at 1 + 4 + 1 s and the others at 2 s; in `awaited` the
+    leaders end it at 5 s in the first round, when the others do at 1 s.
+    """
+    rounds = 2 if later == 2.0 else 1
+    trace = run(schedule, tiny.cluster(4, 2, inter=Link(0.75e6)), rounds)
+    assert len(trace.ranks) == 8
+    assert ends(trace, 0)["work"] == pytest.approx(later + 4)
+    assert ends(trace, 1)["work"] == pytest.approx(later)
+
+
+def test_blocks_at_different_sites_do_not_share_uplinks() -> None:
+    """Two pairs of sites gather at once, each over uplinks of its own: both take as long as one."""
+    cluster = tiny.cluster(4, 1, sites=4, wan=Link(1e6))
+    move = transfer("x", 1_000_000, group=block(2))
+    trace = run(Schedule("s", (move,)), cluster, fold=False)
+    assert {span.end for span in trace.spans} == {2.0}  # half of 4e6 bytes
+
+
+def test_jitter_scales_latency_as_well_as_bytes() -> None:
+    """A collective of pure latency takes its 3 s times the factor that is drawn for it."""
+    noise = Noise(jitter=0.3, seed=4)
+    move = transfer("x", 1)
+    cluster = tiny.cluster(4, 1, inter=Link(1e40, 1.0))
+    trace = run(Schedule("s", (move,)), cluster, 5, noise=noise)
+    factors = noise.op_slowdowns(2, 0, 5)
+    lengths = [tiny.by_op(trace)[turn, "x"] for turn in range(5)]
+    assert [s.end - s.start for s in lengths] == pytest.approx([3 * f for f in factors])
 
 
 def test_waiting_for_others_is_no_interference() -> None:

@@ -16,7 +16,7 @@ from co2sim.schedule import After, Collective, Compute, DType, Kind, Layout, Op,
 from co2sim.simulator import execute
 from co2sim.strategies.sharded import prefetch_waits
 from co2sim.strategies.step import Bucket, Step, buckets, chain, pieces, title
-from co2sim.workload import Block, Model, Workload
+from co2sim.workload import Block, MatMul, Model, Workload
 
 GOLDEN = [
     ("ddp(bucket_mib=0.001)", {}),
@@ -323,6 +323,60 @@ def test_zero2_by_owners_reduces_each_bucket_to_another_rank() -> None:
     # a node passes everything on once to the next, and once back
     sent = traffic(schedule, tiny.cluster(3, 2))
     assert sent.nic == pytest.approx(2 * 2000 * DType.BF16.bytes)
+
+
+def test_a_bucket_that_is_exactly_full_closes() -> None:
+    """Tensors of 200 and 300 fill a bucket of 500; the next begins with nothing in it."""
+    blocks = [Block("a", (10, 20), 1.0, 1.0), Block("b", (300, 200), 1.0, 1.0)]
+    assert buckets(blocks, 500) == [Bucket(500, 1), Bucket(30, 0)]
+
+
+@pytest.mark.parametrize(("max_reuse", "fetches"), [(1000, 2), (999, 3)])
+def test_a_block_is_fetched_a_third_time_beyond_the_reuse_distance(
+    max_reuse: int, fetches: int
+) -> None:
+    """Recomputation and gradients of a block of 500 use it 1000 elements apart."""
+    strategy = f"zero3(max_reuse={max_reuse},prefetch=0)"
+    schedule = tiny.schedule(strategy, recompute="full")
+    gathers = [w for w in collectives(schedule, Kind.ALL_GATHER) if w.buffer == "layer1"]
+    assert len(gathers) == fetches
+
+
+def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
+    """FLOP, bytes, and calls of the framework: a gradient reduced in parts costs no more compute.
+
+    The block's tensors of 3000, 1000 and 1000 are reduced as 1000, 1000 and 3000.
+    """
+    matmul = MatMul(16, 10, 10)
+    block = Block("x", (3000, 1000, 1000), 5e6, 100.0, products=(matmul,), calls=30)
+    job = Workload(Model("m", (block,), tokens=1))
+    works = {}
+    for bucket in (10_000, 1000):
+        strategy = strategies.parse(f"zero3(reduce_bucket={bucket})")
+        body = strategy.schedule(job, Layout(2, 2)).body
+        works[bucket] = [
+            op.work for op in body if isinstance(op.work, Compute) and "backward" in op.name
+        ]
+    (whole,), parts = works[10_000], works[1000]
+    assert [part.flops / whole.flops for part in parts] == pytest.approx([0.2, 0.2, 0.6])
+    assert sum(part.memory_bytes for part in parts) == pytest.approx(whole.memory_bytes)
+    assert whole.kernels
+    kernels = [part.kernels for part in parts if part.kernels]
+    assert sum(k.calls for k in kernels) == pytest.approx(whole.kernels.calls)
+    assert sum(k.elementwise_bytes for k in kernels) == pytest.approx(
+        whole.kernels.elementwise_bytes
+    )
+    assert sum(k.products[0].flops for k in kernels) == pytest.approx(
+        whole.kernels.products[0].flops
+    )
+
+
+def test_quantized_gradients_of_odd_sizes_are_rounded_up() -> None:
+    """7 elements on nodes of 2: ranks exchange 7 inside the node and 4 among peers."""
+    job = Workload(Model("odd", (Block("x", (7,), 1.0, 1.0),), tokens=1))
+    schedule = strategies.parse("zeropp").schedule(job, Layout(2, 2))
+    exchanges = collectives(schedule, Kind.ALL_TO_ALL)
+    assert [work.elements for work in exchanges] == [7, 4]
 
 
 # --- options -----------------------------------------------------------------------------------

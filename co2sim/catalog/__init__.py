@@ -84,7 +84,7 @@ def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> En
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
-    from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
+    from co2sim.catalog.model_specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
     tree = read("models", reference)
     if reference.endswith(".json") or (Path(reference) / "config.json").is_file():

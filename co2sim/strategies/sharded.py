@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from co2sim.schedule import After, Collective, Compute, Op
@@ -66,11 +66,9 @@ def sharded_step(
     the fetch (FSDP's BACKWARD_PRE order). `refresh` runs once, behind the first fetches of all
     blocks: it renews a secondary shard.
     """
-    first = job.model.blocks[0]
-    check_micro_steps(
-        job,
-        3 + len(fetch("forward", first)) + len(fetch("backward", first)) if first.tensors else 2,
-    )
+    one = job.model.blocks[0]
+    fetches = [*fetch("forward", one), *fetch("backward", one)] if one.parameters else []
+    check_micro_steps(job, 2 + len(fetches))
     works = job.works()
     uses = [
         (f"{micro_prefix(micro, job)}", direction, block, compute)
@@ -79,51 +77,75 @@ def sharded_step(
     ]
     sizes = [block.parameters for _, _, block, _ in uses]
     waits = prefetch_waits(sizes, budget.prefetch, budget.max_live)
-    ops: list[Op] = []
+    body = _Body()
     runs: list[str] = []
+    for (prefix, direction, block, compute), wait in zip(uses, waits, strict=True):
+        fetched_here = body.line_up(
+            GATHER,
+            runs[wait] if wait >= 0 else None,
+            fetch(direction, block) if block.parameters else (),
+            f"{prefix}*.{direction}.{block.name}",
+        )
+        body.issue_pending()
+        if direction == "backward":
+            body.backward(prefix, block, compute, fetched_here, reduce, budget.reduce_bucket)
+        else:
+            name = f"{prefix}{direction}.{block.name}"
+            body.ops.append(Op(name, compute, COMPUTE, fetched_here))
+        runs.append(body.ops[-1].name)
+        if refresh and len(runs) == len(works):
+            body.ops.append(Op("refresh", refresh, GATHER))
+    body.issue_pending()
+    optimizer = job.optimizer_step(-(-job.parameters // shards))
+    body.ops.append(Op("optimizer", optimizer, COMPUTE, body.reduced))
+    first_fetch = next(op.name for op in body.ops if op.stream == GATHER)
+    return Step(body.ops, (first_fetch, runs[0]), ("optimizer",))
+
+
+@dataclass(slots=True)
+class _Body:
+    """Ops in the order of issue: `pending` is a reduction to come, `reduced` waits for the last."""
+
+    ops: list[Op] = field(default_factory=list)
     reduced: tuple[After, ...] = ()
     pending: tuple[str, Works, str] | None = None
 
-    def line_up(stream: str, after: str | None, named: Works, pattern: str) -> tuple[After, ...]:
+    def line_up(
+        self, stream: str, after: str | None, named: Works, pattern: str
+    ) -> tuple[After, ...]:
         """Append works in a row, the first after `after`; gives the wait for the last."""
         for number, (name, work) in enumerate(named):
             wait = (After(after),) if after and not number else ()
-            ops.append(Op(pattern.replace("*", name), work, stream, wait))
-        return (After(ops[-1].name),) if named else ()
+            self.ops.append(Op(pattern.replace("*", name), work, stream, wait))
+        return (After(self.ops[-1].name),) if named else ()
 
-    for (prefix, direction, block, compute), wait in zip(uses, waits, strict=True):
-        fetches = fetch(direction, block) if block.parameters else ()
-        here = line_up(
-            GATHER,
-            runs[wait] if wait >= 0 else None,
-            fetches,
-            f"{prefix}*.{direction}.{block.name}",
-        )
-        if pending:
-            reduced = line_up(REDUCE, *pending)
-            pending = None
-        name = f"{prefix}{direction}.{block.name}"
-        parts = _parts(block, budget.reduce_bucket) if direction == "backward" else [0]
+    def issue_pending(self) -> None:
+        """Append the reduction that is still to come, if there is one."""
+        if self.pending:
+            self.reduced = self.line_up(REDUCE, *self.pending)
+            self.pending = None
+
+    def backward(
+        self,
+        prefix: str,
+        block: Block,
+        compute: Compute,
+        here: tuple[After, ...],
+        reduce: Callable[[str, int], Works],
+        bucket: int,
+    ) -> None:
+        """A backward pass in the parts whose gradients are reduced together; `here` to wait for."""
+        parts = _parts(block, bucket)
         for number, elements in enumerate(parts, start=1):
             end = f".{number}" if len(parts) > 1 else ""
-            if pending:
-                reduced = line_up(REDUCE, *pending)
+            self.issue_pending()
             share = elements / block.parameters if len(parts) > 1 else 1.0
-            ops.append(Op(name + end, _share(compute, share), COMPUTE, here))
+            name = f"{prefix}backward.{block.name}{end}"
+            self.ops.append(Op(name, _share(compute, share), COMPUTE, here))
             here = ()
-            pending = None
             if elements:
                 named = reduce(f"{block.name}.gradient", elements)
-                pending = (name + end, named, f"{prefix}*.{block.name}{end}")
-        runs.append(ops[-1].name)
-        if refresh and len(runs) == len(works):
-            ops.append(Op("refresh", refresh, GATHER))
-    if pending:
-        reduced = line_up(REDUCE, *pending)
-    share = -(-job.parameters // shards)
-    ops.append(Op("optimizer", job.optimizer_step(share), COMPUTE, reduced))
-    first_fetch = next(op.name for op in ops if op.stream == GATHER)
-    return Step(ops, (first_fetch, runs[0]), ("optimizer",))
+                self.pending = (name, named, f"{prefix}*.{block.name}{end}")
 
 
 def check_budget(strategy: Any) -> None:

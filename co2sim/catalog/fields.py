@@ -1,0 +1,44 @@
+"""Fields of files: texts with units, whole numbers, and tables that hold nothing else."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from co2sim.errors import OptionError, UnitError
+from co2sim.quantities import Quantity
+from co2sim.units import parse
+
+
+def number(quantity: Quantity) -> BeforeValidator:
+    """A text with a unit, as a number in the unit and the range of the quantity."""
+
+    def read(value: Any) -> float:
+        try:
+            number = parse(value, quantity.unit)
+        except UnitError as error:
+            raise ValueError(str(error)) from error
+        try:
+            return quantity.checked("", number)
+        except OptionError as error:
+            raise ValueError(f"must be {quantity.allowed}") from error
+
+    return BeforeValidator(read)
+
+
+def no_truth(value: Any) -> Any:
+    """`true` is no number, though Python takes it for 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a whole number")  # noqa: TRY004 - pydantic's
+    return value
+
+
+Count = Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=10**12)]
+Natural = Annotated[int, BeforeValidator(no_truth), Field(ge=0, le=10**15)]
+Depth = Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=10_000)]
+"""Blocks of a model: the schedule holds every one of them."""
+
+
+class Spec(BaseModel):
+    """A table that holds nothing but its fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,0 +1,84 @@
+"""What a number of a cluster is: its unit and its range, written once, at its field.
+
+`check` checks a field of type `Annotated[float, Quantity(unit="B/s", least=1)]`, and a file of the
+catalog gives it as a text with a unit (`co2sim.catalog.specs`).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from co2sim.ranges import above, at_least, between, fraction, whole
+from co2sim.units import (
+    Bytes,
+    BytesPerSecond,
+    FlopsPerSecond,
+    Seconds,
+    Unit,
+    UsdPerSecond,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A finite number in `unit`: `least` or more, or above 0; and `most` or less where given."""
+
+    unit: Unit = ""
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def allowed(self) -> str:
+        """The range in words: `at least 1 B/s`, `above 0 and at most 1`."""
+        unit = f" {self.unit}" if self.unit else ""
+        low = "above 0" if self.least is None else f"at least {self.least:g}"
+        return low + (f" and at most {self.most:g}" if self.most is not None else "") + unit
+
+    def checked(self, name: str, value: float) -> float:
+        """The value, if it is in range. Raises OptionError in one line."""
+        name = f"{name} in {self.unit}" if self.unit else name
+        if self.least is None:
+            return above(name, value, 0) if self.most is None else fraction(name, value)
+        if self.most is None:
+            return at_least(name, value, self.least)
+        return between(name, value, self.least, self.most)
+
+
+Size = Annotated[Bytes, Quantity(unit="B", least=1)]
+Bandwidth = Annotated[BytesPerSecond, Quantity(unit="B/s", least=1)]
+Speed = Annotated[FlopsPerSecond, Quantity(unit="FLOP/s", least=1)]
+Time = Annotated[Seconds, Quantity(unit="s", least=0)]
+Price = Annotated[UsdPerSecond, Quantity(unit="USD/s", least=0)]
+Fraction = Annotated[float, Quantity(most=1)]
+Factor = Annotated[float, Quantity(least=0)]
+Count = Annotated[int, Quantity(least=1, most=1_000_000)]
+"""Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
+
+
+def check(thing: Any, what: str) -> None:
+    """Check every field of a dataclass that is a quantity. Raises OptionError in one line."""
+    kind: Any = type(thing)
+    for name, (base, quantity) in _quantities(kind).items():
+        value = getattr(thing, name)
+        if value is None:
+            continue
+        if base is int:
+            least, most = int(quantity.least or 0), int(quantity.most or 0)
+            object.__setattr__(thing, name, whole(f"{what}: {name}", value, least, most))
+        else:
+            quantity.checked(f"{what}: {name}", value)
+
+
+@cache
+def _quantities(kind: Any) -> dict[str, tuple[Any, Quantity]]:
+    """Type and quantity of the fields that are one, or may be None."""
+    found: dict[str, tuple[Any, Quantity]] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        options = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
+        for option in options:
+            if get_origin(option) is Annotated:
+                base, quantity = get_args(option)
+                found[name] = (base, quantity)
+                break
+    return found
