@@ -210,6 +210,13 @@ def trends(
 
     if min(workers, steps, seeds) < 1:
         raise OptionError("--workers, --steps and --seeds must be at least 1")
+    if workers > networks.MOST_WORKERS:
+        raise OptionError(f"--workers is {workers}; it must be at most {networks.MOST_WORKERS}")
+    if steps * seeds > networks.MOST_KEPT:
+        raise OptionError(
+            f"--steps times --seeds is {steps * seeds:,}; it must be at most"
+            f" {networks.MOST_KEPT:,}: every step is kept in memory"
+        )
     wanted = [options.whole("--taus")(text) for text in taus.split(",")]
     if not all(1 <= each <= steps for each in wanted):
         raise OptionError(f"--taus is {taus!r}; each must be from 1 to --steps, {steps}")
