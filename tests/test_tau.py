@@ -271,10 +271,10 @@ def test_network_gradients() -> None:
 
 def test_trends_are_labelled(co2analysis: Command) -> None:
     """Every method trains the network, and the output says what it is not."""
-    done = co2analysis("trends", "--steps", "64", "--taus", "4", "--seeds", "2", "--json")
+    done = co2analysis("trends", "--steps", "32", "--taus", "4", "--seeds", "1", "--json")
     assert done.code == 0, done.err
     answer = json.loads(done.out)
     assert answer["label"].startswith("A trend, not a check")
     assert [line["method"] for line in answer["trends"]] == ["local SGD", "SlowMo", "CO2"]
-    assert all(line["loss"] < 1.5 for line in answer["trends"])
+    assert all(line["loss"] < 1.0 for line in answer["trends"])
     assert all(line["largest_step"] > 0 for line in answer["trends"])
