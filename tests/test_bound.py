@@ -198,6 +198,52 @@ def test_published_bound_of_slowmo() -> None:
 
 
 @pytest.mark.parametrize(
+    ("alpha", "beta", "tau", "widest"),
+    [
+        (1.0, 0.5, 3, 4 * 3 * 0.5 / 0.5),
+        (0.1, 0.5, 3, 3 * 3 * (1 - 0.5 - 0.1) / 0.1),
+        (1.0, 0.0, 3, 1.0),
+    ],
+)
+def test_published_horizon(alpha: float, beta: float, tau: int, widest: float) -> None:
+    """The published bound speaks from tau T = G L^2 (1 + sqrt(3) max{...}) on, and not before.
+
+    The maximum of 3 tau (1 - beta - alpha)/alpha, 4 tau beta/(1 - beta) and 1 is by hand.
+    """
+    setting = replace(SETTING, outer_step=alpha, momentum=beta, local_steps=tau, workers=64)
+    least = math.ceil(64 * 2.0**2 * (1 + math.sqrt(3) * widest) / tau)
+    assert isinstance(bound.published(replace(setting, rounds=least)), float)
+    silent = bound.published(replace(setting, rounds=least - 1))
+    assert isinstance(silent, Infeasible)
+    assert 1 < silent.load < 1.01
+
+
+def test_late_share() -> None:
+    """CO2's N = eta^2 tau/(1 - beta^2) + d^2 (tau - 1)/2: the share of the first part, by hand."""
+    setting = replace(SETTING, inner_step=1.0, outer_step=1.0, momentum=0.5, local_steps=5)
+    first, rest = 2.0**2 * 5 / (1 - 0.5**2), 1.0**2 * 4 / 2
+    assert bound.gap_constants(setting)[1] == pytest.approx(first + rest)
+    assert bound.late_share(setting) == pytest.approx(first / (first + rest))
+    assert bound.late_share(replace(setting, delay=0, momentum=0.0)) == 0.0
+
+
+def test_half_of_the_condition_only_moves_its_edge() -> None:
+    """With a factor of C the condition changes as 2 L sqrt(C) does, and terms only through it."""
+    part = 2.0 * SETTING.virtual_step
+    whole = bound.load(SETTING)
+    assert bound.load(SETTING, 0.25) == pytest.approx(part + (whole - part) / 2)
+    right, wrong = bound.evaluate(SETTING), bound.evaluate(SETTING, 0.25)
+    assert isinstance(right, Bound)
+    assert isinstance(wrong, Bound)
+    assert (wrong.optimization, wrong.noise, wrong.drift) == (
+        right.optimization,
+        right.noise,
+        right.drift,
+    )
+    assert wrong.staleness < right.staleness
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"momentum": 1.0},
@@ -258,6 +304,23 @@ def test_limits_of_tuning() -> None:
     assert isinstance(bound.evaluate(found), Bound)
     with pytest.raises(OptionError, match="gap is 0"):
         bound.tuned(replace(SETTING, gap=0.0))
+
+
+@pytest.mark.parametrize(
+    ("noise", "heterogeneity", "tau", "expected"),
+    [(0.5, 0.0, 1, True), (0.0, 0.5, 2, True), (0.0, 0.5, 1, False), (0.0, 0.0, 2, False)],
+)
+def test_noise_and_drift_make_a_best_step(
+    noise: float, heterogeneity: float, tau: int, *, expected: bool
+) -> None:
+    """Heterogeneous workers drift only if they take two steps or more."""
+    setting = replace(
+        SETTING, noise=noise, heterogeneity=heterogeneity, local_steps=tau, rounds=10**6
+    )
+    assert bound.has_best_step(setting) is expected
+    tuned = bound.tuned(setting).inner_step
+    at_edge = tuned > (1 - 1e-6) * bound.largest_inner_step(setting)
+    assert at_edge is not expected
 
 
 def recorded(alpha: float, beta: float, penalty: float, delay: int) -> tuple[Trajectory, float]:

@@ -20,7 +20,7 @@ from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.protocol import checks, rate_fits, store, tightness
 from analysis.convergence.protocol.checks import Check, Findings
-from analysis.convergence.protocol.grid import GridCell
+from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
 from analysis.convergence.protocol.oracle import IdentityCell, IdentityTask
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import TightnessRow
@@ -318,6 +318,18 @@ def test_broken_cells_are_measured_again(tmp_path: Path) -> None:
     place.write_text(whole)
     assert store.kept(place, task) == IdentityCell(task, (1e-16,))
     assert store.kept(tmp_path / "none.json", task) is None
+
+
+def test_diverged_cells_come_back_as_they_were(tmp_path: Path) -> None:
+    """Infinite and NaN measurements are kept: read again, they are still violations."""
+    task = GridTask(family="hill", workers=2, local_steps=1, rounds=8, delay=1, seeds=3)
+    runs = tuple(GridRun(PROBLEM, value, value, 3) for value in (math.inf, math.nan, 1 / 3))
+    place = tmp_path / "cell.json"
+    place.write_bytes(store.encoded(GridCell(task, runs)))
+    again = store.kept(place, task)
+    assert isinstance(again, GridCell)
+    assert repr(again) == repr(GridCell(task, runs))
+    assert [row.violated for row in again.rows()][:2] == [True, True]
 
 
 def test_infeasible_is_never_a_violation() -> None:

@@ -7,6 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
+from analysis.cli.constants import (
+    Delay,
+    Gap,
+    Heterogeneity,
+    InnerStep,
+    LocalSteps,
+    Momentum,
+    MostPenalty,
+    Noise,
+    OuterStep,
+    Penalty,
+    Rounds,
+    Smoothness,
+    Workers,
+    number,
+    whole,
+)
 from co2sim.case import Case
 from co2sim.console import options
 from co2sim.console.tables import console, print_table
@@ -14,42 +31,10 @@ from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
 
 
-def _number(flag: str, words: str) -> Any:
-    return typer.Option(flag, parser=options.number(flag), metavar="N", help=words)
-
-
 def _folder(text: str | Path) -> Path:
     if not str(text):
         raise OptionError("--out is ''; it must be a folder")
     return Path(text)
-
-
-def _whole(flag: str, words: str) -> Any:
-    return typer.Option(flag, parser=options.whole(flag), metavar="N", help=words)
-
-
-Smoothness = Annotated[float, _number("--smoothness", "L of every worker's function.")]
-Noise = Annotated[float, _number("--noise", "Sigma squared: variance of a worker's gradient.")]
-Heterogeneity = Annotated[
-    float, _number("--heterogeneity", "Zeta squared: mean of |grad f_i - grad f|^2.")
-]
-Gap = Annotated[float, _number("--gap", "Delta: f at the start minus its infimum.")]
-Workers = Annotated[int, _whole("--workers", "G.")]
-Rounds = Annotated[int, _whole("--rounds", "T: outer rounds.")]
-LocalSteps = Annotated[int, _whole("--local-steps", "Tau: steps between averages.")]
-InnerStep = Annotated[
-    float | None,
-    _number("--inner-step", "Gamma; default: the one that makes the bound least."),
-]
-OuterStep = Annotated[float, _number("--outer-step", "Alpha.")]
-Momentum = Annotated[float, _number("--momentum", "Beta, in [0, 1).")]
-Penalty = Annotated[float, _number("--penalty", "Lambda, constant.")]
-MostPenalty = Annotated[
-    float | None, _number("--most-penalty", "Lambda varies between 1 and this, instead.")
-]
-Delay = Annotated[
-    int, _whole("--delay", "Rounds until an average is used: 1 is CO2, 0 SlowMo or local SGD.")
-]
 
 
 def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
@@ -130,13 +115,13 @@ def tau(  # noqa: PLR0913 - one argument per option
         str, typer.Option("--times", help="Times of training to compare at.")
     ] = "1 h, 10 h, 100 h",
     target: Annotated[
-        float | None, _number("--target", "Also the time until the bound is this small.")
+        float | None, number("--target", "Also the time until the bound is this small.")
     ] = None,
     outer_step: OuterStep = 1.0,
     momentum: Momentum = 0.0,
     json_: options.Json = False,
 ) -> None:
-    """Which tau: times of rounds, simulated or measured, joined with the bound of the error."""
+    """Find the best tau: round times, simulated or measured, joined with the bound of the error."""
     from analysis.convergence import tau as advice  # noqa: PLC0415 - scipy, only for this command
     from analysis.convergence.setting import Setting  # noqa: PLC0415
     from analysis.convergence.tau_report import print_tau, tau_to_dict  # noqa: PLC0415
@@ -194,22 +179,29 @@ def tau(  # noqa: PLR0913 - one argument per option
 
 
 def trends(
-    workers: Annotated[int, _whole("--workers", "G.")] = 4,
-    steps: Annotated[int, _whole("--steps", "Local steps of every run.")] = 512,
+    workers: Annotated[int, whole("--workers", "G: number of workers.")] = 4,
+    steps: Annotated[int, whole("--steps", "Local steps of every run.")] = 512,
     taus: Annotated[str, typer.Option(help="Taus to try.")] = "1,4,16",
-    seeds: Annotated[int, _whole("--seeds", "Runs of every cell.")] = 3,
-    target: Annotated[float, _number("--target", "Training loss to reach.")] = 0.2,
+    seeds: Annotated[int, whole("--seeds", "Runs of every cell.")] = 3,
+    target: Annotated[float, number("--target", "Training loss to reach.")] = 0.2,
     *,
     by_label: Annotated[
-        bool, typer.Option("--by-label", help="Every worker sees other digits.")
+        bool, typer.Option("--by-label", help="Give every worker other digits, by label.")
     ] = False,
     json_: options.Json = False,
 ) -> None:
-    """Train a small network with CO2, SlowMo and local SGD, beside the bound: a trend, no check."""
+    """Train a small network with CO2, SlowMo and local SGD, and show trends beside the bound."""
     from analysis.convergence import trends as networks  # noqa: PLC0415 - scipy, only for this command
 
     if min(workers, steps, seeds) < 1:
         raise OptionError("--workers, --steps and --seeds must be at least 1")
+    if workers > networks.MOST_WORKERS:
+        raise OptionError(f"--workers is {workers}; it must be at most {networks.MOST_WORKERS}")
+    if steps * seeds > networks.MOST_KEPT:
+        raise OptionError(
+            f"--steps times --seeds is {steps * seeds:,}; it must be at most"
+            f" {networks.MOST_KEPT:,}: every step is kept in memory"
+        )
     wanted = [options.whole("--taus")(text) for text in taus.split(",")]
     if not all(1 <= each <= steps for each in wanted):
         raise OptionError(f"--taus is {taus!r}; each must be from 1 to --steps, {steps}")
@@ -244,13 +236,16 @@ def verify(
         bool, typer.Option("--quick", help="A smaller protocol: under a minute on 2 cores.")
     ] = False,
     jobs: Annotated[
-        int, typer.Option(parser=options.whole("--jobs"), metavar="N", help="Processes.")
+        int,
+        typer.Option(
+            parser=options.whole("--jobs"), metavar="N", help="Processes; 0: one per core."
+        ),
     ] = 0,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Check the bound against measurement and write a report; exit code 1 if it fails.
 
-    What was measured stays in the folder: a run that was interrupted goes on where it was.
+    Measured cells stay in the folder: after an interruption the same command goes on from there.
     """
     from rich.console import Console  # noqa: PLC0415 - only for this command
     from rich.progress import Progress  # noqa: PLC0415

@@ -190,8 +190,8 @@ def explain(choices: Sequence[Choice], most: int) -> Iterator[str]:
     timing, least = chosen.timing, chosen.bound
     fastest = max(map(_steps, choices))
     yield (
-        f"tau = {timing.tau} makes {_steps(chosen) / fastest:.0%} of the most steps that any tau"
-        f" makes; {timing.share} of its rounds is exposed communication."
+        f"tau = {timing.tau} takes {_steps(chosen) / fastest:.0%} of the steps of the fastest tau;"
+        f" {timing.share} of its rounds is exposed communication."
     )
     rare = least.staleness + least.drift
     yield (
@@ -224,7 +224,7 @@ def _steps(choice: Choice) -> int:
 
 def _compared(other: Choice, chosen: Choice, fastest: int) -> str:
     return (
-        f"A tau of {other.timing.tau} makes {_steps(other) / fastest:.0%} of the steps"
+        f"A tau of {other.timing.tau} takes {_steps(other) / fastest:.0%} of these steps"
         f" ({other.timing.share} exposed); its bound is"
         f" {other.bound.total / chosen.bound.total - 1:+.1%}"
     )

@@ -36,7 +36,7 @@ def print_tau(
     columns = ["tau", "round", "exposed", *(f"bound after {_time(time)}" for time, _ in advices)]
     if target is not None:
         columns.append(f"time to {target:g}")
-    title = f"{titles[0]}; * least" if alike else "* least"
+    title = f"{titles[0]}; * least bound" if alike else "* least bound"
     print_table(out, title, columns if alike else ["rounds", *columns], rows)
     for time, choices in advices:
         why = " ".join(explain(choices, _most(timings))) if choices else ""
@@ -48,7 +48,8 @@ def print_tau(
 
 
 def _title(timing: Timing) -> str:
-    return f"{timing.workers} workers, averages {timing.delay} rounds late; rounds {timing.source}"
+    late = f"{timing.delay} round{'' if timing.delay == 1 else 's'} late"
+    return f"{timing.workers} workers, averages {late}; rounds {timing.source}"
 
 
 def _most(timings: Sequence[Timing]) -> int:

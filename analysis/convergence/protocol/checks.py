@@ -158,7 +158,7 @@ def rate_checks(findings: RateFindings) -> Iterator[Check]:
     unlike = [line.significant for line in findings.fits if line.heterogeneous]
     alike = [line.significant for line in findings.fits if not line.heterogeneous]
     yield Check(
-        "the term G tau/T is found for heterogeneous problems and not for homogeneous ones",
+        "the term G tau/T is significant for heterogeneous problems, not for homogeneous ones",
         bool(unlike) and all(unlike) and not any(alike),
         f"heterogeneous {sum(unlike)} of {len(unlike)}, homogeneous {sum(alike)} of {len(alike)}",
     )
@@ -184,7 +184,7 @@ def control_checks(findings: ControlFindings) -> Iterator[Check]:
         f"f - f_inf grows at least {growth:,.0f} fold in 500 rounds",
     )
     yield Check(
-        "negative control: runs without the delay fit SlowMo's oracle, and CO2's refuses them",
+        "negative control: runs without the delay fit SlowMo's oracle and not CO2's",
         findings.delay_fails,
         f"|z| up to {negative.delay_0_against_delay_0:.1f} against SlowMo's,"
         f" {negative.delay_0_against_delay_1:.0f} against CO2's",

@@ -53,7 +53,7 @@ def measure(
             delayed(_measured)(at, tasks[at]) for at in missing
         )
         for at, cell in results:
-            write_atomically({places[at]: to_json(cell, inf_nan_mode="constants")})
+            write_atomically({places[at]: encoded(cell)})
             cells[at] = cell
             progress(len(cells), len(tasks))
     return [cells[at] for at in range(len(tasks))]
@@ -66,6 +66,11 @@ def kept(path: Path, task: Task) -> Cell | None:
     except (FileNotFoundError, ValueError):
         return None
     return cell if cell.task == task else None
+
+
+def encoded(cell: Cell) -> bytes:
+    """The JSON that `kept` reads again; what diverged stays infinite or NaN."""
+    return to_json(cell, inf_nan_mode="constants")
 
 
 def _measured(at: int, task: Task) -> tuple[int, Cell]:

@@ -138,7 +138,7 @@ def sensitivity(rows: Sequence[TightnessRow]) -> dict[str, Sensitivity]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
+class ConfigurationLine:
     """One row in the words of the report."""
 
     family: str
@@ -191,8 +191,8 @@ class GridFindings:
     resampled: int
     most_seeds: int
     violations: int
-    worst: tuple[Configuration, ...]
-    violating: tuple[Configuration, ...]
+    worst: tuple[ConfigurationLine, ...]
+    violating: tuple[ConfigurationLine, ...]
     by_family: dict[str, RatioGroup]
     by_term: dict[str, RatioGroup]
     by_penalty: dict[str, RatioGroup]
@@ -200,7 +200,7 @@ class GridFindings:
     noticed: dict[str, Sensitivity]
     noticed_usually: dict[str, Sensitivity]
     published: PublishedBound
-    beyond: tuple[Configuration, ...]
+    beyond: tuple[ConfigurationLine, ...]
 
 
 def summary(rows: Sequence[TightnessRow]) -> GridFindings:
@@ -246,9 +246,9 @@ def _published(rows: Sequence[TightnessRow]) -> PublishedBound:
     return PublishedBound(asked=len(unique), silent=silent)
 
 
-def _configuration(row: TightnessRow) -> Configuration:
+def _configuration(row: TightnessRow) -> ConfigurationLine:
     setting = row.setting
-    return Configuration(
+    return ConfigurationLine(
         family=row.family,
         delay=row.delay,
         penalty=row.rule,

@@ -1,0 +1,46 @@
+"""Options for the constants of a problem and of a run, by their names in the theory."""
+
+from typing import Annotated, Any
+
+import typer
+
+from co2sim.console import options
+
+
+def number(flag: str, words: str) -> Any:
+    """An option that is a number."""
+    return typer.Option(flag, parser=options.number(flag), metavar="N", help=words)
+
+
+def whole(flag: str, words: str) -> Any:
+    """An option that is a whole number."""
+    return typer.Option(flag, parser=options.whole(flag), metavar="N", help=words)
+
+
+Smoothness = Annotated[
+    float, number("--smoothness", "L: Lipschitz constant of every worker's gradient.")
+]
+Noise = Annotated[float, number("--noise", "Sigma squared: variance of one worker's gradient.")]
+Heterogeneity = Annotated[
+    float, number("--heterogeneity", "Zeta squared: mean of |grad f_i - grad f|^2.")
+]
+Gap = Annotated[float, number("--gap", "Delta: loss at the start minus its lowest value.")]
+Workers = Annotated[int, whole("--workers", "G: workers whose models are averaged.")]
+Rounds = Annotated[int, whole("--rounds", "T: rounds; each ends with an average.")]
+LocalSteps = Annotated[int, whole("--local-steps", "Tau: steps between averages.")]
+InnerStep = Annotated[
+    float | None,
+    number(
+        "--inner-step",
+        "Gamma: learning rate of local steps; default: the one with the least bound.",
+    ),
+]
+OuterStep = Annotated[float, number("--outer-step", "Alpha: learning rate of the outer step.")]
+Momentum = Annotated[float, number("--momentum", "Beta: outer momentum, in [0, 1).")]
+Penalty = Annotated[float, number("--penalty", "Lambda: constant divisor of averages, 1 or more.")]
+MostPenalty = Annotated[
+    float | None, number("--most-penalty", "Largest Lambda, if it varies from 1 on.")
+]
+Delay = Annotated[
+    int, whole("--delay", "Rounds until an average is used: 1 is CO2, 0 SlowMo or local SGD.")
+]
