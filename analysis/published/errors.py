@@ -78,7 +78,7 @@ class CellPrediction:
         return self.low <= self.cell.published <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """For JSON; `phases_s` are seconds of a step without overlap, by kernel or collective."""
         return {
             "source": self.cell.source,
             "cell": self.cell.name,
@@ -101,10 +101,10 @@ def calibrations() -> dict[str, Calibration]:
 def validate(cells: Sequence[Cell]) -> list[CellPrediction]:
     """Predict every cell with the constants of the catalog."""
     known = calibrations()
-    return [_row(cell, known.get(cell.group)) for cell in cells]
+    return [_predicted(cell, known.get(cell.group)) for cell in cells]
 
 
-def _row(cell: Cell, calibration: Calibration | None) -> CellPrediction:
+def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     predicted = predict(cell)
     if calibration is None:
         return CellPrediction(cell, predicted)
@@ -129,7 +129,7 @@ def _moves(cell: Cell, group: ConstantGroup, calibration: Calibration) -> tuple[
     of their range.
     """
     values = stated(group, cell.setup.whole_cluster())
-    base = math.log(predict(cell, values, fast=True))
+    base = math.log(predict(cell, fast=True))
     known = {constant.name: constant for constant in group.constants}
     scales = np.array([known[name].high - known[name].low for name in calibration.constants])
     covariance = np.array(calibration.covariance) / np.outer(scales, scales)

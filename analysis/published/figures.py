@@ -7,9 +7,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.published.cells import Cell
 from analysis.published.errors import CellPrediction
-from analysis.published.paper_cells import co2_term
+from analysis.published.paper_cells import co2_cell
 from analysis.published.papers import Paper, papers
 from analysis.published.predict import predict
 from co2sim.console.figures import BLUE, GREEN, PURPLE, STYLE, VERMILION, render
@@ -51,15 +50,7 @@ def curves(paper: Paper) -> Curves:
         name = text.partition(",")[0]
         points = []
         for gpus in _GPUS:
-            cell = Cell(
-                source="co2",
-                name=name,
-                strategy=name,
-                group="a100-co2",
-                published=1.0,
-                use="check",
-                terms=(co2_term(paper, text, gpus),),
-            )
+            cell = co2_cell(paper, text, gpus, value=1.0, use="check")
             points.append((gpus, predict(cell)))
         found[name] = points
     return found

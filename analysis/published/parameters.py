@@ -71,12 +71,14 @@ class ExternalConstant:
 class ConstantGroup:
     """Constants that are fitted together on the fit cells of one source.
 
-    `external` are numbers that were measured elsewhere and are not fitted.
+    `cluster` is the one of the catalog that uses them. `external` are numbers that were measured
+    elsewhere and are not fitted.
     """
 
     name: str
     source: str
     generation: str
+    cluster: str
     constants: tuple[Constant, ...]
     external: tuple[ExternalConstant, ...] = ()
 
@@ -90,6 +92,7 @@ GROUPS = {
             "v100-zeropp",
             "zeropp",
             "V100",
+            "dgx2-calibrated",
             (
                 Constant(
                     "operand_efficiency", "gpu.kernels.operand_efficiency",
@@ -107,6 +110,7 @@ GROUPS = {
             "a100-data-parallel",
             "vtrain",
             "A100",
+            "a100-node-calibrated",
             (
                 Constant(
                     "operand_efficiency", "gpu.kernels.operand_efficiency",
@@ -134,6 +138,7 @@ GROUPS = {
             "a100-co2",
             "co2",
             "A100",
+            "a100-tcp80-calibrated",
             (
                 Constant(
                     "compute_efficiency", "gpu.efficiency",

@@ -22,13 +22,6 @@ from analysis.published.paper_cells import Unpredicted, unpredicted
 from analysis.published.parameters import GROUPS, Constant, cluster_of, stated
 from co2sim.units import duration
 
-_CLUSTERS = {
-    "v100-zeropp": "dgx2-calibrated",
-    "a100-data-parallel": "a100-node-calibrated",
-    "a100-co2": "a100-tcp80-calibrated",
-}
-"""Where each group's constants are in use."""
-
 _TOKENS = (512, 1024, 2048, 4096, 8192)
 """Tokens per GPU and step that are assumed for CO2's runs."""
 
@@ -131,7 +124,7 @@ def estimates() -> list[ConstantEstimate]:
     found = []
     for name, calibration in calibrations().items():
         group = GROUPS[name]
-        values = stated(group, cluster_of(_CLUSTERS[name], ()))
+        values = stated(group, cluster_of(group.cluster, ()))
         for place, constant in enumerate(group.constants):
             half = calibration.factor * calibration.covariance[place][place] ** 0.5
             value = values[constant.name]
