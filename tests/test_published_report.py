@@ -76,12 +76,14 @@ def test_mechanisms_change_what_they_are_about(cells: list[Cell], report: Valida
 
 
 def test_an_ablation_that_changes_nothing_is_refused(cells: list[Cell]) -> None:
-    """Options as they are, or unknown, are errors; cells of other strategies stay as they are."""
+    """Options as they are, or unknown names, are errors; cells of other strategies stay."""
     cell = the(cells, "18B, 2048 tokens, 8 x 100 Gbit/s, zero3")
     with pytest.raises(OptionError, match="max_reuse=1e9 changes nothing in zero3"):
         with_strategy_options(cell, "zero3", {"max_reuse": "1e9"})
     with pytest.raises(OptionError, match="zero3 has no option 'max_use'"):
         with_strategy_options(cell, "zero3", {"max_use": "1"})
+    with pytest.raises(OptionError, match="unknown strategy 'zero33'; did you mean 'zero3'"):
+        with_strategy_options(cell, "zero33", {"max_reuse": "1"})
     assert with_strategy_options(cell, "zero2", {"owners": "true"}) == cell
     other = with_strategy_options(cell, "zero3", {"max_reuse": "1"})
     assert getattr(other.setup.strategy, "max_reuse", None) == 1

@@ -7,9 +7,9 @@ from typing import Literal
 from analysis.published.parameters import GROUPS, cluster_of, model_of, replaced
 from co2sim.case import Case
 from co2sim.cluster import Cluster
-from co2sim.errors import OptionError
+from co2sim.errors import OptionError, nearest
 from co2sim.published_cells import Use
-from co2sim.strategies import Strategy, parse, with_options
+from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
 from co2sim.workload import Recompute
 
@@ -135,8 +135,11 @@ def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
 def with_strategy_options(cell: Cell, strategy: str, options: Mapping[str, str]) -> Cell:
     """The cell with other options, as texts, wherever it runs the strategy of that name.
 
-    Raises OptionError for an unknown option, and where the options are as given already.
+    Raises OptionError for an unknown strategy or option, and where nothing would change because a
+    strategy has these options already.
     """
+    if strategy not in STRATEGIES:
+        raise OptionError(f"unknown strategy {strategy!r}; {nearest(strategy, STRATEGIES)}")
 
     def change(setup: RunSetup) -> RunSetup:
         if setup.strategy.name != strategy:
