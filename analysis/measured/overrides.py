@@ -18,7 +18,6 @@ _UNITS: dict[str, Unit] = {
     "memory": "B",
     "memory_bandwidth": "B/s",
     "launch_overhead": "s",
-    "price_per_gpu": "USD/s",
 }
 """Units of the numbers that have one; the others are plain."""
 
@@ -31,6 +30,9 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     if "gpu" in changes:
         raise OptionError("--set gpu: name a whole cluster with --cluster as well, or set gpu.NAME")
     tree = _texts(asdict(cluster)) | {"gpu": _gpu(cluster.gpu)}
+    currency = tree.pop("currency", "USD")  # a file states it as the unit of the price
+    if "price_per_gpu" in tree:
+        tree["price_per_gpu"] = f"{cluster.price_per_gpu!r} {currency}/s"
     for path, text in changes.items():
         override(tree, path, text)
     tree["name"] = f"{cluster.name}, with " + ", ".join(f"{p}={t}" for p, t in changes.items())
