@@ -145,7 +145,7 @@ def _memory(world: World) -> Bytes:
 
 
 def _shared(world: World, value: T) -> T:
-    """What rank 0 has."""
+    """The value of rank 0, on all ranks."""
     box: list[T] = [value]
     if world.layout.world_size > 1:
         dist.broadcast_object_list(box, 0)

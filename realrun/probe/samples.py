@@ -26,9 +26,10 @@ class ComputeSample:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How many times as long something takes beside the other as alone.
+    """How many times as long an op takes while the other kind runs as it takes alone.
 
-    `compute` is a kernel under all-reduces of its rank, `communication` one of these under kernels.
+    `compute`: a kernel during all-reduces of its rank. `communication`: an all-reduce during
+    kernels.
     """
 
     compute: float
@@ -37,11 +38,12 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a probe saw.
+    """All that a probe measured.
 
-    `compute` has samples by precision, `copies` those that only move memory; both are empty when
-    no kernel was run. `launch` is the time of an empty op, `handover` what it takes in addition
-    when it waits for another stream. `slowdown` is None if it was not measured.
+    `machine` describes the hardware, `memory` is that of one rank. `compute` has samples by
+    precision, `copies` those that only move memory; both are empty when no kernel was run. `launch`
+    is the time of an empty op, `handover` what it takes in addition when it waits for another
+    stream. `slowdown` is None if it was not measured.
     """
 
     layout: Layout

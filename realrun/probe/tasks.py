@@ -1,4 +1,4 @@
-"""What a probe executes, as schedules, and how their times are read from the traces."""
+"""The schedules that a probe executes, and the times that it reads from their traces."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ _ALONE, _UNDER = 6, 12
 
 
 def groups(layout: Layout) -> list[Group]:
-    """Groups that differ: those of more than one rank, world alone if another equals it."""
+    """The groups to measure: those of more than one rank, each set of ranks once."""
     found = [WORLD] if layout.world_size > 1 else []
     if layout.nodes > 1 and layout.gpus_per_node > 1:
         found = [NODE, PEERS, WORLD]
@@ -117,7 +117,7 @@ def durations(traces: Iterable[Trace], schedule: Schedule) -> dict[str, list[Sec
 
 
 def slowdown(trace: Trace) -> Slowdown:
-    """What one rank saw of `overlapped`."""
+    """The slowdown of one rank in `overlapped`."""
     kernels: tuple[list[Seconds], list[Seconds]] = ([], [])
     reduces: tuple[list[Seconds], list[Seconds]] = ([], [])
     for turn in range(1, trace.rounds):
@@ -145,5 +145,5 @@ def _times(spans: Iterable[Span]) -> list[Seconds]:
     return [span.end - span.start for span in spans]
 
 
-def _ratio(alone: Sequence[Seconds], beside: Sequence[Seconds]) -> float:
-    return median(beside) / median(alone) if alone and beside else 1.0
+def _ratio(alone: Sequence[Seconds], overlapping: Sequence[Seconds]) -> float:
+    return median(overlapping) / median(alone) if alone and overlapping else 1.0
