@@ -11,8 +11,9 @@ STAMP := $(VENV)/.installed
 .PHONY: run test bench fidelity verify failures convergence time-to-loss peers overhead golden format clean
 
 run: $(STAMP)
-	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
-	  --strategy co2:tau=48,worker=node,inner=zero2 --strategy zeropp --strategy zero2 --strategy ddp \
+	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
+	  --set gpu=a100-80-transnormer --strategy co2:tau=48,worker=node,inner=zero2,dtype=bf16,average=leader \
+	  --strategy zeropp --strategy zero2:owners=true,bucket=8388608 --strategy ddp \
 	  --gpus 8,16,32,64,128 --published papers/co2/results.toml --out out
 
 test: $(STAMP)-dev

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Sequence
 from itertools import groupby
+from textwrap import fill
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -16,6 +17,8 @@ from co2sim.result import Result
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
 """Okabe and Ito: told apart by colour-blind readers."""
 _MARKERS = "osD^vP*X"
+_WIDTH = 60
+"""Characters of a line of a title or of the legend."""
 
 
 def draw(
@@ -45,7 +48,7 @@ def draw(
             stars = [c for c in cells if (c.cluster, c.quantity) == (cluster, THROUGHPUT)]
             _throughput(above, found, names, stars)
             _per_gpu(below, found, names)
-            above.set_title(found[0].cluster, fontsize=9)
+            above.set_title(fill(found[0].cluster, _WIDTH), fontsize=9)
         axes[0][0].set_ylabel(f"{results[0].unit}s/s, all GPUs")
         smallest = min(result.gpus for result in results)
         counted = "1 GPU" if smallest == 1 else f"{smallest} GPUs"
@@ -56,9 +59,8 @@ def draw(
             for axis in row
             for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False
-        )
+        labels = [fill(label, _WIDTH) for label in handles]
+        figure.legend(handles.values(), labels, loc="outside lower center", ncols=2, frameon=False)
         first = results[0]
         figure.suptitle(
             f"{first.model}, {first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step,"

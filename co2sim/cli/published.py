@@ -2,9 +2,10 @@
 
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from co2sim.case import Case
 from co2sim.errors import CatalogError, Co2simError
@@ -45,11 +46,14 @@ class Comparison:
 def load_cells(path: Path) -> list[Cell]:
     """The throughputs and scalability ratios among the `[[cell]]` tables of a results file.
 
+    Where a `paper.toml` beside the file says on which cluster its runs are simulated, and with
+    which options of strategies, every cell is there twice: as published, and as simulated.
     Cells of other quantities, and of strategies that are not ours, are left out. Raises
     CatalogError when the file is no results file.
     """
     found = []
     try:
+        simulated = _simulation(path.with_name("paper.toml"))
         for number, cell in enumerate(tomllib.loads(path.read_text())["cell"]):
             missing = [key for key in ("quantity", "value", "where", "use") if key not in cell]
             if missing:
@@ -71,9 +75,29 @@ def load_cells(path: Path) -> list[Cell]:
                         note=str(cell.get("note", "")),
                     )
                 )
+                options = simulated.get("options", {})
+                run = _title(_with_options(str(cell.get("strategy", "")), options))
+                if keys and run and simulated:
+                    found.append(replace(found[-1], cluster=simulated["cluster"], strategy=run))
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise CatalogError(f"{path} holds no published cells: {error}") from error
     return found
+
+
+def _simulation(path: Path) -> Mapping[str, Any]:
+    """The `[simulation]` table of a paper; empty where there is none."""
+    found: Mapping[str, Any] = {}
+    if path.is_file():
+        found = tomllib.loads(path.read_text()).get("simulation", found)
+    return found
+
+
+def _with_options(strategy: str, options: Mapping[str, str]) -> str:
+    """A strategy, as published, with the options that its framework gives it."""
+    extra = options.get(strategy.partition(":")[0].partition("(")[0])
+    if not extra:
+        return strategy
+    return f"{strategy},{extra}" if ":" in strategy else f"{strategy}:{extra}"
 
 
 def cases_of(cells: Sequence[Cell], cases: Sequence[Case]) -> list[Case]:
