@@ -1,4 +1,5 @@
 # make run: the main job. make test: what CI runs. make bench: the speed of the simulator.
+# make docs: the pages of docs/ as a site in out/docs.
 # make fidelity: predicted against measured in the lab (root, 30 min). make failures: ranks that die.
 # make convergence: what every strategy learns (an hour). make time-to-loss, make peers: in the lab (root).
 # make overhead: what CO2 itself costs (a few minutes).
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: run test bench fidelity verify failures convergence time-to-loss peers overhead golden format clean
+.PHONY: run test docs bench fidelity verify failures convergence time-to-loss peers overhead golden format clean
 
 run: $(STAMP)
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
@@ -22,6 +23,10 @@ test: $(STAMP)-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -n auto
+
+docs: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+	@echo "open out/docs/index.html"
 
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py
@@ -69,4 +74,8 @@ $(STAMP): pyproject.toml | $(BIN)/python
 
 $(STAMP)-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(STAMP)
+
+$(STAMP)-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@ $(STAMP)

@@ -1,0 +1,60 @@
+"""The README and the pages of docs/: their blocks, links and headings."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCE = re.compile(
+    r'^```(?P<kind>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL
+)
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its title (a path) if it has one, and what it holds."""
+
+    kind: str
+    title: str | None
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """What stands behind `$ `."""
+        lines = self.text.splitlines()
+        return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+
+
+def blocks(page: Path) -> list[Block]:
+    """All fenced blocks of a page, in order."""
+    return [Block(m["kind"], m["title"], m["text"]) for m in _FENCE.finditer(page.read_text())]
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page that are meant to be run as they stand."""
+    return [line for block in blocks(page) if block.kind == "console" for line in block.commands]
+
+
+def links(page: Path) -> Iterator[tuple[Path, str | None]]:
+    """Every relative link of a page: the file, and the heading in it if one is named."""
+    text = _FENCE.sub("", page.read_text())
+    for target, anchor in _LINK.findall(text):
+        yield (page.parent / target).resolve() if target else page, anchor or None
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which a code host lets one link to the headings of a page."""
+    text = _FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def applied(diff: str, text: str) -> str:
+    """The text after a diff of one hunk; what it takes away must be there, once."""
+    lines = diff.splitlines()
+    old, new = ("\n".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
+    assert text.count(old) == 1, old
+    return text.replace(old, new)
