@@ -66,6 +66,7 @@ def test_python_examples_run(page: Path, number: int, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", QUICK)
 def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command that only computes ends with exit code 0."""
@@ -79,6 +80,7 @@ def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not ended.value.code
 
 
+@pytest.mark.slow
 def test_the_study_prints_what_its_page_shows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +205,7 @@ def follow(block: Block, project: Path) -> None:
         assert (project / block.title).read_text() == block.text
 
 
+@pytest.mark.slow
 def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
     """Who follows the page gets a strategy that runs, its golden file, and tests that pass."""
     tests = ("conftest.py", "tiny.py", "test_strategies.py")
@@ -224,6 +227,7 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+@pytest.mark.slow
 def test_the_first_prediction_is_a_calibrated_one() -> None:
     """`make run` shows published cells of 80 Gbit/s beside a prediction that is within 6.5 %."""
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
@@ -304,6 +308,7 @@ def test_targets_of_make_exist(page: Path) -> None:
     assert set(re.findall(r"`make ([\w-]+)`", page.read_text())) <= targets()
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
     """The strict build finds no broken link and no page outside the navigation; nothing is remote.
 
