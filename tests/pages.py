@@ -1,6 +1,9 @@
 """The README and the pages of docs/: their blocks, links and headings."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -58,3 +61,41 @@ def applied(diff: str, text: str) -> str:
     old, new = ("\n".join(line[1:] for line in lines if line[0] in kept) for kept in (" -", " +"))
     assert text.count(old) == 1, old
     return text.replace(old, new)
+
+
+TOY = ROOT / "docs" / "add-a-strategy.md"
+"""The page that is executed as a whole, in a copy of the project."""
+STUDY = ROOT / "docs" / "what-if-study.md"
+
+COMMANDS = dict.fromkeys(
+    line for page in PAGES if page != TOY for line in commands(page)
+)  # in order, each once
+QUICK = [line for line in COMMANDS if re.match(r"co2sim |co2analysis (bound|tau) ", line)]
+IN_A_LAB = [line for line in COMMANDS if line.startswith("co2analysis lab ")]
+TRAINING = [line for line in COMMANDS if line.startswith("realrun lab run ")]
+ON_CORES = [
+    line for line in COMMANDS if re.match(r"realrun (probe|run) |co2analysis compare ", line)
+]
+STUDIES = [line for line in COMMANDS if line.startswith("python ")]
+
+
+def shell(script: str, folder: Path, root: Path = ROOT) -> str:
+    """What a script prints, with the commands of `root` on the path; it must succeed."""
+    shims = folder / "bin"
+    shims.mkdir(exist_ok=True)
+    for name, module in (("co2sim", "co2sim"), ("co2analysis", "analysis"), ("realrun", "realrun")):
+        shim = shims / name
+        shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        shim.chmod(0o755)
+    found = f"{shims}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["/bin/bash", "-euc", script],
+        cwd=folder,
+        env={**os.environ, "PATH": found, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

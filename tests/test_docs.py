@@ -15,27 +15,23 @@ from pathlib import Path
 
 import pytest
 import typer
-from pages import PAGES, ROOT, Block, anchors, applied, blocks, commands, links
+from pages import (
+    COMMANDS,
+    IN_A_LAB,
+    ON_CORES,
+    PAGES,
+    QUICK,
+    ROOT,
+    STUDIES,
+    STUDY,
+    TRAINING,
+    anchors,
+    blocks,
+    links,
+)
 
 from co2sim import study
 from co2sim.cli.published import Cell, load_cells
-from realrun.errors import LabError
-from realrun.launch.lab import check_machine
-
-TOY = ROOT / "docs" / "add-a-strategy.md"
-"""The page that is executed as a whole, in a copy of the project."""
-STUDY = ROOT / "docs" / "what-if-study.md"
-
-COMMANDS = dict.fromkeys(
-    line for page in PAGES if page != TOY for line in commands(page)
-)  # in order, each once
-QUICK = [line for line in COMMANDS if re.match(r"co2sim |co2analysis (bound|tau) ", line)]
-IN_A_LAB = [line for line in COMMANDS if line.startswith("co2analysis lab ")]
-TRAINING = [line for line in COMMANDS if line.startswith("realrun lab run ")]
-ON_CORES = [
-    line for line in COMMANDS if re.match(r"realrun (probe|run) |co2analysis compare ", line)
-]
-STUDIES = [line for line in COMMANDS if line.startswith("python ")]
 
 EXAMPLES = [
     (page, number)
@@ -44,13 +40,12 @@ EXAMPLES = [
     if block.kind == "python" and not block.title
 ]
 SCRIPTS = [(page, block.text) for page in PAGES for block in blocks(page) if block.kind == "sh"]
-WITH_TORCHRUN = next(text for _, text in SCRIPTS if "torchrun" in text)
 NOT_YET = {"check", "mutants"}
-"""Targets that the pages name and the Makefile of this branch does not have."""
+"""Targets that the pages name and the Makefile is about to get."""
 
 
 def test_every_command_is_executed_by_one_of_the_tests() -> None:
-    """No command of a page is of a kind that no test below runs."""
+    """No command of a page is of a kind that is run neither here nor in test_docs_real."""
     assert QUICK
     run = [*QUICK, *IN_A_LAB, *TRAINING, *ON_CORES, *STUDIES]
     assert sorted(run) == sorted(COMMANDS)
@@ -91,132 +86,6 @@ def test_the_study_prints_what_its_page_shows(
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     (shown,) = (block.text for block in blocks(STUDY) if block.title)
     assert printed == shown.splitlines()
-
-
-def shell(script: str, folder: Path, root: Path = ROOT) -> str:
-    """What a script prints, with the commands of `root` on the path; it must succeed."""
-    shims = folder / "bin"
-    shims.mkdir(exist_ok=True)
-    for name, module in (("co2sim", "co2sim"), ("co2analysis", "analysis"), ("realrun", "realrun")):
-        shim = shims / name
-        shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-        shim.chmod(0o755)
-    found = f"{shims}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["/bin/bash", "-euc", script],
-        cwd=folder,
-        env={**os.environ, "PATH": found, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture
-def lab() -> None:
-    """Skip where no lab can be built."""
-    pytest.importorskip("torch")
-    try:
-        check_machine()
-    except LabError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.lab
-@pytest.mark.dist
-@pytest.mark.usefixtures("lab")
-@pytest.mark.parametrize("command", IN_A_LAB)
-def test_commands_of_the_lab_run(command: str, tmp_path: Path) -> None:
-    """CO2 and DDP in a lab of four nodes, predicted beside measured, with figures; one round."""
-    printed = shell(f"{command} --rounds 1", tmp_path)
-    assert "error of round time, median" in printed
-    for name in ("ddp-bucket_mib=2.0", "co2-tau=4"):
-        assert (tmp_path / "out" / f"timelines-{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.lab
-@pytest.mark.dist
-@pytest.mark.usefixtures("lab")
-@pytest.mark.parametrize("command", TRAINING)
-def test_training_in_the_lab_runs(command: str, tmp_path: Path) -> None:
-    """The GPT learns with CO2 on four slow nodes; only smaller, and for two rounds."""
-    shell(f"{command} --size tiny --steps 24 --warmup 4", tmp_path)
-    rows = (tmp_path / "out" / "train" / "log.csv").read_text().splitlines()
-    assert rows[-1].startswith("24,")
-    assert (tmp_path / "out" / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def changed(script: str, *changes: tuple[str, str]) -> str:
-    """The script as it can be run here; everything that is replaced must stand in it."""
-    for written, here in changes:
-        assert written in script
-        script = script.replace(written, here)
-    return script
-
-
-@pytest.mark.dist
-def test_commands_on_local_cores_run(tmp_path: Path) -> None:
-    """Probe, run and compare, one after the other; only shorter."""
-    pytest.importorskip("torch")
-    script = changed(
-        "\n".join(ON_CORES),
-        ("probe ", "probe --quick "),
-        ("model.seq_len=256", "model.seq_len=64"),
-        ("-s ddp --out", "-s ddp --rounds 1 --out"),
-    )
-    assert "error of round time, median" in shell(script, tmp_path)
-
-
-@pytest.mark.dist
-def test_commands_of_torchrun_run(tmp_path: Path) -> None:
-    """As written, but on two local ranks over Gloo, with a model and a probe of a few seconds."""
-    pytest.importorskip("torch")
-    script = changed(
-        WITH_TORCHRUN,
-        ("--nnodes 2 --nproc-per-node 8", "--nnodes 1 --nproc-per-node 2"),
-        ("--rdzv-backend c10d --rdzv-endpoint first-node:29500", "--standalone"),
-        ("nccl", "gloo"),
-        ("gpt2-xl", "tiny-5m --set model.seq_len=64 --rounds 1"),
-        ("probe ", "probe --quick "),
-    )
-    printed = shell(script, tmp_path)
-    assert "error of round time, median" in printed
-    assert (tmp_path / "out" / "timelines-ddp.png").exists()
-
-
-# --- the toy strategy ---------------------------------------------------------------------------
-
-
-def follow(block: Block, project: Path) -> None:
-    """Do what one block of the page says."""
-    if block.kind == "console":
-        for line in block.commands:
-            shell(line, project, project)
-    elif block.title and block.kind == "python":
-        (project / block.title).write_text(block.text)
-        shell(f"ruff format --check {block.title}; ruff check {block.title}", project, project)
-    elif block.title and block.kind == "diff":
-        path = project / block.title
-        path.write_text(applied(block.text, path.read_text()))
-    elif block.title:
-        assert (project / block.title).read_text() == block.text
-
-
-@pytest.mark.slow
-def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
-    """Who follows the page gets a strategy that runs, its golden file, and tests that pass."""
-    tests = ("conftest.py", "tiny.py", "test_strategies.py")
-    shutil.copytree(ROOT / "co2sim", tmp_path / "co2sim")
-    (tmp_path / "tests" / "golden").mkdir(parents=True)
-    for name in (*(f"tests/{name}" for name in tests), "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    for block in blocks(TOY):
-        follow(block, tmp_path)
-    assert (tmp_path / "tests" / "golden" / "stale_ddp.txt").exists()
-    assert (tmp_path / "out" / "scale.csv").exists()
 
 
 # --- the first page -----------------------------------------------------------------------------
