@@ -13,8 +13,9 @@ STAMP := $(VENV)/.installed
   mutants golden format lint clean
 
 run: $(STAMP)
-	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80 --cluster a100-roce800 \
-	  --strategy co2:tau=48,worker=node,inner=zero2 --strategy zeropp --strategy zero2 --strategy ddp \
+	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
+	  --set gpu=a100-80-transnormer --strategy co2:tau=48,worker=node,inner=zero2,dtype=bf16,average=leader \
+	  --strategy zeropp --strategy zero2:owners=true,bucket=8388608 --strategy ddp \
 	  --gpus 8,16,32,64,128 --published papers/co2/results.toml --out out
 
 lint: $(STAMP)-dev
@@ -29,8 +30,9 @@ check: lint
 test: lint
 	$(BIN)/pytest -n auto --dist loadscope --durations=25
 
-docs: $(STAMP)-dev
-	$(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml --site-dir $(CURDIR)/out/docs
+docs: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+	@echo "open out/docs/index.html"
 
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py $(QUICK)
@@ -84,4 +86,8 @@ $(STAMP): pyproject.toml | $(BIN)/python
 
 $(STAMP)-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(STAMP)
+
+$(STAMP)-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@ $(STAMP)

@@ -1,7 +1,7 @@
 """Published results (`papers/*/results.toml`): the models of their cells, and their one reader."""
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -197,3 +197,11 @@ _KINDS: tuple[type[PublishedCell], ...] = (
 def _of(kind: type[PublishedCell]) -> tuple[str, ...]:
     """The quantities of a kind of cell."""
     return get_args(kind.model_fields["quantity"].annotation)
+
+
+def with_options(strategy: str, options: Mapping[str, str]) -> str:
+    """A strategy, as published, with the options that its framework gives it."""
+    extra = options.get(strategy.partition(":")[0].partition("(")[0])
+    if not extra:
+        return strategy
+    return f"{strategy},{extra}" if ":" in strategy else f"{strategy}:{extra}"

@@ -1,14 +1,21 @@
 """Published throughputs and scalability ratios, and their prediction."""
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from co2sim.case import Case
-from co2sim.errors import Co2simError
+from co2sim.errors import CatalogError, Co2simError
 from co2sim.metrics import scalability_ratio
-from co2sim.published_cells import ScalabilityCell, SpeedCell, ThroughputCell, read_cells
+from co2sim.published_cells import (
+    ScalabilityCell,
+    SpeedCell,
+    ThroughputCell,
+    read_cells,
+    with_options,
+)
 from co2sim.result import Result
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -48,13 +55,36 @@ class SpeedComparison:
 
 
 def read_speeds(path: Path) -> list[SpeedCell]:
-    """The throughputs and scalability ratios of a results file, of strategies that are ours."""
+    """The throughputs and scalability ratios of a results file, of strategies that are ours.
+
+    Where a `paper.toml` beside the file says on which cluster its runs are simulated, and with
+    which options of strategies, every cell is there twice: as published, and as simulated.
+    """
     speeds = [one for one in read_cells(path) if isinstance(one, ThroughputCell | ScalabilityCell)]
-    return [cell for cell in speeds if _title(cell.strategy)]
+    plan = _simulation(path.with_name("paper.toml"))
+    found = []
+    for cell in speeds:
+        run = with_options(cell.strategy, plan.get("options", {}))
+        if _title(cell.strategy):
+            found.append(cell)
+        if "cluster" in plan and _title(run):
+            found.append(cell.model_copy(update={"cluster": plan["cluster"], "strategy": run}))
+    return found
+
+
+def _simulation(path: Path) -> dict[str, Any]:
+    """The `[simulation]` table of a paper; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        plan: dict[str, Any] = tomllib.loads(path.read_text()).get("simulation", {})
+    except ValueError as error:
+        raise CatalogError(f"{path} says nothing of a paper: {error}") from error
+    return plan
 
 
 def cases_of(cells: Sequence[SpeedCell], cases: Sequence[Case]) -> list[Case]:
-    """Further cases to simulate, so that every cell of the clusters of `cases` has a prediction."""
+    """What to simulate besides `cases`, so that every cell of their clusters has a prediction."""
     like = {(case.cluster, case.model): case for case in cases}
     found = {}
     for cell, strategy in _named(cells):

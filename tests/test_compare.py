@@ -1,6 +1,9 @@
 """Predicted beside measured: the cause that was changed is the cause that is named."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -604,6 +607,31 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1
     assert all(word in err for word in words), err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("shell", "code"),
+    [('"$@"', 0), ('"$@" | head -1; exit ${PIPESTATUS[0]}', 0), ('"$@" >&-', 2)],
+)
+def test_a_shell_gets_no_traceback(shell: str, code: int, tmp_path: Path) -> None:
+    """An ASCII terminal and a name that it cannot print, a reader that has gone, no output."""
+    record = measured("ddp")
+    assert isinstance(record.case.cluster, Cluster)
+    cluster = replace(record.case.cluster, name="Zürich → 3")
+    write(tmp_path / "ddp", replace(record, case=replace(record.case, cluster=cluster)))
+    command = "from analysis.cli import main; main()"
+    bash = shutil.which("bash") or "bash"
+    done = subprocess.run(
+        [bash, "-c", shell, bash, sys.executable, "-c", command, "compare", str(tmp_path / "ddp")],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == (1 if code else 0)
+    assert code or "rich" in done.stdout
 
 
 def test_a_trace_of_another_schedule_is_refused() -> None:

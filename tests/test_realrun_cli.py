@@ -199,6 +199,22 @@ def test_a_reader_that_has_gone_gives_no_traceback(
     assert done.stderr.count("\n") == ("fast" in arguments)
 
 
+@pytest.mark.parametrize("arguments", [("--help",), ("lab", "cluster"), ("run", "--help")])
+def test_a_closed_output_is_refused_in_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """As with `>&-`: exit code 2 and no traceback."""
+    done = subprocess.run(
+        [BASH, "-c", '"$@" >&-', BASH, *REALRUN, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: cannot write the output: the standard output is closed\n"
+
+
 def test_a_terminal_of_ascii_gives_no_traceback(tmp_path: Path) -> None:
     """Names that it cannot print: the message is there, with replacements."""
     done = call(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.errors import CatalogError, OptionError
+from co2sim.published_cells import with_options
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -45,12 +46,7 @@ class Paper:
 
     def strategy(self, text: str) -> str:
         """A strategy with the options that the source's framework gives it."""
-        options = self.about["simulation"].get("options", {})
-        name = text.partition(":")[0].partition("(")[0]
-        extra = options.get(name)
-        if not extra:
-            return text
-        return f"{text},{extra}" if ":" in text else f"{text}:{extra}"
+        return with_options(text, self.about["simulation"].get("options", {}))
 
     def on(self, cluster: str) -> "Paper":
         """The same source, simulated on another cluster."""

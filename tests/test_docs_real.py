@@ -1,0 +1,121 @@
+"""What the pages run on real processes, and the strategy that their guide builds."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from pages import IN_A_LAB, ON_CORES, PAGES, ROOT, TOY, TRAINING, Block, applied, blocks, shell
+
+from realrun.errors import LabError
+from realrun.launch.lab import check_machine
+
+WITH_TORCHRUN = next(
+    block.text
+    for page in PAGES
+    for block in blocks(page)
+    if block.kind == "sh" and "torchrun" in block.text
+)
+
+
+@pytest.fixture
+def lab() -> None:
+    """Skip where no lab can be built."""
+    pytest.importorskip("torch")
+    try:
+        check_machine()
+    except LabError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.lab
+@pytest.mark.dist
+@pytest.mark.usefixtures("lab")
+@pytest.mark.parametrize("command", IN_A_LAB)
+def test_commands_of_the_lab_run(command: str, tmp_path: Path) -> None:
+    """CO2 and DDP in a lab of four nodes, predicted beside measured, with figures; one round."""
+    printed = shell(f"{command} --rounds 1", tmp_path)
+    assert "error of round time, median" in printed
+    for name in ("ddp-bucket_mib=2.0", "co2-tau=4"):
+        assert (tmp_path / "out" / f"timelines-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.lab
+@pytest.mark.dist
+@pytest.mark.usefixtures("lab")
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_in_the_lab_runs(command: str, tmp_path: Path) -> None:
+    """The GPT learns with CO2 on four slow nodes; only smaller, and for two rounds."""
+    shell(f"{command} --size tiny --steps 24 --warmup 4", tmp_path)
+    rows = (tmp_path / "out" / "train" / "log.csv").read_text().splitlines()
+    assert rows[-1].startswith("24,")
+    assert (tmp_path / "out" / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def changed(script: str, *changes: tuple[str, str]) -> str:
+    """The script as it can be run here; everything that is replaced must stand in it."""
+    for written, here in changes:
+        assert written in script
+        script = script.replace(written, here)
+    return script
+
+
+@pytest.mark.dist
+def test_commands_on_local_cores_run(tmp_path: Path) -> None:
+    """Probe, run and compare, one after the other; only shorter."""
+    pytest.importorskip("torch")
+    script = changed(
+        "\n".join(ON_CORES),
+        ("probe ", "probe --quick "),
+        ("model.seq_len=256", "model.seq_len=64"),
+        ("-s ddp --out", "-s ddp --rounds 1 --out"),
+    )
+    assert "error of round time, median" in shell(script, tmp_path)
+
+
+@pytest.mark.dist
+def test_commands_of_torchrun_run(tmp_path: Path) -> None:
+    """As written, but on two local ranks over Gloo, with a model and a probe of a few seconds."""
+    pytest.importorskip("torch")
+    script = changed(
+        WITH_TORCHRUN,
+        ("--nnodes 2 --nproc-per-node 8", "--nnodes 1 --nproc-per-node 2"),
+        ("--rdzv-backend c10d --rdzv-endpoint first-node:29500", "--standalone"),
+        ("nccl", "gloo"),
+        ("gpt2-xl", "tiny-5m --set model.seq_len=64 --rounds 1"),
+        ("probe ", "probe --quick "),
+    )
+    printed = shell(script, tmp_path)
+    assert "error of round time, median" in printed
+    assert (tmp_path / "out" / "timelines-ddp.png").exists()
+
+
+# --- the toy strategy ---------------------------------------------------------------------------
+
+
+def follow(block: Block, project: Path) -> None:
+    """Do what one block of the page says."""
+    if block.kind == "console":
+        for line in block.commands:
+            shell(line, project, project)
+    elif block.title and block.kind == "python":
+        (project / block.title).write_text(block.text)
+        shell(f"ruff format --check {block.title}; ruff check {block.title}", project, project)
+    elif block.title and block.kind == "diff":
+        path = project / block.title
+        path.write_text(applied(block.text, path.read_text()))
+    elif block.title:
+        assert (project / block.title).read_text() == block.text
+
+
+@pytest.mark.slow
+def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
+    """Who follows the page gets a strategy that runs, its golden file, and tests that pass."""
+    tests = ("conftest.py", "tiny.py", "test_strategies.py")
+    shutil.copytree(ROOT / "co2sim", tmp_path / "co2sim")
+    (tmp_path / "tests" / "golden").mkdir(parents=True)
+    for name in (*(f"tests/{name}" for name in tests), "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for block in blocks(TOY):
+        follow(block, tmp_path)
+    assert (tmp_path / "tests" / "golden" / "stale_ddp.txt").exists()
+    assert (tmp_path / "out" / "scale.csv").exists()
