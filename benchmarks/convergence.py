@@ -15,7 +15,7 @@ import os
 import sys
 
 from common import folder, parser
-from convergence_plan import WORKERS, StudyBudget, next_run, read
+from convergence_plan import StudyBudget, next_run, read
 from convergence_report import write
 from convergence_runs import run_ranks
 
@@ -36,7 +36,7 @@ def main() -> None:
         code = 0
         while not given.report and next_run(budget, read(out)) is not None:
             before = len(read(out))
-            code = run_local(ranks, WORKERS)
+            code = run_local(ranks, budget.workers)
             if code > 1 or (code and len(read(out)) == before):
                 break  # control-C, or no run at all; else a failed run is noted, and not repeated
         write(budget, read(out), out)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 
-WORKERS = 4
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
 RATES = (2.5e-3, 5e-3, 1e-2)
@@ -43,12 +42,13 @@ class StudyBudget:
     batch: int = 32
     warmup: int = 48
     eval_every: int = 96
+    workers: int = 4
     quick: bool = False
 
     @classmethod
     def small(cls) -> "StudyBudget":
         """A trial of seconds, too short to mean anything."""
-        return cls("tiny", 24, 32, 4, 12, quick=True)
+        return cls("tiny", 24, 32, 4, 12, workers=2, quick=True)
 
     @property
     def label(self) -> str:

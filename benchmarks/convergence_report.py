@@ -11,7 +11,6 @@ from common import machine, made_by, table
 from convergence_plan import (
     CLIP,
     TUNING_SEED,
-    WORKERS,
     Known,
     StudyBudget,
     configurations,
@@ -90,7 +89,7 @@ def report(frame: pd.DataFrame, budget: StudyBudget, known: Known) -> str:
 # Convergence on real text
 
 A GPT of {facts["parameters"]:,} parameters on the characters of Python {facts["python"]}'s\
- standard library (data {facts["sha256"][:12]}), {WORKERS} workers, {budget.steps} steps of\
+ standard library (data {facts["sha256"][:12]}), {budget.workers} workers, {budget.steps} steps of\
  {budget.batch} x 64 characters ({tokens:,} in all), AdamW, {budget.warmup} steps of warm-up,\
  cosine to a tenth. {machine()}
 

@@ -29,7 +29,7 @@ from co2sim import Case, run
 from realrun.launch.lab import Lab, stated_cluster
 from realrun.record import folder_name
 
-Measured: TypeAlias = dict[str, Any]
+LabRow: TypeAlias = dict[str, Any]
 
 MODELS = ("tiny-5m", "tiny-23m")
 LAYOUTS = ((2, 1), (4, 1), (2, 2))
@@ -94,7 +94,7 @@ def realrun(lab: Lab, *arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "realrun", *inside], check=True, stdout=sys.stderr)
 
 
-def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) -> list[Measured]:
+def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) -> list[LabRow]:
     """Predict from every cluster file, run, and lay side by side.
 
     With `rounds` 0 about five seconds of the median strategy are measured, in 3 to 30 rounds: one
@@ -123,7 +123,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
         ]
     lab, rows = job.lab, []
     for number, seen in enumerate(found):
-        row: Measured = {
+        row: LabRow = {
             "nodes": lab.nodes,
             "gpus_per_node": lab.gpus_per_node,
             "rate": lab.rate,
@@ -155,7 +155,7 @@ def summary(frame: pd.DataFrame, source: str) -> str:
     )
 
 
-def report(rows: Sequence[Measured], kernels: str) -> str:
+def report(rows: Sequence[LabRow], kernels: str) -> str:
     """The table and its summary, in Markdown."""
     frame = pd.DataFrame(rows)
     sources = [name for name in ("stated", "probed") if f"{name}_s" in frame]
@@ -173,7 +173,7 @@ def report(rows: Sequence[Measured], kernels: str) -> str:
 """
 
 
-def _cells(row: Measured, sources: Sequence[str]) -> dict[str, str]:
+def _cells(row: LabRow, sources: Sequence[str]) -> dict[str, str]:
     cells = {
         "nodes x ranks": f"{row['nodes']} x {row['gpus_per_node']}",
         "rate": row["rate"],
@@ -193,11 +193,9 @@ def _cells(row: Measured, sources: Sequence[str]) -> dict[str, str]:
     return cells
 
 
-def in_lab(
-    lab: Lab, jobs: Sequence[LabJob], kernels: str, rounds: int, name: str
-) -> list[Measured]:
+def in_lab(lab: Lab, jobs: Sequence[LabJob], kernels: str, rounds: int, name: str) -> list[LabRow]:
     """Probe a lab, then predict and measure all of its jobs."""
-    rows: list[Measured] = []
+    rows: list[LabRow] = []
     with tempfile.TemporaryDirectory() as place:
         probed, stated = Path(place) / "probed.toml", Path(place) / "stated.toml"
         stated.write_text(stated_cluster(lab))
@@ -224,7 +222,7 @@ def main() -> None:
     jobs = quick_jobs() if given.quick else JOBS[given.kind]()
     rounds = 2 if given.quick else given.rounds
     kernels = "flops" if given.kind == "flops" else "sleep"
-    rows: list[Measured] = []
+    rows: list[LabRow] = []
     with folder(given) as out:
         for lab, group in itertools.groupby(jobs, key=lambda job: job.lab):
             name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}"

@@ -30,7 +30,7 @@ FOLDED = ("ddp", "zero3", "zeropp")
 
 
 @dataclass(frozen=True)
-class Timing:
+class SpeedLine:
     """A measurement and the figure it should meet."""
 
     what: str
@@ -105,31 +105,31 @@ def unfolded(gpus: int) -> None:
     print(json.dumps({"seconds": seconds, "gib": high / 2**30, "rounds": result.rounds_simulated}))
 
 
-def measurements(*, quick: bool) -> list[Timing]:
+def measurements(*, quick: bool) -> list[SpeedLine]:
     """All of them; `quick`: once each."""
     few, many = (1, 1) if quick else (10, 30)
     found = [
-        Timing(f"`{name}`, 7B, 128 GPUs", timed(runs(name), many), "ms", "<= 10 ms")
+        SpeedLine(f"`{name}`, 7B, 128 GPUs", timed(runs(name), many), "ms", "<= 10 ms")
         for name in FOLDED
     ]
-    found.append(Timing(f"`{CO2}`, 7B, 128 GPUs", timed(runs(CO2), few), "ms", "<= 150 ms"))
+    found.append(SpeedLine(f"`{CO2}`, 7B, 128 GPUs", timed(runs(CO2), few), "ms", "<= 150 ms"))
     sizes = interleaved({n: runs("zero3", n) for n in (128, 1024, 16384)}, many)
     base = statistics.median(sizes[128])
     for gpus, times in sizes.items():
         ratio = statistics.median(times) / base
         what = f"`zero3`, {gpus} GPUs ({ratio:.2f} x 128)"
-        found.append(Timing(what, times, "ms", "0.8 to 1.2 x"))
+        found.append(SpeedLine(what, times, "ms", "0.8 to 1.2 x"))
     gpus = 64 if quick else 1024
     alone = [sys.executable, __file__, "--unfolded", str(gpus)]
     large = [json.loads(subprocess.check_output(alone)) for _ in range(1 if quick else 3)]
     memory = max(one["gib"] for one in large)
     what = f"`zero3` step, {gpus} GPUs with jitter, unfolded ({memory:.2f} GiB)"
-    found.append(Timing(what, [one["seconds"] for one in large], "s", "<= 10 s, < 2 GiB"))
+    found.append(SpeedLine(what, [one["seconds"] for one in large], "s", "<= 10 s, < 2 GiB"))
     command = str(Path(sys.executable).with_name("co2sim"))
     shell = [command, "run", "-c", "a100-tcp80", "-m", "llama-7b", "-s", "zero3"]
-    found.append(Timing("`co2sim run` from the shell", process(shell, few), "s", "<= 0.8 s"))
+    found.append(SpeedLine("`co2sim run` from the shell", process(shell, few), "s", "<= 0.8 s"))
     help_ = process([command, "--help"], few)
-    found.append(Timing("`co2sim --help`", help_, "s", "<= 0.3 s"))
+    found.append(SpeedLine("`co2sim --help`", help_, "s", "<= 0.3 s"))
     return found
 
 
