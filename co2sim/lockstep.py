@@ -84,7 +84,8 @@ class _Clock(simpy.Environment):
 def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
     """Starts and ends of all rounds. Raises Overtaken where that takes a simulation."""
     sharing = _sharing(lowered)
-    if lowered.contend or (sharing and len(lowered.classes) == 1):
+    slows = lowered.contend and lowered.cluster.interference > 0
+    if slows or (sharing and len(lowered.classes) == 1):
         raise Overtaken  # one class at a time is faster in SimPy alone
     return _Run(lowered, sharing).times(progress)
 
@@ -145,6 +146,8 @@ class _Run:
         self.starts[numbers], self.ends[numbers] = times[:-1], times[1:]
         self.free[chain.stream] = times[-1]
         self.last[chain.stream] = int(numbers[-1])
+        if self.lowered.contend:
+            self._occupy(times[0].tolist(), times[-1].tolist())
 
     def _meet(self, step: _Meeting, number: int) -> None:
         members = self.members[step.group]
@@ -163,6 +166,18 @@ class _Run:
         self.free[step.stream] = self.ends[number] = ends[members.place]
 
     # --- collectives that may share links: through the network -----------------------------------
+
+    def _occupy(self, starts: Sequence[Seconds], ends: Sequence[Seconds]) -> None:
+        """While a class computes, the NICs of its node attain less."""
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if start < self.reached:
+                raise Overtaken
+            if end > start:
+                self.clock.at(start, partial(self._count, index, 1))
+                self.clock.at(end, partial(self._count, index, -1))
+
+    def _count(self, index: int, change: int, _: simpy.Event) -> None:
+        self.meetings.occupy(index, change)
 
     def _share(self, members: _Members, number: int, come: _Array) -> None:
         self.pending[number] = len(members.communicators)
@@ -250,9 +265,11 @@ def _steps(lowered: Lowered, sharing: set[tuple[int, str]]) -> list[_Chain | _Me
 def _sharing(lowered: Lowered) -> set[tuple[int, str]]:
     """Works, by number and stream, that may meet others on a link or wait for their communicator.
 
-    Those of one communicator in one stream follow each other.
+    Those of one communicator in one stream follow each other. NICs that attain less while their
+    node computes are shared with that.
     """
     schedule, users = lowered.schedule, dict[object, set[tuple[str, int]]]()
+    nics = {("nic", lowered.folding.node(index)) for index in range(len(lowered.classes))}
     works = {
         (number, op.stream): (lowered.communicators[op.work.group], transfers)
         for op, number, transfers in zip(
@@ -270,6 +287,7 @@ def _sharing(lowered: Lowered) -> set[tuple[int, str]]:
         if any(
             (one.exclusive and (transfer.solo or transfer.latency))
             or any(len(users[link]) > 1 for link in transfer.loads)
+            or (lowered.contend and any(link in nics for link in transfer.loads))
             for one, transfer in zip(together, transfers, strict=True)
         )
     }
