@@ -16,7 +16,7 @@ from common import folder, machine, made_by, parser, table
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from test_failures import DEADLINE, run_with_fault  # noqa: E402
+from test_failures import DEADLINE, launched_with_fault, left_behind, since_fault  # noqa: E402
 
 PHASES = {
     "kill:startup": "killed at start-up",
@@ -75,11 +75,12 @@ Three ranks, a deadline of {DEADLINE:g} s. *Stopped in time*: every other rank e
 def attempt(fault: str, folder: Path) -> tuple[float, bool]:
     """Seconds until the survivors had stopped, and whether all was as it should be."""
     victim = int(fault[-1])
-    code, errors, seconds, left = run_with_fault(fault, folder)
+    done = launched_with_fault(fault, folder)
+    seconds, left = since_fault(folder), left_behind(folder)
     survivors = {0, 1, 2} - {victim}
     place = "" if "startup" in fault else r".*'\S+' of round 1"
     told = [
-        re.search(rf"^\[rank {rank}\] error: rank {victim} {place}", errors, re.MULTILINE)
+        re.search(rf"^\[rank {rank}\] error: rank {victim} {place}", done.stderr, re.MULTILINE)
         for rank in survivors
     ]
     traces = [folder / "out" / "ddp" / "partial" / f"rank{rank}.jsonl" for rank in survivors]
@@ -88,7 +89,7 @@ def attempt(fault: str, folder: Path) -> tuple[float, bool]:
             return seconds, False
         began = float((folder / "time").read_text())
         seconds = max(path.stat().st_mtime for path in traces) - began
-    return seconds, code == 1 and all(told) and not left and seconds < DEADLINE + 5
+    return seconds, done.returncode == 1 and all(told) and not left and seconds < DEADLINE + 5
 
 
 if __name__ == "__main__":

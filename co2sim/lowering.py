@@ -130,10 +130,10 @@ def lower(
     rounds = whole("rounds", rounds, 0)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=fold)
     if spans > _MOST_SPANS:
+        classes = spans // max(1, rounds * len(schedule.body))
         raise OptionError(
-            f"rounds is {rounds}: with {len(schedule.body)} ops in a round, on"
-            f" {spans // max(1, rounds * len(schedule.body))} different ranks, they are {spans}"
-            f" spans; at most {_MOST_SPANS} are simulated"
+            f"{rounds:,} rounds, warm-up included, of {len(schedule.body):,} ops on {classes:,}"
+            f" simulated ranks are {spans:,} spans; at most {_MOST_SPANS:,} are simulated"
         )
     folding = fold_ranks(
         cluster.layout,

@@ -113,23 +113,28 @@ def test_all_ranks_stop_in_time_and_name_the_missing_one(
     check_survivors(errors, said, tmp_path, started="startup" not in fault)
 
 
-@pytest.mark.dist
-def test_a_launched_run_stops_names_the_missing_one_and_leaves_nothing(tmp_path: Path) -> None:
-    """The same with the launcher and programs of their own: rank 1 dies inside of a collective."""
-    command = [sys.executable, str(ROOT / "tests" / "faulty_rank.py"), *arguments(tmp_path)]
+def launched_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run by the launcher on programs of their own, one of which fails as `fault` says."""
+    command = [sys.executable, str(ROOT / "tests" / "faulty_rank.py"), *arguments(folder)]
     script = (
         "import sys; from realrun.launch.local import run_local;"
         f"sys.exit(run_local({command!r}, 3, grace=5))"
     )
-    own = {"PYTHONPATH": str(ROOT), "FAULT": "kill:inside:1", "TAG": str(tmp_path), **HEART}
-    done = subprocess.run(
+    own = {"PYTHONPATH": str(ROOT), "FAULT": fault, "TAG": str(folder), **HEART}
+    return subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, **own, "FAULT_TIME": str(tmp_path / "time")},
+        env={**os.environ, **own, "FAULT_TIME": str(folder / "time")},
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
+
+
+@pytest.mark.dist
+def test_a_launched_run_stops_names_the_missing_one_and_leaves_nothing(tmp_path: Path) -> None:
+    """The same with the launcher and programs of their own: rank 1 dies inside of a collective."""
+    done = launched_with_fault("kill:inside:1", tmp_path)
     assert since_fault(tmp_path) < DEADLINE + 5
     assert done.returncode == 1, done.stderr
     assert not left_behind(tmp_path)

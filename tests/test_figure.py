@@ -7,7 +7,6 @@ from itertools import pairwise
 import matplotlib as mpl
 import pytest
 import tiny
-from co2sim.cli.published import THROUGHPUT, Cell, Comparison
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -15,6 +14,8 @@ from matplotlib.transforms import Bbox
 
 from co2sim import Case, simulate
 from co2sim.cli.figure import draw, figure
+from co2sim.published_cells import ThroughputCell
+from co2sim.published_speeds import SpeedComparison
 from co2sim.result import Result
 
 LONG = "co2(tau=48, worker=node, inner=zero2, dtype=bf16, average=leader)"
@@ -26,6 +27,14 @@ NAMES = (
     *("slowmo(tau=12, worker=node)", "zero2(bucket=8388608, owners=true)", "ddp", "zero3"),
 )
 MANY = tuple(range(8, 129, 8))
+
+
+def published_cell(gpus: int, strategy: str) -> ThroughputCell:
+    """A published throughput on the first cluster."""
+    return ThroughputCell(
+        where="table 1", quantity="tokens_per_s", value=20000.0, use="fit",
+        cluster="c0", model="m", strategy=strategy, gpus=gpus,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +51,7 @@ def drawn(
     sizes: Sequence[int] = (8, 16, 128),
     published: bool = False,
     fits: bool = True,
-    cells: Sequence[Cell] = (),
+    cells: Sequence[ThroughputCell] = (),
 ) -> Figure:
     """The figure of a study with these sizes, laid out."""
     cases, results = [], []
@@ -56,10 +65,11 @@ def drawn(
                 made = replace(made, tokens_per_s=speed * size, tokens_per_s_per_gpu=speed)
                 results.append(replace(made, fits_in_memory=fits or size > 16))
     if published:
-        at = (sizes[0],)
-        cells = [Cell("c0", "m", name, THROUGHPUT, at, 20000.0, "fit", "") for name in names]
+        cells = [published_cell(sizes[0], name) for name in names]
     with mpl.rc_context({"font.size": 9}):
-        found = figure(cases, results, [Comparison(cell, 1.0) for cell in cells])
+        found = figure(
+            cases, results, [SpeedComparison(cell, cell.strategy, 1.0) for cell in cells]
+        )
         FigureCanvasAgg(found).draw()
     return found
 
@@ -149,7 +159,7 @@ def test_stars_stand_where_they_were_published(result: Result) -> None:
 
 def test_a_star_between_the_sizes_has_its_label(result: Result) -> None:
     """A cell published for 32 GPUs is marked as such in a study of 8 and 128."""
-    cell = Cell("c0", "m", "ddp", THROUGHPUT, (32,), 20000.0, "fit", "")
+    cell = published_cell(32, "ddp")
     found = drawn(result, names=["ddp"], sizes=(8, 128), cells=[cell])
     assert [label.get_text() for label in found.axes[1].get_xticklabels()] == ["8", "32", "128"]
 

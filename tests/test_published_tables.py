@@ -131,7 +131,7 @@ def test_blank_lines_comments_and_short_rows_are_no_obstacle(tmp_path: Path) -> 
             for n in ("0", "-1", "nan", "inf", "x", "1_4", "1e-300", "1e300")
         ),
         (ZEROPP.replace("model_params_b", "tokens_per_gpu"), "column tokens_per_gpu twice"),
-        (CO2.replace("IP,48", "IP,99999"), "line 3: tau is 99999"),
+        (CO2.replace("IP,48", "IP,99999"), "line 3: co2: tau is 99999"),
         (TIMES.replace("2,8,1", "2,80000,1"), "line 2: accumulation is 40000"),
         (
             CO2.replace("adamw_zero2", "adamw"),

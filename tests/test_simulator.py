@@ -573,7 +573,7 @@ def test_more_spans_than_memory_holds_are_refused(
 ) -> None:
     """Before anything is simulated, and in one line that says how many are."""
     schedule = tiny.schedule("ddp")
-    with pytest.raises(OptionError, match=r"spans; at most 50000000 are simulated$"):
+    with pytest.raises(OptionError, match=r" spans; at most 50,000,000 are simulated$"):
         run(schedule, cluster, rounds, noise=noise)
 
 
