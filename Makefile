@@ -25,10 +25,10 @@ lint: $(STAMP)-dev
 	$(BIN)/lint-imports --no-cache
 
 check: lint
-	$(BIN)/pytest -n auto --dist loadscope -m "not slow and not dist and not lab and not gpu"
+	$(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder -m "not slow and not dist and not lab and not gpu"
 
 test: lint
-	$(BIN)/pytest -n auto --dist loadscope --durations=25
+	$(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder --durations=25
 
 docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml

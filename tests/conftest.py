@@ -34,6 +34,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with long tests go first, so that no worker is left alone with one at the end."""
+    long = {
+        item.path
+        for item in items
+        if any(item.get_closest_marker(name) for name in ("slow", "dist", "lab"))
+    }
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """Compare a text with the golden file of a name."""

@@ -25,6 +25,8 @@ SCRIPTS = {
 }
 ARGUMENTS = {"fidelity.py": ["sleep"]}
 
+pytestmark = pytest.mark.slow  # every script runs for seconds
+
 
 def results() -> dict[str, tuple[int, int]]:
     """The files of results, with their sizes and times."""

@@ -25,6 +25,7 @@ def test_the_installed_command_answers_and_refuses() -> None:
     assert wrong.returncode == 2
 
 
+@pytest.mark.slow
 def test_control_c_ends_with_130_and_writes_nothing(tmp_path: Path) -> None:
     """A long study that is interrupted says so in one line, and leaves no file."""
     sizes = ",".join(str(gpus) for gpus in range(8, 8192, 8))

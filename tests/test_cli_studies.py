@@ -77,6 +77,7 @@ def test_the_same_command_writes_the_same_bytes(cli: Run, tmp_path: Path) -> Non
         assert one.read_bytes() == two.read_bytes()
 
 
+@pytest.mark.slow
 def test_sweep_takes_all_combinations_in_parallel(cli: Run, tmp_path: Path) -> None:
     """Two axes of two values give four rows in order, the same on one process and on two."""
     arguments = ("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=1,4")

@@ -85,6 +85,7 @@ def test_the_fast_prediction_is_that_of_the_whole_simulation(all_cells: list[Cel
         assert predict(cell, fast=True) == pytest.approx(predict(cell), rel=1e-3), cell.name
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_constants_behind_made_up_cells(cells: list[Cell]) -> None:
     """Cells predicted with known constants are fitted on: those constants come back."""
     group = GROUPS["a100-co2"]
@@ -131,6 +132,7 @@ def test_a_fit_needs_as_many_cells_as_constants(cells: list[Cell]) -> None:
         calibrate.fit(GROUPS["a100-data-parallel"], cells)
 
 
+@pytest.mark.slow
 def test_cells_that_are_left_out_do_not_enter_the_fit(cells: list[Cell]) -> None:
     """The cells of 8 links, made a third faster, would move the constants if they were fitted."""
     group = GROUPS["v100-zeropp"]

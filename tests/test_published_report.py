@@ -32,6 +32,8 @@ DATA = iteration_times()
 ALLOWED = 0.005
 """By which a mean absolute error may rise: half a point."""
 
+pytestmark = pytest.mark.slow  # the report simulates for half a minute
+
 
 @pytest.fixture(scope="module")
 def cells() -> list[Cell]:

@@ -55,6 +55,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_rows_without_a_published_number_are_named(cli: Run, tmp_path: Path) -> None:
     """They are left out, with a line that says so."""
     text = CO2 + "co2_zero2,80 Gbit/s TCP/IP,24,64,,,\n"

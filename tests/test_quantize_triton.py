@@ -166,6 +166,7 @@ def test_kernels_compile_without_contraction_and_flushing(bits: Bits, capability
             assert "0fCB400000" in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
 def test_the_kernels_interpreted_on_a_cpu() -> None:
     """All tests that need a device pass under Triton's interpreter; none of them is skipped."""

@@ -185,6 +185,7 @@ def test_scale_gives_clusters_by_strategies_by_counts() -> None:
         co2sim.scale("dgx-h100", "gpt2-small", "ddp", gpus=[8, 12])
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_number_of_processes() -> None:
     """Order and values, jitter included, are the same on one process and on three."""
     asked: dict[str, Any] = {
@@ -231,6 +232,7 @@ def test_a_case_that_fails_is_a_row_with_its_error() -> None:
     assert str(found["steps_per_round"].dtype) == "Int64"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [2, 3])
 def test_a_killed_worker_costs_its_case_and_no_other(jobs: int) -> None:
     """Whatever was done before and comes after is there, in order; the dead one is named."""
@@ -266,6 +268,7 @@ print(*found["strategy"], found["step_time_s"].nunique())
 """
 
 
+@pytest.mark.slow
 def test_a_script_of_a_user_runs_on_several_processes_as_it_is(tmp_path: Path) -> None:
     """No `if __name__` is needed, and strategies that the script defines reach the workers."""
     (tmp_path / "mine.py").write_text(SCRIPT)

@@ -133,6 +133,7 @@ def test_theory_needs_no_data(co2analysis: Command, monkeypatch: pytest.MonkeyPa
     assert co2analysis("tau", *TAU, *case).code == 0
 
 
+@pytest.mark.slow
 def test_search_for_tau_goes_on_while_longer_is_better() -> None:
     """Over a slow network the search goes beyond the usual taus, until longer is worse."""
     case = Case(cluster="two-sites-wan", model="gpt2-medium", strategy="co2:worker=node", gpus=64)
@@ -275,6 +276,7 @@ def test_network_gradients() -> None:
     assert length < 1.5 * math.sqrt(sampler.variance(point, rng) / 4000)
 
 
+@pytest.mark.slow
 def test_trends_are_labelled(co2analysis: Command) -> None:
     """Every method trains the network, and the output says what it is not."""
     done = co2analysis("trends", "--steps", "32", "--taus", "4", "--seeds", "1", "--json")
