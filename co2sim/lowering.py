@@ -6,6 +6,7 @@ Nothing runs here: `simulator` and `lockstep` execute what `lower` gives.
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -217,23 +218,25 @@ def _transfers(
     *,
     free: bool,
 ) -> tuple[tuple[Transfer, ...], ...]:
-    costs = footprints((w for w in schedule.works if isinstance(w, Collective)), cluster)
+    meets = {
+        group: [_meets_others(group, folding, one) for one in together]
+        for group, together in communicators.items()
+    }
+    costs = repeat(None) if free else footprints(schedule, cluster)
     known = [
         tuple(
-            _transfer(cluster, folding, one.members, costs[work], capacity)
-            if not free and _meets_others(work.group, folding.classes[one.members[0]].rank, cluster)
-            else NOTHING
-            for one in communicators[work.group]
+            _transfer(cluster, folding, one.members, cost, capacity) if cost and others else NOTHING
+            for one, others in zip(communicators[work.group], meets[work.group], strict=True)
         )
         if isinstance(work, Collective)
         else ()
-        for work in schedule.works
+        for work, cost in zip(schedule.works, costs, strict=False)
     ]
     return tuple([known[number] for number in schedule.work_numbers])
 
 
-def _meets_others(group: Group, rank: int, cluster: Cluster) -> bool:
-    return len(group.members(rank, cluster.layout)) > 1
+def _meets_others(group: Group, folding: Folding, one: Communicator) -> bool:
+    return len(group.members(folding.classes[one.members[0]].rank, folding.layout)) > 1
 
 
 def _transfer(
