@@ -16,21 +16,25 @@ from co2sim.units import Seconds
 def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
     """Starts and ends of all rounds, without jitter."""
     schedule, streams = lowered.schedule, lowered.schedule.streams
-    numbers = {stream: number for number, stream in enumerate(streams)}
+    tracks = {stream: track for track, stream in enumerate(streams)}
+    places = {number: place for place, number in enumerate(schedule.work_numbers)}
+    costs = {number: _seconds(lowered, place) for number, place in places.items()}
     steps = [
-        (numbers[op.stream], offsets, *_seconds(lowered, place))
-        for place, (op, offsets) in enumerate(zip(schedule.body, schedule.offsets, strict=True))
+        (tracks[op.stream], offsets, *costs[number])
+        for op, offsets, number in zip(
+            schedule.body, schedule.offsets, schedule.work_numbers, strict=True
+        )
     ]
     starts: list[Seconds] = []
     ends: list[Seconds] = []
     free = [0.0] * len(streams)
     for turn in range(lowered.rounds):
-        for number, (stream, offsets, latency, seconds) in enumerate(steps, len(ends)):
-            start = free[stream]
+        for number, (track, offsets, latency, seconds) in enumerate(steps, len(ends)):
+            start = free[track]
             for offset in offsets:
                 if offset <= number and ends[number - offset] > start:
                     start = ends[number - offset]
-            end = free[stream] = start + latency + seconds
+            end = free[track] = start + latency + seconds
             starts.append(start)
             ends.append(end)
         if progress:
