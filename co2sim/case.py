@@ -12,7 +12,6 @@ from co2sim.cluster import GPU, Cluster
 from co2sim.convert import Within
 from co2sim.cost import peak_flops, traffic
 from co2sim.errors import OptionError
-from co2sim.machine import require_memory
 from co2sim.memory import activations
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
@@ -25,8 +24,6 @@ from co2sim.workload import Model, Optimizer, Recompute, Workload
 
 _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
-_BLOCK_BYTES: Bytes = 500.0
-"""Of a schedule, for the two passes over a block: measured with ddp, and less than others need."""
 _MOST_GPUS = 10_000_000
 _MOST_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
@@ -103,7 +100,6 @@ class Case:
         strategy = self.strategy
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
-        _check_memory(job, strategy)
         return Prepared(
             cluster=sized,
             job=job,
@@ -261,15 +257,6 @@ def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
     return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]
-
-
-def _check_memory(job: Workload, strategy: Strategy) -> None:
-    """Raise ResourceError if the ops of a round alone need more than half of the free memory."""
-    steps, blocks = getattr(strategy, "tau", 1), len(job.model.blocks)
-    require_memory(
-        _BLOCK_BYTES * steps * job.accumulation * blocks,
-        f"steps of a round: {steps:,}, micro-steps: {job.accumulation:,}, blocks: {blocks:,}",
-    )
 
 
 def _beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:

@@ -11,7 +11,6 @@ it on. Roots are costed as if they were the first of their node.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from co2sim.cluster import AllReduce, Cluster
@@ -249,15 +248,21 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster
     )
 
 
-def footprints(works: Iterable[Collective], cluster: Cluster) -> dict[Collective, Footprint]:
-    """Footprint of every work; those of the same kind, size and group are computed once."""
+def footprints(schedule: Schedule, cluster: Cluster) -> list[Footprint | None]:
+    """Footprint of every work in `schedule.works`, None for compute.
+
+    Those of the same kind, size and group are computed once.
+    """
     costs: dict[tuple[Kind, Bytes, Group], Footprint] = {}
-    found = {}
-    for work in works:
+    found: list[Footprint | None] = []
+    for work in schedule.works:
+        if not isinstance(work, Collective):
+            found.append(None)
+            continue
         key = (work.kind, work.bytes, work.group)
         if key not in costs:
             costs[key] = footprint(work, cluster)
-        found[work] = costs[key]
+        found.append(costs[key])
     return found
 
 
@@ -278,8 +283,7 @@ class Traffic:
 
 def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
     """What one round of `schedule` sends."""
-    costs = footprints((w for w in schedule.works if isinstance(w, Collective)), cluster)
-    known = [costs[w] if isinstance(w, Collective) else None for w in schedule.works]
+    known = footprints(schedule, cluster)
     found = [cost for number in schedule.work_numbers if (cost := known[number])]
     loads = [footprint.loads(cluster) for footprint in found]
     return Traffic(

@@ -77,7 +77,7 @@ def _folds(
     Blocks of several nodes mix slow and fast ones in ways of their own, and who does not wait for
     the first rank of its node may be ahead of it: then every rank stands for itself.
     """
-    equal = min(slowdowns) == max(slowdowns)
+    equal = len(set(slowdowns)) == 1
     mixed = any(group.name == "block" and _leaves_node(group, layout) for group in schedule.groups)
     led = layout.gpus_per_node > 1 and LEADERS in schedule.groups
     ahead = led and not _await_leaders(schedule)

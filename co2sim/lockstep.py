@@ -19,6 +19,7 @@ import simpy
 from numpy.typing import NDArray
 from simpy.events import EventPriority
 
+from co2sim import longest_path
 from co2sim.communicators import Meetings
 from co2sim.lowering import Communicator, Lowered, Times
 from co2sim.schedule import Collective, Group
@@ -83,10 +84,13 @@ class _Clock(simpy.Environment):
 
 def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
     """Starts and ends of all rounds. Raises Overtaken where that takes a simulation."""
+    alone = len(lowered.classes) == 1
     sharing = _sharing(lowered)
     slows = lowered.contend and lowered.cluster.interference > 0
-    if slows or (sharing and len(lowered.classes) == 1):
+    if slows or (sharing and alone):
         raise Overtaken  # one class at a time is faster in SimPy alone
+    if alone and not lowered.class_factors:
+        return longest_path.run(lowered, progress)
     return _Run(lowered, sharing).times(progress)
 
 
@@ -266,8 +270,10 @@ def _sharing(lowered: Lowered) -> set[tuple[int, str]]:
     """Works, by number and stream, that may meet others on a link or wait for their communicator.
 
     Those of one communicator in one stream follow each other. NICs that attain less while their
-    node computes are shared with that.
+    node computes are shared with that. Free communication shares nothing.
     """
+    if lowered.free:
+        return set()
     schedule, users = lowered.schedule, dict[object, set[tuple[str, int]]]()
     nics = {("nic", lowered.folding.node(index)) for index in range(len(lowered.classes))}
     works = {

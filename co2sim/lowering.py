@@ -6,6 +6,7 @@ Nothing runs here: `simulator` and `lockstep` execute what `lower` gives.
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -24,11 +25,11 @@ from co2sim.units import Bytes, BytesPerSecond, Seconds
 Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 """When instances start and end, [instance, class of ranks]."""
 
-SPAN_BYTES: Bytes = 160.0
-"""Memory that a simulated span may take: a tuple of six, two of them floats of its own."""
+SPAN_BYTES: Bytes = 400.0
+"""Memory that a span may take while it is simulated and measured: 60 to 320 were seen."""
 
 _MOST_SPANS = 50_000_000
-"""What a simulation may hold: 8 GB of spans."""
+"""What a simulation may hold: up to 20 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,23 +218,25 @@ def _transfers(
     *,
     free: bool,
 ) -> tuple[tuple[Transfer, ...], ...]:
-    costs = footprints((w for w in schedule.works if isinstance(w, Collective)), cluster)
+    meets = {
+        group: [_meets_others(group, folding, one) for one in together]
+        for group, together in communicators.items()
+    }
+    costs = repeat(None) if free else footprints(schedule, cluster)
     known = [
         tuple(
-            _transfer(cluster, folding, one.members, costs[work], capacity)
-            if not free and _meets_others(work.group, folding.classes[one.members[0]].rank, cluster)
-            else NOTHING
-            for one in communicators[work.group]
+            _transfer(cluster, folding, one.members, cost, capacity) if cost and others else NOTHING
+            for one, others in zip(communicators[work.group], meets[work.group], strict=True)
         )
         if isinstance(work, Collective)
         else ()
-        for work in schedule.works
+        for work, cost in zip(schedule.works, costs, strict=False)
     ]
     return tuple([known[number] for number in schedule.work_numbers])
 
 
-def _meets_others(group: Group, rank: int, cluster: Cluster) -> bool:
-    return len(group.members(rank, cluster.layout)) > 1
+def _meets_others(group: Group, folding: Folding, one: Communicator) -> bool:
+    return len(group.members(folding.classes[one.members[0]].rank, folding.layout)) > 1
 
 
 def _transfer(

@@ -44,9 +44,9 @@ class Noise:
         if unknown:
             raise OptionError(f"node {unknown[0]} has a speed; nodes are 0 to {layout.nodes - 1}")
         drawn = _factors([self.seed, 0], self.straggle, layout.nodes)
-        return tuple(
-            float(factor) / self.node_speed.get(node, 1.0) for node, factor in enumerate(drawn)
-        )
+        for node, speed in self.node_speed.items():
+            drawn[whole("node", node)] /= speed
+        return tuple(drawn.tolist())
 
     def op_slowdowns(self, family: int, member: int, count: int) -> NDArray[np.float64]:
         """Factors of `count` consecutive ops of one rank (family 1) or communicator (family 2)."""

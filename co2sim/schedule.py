@@ -138,16 +138,21 @@ class Schedule:
                 found.append(index - target + wait.rounds_ago * len(self.body))
         return tuple(found)
 
-    @cached_property
+    @property
     def works(self) -> tuple[Work, ...]:
         """The different works of the body, in order of first use."""
-        return tuple(dict.fromkeys(op.work for op in self.body))
+        return self._works[0]
 
-    @cached_property
+    @property
     def work_numbers(self) -> tuple[int, ...]:
         """For every op, the place of its work in `works`: works are slow to hash."""
-        places = {work: place for place, work in enumerate(self.works)}
-        return tuple([places[op.work] for op in self.body])
+        return self._works[1]
+
+    @cached_property
+    def _works(self) -> tuple[tuple[Work, ...], tuple[int, ...]]:
+        places: dict[Work, int] = {}
+        numbers = tuple([places.setdefault(op.work, len(places)) for op in self.body])
+        return tuple(places), numbers
 
     @cached_property
     def groups(self) -> frozenset[Group]:

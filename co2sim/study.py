@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, get_type_hints
 
-from co2sim import convert, folding, metrics
+from co2sim import convert, metrics
 from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
 from co2sim.errors import OptionError, nearest
+from co2sim.lowering import SPAN_BYTES, span_count
 from co2sim.machine import require_memory
 from co2sim.noise import QUIET, Noise
 from co2sim.progress import Done, progress_bar
@@ -17,13 +18,11 @@ from co2sim.schedule import Schedule
 from co2sim.simulator import execute
 from co2sim.strategies import Strategy
 from co2sim.trace import Trace
-from co2sim.units import Bytes, Seconds
+from co2sim.units import Seconds
 from co2sim.workload import Model, Optimizer, Recompute
 
 _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
-_SPAN_BYTES: Bytes = 800.0
-"""Of memory while a span is simulated and measured: 380 to 670 were seen."""
 _ROUNDS = "simulating rounds"
 _PATIENCE: Seconds = 1.0
 """What a simulation takes before it shows a bar."""
@@ -206,13 +205,10 @@ def _execute(
 
 def _check_memory(case: Case, prepared: Prepared, rounds: int) -> None:
     """Raise ResourceError if so many rounds need more than half of the free memory."""
-    layout, schedule = prepared.cluster.layout, prepared.schedule
-    ranks = layout.world_size
-    if case.fold and not case.noise.jitter:
-        slowdowns = case.noise.node_slowdowns(layout)
-        ranks = len(folding.fold(layout, slowdowns, schedule, allowed=True).classes)
-    ops = len(schedule.body)
+    schedule, ops = prepared.schedule, len(prepared.schedule.body)
+    spans = span_count(schedule, prepared.cluster, rounds=rounds, noise=case.noise, fold=case.fold)
+    ranks = spans // (rounds * ops)
     require_memory(
-        _SPAN_BYTES * rounds * ops * ranks,
+        SPAN_BYTES * spans,
         f"rounds: {rounds:,}, ops of a round: {ops:,}, simulated ranks: {ranks:,}",
     )

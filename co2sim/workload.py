@@ -7,6 +7,7 @@ out. A backward pass is twice a forward pass; `recompute` adds to the hardware F
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from co2sim.ranges import whole
@@ -108,7 +109,7 @@ class BlockWork:
     backward: Compute
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Workload:
     """A model with its batch and precision.
 
@@ -143,6 +144,10 @@ class Workload:
         Memory traffic is the least that the pass can do: the weights once, and every activation
         that is kept written once and read once; a backward pass moves twice as much.
         """
+        return self._works
+
+    @cached_property
+    def _works(self) -> tuple[BlockWork, ...]:
         shared: dict[Block, tuple[Compute, Compute]] = {}
         works = []
         for block in self.model.blocks:

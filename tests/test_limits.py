@@ -21,14 +21,14 @@ import resource
 import sys
 from pathlib import Path
 import co2sim
-from co2sim import machine, study
+from co2sim import lowering, machine
 co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)  # loads what there is to load
 mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 room = 100e6
 resource.setrlimit(resource.RLIMIT_AS, (int(mapped + room), int(mapped + room)))
 ops = len(co2sim.Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
           .prepare().schedule.body)
-allowed = int(machine.free_memory() / 2 / study._SPAN_BYTES / ops) - 2
+allowed = int(machine.free_memory() / 2 / lowering.SPAN_BYTES / ops) - 2
 for rounds in (allowed, 2 * allowed, 1_000_000):
     try:
         found = co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16, rounds=rounds)
@@ -61,7 +61,10 @@ def test_under_a_limit_of_memory_a_run_fits_or_is_refused() -> None:
         (["--global-batch", "1000000000000000"], ["global_batch is 1000000000000000; it must be"]),
         (["--gpus", "1000000000000"], ["gpus is 1000000000000; it must be 1 to 10000000"]),
         (["--rounds", "1000000", "--no-fold"], ["simulated ranks: 16: this needs about"]),
-        (["--strategy", "co2:tau=10000", "--accumulation", "10000"], ["micro-steps: 10,000"]),
+        (
+            ["--strategy", "co2:tau=10000", "--accumulation", "10000"],
+            ["ops in each of 10000 local steps"],
+        ),
     ],
 )
 def test_numbers_that_size_work_have_a_ceiling(asked: list[str], words: list[str]) -> None:
@@ -101,6 +104,19 @@ def test_processes_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.require_memory(1e9, "this")
     with pytest.raises(ResourceError, match="8 GB that are free, shared by 4 processes"):
         machine.require_memory(1.1e9, "this")
+
+
+def test_a_schedule_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """14 blocks, forwards and backwards, 1000 times: 28,000 ops of 500 B need 14 MB."""
+    case = Case(**SMALL, strategy="ddp", accumulation=1000)
+    monkeypatch.setattr(machine, "free_memory", lambda: 29e6)
+    case.prepare()
+    monkeypatch.setattr(machine, "free_memory", lambda: 27e6)
+    said = (
+        r"^a round of 28,000 ops \(14 blocks in each of 1000 micro-steps\): this needs about 14 MB"
+    )
+    with pytest.raises(ResourceError, match=said):
+        case.prepare()
 
 
 def _container(folder: Path, **files: str) -> Path:

@@ -258,6 +258,14 @@ def test_blocks_of_nodes_of_different_speed_unfold() -> None:
     same_trace(schedule, cluster, Noise(), rounds=2)
 
 
+def test_speeds_are_those_of_nodes_that_exist() -> None:
+    """Of four nodes, node 1.0 is node 1; 1.5 and 4 are none."""
+    assert Noise(node_speed={1.0: 0.5}).node_slowdowns(Layout(4, 2)) == (1, 2, 1, 1)  # type: ignore[dict-item]
+    for node, said in ((1.5, "node is 1.5; it must be a whole"), (4, "node 4 has a speed; nodes")):
+        with pytest.raises(OptionError, match=said):
+            Noise(node_speed={node: 0.5}).node_slowdowns(Layout(4, 2))  # type: ignore[dict-item]
+
+
 # --- by hand: durations, contention, backends ---------------------------------------------------
 
 

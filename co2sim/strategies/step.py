@@ -5,13 +5,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from co2sim.errors import OptionError
+from co2sim.machine import require_memory
 from co2sim.ranges import whole
 from co2sim.schedule import After, Collective, Group, Kind, Layout, Op
+from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
 _MOST_PIECES = 10_000
 _MOST_OPS = 1_000_000
-"""Of a round: about 1 GB of schedule."""
+"""Of a round."""
+_OP_BYTES: Bytes = 500.0
+"""Of memory while an op is made: 90 to 480 were seen."""
 
 COMPUTE = "compute"
 COMM = "comm"
@@ -78,6 +82,7 @@ def check_ops(ops: int, what: str) -> None:
         raise OptionError(
             f"a round would have {ops} ops ({what}); at most {_MOST_OPS} are simulated"
         )
+    require_memory(_OP_BYTES * ops, f"a round of {ops:,} ops ({what})")
 
 
 def micro_prefix(index: int, job: Workload) -> str:
