@@ -17,7 +17,7 @@ from co2sim.memory import activations
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
 from co2sim.schedule import DType, Schedule
-from co2sim.strategies import Strategy
+from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title
 from co2sim.trace import Trace
 from co2sim.units import Bytes, scaled
@@ -265,7 +265,8 @@ def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
 
 def _check_memory(job: Workload, strategy: Strategy) -> None:
     """Raise ResourceError if the ops of a round alone need more than half of the free memory."""
-    steps, blocks = getattr(strategy, "tau", 1), len(job.model.blocks)
+    steps = strategy.tau if isinstance(strategy, LocalSteps) else 1
+    blocks = len(job.model.blocks)
     require_memory(
         _BLOCK_BYTES * steps * job.accumulation * blocks,
         f"steps of a round: {steps:,}, micro-steps: {job.accumulation:,}, blocks: {blocks:,}",

@@ -118,7 +118,7 @@ def run(
     What diverges becomes infinite or NaN, without a warning. Raises OptionError for a negative
     delay, and for a gap-aware penalty without delay.
     """
-    simulation = _Simulation(problem, which, size, sampler or Gaussian(problem), seed, apart)
+    simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart)
     for _ in range(size.rounds):
         simulation.next_round()
     return simulation.outcome()
@@ -133,14 +133,14 @@ def walk(
     sampler: Sampler | None = None,
 ) -> tuple[Outcome, Trajectory]:
     """As `run` without `apart`, and every round with it."""
-    simulation = _Simulation(problem, which, size, sampler or Gaussian(problem), seed, apart=False)
+    simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart=False)
     rounds = [simulation.next_round() for _ in range(size.rounds)]
     points, momenta, sums = (np.array(part) for part in zip(*rounds, strict=True))
     last = simulation.x[None]
     return simulation.outcome(), Trajectory(np.concatenate([points, last]), momenta, sums)
 
 
-class _Simulation:
+class _Runs:
     """A run under way: draws noise ahead, takes local steps, hands averages on when they are due.
 
     `x` is [C, S, d].

@@ -197,7 +197,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         print(settings.shape.toml(), end="")
         return
     means = launching.known_backend(backend)
-    limit = options.seconds("--deadline", deadline, least=1.0)
+    limit = launching.checked_deadline(deadline)
     launching.checked_nproc(nproc)
     if nproc is not None:
         check(settings, Layout(1, nproc))
