@@ -586,7 +586,10 @@ def test_another_cluster_predicts_instead_of_the_recorded_one(cli: Run) -> None:
         (["."], ["holds no run"]),
         (["runs/ddp", "--cluster", "dgx-h100"], ["2 x 2", "1 x 4", "nodes x GPUs per node"]),
         (["runs/ddp", "--cluster", "dgx-h10"], ["dgx-h10"]),
-        (["runs/ddp", "--set", "inter.speed=1 us"], ["inter.speed", "no such number"]),
+        (
+            ["runs/ddp", "--set", "inter.speed=1 us"],
+            ["name 'inter.speed'; known: inter.band"],
+        ),
         (["runs/ddp", "--set", "gpu=h100"], ["gpu", "--cluster"]),
         (["runs/ddp", "--set", "inter.bandwidth=1"], ["inter.bandwidth", "no unit"]),
         (["runs/ddp", "--set", "model.layers=1"], ["model.layers", "cluster"]),

@@ -14,7 +14,8 @@ from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, iteration_times, papers
 from analysis.published.parameters import model_of
 from co2sim.errors import CatalogError, Co2simError
-from co2sim.published_cells import Use, first_problem
+from co2sim.published_cells import Use
+from co2sim.validation import first_problem
 from co2sim.workload import Workload
 
 Row: TypeAlias = Mapping[str, str]

@@ -28,7 +28,7 @@ def number(quantity: Quantity) -> BeforeValidator:
 def no_truth(value: Any) -> Any:
     """`true` is no number, though Python takes it for 1."""
     if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is not a whole number")  # noqa: TRY004 - pydantic's
+        raise ValueError("must be a whole number")  # noqa: TRY004 - pydantic's
     return value
 
 
