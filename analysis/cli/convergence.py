@@ -24,6 +24,7 @@ from analysis.cli.constants import (
     number,
     whole,
 )
+from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
 from co2sim.console.tables import console, print_table
@@ -138,8 +139,8 @@ def tau(  # noqa: PLR0913 - one argument per option
             f"the times of rounds come from real runs or from a simulation: {', '.join(given)} does"
             f" not apply to {runs[0]}"
         )
-    if target is not None and not 0 < target < float("inf"):
-        raise OptionError(f"--target is {target:g}; it must be above 0 and finite")
+    if target is not None:
+        ranges.above("--target", target, 0)
     problem = Setting(
         smoothness=smoothness,
         noise=noise,
@@ -193,10 +194,9 @@ def trends(
     """Train a small network with CO2, SlowMo and local SGD, and show trends beside the bound."""
     from analysis.convergence import trends as networks  # noqa: PLC0415 - scipy, only for this command
 
-    if min(workers, steps, seeds) < 1:
-        raise OptionError("--workers, --steps and --seeds must be at least 1")
-    if workers > networks.MOST_WORKERS:
-        raise OptionError(f"--workers is {workers}; it must be at most {networks.MOST_WORKERS}")
+    ranges.whole("--workers", workers, 1, networks.MOST_WORKERS)
+    ranges.whole("--steps", steps, 1)
+    ranges.whole("--seeds", seeds, 1)
     if steps * seeds > networks.MOST_KEPT:
         raise OptionError(
             f"--steps times --seeds is {steps * seeds:,}; it must be at most"
@@ -254,8 +254,7 @@ def verify(
     from analysis.convergence.objectives.datasets import scikit_learn  # noqa: PLC0415
     from analysis.convergence.protocol import checks, store  # noqa: PLC0415
 
-    if jobs < 0:
-        raise OptionError(f"--jobs is {jobs}; it must be 0 (all cores) or more")
+    ranges.whole("--jobs", jobs)
     scikit_learn()
     check_writable(out)
     began = time.monotonic()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Sampler
 from co2sim.errors import OptionError
+from co2sim.ranges import whole
 
 _CHUNK = 2**22
 """Most numbers drawn ahead at once: 32 MiB."""
@@ -155,8 +156,7 @@ class _Runs:
         seed: int | Sequence[int],
         apart: bool,  # noqa: FBT001
     ) -> None:
-        if size.delay < 0:
-            raise OptionError(f"delay is {size.delay}; it must be at least 0")
+        whole("delay", size.delay)
         if size.delay == 0 and which.gap_aware.any():
             raise OptionError("a gap-aware penalty needs a delay of at least 1")
         dimension = len(problem.start)
