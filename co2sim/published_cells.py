@@ -99,7 +99,7 @@ class ThroughputRatioCell(PublishedCell):
 
 
 class VolumeCell(PublishedCell):
-    """Bytes that a node sends in a step, as a multiple of the model; 0 where it sends none."""
+    """Bytes that a node sends in a step, as a multiple of the model's bytes."""
 
     quantity: Literal["inter_node_volume_ratio"]
     value: Annotated[FiniteFloat, Field(ge=0)]

@@ -641,7 +641,7 @@ def test_a_trace_of_another_schedule_is_refused() -> None:
     """A record whose trace does not belong to its case is refused in words."""
     record = measured("ddp")
     other = replace(record, case=replace(record.case, strategy="zero3"))
-    with pytest.raises(OptionError, match="which zero3 has not"):
+    with pytest.raises(OptionError, match="which zero3 does not have"):
         compare("run", other)
     with pytest.raises(OptionError, match="99 rounds"):
         compare("run", replace(record, rounds=99))

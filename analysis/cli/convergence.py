@@ -30,6 +30,7 @@ from co2sim.console import options
 from co2sim.console.tables import console, print_table
 from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
+from co2sim.progress import progress_bar
 
 
 def _folder(text: str | Path) -> Path:
@@ -191,7 +192,7 @@ def trends(
     ] = False,
     json_: options.Json = False,
 ) -> None:
-    """Train a small network with CO2, SlowMo and local SGD, and show trends beside the bound."""
+    """Train a small network with CO2, SlowMo and local SGD; compare its trends with the bound."""
     from analysis.convergence import trends as networks  # noqa: PLC0415 - scipy, only for this command
 
     ranges.whole("--workers", workers, 1, networks.MOST_WORKERS)
@@ -247,10 +248,7 @@ def verify(
 
     Measured cells stay in the folder: after an interruption the same command goes on from there.
     """
-    from rich.console import Console  # noqa: PLC0415 - only for this command
-    from rich.progress import Progress  # noqa: PLC0415
-
-    from analysis.convergence import report  # noqa: PLC0415
+    from analysis.convergence import report  # noqa: PLC0415 - only for this command
     from analysis.convergence.objectives.datasets import scikit_learn  # noqa: PLC0415
     from analysis.convergence.protocol import checks, store  # noqa: PLC0415
 
@@ -258,13 +256,9 @@ def verify(
     scikit_learn()
     check_writable(out)
     began = time.monotonic()
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring")
+    with progress_bar("measuring") as progress:
         cells = store.measure(
-            out / "cells",
-            quick=quick,
-            jobs=jobs or os.cpu_count() or 1,
-            progress=lambda done, whole: bar.update(task, completed=done, total=whole),
+            out / "cells", quick=quick, jobs=jobs or os.cpu_count() or 1, progress=progress
         )
     findings = checks.judge(cells, quick=quick)
     write_atomically(report.files(findings, out, time.monotonic() - began))

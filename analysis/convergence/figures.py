@@ -127,7 +127,7 @@ def rates_figure(findings: RateFindings) -> bytes:
 
 
 def rescue_figure(rescues: Sequence[Rescue]) -> bytes:
-    """Where penalty and clipping rescue a run, and where they cost."""
+    """Where penalty and clipping keep a run from diverging, and where they slow it down."""
     families = list(dict.fromkeys(part.family for part in rescues))
     titles = {1: "CO2", 0: "SlowMo"}
 

@@ -142,7 +142,7 @@ def walk(
 
 
 class _Runs:
-    """A run under way: draws noise ahead, takes local steps, hands averages on when they are due.
+    """The state of a run: draws noise ahead, takes local steps, applies averages when they are due.
 
     `x` is [C, S, d].
     """

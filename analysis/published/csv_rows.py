@@ -158,7 +158,7 @@ class IterationRow(TableRow):
         per_step = self.gpus * self.micro_batch
         if self.global_batch % per_step:
             raise ValueError(
-                f"global_batch {self.global_batch} is no multiple of {self.gpus} x"
+                f"global_batch {self.global_batch} is not a multiple of {self.gpus} x"
                 f" {self.micro_batch}"
             )
         return self

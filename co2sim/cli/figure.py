@@ -1,4 +1,4 @@
-"""The scaling figure: throughput and what is left of it per GPU, one column per cluster."""
+"""The scaling figure: throughput, and throughput per GPU, one column per cluster."""
 
 import math
 from collections.abc import Iterator, Sequence

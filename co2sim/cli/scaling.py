@@ -128,5 +128,5 @@ def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) 
             )
             for c in group
         ]
-        print_table(terminal, f"{cluster}: published beside predicted", columns, rows, left=2)
+        print_table(terminal, f"{cluster}: published and predicted", columns, rows, left=2)
     print_lines(terminal, *dict.fromkeys(c.cell.note for c in comparisons if c.cell.note), "")

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Strategy(Protocol):
-    """What a strategy offers: data, never actions."""
+    """A strategy: it gives a schedule and memory as data, and executes nothing."""
 
     name: ClassVar[str]
 
@@ -51,7 +51,7 @@ class Strategy(Protocol):
         """What every rank does in a round."""
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
-        """What a rank keeps besides activations, by item."""
+        """Bytes that a rank keeps, by item, without activations."""
 
 
 STRATEGIES: dict[str, type[Any]] = {

@@ -1,4 +1,4 @@
-"""What the local-update family shares: who a worker is, its local steps, and its averages.
+"""Shared parts of the local-update family: workers, their local steps, and their averages.
 
 Local updates make replicas diverge, so only ranks that hold the same parameters can share
 optimizer states. A worker is therefore one GPU, or one node: inside the node DDP or ZeRO works over
@@ -89,7 +89,7 @@ class Replica:
 
     @classmethod
     def of(cls, strategy: LocalSteps) -> "Replica":
-        """The worker of a strategy; a node runs zero2 inside unless told otherwise."""
+        """The worker of a strategy; inside a node zero2 runs by default."""
         inside = strategy.worker == "node"
         return cls(strategy.worker, _INNER[strategy.inner or "zero2"] if inside else None)
 

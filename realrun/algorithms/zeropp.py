@@ -89,7 +89,7 @@ def apply_zeropp(
 
 
 def _generator(seed: int, rank: int) -> Generator:
-    """Random numbers of a rank that nobody else's small seeds give, such as those of its data."""
+    """Random numbers of a rank, unlike those of any small seed, such as that of its data."""
     digest = sha256(f"zeropp {seed} {rank}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 

@@ -1,4 +1,4 @@
-"""The commands: what they ask."""
+"""The commands of `realrun`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""All that says how to train, checked. Needs no torch."""
+"""The settings of a training, checked. Needs no torch."""
 
 import math
 from collections.abc import Mapping
