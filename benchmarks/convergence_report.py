@@ -1,6 +1,5 @@
 """The table and the figure of `convergence.py`."""
 
-import io
 import json
 from pathlib import Path
 from statistics import mean, stdev
@@ -20,7 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from realrun.train.figure import COLOURS, MARKERS, STYLE
+from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from realrun.train.figure import MARKERS
 
 CURVES = ("AdamW-DDP", "LocalSGD 12", "SlowMo 12", "DiLoCo 12", "OverlapLocalSGD 12")
 """Drawn over tokens, together with the best CO2 of each tau."""
@@ -107,14 +107,12 @@ A GPT of {facts["parameters"]:,} parameters on the characters of Python {facts["
 
 def draw(frame: pd.DataFrame) -> bytes:
     """Losses over tokens of some, and the last loss of all."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
         figure = Figure(figsize=(12.0, 5.2), layout="constrained")
         left, right = figure.subplots(1, 2)
         _curves(left, frame)
         _last(right, frame)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=150)
-        return out.getvalue()
+        return render(figure, "png")
 
 
 def _curves(axis: Axes, frame: pd.DataFrame) -> None:

@@ -1,6 +1,5 @@
 """The table and the figure of `time_to_loss.py`."""
 
-import io
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
@@ -8,8 +7,8 @@ import pandas as pd
 from common import table
 from matplotlib.figure import Figure
 
+from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.train import LogRow
-from realrun.train.figure import COLOURS, STYLE
 
 
 def times(frame: pd.DataFrame) -> str:
@@ -46,7 +45,7 @@ def draw(
 ) -> bytes:
     """Loss over wall-clock for every rate: measured lines, predicted ones dashed."""
     names = list(dict.fromkeys(frame["entry"]))
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
         figure = Figure(figsize=(max(7.8, 5.2 * len(rates)), 4.4), layout="constrained")
         axes = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
         for axis, rate in zip(axes, rates, strict=True):
@@ -76,6 +75,4 @@ def draw(
             ncols=len(names),
             frameon=False,
         )
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=150)
-        return out.getvalue()
+        return render(figure, "png")

@@ -1,4 +1,4 @@
-"""One question: a cluster, a model, a strategy and how to train, by names, files or objects."""
+"""One configuration: cluster, model, strategy and batch, by names, files or objects."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ _MOST_ROUNDS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A question. Clusters and models are catalog names, paths of files, or objects.
+    """One configuration. Clusters and models are catalog names, paths of files, or objects.
 
     `strategy` is a text such as "co2(tau=48, worker=node)". `gpus` defaults to the whole cluster,
     `precision` to bf16, or fp16 where the GPU has no bf16. `global_batch` (samples per step over
@@ -84,7 +84,7 @@ class Case:
         return f"{strategy} on {self.gpus or 'all'} GPUs of {cluster}{changed}"
 
     def load(self) -> tuple[Entry[Cluster], Entry[Model]]:
-        """The cluster and the model, whatever they were given as."""
+        """The cluster and the model, from names, files or objects."""
         for_model = {
             k.removeprefix("model."): v for k, v in self.overrides.items() if k.startswith("model.")
         }
@@ -251,7 +251,7 @@ def _strategy(given: Any) -> Any:
 
 
 def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
-    """What no source supports, of both."""
+    """The assumed numbers of both, which no source supports."""
     return (*_under("cluster", cluster), *_under("model", model))
 
 

@@ -1,4 +1,4 @@
-"""GPUs, links and clusters: what the hardware can do, as plain numbers in SI units."""
+"""GPUs, links and clusters: the hardware in plain numbers, in SI units."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

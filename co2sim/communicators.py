@@ -1,4 +1,4 @@
-"""How classes of ranks meet in collectives, and what that does to links and to computing."""
+"""How classes of ranks meet in collectives, and how that loads links and slows computing."""
 
 import heapq
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Meetings:
     """
 
     def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
-        """Start with nobody on the way."""
+        """Start without a class under way to any collective."""
         self._env, self._lowered = env, lowered
         self._network = Network(env, lowered.capacity)
         self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
@@ -47,7 +47,7 @@ class Meetings:
         self._busy = dict.fromkeys(self._computing, False)
 
     def join(self, index: int, number: int, group: Group) -> simpy.Event | None:
-        """A class arrives at a collective; the event fires when it has ended for everybody.
+        """A class arrives at a collective; the event fires when it has ended for all members.
 
         None where that takes no time: one class stands for all members, and communication is free.
         """

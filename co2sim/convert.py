@@ -1,4 +1,4 @@
-"""Values as users give them, as the types that dataclasses declare.
+"""Convert values that users give to the types that dataclasses declare.
 
 A count may be 16, 16.0, "16" or NumPy's 16; a name may be a path. What could mean two things is
 refused in words.
@@ -28,7 +28,7 @@ _SHOWN = 60
 
 
 class Within(tuple[int, int]):
-    """The least and the most that a count may be: `Annotated[int, Within((1, 10))]`."""
+    """The range of a count, both ends allowed: `Annotated[int, Within((1, 10))]`."""
 
     __slots__ = ()
 

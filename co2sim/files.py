@@ -20,7 +20,7 @@ def check_writable(folder: Path) -> None:
 
 
 def write_atomically(contents: Mapping[Path, bytes]) -> None:
-    """Write every file beside its place first, then move all into place.
+    """Write every file under a temporary name in its folder first, then rename all.
 
     Raises OptionError, with nothing changed, when a place cannot be written.
     """

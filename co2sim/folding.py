@@ -1,4 +1,4 @@
-"""Which ranks behave alike, so that one can be simulated for all.
+"""Classes of ranks that behave identically: one rank of each class is simulated for all.
 
 Where the first ranks of all nodes do something alone, they stand for the others, who wait for them.
 """
@@ -11,7 +11,7 @@ from co2sim.schedule import LEADERS, NODE, Collective, Group, Layout, Op, Schedu
 
 @dataclass(frozen=True, slots=True)
 class RankClass:
-    """`count` ranks that behave alike, represented by `rank`; `slowdown` is their compute time."""
+    """`count` identical ranks, represented by `rank`; `slowdown` is their compute time."""
 
     rank: int
     count: int

@@ -1,4 +1,4 @@
-"""Many questions from one: what varies, over which values, in all combinations."""
+"""Many configurations from one: what varies, over which values, in all combinations."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What a GPU keeps, in bytes by item.
+"""Memory of a GPU, in bytes by item.
 
 Model states follow ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 3): 2 bytes of
 parameter and 2 of gradient in half precision, and K of optimizer state; activations follow

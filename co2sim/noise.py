@@ -54,7 +54,7 @@ class Noise:
 
 
 QUIET = Noise()
-"""Every rank alike."""
+"""No differences between ranks."""
 
 
 def _factors(seed: list[int], sigma: float, count: int) -> NDArray[np.float64]:

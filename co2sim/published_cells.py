@@ -1,19 +1,17 @@
 """Published results (`papers/*/results.toml`): the models of their cells, and their one reader."""
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
-from co2sim.errors import CatalogError, nearest
+from co2sim.errors import CatalogError
+from co2sim.validation import first_problem
 
 Use: TypeAlias = Literal["fit", "check"]
 """Whether constants may be fitted on a cell, or it may only be compared with."""
-
-_LONGEST = 60
-"""Characters of what is given that a message repeats."""
 
 _Positive: TypeAlias = Annotated[FiniteFloat, Field(gt=0)]
 
@@ -101,7 +99,7 @@ class ThroughputRatioCell(PublishedCell):
 
 
 class VolumeCell(PublishedCell):
-    """Bytes that a node sends in a step, as a multiple of the model; 0 where it sends none."""
+    """Bytes that a node sends in a step, as a multiple of the model's bytes."""
 
     quantity: Literal["inter_node_volume_ratio"]
     value: Annotated[FiniteFloat, Field(ge=0)]
@@ -149,31 +147,6 @@ def read_cells(path: Path) -> list[AnyCell]:
         raise CatalogError(f"{path}{_problem(error, tree)}") from error
 
 
-def first_problem(error: ValidationError, allowed: Iterable[str] = ()) -> str:
-    """The first thing that is wrong with a row, in words: the field, what was given, the rule.
-
-    `allowed` are the names of its fields, from which the nearest to an unknown one is taken.
-    """
-    problem = error.errors(include_url=False)[0]
-    name, message = str(problem["loc"][-1]) if problem["loc"] else "", problem["msg"]
-    match problem["type"]:
-        case "missing":
-            return f"{name} is missing"
-        case "extra_forbidden":
-            return f"unknown name {name!r}; {nearest(name, allowed)}"
-        case "union_tag_not_found":
-            return "quantity is missing"
-        case "union_tag_invalid":
-            context = problem["ctx"]
-            return f"quantity is {context['tag']!r}; it must be one of {context['expected_tags']}"
-    if not name:
-        return message.removeprefix("Value error, ")
-    rule = message.removeprefix("Input should be ").removeprefix("Value error, ")
-    given = repr(problem["input"])
-    shown = given if len(given) <= _LONGEST else f"{given[:_LONGEST]}..."
-    return f"{name} is {shown}; it must be {rule}"
-
-
 def _problem(error: ValidationError, tree: dict[str, Any]) -> str:
     """The same for a results file, behind the number of the cell, counted from 1."""
     place = error.errors(include_url=False)[0]["loc"]
@@ -185,7 +158,7 @@ def _problem(error: ValidationError, tree: dict[str, Any]) -> str:
     if not isinstance(given, dict):
         return f", cell {number + 1}: {given!r} is no table of names and values"
     names = next((kind.model_fields for kind in _KINDS if given.get("quantity") in _of(kind)), ())
-    return f", cell {number + 1}: {first_problem(error, names)}"
+    return f", cell {number + 1}: {first_problem(error, lambda _: names)}"
 
 
 _KINDS: tuple[type[PublishedCell], ...] = (

@@ -79,12 +79,12 @@ def _simulation(path: Path) -> dict[str, Any]:
     try:
         plan: dict[str, Any] = tomllib.loads(path.read_text()).get("simulation", {})
     except ValueError as error:
-        raise CatalogError(f"{path} says nothing of a paper: {error}") from error
+        raise CatalogError(f"{path} names no paper: {error}") from error
     return plan
 
 
 def cases_of(cells: Sequence[SpeedCell], cases: Sequence[Case]) -> list[Case]:
-    """What to simulate besides `cases`, so that every cell of their clusters has a prediction."""
+    """Further cases to simulate, so that every cell of the clusters of `cases` has a prediction."""
     like = {(case.cluster, case.model): case for case in cases}
     found = {}
     for cell, strategy in _named(cells):

@@ -1,4 +1,4 @@
-"""What a number of a cluster is: its unit and its range, written once, at its field.
+"""Unit and range of each number of a cluster, declared once, at its field.
 
 `check` checks a field of type `Annotated[float, Quantity(unit="B/s", least=1)]`, and a file of the
 catalog gives it as a text with a unit (`co2sim.catalog.specs`).

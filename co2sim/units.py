@@ -150,12 +150,21 @@ def _registry() -> "pint.UnitRegistry[float]":
     return pint.UnitRegistry(_DEFINITIONS.splitlines())
 
 
+_FIRST_OF_FOUR_DIGITS = 999.5
+"""The smallest number that is 1,000 when rounded to a whole one; ".3g" would write 1e+03."""
+
+
 def scaled(value: float, unit: str) -> str:
     """Three significant digits with a decimal prefix: 1.25e10, "B/s" -> "12.5 GB/s"."""
     for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"
+
+
+def number(value: float) -> str:
+    """Three significant figures below 1000, a whole number from there on: "0.0763", "22,810"."""
+    return f"{value:,.0f}" if abs(value) >= _FIRST_OF_FOUR_DIGITS else f"{value:.3g}"
 
 
 def duration(seconds: Seconds) -> str:

@@ -50,7 +50,7 @@ class Product:
     bytes: Bytes
 
     def times(self, factor: float) -> "Product":
-        """So many of it, or a part of it."""
+        """The product `factor` times, which may be a fraction."""
         return Product(self.flops * factor, self.bytes * factor)
 
 

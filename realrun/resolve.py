@@ -1,4 +1,4 @@
-"""A case as it runs on the ranks that are there."""
+"""Fit a case to the ranks that were started."""
 
 from dataclasses import replace
 

@@ -586,7 +586,10 @@ def test_another_cluster_predicts_instead_of_the_recorded_one(cli: Run) -> None:
         (["."], ["holds no run"]),
         (["runs/ddp", "--cluster", "dgx-h100"], ["2 x 2", "1 x 4", "nodes x GPUs per node"]),
         (["runs/ddp", "--cluster", "dgx-h10"], ["dgx-h10"]),
-        (["runs/ddp", "--set", "inter.speed=1 us"], ["inter.speed", "no such number"]),
+        (
+            ["runs/ddp", "--set", "inter.speed=1 us"],
+            ["name 'inter.speed'; known: inter.band"],
+        ),
         (["runs/ddp", "--set", "gpu=h100"], ["gpu", "--cluster"]),
         (["runs/ddp", "--set", "inter.bandwidth=1"], ["inter.bandwidth", "no unit"]),
         (["runs/ddp", "--set", "model.layers=1"], ["model.layers", "cluster"]),
@@ -638,7 +641,7 @@ def test_a_trace_of_another_schedule_is_refused() -> None:
     """A record whose trace does not belong to its case is refused in words."""
     record = measured("ddp")
     other = replace(record, case=replace(record.case, strategy="zero3"))
-    with pytest.raises(OptionError, match="which zero3 has not"):
+    with pytest.raises(OptionError, match="which zero3 does not have"):
         compare("run", other)
     with pytest.raises(OptionError, match="99 rounds"):
         compare("run", replace(record, rounds=99))

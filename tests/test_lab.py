@@ -101,8 +101,8 @@ def test_cluster_is_printed_for_a_prediction(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("nodes", "gpus_per_node", "rate", "message"),
     [
-        (0, 1, "1 Gbit/s", "a lab of 0 nodes; it must be at least 1"),
-        (2, 0, "1 Gbit/s", "a lab of 0 gpus per node; it must be at least 1"),
+        (0, 1, "1 Gbit/s", "nodes is 0; it must be at least 1"),
+        (2, 0, "1 Gbit/s", "gpus per node is 0; it must be at least 1"),
         (64, 8, "1 Gbit/s", "64 nodes of 8 are 512 ranks; a lab has at most 256"),
         (2, 1, "1000", "'1000' has no unit"),
         (2, 1, "1 GB", "unit 'GB' does not fit"),

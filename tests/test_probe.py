@@ -380,7 +380,7 @@ def test_the_figure_is_a_png(layout: Layout) -> None:
         (["--backend", "glo"], "did you mean 'gloo'"),
         (["--gpu", "virtal"], "did you mean 'virtual'"),
         (["--precision", "fp8"], "--precision is 'fp8'; "),
-        (["--gpu", "virtual", "--precision", "fp32"], "which --gpu leaves out"),
+        (["--gpu", "virtual", "--precision", "fp32"], "--precision does not apply with --gpu"),
         (["--max-size", "16"], "has no unit"),
         (["--max-size", "1 KiB"], "16 KiB to 16 GiB"),
         (["--budget", "0 s"], "above 0"),

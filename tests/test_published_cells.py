@@ -143,13 +143,13 @@ def test_speeds_of_strategies_that_are_not_ours_are_left_out(tmp_path: Path) -> 
         (CELL.replace("quantity", "quality"), "cell 1: quantity is missing"),
         (CELL.replace("gpus", "gpu"), "cell 1: gpus is missing"),
         (CELL + "gpu = 8", "cell 1: unknown name 'gpu'; did you mean 'gpus'?"),
-        (CELL + CELL.replace("= 8", "= 0"), "cell 2: gpus is 0; it must be greater than 0"),
-        (CELL.replace("= 8", "= 8.5"), "cell 1: gpus is 8.5; it must be a valid integer"),
-        (CELL.replace("= 8", '= "8"'), "cell 1: gpus is '8'; it must be a valid integer"),
-        (CELL.replace("100", "0"), "cell 1: value is 0; it must be greater than 0"),
+        (CELL + CELL.replace("= 8", "= 0"), "cell 2: gpus is 0; it must be above 0"),
+        (CELL.replace("= 8", "= 8.5"), "cell 1: gpus is 8.5; it must be a whole number"),
+        (CELL.replace("= 8", '= "8"'), "cell 1: gpus is '8'; it must be a whole number"),
+        (CELL.replace("100", "0"), "cell 1: value is 0; it must be above 0"),
         (CELL.replace("100", "inf"), "cell 1: value is inf; it must be a finite number"),
         (CELL.replace("check", "train"), "cell 1: use is 'train'; it must be 'fit' or 'check'"),
-        (CELL + "rounding = -1", "cell 1: rounding is -1; it must be greater than or equal to 0"),
+        (CELL + "rounding = -1", "cell 1: rounding is -1; it must be at least 0"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from analysis.cli import app
-from analysis.published import ablation, consistency, diagnosis, errors, formats, sensitivity
+from analysis.published import ablation, consistency, diagnosis, errors, sensitivity
 from analysis.published.cells import Cell, with_strategy_options
 from analysis.published.csv_tables import REFERRED, from_csv
 from analysis.published.paper_cells import from_papers, unpredicted
@@ -302,12 +302,6 @@ def test_every_published_cell_is_predicted_or_listed_with_its_reason(cells: list
         "a ratio of cells marked fit",
         "an error relative to zero",
     }
-
-
-def test_numbers_have_three_significant_figures() -> None:
-    """Whole from a thousand on, without an exponent."""
-    for value, text in ((0.0763, "0.0763"), (1.06, "1.06"), (22.46, "22.5"), (22_810.4, "22,810")):
-        assert formats.number(value) == text
 
 
 def test_the_whole_report_explains_the_largest_errors(report: ValidationReport, text: str) -> None:

@@ -148,7 +148,7 @@ def test_blank_lines_comments_and_short_rows_are_no_obstacle(tmp_path: Path) -> 
         (CO2.replace("48,128", "48,64"), "line 3: scalability_16_to_128 on 64 GPUs"),
         (CO2.replace(",16,3488", ",0,3488"), "line 2: gpus is '0'"),
         (CO2.replace(",16,3488", ",12,3488"), "line 2: 12 GPUs do not fill"),
-        (TIMES.replace("2,8,1", "2,7,1"), "line 2: global_batch 7 is no multiple"),
+        (TIMES.replace("2,8,1", "2,7,1"), "line 2: global_batch 7 is not a multiple"),
         (TIMES.replace("2,8,1", "0,8,1"), "line 2: gpus is '0'"),
         (TIMES.replace("8,64,2", "16,64,2"), "line 3: 16 GPUs; these runs are of one node"),
         (TIMES.replace("512,8,4", "512,7,4"), "line 2"),
@@ -175,7 +175,7 @@ def test_files_that_are_none_end_with_one_line(cli: Run, tmp_path: Path) -> None
     for name, words in (
         ("nowhere.csv", "No such file"),
         (".", "Is a directory"),
-        ("binary.csv", "no text"),
+        ("binary.csv", "not a text in UTF-8"),
     ):
         code, out, err = cli("validate", "--cells", name)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -187,7 +187,7 @@ def test_data_must_be_the_table_that_is_referred_to(cli: Run, tmp_path: Path) ->
     path = written(tmp_path, ZEROPP)
     code, out, err = cli("validate", "--data", str(path))
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "no table of vtrain: it has no column gpus" in err
+    assert "not a table of vtrain: it has no column gpus" in err
 
 
 def test_without_the_iteration_times_one_line_says_so(

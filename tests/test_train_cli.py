@@ -248,6 +248,7 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
         ((*TRAIN, "--nproc", "3"), "batch is 8; it must be a multiple of the 3 ranks"),
         ((*TRAIN, "--nproc", "0"), "--nproc is 0; it must be at least 1"),
         ((*TRAIN, "--backend", "mpi"), "--backend is 'mpi'"),
+        ((*TRAIN, "--deadline", "200 h"), "--deadline is '200 h'; it must be at most 7 days"),
         ((*TRAIN, "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
         ((*TRAIN, "--nproc", "2", "-s", "zero3:prefetch=1"), "zero3: prefetch cannot be trained"),
         ((*TRAIN, "--nproc", "2", "-s", "zeropp:hpz_group=1"), "hpz_group=1 cannot be trained"),

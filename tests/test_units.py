@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from co2sim.errors import UnitError
-from co2sim.units import EXAMPLES, Unit, counted, duration, parse, parse_price, scaled
+from co2sim.units import EXAMPLES, Unit, counted, duration, number, parse, parse_price, scaled
 
 READ: list[tuple[str | float, Unit, float]] = [
     ("200 Gbit/s", "B/s", 25e9),
@@ -185,3 +185,15 @@ def test_values_are_shown_with_three_digits_and_a_prefix(value: float, shown: st
 def test_times_are_shown_in_the_unit_that_suits_them(seconds: float, shown: str) -> None:
     """A time is shown in seconds, milli-, micro- or nanoseconds."""
     assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0.0763, "0.0763"), (1.06, "1.06"), (22.46, "22.5"), (999.4, "999")),
+        *((999.6, "1,000"), (22_810.4, "22,810"), (-22_810.4, "-22,810")),
+    ],
+)
+def test_numbers_have_three_significant_figures(value: float, text: str) -> None:
+    """Whole from a thousand on, without an exponent."""
+    assert number(value) == text

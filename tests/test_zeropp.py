@@ -167,7 +167,7 @@ def test_what_it_cannot_do_is_refused_in_words(four_ranks: dict[str, list[Any]])
         "reverse": "OptionError: ZeRO++ needs a 1-D mesh of all 4 ranks in order, not DeviceMesh(",
         "block": "OptionError: block is 0; it must be at least 1",
         "idle block": "OptionError: block=64 needs qwz or qgz",
-        "rounding": "OptionError: rounding is 'up'; it must be 'nearest' or 'stochastic'",
+        "rounding": "OptionError: rounding is 'up'; known: nearest, stochastic",
         "idle rounding": "OptionError: rounding='stochastic' needs qgz",
         "disagree": "MismatchError: rank 1 calls apply_zeropp with ranks_per_node=2, qwz=False",
         "types": "OptionError: weights of torch.float64 cannot be quantized",

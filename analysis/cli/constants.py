@@ -27,7 +27,7 @@ Heterogeneity = Annotated[
 Gap = Annotated[float, number("--gap", "Delta: loss at the start minus its lowest value.")]
 Workers = Annotated[int, whole("--workers", "G: workers whose models are averaged.")]
 Rounds = Annotated[int, whole("--rounds", "T: rounds; each ends with an average.")]
-LocalSteps = Annotated[int, whole("--local-steps", "Tau: steps between averages.")]
+Tau = Annotated[int, whole("--local-steps", "Tau: steps between averages.")]
 InnerStep = Annotated[
     float | None,
     number(

@@ -12,7 +12,6 @@ from analysis.cli.constants import (
     Gap,
     Heterogeneity,
     InnerStep,
-    LocalSteps,
     Momentum,
     MostPenalty,
     Noise,
@@ -20,15 +19,18 @@ from analysis.cli.constants import (
     Penalty,
     Rounds,
     Smoothness,
+    Tau,
     Workers,
     number,
     whole,
 )
+from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
 from co2sim.console.tables import console, print_table
 from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
+from co2sim.progress import progress_bar
 
 
 def _folder(text: str | Path) -> Path:
@@ -43,7 +45,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
     gap: Gap,
     workers: Workers,
     rounds: Rounds,
-    local_steps: LocalSteps,
+    local_steps: Tau,
     heterogeneity: Heterogeneity = 0.0,
     inner_step: InnerStep = None,
     outer_step: OuterStep = 1.0,
@@ -138,8 +140,8 @@ def tau(  # noqa: PLR0913 - one argument per option
             f"the times of rounds come from real runs or from a simulation: {', '.join(given)} does"
             f" not apply to {runs[0]}"
         )
-    if target is not None and not 0 < target < float("inf"):
-        raise OptionError(f"--target is {target:g}; it must be above 0 and finite")
+    if target is not None:
+        ranges.above("--target", target, 0)
     problem = Setting(
         smoothness=smoothness,
         noise=noise,
@@ -190,13 +192,12 @@ def trends(
     ] = False,
     json_: options.Json = False,
 ) -> None:
-    """Train a small network with CO2, SlowMo and local SGD, and show trends beside the bound."""
+    """Train a small network with CO2, SlowMo and local SGD; compare its trends with the bound."""
     from analysis.convergence import trends as networks  # noqa: PLC0415 - scipy, only for this command
 
-    if min(workers, steps, seeds) < 1:
-        raise OptionError("--workers, --steps and --seeds must be at least 1")
-    if workers > networks.MOST_WORKERS:
-        raise OptionError(f"--workers is {workers}; it must be at most {networks.MOST_WORKERS}")
+    ranges.whole("--workers", workers, 1, networks.MOST_WORKERS)
+    ranges.whole("--steps", steps, 1)
+    ranges.whole("--seeds", seeds, 1)
     if steps * seeds > networks.MOST_KEPT:
         raise OptionError(
             f"--steps times --seeds is {steps * seeds:,}; it must be at most"
@@ -247,25 +248,17 @@ def verify(
 
     Measured cells stay in the folder: after an interruption the same command goes on from there.
     """
-    from rich.console import Console  # noqa: PLC0415 - only for this command
-    from rich.progress import Progress  # noqa: PLC0415
-
-    from analysis.convergence import report  # noqa: PLC0415
+    from analysis.convergence import report  # noqa: PLC0415 - only for this command
     from analysis.convergence.objectives.datasets import scikit_learn  # noqa: PLC0415
     from analysis.convergence.protocol import checks, store  # noqa: PLC0415
 
-    if jobs < 0:
-        raise OptionError(f"--jobs is {jobs}; it must be 0 (all cores) or more")
+    ranges.whole("--jobs", jobs)
     scikit_learn()
     check_writable(out)
     began = time.monotonic()
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring")
+    with progress_bar("measuring") as progress:
         cells = store.measure(
-            out / "cells",
-            quick=quick,
-            jobs=jobs or os.cpu_count() or 1,
-            progress=lambda done, whole: bar.update(task, completed=done, total=whole),
+            out / "cells", quick=quick, jobs=jobs or os.cpu_count() or 1, progress=progress
         )
     findings = checks.judge(cells, quick=quick)
     write_atomically(report.files(findings, out, time.monotonic() - began))

@@ -1,4 +1,4 @@
-"""`co2analysis compare` and `lab`: measured runs beside their prediction."""
+"""`co2analysis compare` and `lab`: measured runs compared with their prediction."""
 
 import json
 import subprocess
@@ -113,7 +113,7 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
 def _compared(
     runs: Sequence[Path], cluster: str | None = None, changes: Mapping[str, str] | None = None
 ) -> list["RunComparison"]:
-    """Every run in these folders beside its prediction, on another cluster if one is given."""
+    """Every run in these folders with its prediction, on another cluster if one is given."""
     from analysis.measured.comparison import compare  # noqa: PLC0415 - the simulator
 
     folders = [folder for run in runs for folder in _folders(run)]

@@ -48,7 +48,7 @@ TERMS = ("optimization", "noise", "staleness", "drift")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """Outside the condition of the theorem, which then says nothing.
+    """A setting outside the condition of the theorem, which then gives no bound.
 
     `load` is L eta + 2 L sqrt(C), which has to be below 1.
     """
@@ -79,7 +79,7 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
 
 
 def late_share(setting: Setting) -> float:
-    """The share of N that delay and momentum have; the rest is of an outer step unlike gamma."""
+    """The share of N due to delay and momentum; the rest is due to an outer step unlike gamma."""
     late = replace(setting, local_steps=1)
     _, whole = gap_constants(setting)
     return gap_constants(late)[1] * setting.local_steps / whole if whole else 0.0
@@ -160,7 +160,7 @@ def split(setting: Setting) -> tuple[float, float]:
 
 
 def tuned(setting: Setting) -> Setting:
-    """The setting with the inner step that makes the bound least.
+    """The setting with the inner step that minimizes the bound.
 
     Without noise and drift the bound falls up to the largest feasible step, which is not feasible
     itself: the step is then just below it, and the bound there its infimum to within 1e-9. Raises
@@ -192,7 +192,7 @@ def tuned(setting: Setting) -> Setting:
 
 
 def has_best_step(setting: Setting) -> bool:
-    """Whether some inner step makes the bound least, other than the largest feasible one."""
+    """Whether an inner step below the largest feasible one minimizes the bound."""
     return setting.noise > 0 or (setting.heterogeneity > 0 and setting.local_steps > 1)
 
 

@@ -137,9 +137,9 @@ def transition(
 
 def _check(which: Variants, delay: int) -> None:
     if delay not in {0, 1}:
-        raise OptionError(f"delay is {delay}; the oracle knows 0 and 1")
+        raise OptionError(f"delay is {delay}; exact moments are known for 0 and 1")
     if which.gap_aware.any() or np.isfinite(which.clip).any():
-        raise OptionError("the oracle knows neither clipping nor a gap-aware penalty")
+        raise OptionError("exact moments are not known with clipping or a gap-aware penalty")
 
 
 def _round(problem: Quadratic, which: Variants, workers: int, steps: int) -> _Round:

@@ -1,8 +1,6 @@
 """The figures of the report, as PNG."""
 
-import io
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -14,11 +12,9 @@ from analysis.convergence.protocol.controls import Rescue
 from analysis.convergence.protocol.oracle import OracleFindings
 from analysis.convergence.protocol.rate_fits import RateFindings
 from analysis.convergence.protocol.tightness import TightnessRow, distinct
+from co2sim.console.figures import BLACK, COLOURS, GRID, STYLE, render
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
-"""Okabe and Ito: told apart by colour-blind readers."""
 _MARKERS = "osD^vP*X"
-_STYLE: dict[Any, Any] = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 _CEILING = 1e2
 """Where diverged runs are drawn."""
 _ENDLESS = 1e30
@@ -131,7 +127,7 @@ def rates_figure(findings: RateFindings) -> bytes:
 
 
 def rescue_figure(rescues: Sequence[Rescue]) -> bytes:
-    """Where penalty and clipping rescue a run, and where they cost."""
+    """Where penalty and clipping keep a run from diverging, and where they slow it down."""
     families = list(dict.fromkeys(part.family for part in rescues))
     titles = {1: "CO2", 0: "SlowMo"}
 
@@ -141,7 +137,7 @@ def rescue_figure(rescues: Sequence[Rescue]) -> bytes:
             axis = axes[0 if part.delay else 1][families.index(part.family)]
             rules = list(dict.fromkeys(line.rule for line in part.lines))
             beyond: list[tuple[float, float]] = []
-            palette = ("#000000", *(colour for colour in COLOURS if colour != "#000000"))
+            palette = (BLACK, *(colour for colour in COLOURS if colour != BLACK))
             for rule, colour, marker in zip(rules, palette, _MARKERS, strict=False):
                 mine = [line for line in part.lines if line.rule == rule]
                 loads = [line.load for line in mine]
@@ -216,14 +212,12 @@ def oracle_figure(findings: OracleFindings) -> bytes:
 
 
 def _drawn(size: tuple[float, float], draw: Callable[[Figure], None]) -> bytes:
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE | GRID):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         for axis in figure.axes:
             _plain(axis)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=150)
-        return buffer.getvalue()
+        return render(figure, "png")
 
 
 def _plain(axis: Axes) -> None:

@@ -146,7 +146,7 @@ def _rescued(line: RescueLine, first: float) -> str:
 
 
 def render_markdown(context: VerifyContext) -> str:
-    """The page; pictures are files beside it."""
+    """The report as Markdown; its pictures are files in the same folder."""
     names = [field.name for field in fields(context)]
     template = _environment().get_template("verify.md.j2")
     return template.render({name: getattr(context, name) for name in names})

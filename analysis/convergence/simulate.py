@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Sampler
 from co2sim.errors import OptionError
+from co2sim.ranges import whole
 
 _CHUNK = 2**22
 """Most numbers drawn ahead at once: 32 MiB."""
@@ -118,7 +119,7 @@ def run(
     What diverges becomes infinite or NaN, without a warning. Raises OptionError for a negative
     delay, and for a gap-aware penalty without delay.
     """
-    simulation = _Simulation(problem, which, size, sampler or Gaussian(problem), seed, apart)
+    simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart)
     for _ in range(size.rounds):
         simulation.next_round()
     return simulation.outcome()
@@ -133,15 +134,15 @@ def walk(
     sampler: Sampler | None = None,
 ) -> tuple[Outcome, Trajectory]:
     """As `run` without `apart`, and every round with it."""
-    simulation = _Simulation(problem, which, size, sampler or Gaussian(problem), seed, apart=False)
+    simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart=False)
     rounds = [simulation.next_round() for _ in range(size.rounds)]
     points, momenta, sums = (np.array(part) for part in zip(*rounds, strict=True))
     last = simulation.x[None]
     return simulation.outcome(), Trajectory(np.concatenate([points, last]), momenta, sums)
 
 
-class _Simulation:
-    """A run under way: draws noise ahead, takes local steps, hands averages on when they are due.
+class _Runs:
+    """The state of a run: draws noise ahead, takes local steps, applies averages when they are due.
 
     `x` is [C, S, d].
     """
@@ -155,8 +156,7 @@ class _Simulation:
         seed: int | Sequence[int],
         apart: bool,  # noqa: FBT001
     ) -> None:
-        if size.delay < 0:
-            raise OptionError(f"delay is {size.delay}; it must be at least 0")
+        whole("delay", size.delay)
         if size.delay == 0 and which.gap_aware.any():
             raise OptionError("a gap-aware penalty needs a delay of at least 1")
         dimension = len(problem.start)

@@ -73,7 +73,7 @@ def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
 
 
 def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[Timing]:
-    """Rounds with the usual taus, and with doubled ones while the last is best after some length.
+    """Rounds with the usual taus; tau is doubled further while the largest is best at some time.
 
     The search ends at LONGEST, and where a round is longer than all lengths. Raises OptionError as
     `simulated` does.
@@ -160,7 +160,7 @@ def _choice(problem: Setting, timing: Timing, rounds: int) -> Choice:
 
 
 def best(choices: Sequence[Choice]) -> Choice:
-    """The one with the least bound."""
+    """The choice with the smallest bound."""
     return min(choices, key=lambda choice: choice.bound.total)
 
 
@@ -185,7 +185,7 @@ def until(problem: Setting, timing: Timing, target: float) -> Seconds | None:
 
 
 def explain(choices: Sequence[Choice], most: int) -> Iterator[str]:
-    """Why the best tau is what it is, in sentences. `most` is the largest that was asked for."""
+    """Explain the choice of tau in sentences. `most` is the largest tau that was asked for."""
     chosen = best(choices)
     timing, least = chosen.timing, chosen.bound
     fastest = max(map(_steps, choices))
@@ -231,7 +231,7 @@ def _compared(other: Choice, chosen: Choice, fastest: int) -> str:
 
 
 def assumptions(problem: Setting) -> list[str]:
-    """What an answer rests on."""
+    """The assumptions behind an answer."""
     same = ["zeta^2 = 0: all workers see the same data."] if problem.heterogeneity == 0 else []
     return [*ASSUMPTIONS, *same, f"Taus up to {LONGEST} are tried unless taus are given."]
 

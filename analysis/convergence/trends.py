@@ -1,4 +1,4 @@
-"""A neural network under CO2, SlowMo and local SGD, beside the bound: a trend, not a check.
+"""A neural network under CO2, SlowMo and local SGD, compared with the bound: trends, not a check.
 
 The constants of a network are estimates, so the bound may be wrong for it either way. What can be
 compared is how things move with tau and with the method, at the best inner step of each cell.

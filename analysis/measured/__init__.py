@@ -1,1 +1,1 @@
-"""Measured runs beside their prediction."""
+"""Measured runs compared with their prediction."""

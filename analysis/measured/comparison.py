@@ -121,7 +121,7 @@ def _check(name: str, record: Record, prepared: Prepared) -> None:
     unknown = next((span.op for span in trace.spans if span.op not in known), None)
     if unknown is not None:
         raise OptionError(
-            f"{name}: its trace has an op {unknown!r}, which {prepared.schedule.name} has not"
+            f"{name}: its trace has an op {unknown!r}, which {prepared.schedule.name} does not have"
         )
     if trace.layout != prepared.cluster.layout:
         raise OptionError(f"{name}: its trace has another layout than its cluster")

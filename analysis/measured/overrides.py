@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,6 +12,7 @@ from co2sim.catalog.specs import ClusterSpec
 from co2sim.cluster import GPU, Cluster
 from co2sim.errors import OptionError
 from co2sim.units import Unit
+from co2sim.validation import Place, first_problem, names_at
 
 _UNITS: dict[str, Unit] = {
     "bandwidth": "B/s",
@@ -39,12 +41,12 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     try:
         return ClusterSpec.model_validate(plain(tree)).build()
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            message = "a cluster has no such number"
-        raise OptionError(f"--set: {where or cluster.name}: {message}") from error
+        problem = first_problem(error, partial(names_at, ClusterSpec), _dotted)
+        raise OptionError(f"--set: {problem}") from error
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
 
 
 def _texts(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every span of a trace, split: waiting for others, then active, alone or beside other work."""
+"""Every span of a trace, split: waiting for others, then active, alone or overlapped."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

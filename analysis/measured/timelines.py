@@ -1,6 +1,5 @@
 """Two timelines of one rank, predicted above measured, on the same axis of time."""
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,15 +11,26 @@ from matplotlib.patches import Patch
 from analysis.measured.comparison import RunComparison
 from analysis.measured.spans import active_starts
 from co2sim import metrics
+from co2sim.console.figures import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PLAIN_TEXT,
+    PURPLE,
+    SKY,
+    STYLE,
+    VERMILION,
+    render,
+)
 from co2sim.errors import OptionError
 from co2sim.schedule import Collective, Op, Schedule
 from co2sim.trace import Trace
 from co2sim.units import Seconds, duration
 
-_PASSES = {"forward": "#0072B2", "backward": "#56B4E9", "optimizer": "#003F66"}
+_PASSES = {"forward": BLUE, "backward": SKY, "optimizer": "#003F66"}
 """The same in every figure."""
 _KERNELS = ("#7A6FAE", "#B9B3D6", "#4D4D4D", "#9AA5B1", "#3F3A75", "#6B8E9F", "#C5D5E4")
-_COLLECTIVES = ("#D55E00", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#8B2E00", "#5FD0B0")
+_COLLECTIVES = (VERMILION, ORANGE, GREEN, PURPLE, "#F0E442", "#8B2E00", "#5FD0B0")
 """Warm colours and greens for collectives, blues, violets and greys for computes."""
 _WAITING = "#D9D9D9"
 _WAITS = "waiting for the last rank"
@@ -55,7 +65,7 @@ def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
     ]
     length = max(during.end - during.start for during, _ in sides)
     colours = _colours(run.schedule)
-    with mpl.rc_context({"font.size": 9, "svg.hashsalt": "co2sim", "text.parse_math": False}):
+    with mpl.rc_context(STYLE | PLAIN_TEXT):
         lanes = len(run.schedule.streams)
         legend = -(-(len(colours) + 1) // 6)
         height = 1.9 + 2 * (0.35 + 0.42 * lanes) + 0.2 * legend
@@ -82,7 +92,7 @@ def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
             frameon=False,
             fontsize=8,
         )
-        return _render(figure, suffix.removeprefix("."))
+        return render(figure, suffix.removeprefix("."))
 
 
 def _only(trace: Trace, rank: int) -> Trace:
@@ -98,12 +108,6 @@ def _heading(run: RunComparison, rank: int) -> str:
         f"round time: predicted {duration(here.round_time_s)}, measured"
         f" {duration(measured)}: {run.round_time_error:+.1%}"
     )
-
-
-def _render(figure: Figure, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    return buffer.getvalue()
 
 
 def _label(op: Op) -> str:

@@ -1,4 +1,4 @@
-"""What every mechanism is worth: the errors without it, with all constants as they are."""
+"""Ablations: the errors without each mechanism of the model, with all constants unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

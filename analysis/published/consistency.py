@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from analysis.published.cells import Cell
 from analysis.published.sensitivity import GROUP
+from co2sim.strategies import LocalSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +107,5 @@ def _nodes(cell: Cell) -> int:
 
 def _tau(cell: Cell) -> int:
     """Local steps of a round; 0 of data parallelism."""
-    return int(getattr(cell.setup.strategy, "tau", 0))
+    strategy = cell.setup.strategy
+    return strategy.tau if isinstance(strategy, LocalSteps) else 0

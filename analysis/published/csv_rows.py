@@ -31,7 +31,7 @@ _RATIO = (16, 128)
 
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text)):
-        raise ValueError(f"a whole number from 1 to {10**_DIGITS - 1}")
+        raise ValueError(f"must be a whole number from 1 to {10**_DIGITS - 1}")
     return int(text)
 
 
@@ -43,19 +43,19 @@ def _positive(text: str) -> float | None:
     except ValueError:
         value = math.nan
     if not _SMALLEST <= value <= 1 / _SMALLEST:
-        raise ValueError(f"a number above 0, from {_SMALLEST:g} to {1 / _SMALLEST:g}")
+        raise ValueError(f"must be a number above 0, from {_SMALLEST:g} to {1 / _SMALLEST:g}")
     return value
 
 
 def _size(value: int) -> int:
     if value not in SIZES:
-        raise ValueError(f"one of {', '.join(map(str, SIZES))}")
+        raise ValueError(f"must be one of {', '.join(map(str, SIZES))}")
     return value
 
 
 def _links(value: int) -> int:
     if value > _MOST_LINKS:
-        raise ValueError(f"at most {_MOST_LINKS}, the links of a DGX-2")
+        raise ValueError(f"must be at most {_MOST_LINKS}, the links of a DGX-2")
     return value
 
 
@@ -158,7 +158,7 @@ class IterationRow(TableRow):
         per_step = self.gpus * self.micro_batch
         if self.global_batch % per_step:
             raise ValueError(
-                f"global_batch {self.global_batch} is no multiple of {self.gpus} x"
+                f"global_batch {self.global_batch} is not a multiple of {self.gpus} x"
                 f" {self.micro_batch}"
             )
         return self

@@ -14,7 +14,8 @@ from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, iteration_times, papers
 from analysis.published.parameters import model_of
 from co2sim.errors import CatalogError, Co2simError
-from co2sim.published_cells import Use, first_problem
+from co2sim.published_cells import Use
+from co2sim.validation import first_problem
 from co2sim.workload import Workload
 
 Row: TypeAlias = Mapping[str, str]
@@ -95,7 +96,7 @@ def _rows(path: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise CatalogError(f"cannot read {path}: it is no text") from error
+        raise CatalogError(f"cannot read {path}: it is not a text in UTF-8") from error
     kept = [
         (number, line)
         for number, line in enumerate(lines, start=1)
@@ -137,7 +138,7 @@ def _table(path: Path, columns: Sequence[str], source: str | None) -> type[Table
         known = "; or ".join(", ".join(table.model_fields) for table in tables)
         raise CatalogError(f"{path} holds no known table; expected the columns {known}")
     raise CatalogError(
-        f"{path} is no table of {table.source}: it has no column {', '.join(lacking)}"
+        f"{path} is not a table of {table.source}: it has no column {', '.join(lacking)}"
     )
 
 

@@ -4,13 +4,6 @@ from collections.abc import Mapping
 
 from analysis.published.parameters import Constant
 
-_THOUSAND = 1000
-
-
-def number(value: float) -> str:
-    """Three significant figures below 1000, and a whole number from there on; no exponent."""
-    return f"{value:,.0f}" if abs(value) >= _THOUSAND else f"{value:.3g}"
-
 
 def three_decimals(value: float) -> str:
     """With three digits behind the point."""

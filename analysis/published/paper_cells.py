@@ -106,7 +106,9 @@ def _links(cluster: str) -> int:
 def _number(name: str, before: str, after: str) -> int:
     text = name.removeprefix(before).removesuffix(after)
     if not (text.isascii() and text.isdigit()):
-        raise CatalogError(f"{name!r} is none of ZeRO++'s: it must be {before}NUMBER{after}")
+        raise CatalogError(
+            f"{name!r} is not a name of ZeRO++'s table: it must be {before}NUMBER{after}"
+        )
     return int(text)
 
 
@@ -115,7 +117,7 @@ def zeropp_term(paper: Paper, size: int, tokens: int, links: int, strategy: str)
     length = paper.setting("seq_len")
     micro_batch, left = divmod(tokens, length)
     if left or micro_batch < 1:
-        raise OptionError(f"{tokens} tokens are no multiple of sequences of {length}")
+        raise OptionError(f"{tokens} tokens are not a multiple of sequences of {length}")
     setup = RunSetup(
         cluster=paper.setting("cluster"),
         overrides=(("inter.bandwidth", f"{_LINK_GBITS * links} Gbit/s"),),

@@ -20,7 +20,7 @@ from analysis.published.errors import (
 )
 from analysis.published.paper_cells import Unpredicted, unpredicted
 from analysis.published.parameters import GROUPS, Constant, cluster_of, stated
-from co2sim.units import duration
+from co2sim.units import duration, number
 
 _TOKENS = (512, 1024, 2048, 4096, 8192)
 """Tokens per GPU and step that are assumed for CO2's runs."""
@@ -157,7 +157,10 @@ def render(report: ValidationReport) -> str:
 def _filters() -> dict[str, Any]:
     """How the template prints numbers."""
     names = (
-        *("number", "three_decimals", "percent", "whole_percent", "signed"),
+        *("three_decimals", "percent", "whole_percent", "signed"),
         *("words", "cell", "at_bound", "labelled"),
     )
-    return {name: getattr(formats, name) for name in names} | {"duration": duration}
+    return {name: getattr(formats, name) for name in names} | {
+        "duration": duration,
+        "number": number,
+    }

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from co2sim.catalog import huggingface
 from co2sim.catalog.facts import Fact, Tree, facts, names, override, plain, read
 from co2sim.cluster import Cluster
-from co2sim.errors import CatalogError, OptionError, nearest
+from co2sim.errors import CatalogError, OptionError
+from co2sim.validation import Place, first_problem, names_at
 from co2sim.workload import Model
 
 if TYPE_CHECKING:
@@ -113,20 +115,7 @@ def _checked(spec: Any, tree: Tree, reference: str) -> Any:
 _KINDS = {"transformer", "vit", "blocks"}
 
 
-_WORDS = {
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "int_type": "must be a whole number",
-    "bool_parsing": "must be true or false",
-    "literal_error": "must be {expected}",
-}
-"""What is wrong with a value, by pydantic's type of error."""
-
-
-def _where(place: tuple[int | str, ...]) -> str:
+def _where(place: Place) -> str:
     """The dotted path of a value in its file; for models, behind "model" and a kind."""
     parts = [str(part) for part in place if part != "[key]"]
     if parts[:1] == ["model"]:
@@ -135,41 +124,6 @@ def _where(place: tuple[int | str, ...]) -> str:
 
 
 def _first(error: "ValidationError", spec: "type[BaseModel]") -> str:
-    problems = error.errors(include_url=False)
-    problem = problems[0]
-    where = _where(problem["loc"])
-    match problem["type"]:
-        case "missing":
-            missing = [_where(p["loc"]) for p in problems if p["type"] == "missing"]
-            return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        case "extra_forbidden":
-            parent = where.rpartition(".")[0]
-            allowed = _allowed(spec, problem["loc"])
-            paths = [f"{parent}.{name}" if parent else name for name in allowed]
-            return f"unknown name {where!r}; {nearest(where, paths)}"
-        case "union_tag_invalid" | "union_tag_not_found":
-            return f"kind must be one of {', '.join(sorted(_KINDS))}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] in _WORDS:
-        message = _WORDS[problem["type"]].format(**problem.get("ctx", {}))
-    given = problem["input"]
-    shown = "" if isinstance(given, dict | list) or repr(given) in message else f", given {given!r}"
-    return f"{where}: {message}{shown}" if where else message
-
-
-def _allowed(spec: "type[BaseModel]", place: tuple[int | str, ...]) -> list[str]:
-    """The names that the table at `place` may hold."""
-    allowed = spec.model_json_schema()
-    definitions = allowed.get("$defs", {})
-    names_here: list[str] = []
-    for part in place:
-        options = allowed.get("anyOf", []) + allowed.get("oneOf", []) + [allowed]
-        resolved = [definitions[o["$ref"].rsplit("/", 1)[1]] if "$ref" in o else o for o in options]
-        names_here = [name for option in resolved for name in option.get("properties", {})]
-        following = [
-            option["properties"][part]
-            for option in resolved
-            if part in option.get("properties", {})
-        ]
-        allowed = following[0] if following else allowed
-    return names_here or ["nothing"]
+    if error.errors(include_url=False)[0]["type"].startswith("union_tag"):
+        return f"kind must be one of {', '.join(sorted(_KINDS))}"
+    return first_problem(error, partial(names_at, spec), _where)

@@ -1,4 +1,4 @@
-"""Fields of files: texts with units, whole numbers, and tables that hold nothing else."""
+"""Types of the fields of catalog files: quantities with units, counts, and closed tables."""
 
 from typing import Annotated, Any
 
@@ -26,9 +26,9 @@ def number(quantity: Quantity) -> BeforeValidator:
 
 
 def no_truth(value: Any) -> Any:
-    """`true` is no number, though Python takes it for 1."""
+    """Refuse `true` and `false`, which Python would take for 1 and 0."""
     if isinstance(value, bool):
-        raise ValueError(f"{str(value).lower()} is not a whole number")  # noqa: TRY004 - pydantic's
+        raise ValueError("must be a whole number")  # noqa: TRY004 - pydantic's
     return value
 
 
@@ -39,6 +39,6 @@ Depth = Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=10_000)]
 
 
 class Spec(BaseModel):
-    """A table that holds nothing but its fields."""
+    """A table in which any name that is not a field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

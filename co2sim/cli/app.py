@@ -1,4 +1,4 @@
-"""The commands: what they ask, and what they print."""
+"""The commands of `co2sim`: their options, and what they print."""
 
 import json
 from collections import Counter
@@ -133,7 +133,9 @@ def scale(  # noqa: PLR0917 - one argument per option
     ] = None,
     published: Annotated[
         Path | None,
-        typer.Option(help="Published cells to show beside the prediction (papers/*/results.toml)."),
+        typer.Option(
+            help="Published cells to compare with the prediction (papers/*/results.toml)."
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")

@@ -1,6 +1,5 @@
-"""The scaling figure: throughput and what is left of it per GPU, one column per cluster."""
+"""The scaling figure: throughput, and throughput per GPU, one column per cluster."""
 
-import io
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -20,13 +19,12 @@ from matplotlib.ticker import (
 )
 
 from co2sim.case import Case
+from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.published_cells import ThroughputCell
 from co2sim.published_speeds import SpeedComparison
 from co2sim.result import Result
 from co2sim.units import counted
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
-"""Okabe and Ito: told apart by colour-blind readers."""
 _MARKERS = "osD^vPpX"
 """A star is a published value."""
 _PANEL = 4.6
@@ -47,17 +45,9 @@ def draw(
     cases: Sequence[Case], results: Sequence[Result], comparisons: Sequence[SpeedComparison]
 ) -> dict[str, bytes]:
     """The figure as PNG and SVG. Dashed lines do not fit in memory; stars are published."""
-    with mpl.rc_context(
-        {
-            "font.size": 9,
-            "axes.grid": True,
-            "grid.alpha": 0.3,
-            "svg.hashsalt": "co2sim",
-            "text.parse_math": False,
-        }
-    ):
-        found = figure(cases, results, comparisons)
-        return {kind: _render(found, kind) for kind in ("png", "svg")}
+    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
+        drawn = figure(cases, results, comparisons)
+        return {kind: render(drawn, kind) for kind in ("png", "svg")}
 
 
 def figure(
@@ -103,13 +93,6 @@ def figure(
     return drawn
 
 
-def _render(drawn: Figure, kind: str) -> bytes:
-    buffer = io.BytesIO()
-    metadata = {"Date": None} if kind == "svg" else None
-    drawn.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-    return buffer.getvalue()
-
-
 def _handles(
     names: Sequence[str], results: Sequence[Result], stars: Sequence[SpeedComparison]
 ) -> list[Line2D]:
@@ -129,7 +112,7 @@ def _handles(
         )
 
     found = [
-        sign(name, _COLOURS[at % len(_COLOURS)], "-", _MARKERS[at % len(_MARKERS)], full=True)
+        sign(name, COLOURS[at % len(COLOURS)], "-", _MARKERS[at % len(_MARKERS)], full=True)
         for at, name in enumerate(names)
     ]
     if not all(result.fits_in_memory for result in results):
@@ -144,7 +127,7 @@ def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu:
         found = list(group)
         place = names.index(strategy)
         base = found[0].tokens_per_s_per_gpu
-        color = _COLOURS[place % len(_COLOURS)]
+        color = COLOURS[place % len(COLOURS)]
         x = [r.gpus for r in found]
         y = [r.tokens_per_s_per_gpu / base if per_gpu else r.tokens_per_s for r in found]
         fits = [r.fits_in_memory for r in found]
@@ -198,7 +181,7 @@ def _throughput(
         axis.plot(
             [star.cell.sizes[0] for star in mine],
             [star.cell.value for star in mine],
-            color=_COLOURS[place % len(_COLOURS)],
+            color=COLOURS[place % len(COLOURS)],
             marker="*",
             markersize=13,
             markerfacecolor="none",

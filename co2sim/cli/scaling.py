@@ -18,7 +18,7 @@ from co2sim.frames import to_frame
 from co2sim.metrics import scalability_ratio
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
-from co2sim.units import scaled
+from co2sim.units import number, scaled
 
 
 def scale(
@@ -121,16 +121,12 @@ def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) 
                 c.strategy,
                 c.cell.quantity.replace("_per_s", "/s").replace("_", " "),
                 "->".join(map(str, c.cell.sizes)),
-                _number(c.cell.value),
-                _number(c.predicted),
+                number(c.cell.value),
+                number(c.predicted),
                 f"{c.error:+.0%}",
                 c.cell.use,
             )
             for c in group
         ]
-        print_table(terminal, f"{cluster}: published beside predicted", columns, rows, left=2)
+        print_table(terminal, f"{cluster}: published and predicted", columns, rows, left=2)
     print_lines(terminal, *dict.fromkeys(c.cell.note for c in comparisons if c.cell.note), "")
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # noqa: PLR2004

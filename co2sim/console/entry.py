@@ -1,4 +1,4 @@
-"""How a command line starts and ends: one line on stderr for whatever went wrong."""
+"""How a command line starts and ends: every error is one line on stderr."""
 
 import io
 import os

@@ -14,6 +14,12 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY = COLOURS
 STYLE: dict[Any, Any] = {"font.size": 9, "svg.hashsalt": "co2sim"}
 """Settings for `matplotlib.rc_context`: small print, and the same bytes for the same SVG."""
 
+GRID: dict[Any, Any] = {"axes.grid": True, "grid.alpha": 0.3}
+"""Added to STYLE where values are read off the axes."""
+
+PLAIN_TEXT: dict[Any, Any] = {"text.parse_math": False}
+"""Added to STYLE where a name may hold a dollar sign, which would begin a formula."""
+
 
 def render(figure: "Figure", kind: str) -> bytes:
     """The content of a file of some kind, such as "png" or "svg"; the date is left out."""

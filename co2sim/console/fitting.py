@@ -1,4 +1,4 @@
-"""What would fit where a configuration does not: changes to it, with the memory that each needs."""
+"""Changes that make a configuration fit in memory, with the memory that each needs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -33,7 +33,7 @@ class Alternative:
 
 
 def print_fitting(out: Console, case: Case) -> None:
-    """What to change so that the case fits, or what comes nearest."""
+    """Print what to change so that the case fits, or what comes nearest."""
     prepared = case.prepare()
     memory = prepared.cluster.gpu.memory
     found = list(alternatives(prepared))

@@ -16,7 +16,7 @@ from co2sim.units import parse
 
 
 def number(flag: str) -> Callable[[str], float]:
-    """A parser that says which option got what."""
+    """A parser whose error names the option and the text."""
 
     def read(text: str) -> float:
         try:
@@ -28,7 +28,7 @@ def number(flag: str) -> Callable[[str], float]:
 
 
 def whole(flag: str) -> Callable[[str], int]:
-    """A parser that says which option got what."""
+    """A parser whose error names the option and the text."""
 
     def read(text: str) -> int:
         try:
@@ -186,7 +186,7 @@ def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
 
 
 def refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
-    """Refuse an option that is given beside a --vary of the same name, which would replace it.
+    """Refuse an option that is given together with a --vary of the same name.
 
     The cluster, the model and the strategy have to be given: there the values that vary count.
     """

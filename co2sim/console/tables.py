@@ -1,4 +1,4 @@
-"""Tables on the terminal, at any width: no digit, unit, mark or column name is ever cut off."""
+"""Tables for terminals of any width: no digit, unit, mark or column name is cut off."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -11,7 +11,6 @@ from typing import (
     get_args,
     get_origin,
     get_type_hints,
-    runtime_checkable,
 )
 
 from co2sim.errors import OptionError, nearest
@@ -20,7 +19,7 @@ from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
 from co2sim.strategies.diloco import DiLoCo
-from co2sim.strategies.local import Worker
+from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.strategies.overlap_local_sgd import OverlapLocalSGD
 from co2sim.strategies.slowmo import SlowMo
@@ -33,6 +32,7 @@ from co2sim.workload import Workload
 
 __all__ = [
     "STRATEGIES",
+    "LocalSteps",
     "Strategy",
     "parse",
     "parse_number",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Strategy(Protocol):
-    """What a strategy offers: data, never actions."""
+    """A strategy: it gives a schedule and memory as data, and executes nothing."""
 
     name: ClassVar[str]
 
@@ -51,17 +51,7 @@ class Strategy(Protocol):
         """What every rank does in a round."""
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
-        """What a rank keeps besides activations, by item."""
-
-
-@runtime_checkable
-class LocalSteps(Protocol):
-    """A strategy whose workers take `tau` steps of their own between averages."""
-
-    @property
-    def tau(self) -> int: ...
-    @property
-    def worker(self) -> Worker: ...
+        """Bytes that a rank keeps, by item, without activations."""
 
 
 STRATEGIES: dict[str, type[Any]] = {

@@ -1,4 +1,4 @@
-"""What the local-update family shares: who a worker is, its local steps, and its averages.
+"""Shared parts of the local-update family: workers, their local steps, and their averages.
 
 Local updates make replicas diverge, so only ranks that hold the same parameters can share
 optimizer states. A worker is therefore one GPU, or one node: inside the node DDP or ZeRO works over
@@ -54,8 +54,8 @@ _INNER: dict[str, DDP | Zero1 | Zero2 | Zero3] = {
 
 
 @runtime_checkable
-class LocalUpdate(Protocol):
-    """The options that the strategies of the family share."""
+class LocalSteps(Protocol):
+    """A strategy whose workers take `tau` steps of their own between averages."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -69,7 +69,7 @@ class LocalUpdate(Protocol):
     def dtype(self) -> DType: ...  # noqa: D102
 
 
-def check(strategy: LocalUpdate, *, quantized: bool = False) -> None:
+def check(strategy: LocalSteps, *, quantized: bool = False) -> None:
     """Refuse options that are out of range, or contradict each other."""
     whole_options(strategy, "tau", most=_MOST_STEPS)
     if strategy.worker == "gpu" and strategy.inner is not None:
@@ -88,8 +88,8 @@ class Replica:
     inner: DDP | Zero1 | Zero2 | Zero3 | None
 
     @classmethod
-    def of(cls, strategy: LocalUpdate) -> "Replica":
-        """The worker of a strategy; a node runs zero2 inside unless told otherwise."""
+    def of(cls, strategy: LocalSteps) -> "Replica":
+        """The worker of a strategy; inside a node zero2 runs by default."""
         inside = strategy.worker == "node"
         return cls(strategy.worker, _INNER[strategy.inner or "zero2"] if inside else None)
 
@@ -143,7 +143,7 @@ def outer_work(job: Workload, elements: int, tensors: int, kernel: str = "outer"
 
 
 def averaged_rounds(
-    strategy: LocalUpdate,
+    strategy: LocalSteps,
     job: Workload,
     layout: Layout,
     *,

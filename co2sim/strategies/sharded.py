@@ -149,7 +149,7 @@ class _Body:
 
 
 def check_budget(strategy: Any) -> None:
-    """Refuse a budget that holds nothing, and more parts than are simulated."""
+    """Refuse a budget that holds no element, and more gathers per block than are simulated."""
     whole_options(strategy, "max_live", "max_reuse", "reduce_bucket")
     whole_options(strategy, "prefetch", least=0)
     whole_options(strategy, "gathers", most=_MOST_GATHERS)

@@ -91,7 +91,7 @@ def micro_prefix(index: int, job: Workload) -> str:
 
 
 def check_micro_steps(job: Workload, ops_per_block: int) -> None:
-    """Refuse more passes over blocks, of so many ops each, than a schedule holds."""
+    """Refuse more passes over blocks than a schedule of that many ops each can hold."""
     blocks, micro = len(job.model.blocks), job.accumulation
     check_ops(ops_per_block * blocks * micro, f"{blocks} blocks in each of {micro} micro-steps")
 

@@ -1,4 +1,4 @@
-"""Training algorithms for anybody's PyTorch loop: the local-update family, and ZeRO++ for FSDP2.
+"""Training algorithms for any PyTorch loop: the local-update family, and ZeRO++ for FSDP2.
 
 with CO2(model, optimizer, tau=12):
     for batch in loader:

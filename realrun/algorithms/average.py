@@ -89,7 +89,7 @@ class Stopwatch:
 
 
 class Average:
-    """Means over the ranks of `group`, which nobody else uses; None: this rank is alone.
+    """Means over the ranks of `group`, which nothing else uses; None: this rank is alone.
 
     `sent` counts the bytes that this rank sends to others: an all-reduce goes around the ring, an
     exchange is pairwise; vectors are cut into n equal parts, rounded up.

@@ -101,7 +101,7 @@ class CO2Rule:
 
 
 class CO2(LocalUpdate):
-    """Train with CO2: every worker takes `tau` local steps; averages stay out of the way.
+    """Train with CO2: every worker takes `tau` local steps, and averages overlap with them.
 
     At the end of round t: wait for the all-reduce launched `staleness` rounds ago, the mean D of
     x_{s,0} - x_{s,tau}; m <- outer_momentum m + D / Lambda_t, clipped to [-clip, clip]; launch

@@ -1,4 +1,4 @@
-"""What an algorithm counts while it trains, and what it tells of it."""
+"""Counters of an algorithm while it trains, and the statistics made from them."""
 
 from dataclasses import dataclass
 

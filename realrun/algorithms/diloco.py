@@ -6,50 +6,20 @@ from typing import Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from realrun import checks
 from realrun.algorithms.local_update import Common, LocalUpdate
-from realrun.algorithms.rule import Absorbed, State, Total
+from realrun.algorithms.rule import MomentumRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiLoCoRule:
+class DiLoCoRule(MomentumRule):
     """m <- beta m + D; x <- x - alpha (D + beta m), as torch.optim.SGD(nesterov=True) on D.
 
     Source: Douillard et al. 2023, DiLoCo, arXiv 2311.08105, algorithm 1.
     """
 
-    outer_momentum: float
-    outer_lr: float
-    staleness: int = 0
-    pull: None = None
-    clips: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse options out of range."""
-        checks.momentum("outer_momentum", self.outer_momentum)
-        checks.step_size("outer_lr", self.outer_lr)
-
-    def vectors(self) -> dict[str, int]:
-        """The momentum."""
-        return {"momentum": 0}
-
-    def numbers(self) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
-        """Both updates in one go: nothing is under way."""
-        del norm, total
-        vectors = (state.vectors["momentum"], average, state.anchor)
-        for m, mean, anchor in state.chunks(*vectors):
-            m.mul_(self.outer_momentum).add_(mean)
-            anchor.add_(mean, alpha=-self.outer_lr).add_(
-                m, alpha=-self.outer_lr * self.outer_momentum
-            )
-        return Absorbed()
-
-    def move(self, state: State) -> None:
-        """The anchor has moved."""
+    def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:
+        """The anchor's step."""
+        anchor.add_(mean, alpha=-self.outer_lr).add_(m, alpha=-self.outer_lr * self.outer_momentum)
 
 
 class DiLoCo(LocalUpdate):

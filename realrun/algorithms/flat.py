@@ -110,7 +110,7 @@ class Flat:
         return cls(sections, elements, devices.pop(), inner)
 
     def describe(self) -> list[str]:
-        """One line per section: what ranks that average with each other must have alike."""
+        """One line per section: what must be equal on ranks that average with each other."""
         return [
             f"section of {section.dtype}: {section.size} elements from {section.first}"
             for section in self.sections

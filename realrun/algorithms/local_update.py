@@ -107,7 +107,7 @@ class LocalUpdate:
         deadline: Seconds | None = None,
         timeout: Seconds | timedelta | None = None,
     ) -> None:
-        """Check the options, compare them with the other ranks, and start alike."""
+        """Check the options, compare them with the other ranks, and start from equal parameters."""
         wire, seconds = wire_of(dtype), wait_of(deadline, timeout)
         above("bucket_mib", bucket_mib, 0)
         self._tau, self._check_every = whole("tau", tau, 1), whole("check_every", check_every)
@@ -168,7 +168,7 @@ class LocalUpdate:
             raise
 
     def _check_trained(self) -> None:
-        """Refuse parameters that are trained, but were not at the start: nobody averages them."""
+        """Refuse parameters that are trained now but were not at the start: no average has them."""
         for group in self._optimizer.param_groups:
             for one in group["params"]:
                 if one.requires_grad and id(one) not in self._trained:

@@ -23,6 +23,7 @@ from realrun.algorithms.quantize_format import (
     Rounding,
     check,
 )
+from realrun.checks import one_of
 from realrun.errors import NonFiniteError
 
 _LARGEST_FUSED = 1 << 14
@@ -50,8 +51,7 @@ def quantize(
     comes back as inf and NaN.
     """
     check(bits, block)
-    if rounding not in get_args(Rounding):
-        raise OptionError(f"rounding is {rounding!r}; it must be 'nearest' or 'stochastic'")
+    one_of("rounding", rounding, get_args(Rounding))
     if generator is not None and rounding == "nearest":
         raise OptionError("a generator does not apply to rounding='nearest'")
     if x.dtype not in _SOURCES:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from co2sim.errors import OptionError
+from co2sim.ranges import whole
 from co2sim.schedule import SCALE_BYTES
 
 Bits: TypeAlias = Literal[4, 8]
@@ -67,5 +68,4 @@ def check(bits: int, block: int) -> None:
     """Raise OptionError for bits and blocks that there are not."""
     if bits not in TOP:
         raise OptionError(f"bits is {bits}; it must be 4 or 8")
-    if block < 1:
-        raise OptionError(f"block is {block}; it must be at least 1")
+    whole("block", block, 1)

@@ -1,11 +1,14 @@
 """What an algorithm does with an average: pure functions over flat vectors."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from realrun import checks
 
 Total: TypeAlias = Callable[[Sequence[float]], list[float]]
 """Sums numbers over the ranks that share one worker, so that norms are of the whole model."""
@@ -52,7 +55,7 @@ class Rule(Protocol):
     D is the average over workers of anchor - x after the local steps. `staleness` rounds pass
     between its launch and its use. `pull` is how far x goes towards the anchor, before the
     displacement of this round is taken; None where x is set to the anchor instead, afterwards.
-    A rule is a frozen dataclass, and its fields are what workers must have alike.
+    A rule is a frozen dataclass, and its fields are what must be equal on all workers.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -79,3 +82,43 @@ class Rule(Protocol):
 
     def move(self, state: State) -> None:
         """Move the anchor, after the displacement of this round was taken from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentumRule(ABC):
+    """An outer step with momentum whose average is waited for: m <- outer_momentum m + D."""
+
+    outer_momentum: float
+    outer_lr: float
+    staleness: int = 0
+    pull: None = None
+    clips: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse options out of range."""
+        checks.momentum("outer_momentum", self.outer_momentum)
+        checks.step_size("outer_lr", self.outer_lr)
+
+    def vectors(self) -> dict[str, int]:
+        """The momentum."""
+        return {"momentum": 0}
+
+    def numbers(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+        """Both updates at once: no average is in flight."""
+        del norm, total
+        vectors = (state.vectors["momentum"], average, state.anchor)
+        for m, mean, anchor in state.chunks(*vectors):
+            m.mul_(self.outer_momentum).add_(mean)
+            self.step(anchor, m, mean)
+        return Absorbed()
+
+    @abstractmethod
+    def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:
+        """Move the anchor, in place, by the new momentum and the average."""
+
+    def move(self, state: State) -> None:  # noqa: B027 - `step` has moved it
+        """The anchor has moved."""

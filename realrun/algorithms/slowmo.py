@@ -6,13 +6,12 @@ from typing import Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from realrun import checks
 from realrun.algorithms.local_update import Common, LocalUpdate
-from realrun.algorithms.rule import Absorbed, State, Total
+from realrun.algorithms.rule import MomentumRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowMoRule:
+class SlowMoRule(MomentumRule):
     """m <- beta m + D; x <- x - alpha m.
 
     D is in the units of parameters. The paper divides it by the learning rate and multiplies the
@@ -21,36 +20,10 @@ class SlowMoRule:
     Source: Wang et al., SlowMo, ICLR 2020, arXiv 1910.00643, algorithm 1.
     """
 
-    outer_momentum: float
-    outer_lr: float
-    staleness: int = 0
-    pull: None = None
-    clips: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse options out of range."""
-        checks.momentum("outer_momentum", self.outer_momentum)
-        checks.step_size("outer_lr", self.outer_lr)
-
-    def vectors(self) -> dict[str, int]:
-        """The momentum."""
-        return {"momentum": 0}
-
-    def numbers(self) -> dict[str, float]:
-        """None."""
-        return {}
-
-    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
-        """Both updates in one go: nothing is under way."""
-        del norm, total
-        vectors = (state.vectors["momentum"], average, state.anchor)
-        for m, mean, anchor in state.chunks(*vectors):
-            m.mul_(self.outer_momentum).add_(mean)
-            anchor.add_(m, alpha=-self.outer_lr)
-        return Absorbed()
-
-    def move(self, state: State) -> None:
-        """The anchor has moved."""
+    def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:
+        """The anchor's step."""
+        del mean
+        anchor.add_(m, alpha=-self.outer_lr)
 
 
 class SlowMo(LocalUpdate):

@@ -1,4 +1,4 @@
-"""Before round 0: what is averaged, and what ranks must have alike."""
+"""Before round 0: what is averaged, and what must be equal on all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -67,7 +67,7 @@ def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> l
 def describe_settings(
     optimizer: Optimizer, rule: Rule, settings: Mapping[str, object]
 ) -> list[str]:
-    """What else ranks must have alike; it may change between a run and its resumption."""
+    """Settings that must be equal on all ranks; they may change when a run is resumed."""
     known = {
         "optimizer": type(optimizer).__name__,
         **{one.name: getattr(rule, one.name) for one in fields(rule)},

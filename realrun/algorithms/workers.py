@@ -65,7 +65,8 @@ class Workers:
         size, world, me = int(text), dist.get_world_size(), dist.get_rank()
         if size < 1 or world % size:
             raise OptionError(
-                f"LOCAL_WORLD_SIZE is {size} and there are {world} ranks: nodes must be alike"
+                f"LOCAL_WORLD_SIZE is {size} and there are {world} ranks: all nodes must have the"
+                " same number of ranks"
             )
         if int(os.environ.get("LOCAL_RANK", me % size)) != me % size:
             raise OptionError(
@@ -108,7 +109,7 @@ def workers_of(worker: Worker) -> Workers:
 
 
 class Links:
-    """The communicators of one algorithm, that nobody else uses.
+    """The communicators of one algorithm, which nothing else uses.
 
     `average` is left to averages alone. Numbers and texts travel over Gloo, on GPUs too. A group
     of one rank is None. Every wait ends after `deadline` seconds, but the very first, for all

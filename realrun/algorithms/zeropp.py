@@ -33,8 +33,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from co2sim.errors import OptionError
+from co2sim.ranges import whole
 from realrun.algorithms.quantize_format import Rounding
 from realrun.algorithms.zeropp_collectives import Gather, Places, Reduce, Sent, ZeroPP
+from realrun.checks import one_of
 from realrun.errors import MismatchError
 
 __all__ = ["Places", "Sent", "ZeroPP", "apply_zeropp"]
@@ -87,18 +89,16 @@ def apply_zeropp(
 
 
 def _generator(seed: int, rank: int) -> Generator:
-    """Random numbers of a rank that nobody else's small seeds give, such as those of its data."""
+    """Random numbers of a rank, unlike those of any small seed, such as that of its data."""
     digest = sha256(f"zeropp {seed} {rank}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _check(block: int, rounding: str, *, qwz: bool, qgz: bool) -> None:
-    if block < 1:
-        raise OptionError(f"block is {block}; it must be at least 1")
+    whole("block", block, 1)
     if block != _BLOCK and not (qwz or qgz):
         raise OptionError(f"block={block} needs qwz or qgz")
-    if rounding not in get_args(Rounding):
-        raise OptionError(f"rounding is {rounding!r}; it must be 'nearest' or 'stochastic'")
+    one_of("rounding", rounding, get_args(Rounding))
     if rounding != "nearest" and not qgz:
         raise OptionError(f"rounding={rounding!r} needs qgz; weights are rounded to nearest")
 

@@ -1,4 +1,4 @@
-"""The commands: what they ask."""
+"""The commands of `realrun`."""
 
 import os
 import sys
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
 from co2sim.errors import OptionError
@@ -15,6 +16,7 @@ from co2sim.files import check_writable
 from co2sim.schedule import Layout
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
+from realrun.checks import one_of
 from realrun.cli import options as launching
 from realrun.cli.lab import lab
 from realrun.cli.probe import probe
@@ -96,10 +98,8 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
             " writes one)"
         )
     name = kernels or ("sleep" if CLUSTER in os.environ else "flops")
-    if name not in {"flops", "sleep"}:
-        raise OptionError(f"--kernels is {name!r}; it is one of flops, sleep")
-    if not 1 <= rounds <= _MOST_ROUNDS:
-        raise OptionError(f"--rounds is {rounds}; it must be 1 to {_MOST_ROUNDS:,}")
+    one_of("--kernels", name, ("flops", "sleep"))
+    ranges.whole("--rounds", rounds, 1, _MOST_ROUNDS)
     titles = [title(parse(text)) for text in strategy]
     if len(set(titles)) < len(titles):
         raise OptionError("a strategy is given twice")

@@ -34,10 +34,16 @@ _PRECISIONS = (DType.FP32, DType.FP16, DType.BF16)
 
 def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Cluster file to write; a figure goes beside it.")
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Cluster file to write; the figure has the same name and ends in .png.",
+        ),
     ] = Path("cluster.toml"),
     name: Annotated[
-        str | None, typer.Option(help="What results call the cluster; default: what it is.")
+        str | None,
+        typer.Option(help="Name of the cluster in results; default: made from what was measured."),
     ] = None,
     precision: Annotated[
         list[str] | None,
@@ -59,7 +65,11 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(metavar="SIZE", help="Largest collective; default: 16 MiB, on GPUs 256 MiB."),
     ] = None,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="About how long it may take; more is more exact.")
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="About how long to measure; a longer time gives more exact numbers.",
+        ),
     ] = "30 s",
     quick: Annotated[  # noqa: FBT002 - an option
         bool, typer.Option("--quick", help="Same as --budget '5 s' --max-size '1 MiB'.")
@@ -76,7 +86,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     if gpu is not None and gpu not in names("gpus"):
         raise OptionError(f"--gpu is {gpu!r}; {nearest(gpu, names('gpus'))}")
     if gpu is not None and precision:
-        raise OptionError("--precision is that of kernels, which --gpu leaves out")
+        raise OptionError("--precision does not apply with --gpu, which runs no kernels")
     if quick:
         size, seconds = max_size or _QUICK[0], options.seconds("--budget", _QUICK[1])
     else:

@@ -40,16 +40,18 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     tau: Annotated[
         int | None,
         typer.Option(
-            parser=options.whole("--tau"), metavar="N", help="The same as the strategy's own tau."
+            parser=options.whole("--tau"),
+            metavar="N",
+            help="Steps between averages: sets tau of the strategy.",
         ),
     ] = None,
     outer: Annotated[
         str,
         typer.Option(
             metavar="OPTIONS",
-            help="Of the outer step, which no schedule knows. co2: momentum, lr, gap (constant or"
-            " gap_aware), penalty, clip; slowmo, diloco: momentum, lr; overlap_local_sgd: pull,"
-            " momentum. As in momentum=0.5,gap=gap_aware.",
+            help="Options of the outer step, which do not affect the schedule. co2: momentum, lr,"
+            " gap (constant or gap_aware), penalty, clip; slowmo, diloco: momentum, lr;"
+            " overlap_local_sgd: pull, momentum. As in momentum=0.5,gap=gap_aware.",
         ),
     ] = "",
     size: Annotated[str, typer.Option(help="tiny, mini, small, medium or large.")] = "small",
@@ -90,7 +92,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(
             parser=options.number("--final-lr"),
             metavar="N",
-            help="What is left of it at the last step, after half a cosine.",
+            help="Fraction of the highest learning rate at the last step, after half a cosine.",
         ),
     ] = 0.1,
     warmup: Annotated[
@@ -100,24 +102,27 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         ),
     ] = 20,
     momentum: Annotated[
-        float, typer.Option(parser=options.number("--momentum"), metavar="N", help="Of sgd.")
+        float,
+        typer.Option(parser=options.number("--momentum"), metavar="N", help="Momentum of sgd."),
     ] = 0.9,
     weight_decay: Annotated[
         float,
-        typer.Option(parser=options.number("--weight-decay"), metavar="N", help="Of matrices."),
+        typer.Option(
+            parser=options.number("--weight-decay"), metavar="N", help="Weight decay of matrices."
+        ),
     ] = 0.01,
     clip_grad: Annotated[
         float,
         typer.Option(
             parser=options.number("--clip-grad"),
             metavar="N",
-            help="Largest norm of a worker's gradient; 0: any.",
+            help="Clip the norm of a worker's gradient to this; 0: no clipping.",
         ),
     ] = 1.0,
     seed: Annotated[
         int,
         typer.Option(
-            parser=options.whole("--seed"), metavar="N", help="Of weights and of the samples drawn."
+            parser=options.whole("--seed"), metavar="N", help="Seed of weights and of samples."
         ),
     ] = 0,
     log_every: Annotated[
@@ -155,7 +160,10 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = False,
     describe: Annotated[  # noqa: FBT002
         bool,
-        typer.Option("--describe", help="Print the model of task text as a file for co2sim; stop."),
+        typer.Option(
+            "--describe",
+            help="Print the model of task text as a file for co2sim, and do not train.",
+        ),
     ] = False,
     nproc: launching.Nproc = None,
     backend: launching.BackendName = "gloo",
@@ -193,11 +201,11 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     )
     if describe:
         if task != "text":
-            raise OptionError("--describe needs --task text: co2sim knows transformers")
+            raise OptionError("--describe needs --task text, the task whose model is a transformer")
         print(settings.shape.toml(), end="")
         return
     means = launching.known_backend(backend)
-    limit = options.seconds("--deadline", deadline, least=1.0)
+    limit = launching.checked_deadline(deadline)
     launching.checked_nproc(nproc)
     if nproc is not None:
         check(settings, Layout(1, nproc))

@@ -12,7 +12,7 @@ from co2sim.errors import OptionError
 from co2sim.schedule import Collective, DType, Kind
 from co2sim.units import Seconds
 from realrun.execute import rings
-from realrun.execute.world import Communicator
+from realrun.execute.world import RankCommunicator
 
 _SUMMED = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
 """Types that can be added up on the way. int8 and int4 travel as bytes, with their scales."""
@@ -64,7 +64,7 @@ def allocate(work: Collective, members: int, device: torch.device) -> Buffers:
     return Buffers(given, taken)
 
 
-def carry_out(work: Collective, buffers: Buffers, at: Communicator, deadline: Seconds) -> None:
+def carry_out(work: Collective, buffers: Buffers, at: RankCommunicator, deadline: Seconds) -> None:
     """Run a collective over Gloo and wait for its end, at most `deadline` seconds."""
     given, taken, root = buffers.given, buffers.taken, work.root % len(at.members)
     match work.kind:
@@ -83,7 +83,7 @@ def carry_out(work: Collective, buffers: Buffers, at: Communicator, deadline: Se
             rings.reduce(given, root, at, deadline)
 
 
-def launch(work: Collective, buffers: Buffers, at: Communicator) -> dist.Work:
+def launch(work: Collective, buffers: Buffers, at: RankCommunicator) -> dist.Work:
     """Launch a collective over NCCL on the current stream."""
     given, taken, group = buffers.given, buffers.taken, at.group
     root = work.root % len(at.members)

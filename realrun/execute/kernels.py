@@ -68,7 +68,7 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Sleep(Synthetic):
-    """Hold the stream for a stated time, and no processor: many ranks share few cores.
+    """Hold the stream for a stated time without using a core: many ranks share few cores.
 
     `seconds` holds the time of every work. The virtual device starts an op when its inputs are
     there and ends it exactly that much later: delays of a host that wakes up late do not add up.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.units import Seconds
-from realrun.execute.world import Communicator
+from realrun.execute.world import RankCommunicator
 
 SEGMENT_BYTES = 2**19
 """Small enough that both directions of a pair share its link fairly."""
@@ -24,7 +24,7 @@ SEGMENT_BYTES = 2**19
 class Exchange:
     """Messages of one collective. Every wait ends with an error at the deadline."""
 
-    def __init__(self, at: Communicator, deadline: Seconds) -> None:
+    def __init__(self, at: RankCommunicator, deadline: Seconds) -> None:
         """Start counting the deadline."""
         self._at, self._limit = at, time.monotonic() + deadline
         self._sends: list[dist.Work] = []
@@ -58,7 +58,7 @@ def segments(part: Tensor) -> list[Tensor]:
     return [part[start : start + size] for start in range(0, len(part), size)]
 
 
-def all_gather(source: Tensor, result: Tensor, at: Communicator, deadline: Seconds) -> None:
+def all_gather(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
     """Fill `result` with every member's `source`, in order of the members."""
     n, me = len(at.members), at.me
     parts = result.view(n, -1)
@@ -81,7 +81,7 @@ def all_gather(source: Tensor, result: Tensor, at: Communicator, deadline: Secon
     exchange.finish()
 
 
-def reduce_scatter(source: Tensor, result: Tensor, at: Communicator, deadline: Seconds) -> None:
+def reduce_scatter(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
     """Fill `result` with this member's part of the sum; `source` is left with partial sums."""
     n, me = len(at.members), at.me
     parts = source.view(n, -1)
@@ -104,7 +104,7 @@ def reduce_scatter(source: Tensor, result: Tensor, at: Communicator, deadline: S
     exchange.finish()
 
 
-def all_to_all(source: Tensor, result: Tensor, at: Communicator, deadline: Seconds) -> None:
+def all_to_all(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
     """Send part i of `source` to member i; `result` gets the parts from all members, in order."""
     n, me = len(at.members), at.me
     gives, takes = source.view(n, -1), result.view(n, -1)
@@ -124,7 +124,7 @@ def all_to_all(source: Tensor, result: Tensor, at: Communicator, deadline: Secon
     exchange.finish()
 
 
-def broadcast(buffer: Tensor, root: int, at: Communicator, deadline: Seconds) -> None:
+def broadcast(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -> None:
     """Pass the `buffer` of the member at place `root` around the ring."""
     exchange = Exchange(at, deadline)
     first, last = at.me == root, at.next == root
@@ -141,7 +141,7 @@ def broadcast(buffer: Tensor, root: int, at: Communicator, deadline: Seconds) ->
     exchange.finish()
 
 
-def reduce(buffer: Tensor, root: int, at: Communicator, deadline: Seconds) -> None:
+def reduce(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -> None:
     """Sum every member's `buffer` on the way around the ring, into that of the member at `root`.
 
     The member after it starts. The buffers of the others are left with partial sums.

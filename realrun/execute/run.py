@@ -13,7 +13,7 @@ from co2sim.units import Seconds
 from realrun.errors import MismatchError
 from realrun.execute.collectives import Buffers, allocate
 from realrun.execute.kernels import KernelSet
-from realrun.execute.world import Communicator, World
+from realrun.execute.world import RankCommunicator, World
 
 OnRound: TypeAlias = Callable[[int], None]
 """Called with the number of every round that this rank has begun."""
@@ -77,7 +77,7 @@ def common_start(world: World) -> Seconds:
     return start - world.clock.offset
 
 
-def compare(instance: Instance, at: Communicator) -> None:
+def compare(instance: Instance, at: RankCommunicator) -> None:
     """Check that all members are about to run the same collective.
 
     Raises MismatchError, which names the first member that is not.

@@ -122,7 +122,7 @@ class _Threads:
         raise _Stopped from error
 
     def _communicate(self, instance: Instance, place: Place) -> Seconds:
-        """Carry out a collective. What fails in Gloo is somebody's absence; find out whose."""
+        """Carry out a collective. An error of Gloo means that a rank is missing; find out which."""
         op, kernels = instance.op, self.run.kernels
         assert isinstance(op.work, Collective)
         buffers = self.buffers[op.name]

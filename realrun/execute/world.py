@@ -29,7 +29,7 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 @dataclass(frozen=True, slots=True)
-class Communicator:
+class RankCommunicator:
     """A process group for the collectives of one stream. `me` is this rank's place in `members`."""
 
     group: dist.ProcessGroup
@@ -59,7 +59,7 @@ class World:
     store: Store
     watch: Watch
     clock: Clock = field(default_factory=Clock)
-    _made: dict[tuple[str, Group], Communicator | None] = field(default_factory=dict)
+    _made: dict[tuple[str, Group], RankCommunicator | None] = field(default_factory=dict)
     _groups: dict[tuple[str, Group], dist.ProcessGroup] = field(default_factory=dict)
 
     def connect(self, schedule: Schedule) -> None:
@@ -73,7 +73,7 @@ class World:
                 if isinstance(op.work, Collective):
                     self._connect(op.stream, op.work.group)
 
-    def communicator(self, stream: str, group: Group) -> Communicator | None:
+    def communicator(self, stream: str, group: Group) -> RankCommunicator | None:
         """The communicator of a connected schedule; None if this rank is alone in the group."""
         return self._made[stream, group]
 
@@ -91,7 +91,7 @@ class World:
             )
             if self.rank in members:
                 place = members.index(self.rank)
-                self._made[stream, group] = Communicator(made, tuple(members), place)
+                self._made[stream, group] = RankCommunicator(made, tuple(members), place)
 
     def group(self, purpose: str, kind: Group) -> dist.ProcessGroup:
         """The process group of this kind for a purpose, made at the first call. All ranks call it.

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.errors import Co2simError, UnitError
+from co2sim.ranges import whole
 from co2sim.units import BytesPerSecond, Seconds, parse
 from realrun.errors import LabError
 from realrun.launch.local import (
@@ -73,8 +74,7 @@ class Lab:
 
     def __post_init__(self) -> None:
         for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
-            if count < 1:
-                raise LabError(f"a lab of {count} {name}; it must be at least 1")
+            whole(name, count, 1, error=LabError)
         if self.world_size > MAX_RANKS:
             raise LabError(
                 f"{self.nodes} nodes of {self.gpus_per_node} are {self.world_size} ranks;"

@@ -85,7 +85,7 @@ def started(
 
 @contextmanager
 def ranks_killed_at_end() -> Generator[list[RankProcess]]:
-    """A list of ranks, to be filled; when the block is left, however, none of them is alive."""
+    """A list of ranks, to be filled; all of them are killed when the block is left."""
     ranks: list[RankProcess] = []
     try:
         yield ranks

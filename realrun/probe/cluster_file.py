@@ -151,7 +151,9 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
         )
         if place == "inter" and link and measured.slowdown:
             times = measured.slowdown.communication
-            source = f"an all-reduce takes {times:.3g} times as long while kernels run beside it"
+            source = (
+                f"an all-reduce takes {times:.3g} times as long while kernels run at the same time"
+            )
             yield _fact("busy_efficiency", f"{min(1.0, 1 / times):.3g}", source)
 
 

@@ -1,6 +1,5 @@
 """The figure of a probe: what was measured, and the fits through it."""
 
-import io
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
@@ -9,21 +8,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
 
 from co2sim.cluster import GPU, Cluster
+from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.schedule import Group, Kind
 from co2sim.units import duration, scaled
 from realrun.probe.cluster_file import size_text
 from realrun.probe.fit import Fitted, attained, bare, predict
 from realrun.probe.samples import Measured, Sample, by_kind
 
-_COLOURS = {
-    Kind.ALL_REDUCE: "#0072B2",
-    Kind.REDUCE_SCATTER: "#D55E00",
-    Kind.ALL_GATHER: "#009E73",
-    Kind.ALL_TO_ALL: "#CC79A7",
-    Kind.BROADCAST: "#E69F00",
-    Kind.REDUCE: "#56B4E9",
-}
-"""Okabe and Ito: told apart by colour-blind readers."""
+_COLOURS = dict(zip(Kind, COLOURS, strict=False))
 _MARKERS = dict(zip(Kind, "osD^vP", strict=True))
 
 
@@ -35,9 +27,7 @@ def draw(measured: Measured, fitted: Fitted, name: str) -> bytes:
     kinds = by_kind(measured.collectives)
     groups = list(dict.fromkeys(group for group, _ in kinds))
     panels = len(groups) + (fitted.processor is not None)
-    with mpl.rc_context(
-        {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}
-    ):
+    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
         figure = Figure(figsize=(max(6.4, 4.6 * panels + 0.4), 4.8), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False)[0]
         here = fitted.intra or fitted.inter
@@ -59,9 +49,7 @@ def draw(measured: Measured, fitted: Fitted, name: str) -> bytes:
                 frameon=False,
             )
         figure.suptitle(name)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=150)
-        return buffer.getvalue()
+        return render(figure, "png")
 
 
 def _title(group: Group, measured: Measured) -> str:
@@ -101,7 +89,7 @@ def _kernels(axis: Axes, measured: Measured, gpu: GPU) -> None:
         axis.plot(
             list(speeds),
             [speed / gpu.peak[precision] for speed in speeds.values()],
-            color=list(_COLOURS.values())[number],
+            color=COLOURS[number],
             marker="osD"[number],
             markersize=5,
             label=f"{precision}: at most {scaled(gpu.peak[precision], 'FLOP/s')}",

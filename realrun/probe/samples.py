@@ -59,7 +59,7 @@ class Measured:
 
 
 def by_kind(samples: Iterable[Sample]) -> dict[tuple[Group, Kind], list[Sample]]:
-    """The samples of every kind and group, by rising size."""
+    """The samples by group and kind of collective, by rising size."""
     found: dict[tuple[Group, Kind], list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.work.bytes):
         found.setdefault((sample.work.group, sample.work.kind), []).append(sample)

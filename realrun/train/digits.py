@@ -37,13 +37,13 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(widths[-1], _CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the ten digits: at one place, so that a text and an image read alike."""
+        """Logits [batch, 1, 10]: with an axis of length 1, as the loss of texts expects."""
         out: Tensor = self.head(self.layers(images).mean((2, 3)))[:, None]
         return out
 
 
 def digits(size: str, device: torch.device) -> Task:
-    """Name the digit. `support.check` has seen that scikit-learn, an extra, is there."""
+    """Classify digits. `support.check` has checked that scikit-learn, an extra, is installed."""
     import sklearn  # noqa: PLC0415
     from sklearn.datasets import load_digits  # noqa: PLC0415
 

@@ -1,26 +1,16 @@
 """The figure of a training: loss against steps, tokens and wall-clock."""
 
-import io
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.train.log import LogRow
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#888888")
-"""Okabe and Ito: told apart by colour-blind readers."""
-
 MARKERS = "osD^vP*X"
-STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "text.parse_math": False,
-}
 
 _AXES = {"step": "step", "tokens": "{}s of all ranks", "seconds": "seconds, without validation"}
 _PALE = 0.35
@@ -28,7 +18,7 @@ _PALE = 0.35
 
 def draw(runs: Mapping[str, Sequence[LogRow]], title: str, unit: str = "token") -> bytes:
     """A PNG, a colour for each run: pale its training loss, with markers its validation loss."""
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
         figure = Figure(figsize=(11.0, 3.9), layout="constrained")
         axes = figure.subplots(1, len(_AXES), sharey=True)
         for axis, (name, label) in zip(axes, _AXES.items(), strict=True):
@@ -42,9 +32,7 @@ def draw(runs: Mapping[str, Sequence[LogRow]], title: str, unit: str = "token") 
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
         figure.suptitle(title if len(runs) > 1 else f"{next(iter(runs))}: {title}")
-        out = io.BytesIO()
-        figure.savefig(out, format="png", dpi=150)
-        return out.getvalue()
+        return render(figure, "png")
 
 
 def _lines(axis: Axes, name: str, rows: Sequence[LogRow], prefix: str, place: int) -> None:

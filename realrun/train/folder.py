@@ -1,4 +1,4 @@
-"""What stands in the folder of a training, by name, and whose it is. Needs no torch."""
+"""Names of the files in a training's folder, and which training it is of. Needs no torch."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def check_new(folder: Path) -> None:
 
 
 def checkpoint_name(step: int) -> str:
-    """As it is called once it is whole."""
+    """The name of a complete checkpoint."""
     return f"step-{step:06d}"
 
 

@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP of four times the width, each behind a norm and beside a shortcut."""
+    """Attention and an MLP of four times the width, each with a norm before it and a residual."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()

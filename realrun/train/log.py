@@ -1,4 +1,4 @@
-"""What a training leaves behind while it runs: a row per logging interval, and its settings."""
+"""The log of a training: a row per logging interval, and its settings."""
 
 import csv
 import io
@@ -147,7 +147,7 @@ def _line(row: LogRow) -> str:
 
 
 def read(folder: Path) -> tuple[LogRow, ...]:
-    """The rows of a folder's log. Raises CatalogError when there is none, or it is none of ours."""
+    """The rows of a folder's log. Raises CatalogError if there is none, or of another form."""
     path = folder / LOG
     try:
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # the last may be torn

@@ -19,7 +19,7 @@ from co2sim.schedule import NODE, PEERS, WORLD
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
-from co2sim.strategies.local import LocalUpdate
+from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Seconds
 from realrun import algorithms
@@ -174,7 +174,7 @@ def _like(value: Any, parameter: Tensor) -> Any:
 def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
     """Wrap a model, which is equal on all ranks, as the strategy wants it. All ranks call it."""
     strategy = settings.parsed
-    if not isinstance(strategy, LocalUpdate):
+    if not isinstance(strategy, LocalSteps):
         among = world.group("training", WORLD)
         wrapped = _shared(strategy, strategy.name, model, world, among)
         optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
@@ -247,7 +247,7 @@ def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool) -> Opt
 
 def _outer(
     settings: TrainSettings,
-    strategy: LocalUpdate,
+    strategy: LocalSteps,
     model: nn.Module,
     optimizer: Optimizer,
     workers: Workers,

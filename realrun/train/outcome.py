@@ -19,7 +19,7 @@ from realrun.train.task import Task
 
 
 def facts(task: Task, method: Method, world: World) -> Mapping[str, Any]:
-    """What the data, the model and the machine are."""
+    """Facts about the data, the model and the machine."""
     return {
         **task.facts,
         "parameters": sum(p.numel() for p in method.bare.parameters()),

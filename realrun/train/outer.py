@@ -1,4 +1,4 @@
-"""The options of the outer step: numbers of a training that no schedule knows.
+"""The options of the outer step: numbers that affect training but not the schedule.
 
 A strategy says when to average (`co2:tau=12`), these say what is done with the average:
 `momentum=0.5,lr=1.0,gap=gap_aware,clip=0.01`.

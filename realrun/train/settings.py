@@ -1,4 +1,4 @@
-"""All that says how to train, checked. Needs no torch."""
+"""The settings of a training, checked. Needs no torch."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from co2sim.errors import OptionError
 from co2sim.ranges import between, whole
 from co2sim.strategies import Strategy, parse
-from co2sim.strategies.local import LocalUpdate
+from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.step import title
 from realrun.checks import one_of
 from realrun.train import outer
@@ -103,13 +103,13 @@ class TrainSettings:
     @property
     def local(self) -> bool:
         """Whether workers step by themselves between averages."""
-        return isinstance(self.parsed, LocalUpdate)
+        return isinstance(self.parsed, LocalSteps)
 
     @property
     def round(self) -> int:
         """Steps between averages: tau, or 1."""
         strategy = self.parsed
-        return strategy.tau if isinstance(strategy, LocalUpdate) else 1
+        return strategy.tau if isinstance(strategy, LocalSteps) else 1
 
     @property
     def last(self) -> int:

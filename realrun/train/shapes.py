@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from co2sim.architecture import Transformer, language_model
 from co2sim.errors import OptionError, nearest
+from co2sim.ranges import whole
 from co2sim.workload import Model
 
 VOCABULARY = 98
@@ -24,8 +25,7 @@ class GPTShape:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built."""
-        if self.context < 1:
-            raise OptionError(f"context is {self.context}; it must be at least 1")
+        whole("context", self.context, 1)
 
     @property
     def parameters(self) -> int:

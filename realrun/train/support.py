@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from co2sim.errors import OptionError
 from co2sim.schedule import DType, Layout
 from co2sim.strategies import Strategy
-from co2sim.strategies.local import LocalUpdate
+from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.zeropp import ZeroPP
 from realrun.train.settings import TrainSettings
 
@@ -61,7 +61,7 @@ def _check_options(strategy: Strategy) -> None:
         name, why = field.name, _IGNORED.get(strategy.name, {}).get(field.name)
         if why and getattr(strategy, name) != getattr(default, name):
             raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
-    if not isinstance(strategy, LocalUpdate):
+    if not isinstance(strategy, LocalSteps):
         return
     if strategy.dtype in {DType.FP16, DType.INT4}:
         raise OptionError(f"dtype={strategy.dtype} cannot be trained with; use fp32, bf16 or int8")

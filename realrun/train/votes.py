@@ -1,4 +1,4 @@
-"""Whether to stop: ranks vote, and learn the result some steps later, so that nobody waits."""
+"""Whether to stop: ranks vote, and read the result some steps later, so that no rank waits."""
 
 from collections.abc import Callable
 

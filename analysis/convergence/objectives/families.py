@@ -13,7 +13,7 @@ _SEED = 20240
 
 
 def same(*curvatures: float, start: float = 1.0) -> Quadratic:
-    """A quadratic that all workers share, least at 0."""
+    """A quadratic that all workers share, with its minimum at 0."""
     row = np.array([curvatures])
     return Quadratic(row, np.zeros_like(row), np.full(len(curvatures), start))
 

@@ -19,7 +19,7 @@ class Problem(Protocol):
 
     @property
     def start(self) -> Array:
-        """The usual x_0: [d]."""
+        """The default starting point x_0: [d]."""
 
     @property
     def smoothness(self) -> float:
@@ -122,7 +122,7 @@ class Quadratic:
 
     @cached_property
     def optimum(self) -> Array:
-        """Where f is least: [d]."""
+        """The minimum of f: [d]."""
         weights = self.curvature.sum(axis=0)
         flat = weights == 0
         return np.where(

@@ -72,7 +72,7 @@ def judge(
     quick: bool,
     evaluate: Callable[[Setting], Bound | Infeasible] | None = None,
 ) -> Findings:
-    """What the cells say. Another `evaluate` puts another bound in place of ours."""
+    """Judge the cells. Another `evaluate` replaces our bound by another one."""
     rows = [row for c in cells if isinstance(c, GridCell) for row in c.rows(evaluate)]
     exact = oracle.summary([cell for cell in cells if isinstance(cell, OracleCell)])
     grid = tightness.summary(rows)

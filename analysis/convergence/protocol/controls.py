@@ -135,7 +135,7 @@ def plan(*, quick: bool) -> Iterator[ControlTask]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescue:
-    """What penalty and clipping did on a family, beside the squared gradient at the start."""
+    """The effect of penalty and clipping on a family, and the squared gradient at the start."""
 
     family: str
     delay: int

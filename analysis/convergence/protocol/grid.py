@@ -113,7 +113,7 @@ class GridCell:
     def rows(
         self, evaluate: Callable[[Setting], Bound | Infeasible] | None = None
     ) -> list[TightnessRow]:
-        """Every run beside its bound; another `evaluate` puts another bound in place of ours."""
+        """Every run with its bound; another `evaluate` replaces our bound by another one."""
         evaluate = evaluate or bound.evaluate
         family = self.task.family if self.task.seeds else self.task.family + EXACT
         return [

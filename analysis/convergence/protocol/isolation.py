@@ -89,7 +89,7 @@ def _excess(task: StalenessTask, family: str) -> Iterator[StalenessExcess]:
 
 @dataclass(frozen=True, slots=True)
 class TermsTask:
-    """To compute the parts of the exact A on quadratics beside the term that covers each.
+    """To compute the parts of the exact A on quadratics and the term that covers each.
 
     A is linear in |x_0|^2 and sigma^2, so that runs without either give the other's part. Staleness
     is what delay adds to the part of the noise, drift what local steps add for workers that differ.

@@ -1,4 +1,4 @@
-"""What penalty and clipping do, for steps up to and beyond the edge of stability."""
+"""The effect of penalty and clipping, for steps up to and beyond the edge of stability."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -16,6 +16,7 @@ from analysis.convergence.protocol.grid import GridCell, GridTask
 from analysis.convergence.protocol.oracle import OracleCell, OracleTask
 from analysis.convergence.protocol.rates import RateCell, RateTask
 from co2sim.files import write_atomically
+from co2sim.progress import Done
 
 Task: TypeAlias = OracleTask | GridTask | RateTask | ControlTask
 Cell: TypeAlias = OracleCell | GridCell | RateCell | ControlCell
@@ -32,9 +33,7 @@ def plan(*, quick: bool) -> Iterator[Task]:
         yield from layer.plan(quick=quick)
 
 
-def measure(
-    folder: Path, *, quick: bool, jobs: int, progress: Callable[[int, int], None]
-) -> list[Cell]:
+def measure(folder: Path, *, quick: bool, jobs: int, progress: Done | None = None) -> list[Cell]:
     """Measure all cells that `folder` does not hold yet; finished ones stay there if interrupted.
 
     `progress` gets how many cells are done, and how many there are. No more than four processes per
@@ -46,7 +45,8 @@ def measure(
     cells = {at: cell for at, task in enumerate(tasks) if (cell := kept(places[at], task))}
     # tasks that take long go first, so that no core waits for the last one
     missing = sorted(set(range(len(tasks))) - cells.keys(), key=lambda at: -tasks[at].work)
-    progress(len(cells), len(tasks))
+    tell = progress or (lambda *_: None)
+    tell(len(cells), len(tasks))
     jobs = min(jobs, _MOST_JOBS * (os.cpu_count() or 1))
     with parallel_config(backend="loky", inner_max_num_threads=1):
         results = Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1)(
@@ -55,7 +55,7 @@ def measure(
         for at, cell in results:
             write_atomically({places[at]: encoded(cell)})
             cells[at] = cell
-            progress(len(cells), len(tasks))
+            tell(len(cells), len(tasks))
     return [cells[at] for at in range(len(tasks))]
 
 

@@ -1,4 +1,4 @@
-"""Measured gradients beside the bound: rows, and what the report says about them."""
+"""Measured gradients and their bounds: rows, and what the report says about them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

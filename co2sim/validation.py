@@ -1,0 +1,98 @@
+"""What pydantic finds wrong with a file, in one line: what, what was given, what is allowed."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
+
+from co2sim.errors import nearest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+Place: TypeAlias = tuple[int | str, ...]
+"""Names and places in lists that lead to a value."""
+
+_LONGEST = 60
+"""Characters of what is given that a message repeats."""
+
+_RULES = {
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "bool_parsing": "true or false",
+    "literal_error": "{expected}",
+    "model_type": "a table",
+}
+"""What a value must be, by pydantic's type of error."""
+
+
+def last_name(place: Place) -> str:
+    """The name of a value in its table."""
+    return str(place[-1]) if place else ""
+
+
+def first_problem(
+    error: "ValidationError",
+    allowed: Callable[[Place], Iterable[str]] | None = None,
+    path: Callable[[Place], str] = last_name,
+) -> str:
+    """The first thing that is wrong; of names that are missing, all.
+
+    `allowed` gives the names that are known at a place, of which the nearest to a wrong one is
+    shown, and `path` writes a place as a user does. A validator's ValueError that begins with
+    "must be" is a rule for the value; any other is shown as it is, behind the path.
+    """
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    name, context = path(problem["loc"]), problem.get("ctx", {})
+    match problem["type"]:
+        case "missing":
+            missing = [path(other["loc"]) for other in problems if other["type"] == "missing"]
+            return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        case "extra_forbidden":
+            parent = name[: name.rfind(".") + 1]
+            known = [parent + other for other in (allowed(problem["loc"]) if allowed else ())]
+            return f"unknown name {name!r}; {nearest(name, known)}"
+        case "union_tag_not_found":
+            return f"{context['discriminator'].strip(chr(39))} is missing"
+        case "union_tag_invalid":
+            tag = context["discriminator"].strip("'")
+            return f"{tag} is {context['tag']!r}; it must be one of {context['expected_tags']}"
+    return _about_value(name, problem)
+
+
+def _about_value(name: str, problem: "ErrorDetails") -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in _RULES:
+        message = f"must be {_RULES[problem['type']].format(**problem.get('ctx', {}))}"
+    message = message.replace("Input should be", "must be", 1)
+    if not name:
+        return message
+    given = repr(problem["input"])
+    shown = given if len(given) <= _LONGEST else f"{given[:_LONGEST]}..."
+    is_table = isinstance(problem["input"], dict | list)
+    if message.startswith("must be ") and not is_table:
+        return f"{name} is {shown}; it {message}"
+    behind = "" if is_table or given in message else f", given {shown}"
+    return f"{name}: {message}{behind}"
+
+
+def names_at(spec: "type[BaseModel]", place: Place) -> list[str]:
+    """The names that the table at a place of a model may hold."""
+    allowed = spec.model_json_schema()
+    definitions = allowed.get("$defs", {})
+    names_here: list[str] = []
+    for part in place:
+        options = allowed.get("anyOf", []) + allowed.get("oneOf", []) + [allowed]
+        resolved = [definitions[o["$ref"].rsplit("/", 1)[1]] if "$ref" in o else o for o in options]
+        names_here = [name for option in resolved for name in option.get("properties", {})]
+        following = [
+            option["properties"][part]
+            for option in resolved
+            if part in option.get("properties", {})
+        ]
+        allowed = following[0] if following else allowed
+    return names_here or ["nothing"]

@@ -1,0 +1,82 @@
+"""What holds for every file of the source: its size, and one class for one name."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from co2sim.strategies import STRATEGIES
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("co2sim", "realrun", "analysis")
+FOLDERS = (*PACKAGES, "benchmarks", "examples", "docs")
+
+MOST_LINES = 300
+LONGEST = 60
+
+COMMAND_LINES = {
+    "realrun/cli/app.py": "run",
+    "realrun/cli/probe.py": "probe",
+    "realrun/cli/train.py": "train",
+    "analysis/cli/convergence.py": "tau",
+}
+"""Functions that may be longer: an argument for every option of a command, with its help."""
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    """The Python files below some folders."""
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions and methods of a file, at every depth."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def length(node: ast.stmt) -> int:
+    """Lines of a statement, without decorators."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_file_is_longer_than_300_lines(folder: str) -> None:
+    """In every folder but the tests."""
+    lines = {path: len(path.read_text().splitlines()) for path in sources(folder)}
+    assert lines
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_no_function_is_longer_than_60_lines_but_declared_command_lines() -> None:
+    """The list holds no name that does not need it."""
+    long = {
+        (str(path.relative_to(ROOT)), node.name)
+        for path in sources(*FOLDERS)
+        for node in functions(path)
+        if length(node) > LONGEST
+    }
+    assert long == set(COMMAND_LINES.items())
+
+
+def test_the_declared_functions_are_long_for_their_options_alone() -> None:
+    """What they do, without their arguments, is as short as that of all others."""
+    for path, name in COMMAND_LINES.items():
+        (node,) = (node for node in functions(ROOT / path) if node.name == name)
+        body = (node.end_lineno or 0) - node.body[0].lineno + 1
+        assert body <= LONGEST, f"{path}: {name}"
+
+
+def test_no_two_classes_have_one_name_but_strategies_and_algorithms() -> None:
+    """`CO2` is a strategy in the simulator, and an algorithm in the backend."""
+    count = Counter(
+        node.name
+        for path in sources(*PACKAGES)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    strategies = {kind.__name__ for kind in STRATEGIES.values()}
+    assert {name for name, times in count.items() if times > 1} <= strategies
