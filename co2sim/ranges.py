@@ -65,14 +65,6 @@ def parse_number(name: str, text: str) -> float:
     return number
 
 
-def parse_whole(name: str, text: str) -> int:
-    """A text as a whole number, 0 or more; "5e8" is one."""
-    number = parse_number(name, text)
-    if number != int(number):
-        raise OptionError(f"{name} is {text!r}; it must be a whole number")
-    return int(number)
-
-
 def _read(text: str) -> float:
     try:
         return float(text)

@@ -66,6 +66,7 @@ CURRENCIES = (
 _QUANTITY = re.compile(
     r"\s*(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*?)\s*", re.ASCII
 )
+_COMMA = re.compile(r"\s*[-+]?\d*,\d")
 _UNIT = re.compile(r"[A-Za-z\u00b5]+(/[A-Za-z]+)?")
 _BITS = re.compile(
     r"(?P<prefix>[kKmMgGtTpP]?)(?:(?P<size>bits?)|bits?/s|bps)|(?P<large>[kKMGTP]?)b/s"
@@ -79,6 +80,7 @@ def parse(text: str | float, unit: Unit) -> float:
     A plain number is accepted only where `unit` is "" (dimensionless).
     Raises UnitError when there is no number, no unit, an unknown one, or one of another kind.
     """
+    _refuse_comma(text)
     match = _QUANTITY.fullmatch(str(text)) if not isinstance(text, bool) else None
     if match is None:
         raise UnitError(f"{text!r} is not {EXAMPLES[unit]}")
@@ -95,16 +97,31 @@ def parse_price(text: str | float) -> tuple[float, str]:
 
     Raises UnitError like `parse`, for a currency that is not known, and below 0.
     """
+    _refuse_comma(text)
     currency = re.search(r"([A-Za-z]+)\s*/", str(text))
     found = currency[1] if currency else "USD"
     if currency and found not in CURRENCIES and found.upper() in CURRENCIES:
         raise UnitError(f"{text!r}: write the currency as {found.upper()}")
     if currency and found not in CURRENCIES:
         raise UnitError(f"{text!r}: unknown currency {found!r}; known: {', '.join(CURRENCIES)}")
-    price = parse(str(text).replace(found, "USD", 1) if currency else text, "USD/s")
+    try:
+        price = parse(str(text).replace(found, "USD", 1) if currency else text, "USD/s")
+    except UnitError as error:
+        if found == "USD":
+            raise
+        raise UnitError(f"{text!r} is not {EXAMPLES['USD/s']}") from error
     if price < 0:
         raise UnitError(f"{text!r} is below 0")
     return price, found
+
+
+def _refuse_comma(text: str | float) -> None:
+    """Refuse "0,95" and "1,000": the one is a fraction, the other a thousand."""
+    if _COMMA.match(str(text)):
+        raise UnitError(
+            f"{text!r} has a comma in its number; write a decimal point (0.95), and thousands"
+            " without a mark (1000)"
+        )
 
 
 def _usual(given: str) -> str:

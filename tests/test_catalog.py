@@ -190,7 +190,8 @@ def test_unknown_names_suggest_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "kind must be one of"),
+        ("", "is empty"),
+        ("layers = 1", "kind must be one of"),
         ("kind = ", "Invalid value"),
         ('kind = "transformer"', "layers, hidden, heads, ffn, vocab, seq_len are missing"),
         ('kind = "blocks"\nblocks = []', "blocks"),

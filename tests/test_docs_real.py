@@ -113,7 +113,8 @@ def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
     tests = ("conftest.py", "tiny.py", "test_strategies.py")
     shutil.copytree(ROOT / "co2sim", tmp_path / "co2sim")
     (tmp_path / "tests" / "golden").mkdir(parents=True)
-    for name in (*(f"tests/{name}" for name in tests), "pyproject.toml"):
+    (tmp_path / "docs").mkdir()
+    for name in (*(f"tests/{name}" for name in tests), "pyproject.toml", "docs/strategies.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     for block in blocks(TOY):
         follow(block, tmp_path)

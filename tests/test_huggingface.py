@@ -158,6 +158,9 @@ def test_a_sequence_beyond_the_window_is_refused(tmp_path: Path) -> None:
         (MISTRAL, {"add_cross_attention": True}, "cross attention"),
         (MISTRAL, {"layer_types": ["linear_attention"]}, "'linear_attention'"),
         (MISTRAL, {"layer_types": "full_attention"}, "must be a list"),
+        (MISTRAL, {"torch_dtype": "float8_e4m3fn"}, "'float8_e4m3fn'; fp8 is not in the catalog"),
+        (MISTRAL, {"dtype": "float8_e5m2"}, "dtype is 'float8_e5m2'; fp8 is not"),
+        (MISTRAL, {"hidden_size": 10**9}, "parameters; it must be at most 1e+15"),
         (MISTRAL, {"sliding_window": "wide"}, "sliding_window is 'wide'"),
         (MISTRAL, {"intermediate_size": None}, "intermediate_size or ffn_dim or n_inner is"),
         (OPT, {"word_embed_proj_dim": 512}, "word_embed_proj_dim"),
@@ -198,6 +201,23 @@ def test_local_layers_of_gpt_neo_are_windows(tmp_path: Path) -> None:
     assert load_model(written(tmp_path, NEO)).value.tokens == 256
     everywhere = NEO | {"attention_types": [[["global"], 24]]}
     assert load_model(written(tmp_path, everywhere)).value.tokens == 2048
+
+
+def test_only_numbers_that_apply_are_listed(tmp_path: Path) -> None:
+    """A 0 that the file does not say has no source; what the file says is there."""
+    said = {fact.path: fact.value for fact in load_model(written(tmp_path, MISTRAL)).facts}
+    assert said["sliding_window"] == "4096"
+    assert not said.keys() & {"head_dim", "positions", "token_types"}
+    wide = load_model(written(tmp_path, MISTRAL), {"head_dim": "256"})
+    assert ("head_dim", "256") in [(fact.path, fact.value) for fact in wide.facts]
+
+
+@pytest.mark.parametrize("name", ["model.json", "model.toml"])
+def test_an_empty_file_is_called_empty(tmp_path: Path, name: str) -> None:
+    """Not by the place where a parser gave up."""
+    (tmp_path / name).write_text(" \n")
+    with pytest.raises(CatalogError, match=f"{name} is empty$"):
+        load_model(str(tmp_path / name))
 
 
 def test_a_configuration_is_called_by_its_folder(tmp_path: Path, cli: Run) -> None:

@@ -403,14 +403,15 @@ def test_a_strategy_reads_back_from_its_title(text: str) -> None:
         ("co2(staleness=101)", "staleness is 101; it must be 1 to 100"),
         ("diloco(fragments=1001)", "fragments is 1001; it must be 1 to 1000"),
         ("co2(tau=1.5)", "must be a whole number"),
-        ("co2(tau=-1)", "0 or more"),
-        ("co2(tau=many)", "must be a number"),
-        ("co2(tau=1e999)", "must be a number"),
+        ("co2(tau=-1)", "tau is -1; it must be 1 to 10000"),
+        ("ddp(bucket_mib=-1)", "bucket_mib is -1.0; it must be at least 0"),
+        ("co2(tau=many)", "tau is 'many'; it must be a whole number"),
+        ("co2(tau=1e999)", "must be a whole number"),
         ("co2(staleness=0)", "slowmo is staleness 0"),
         ("co2(inner=zero2)", "use worker=node"),
         ("co2(worker=rack)", "one of gpu, node"),
         ("co2(worker=node,inner=zero9)", "one of ddp, zero1, zero2, zero3"),
-        ("co2(dtype=int4)", "use fp32, bf16 or fp16"),
+        ("co2(dtype=int4)", "one of fp32, fp16, bf16"),
         ("co2(dtype=fp64)", "one of fp32"),
         ("zeropp(qwz=maybe)", "one of true, false"),
         ("diloco(tau=4,fragments=5)", "must be 1 to tau=4"),
@@ -467,6 +468,19 @@ def test_a_schedule_beyond_memory_is_refused_before_it_is_built(
     with pytest.raises(OptionError, match=f"a round would have .*{said}.*at most 1000000 are"):
         strategies.parse(strategy).schedule(job, Layout(2, 2))
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("name", strategies.STRATEGIES)
+def test_every_type_that_is_listed_is_taken(name: str) -> None:
+    """What `co2sim list` says is allowed for dtype is just what the strategy takes."""
+    options = strategies.strategy_options(strategies.STRATEGIES[name])
+    for listed in (allowed.split(", ") for option, _, allowed in options if option == "dtype"):
+        for kind in DType:
+            if kind in listed:
+                strategies.parse(f"{name}:dtype={kind}")
+            else:
+                with pytest.raises(OptionError, match="one of fp32, fp16, bf16"):
+                    strategies.parse(f"{name}:dtype={kind}")
 
 
 def test_types_are_read_whatever_their_case() -> None:

@@ -20,6 +20,9 @@ __all__ = ["Entry", "Fact", "load_cluster", "load_model", "names"]
 
 T = TypeVar("T")
 
+_MOST_PARAMETERS = 10**15
+"""Of a model: a thousand times the largest that are trained."""
+
 _NO_PROBE = {
     "value": 0,
     "assumed": True,
@@ -99,7 +102,13 @@ def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> En
             )
         override(tree, path, text)
     spec = _checked(ModelSpec, {"model": plain(tree)}, reference)
-    return Entry(spec.model.build(), tuple(facts(tree)))
+    model = spec.model.build()
+    if model.parameters > _MOST_PARAMETERS:
+        raise CatalogError(
+            f"{reference}: the model has {model.parameters:.3g} parameters; it must be at most"
+            f" {_MOST_PARAMETERS:.0e}"
+        )
+    return Entry(model, tuple(facts(tree)))
 
 
 def _checked(spec: Any, tree: Tree, reference: str) -> Any:

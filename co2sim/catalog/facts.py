@@ -59,6 +59,8 @@ def read(kind: Kind, reference: str) -> Tree:
                 f" (a file of yours: give its path, ending in .toml or .json)"
             )
         text = (resources.files("co2sim.catalog") / kind / f"{reference}.toml").read_text("utf-8")
+    if not text.strip():
+        raise CatalogError(f"{reference} is empty")
     try:
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:

@@ -68,6 +68,9 @@ _REFUSED = {
 }
 """What changes the cost of a model in a way that is not modelled, by the reason."""
 
+_OFF = ("head_dim", "sliding_window", "positions", "token_types")
+"""Numbers of a model that are 0, their default, where they do not apply."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Config:
@@ -114,7 +117,14 @@ def convert(values: Mapping[str, Any], path: str) -> Tree:
             " (or write the model as TOML)"
         )
     config = _Config(values, path, kind)
-    return _body(config) | (_vision(config) if kind == "vit" else _language(config))
+    for key in ("torch_dtype", "dtype"):
+        if str(values.get(key)).startswith("float8"):
+            raise config.error(
+                f"{key} is {values[key]!r}; fp8 is not in the catalog: give the configuration of"
+                " the model as it is trained in bf16, fp16 or fp32"
+            )
+    tree = _body(config) | (_vision(config) if kind == "vit" else _language(config))
+    return {key: value for key, value in tree.items() if value != 0 or key not in _OFF}
 
 
 def _name(config: _Config) -> str:

@@ -11,7 +11,7 @@ import typer
 from co2sim.case import Case
 from co2sim.errors import OptionError, UnitError
 from co2sim.noise import Noise
-from co2sim.strategies import parse_number
+from co2sim.ranges import parse_number
 from co2sim.units import parse
 
 

@@ -13,8 +13,8 @@ from typing import (
     get_type_hints,
 )
 
+from co2sim import convert
 from co2sim.errors import OptionError, nearest
-from co2sim.ranges import parse_number, parse_whole
 from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
@@ -35,8 +35,6 @@ __all__ = [
     "LocalSteps",
     "Strategy",
     "parse",
-    "parse_number",
-    "parse_whole",
     "strategy_options",
     "with_options",
 ]
@@ -129,7 +127,7 @@ def _value(what: str, text: str, hint: Any) -> Any:
     """Read an option's value as its annotated type."""
     text = text.lower()
     if hint in {int, float}:
-        return parse_whole(what, text) if hint is int else parse_number(what, text)
+        return convert.whole(what, text) if hint is int else convert.number(what, text)
     choices = _choices(hint)
     if text not in choices:
         raise OptionError(f"{what} is {text!r}; it is one of {', '.join(choices)}")

@@ -5,7 +5,15 @@ from typing import ClassVar
 
 from co2sim.errors import OptionError
 from co2sim.schedule import DType, Layout, Schedule
-from co2sim.strategies.local import Averaged, Inner, Replica, Worker, averaged_rounds, check
+from co2sim.strategies.local import (
+    Averaged,
+    Inner,
+    Replica,
+    Unquantized,
+    Worker,
+    averaged_rounds,
+    check,
+)
 from co2sim.strategies.step import whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Workload
@@ -33,7 +41,7 @@ class CO2:
     staleness: int = 1
     worker: Worker = "gpu"
     inner: Inner | None = None
-    dtype: DType = DType.FP32
+    dtype: Unquantized = DType.FP32
     average: Averaged = "shares"
 
     def __post_init__(self) -> None:

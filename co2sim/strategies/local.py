@@ -38,6 +38,7 @@ from co2sim.workload import Workload
 Worker: TypeAlias = Literal["gpu", "node"]
 Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
 Averaged: TypeAlias = Literal["shares", "leader"]
+Unquantized: TypeAlias = Literal[DType.FP32, DType.FP16, DType.BF16]
 
 _MOST_STEPS = 10_000
 """A schedule holds every local step of a round."""

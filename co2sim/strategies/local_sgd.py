@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from co2sim.schedule import DType, Layout, Schedule
-from co2sim.strategies.local import Inner, Replica, Worker, averaged_rounds, check
+from co2sim.strategies.local import Inner, Replica, Unquantized, Worker, averaged_rounds, check
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
@@ -21,7 +21,7 @@ class LocalSGD:
     tau: int = 12
     worker: Worker = "gpu"
     inner: Inner | None = None
-    dtype: DType = DType.FP32
+    dtype: Unquantized = DType.FP32
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
