@@ -1,8 +1,8 @@
-# make run: the main job. make check: format, lint, types and unit tests, in a minute. make test: all tests.
+# make run: the main job. make check: format, lint, types and unit tests, in about a minute. make test: all tests.
 # make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
 # make bench: the speed of the simulator. make verify: the convergence bound, checked.
 # Measurements of the real backend: fidelity (root, 30 min), failures, convergence (an hour),
-# time-to-loss and peers (root), overhead. QUICK=--quick runs any of the last two lines for seconds, to see that it works.
+# time-to-loss and peers (root), overhead. QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3
 QUICK ?=
 VENV := .venv
