@@ -208,6 +208,32 @@ def test_tau_depends_on_the_network(co2analysis: Command) -> None:
         assert all(seconds > 0 for seconds in answer["seconds_to_target"])
 
 
+@pytest.mark.parametrize(("cluster", "fits"), [("cloud-25g", False), ("a100-tcp80", True)])
+def test_tau_says_where_the_case_does_not_fit(
+    co2analysis: Command,
+    cluster: str,
+    fits: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """GPT-2 XL has 25 GB of states in mixed precision: too much for 16 GB, not for 80 GB."""
+    asked = ["tau", *TAU, "--cluster", cluster, "--gpus", "16", "--taus", "2,4"]
+    done = co2analysis(*asked)
+    assert done.code == 0, done.err
+    note = "\ndoes not fit in the memory of a GPU: shown as if it did\n"
+    assert (note in done.out) is not fits
+    answer = json.loads(co2analysis(*asked, "--json").out)
+    assert [timing["fits_in_memory"] for timing in answer["timings"]] == [fits, fits]
+
+
+def test_taus_that_do_not_fit_are_named() -> None:
+    """Where only some do not fit, the note says which; of measured rounds it says nothing."""
+    timings = [replace(timing(n, 2.0 * n), fits_in_memory=n < 4) for n in (2, 4, 8)]
+    for given, there in ((timings, True), ([timing(2, 4.0), timing(4, 8.0)], False)):
+        shown = Console(width=250, record=True, file=io.StringIO())
+        print_tau(shown, given, [(1e5, tau.after(PROBLEM, given, 1e5))], None, [], [])
+        assert ("tau 4, 8: does not fit" in (text := shown.export_text())) is there
+        assert ("does not fit" in text) is there
+
+
 def timing(steps: int, seconds: float) -> tau.Timing:
     """A measured round of 8 workers of CO2."""
     return tau.Timing(
