@@ -107,6 +107,24 @@ def test_bad_input_is_one_line(co2analysis: Command, line: str, words: str) -> N
     assert words in done.err
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "the times of rounds are missing: give folders of real runs, or simulate a cluster"),
+        ("-s ddp", "the strategy is ddp, which has no local steps; the bound is about co2"),
+        ("-c a100-tcp80", "--smoothness, --noise, --gap are missing"),
+        ("-c a100-tcp80 --noise 1 --gap 1", "--smoothness is missing"),
+        ("runs/a --noise 1", "--smoothness, --gap are missing"),
+    ],
+)
+def test_tau_asks_first_for_what_matters_most(co2analysis: Command, line: str, words: str) -> None:
+    """First the strategy and where rounds come from, then all constants that are missing."""
+    done = co2analysis("tau", *line.split())
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {words}")
+    assert done.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("line", ["verify --quick --out made", "trends --taus 1"])
 def test_missing_data_are_named(
     co2analysis: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
