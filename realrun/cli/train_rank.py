@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from co2sim.units import duration, scaled
+from co2sim.units import counted, duration, scaled
 from realrun.train.folder import FIGURE, LOG, check_identity, check_new, checkpoints
 from realrun.train.log import History
 from realrun.train.settings import TrainSettings
@@ -121,7 +121,7 @@ def _print(history: History, out: Path) -> None:
     unit = "tokens" if history.settings.task == "text" else "images"
     ranks = facts["nodes"] * facts["ranks_per_node"]
     print(
-        f"{history.settings.name} on {ranks} ranks: {facts['parameters']:,} parameters,"
+        f"{history.settings.name} on {counted(ranks, 'rank')}: {facts['parameters']:,} parameters,"
         f" {found['step']:,} steps, {found['tokens']:,} {unit},"
         f" {duration(found['seconds'])}, {scaled(found['tokens_per_s'], unit)}/s"
     )
