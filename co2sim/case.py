@@ -30,6 +30,9 @@ _MOST_SAMPLES = 10**12
 _MOST_ROUNDS = 1_000_000
 """Far beyond what an average needs; what a machine can hold is checked before a run."""
 
+_NEGLIGIBLE = 0.01
+"""A probe measures passes of other shapes than a model's: sizes so near each other are the same."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -277,7 +280,7 @@ def _beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
         (min(sizes, default=least), least, at_least, "smaller"),
         (max(sizes, default=most), most, at_most, "larger"),
     ):
-        if (size - bound) * (1 if word == "larger" else -1) > 0:
+        if (size / bound - 1) * (1 if word == "larger" else -1) > _NEGLIGIBLE:
             why = (
                 f"passes of {scaled(size, 'FLOP')} are {word} than any whose efficiency is known"
                 f" ({scaled(bound, 'FLOP')})"

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from co2sim.units import Seconds
 
@@ -12,10 +12,16 @@ Done: TypeAlias = Callable[[int, int], None]
 """To be called with how much is done, and of how much."""
 
 
+class Bar(Protocol):
+    """A bar on the terminal: a `Done` that may also say in words where the work stands."""
+
+    def __call__(self, done: int, total: int, words: str = "") -> None: ...  # noqa: D102
+
+
 @contextmanager
 def progress_bar(
     what: str, *, shown: bool | None = None, after: Seconds = 0.0
-) -> Iterator[Done | None]:
+) -> Iterator[Bar | None]:
     """A bar that appears `after` some seconds: if `shown`, or if None where stderr is a terminal.
 
     It is gone when the work is done. Without a bar there is nothing to call: None.
@@ -30,17 +36,18 @@ def progress_bar(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[words]}", markup=False),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
     )
-    task = bar.add_task(what, total=None)
+    task = bar.add_task(what, total=None, words="")
     began = time.monotonic()
 
-    def update(done: int, total: int) -> None:
+    def update(done: int, total: int, words: str = "") -> None:
         if not bar.live.is_started and time.monotonic() - began >= after:
             bar.start()
-        bar.update(task, completed=done, total=total)
+        bar.update(task, completed=done, total=total, words=words)
 
     try:
         yield update

@@ -180,8 +180,10 @@ def scaled(value: float, unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant figures below 1000, a whole number from there on: "0.0763", "22,810"."""
-    return f"{value:,.0f}" if abs(value) >= _FIRST_OF_FOUR_DIGITS else f"{value:.3g}"
+    """Three significant figures below 1000, a whole number from there on: "1.00", "22,810"."""
+    if abs(value) >= _FIRST_OF_FOUR_DIGITS:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".")
 
 
 def duration(seconds: Seconds) -> str:

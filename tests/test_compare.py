@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -531,6 +532,24 @@ def test_several_runs_print_a_summary_first(cli: Run) -> None:
     code, out, _ = cli("compare", "runs")
     assert code == 0
     assert out.index("error of round time, median") < out.index("co2: ops") < out.index("ddp: ops")
+
+
+def test_every_column_of_the_summary_says_of_what_it_is(
+    cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No two names are equal, so that a table which is split, or stacked, can still be read."""
+
+    def summary(width: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        out = cli("compare", "runs")[1]
+        return out[: out.index("2 runs, absolute")]
+
+    names = re.split(r" {2,}", summary(400).splitlines()[1].strip())
+    assert len(set(names)) == len(names) == 12
+    assert {f"measured {figure}" for figure in ("round", "exposed", "overlap")} <= set(names)
+    for width in (40, 80):
+        words = summary(width).split()
+        assert all(word in words for name in names for word in name.split())
 
 
 def test_json_and_csv_hold_every_op(cli: Run) -> None:

@@ -120,6 +120,29 @@ def test_every_name_is_in_the_picture(
     assert all(box(found, axis.xaxis.label).y0 > top for axis in found.axes if axis.get_xlabel())
 
 
+@pytest.mark.parametrize(("sizes", "there"), [((8,), False), ((8, 16), True)])
+def test_the_linear_line_is_in_the_legend_where_it_is_drawn(
+    result: Result,
+    sizes: tuple[int, ...],
+    there: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """Not with a single size; where it is drawn it lies on top of every strategy."""
+    found = drawn(result, names=["ddp"], sizes=sizes)
+    labels = [text.get_text() for text in found.legends[0].get_texts()]
+    assert labels == ["ddp", *(["linear from the best per GPU"] if there else [])]
+    dotted = [line for line in found.axes[0].lines if line.get_linestyle() == ":"]
+    assert len(dotted) == there
+    others = [line.get_zorder() for line in found.axes[0].lines if line not in dotted]
+    assert all(line.get_zorder() > max(others) for line in dotted)
+
+
+def test_a_name_beyond_the_font_gives_no_warning(result: Result) -> None:
+    """Pytest makes an error of the warning that matplotlib has for every such character."""
+    case = Case(cluster="c", model="m", strategy="ddp", gpus=8)
+    files = draw([case], [replace(result, cluster="\u96c6\u7fa4", gpus=8)], [])
+    assert all(files[kind] for kind in ("png", "svg"))
+
+
 @pytest.mark.parametrize("strategies", [1, 8])
 @pytest.mark.parametrize("sizes", [(8,), (16, 32), (8, 16, 32, 64, 128), MANY])
 def test_axes_have_labels_that_can_be_read(

@@ -149,6 +149,21 @@ def _read_to_the_end(terminal: int) -> str:
         return found.decode()
 
 
+def _on_a_terminal(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> str:
+    """What the work writes to a terminal of 80 columns as its stderr, then the sign for the end."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    ours, theirs = os.openpty()
+    with ThreadPoolExecutor(1) as reader, os.fdopen(theirs, "w") as terminal:
+        text = reader.submit(_read_to_the_end, ours)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            work()
+        terminal.write("\N{END OF TEXT}")
+        terminal.flush()
+        return text.result(timeout=60)
+
+
 @pytest.mark.parametrize(
     ("work", "words"),
     [
@@ -163,25 +178,24 @@ def test_long_work_shows_how_far_it_is_on_a_terminal(
 ) -> None:
     """On a terminal a bar counts rounds or cases; when told not to, stderr stays empty."""
     monkeypatch.setattr(study, "_PATIENCE", 0.0)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def seen(*, shown: bool | None) -> str:
-        """What the work writes to a terminal."""
-        ours, theirs = os.openpty()
-        with ThreadPoolExecutor(1) as reader, os.fdopen(theirs, "w") as terminal:
-            text = reader.submit(_read_to_the_end, ours)
-            with monkeypatch.context() as patch:
-                patch.setattr(sys, "stderr", terminal)
-                work(shown)
-            terminal.write("\N{END OF TEXT}")
-            terminal.flush()
-            return text.result(timeout=60)
-
-    text = seen(shown=None)
+    text = _on_a_terminal(monkeypatch, lambda: work(None))
     assert f"simulating {words}" in text
     assert re.search(r"[0-9]+/[0-9]+", text)
-    assert seen(shown=False) == "\N{END OF TEXT}"
+    assert _on_a_terminal(monkeypatch, lambda: work(False)) == "\N{END OF TEXT}"  # noqa: FBT003
+
+
+def test_a_bar_says_in_words_where_the_work_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what is done of how much; brackets in the words are no markup."""
+
+    def work() -> None:
+        with progress.progress_bar("training") as bar:
+            assert bar is not None
+            bar(1, 4)
+            bar(3, 4, "loss [2.5]")
+
+    text = _on_a_terminal(monkeypatch, work)
+    assert "training" in text
+    assert re.search(r"3/4.*loss \[2\.5\]", text)
 
 
 def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:

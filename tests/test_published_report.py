@@ -15,6 +15,7 @@ from analysis.cli import app
 from analysis.published import ablation, consistency, diagnosis, errors, sensitivity
 from analysis.published.cells import Cell, with_strategy_options
 from analysis.published.csv_tables import REFERRED, from_csv
+from analysis.published.formats import signed
 from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import DATA_VARIABLE, ITERATION_TIMES, PAPERS, iteration_times
 from analysis.published.parameters import GROUPS
@@ -372,3 +373,12 @@ def test_the_commands_print_tables_json_and_figures(tmp_path: Path) -> None:
     assert [row["use"] for row in rows] == ["fit", "check", "check", "check"]
     assert (tmp_path / "f" / "co2-scalability.png").read_bytes().startswith(b"\x89PNG")
     assert "| source |" in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(-0.0004, "0.0%"), (0.0, "0.0%"), (0.0004, "0.0%"), (-0.0006, "-0.1%"), (0.12, "+12.0%")],
+)
+def test_zero_has_no_sign(value: float, text: str) -> None:
+    """An error that rounds to zero is neither above nor below."""
+    assert signed(value) == text

@@ -181,6 +181,32 @@ def test_without_torch_the_command_says_what_to_install(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ("realrun", "lab", "run", "--nodes", "2", "--", "true"),
+        ("analysis", "lab", "--nodes", "2", "--model", "tiny-5m", "-s", "ddp", "--out", "lab1"),
+    ],
+)
+def test_a_lab_without_torch_says_what_to_install(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Both commands that build a lab say so before they make a namespace or a folder."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{hidden}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr == "error: PyTorch is not installed: pip install 'co2sim[torch]'\n"
+    assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == [hidden]
+
+
+@pytest.mark.parametrize(
     "arguments", [("--help",), ("lab", "cluster"), ("lab", "cluster", "--rate", "fast")]
 )
 def test_a_reader_that_has_gone_gives_no_traceback(

@@ -56,6 +56,28 @@ def test_a_result_is_plain_data() -> None:
     assert [fact["path"] for fact in plain["assumed"]][:1]
 
 
+@pytest.mark.parametrize(
+    ("least", "most", "said"),
+    [
+        (1.0, 1.0, []),
+        (1.005, 0.995, []),  # within 1 %: what a probe of nearly these passes has measured
+        (1.02, 1.0, ["smaller"]),
+        (1.0, 0.98, ["larger"]),
+    ],
+)
+def test_passes_beyond_the_known_efficiencies_are_said(
+    least: float, most: float, said: list[str]
+) -> None:
+    """Only where a pass is more than one percent beyond the sizes that were measured."""
+    works = Case(cluster=tiny.cluster(), model=tiny.model(), strategy="ddp").prepare().job.works()
+    sizes = [part.flops for work in works for part in (work.forward, work.backward) if part.flops]
+    gpu = tiny.gpu(efficiency=((least * min(sizes), 0.2), (most * max(sizes), 0.4)))
+    found = simulate(replace(tiny.cluster(), gpu=gpu), tiny.model(), "ddp").assumed
+    reasons = [fact.source for fact in found if fact.path == "cluster.gpu.efficiency"]
+    assert len(reasons) == len(said)
+    assert all(word in reason for word, reason in zip(said, reasons, strict=True))
+
+
 def test_assumed_inputs_are_listed_with_the_side_they_come_from() -> None:
     """What no source supports is named in the answer, under cluster or model."""
     found = simulate("a100-tcp80", "transnormer-7b", "ddp", gpus=8)

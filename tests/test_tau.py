@@ -107,6 +107,24 @@ def test_bad_input_is_one_line(co2analysis: Command, line: str, words: str) -> N
     assert words in done.err
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "the times of rounds are missing: give folders of real runs, or simulate a cluster"),
+        ("-s ddp", "the strategy is ddp, which has no local steps; the bound is about co2"),
+        ("-c a100-tcp80", "--smoothness, --noise, --gap are missing"),
+        ("-c a100-tcp80 --noise 1 --gap 1", "--smoothness is missing"),
+        ("runs/a --noise 1", "--smoothness, --gap are missing"),
+    ],
+)
+def test_tau_asks_first_for_what_matters_most(co2analysis: Command, line: str, words: str) -> None:
+    """First the strategy and where rounds come from, then all constants that are missing."""
+    done = co2analysis("tau", *line.split())
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"error: {words}")
+    assert done.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("line", ["verify --quick --out made", "trends --taus 1"])
 def test_missing_data_are_named(
     co2analysis: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
@@ -206,6 +224,32 @@ def test_tau_depends_on_the_network(co2analysis: Command) -> None:
         assert len(answer["after"][0]["why"]) >= 3
         assert answer["assumptions"]
         assert all(seconds > 0 for seconds in answer["seconds_to_target"])
+
+
+@pytest.mark.parametrize(("cluster", "fits"), [("cloud-25g", False), ("a100-tcp80", True)])
+def test_tau_says_where_the_case_does_not_fit(
+    co2analysis: Command,
+    cluster: str,
+    fits: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """GPT-2 XL has 25 GB of states in mixed precision: too much for 16 GB, not for 80 GB."""
+    asked = ["tau", *TAU, "--cluster", cluster, "--gpus", "16", "--taus", "2,4"]
+    done = co2analysis(*asked)
+    assert done.code == 0, done.err
+    note = "\ndoes not fit in the memory of a GPU: shown as if it did\n"
+    assert (note in done.out) is not fits
+    answer = json.loads(co2analysis(*asked, "--json").out)
+    assert [timing["fits_in_memory"] for timing in answer["timings"]] == [fits, fits]
+
+
+def test_taus_that_do_not_fit_are_named() -> None:
+    """Where only some do not fit, the note says which; of measured rounds it says nothing."""
+    timings = [replace(timing(n, 2.0 * n), fits_in_memory=n < 4) for n in (2, 4, 8)]
+    for given, there in ((timings, True), ([timing(2, 4.0), timing(4, 8.0)], False)):
+        shown = Console(width=250, record=True, file=io.StringIO())
+        print_tau(shown, given, [(1e5, tau.after(PROBLEM, given, 1e5))], None, [], [])
+        assert ("tau 4, 8: does not fit" in (text := shown.export_text())) is there
+        assert ("does not fit" in text) is there
 
 
 def timing(steps: int, seconds: float) -> tau.Timing:

@@ -79,6 +79,14 @@ def trained(
 
 
 @pytest.mark.dist
+def test_one_rank_is_not_several(tmp_path: Path) -> None:
+    """A training of one rank counts it in the singular."""
+    done = call(tmp_path, *TRAIN, "-s", "ddp", "--nproc", "1")
+    assert done.returncode == 0, done.stderr
+    assert " on 1 rank: 61,248 parameters" in done.stdout
+
+
+@pytest.mark.dist
 def test_a_training_leaves_its_log_figure_parameters_and_record(
     trained: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:

@@ -17,14 +17,20 @@ def whole(flag: str, words: str) -> Any:
     return typer.Option(flag, parser=options.whole(flag), metavar="N", help=words)
 
 
-Smoothness = Annotated[
-    float, number("--smoothness", "L: Lipschitz constant of every worker's gradient.")
-]
-Noise = Annotated[float, number("--noise", "Sigma squared: variance of one worker's gradient.")]
+_SMOOTHNESS = number("--smoothness", "L: Lipschitz constant of every worker's gradient.")
+_NOISE = number("--noise", "Sigma squared: variance of one worker's gradient.")
+_GAP = number("--gap", "Delta: loss at the start minus its lowest value.")
+
+Smoothness = Annotated[float, _SMOOTHNESS]
+Noise = Annotated[float, _NOISE]
+Gap = Annotated[float, _GAP]
+AskedSmoothness = Annotated[float | None, _SMOOTHNESS]
+"""These three are for a command that says itself which of them are missing."""
+AskedNoise = Annotated[float | None, _NOISE]
+AskedGap = Annotated[float | None, _GAP]
 Heterogeneity = Annotated[
     float, number("--heterogeneity", "Zeta squared: mean of |grad f_i - grad f|^2.")
 ]
-Gap = Annotated[float, number("--gap", "Delta: loss at the start minus its lowest value.")]
 Workers = Annotated[int, whole("--workers", "G: workers whose models are averaged.")]
 Rounds = Annotated[int, whole("--rounds", "T: rounds; each ends with an average.")]
 Tau = Annotated[int, whole("--local-steps", "Tau: steps between averages.")]

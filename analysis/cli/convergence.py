@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from analysis.cli.constants import (
+    AskedGap,
+    AskedNoise,
+    AskedSmoothness,
     Delay,
     Gap,
     Heterogeneity,
@@ -31,6 +34,7 @@ from co2sim.console.tables import console, print_table
 from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
 from co2sim.progress import progress_bar
+from co2sim.strategies import parse
 
 
 def _folder(text: str | Path) -> Path:
@@ -95,9 +99,9 @@ def tau(  # noqa: PLR0913 - one argument per option
         typer.Argument(metavar="[RUN...]", help="Folders of real runs whose rounds were measured."),
     ] = None,
     *,
-    smoothness: Smoothness,
-    noise: Noise,
-    gap: Gap,
+    smoothness: AskedSmoothness = None,
+    noise: AskedNoise = None,
+    gap: AskedGap = None,
     heterogeneity: Heterogeneity = 0.0,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", help="Simulate rounds on this cluster.")
@@ -123,11 +127,15 @@ def tau(  # noqa: PLR0913 - one argument per option
     momentum: Momentum = 0.0,
     json_: options.Json = False,
 ) -> None:
-    """Find the best tau: round times, simulated or measured, joined with the bound of the error."""
+    """Find the best tau: round times, simulated or measured, joined with the bound of the error.
+
+    --smoothness, --noise and --gap are required, and either folders of runs or --cluster.
+    """
     from analysis.convergence import tau as advice  # noqa: PLC0415 - scipy, only for this command
     from analysis.convergence.setting import Setting  # noqa: PLC0415
     from analysis.convergence.tau_report import print_tau, tau_to_dict  # noqa: PLC0415
 
+    advice.averaging(parse(strategy))
     if cluster is None and not runs:
         raise OptionError(
             "the times of rounds are missing: give folders of real runs, or simulate a cluster with"
@@ -142,6 +150,13 @@ def tau(  # noqa: PLR0913 - one argument per option
         )
     if target is not None:
         ranges.above("--target", target, 0)
+    if smoothness is None or noise is None or gap is None:
+        constants = {"--smoothness": smoothness, "--noise": noise, "--gap": gap}
+        missing = [flag for flag, value in constants.items() if value is None]
+        raise OptionError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; the bound needs"
+            " --smoothness, --noise and --gap"
+        )
     problem = Setting(
         smoothness=smoothness,
         noise=noise,

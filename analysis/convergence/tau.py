@@ -36,6 +36,7 @@ class Timing:
 
     `exposed` is None where it was not measured.
     `workers` is G: the number of replicas that are averaged. `delay` is in rounds.
+    `fits_in_memory` is None for a round that was measured; a simulation goes on as if it fitted.
     """
 
     tau: int
@@ -44,6 +45,7 @@ class Timing:
     workers: int
     delay: int
     source: str
+    fits_in_memory: bool | None = None
 
     @property
     def share(self) -> str:
@@ -90,7 +92,8 @@ def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[T
 def _simulated(case: Case, tau: int) -> Timing:
     mine = vary(case, "strategy.tau", str(tau))
     result = run(mine)
-    return _timing(mine.prepare(), result.round_time_s, result.exposed_comm_s, "simulated")
+    timing = _timing(mine.prepare(), result.round_time_s, result.exposed_comm_s, "simulated")
+    return replace(timing, fits_in_memory=result.fits_in_memory)
 
 
 def measured(folders: Sequence[Path]) -> list[Timing]:

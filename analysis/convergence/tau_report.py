@@ -38,6 +38,11 @@ def print_tau(
         columns.append(f"time to {target:g}")
     title = f"{titles[0]}; * least bound" if alike else "* least bound"
     print_table(out, title, columns if alike else ["rounds", *columns], rows)
+    large = [str(timing.tau) for timing in timings if timing.fits_in_memory is False]
+    if large:
+        which = "" if len(large) == len(timings) else f"tau {', '.join(large)}: "
+        note = f"{which}does not fit in the memory of a GPU: shown as if it did\n"
+        out.print(note, highlight=False, markup=False)
     for time, choices in advices:
         why = " ".join(explain(choices, _most(timings))) if choices else ""
         words = why or "not even one round fits in"

@@ -59,8 +59,8 @@ def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
             )
         )
     columns = (
-        *("run", "strategy", "cluster", "GPUs", "round", "measured", "error"),
-        *("exposed", "measured", "overlap", "measured", "difference"),
+        *("run", "strategy", "cluster", "GPUs", "round", "measured round", "round error"),
+        *("exposed", "measured exposed", "overlap", "measured overlap", "overlap difference"),
     )
     print_table(out, "runs: predicted, then measured", columns, lines, left=3)
     whole = summarise(comparisons)

@@ -21,8 +21,9 @@ def whole_percent(value: float | None) -> str:
 
 
 def signed(value: float) -> str:
-    """In percent, with its sign."""
-    return f"{value:+.1%}"
+    """In percent, with its sign; none for what rounds to zero."""
+    shown = f"{value:+.1%}"
+    return shown[1:] if float(shown[:-1]) == 0 else shown
 
 
 def words(text: str) -> str:

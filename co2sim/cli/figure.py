@@ -37,6 +37,7 @@ _LINE = 0.17
 """Inches."""
 _TICKS = 3
 """Labelled ticks of a log axis, at least."""
+_LINEAR: Any = {"color": "black", "linestyle": ":", "linewidth": 1.2}
 _MOST_SIZES = 9
 """Labels of GPU counts that one axis has room for."""
 
@@ -67,7 +68,7 @@ def figure(
     ]
     width = _PANEL * max(len(panels), 1.3) + 0.4
     text = int(width * _PER_INCH)
-    handles = _handles(names, results, published)
+    handles = _handles(names, [found for _, found in panels], published)
     columns = max(1, min(3, text // (max(len(str(h.get_label())) for h in handles) + _HANDLE)))
     labels = [fill(str(h.get_label()), text - _HANDLE) for h in handles]
     titles = [fill(found[0].cluster, text // len(panels) - 4) for _, found in panels]
@@ -94,7 +95,7 @@ def figure(
 
 
 def _handles(
-    names: Sequence[str], results: Sequence[Result], stars: Sequence[SpeedComparison]
+    names: Sequence[str], panels: Sequence[Sequence[Result]], stars: Sequence[SpeedComparison]
 ) -> list[Line2D]:
     """The legend: a line for every strategy, and one for every other sign that occurs."""
 
@@ -115,11 +116,18 @@ def _handles(
         sign(name, COLOURS[at % len(COLOURS)], "-", _MARKERS[at % len(_MARKERS)], full=True)
         for at, name in enumerate(names)
     ]
-    if not all(result.fits_in_memory for result in results):
+    if not all(result.fits_in_memory for results in panels for result in results):
         found.append(sign("hollow: does not fit in memory", "grey", "--", "o", full=False))
     if stars:
         found.append(sign("published", "grey", "none", "*", full=False))
-    return [*found, sign("linear from the best per GPU", "grey", ":", "", full=True)]
+    if any(_has_line(group) for group in panels):
+        found.append(Line2D([], [], **_LINEAR, label="linear from the best per GPU"))
+    return found
+
+
+def _has_line(results: Sequence[Result]) -> bool:
+    """Whether there are two sizes, between which a line can be drawn."""
+    return len({result.gpus for result in results}) > 1
 
 
 def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu: bool) -> None:  # noqa: FBT001
@@ -175,7 +183,8 @@ def _throughput(
     best = max(results, key=lambda result: result.tokens_per_s_per_gpu)
     ends = [min(r.gpus for r in results), max(r.gpus for r in results)]
     linear = [best.tokens_per_s_per_gpu * gpus for gpus in ends]
-    axis.plot(ends, linear, color="grey", linestyle=":", zorder=1)
+    if _has_line(results):
+        axis.plot(ends, linear, **_LINEAR, zorder=3)  # seen on top of a strategy that is as good
     for place, name in enumerate(names):
         mine = [star for star in stars if star.strategy == name]
         axis.plot(

@@ -1,6 +1,7 @@
 """What all figures share: colours, style, and how a figure becomes a file."""
 
 import io
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,8 +23,13 @@ PLAIN_TEXT: dict[Any, Any] = {"text.parse_math": False}
 
 
 def render(figure: "Figure", kind: str) -> bytes:
-    """The content of a file of some kind, such as "png" or "svg"; the date is left out."""
+    """The content of a file of some kind, such as "png" or "svg"; the date is left out.
+
+    A character that the font does not have becomes a box, without a warning.
+    """
     buffer = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else None
-    figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .*missing from font")
+        figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
     return buffer.getvalue()

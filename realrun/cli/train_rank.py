@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from co2sim.units import duration, scaled
+from co2sim.progress import progress_bar
+from co2sim.units import counted, duration, scaled
 from realrun.train.folder import FIGURE, LOG, check_identity, check_new, checkpoints
 from realrun.train.log import History
 from realrun.train.settings import TrainSettings
@@ -87,29 +88,10 @@ def _shown(rank: "Rank", settings: TrainSettings) -> "Iterator[OnStep | None]":
         line = rank.progress
         yield lambda at: line(f"{settings.name}: step {at.step} of {at.steps}, {words(at)}")
         return
-    from rich.console import Console  # noqa: PLC0415 - takes a while
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import Progress as Bar  # noqa: PLC0415
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[words]}"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(settings.name, total=settings.last, words="")
-
-        def show(at: "Standing") -> None:
-            bar.update(task, completed=at.step, words=words(at))
-
-        yield show
+    with progress_bar(settings.name, shown=True) as bar:
+        assert bar is not None
+        bar(0, settings.last)
+        yield lambda at: bar(at.step, settings.last, words(at))
 
 
 def _print(history: History, out: Path) -> None:
@@ -121,7 +103,7 @@ def _print(history: History, out: Path) -> None:
     unit = "tokens" if history.settings.task == "text" else "images"
     ranks = facts["nodes"] * facts["ranks_per_node"]
     print(
-        f"{history.settings.name} on {ranks} ranks: {facts['parameters']:,} parameters,"
+        f"{history.settings.name} on {counted(ranks, 'rank')}: {facts['parameters']:,} parameters,"
         f" {found['step']:,} steps, {found['tokens']:,} {unit},"
         f" {duration(found['seconds'])}, {scaled(found['tokens_per_s'], unit)}/s"
     )

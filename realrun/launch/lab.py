@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,11 @@ def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
     Ranks have torchrun's environment, and REALRUN_CLUSTER, the path of the lab's `stated_cluster`.
     Control-C gives 130 and SIGTERM 143; a reader that closes the output ends all with 0. Call it
     from the main thread. Raises LabError when the lab cannot be built here, LaunchError when there
-    is no such command.
+    is no such command, ModuleNotFoundError without torch, whose store the ranks meet in.
     """
     program = resolved(command)
+    if find_spec("torch") is None:  # importing it here would take seconds
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     check_machine()
     if lab.world_size > _RANKS_PER_CORE * (os.cpu_count() or 1):
         print(  # noqa: T201 - while it can still be stopped

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from co2sim.files import write_atomically
+from co2sim.units import counted
 from realrun.execute.world import World, describe
 from realrun.train.folder import FIGURE, MODEL
 from realrun.train.log import History, write_record
@@ -43,9 +44,8 @@ def write(folder: Path, history: History, task: Task, method: Method, world: Wor
     out = io.BytesIO()
     torch.save(whole, out)
     runs = {history.settings.name: history.rows}
-    title = (
-        f"{task.name}, {history.facts['parameters']:,} parameters, {world.layout.world_size} ranks"
-    )
+    ranks = counted(world.layout.world_size, "rank")
+    title = f"{task.name}, {history.facts['parameters']:,} parameters, {ranks}"
     files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit)}
     write_atomically({folder / name: data for name, data in files.items()})
     write_record(folder, history)
