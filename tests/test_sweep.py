@@ -16,10 +16,23 @@ import numpy as np
 import pandas as pd
 import pytest
 import tiny
+import typer
 
 import co2sim
-from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, Schedule, batch, grid
+from co2sim import (
+    CO2,
+    DDP,
+    Case,
+    Co2simError,
+    Layout,
+    OptionError,
+    ResourceError,
+    Schedule,
+    batch,
+    grid,
+)
 from co2sim.cli import main
+from co2sim.cli.failures import end_with_failures
 from co2sim.workload import Workload
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
@@ -150,6 +163,19 @@ def test_a_grid_that_cannot_be_is_one_line(vary: dict[str, Any], said: str) -> N
         co2sim.sweep(**{**SMALL, "gpus": None}, strategy="ddp", vary=vary)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_reason_of_failures_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """At most three, by how many cases have them, in one line; numbers make no other reason."""
+    reasons = ["killed", *["this needs 8 GB", "this needs 16 MB"], "odd", "even"]
+    outcomes = [batch.Failure("", ResourceError(reason)) for reason in reasons]
+    with pytest.raises(typer.Exit) as ended:
+        end_with_failures("abcde", outcomes, "nothing is above")
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().err == (
+        "error: 5 of 5 cases failed: b: this needs 8 GB (and 1 like it); a: killed; d: odd;"
+        " 1 more for other reasons; nothing is above\n"
+    )
 
 
 def test_what_does_not_vary_must_be_given() -> None:
