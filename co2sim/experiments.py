@@ -58,7 +58,8 @@ def sweep(
     given = {"cluster": cluster, "model": model, "strategy": strategy}
     for name, value in given.items():
         if (value is None) != (name in vary):
-            raise OptionError(f"give {name}, or vary it" if value is None else f"{name} is varied")
+            both = f"{name} is given, and varied, too; leave one of them out"
+            raise OptionError(f"give {name}, or vary it" if value is None else both)
     settings = grid.settings(vary)
     if sort is not None:
         frames.check_column(sort, settings)

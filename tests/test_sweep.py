@@ -152,7 +152,7 @@ def test_strategies_with_options_are_one_value_in_both_forms(text: str, names: l
         ({"micro_batches": [1]}, "did you mean 'micro_batch'?"),
         ({"inter.bandwidth": ["1 Gbit/s", "x"]}, "'x'"),
         ({"strategy.tau": [1]}, "ddp has no option 'tau'"),
-        ({"cluster": ["dgx-h100"]}, "cluster is varied"),
+        ({"cluster": ["dgx-h100"]}, "cluster is given, and varied, too; leave one of them out"),
         ({"micro_batch": range(101), "accumulation": range(100)}, "101 x 100 = 10100 cases; at mo"),
         ({"gpus": [12, 20]}, "12 GPUs do not fill nodes"),
     ],
