@@ -178,6 +178,35 @@ def test_every_reason_of_failures_is_counted(capsys: pytest.CaptureFixture[str])
     )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"vary": ["gpus=8,16"]},
+            r"^vary is \['gpus=8,16'\]; it must map paths to values, such as",
+        ),
+        ({"vary": "gpus=8,16"}, "^vary is 'gpus=8,16'; it must map paths to values, such as"),
+        ({"vary": {3: [8]}}, "^vary: 3 is not a path, such as 'gpus'$"),
+        ({"vary": {"gpus": None}}, "^gpus has no values to vary over$"),
+        ({"vary": {"gpus": [8]}, "sort": 3}, "^sort is 3; it must be the name of a column$"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_one_line(wrong: dict[str, Any], said: str) -> None:
+    """In Python as on the command line: what was given, and what is allowed."""
+    with pytest.raises(OptionError, match=said):
+        co2sim.sweep("a100-tcp80", "gpt2-small", "ddp", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "said"),
+    [(["gpt2-xl"], "ddp", "^model is .* a catalog name"), ("gpt2-xl", [3], "^strategy is 3; it")],
+)
+def test_scale_says_what_it_takes(model: Any, strategy: Any, said: str) -> None:
+    """One model, and strategies that are texts or objects."""
+    with pytest.raises(OptionError, match=said):
+        co2sim.scale("a100-tcp80", model, strategy)
+
+
 def test_what_does_not_vary_must_be_given() -> None:
     """Cluster, model and strategy are given or varied."""
     with pytest.raises(OptionError, match="give strategy, or vary it"):
