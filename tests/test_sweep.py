@@ -207,6 +207,31 @@ def test_scale_says_what_it_takes(model: Any, strategy: Any, said: str) -> None:
         co2sim.scale("a100-tcp80", model, strategy)
 
 
+@pytest.mark.parametrize("falling", ["", "-"])
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("tokens/s", lambda r: r.tokens_per_s),
+        ("per GPU", lambda r: r.tokens_per_s_per_gpu),
+        ("step", lambda r: r.step_time_s),
+        ("exposed", lambda r: r.exposed_share),
+        ("efficiency", lambda r: r.efficiency_vs_free_communication),
+        ("overlap", lambda r: r.overlap_ratio),
+        ("MFU", lambda r: r.mfu),
+        ("memory", lambda r: r.memory_bytes_per_gpu["total"]),
+    ],
+)
+def test_rows_are_sorted_by_the_names_of_the_printed_table(
+    name: str, figure: Callable[[Any], float], falling: str
+) -> None:
+    """The order is that of the results one by one, falling behind a minus."""
+    strategies = ["ddp", "zero3", "co2(tau=4)"]
+    values = {s: figure(co2sim.simulate(**SMALL, strategy=s)) for s in strategies}
+    found = co2sim.sweep(**SMALL, vary={"strategy": strategies}, sort=falling + name)
+    wanted = sorted(strategies, key=values.__getitem__, reverse=bool(falling))
+    assert [values[s] for s in found["strategy"]] == [values[s] for s in wanted]
+
+
 def test_what_does_not_vary_must_be_given() -> None:
     """Cluster, model and strategy are given or varied."""
     with pytest.raises(OptionError, match="give strategy, or vary it"):
@@ -399,13 +424,13 @@ def test_scale_keeps_its_table_when_a_worker_dies(
 def test_the_table_shows_efficiency_and_a_price_where_there_is_one(cli: Run) -> None:
     """Efficiency against free communication is one less the exposed share; USD needs a price."""
     vary = ("--vary", "strategy=ddp, co2:tau=8,worker=node", "--jobs", "1")
-    code, plain, _ = cli("sweep", *ARGUMENTS, *vary)
+    code, plain, _ = cli("sweep", *ARGUMENTS[:-2], *vary)
     assert code == 0
     assert "efficiency" in plain
     assert "USD" not in plain
-    priced = cli("sweep", *ARGUMENTS, *vary, "--set", "price_per_gpu=2 USD/h")[1]
+    priced = cli("sweep", *ARGUMENTS[:-2], *vary, "--set", "price_per_gpu=2 USD/h")[1]
     assert "USD" in priced
-    found = json.loads(cli("sweep", *ARGUMENTS, *vary, "--json")[1])
+    found = json.loads(cli("sweep", *ARGUMENTS[:-2], *vary, "--json")[1])
     for row in found:
         assert f"{1 - row['exposed_comm_s'] / row['round_time_s']:.1%}" in plain
 
@@ -413,12 +438,12 @@ def test_the_table_shows_efficiency_and_a_price_where_there_is_one(cli: Run) -> 
 def test_the_command_sorts(cli: Run) -> None:
     """`--sort -tokens_per_s` puts the fastest first; an unknown column is refused before work."""
     vary = ("--vary", "strategy=zero3,co2:tau=48,worker=node,ddp", "--json", "--jobs", "1")
-    code, out, _ = cli("sweep", *ARGUMENTS, *vary, "--sort", "-tokens_per_s")
+    code, out, _ = cli("sweep", *ARGUMENTS[:-2], *vary, "--sort", "-tokens_per_s")
     assert code == 0
     speeds = [row["tokens_per_s"] for row in json.loads(out)]
     assert speeds == sorted(speeds, reverse=True)
     assert json.loads(out)[0]["setting"] == {"strategy": "co2:tau=48,worker=node"}
-    code, out, err = cli("sweep", *ARGUMENTS, *vary, "--sort", "speed")
+    code, out, err = cli("sweep", *ARGUMENTS[:-2], *vary, "--sort", "speed")
     assert (code, out) == (2, "")
     assert "no column is called 'speed'" in err
 

@@ -187,8 +187,8 @@ def sweep(
         str | None,
         typer.Option(
             metavar="COLUMN",
-            help="Sort by a column of the CSV file, such as step_time_s; by falling values:"
-            " -tokens_per_s. A --vary name keeps the order that it was given in.",
+            help="Sort by a column of the table or of the CSV file, such as step; by falling"
+            " values: -tokens_per_s. A --vary name keeps the order that it was given in.",
         ),
     ] = None,
     jobs: options.Jobs = -1,
