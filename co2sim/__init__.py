@@ -110,4 +110,4 @@ if not TYPE_CHECKING:  # for whom a name that is not above is an error
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

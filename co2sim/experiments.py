@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from co2sim import grid
 from co2sim.batch import run_all
 from co2sim.cluster import Cluster
-from co2sim.convert import Count, Reference
+from co2sim.convert import Count, Reference, shown
 from co2sim.errors import OptionError
 from co2sim.strategies import Strategy
 from co2sim.study import JobOptions, Options, describe
@@ -56,9 +56,13 @@ def sweep(
     from co2sim import frames  # noqa: PLC0415 - pandas
 
     given = {"cluster": cluster, "model": model, "strategy": strategy}
+    grid.check(vary)
+    if sort is not None and not isinstance(sort, str):
+        raise OptionError(f"sort is {shown(sort)}; it must be the name of a column")
     for name, value in given.items():
         if (value is None) != (name in vary):
-            raise OptionError(f"give {name}, or vary it" if value is None else f"{name} is varied")
+            both = f"{name} is given, and varied, too; leave one of them out"
+            raise OptionError(f"give {name}, or vary it" if value is None else both)
     settings = grid.settings(vary)
     if sort is not None:
         frames.check_column(sort, settings)

@@ -18,6 +18,16 @@ _NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu"}
 _DERIVED = ("efficiency_vs_free_communication",)
 """Properties of a result that are columns too."""
 _TOTAL = "memory_total_bytes"
+_IN_TABLES = {
+    "per GPU": "tokens_per_s_per_gpu",
+    "step": "step_time_s",
+    "exposed": "-efficiency_vs_free_communication",  # of which it is the rest to 1
+    "efficiency": "efficiency_vs_free_communication",
+    "overlap": "overlap_ratio",
+    "MFU": "mfu",
+    "memory": _TOTAL,
+}
+"""Names in the table of `co2sim sweep`, with their columns; see `_meant` for the others."""
 _COUNTS = [name for name, hint in get_type_hints(Result).items() if hint is int]
 
 
@@ -59,10 +69,24 @@ def sortable() -> list[str]:
 
 
 def check_column(column: str, settings: Sequence[Setting]) -> None:
-    """Raise OptionError unless a table has the column; "-" before it turns the order round."""
+    """Raise OptionError unless a table has the column; "-" before it turns the order round.
+
+    A name of the table that `co2sim sweep` prints will do, such as "per GPU".
+    """
     known = [*sortable(), *settings[0]]
-    if column.removeprefix("-") not in known:
-        raise OptionError(f"no column is called {column!r}; {nearest(column, known)}")
+    name = column.removeprefix("-")
+    if name not in known and _meant(name).removeprefix("-") not in known:
+        said = nearest(name, [*known, *_IN_TABLES])
+        raise OptionError(f"no column is called {column!r}; {said}")
+
+
+def _meant(name: str) -> str:
+    """The column behind a name of the printed table, with "-" if it falls where the name rises."""
+    if name.endswith("s/s"):  # tokens, images or samples
+        return "tokens_per_s"
+    if " per billion " in name:
+        return "cost_per_billion_tokens"
+    return _IN_TABLES.get(name, name)
 
 
 def order(frame: pd.DataFrame, column: str) -> list[int]:
@@ -70,9 +94,11 @@ def order(frame: pd.DataFrame, column: str) -> list[int]:
 
     Values that vary are in the order that they were given in. Equal rows keep their order.
     """
-    name = column.removeprefix("-")
+    name, falling = column.removeprefix("-"), column.startswith("-")
+    if name not in frame and f"{_VARIED}{name}" not in frame:
+        meant = _meant(name)
+        name, falling = meant.removeprefix("-"), falling != meant.startswith("-")
     keys = frame[name] if name in frame else pd.Series(pd.factorize(frame[f"{_VARIED}{name}"])[0])
     keys = keys.where(frame["error"].isna())
-    falling = column.startswith("-")
     found = keys.sort_values(ascending=not falling, kind="stable", na_position="last")
     return [int(place) for place in found.index]

@@ -74,8 +74,23 @@ def varied(case: Case, changes: Setting) -> Case:
     return replace(case, strategy=with_options(strategy, options))
 
 
+def check(grid: Any) -> None:
+    """Raise OptionError for what is no grid."""
+    if not isinstance(grid, Mapping):
+        raise OptionError(
+            f"vary is {convert.shown(grid)}; it must map paths to values, such as"
+            ' {"gpus": "8, 16"}'
+        )
+    for path, values in grid.items():
+        if not isinstance(path, str):
+            raise OptionError(f"vary: {convert.shown(path)} is not a path, such as 'gpus'")
+        if values is None:
+            raise OptionError(f"{path} has no values to vary over")
+
+
 def settings(grid: Grid) -> list[Setting]:
     """All combinations, the last path fastest. Raises OptionError for none, or too many."""
+    check(grid)
     axes = {path: _values(path, given) for path, given in grid.items()}
     if not axes:
         raise OptionError("nothing varies; give a path with values, such as gpus=8,16")
@@ -175,7 +190,9 @@ def label(value: Any) -> str:
 
 
 def _title(strategy: Any) -> str:
-    return title(parse(strategy) if isinstance(strategy, str) else strategy)
+    if isinstance(strategy, str):
+        return title(parse(strategy))
+    return title(strategy) if hasattr(strategy, "schedule") else convert.shown(strategy)
 
 
 def _values(path: str, given: Any) -> list[Any]:

@@ -27,8 +27,10 @@ Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 SPAN_BYTES: Bytes = 400.0
 """Memory that a span may take while it is simulated and measured: 60 to 320 were seen."""
+LOCKSTEP_SPAN_BYTES: Bytes = 200.0
+"""The same where many classes of ranks run in lockstep, in arrays: 33 to 185 were seen."""
 
-_MOST_SPANS = 50_000_000
+MOST_SPANS = 50_000_000
 """What a simulation may hold: up to 20 GB."""
 
 
@@ -130,11 +132,11 @@ def lower(
     """Fold the ranks and cost every op. Raises OptionError where the spans would be too many."""
     rounds = whole("rounds", rounds, 0)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=fold)
-    if spans > _MOST_SPANS:
+    if spans > MOST_SPANS:
         classes = spans // max(1, rounds * len(schedule.body))
         raise OptionError(
             f"{rounds:,} rounds, warm-up included, of {len(schedule.body):,} ops on {classes:,}"
-            f" simulated ranks are {spans:,} spans; at most {_MOST_SPANS:,} are simulated"
+            f" simulated ranks are {spans:,} spans; at most {MOST_SPANS:,} are simulated"
         )
     folding = fold_ranks(
         cluster.layout,

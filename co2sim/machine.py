@@ -20,14 +20,14 @@ def share_memory(processes: int) -> None:
     _processes = processes
 
 
-def require_memory(needed: Bytes, what: str) -> None:
-    """Raise ResourceError if `what` needs more than half of the free memory."""
+def require_memory(needed: Bytes, what: str, advice: str = "") -> None:
+    """Raise ResourceError if `what` needs more than half of the free memory; `advice` ends it."""
     free = free_memory()
     if needed > _SHARE * free / _processes:
         among = f", shared by {_processes} processes" if _processes > 1 else ""
         raise ResourceError(
             f"{what}: this needs about {scaled(needed, 'B')} of memory, more than half of the"
-            f" {scaled(max(free, 0.0), 'B')} that are free{among}"
+            f" {scaled(max(free, 0.0), 'B')} that are free{among}{advice}"
         )
 
 

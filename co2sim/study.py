@@ -8,8 +8,8 @@ from co2sim import convert, metrics
 from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
-from co2sim.errors import OptionError, nearest
-from co2sim.lowering import SPAN_BYTES, span_count
+from co2sim.errors import OptionError, ResourceError, nearest
+from co2sim.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
 from co2sim.machine import require_memory
 from co2sim.noise import QUIET, Noise
 from co2sim.progress import Done, progress_bar
@@ -23,6 +23,8 @@ from co2sim.workload import Model, Optimizer, Recompute
 
 _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
+_ROUNDS_OF_JITTER = 10
+"""Averaged where nothing repeats, unless the user says how many."""
 _ROUNDS = "simulating rounds"
 _PATIENCE: Seconds = 1.0
 """What a simulation takes before it shows a bar."""
@@ -168,13 +170,14 @@ def _simulate(case: Case, prepared: Prepared, done: Done | None) -> tuple[Trace,
     """A trace, how many of its last rounds to measure, and whether they are a steady state."""
     warm_up = max(prepared.schedule.lag, 1)
     if case.noise.jitter:
-        measured = case.rounds or 10
+        measured = case.rounds or _ROUNDS_OF_JITTER
         return _execute(case, prepared, warm_up + measured, done), measured, False
     measured = case.rounds or 1
     while True:
         found = _execute(case, prepared, warm_up + measured, done)
         steady = metrics.is_steady(found, prepared.schedule, measured)
-        if steady or warm_up >= _MOST_ROUNDS:
+        end = warm_up >= _MOST_ROUNDS or not _fits(case, prepared, 2 * warm_up + measured)
+        if steady or end:
             half = found.rounds // 2
             return found, (measured if steady else max(measured, half)), steady
         warm_up *= 2
@@ -187,9 +190,9 @@ def _execute(
 
     Else what is under way behind the last step would be faster than it ever is.
     """
-    more = prepared.schedule.lag if prepared.cluster.inter.busy_efficiency < 1 else 0
+    more = _further(prepared)
     if not free:  # which comes second, and is counted with the first
-        _check_memory(case, prepared, rounds + more)
+        _check_memory(case, prepared, rounds)
     found = execute(
         prepared.schedule,
         prepared.cluster,
@@ -203,12 +206,36 @@ def _execute(
     return found.first(rounds) if more else found
 
 
-def _check_memory(case: Case, prepared: Prepared, rounds: int) -> None:
-    """Raise ResourceError if so many rounds need more than half of the free memory."""
-    schedule, ops = prepared.schedule, len(prepared.schedule.body)
-    spans = span_count(schedule, prepared.cluster, rounds=rounds, noise=case.noise, fold=case.fold)
+def _further(prepared: Prepared) -> int:
+    """Rounds that are simulated behind those asked for; see `_execute`."""
+    return prepared.schedule.lag if prepared.cluster.inter.busy_efficiency < 1 else 0
+
+
+def _fits(case: Case, prepared: Prepared, rounds: int) -> bool:
+    """Whether so many rounds can be simulated here."""
+    try:
+        return _check_memory(case, prepared, rounds) <= MOST_SPANS
+    except ResourceError:
+        return False
+
+
+def _check_memory(case: Case, prepared: Prepared, rounds: int) -> int:
+    """The spans of so many rounds. Raises ResourceError if they need too much memory."""
+    schedule, cluster, noise = prepared.schedule, prepared.cluster, case.noise
+    rounds, ops = rounds + _further(prepared), len(schedule.body)
+    spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=case.fold)
     ranks = spans // (rounds * ops)
+    in_arrays = ranks > 1 and not cluster.interference
+    given = case.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
+    advice = {
+        "fewer GPUs": cluster.layout.world_size > 1,
+        f"rounds below {given}": given > 1,
+        "no jitter": noise.jitter,
+        "folded ranks": not case.fold,
+    }
     require_memory(
-        SPAN_BYTES * spans,
-        f"rounds: {rounds:,}, ops of a round: {ops:,}, simulated ranks: {ranks:,}",
+        (LOCKSTEP_SPAN_BYTES if in_arrays else SPAN_BYTES) * spans,
+        f"ops of a round: {ops:,}, rounds with the warm-up: {rounds:,}, simulated ranks: {ranks:,}",
+        f"; take {' or '.join(words for words, helps in advice.items() if helps)}",
     )
+    return spans

@@ -186,6 +186,17 @@ def number(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
+def figures(value: float) -> str:
+    """As `number`, with the zeros that say how exact it is: 1.0 -> "1.00"."""
+    return number(value) if abs(value) >= _FIRST_OF_FOUR_DIGITS else f"{value:#.3g}".rstrip(".")
+
+
+def percent(share: float) -> str:
+    """A difference in whole per cent with its sign: "+4%", "-12%", "0%"."""
+    found = f"{share:+.0%}"
+    return "0%" if found in {"+0%", "-0%"} else found
+
+
 def duration(seconds: Seconds) -> str:
     """A time in the unit that suits it: 0.00125 -> "1.25 ms"."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):

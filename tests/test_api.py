@@ -226,3 +226,8 @@ def test_a_result_comes_back_from_its_json() -> None:
     """The short repr hides nothing: JSON still holds every figure."""
     found = simulate(**SMALL)
     assert co2sim.Result.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_dir_shows_the_public_names_only() -> None:
+    """What a shell completes is what the package promises."""
+    assert dir(co2sim) == sorted([*co2sim.__all__, "__version__"])

@@ -98,16 +98,32 @@ def test_sweep_takes_all_combinations_in_parallel(cli: Run, tmp_path: Path) -> N
 def test_sweep_over_strategies_keeps_commas_in_parentheses(cli: Run) -> None:
     """A strategy with options is one value."""
     strategies = "ddp, co2(tau=4, worker=node), zero3"
-    code, out, _ = cli("sweep", *SMALL, "-s", "ddp", "--vary", f"strategy={strategies}", "--json")
+    code, out, _ = cli("sweep", *SMALL, "--vary", f"strategy={strategies}", "--json")
     assert code == 0
     names = [row["strategy"] for row in json.loads(out)]
     assert names == ["ddp", "co2(tau=4, worker=node)", "zero3"]
 
 
+@pytest.mark.parametrize("name", ["cluster", "model", "strategy"])
+def test_sweep_takes_what_varies_or_what_is_given(cli: Run, name: str) -> None:
+    """Not both, which would drop one of them silently, and not neither."""
+    values = {"cluster": "a100-tcp80", "model": "gpt2-small", "strategy": "ddp"}
+    others = [word for key in values.keys() - {name} for word in (f"--{key}", values[key])]
+    varied = ("--vary", f"{name}={values[name]}")
+    given = (f"--{name}", values[name])
+    command = ("sweep", "--gpus", "16", "--json", "--jobs", "1", *others)
+    assert cli(*command, *varied)[0] == 0
+    code, _, err = cli(*command, *varied, *given)
+    both = f"error: --{name} is given, and --vary {name}, too; leave one of them out\n"
+    assert (code, err) == (2, both)
+    code, _, err = cli(*command, "--vary", "micro_batch=1,2")
+    assert (code, err) == (2, f"error: --{name} is missing; give it, or --vary {name}=...\n")
+
+
 def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
     """Axes may come in any order: options hold for each strategy, and together."""
     code, out, _ = cli(
-        *("sweep", *SMALL, "-s", "co2", "--vary", "strategy.tau=4,8", "--json"),
+        *("sweep", *SMALL, "--vary", "strategy.tau=4,8", "--json"),
         *("--vary", "strategy=co2,slowmo", "--vary", "strategy.inner=zero1"),
         *("--vary", "strategy.worker=node"),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import co2sim
-from co2sim import Case, ResourceError, machine, progress, study
+from co2sim import Case, ResourceError, lowering, machine, progress, study
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
@@ -104,6 +104,53 @@ def test_processes_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.require_memory(1e9, "this")
     with pytest.raises(ResourceError, match="8 GB that are free, shared by 4 processes"):
         machine.require_memory(1.1e9, "this")
+
+
+def test_the_search_for_a_steady_state_ends_where_memory_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was found before is the answer, marked as not steady; with more memory it is steady."""
+    case = Case(**SMALL, strategy="co2(tau=4)", noise=co2sim.Noise(straggle=0.1))
+    steady = study.run(case)
+    assert steady.steady
+    assert steady.rounds_simulated > 4
+    schedule = case.prepare().schedule
+    room = 3 * len(schedule.body) * 2 * lowering.LOCKSTEP_SPAN_BYTES  # 3 rounds of 2 nodes
+    monkeypatch.setattr(machine, "free_memory", lambda: 2 * room)
+    found = study.run(case)
+    assert not found.steady
+    assert found.rounds_simulated <= 3
+    monkeypatch.setattr(machine, "free_memory", lambda: room)
+    with pytest.raises(ResourceError, match=r"that are free; take fewer GPUs$"):
+        study.run(case)
+    uneven = Case(**SMALL, strategy="co2(tau=4)", noise=co2sim.Noise(jitter=0.1))
+    with pytest.raises(ResourceError, match=r"; take fewer GPUs or rounds below 10 or no jitter$"):
+        study.run(uneven)
+
+
+MEASURED = """
+import resource
+from co2sim import Case, Noise, lowering, study
+case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="zeropp", gpus=32, rounds=80,
+            noise=Noise(jitter=0.05))
+prepared = case.prepare()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+study.run(case)
+spans = lowering.span_count(prepared.schedule, prepared.cluster, rounds=81, noise=case.noise)
+print((peak() - before) / spans, lowering.LOCKSTEP_SPAN_BYTES)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB there")
+def test_a_span_in_lockstep_takes_what_is_asked_for() -> None:
+    """The strategy that took most of all: the peak is below the estimate, and above its third."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True, timeout=120
+    )
+    seen, estimate = map(float, ran.stdout.split())
+    assert estimate / 3 < seen <= estimate
 
 
 def test_a_schedule_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,23 @@ import numpy as np
 import pandas as pd
 import pytest
 import tiny
+import typer
 
 import co2sim
-from co2sim import CO2, DDP, Case, Co2simError, Layout, OptionError, Schedule, batch, grid
+from co2sim import (
+    CO2,
+    DDP,
+    Case,
+    Co2simError,
+    Layout,
+    OptionError,
+    ResourceError,
+    Schedule,
+    batch,
+    grid,
+)
 from co2sim.cli import main
+from co2sim.cli.failures import end_with_failures
 from co2sim.workload import Workload
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
@@ -139,7 +152,7 @@ def test_strategies_with_options_are_one_value_in_both_forms(text: str, names: l
         ({"micro_batches": [1]}, "did you mean 'micro_batch'?"),
         ({"inter.bandwidth": ["1 Gbit/s", "x"]}, "'x'"),
         ({"strategy.tau": [1]}, "ddp has no option 'tau'"),
-        ({"cluster": ["dgx-h100"]}, "cluster is varied"),
+        ({"cluster": ["dgx-h100"]}, "cluster is given, and varied, too; leave one of them out"),
         ({"micro_batch": range(101), "accumulation": range(100)}, "101 x 100 = 10100 cases; at mo"),
         ({"gpus": [12, 20]}, "12 GPUs do not fill nodes"),
     ],
@@ -150,6 +163,73 @@ def test_a_grid_that_cannot_be_is_one_line(vary: dict[str, Any], said: str) -> N
         co2sim.sweep(**{**SMALL, "gpus": None}, strategy="ddp", vary=vary)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_reason_of_failures_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """At most three, by how many cases have them, in one line; numbers make no other reason."""
+    reasons = ["killed", *["this needs 8 GB", "this needs 16 MB"], "odd", "even"]
+    outcomes = [batch.Failure("", ResourceError(reason)) for reason in reasons]
+    with pytest.raises(typer.Exit) as ended:
+        end_with_failures("abcde", outcomes, "nothing is above")
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().err == (
+        "error: 5 of 5 cases failed: b: this needs 8 GB (and 1 like it); a: killed; d: odd;"
+        " 1 more for other reasons; nothing is above\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"vary": ["gpus=8,16"]},
+            r"^vary is \['gpus=8,16'\]; it must map paths to values, such as",
+        ),
+        ({"vary": "gpus=8,16"}, "^vary is 'gpus=8,16'; it must map paths to values, such as"),
+        ({"vary": {3: [8]}}, "^vary: 3 is not a path, such as 'gpus'$"),
+        ({"vary": {"gpus": None}}, "^gpus has no values to vary over$"),
+        ({"vary": {"gpus": [8]}, "sort": 3}, "^sort is 3; it must be the name of a column$"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_one_line(wrong: dict[str, Any], said: str) -> None:
+    """In Python as on the command line: what was given, and what is allowed."""
+    with pytest.raises(OptionError, match=said):
+        co2sim.sweep("a100-tcp80", "gpt2-small", "ddp", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "said"),
+    [(["gpt2-xl"], "ddp", "^model is .* a catalog name"), ("gpt2-xl", [3], "^strategy is 3; it")],
+)
+def test_scale_says_what_it_takes(model: Any, strategy: Any, said: str) -> None:
+    """One model, and strategies that are texts or objects."""
+    with pytest.raises(OptionError, match=said):
+        co2sim.scale("a100-tcp80", model, strategy)
+
+
+@pytest.mark.parametrize("falling", ["", "-"])
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [
+        ("tokens/s", lambda r: r.tokens_per_s),
+        ("per GPU", lambda r: r.tokens_per_s_per_gpu),
+        ("step", lambda r: r.step_time_s),
+        ("exposed", lambda r: r.exposed_share),
+        ("efficiency", lambda r: r.efficiency_vs_free_communication),
+        ("overlap", lambda r: r.overlap_ratio),
+        ("MFU", lambda r: r.mfu),
+        ("memory", lambda r: r.memory_bytes_per_gpu["total"]),
+    ],
+)
+def test_rows_are_sorted_by_the_names_of_the_printed_table(
+    name: str, figure: Callable[[Any], float], falling: str
+) -> None:
+    """The order is that of the results one by one, falling behind a minus."""
+    strategies = ["ddp", "zero3", "co2(tau=4)"]
+    values = {s: figure(co2sim.simulate(**SMALL, strategy=s)) for s in strategies}
+    found = co2sim.sweep(**SMALL, vary={"strategy": strategies}, sort=falling + name)
+    wanted = sorted(strategies, key=values.__getitem__, reverse=bool(falling))
+    assert [values[s] for s in found["strategy"]] == [values[s] for s in wanted]
 
 
 def test_what_does_not_vary_must_be_given() -> None:
@@ -344,13 +424,13 @@ def test_scale_keeps_its_table_when_a_worker_dies(
 def test_the_table_shows_efficiency_and_a_price_where_there_is_one(cli: Run) -> None:
     """Efficiency against free communication is one less the exposed share; USD needs a price."""
     vary = ("--vary", "strategy=ddp, co2:tau=8,worker=node", "--jobs", "1")
-    code, plain, _ = cli("sweep", *ARGUMENTS, *vary)
+    code, plain, _ = cli("sweep", *ARGUMENTS[:-2], *vary)
     assert code == 0
     assert "efficiency" in plain
     assert "USD" not in plain
-    priced = cli("sweep", *ARGUMENTS, *vary, "--set", "price_per_gpu=2 USD/h")[1]
-    assert "USD" in priced
-    found = json.loads(cli("sweep", *ARGUMENTS, *vary, "--json")[1])
+    priced = cli("sweep", *ARGUMENTS[:-2], *vary, "--set", "price_per_gpu=2 USD/h")[1]
+    assert priced.count("USD") == 2  # in the name of the cluster, and of the column
+    found = json.loads(cli("sweep", *ARGUMENTS[:-2], *vary, "--json")[1])
     for row in found:
         assert f"{1 - row['exposed_comm_s'] / row['round_time_s']:.1%}" in plain
 
@@ -358,12 +438,12 @@ def test_the_table_shows_efficiency_and_a_price_where_there_is_one(cli: Run) -> 
 def test_the_command_sorts(cli: Run) -> None:
     """`--sort -tokens_per_s` puts the fastest first; an unknown column is refused before work."""
     vary = ("--vary", "strategy=zero3,co2:tau=48,worker=node,ddp", "--json", "--jobs", "1")
-    code, out, _ = cli("sweep", *ARGUMENTS, *vary, "--sort", "-tokens_per_s")
+    code, out, _ = cli("sweep", *ARGUMENTS[:-2], *vary, "--sort", "-tokens_per_s")
     assert code == 0
     speeds = [row["tokens_per_s"] for row in json.loads(out)]
     assert speeds == sorted(speeds, reverse=True)
     assert json.loads(out)[0]["setting"] == {"strategy": "co2:tau=48,worker=node"}
-    code, out, err = cli("sweep", *ARGUMENTS, *vary, "--sort", "speed")
+    code, out, err = cli("sweep", *ARGUMENTS[:-2], *vary, "--sort", "speed")
     assert (code, out) == (2, "")
     assert "no column is called 'speed'" in err
 

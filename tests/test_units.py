@@ -7,7 +7,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from co2sim.errors import UnitError
-from co2sim.units import EXAMPLES, Unit, counted, duration, number, parse, parse_price, scaled
+from co2sim.units import (
+    EXAMPLES,
+    Unit,
+    counted,
+    duration,
+    figures,
+    number,
+    parse,
+    parse_price,
+    percent,
+    scaled,
+)
 
 READ: list[tuple[str | float, Unit, float]] = [
     ("200 Gbit/s", "B/s", 25e9),
@@ -201,3 +212,20 @@ def test_times_are_shown_in_the_unit_that_suits_them(seconds: float, shown: str)
 def test_numbers_have_three_significant_figures(value: float, text: str) -> None:
     """Whole from a thousand on, without an exponent."""
     assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.0, "1.00"), (1.06, "1.06"), (0.0012, "0.00120"), (999.4, "999"), (22_810.4, "22,810")],
+)
+def test_figures_keep_their_zeros(value: float, text: str) -> None:
+    """1 beside 1.06 is 1.00: it is known as exactly."""
+    assert figures(value) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(-0.001, "0%"), (0.004, "0%"), (0.04, "+4%"), (-0.12, "-12%")]
+)
+def test_no_difference_has_no_sign(share: float, text: str) -> None:
+    """What is rounded to nothing is neither above nor below."""
+    assert percent(share) == text

@@ -30,6 +30,21 @@ def _refuse_twice(what: str, given: Iterable[str]) -> None:
         raise OptionError(f"{what} {repeated[0]} is given twice")
 
 
+def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
+    """Refuse an option that is given together with a --vary of the same name.
+
+    Of the cluster, the model and the strategy, each has to be given or varied.
+    """
+    varied = set(paths)
+    for path in (*paths, *options.MAY_VARY):
+        source, flag = context.get_parameter_source(path), f"--{path.replace('_', '-')}"
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and path in varied:
+            raise OptionError(f"{flag} is given, and --vary {path}, too; leave one of them out")
+        if not given and path not in varied:
+            raise OptionError(f"{flag} is missing; give it, or --vary {path}=...")
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
@@ -153,7 +168,7 @@ def scale(  # noqa: PLR0917 - one argument per option
 
 
 @app.command()
-@options.case_options
+@options.sweep_options
 def sweep(
     context: typer.Context,
     case: Case,
@@ -164,8 +179,7 @@ def sweep(
             help='What to vary, and its values: --vary inter.bandwidth="25 Gbit/s, 100 Gbit/s",'
             " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048,"
             ' --vary strategy="ddp, co2:tau=48,worker=node".'
-            " Repeatable: all combinations. A cluster, model or strategy that varies counts"
-            " instead of the one given.",
+            " Repeatable: all combinations. What varies is not given as an option, too.",
         ),
     ],
     csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
@@ -173,8 +187,8 @@ def sweep(
         str | None,
         typer.Option(
             metavar="COLUMN",
-            help="Sort by a column of the CSV file, such as step_time_s; by falling values:"
-            " -tokens_per_s. A --vary name keeps the order that it was given in.",
+            help="Sort by a column of the table or of the CSV file, such as step; by falling"
+            " values: -tokens_per_s. A --vary name keeps the order that it was given in.",
         ),
     ] = None,
     jobs: options.Jobs = -1,
@@ -184,7 +198,7 @@ def sweep(
     from co2sim.cli import sweeping  # noqa: PLC0415 - pandas
 
     varied = options.pairs(over, "--vary")
-    options.refuse_varied(context, varied)
+    _refuse_varied(context, varied)
     settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
     sweeping.sweep(cases, settings, csv, jobs, sort, as_json=json_)

@@ -1,6 +1,8 @@
 """How a study of many cases ends when some of them gave no result."""
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -8,15 +10,33 @@ import typer
 
 from co2sim.batch import Failure, Outcome
 
+_MOST_REASONS = 3
+"""In one line."""
+
 
 def end_with_failures(names: Iterable[str], outcomes: Sequence[Outcome], kept: str) -> NoReturn:
-    """Name the cases that failed in one line on stderr, say what was kept, exit with 1."""
+    """Count the reasons of failures in one line on stderr, say what was kept, exit with 1.
+
+    A reason is named with the first case that has it. What differs in its numbers only is one.
+    """
     failed = [
-        f"{name}: {outcome.reason}"
+        (name, outcome)
         for name, outcome in zip(names, outcomes, strict=True)
         if isinstance(outcome, Failure)
     ]
-    more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-    count = f"{len(failed)} of {len(outcomes)} cases failed"
-    print(f"error: {count}: {failed[0]}{more}; {kept}", file=sys.stderr)
+    first = {_kind(outcome): (name, outcome.reason) for name, outcome in reversed(failed)}
+    counts = Counter(_kind(outcome) for _, outcome in failed)
+    said = []
+    for kind, count in counts.most_common(_MOST_REASONS):
+        name, reason = first[kind]
+        said.append(f"{name}: {reason}" + (f" (and {count - 1} like it)" if count > 1 else ""))
+    rest = sum(counts.values()) - sum(n for _, n in counts.most_common(_MOST_REASONS))
+    said += [f"{rest} more for other reasons"] if rest else []
+    head = f"{len(failed)} of {len(outcomes)} cases failed"
+    print(f"error: {head}: {'; '.join(said)}; {kept}", file=sys.stderr)
     raise typer.Exit(1)
+
+
+def _kind(failure: Failure) -> str:
+    """The reason without its numbers and their units, and what it is about."""
+    return re.sub(r"[0-9][0-9.,]*( [kMGTP]?B\b)?", "", failure.reason)

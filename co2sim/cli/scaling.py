@@ -18,7 +18,8 @@ from co2sim.frames import to_frame
 from co2sim.metrics import scalability_ratio
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
-from co2sim.units import number, scaled
+from co2sim.units import figures as shown
+from co2sim.units import percent, scaled
 
 
 def scale(
@@ -121,9 +122,9 @@ def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) 
                 c.strategy,
                 c.cell.quantity.replace("_per_s", "/s").replace("_", " "),
                 "->".join(map(str, c.cell.sizes)),
-                number(c.cell.value),
-                number(c.predicted),
-                f"{c.error:+.0%}",
+                shown(c.cell.value),
+                shown(c.predicted),
+                percent(c.error),
                 c.cell.use,
             )
             for c in group

@@ -70,8 +70,9 @@ def _print(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
     ]
     currencies = {r.currency for r in results if r.currency is not None}
     columns += [f"{' or '.join(sorted(currencies))} per billion {unit}s"] if currencies else []
+    mixed = len(currencies) > 1
     rows = [
-        [*map(label, setting.values()), *_cells(outcome, len(columns) - len(setting))]
+        [*map(label, setting.values()), *_cells(outcome, len(columns) - len(setting), mixed)]
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
     terminal = console()
@@ -90,11 +91,15 @@ def _print_notes(terminal: Console, results: Sequence[Result]) -> None:
     print_assumed(terminal, results)
 
 
-def _cells(outcome: Outcome, count: int) -> list[str]:
-    """The first `count` figures of a row; the last is the cost, which not every cluster has."""
+def _cells(outcome: Outcome, count: int, mixed: bool) -> list[str]:  # noqa: FBT001
+    """The first `count` figures of a row; the last is the cost, which not every cluster has.
+
+    It names its currency if the column is `mixed`.
+    """
     if isinstance(outcome, Failure):
         return ["failed", *[""] * (count - 1)]
     r = outcome
+    currency = f" {r.currency}" if mixed else ""
     cells = [
         f"{r.tokens_per_s:,.0f}",
         f"{r.tokens_per_s_per_gpu:,.1f}",
@@ -104,10 +109,6 @@ def _cells(outcome: Outcome, count: int) -> list[str]:
         "-" if r.overlap_ratio is None else f"{r.overlap_ratio:.1%}",
         f"{r.mfu:.1%}",
         scaled(r.memory_bytes_per_gpu["total"], "B") + ("" if r.fits_in_memory else "*"),
-        "-" if r.cost_per_billion_tokens is None else _cost(r),
+        "-" if r.cost_per_billion_tokens is None else f"{r.cost_per_billion_tokens:,.2f}{currency}",
     ]
     return cells[:count]
-
-
-def _cost(r: Result) -> str:
-    return f"{r.cost_per_billion_tokens:,.2f} {r.currency}"

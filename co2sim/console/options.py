@@ -169,6 +169,8 @@ Jobs = Annotated[
         help="Processes; -1: one per core. Never more than cases, or than two per core.",
     ),
 ]
+MAY_VARY = ("cluster", "model", "strategy")
+"""What a sweep has to be given, unless it varies."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -183,18 +185,6 @@ def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:
             raise OptionError(f"{flag} {name.strip()} is given twice")
         found[name.strip()] = value.strip()
     return found
-
-
-def refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
-    """Refuse an option that is given together with a --vary of the same name.
-
-    The cluster, the model and the strategy have to be given: there the values that vary count.
-    """
-    for path in paths:
-        source = context.get_parameter_source(path)
-        if path not in {"cluster", "model", "strategy"} and source and source.name == "COMMANDLINE":
-            flag = f"--{path.replace('_', '-')}"
-            raise OptionError(f"{flag} is given, and --vary {path}, too; leave one of them out")
 
 
 def _noise(seed: int, jitter: float, straggle: float, node_speed: Iterable[str] | None) -> Noise:
@@ -262,6 +252,11 @@ def case_options(command: Callable[..., None]) -> Callable[..., None]:
     return _sharing(command, "case", _job, _single, _simulation)
 
 
+def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `case_options`, but what varies need not be given; see `refuse_varied`."""
+    return _sharing(command, "case", _job, _single, _simulation, optional=MAY_VARY)
+
+
 def real_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `_job`, for runs on real hardware; `job` receives the case."""
     return _sharing(command, "job", _job)
@@ -272,10 +267,12 @@ def _sharing(
     target: str,
     make: Callable[..., Case],
     *further: Callable[..., Mapping[str, Any]],
+    optional: Iterable[str] = (),
 ) -> Callable[..., None]:
     """`command` with the parameters of `make` and `further` in place of `target`.
 
-    `make` gives the case, and each of `further` some of its fields.
+    `make` gives the case, and each of `further` some of its fields. Texts that are `optional` are
+    empty unless they are given.
     """
     own = [p for p in signature(command).parameters.values() if p.name != target]
 
@@ -289,7 +286,11 @@ def _sharing(
             made = replace(made, **call(source))
         command(**{target: made}, **given)
 
-    shared = [p for source in (make, *further) for p in signature(source).parameters.values()]
+    shared = [
+        p.replace(default="") if p.name in optional else p
+        for source in (make, *further)
+        for p in signature(source).parameters.values()
+    ]
     shared.sort(key=lambda p: p.default is not Parameter.empty)
     parameters = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in (*shared, *own)]
     wrapper.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from co2sim.console.tables import console, print_lines, print_table
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
 from co2sim.schedule import Layout
-from co2sim.units import counted, duration, scaled
+from co2sim.units import counted, duration, figures, scaled
 
 _NAMED = 4
 """Nodes whose speeds are named one by one."""
@@ -90,8 +90,8 @@ def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
         ("step time", duration(r.step_time_s)),
         (f"{r.unit}s/s", f"{r.tokens_per_s:,.0f}"),
         (f"{r.unit}s/s per GPU", f"{r.tokens_per_s_per_gpu:,.1f}"),
-        ("model TFLOP/s per GPU", f"{r.model_tflops_per_gpu:.1f}"),
-        ("hardware TFLOP/s per GPU", f"{r.hardware_tflops_per_gpu:.1f}"),
+        ("model TFLOP/s per GPU", _tflops(r.model_tflops_per_gpu)),
+        ("hardware TFLOP/s per GPU", _tflops(r.hardware_tflops_per_gpu)),
         ("MFU", f"{r.mfu:.1%}"),
         ("communication busy, per round", duration(r.comm_busy_s)),
         ("communication exposed, per round", exposed),
@@ -112,6 +112,11 @@ def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
     if r.cost_per_billion_tokens is not None:
         rows.append((f"{r.currency} per billion {r.unit}s", f"{r.cost_per_billion_tokens:,.2f}"))
     return rows
+
+
+def _tflops(value: float) -> str:
+    """One decimal; three significant figures for tiny models."""
+    return f"{value:.1f}" if value >= 10 else figures(value)  # noqa: PLR2004
 
 
 def print_assumed(out: Console, results: Iterable[Result]) -> None:
