@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from co2sim.console import options
+from co2sim.errors import OptionError
 
 
 def number(flag: str, words: str) -> Any:
@@ -50,3 +51,17 @@ MostPenalty = Annotated[
 Delay = Annotated[
     int, whole("--delay", "Rounds until an average is used: 1 is CO2, 0 SlowMo or local SGD.")
 ]
+
+
+def all_given(
+    smoothness: float | None, noise: float | None, gap: float | None
+) -> tuple[float, float, float]:
+    """The three, or one error that names all that are missing."""
+    if smoothness is not None and noise is not None and gap is not None:
+        return smoothness, noise, gap
+    constants = {"--smoothness": smoothness, "--noise": noise, "--gap": gap}
+    missing = [flag for flag, value in constants.items() if value is None]
+    raise OptionError(
+        f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; the bound needs"
+        " --smoothness, --noise and --gap"
+    )

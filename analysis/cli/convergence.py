@@ -24,6 +24,7 @@ from analysis.cli.constants import (
     Smoothness,
     Tau,
     Workers,
+    all_given,
     number,
     whole,
 )
@@ -150,13 +151,7 @@ def tau(  # noqa: PLR0913 - one argument per option
         )
     if target is not None:
         ranges.above("--target", target, 0)
-    if smoothness is None or noise is None or gap is None:
-        constants = {"--smoothness": smoothness, "--noise": noise, "--gap": gap}
-        missing = [flag for flag, value in constants.items() if value is None]
-        raise OptionError(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; the bound needs"
-            " --smoothness, --noise and --gap"
-        )
+    smoothness, noise, gap = all_given(smoothness, noise, gap)
     problem = Setting(
         smoothness=smoothness,
         noise=noise,
