@@ -41,9 +41,10 @@ def first_problem(
 ) -> str:
     """The first thing that is wrong; of names that are missing, all.
 
-    `allowed` gives the names that are known at a place, of which the nearest to a wrong one is
-    shown, and `path` writes a place as a user does. A validator's ValueError that begins with
-    "must be" is a rule for the value; any other is shown as it is, behind the path.
+    Unknown names are told with missing ones: one may be the other, misspelt. `allowed` gives the
+    names that are known at a place, of which the nearest to a wrong one is shown, and `path` writes
+    a place as a user does. A validator's ValueError that begins with "must be" is a rule for the
+    value; any other is shown as it is, behind the path.
     """
     problems = error.errors(include_url=False)
     problem = problems[0]
@@ -51,17 +52,28 @@ def first_problem(
     match problem["type"]:
         case "missing":
             missing = [path(other["loc"]) for other in problems if other["type"] == "missing"]
-            return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+            others = (other for other in problems if other["type"] == "extra_forbidden")
+            unknown = "".join(f"; {_unknown(other['loc'], allowed, path)}" for other in others)
+            return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{unknown}"
         case "extra_forbidden":
-            parent = name[: name.rfind(".") + 1]
-            known = [parent + other for other in (allowed(problem["loc"]) if allowed else ())]
-            return f"unknown name {name!r}; {nearest(name, known)}"
+            return _unknown(problem["loc"], allowed, path)
         case "union_tag_not_found":
             return f"{context['discriminator'].strip(chr(39))} is missing"
         case "union_tag_invalid":
             tag = context["discriminator"].strip("'")
             return f"{tag} is {context['tag']!r}; it must be one of {context['expected_tags']}"
     return _about_value(name, problem)
+
+
+def _unknown(
+    place: Place,
+    allowed: Callable[[Place], Iterable[str]] | None,
+    path: Callable[[Place], str],
+) -> str:
+    name = path(place)
+    parent = name[: name.rfind(".") + 1]
+    known = [parent + other for other in (allowed(place) if allowed else ())]
+    return f"unknown name {name!r}; {nearest(name, known)}"
 
 
 def _about_value(name: str, problem: "ErrorDetails") -> str:

@@ -451,3 +451,13 @@ def test_objects_that_no_hardware_can_be_are_refused_in_one_line(make: Callable[
         make()
     assert re.search("must be|listed by rising", str(caught.value))
     assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_name_is_told_beside_the_missing_one(tmp_path: Path) -> None:
+    """`node = 2` is why `nodes` is missing."""
+    source = resources.files("co2sim.catalog") / "clusters" / "dgx-h100.toml"
+    path = tmp_path / "mine.toml"
+    path.write_text(source.read_text("utf-8").replace("nodes", "node", 1))
+    said = r"mine\.toml: nodes is missing; unknown name 'node'; did you mean 'nodes'\?$"
+    with pytest.raises(CatalogError, match=said):
+        load_cluster(str(path))

@@ -30,6 +30,7 @@ SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwith=1 Gbit/s"], ["'inter.bandwidth'"]),
         (["run", *SMALL, "-s", "ddp", "--set", "gpu.peek.bf16=1 TFLOP/s"], ["gpu.pe"]),
         (["run", "-c", "", *SMALL[2:], "-s", "ddp"], ["cluster is empty", "co2sim list clusters"]),
+        (["run", "-c", ".", *SMALL[2:], "-s", "ddp"], [". is a folder", ".toml"]),
         (["run", "-c", "./", *SMALL[2:], "-s", "ddp"], ["./ is a folder", ".toml"]),
         (["run", *SMALL[:2], "-m", " ", "-s", "ddp"], ["model is empty", "co2sim list models"]),
         (["run", *SMALL, "-g", "8", "-s", "ddp"], ["--gpus is given 2 times", "one value"]),

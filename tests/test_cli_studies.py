@@ -120,6 +120,24 @@ def test_sweep_takes_what_varies_or_what_is_given(cli: Run, name: str) -> None:
     assert (code, err) == (2, f"error: --{name} is missing; give it, or --vary {name}=...\n")
 
 
+def test_sweep_heads_its_table_with_what_all_rows_share(cli: Run) -> None:
+    """Clusters that differ by what varies only are named by their key."""
+    varied = ("--vary", "inter.bandwidth=1 Gbit/s, 10 Gbit/s", "--jobs", "1")
+    code, out, _ = cli("sweep", *SMALL, "-s", "ddp", *varied)
+    assert code == 0
+    model, cluster = SMALL[SMALL.index("-m") + 1], SMALL[SMALL.index("-c") + 1]
+    assert out.startswith(f"{model} on {cluster}, ddp, 16 GPUs, by inter.bandwidth\n")
+    assert "none fits" not in out
+
+
+def test_sweep_says_how_to_find_what_fits(cli: Run) -> None:
+    """Where no row fits."""
+    case = ("-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "-s", "ddp")
+    code, out, _ = cli("sweep", *case, "--vary", "micro_batch=1,2", "--jobs", "1")
+    assert code == 0
+    assert "none fits: run one of them (`co2sim run`) to see what would" in out
+
+
 def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
     """Axes may come in any order: options hold for each strategy, and together."""
     code, out, _ = cli(

@@ -36,7 +36,8 @@ def names(kind: Kind) -> list[str]:
 
 def is_file(reference: str) -> bool:
     """Whether a reference is a path, not a catalog key."""
-    return Path(reference).suffix in {".toml", ".json"} or "/" in reference
+    folder = reference in {".", ".."}
+    return folder or Path(reference).suffix in {".toml", ".json"} or "/" in reference
 
 
 def read(kind: Kind, reference: str) -> Tree:

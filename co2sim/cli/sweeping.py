@@ -45,7 +45,7 @@ def sweep(
         ]
         print(json.dumps(rows, indent=2))
     else:
-        _print(settings, outcomes)
+        _print(cases, settings, outcomes)
         if csv is not None:
             print_lines(console(), f"table   {csv}")
     if any(isinstance(outcome, Failure) for outcome in outcomes):
@@ -61,7 +61,7 @@ def _figures(outcome: Outcome) -> dict[str, object]:
     return {"error": outcome.reason} if isinstance(outcome, Failure) else outcome.to_dict()
 
 
-def _print(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
+def _print(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     unit = results[0].unit
     columns = [
@@ -76,17 +76,27 @@ def _print(settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
     terminal = console()
-    parts = ([f"{r.model} on {r.cluster}", r.strategy, counted(r.gpus, "GPU")] for r in results)
-    constant = [same[0] for same in zip(*parts, strict=True) if len(set(same)) == 1]
+    where = _same([f"{r.model} on {r.cluster}" for r in results]) or _same(
+        [f"{label(case.model)} on {label(case.cluster)}" for case in cases]
+    )
+    others = _same([r.strategy for r in results]), _same([counted(r.gpus, "GPU") for r in results])
+    constant = [part for part in (where, *others) if part]
     title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
     print_table(terminal, title, columns, rows, left=len(settings[0]))
     _print_notes(terminal, results)
+
+
+def _same(texts: Sequence[str]) -> str:
+    """The text that all are, or none."""
+    return texts[0] if len(set(texts)) == 1 else ""
 
 
 def _print_notes(terminal: Console, results: Sequence[Result]) -> None:
     notes = ["efficiency: against the same round with free communication"]
     if not all(r.fits_in_memory for r in results):
         notes.append("* does not fit in the memory of a GPU: shown as if it did")
+    if not any(r.fits_in_memory for r in results):
+        notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)
     print_assumed(terminal, results)
 
