@@ -128,6 +128,32 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
         study.run(uneven)
 
 
+MEASURED = """
+from pathlib import Path
+from co2sim import Case, Noise, lowering, study
+case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="zeropp", gpus=32, rounds=80,
+            noise=Noise(jitter=0.05))
+prepared = case.prepare()
+def peak():
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
+    return int(line.split()[1]) * 1024
+before = peak()
+study.run(case)
+spans = lowering.span_count(prepared.schedule, prepared.cluster, rounds=81, noise=case.noise)
+print((peak() - before) / spans, lowering.LOCKSTEP_SPAN_BYTES)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+def test_a_span_in_lockstep_takes_what_is_asked_for() -> None:
+    """The strategy that took most of all: the peak is below the estimate, and above its third."""
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True, timeout=120
+    )
+    seen, estimate = map(float, ran.stdout.split())
+    assert estimate / 3 < seen <= estimate
+
+
 def test_a_schedule_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """14 blocks, forwards and backwards, 1000 times: 28,000 ops of 500 B need 14 MB."""
     case = Case(**SMALL, strategy="ddp", accumulation=1000)
