@@ -14,10 +14,10 @@ convergence.csv, convergence.md and convergence.png.
 import os
 import sys
 
-from common import folder, parser
 from convergence_plan import StudyBudget, next_run, read
 from convergence_report import write
 from convergence_runs import run_ranks
+from reports import folder, parser
 
 from realrun.launch.local import run_local
 

@@ -6,7 +6,6 @@ from statistics import mean, stdev
 
 import matplotlib as mpl
 import pandas as pd
-from common import machine, made_by, table
 from convergence_plan import (
     CLIP,
     TUNING_SEED,
@@ -18,6 +17,7 @@ from convergence_plan import (
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from reports import machine, made_by, table
 
 from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.train.figure import MARKERS

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
-from common import folder, machine, made_by, parser, table
+from reports import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
 from realrun.launch.lab import Lab, stated_cluster

@@ -14,7 +14,7 @@ import time
 from statistics import median
 
 import torch
-from common import folder, machine, made_by, parser, table
+from reports import folder, machine, made_by, parser, table
 from torch.nn import functional
 
 from realrun.algorithms import CO2

@@ -26,7 +26,6 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.distributed as dist
-from common import folder, installed, machine, made_by, parser, table
 from peers_methods import (
     NODES,
     OUTER_LR,
@@ -41,6 +40,7 @@ from peers_methods import (
     torchft_diloco,
     torchft_local,
 )
+from reports import folder, installed, machine, made_by, parser, table
 from torch.optim import AdamW
 
 from realrun.errors import TrainingError

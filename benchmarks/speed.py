@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common import folder, machine, made_by, parser, table
+from reports import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster, load_model

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
-from common import RESULTS, folder, machine, made_by, parser
+from reports import RESULTS, folder, machine, made_by, parser
 from time_to_loss_report import draw, times
 
 from co2sim import Case, run

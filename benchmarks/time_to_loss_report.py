@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 import pandas as pd
-from common import table
 from matplotlib.figure import Figure
+from reports import table
 
 from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.train import LogRow

@@ -85,7 +85,7 @@ def imports(path: Path) -> set[str]:
 def test_benchmarks_import_no_cycle(tmp_path: Path) -> None:
     """Also inside of functions; a cycle of two files would be seen."""
     graph = {path.stem: imports(path) for path in FOLDER.glob("*.py")}
-    assert "common" in list(TopologicalSorter(graph).static_order())
+    assert "reports" in list(TopologicalSorter(graph).static_order())
     (tmp_path / "a.py").write_text("def f():\n    from b import g\n")
     (tmp_path / "b.py").write_text("import a\n")
     cyclic = {path.stem: imports(path) for path in tmp_path.glob("*.py")}
@@ -106,13 +106,13 @@ def test_without_out_a_long_run_goes_to_the_results_and_a_quick_one_nowhere(
 ) -> None:
     """And --out goes where it says, in both cases."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    import common  # type: ignore[import-not-found]  # noqa: PLC0415 - a folder of scripts
+    import reports  # type: ignore[import-not-found]  # noqa: PLC0415 - a folder of scripts
 
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    command: argparse.ArgumentParser = common.parser("A benchmark.\n\nMore.", "short")
+    monkeypatch.setattr(reports, "RESULTS", tmp_path / "results")
+    command: argparse.ArgumentParser = reports.parser("A benchmark.\n\nMore.", "short")
 
     def place(*arguments: str) -> Path:
-        with common.folder(command.parse_args(arguments)) as out:
+        with reports.folder(command.parse_args(arguments)) as out:
             assert out.is_dir()
             found: Path = out
         return found

@@ -4,6 +4,7 @@ The columns of a table are the fields of its model.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Self, TypeAlias
 
@@ -72,9 +73,9 @@ class TableRow(BaseModel):
     source: ClassVar[str]
     """The paper that the table is of."""
 
+    @abstractmethod
     def cells(self, paper: Paper, use: Use) -> Iterator[Cell]:
         """The published numbers of the row. Raises Co2simError where it cannot be simulated."""
-        raise NotImplementedError
 
 
 class ZeroppRow(TableRow):
