@@ -206,6 +206,20 @@ def alike_at_start(world: World) -> list[list[float]]:
         return [first, [float(model[0].bias.sum()), float(model[1].running_mean.sum())]]
 
 
+def loaded(world: World) -> list[str]:
+    """What is told at the first step when weights were loaded by all ranks, and by one."""
+    told = []
+    for ranks in (range(world.layout.world_size), [1]):
+        model = network()
+        optim = optimizer(model, "sgd")
+        algorithm = CO2(model, optim, tau=1)
+        if world.rank in ranks:
+            model.load_state_dict(network(seed=5).state_dict())
+        told.append(error_of(lambda: train(model, optim, world.rank, range(3))))  # noqa: B023 - called at once
+        algorithm._close(wait=False)
+    return told
+
+
 def not_finite(world: World, cases: list[Any]) -> list[dict[str, Any]]:
     """What happens to averages that are not finite, for several values, wires and stalenesses."""
     return [_not_finite(world, *case) for case in cases]

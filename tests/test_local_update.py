@@ -139,6 +139,7 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]
         "follow": {"cases": list(WIRES.values())},
         "refused": {},
         "alike_at_start": {},
+        "loaded": {},
         "not_finite": {"cases": NOT_FINITE},
         "drifted": {},
         "leave": {},
@@ -243,6 +244,17 @@ def test_all_start_alike_and_only_trainable_parameters_are_averaged(
     answers = three_ranks["alike_at_start"]
     assert [answer[0] for answer in answers] == [[4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0]] * 3
     assert [answer[1] for answer in answers] == [[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]
+
+
+def test_weights_loaded_on_one_rank_only_are_refused_at_the_first_step(
+    three_ranks: dict[str, list[Any]],
+) -> None:
+    """Loaded by all, training goes on from them; loaded by one, all ranks are told."""
+    for everybody, one in three_ranks["loaded"]:
+        assert everybody == "no error"
+        assert one.startswith("MismatchError: rank 1 has another start of training than rank 0: ")
+        assert "'parameters loaded since, with hash " in one
+        assert "instead of 'parameters as they were sent to all'" in one
 
 
 @pytest.mark.parametrize("index", range(len(NOT_FINITE)))

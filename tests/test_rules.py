@@ -195,6 +195,27 @@ def test_one_worker_needs_no_process_group(inner: str, tau: int, k: int, gap: An
     assert stats == Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0)
 
 
+@pytest.mark.parametrize("name", ["CO2", "SlowMo", "LocalSGD", "DiLoCo", "OverlapLocalSGD"])
+def test_weights_loaded_after_construction_are_where_training_begins(name: str) -> None:
+    """With learning rate 0 they stay what was loaded; a stale anchor pulled 100 to 0, 200 or 673.
+
+    A state that is loaded brings an anchor of its own, which is kept.
+    """
+    model = nn.Linear(1, 1, bias=False)
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    with getattr(algorithms, name)(model, optim, tau=2) as algorithm:
+        model.load_state_dict({"weight": torch.tensor([[100.0]])})
+        for _ in range(8):
+            optim.step()
+            assert model.weight.item() == 100.0
+        saved = algorithm.state_dict()
+    with getattr(algorithms, name)(model, optim, tau=2) as resumed:
+        resumed.load_state_dict(saved)
+        model.load_state_dict({"weight": torch.tensor([[1.0]])})
+        optim.step()
+        assert resumed._outer.state.anchor.item() == 100.0
+
+
 def test_a_scheduler_and_gradient_accumulation_change_nothing_for_the_hook() -> None:
     """Steps of the optimizer count, not backward passes, also behind a learning rate scheduler."""
     model = network()

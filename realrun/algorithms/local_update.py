@@ -1,6 +1,5 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +19,7 @@ from realrun.algorithms.average import BUCKET_MIB, Average
 from realrun.algorithms.counters import Stats
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.options import Wire, wait_of, wire_of
-from realrun.algorithms.outer_loop import OuterLoop
+from realrun.algorithms.outer_loop import OuterLoop, mark_of
 from realrun.algorithms.rule import Rule
 from realrun.algorithms.start import (
     describe,
@@ -73,7 +72,10 @@ class LocalUpdate:
 
     *Start.* Ranks compare parameters and buffers (names, shapes, types, memory order), the class of
     the optimizer and all settings; a difference raises MismatchError. Then the first worker's
-    parameters and buffers are sent to all. Load checkpoints after that.
+    parameters and buffers are sent to all. Weights may be loaded after that, the same on all ranks:
+    training begins from what the model holds at the first step of the optimizer, where ranks
+    compare it; a difference raises MismatchError. Later changes from outside are taken for
+    progress of that worker.
 
     *Steps.* All workers must take the same number of steps. Otherwise the others wait until the
     deadline and raise RankFailure, at the latest in `close`. A GradScaler must therefore skip a
@@ -136,9 +138,21 @@ class LocalUpdate:
         average = Average(self._links.average, wire, seconds, int(bucket_mib * 2**20))
         self._outer = OuterLoop(model, rule, flat, self._links, average)
         self._failure: Co2simError | None = None
+        self._first = optimizer.register_step_pre_hook(self._before_first_step)
         self._hook = optimizer.register_step_post_hook(self._after_step)
         self._closed = False
         _ATTACHED.add(optimizer)
+
+    def _before_first_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """The hook before step 0: weights may have been loaded since this was made."""
+        del optimizer, args, kwargs
+        self._first.remove()
+        try:
+            loaded = self._outer.restart()
+            self._links.agree("start of training", "", across=loaded)
+        except Co2simError as error:
+            self._failure = error
+            raise
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """The hook: one more local step."""
@@ -181,12 +195,7 @@ class LocalUpdate:
     def _check_inside(self) -> None:
         """Refuse ranks of a worker that hold different replicas: each averages only its share."""
         parts = list(self._outer.flat.replicas())
-        if not parts:
-            return
-        mark = hashlib.blake2b()
-        for part in parts:
-            mark.update(part.cpu().view(torch.uint8).numpy().tobytes())
-        if not self._links.same_inside(mark.hexdigest()):
+        if parts and not self._links.same_inside(mark_of(*parts)):
             raise MismatchError(
                 f"after round {self._outer.counters.round} the ranks of a worker,"
                 f" {self._links.workers.inner_ranks}, hold different parameters: wrap the model in"
@@ -198,7 +207,7 @@ class LocalUpdate:
 
         Raises MismatchError that names the ranks whose anchor differs from that of most.
         """
-        mark = hashlib.blake2b(self._outer.state.anchor.cpu().numpy().tobytes()).hexdigest()
+        mark = mark_of(self._outer.state.anchor)
         drifted = self._links.drifted(mark)
         (count,) = self._links.total([len(drifted)])
         if count:
@@ -254,6 +263,7 @@ class LocalUpdate:
             saved, here = next((one for one in pairs if one[0] != one[1]), ("more", "less"))
             raise OptionError(f"the saved state is of another run: {saved!r}, here {here!r}")
         self._outer.load_state_dict(own)
+        self._first.remove()
 
     def close(self) -> None:
         """Wait for averages under way, without applying them, and let go of the optimizer."""
@@ -263,6 +273,7 @@ class LocalUpdate:
         if self._closed:
             return
         self._closed = True
+        self._first.remove()
         self._hook.remove()
         _ATTACHED.discard(self._optimizer)
         if wait and not self._failure:

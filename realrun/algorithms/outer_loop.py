@@ -1,5 +1,6 @@
 """The outer loop of local updates: what a rank keeps between rounds, and the averages under way."""
 
+import hashlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -15,6 +16,14 @@ from realrun.algorithms.finite import finite_norm
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.rule import Rule, State
 from realrun.algorithms.workers import Links
+
+
+def mark_of(*tensors: Tensor) -> str:
+    """A hash of dense tensors, to compare them between ranks."""
+    mark = hashlib.blake2b()
+    for tensor in tensors:
+        mark.update(tensor.cpu().view(torch.uint8).numpy().tobytes())
+    return mark.hexdigest()
 
 
 class OuterLoop:
@@ -43,6 +52,15 @@ class OuterLoop:
         self.flights: deque[Flight] = deque()
         (self._elements,) = links.total([flat.elements])
         self.counters = Counters()
+
+    def restart(self) -> str:
+        """Take the anchor anew from the model; gives in words whether that is another one."""
+        now = self.flat.empty()
+        self.flat.read(now)
+        if torch.equal(now, self.state.anchor):
+            return "parameters as they were sent to all"
+        self.state.anchor.copy_(now)
+        return f"parameters loaded since, with hash {mark_of(now)[:16]}"
 
     def step(self) -> None:
         """The outer step. The order matters: with staleness 1, one buffer serves every average."""
