@@ -1,8 +1,10 @@
 """What ranks of the tests of the local-update family do."""
 
+import copy
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,6 +99,9 @@ def equal(world: World) -> list[str]:
         ("CO2", {"staleness": 3, "clip": 0.02}),
         ("CO2", {"dtype": "bf16"}),
         ("CO2", {"dtype": "int8", "staleness": 2}),
+        ("CO2", {"delay": 1, "keep": 0.5, "predict": 0.5}),
+        ("CO2", {"dtype": "int8", "delay": 3}),
+        ("CO2", {"dtype": "bf16", "delay": 2, "keep": 0.3}),
         ("OverlapLocalSGD", {}),
     ):
         overlapped = run(name, tau=3, bucket_mib=SMALL, **options)
@@ -359,8 +364,11 @@ def resume(world: World, folder: str) -> list[str]:
             ("CO2", {"staleness": 1, "dtype": "int8"}),
             ("SlowMo", {}),
             ("OverlapLocalSGD", {}),
+            ("CO2", {"delay": 1, "dtype": "int8"}),
+            ("CO2", {"delay": 2, "keep": 0.5, "predict": 0.5}),
         ):
-            for cut, way in ((1, "save"), (6, "save"), (8, "dcp")):
+            every = [(cut, "save") for cut in range(2, 6)] if "delay" in options else []
+            for cut, way in ((1, "save"), (6, "save"), (8, "dcp"), *every):
                 case = {
                     "algorithm": name,
                     "inner": inner,
@@ -399,6 +407,63 @@ def _resumed(world: World, case: dict[str, Any], cut: int, folder: Path, way: st
         == (ended.rounds, ended.steps, ended.penalty, ended.clipped, ended.bytes_sent),
     )
     return [] if all(same) else [f"{case} cut after {cut} ({way}): {same}"]
+
+
+def chosen_delay(world: World) -> dict[str, Any]:
+    """Rank r sees averages r + 1 steps after their launch: the delays taken, and after resuming."""
+    arrived, asked = Flight.arrived, Counter[int]()
+
+    def seen(self: Flight) -> bool:
+        asked[self.round] += 1
+        return asked[self.round] > world.rank
+
+    Flight.arrived = seen  # type: ignore[method-assign]
+    try:
+        model = network()
+        optim = optimizer(model, "sgd")
+        delays = []
+        with CO2(model, optim, tau=4, delay="auto") as co2:
+            for t in range(7):
+                train(model, optim, world.rank, range(4 * t, 4 * t + 4))
+                delays.append(co2.stats().delay)
+            state = copy.deepcopy(co2.state_dict())
+        other = network()
+        again = optimizer(other, "sgd")
+        with CO2(other, again, tau=4, delay="auto") as resumed:
+            other.load_state_dict(model.state_dict())
+            resumed.load_state_dict(state)
+            train(other, again, world.rank, range(8))
+            return {"delays": delays, "resumed": resumed.stats().delay}
+    finally:
+        Flight.arrived = arrived  # type: ignore[method-assign]
+
+
+def slower_than_its_delay(world: World) -> dict[str, Any]:
+    """The last rank comes late to every round: what the others had to wait for."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    with CO2(model, optim, tau=2, delay=1) as co2:
+        for t in range(4):
+            if world.rank == world.layout.world_size - 1:
+                time.sleep(0.2)
+            train(model, optim, world.rank, range(2 * t, 2 * t + 2))
+        history = vector(model).tolist()
+        return {"late": co2.stats().late, "waited": co2.stats().waited, "ended": history}
+
+
+def agreed(world: World) -> list[Any]:
+    """The consensus in every step of three rounds, and what the model holds beside it."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    found = []
+    with CO2(model, optim, tau=3, delay=2) as co2:
+        for step in range(9):
+            train(model, optim, world.rank, range(step, step + 1))
+            live = vector(model)
+            with co2.consensus():
+                inside = vector(model)
+            found.append([inside.tolist(), live.tolist(), torch.equal(live, vector(model))])
+    return found
 
 
 def wrong_state(world: World) -> dict[str, str]:

@@ -61,6 +61,44 @@ def co2(  # noqa: PLR0913 - the symbols of the algorithm
     return np.array(history)
 
 
+def late_co2(  # noqa: PLR0913 - the symbols of the algorithm
+    x0: Vector,
+    step: Local,
+    workers: int,
+    rounds: int,
+    *,
+    tau: int,
+    d: int,
+    beta: float = 0.0,
+    alpha: float = 1.0,
+    keep: float = 1.0,
+    predict: float = 0.0,
+    phi: float | None = None,
+) -> Vector:
+    """CO2 whose averages are used d local steps after their launch, without a restart.
+
+    `step` makes one local step, the third argument is its number in the run.
+    """
+    x, anchor, m = [x0] * workers, x0, np.zeros_like(x0)
+    flying = None
+    history = []
+    for k in range(1, rounds * tau + 1):
+        x = [step(i, x[i], k - 1) for i in range(workers)]
+        if flying and k == flying[0] + d:
+            _, mean, launched = flying
+            m = beta * m + mean
+            m = m if phi is None else np.clip(m, -phi, phi)
+            anchor = anchor - alpha * m
+            x = [
+                anchor + keep * (now - then) - predict * d / tau * mean
+                for now, then in zip(x, launched, strict=True)
+            ]
+        if k % tau == 0:
+            flying = (k, np.mean([anchor - one for one in x], axis=0), x)
+            history.append(x)
+    return np.array(history)
+
+
 def slowmo(
     x0: Vector, local: Local, workers: int, rounds: int, *, beta: float, alpha: float, rate: float
 ) -> Vector:

@@ -28,7 +28,7 @@ def case(algorithm: str, inner: str = "sgd", model: str = "float32", **options: 
     """A case for ranks and reference."""
     rounds = options.pop("rounds", ROUNDS)
     options.setdefault("bucket_mib", 1e-4)
-    if algorithm == "CO2":
+    if algorithm == "CO2" and "delay" not in options:
         options = {"outer_momentum": 0.5, "outer_lr": 1.0, **options}
     return {
         "algorithm": algorithm,
@@ -56,6 +56,16 @@ CASES = [
     case("CO2", "adamw", tau=3, clip=0.04),
     case("CO2", "sgd", tau=3, clip=0.03, staleness=2),
     *(
+        case("CO2", inner, tau=tau, delay=d, keep=keep, predict=predict)
+        for inner, tau, d, keep, predict in (
+            ("adamw", 4, 1, 0.5, 0.5),
+            ("sgd", 4, 3, 1.0, 0.0),
+            ("momentum", 3, 3, 0.25, 1.0),
+            ("adamw", 1, 1, 1.0, 0.0),
+        )
+    ),
+    case("CO2", "sgd", tau=3, delay=2, keep=0.5, clip=0.04, outer_momentum=0.5, outer_lr=0.8),
+    *(
         case("SlowMo", inner, tau=tau, outer_momentum=beta, outer_lr=alpha)
         for inner, tau, beta, alpha in (("sgd", 1, 0.5, 1.0), ("adamw", 4, 0.8, 0.6))
     ),
@@ -78,8 +88,20 @@ CASES = [
 def expected(given: dict[str, Any], workers: int, seen: list[Any]) -> NDArray[np.float64]:
     """What the published equations give for a case."""
     options, dtype = given["options"], getattr(torch, given["model"])
-    x0, local = reference.steps_of(options["tau"], given["inner"], workers, dtype)
+    late = "delay" in options
+    x0, local = reference.steps_of(1 if late else options["tau"], given["inner"], workers, dtype)
     run = (x0, local, workers, given["rounds"])
+    if late:
+        return reference.late_co2(
+            *run,
+            tau=options["tau"],
+            d=options["delay"],
+            beta=options.get("outer_momentum", 0.0),
+            alpha=options.get("outer_lr", 1.0),
+            keep=options.get("keep", 1.0),
+            predict=options.get("predict", 0.0),
+            phi=options.get("clip"),
+        )
     match given["algorithm"]:
         case "CO2":
             return reference.co2(
@@ -147,6 +169,9 @@ def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]
         "consensus": {},
         "resume": {"folder": str(tmp_path_factory.mktemp("states"))},
         "wrong_state": {},
+        "chosen_delay": {},
+        "slower_than_its_delay": {},
+        "agreed": {},
         "late": {"dtypes": ["fp32", "int8"]},
     }
     return together(MODULE, 3, calls)
@@ -331,6 +356,40 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert three_ranks["resume"] == [[]] * 3
 
 
+def test_the_chosen_delay_is_that_of_the_slowest_rank_on_all(
+    three_ranks: dict[str, list[Any]],
+) -> None:
+    """A whole round until three were measured, then 3 for 1, 2 and 3; resuming keeps it."""
+    for answer in three_ranks["chosen_delay"]:
+        assert answer == {"delays": [4] * 4 + [3] * 3, "resumed": 3}
+
+
+def test_an_average_that_takes_longer_than_its_delay_is_waited_for(
+    three_ranks: dict[str, list[Any]],
+) -> None:
+    """It says so, and all workers go on from what the equations give."""
+    answers = three_ranks["slower_than_its_delay"]
+    for answer in answers[:2]:
+        assert answer["late"] >= 2
+        assert answer["waited"] > 0.3
+    x0, step = reference.steps_of(1, "sgd", 3)
+    wanted = reference.late_co2(x0, step, 3, 4, tau=2, d=1)[-1]
+    np.testing.assert_allclose([answer["ended"] for answer in answers], wanted, atol=CLOSE)
+
+
+def test_the_consensus_counts_averages_under_way(three_ranks: dict[str, list[Any]]) -> None:
+    """At the end of a round it is the mean of all workers; it does not change within a round."""
+    answers = three_ranks["agreed"]
+    for answer in answers:
+        assert all(same for _, _, same in answer)
+    for step in range(9):
+        inside = [answer[step][0] for answer in answers]
+        assert inside[0] == inside[1] == inside[2]
+        if step >= 2:
+            ends = [answer[step - (step + 1) % 3][1] for answer in answers]
+            np.testing.assert_allclose(inside[0], np.mean(ends, axis=0), atol=1e-6)
+
+
 def test_states_of_other_ranks_and_runs_are_refused(three_ranks: dict[str, list[Any]]) -> None:
     """What may change between runs may; what may not is named."""
     answers = three_ranks["wrong_state"]
@@ -376,6 +435,7 @@ INSIDE = [
             (("LocalSGD", "momentum"), {"tau": 1}),
             (("OverlapLocalSGD", "sgd"), {"tau": 2, "pull": 0.6, "anchor_momentum": 0.7}),
             (("CO2", "sgd"), {"tau": 3, "dtype": "int8"}),
+            (("CO2", "adamw"), {"tau": 3, "delay": 2, "keep": 0.5, "predict": 0.5}),
         ),
     )
 ]
@@ -406,7 +466,7 @@ def test_every_algorithm_equals_its_published_equations(
         np.testing.assert_allclose(found, wanted, rtol=0, atol=CLOSE, err_msg=str(given))
         told = answers[0][index]
         assert told["counts"] == [ROUNDS, ROUNDS * given["options"]["tau"]]
-        if given["algorithm"] == "CO2":
+        if given["algorithm"] == "CO2" and "delay" not in given["options"]:
             k = given["options"].get("staleness", 1)
             lambdas = [1.0] * k + [scale for scale, _ in seen]
             np.testing.assert_allclose(told["penalties"], lambdas, rtol=1e-4, err_msg=str(given))
@@ -439,7 +499,7 @@ def test_nodes_as_workers_equal_the_reference_of_two_workers(
             found, wanted, rtol=0, atol=5e-3 if low else 5e-6, err_msg=str(given)
         )
         told = [answer[index] for answer in answers]
-        if given["algorithm"] != "OverlapLocalSGD":
+        if given["algorithm"] != "OverlapLocalSGD" and "delay" not in given["options"]:
             assert all(one["anchor"] == one["history"][-1] for one in told)
         assert told[0]["kept"] + told[1]["kept"] == 80, "shares of a worker are the whole model"
         assert {one["kept"] for one in told} == ({40} if given["inside"] == "ddp" else {48, 32})

@@ -45,7 +45,12 @@ class Flight:
     vector: Tensor
     waits: list[Callable[[Seconds], None]] = field(default_factory=list)
     finish: Callable[[], None] = lambda: None
+    polls: list[Callable[[], bool]] = field(default_factory=list)
     deadline: Seconds = DEADLINE
+
+    def arrived(self) -> bool:
+        """Whether nothing is left to wait for. Where a GPU averages, as its host sees it."""
+        return not self.waits or all(poll() for poll in self.polls)
 
     def wait(self) -> Seconds:
         """Wait until `vector` holds the mean; gives the seconds waited, 0 if it was there.
@@ -112,13 +117,17 @@ class Average:
         if self._group is None or not len(vector):
             return flight
         if self._wire == "int8":
-            flight.waits = [self._submit(bucket) for bucket in torch.split(vector, self._elements)]
+            for bucket in torch.split(vector, self._elements):
+                wait, poll = self._submit(bucket)
+                flight.waits.append(wait)
+                flight.polls.append(poll)
             return flight
         sent = vector if self._wire == "fp32" else vector.to(torch.bfloat16)
         for bucket in torch.split(sent, self._elements):
             work = dist.all_reduce(bucket, group=self._group, async_op=True)
             assert work is not None
             flight.waits.append(partial(_wait, work))
+            flight.polls.append(work.is_completed)
             part = -(-len(bucket) // self._size)
             self.sent += 2 * (self._size - 1) * part * bucket.element_size()
 
@@ -130,15 +139,16 @@ class Average:
         flight.finish = finish
         return flight
 
-    def _submit(self, bucket: Tensor) -> Callable[[Seconds], None]:
-        """Hand a bucket to the thread that owns the group; gives how to wait for it."""
+    def _submit(self, bucket: Tensor) -> tuple[Callable[[Seconds], None], Callable[[], bool]]:
+        """Hand a bucket to the thread that owns the group; gives how to wait, and how to ask."""
         if self._owner is None:
             self._owner = ThreadPoolExecutor(1, thread_name_prefix="average")
             self._stream = _stream(bucket.device) if bucket.is_cuda else None
         part = -(-len(bucket) // self._size)
         self.sent += 2 * (self._size - 1) * wire_bytes(part, 8, BLOCK)
         if self._stream is None:
-            return partial(_result, self._owner.submit(self._exchange, bucket, part))
+            sent = self._owner.submit(self._exchange, bucket, part)
+            return partial(_result, sent), sent.done
         filled = torch.cuda.current_stream(bucket.device).record_event()
         done = self._owner.submit(self._beside, bucket, part, filled, self._stream)
 
@@ -146,7 +156,10 @@ class Average:
             event = done.result(seconds)
             torch.cuda.current_stream(bucket.device).wait_event(event)
 
-        return wait
+        def arrived() -> bool:
+            return done.done() and (done.exception() is not None or _happened(done.result()))
+
+        return wait, arrived
 
     def _beside(
         self, bucket: Tensor, part: int, filled: torch.cuda.Event, stream: torch.cuda.Stream
@@ -181,6 +194,10 @@ class Average:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _happened(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2sim.errors import OptionError
 from co2sim.ranges import whole
 from realrun import checks
+from realrun.algorithms.late import Delay, Late
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.rule import Absorbed, State, Total
 from realrun.checks import DEFAULT_GAP, GAPS, Gap
@@ -37,6 +39,9 @@ class CO2Rule:
     clip: float | None = None
     staleness: int = 1
     pull: None = None
+    delay: Delay | None = None
+    keep: float = 1.0
+    predict: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
@@ -47,6 +52,19 @@ class CO2Rule:
         object.__setattr__(self, "staleness", whole("staleness", self.staleness))
         if self.clip is not None:
             checks.limit("clip", self.clip)
+        if self.delay is not None and self.staleness != 1:
+            raise OptionError(
+                f"staleness is {self.staleness}, but delay={self.delay} says when averages are used"
+            )
+        if self.delay is None and (self.keep, self.predict) != (1.0, 0.0):
+            raise OptionError("keep and predict need delay: without it workers start anew")
+
+    @property
+    def late(self) -> Late | None:
+        """With a delay averages are used while the next round runs."""
+        if self.delay is None:
+            return None
+        return Late(delay=self.delay, keep=self.keep, predict=self.predict)
 
     @property
     def clips(self) -> bool:
@@ -113,6 +131,17 @@ class CO2(LocalUpdate):
     a small GPT (benchmarks/convergence.py) the default gain of 1/2 was the best of those tried at
     tau 3 and 12, a gain of 2 always the worst.
 
+    `delay`, ours: an average is used as soon as it may be there, `delay` local steps after its
+    launch, 1 to tau, and workers do not start anew. With l what a worker held at the launch, it
+    goes on from x <- anchor + keep (x - l) - predict (delay / tau) D: it keeps that share of what
+    it has learned since, and `predict` replaces more of it by what all learned on average a moment
+    ago. With keep=1 and a gain of 1, the default here, the mean of all workers moves exactly as in
+    LocalSGD, and only their agreement is late. "auto" measures the first averages, in which it is
+    tau, and then takes the fewest steps that leave none to wait for, the same on all ranks
+    (`stats().delay`). An average that takes longer is waited for (`stats().late`). keep=1, gain 1:
+    DaSGD (Zhou et al. 2020, arXiv 2006.00441), with delay=tau CoCoD-SGD (Shen et al. 2019, arXiv
+    1906.12043).
+
     `gap` and `penalty`: see CO2Rule; a penalty other than 1 needs gap="constant".
 
     `clip` bounds elements of m, which are displacements in the units of parameters, not gradients.
@@ -124,26 +153,34 @@ class CO2(LocalUpdate):
     For all other options and what is kept, see LocalUpdate. Raises OptionError.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument per option
         self,
         model: nn.Module,
         optimizer: Optimizer,
         *,
         tau: int = 12,
         outer_momentum: float = 0.0,
-        outer_lr: float = 0.5,
-        gap: Gap = DEFAULT_GAP,
+        outer_lr: float | None = None,
+        gap: Gap | None = None,
         penalty: float = 1.0,
         clip: float | None = None,
         staleness: int = 1,
+        delay: Delay | None = None,
+        keep: float = 1.0,
+        predict: float = 0.0,
         **common: Unpack[Common],
     ) -> None:
         rule = CO2Rule(
             outer_momentum=outer_momentum,
-            outer_lr=outer_lr,
-            gap=gap,
+            outer_lr=(0.5 if delay is None else 1.0) if outer_lr is None else outer_lr,
+            gap=(DEFAULT_GAP if delay is None else "constant") if gap is None else gap,
             penalty=penalty,
             clip=clip,
             staleness=staleness,
+            delay=delay,
+            keep=keep,
+            predict=predict,
         )
+        if rule.late:
+            rule.late.check(whole("tau", tau, 1))
         super().__init__(model, optimizer, rule, tau=tau, **common)

@@ -9,10 +9,12 @@ from co2sim.units import Seconds
 class Stats:
     """What an algorithm has done so far, on this rank.
 
+    `late` counts averages that were not there when they were to be used, `waited` the seconds in
+    which training stood still for them, `bytes_sent` the bytes that this rank sent to other workers
+    for averages. `delay` is how many local steps after its launch an average is used, None where
+    that is at the end of a round.
     `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
     elements of the momentum that were clipped, over all averages used and the whole model.
-    `waited` are seconds in which training stood still for an average, `bytes_sent` the bytes that
-    this rank sent to other workers for averages.
     """
 
     rounds: int
@@ -21,6 +23,8 @@ class Stats:
     clipped: float
     waited: Seconds
     bytes_sent: int
+    late: int = 0
+    delay: int | None = None
 
 
 @dataclass(slots=True)
@@ -32,10 +36,12 @@ class Counters:
 
     round: int = 0
     step: int = 0
-    used: int = 0
+    used: float = 0.0
     penalty: float = 1.0
     clipped: float = 0.0
     waited: Seconds = 0.0
+    late: int = 0
+    delay: int | None = None
 
     def stats(self, tau: int, elements: float, sent: int) -> Stats:
         """For users; `elements` are those of the whole model."""
@@ -47,4 +53,6 @@ class Counters:
             clipped=self.clipped / considered if considered else 0.0,
             waited=self.waited,
             bytes_sent=sent,
+            late=self.late,
+            delay=self.delay,
         )

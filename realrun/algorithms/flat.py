@@ -175,6 +175,14 @@ class Flat:
             ):
                 torch.sub(start.to(section.dtype), here, out=here)
 
+    def parts(self, span: slice) -> Iterator[tuple[torch.dtype, slice]]:
+        """Cut a slice of the vector into parts of one dtype of the model, a chunk at most each."""
+        for section in self.sections:
+            first = max(section.start, span.start)
+            last = min(section.start + section.size, span.stop)
+            for start in range(first, last, self.chunk):
+                yield section.dtype, slice(start, min(start + self.chunk, last))
+
     @property
     def chunk(self) -> int:
         """Elements to work on at once."""

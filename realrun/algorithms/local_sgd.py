@@ -22,6 +22,7 @@ class LocalSGDRule:
     staleness: int = 0
     pull: None = None
     clips: bool = False
+    late: None = None
 
     def vectors(self) -> dict[str, int]:
         """Nothing."""

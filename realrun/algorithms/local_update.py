@@ -1,7 +1,7 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypedDict
@@ -18,14 +18,16 @@ from co2sim.units import Seconds
 from realrun.algorithms.average import BUCKET_MIB, Average
 from realrun.algorithms.counters import Stats
 from realrun.algorithms.flat import Flat
+from realrun.algorithms.late_loop import LateLoop
 from realrun.algorithms.options import Wire, wait_of, wire_of
-from realrun.algorithms.outer_loop import OuterLoop, mark_of
+from realrun.algorithms.outer_loop import OuterLoop, RoundLoop, mark_of
 from realrun.algorithms.rule import Rule
 from realrun.algorithms.start import (
     describe,
     describe_others,
     describe_settings,
     first_tensors,
+    refuse_others,
     refuse_wider_ddp,
     trainable,
 )
@@ -136,7 +138,11 @@ class LocalUpdate:
         )
         self._links.share(*first_tensors(model))
         average = Average(self._links.average, wire, seconds, int(bucket_mib * 2**20))
-        self._outer = OuterLoop(model, rule, flat, self._links, average)
+        self._outer: OuterLoop = (
+            LateLoop(model, rule, rule.late, flat, self._links, average, self._tau)
+            if rule.late
+            else RoundLoop(model, rule, flat, self._links, average)
+        )
         self._failure: Co2simError | None = None
         self._first = optimizer.register_step_pre_hook(self._before_first_step)
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -157,40 +163,31 @@ class LocalUpdate:
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """The hook: one more local step."""
         del optimizer, args, kwargs
-        counters = self._outer.counters
-        counters.step += 1
-        if counters.step >= self._tau:
-            self._close_round()
-
-    @torch.no_grad()
-    def _close_round(self) -> None:
         if self._failure:
             raise self._failure
+        counters = self._outer.counters
+        counters.step += 1
+        last = counters.step >= self._tau
         try:
-            self._check_trained()
-            counters = self._outer.counters
-            checks = self._check_every and (counters.round + 1) % self._check_every == 0
-            if checks or not counters.round:
-                self._check_inside()
-            self._outer.step()
-            counters.step = 0
-            counters.round += 1
-            if checks:
-                self.check_drift()
+            self._after_local_step(last=last)
         except Co2simError as error:
             self._failure = error
             raise
 
-    def _check_trained(self) -> None:
-        """Refuse parameters that are trained now but were not at the start: no average has them."""
-        for group in self._optimizer.param_groups:
-            for one in group["params"]:
-                if one.requires_grad and id(one) not in self._trained:
-                    raise OptionError(
-                        f"the optimizer trains a parameter of shape {tuple(one.shape)} that was"
-                        " frozen, or not there, when averaging began: close this, and make a new"
-                        f" {type(self).__name__}"
-                    )
+    @torch.no_grad()
+    def _after_local_step(self, *, last: bool) -> None:
+        counters = self._outer.counters
+        checks = self._check_every and (counters.round + 1) % self._check_every == 0
+        if last:
+            refuse_others(self._optimizer, self._trained, type(self).__name__)
+            if checks or not counters.round:
+                self._check_inside()
+        self._outer.after_step(last=last)
+        if last:
+            counters.step = 0
+            counters.round += 1
+            if checks:
+                self.check_drift()
 
     def _check_inside(self) -> None:
         """Refuse ranks of a worker that hold different replicas: each averages only its share."""
@@ -215,19 +212,14 @@ class LocalUpdate:
             last = self._outer.counters.round - 1
             raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
 
-    @contextmanager
-    def consensus(self) -> Iterator[None]:
-        """Within, the model holds the anchor, which is the same on all workers: to evaluate it.
+    def consensus(self) -> AbstractContextManager[None]:
+        """Within, the model holds the point that all workers agree on: to evaluate it.
 
+        That is the anchor; where averages are used late without a restart (CO2 with `delay`), it is
+        the anchor as it will be once those under way have been used, which are waited for.
         The ranks of a worker enter and leave together; no optimizer step may be taken inside.
         """
-        live = self._outer.flat.empty()
-        self._outer.flat.read(live)
-        self._outer.publish(self._outer.state.anchor)
-        try:
-            yield
-        finally:
-            self._outer.publish(live)
+        return self._outer.consensus()
 
     def stats(self) -> Stats:
         """What was done so far."""

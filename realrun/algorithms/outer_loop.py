@@ -1,8 +1,10 @@
 """The outer loop of local updates: what a rank keeps between rounds, and the averages under way."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -26,12 +28,8 @@ def mark_of(*tensors: Tensor) -> str:
     return mark.hexdigest()
 
 
-class OuterLoop:
-    """Outer steps by the rule of an algorithm.
-
-    With staleness k there are k buffers, at least one: those of `flights` hold averages under way,
-    the oldest first, those of `free` hold nothing that is needed.
-    """
+class OuterLoop(ABC):
+    """What all loops share: the state of a rule, and averages under way, the oldest first."""
 
     def __init__(
         self, model: nn.Module, rule: Rule, flat: Flat, links: Links, average: Average
@@ -48,7 +46,6 @@ class OuterLoop:
         }
         self.state = State(flat.empty(), vectors, rule.numbers(), flat.chunk)
         flat.read(self.state.anchor)
-        self.free = [flat.empty() for _ in range(max(1, rule.staleness))]
         self.flights: deque[Flight] = deque()
         (self._elements,) = links.total([flat.elements])
         self.counters = Counters()
@@ -62,37 +59,27 @@ class OuterLoop:
         self.state.anchor.copy_(now)
         return f"parameters loaded since, with hash {mark_of(now)[:16]}"
 
-    def step(self) -> None:
-        """The outer step. The order matters: with staleness 1, one buffer serves every average."""
-        rule, state, flat = self.rule, self.state, self.flat
-        if rule.staleness and len(self.flights) == rule.staleness:
-            self._use_average()
-        buffer = self.free.pop()
-        flat.read(buffer)
-        if rule.pull is not None:
-            buffer.lerp_(state.anchor, rule.pull)
-            flat.round(buffer)
-            self.publish(buffer)
-        flat.displace(state.anchor, buffer)
-        self.flights.append(self.average.launch(buffer, self.counters.round))
-        if not rule.staleness:
-            self._use_average()
-        if rule.pull is None:
-            rule.move(state)
-            self.publish(state.anchor)
+    @abstractmethod
+    def after_step(self, *, last: bool) -> None:
+        """What is to be done after a local step; `last` of a round."""
 
-    def _use_average(self) -> None:
-        """Wait for the oldest average, see that it is finite, and give it to the rule."""
-        flight = self.flights[0]
-        self.counters.waited += flight.wait()
-        total = self.links.total
-        norm = finite_norm(flight, self.counters.round, self.flat, self.state, total)
-        absorbed = self.rule.absorb(self.state, flight.vector, norm, total)
-        self.counters.used += 1
-        self.counters.penalty = absorbed.penalty
+    def use_average(
+        self, flight: Flight, state: State, *, first: int = 0, share: float = 1.0
+    ) -> None:
+        """Wait for an average, see that it is finite, and give it to the rule.
+
+        `state` is the part of the whole state that it belongs to: from element `first` on, a
+        `share` of the model.
+        """
+        total, counters = self.links.total, self.counters
+        counters.late += not flight.arrived()
+        counters.waited += flight.wait()
+        norm = finite_norm(flight, counters.round, self.flat, state, total, first)
+        absorbed = self.rule.absorb(state, flight.vector, norm, total)
+        counters.used += share
+        counters.penalty = absorbed.penalty
         if self.rule.clips:
-            self.counters.clipped += total([absorbed.clipped])[0]
-        self.free.append(self.flights.popleft().vector)
+            counters.clipped += total([absorbed.clipped])[0]
 
     def publish(self, vector: Tensor) -> None:
         """The model <- `vector`, on all ranks of the worker."""
@@ -102,6 +89,21 @@ class OuterLoop:
             self.flat.write(vector)
         for module in self._gathered:
             module.reshard()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Within, the model holds the point that all workers agree on."""
+        live = self.flat.empty()
+        self.flat.read(live)
+        self.publish(self.agreed())
+        try:
+            yield
+        finally:
+            self.publish(live)
+
+    def agreed(self) -> Tensor:
+        """The point that all workers agree on."""
+        return self.state.anchor
 
     def drain(self) -> None:
         """Wait for all averages under way, without applying them."""
@@ -115,34 +117,96 @@ class OuterLoop:
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps: anchor, vectors of the rule, averages as they arrived, numbers."""
         self.drain()
-        averages = [*(flight.vector for flight in self.flights), *self.free]
         numbers = {
             **asdict(self.counters),
             **self.state.numbers,
-            "in_flight": len(self.flights),
+            **self.own_numbers(),
             "bytes_sent": self.average.sent,
         }
         return {
             "anchor": self.state.anchor,
             **self.state.vectors,
-            **{f"average{i}": averages[i] for i in range(self.rule.staleness)},
+            **self.own_vectors(),
             "numbers": numbers,
         }
 
     def load_state_dict(self, own: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self.drain()
-        self.state.anchor.copy_(own["anchor"])
-        for name, vector in self.state.vectors.items():
+        vectors = {"anchor": self.state.anchor, **self.state.vectors, **self.own_vectors()}
+        for name, vector in vectors.items():
             vector.copy_(own[name])
         numbers = own["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}
         self.counters = Counters(**{one.name: numbers[one.name] for one in fields(Counters)})
         self.average.sent = numbers["bytes_sent"]
+        self.go_on(numbers)
+
+    @abstractmethod
+    def own_vectors(self) -> dict[str, Tensor]:
+        """Vectors that a loop keeps besides those of its rule, to save and to load in place."""
+
+    @abstractmethod
+    def own_numbers(self) -> dict[str, float]:
+        """Numbers that a loop keeps besides those of its rule."""
+
+    @abstractmethod
+    def go_on(self, numbers: Mapping[str, float]) -> None:
+        """Averages under way as they were saved; the vectors are loaded already."""
+
+
+class RoundLoop(OuterLoop):
+    """Averages are used at the end of a round, from which all workers start at one point.
+
+    With staleness k there are k buffers, at least one: those of `flights` hold averages under way,
+    those of `free` hold nothing that is needed.
+    """
+
+    def __init__(
+        self, model: nn.Module, rule: Rule, flat: Flat, links: Links, average: Average
+    ) -> None:
+        """The state before round 0."""
+        super().__init__(model, rule, flat, links, average)
+        self.free = [flat.empty() for _ in range(max(1, rule.staleness))]
+
+    def after_step(self, *, last: bool) -> None:
+        """The outer step. The order matters: with staleness 1, one buffer serves every average."""
+        if not last:
+            return
+        rule, state, flat = self.rule, self.state, self.flat
+        if rule.staleness and len(self.flights) == rule.staleness:
+            self._use_oldest()
+        buffer = self.free.pop()
+        flat.read(buffer)
+        if rule.pull is not None:
+            buffer.lerp_(state.anchor, rule.pull)
+            flat.round(buffer)
+            self.publish(buffer)
+        flat.displace(state.anchor, buffer)
+        self.flights.append(self.average.launch(buffer, self.counters.round))
+        if not rule.staleness:
+            self._use_oldest()
+        if rule.pull is None:
+            rule.move(state)
+            self.publish(state.anchor)
+
+    def _use_oldest(self) -> None:
+        self.use_average(self.flights[0], self.state)
+        self.free.append(self.flights.popleft().vector)
+
+    def own_vectors(self) -> dict[str, Tensor]:
+        """The averages, those under way first."""
         buffers = [*(flight.vector for flight in self.flights), *self.free]
-        for index in range(self.rule.staleness):
-            buffers[index].copy_(own[f"average{index}"])
-        flying = numbers["in_flight"]
+        return {f"average{i}": buffers[i] for i in range(self.rule.staleness)}
+
+    def own_numbers(self) -> dict[str, float]:
+        """How many averages are under way."""
+        return {"in_flight": len(self.flights)}
+
+    def go_on(self, numbers: Mapping[str, float]) -> None:
+        """Averages that are there already."""
+        buffers = [*(flight.vector for flight in self.flights), *self.free]
+        flying = int(numbers["in_flight"])
         first = self.counters.round - flying
         self.flights = deque(Flight(first + i, buffers[i]) for i in range(flying))
         self.free = buffers[flying:]

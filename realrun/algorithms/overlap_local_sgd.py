@@ -30,6 +30,7 @@ class OverlapLocalSGDRule:
     anchor_momentum: float
     staleness: int = 1
     clips: bool = False
+    late: None = None
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realrun import checks
+from realrun.algorithms.late import Late
 
 Total: TypeAlias = Callable[[Sequence[float]], list[float]]
 """Sums numbers over the ranks that share one worker, so that norms are of the whole model."""
@@ -26,6 +27,11 @@ class State:
     vectors: dict[str, Tensor]
     numbers: dict[str, float]
     chunk: int = 2**18
+
+    def part(self, span: slice) -> "State":
+        """The state of some elements; a view, but for the numbers, which are those of all."""
+        vectors = {name: vector[..., span] for name, vector in self.vectors.items()}
+        return State(self.anchor[span], vectors, self.numbers, self.chunk)
 
     def chunks(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The same elements of several vectors, chunk by chunk."""
@@ -55,6 +61,7 @@ class Rule(Protocol):
     D is the average over workers of anchor - x after the local steps. `staleness` rounds pass
     between its launch and its use. `pull` is how far x goes towards the anchor, before the
     displacement of this round is taken; None where x is set to the anchor instead, afterwards.
+    With `late` an average is used while the next round runs, and neither staleness nor pull count.
     A rule is a frozen dataclass, and its fields are what must be equal on all workers.
     """
 
@@ -66,6 +73,8 @@ class Rule(Protocol):
     def pull(self) -> float | None: ...  # noqa: D102
     @property
     def clips(self) -> bool: ...  # noqa: D102
+    @property
+    def late(self) -> Late | None: ...  # noqa: D102
 
     def vectors(self) -> dict[str, int]:
         """Names of the vectors it keeps, and how many rows each has (0: a plain vector)."""
@@ -93,6 +102,7 @@ class MomentumRule(ABC):
     staleness: int = 0
     pull: None = None
     clips: bool = False
+    late: None = None
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""

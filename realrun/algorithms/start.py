@@ -1,4 +1,4 @@
-"""Before round 0: what is averaged, and what must be equal on all ranks."""
+"""What is averaged, and what must be equal on all ranks before round 0."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -32,6 +32,18 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]
 
 
+def refuse_others(optimizer: Optimizer, trained: set[int], algorithm: str) -> None:
+    """Raise OptionError for parameters that are trained now, but not averaged."""
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            if one.requires_grad and id(one) not in trained:
+                raise OptionError(
+                    f"the optimizer trains a parameter of shape {tuple(one.shape)} that was frozen,"
+                    " or not there, when averaging began: close this, and make a new"
+                    f" {algorithm}"
+                )
+
+
 def refuse_wider_ddp(model: nn.Module, workers: Workers) -> None:
     """Raise OptionError if DDP, anywhere in the model, makes models of several workers the same."""
     for module in model.modules():
@@ -52,9 +64,17 @@ def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule,
         f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
         f"staleness = {rule.staleness}",
         f"tau = {tau}",
+        f"averages used late = {_late(rule)}",
         f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
     ]
     return "\n".join([*lines, *(_line(name, one) for name, one in parameters)])
+
+
+def _late(rule: Rule) -> str:
+    """What must not change while averages are under way."""
+    if rule.late is None:
+        return "no"
+    return f"{rule.late.fragments} fragments, keeps {rule.late.keeps}"
 
 
 def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:

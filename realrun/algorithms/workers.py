@@ -163,6 +163,12 @@ class Links:
             dist.all_reduce(sums, group=self._inner)
         return [float(one) for one in sums]
 
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """The largest of each number on any rank. All ranks call this, and get the same."""
+        for group in (self._peers, self._inner):
+            numbers = [max(column) for column in zip(*self.collect(numbers, group), strict=True)]
+        return list(numbers)
+
     def agree(self, what: str, text: str, *, across: str) -> None:
         """Compare a text with the other ranks; `across` only with peers.
 

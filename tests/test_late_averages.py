@@ -1,0 +1,126 @@
+"""CO2 with a delay: averages that are used in the middle of the next round, without a restart."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import reference_local_update as reference  # noqa: E402 - needs torch
+from hypothesis import given  # noqa: E402 - needs torch
+from hypothesis import strategies as st  # noqa: E402 - needs torch
+from local_problem import network, optimizer, train, vector  # noqa: E402 - needs torch
+
+from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
+from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
+from realrun.algorithms.late import Late, depart, keep_since, stand  # noqa: E402 - needs torch
+
+
+@pytest.mark.parametrize(
+    ("inner", "tau", "d", "keep", "predict"),
+    [
+        ("sgd", 1, 1, 1.0, 0.0),
+        ("sgd", 3, 1, 0.5, 0.5),
+        ("sgd", 3, 2, 1.0, 1.0),
+        ("sgd", 3, 3, 0.25, 0.75),
+    ],
+)
+def test_one_worker_equals_the_transcription(
+    inner: str, tau: int, d: int, keep: float, predict: float
+) -> None:
+    """Every delay up to a whole round, with momentum and clipping; nothing is waited for."""
+    rounds = 5
+    x0, step = reference.steps_of(1, inner, 1)
+    options: dict[str, Any] = {"keep": keep, "predict": predict}
+    wanted = reference.late_co2(
+        x0, step, 1, rounds, tau=tau, d=d, beta=0.5, alpha=0.8, phi=0.05, **options
+    )
+    model = network()
+    optim = optimizer(model, inner)
+    with CO2(
+        model, optim, tau=tau, delay=d, outer_momentum=0.5, outer_lr=0.8, clip=0.05, **options
+    ) as co2:
+        for t in range(rounds):
+            train(model, optim, 0, range(t * tau, (t + 1) * tau))
+            np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)
+    stats = co2.stats()
+    assert (stats.rounds, stats.steps, stats.delay, stats.late) == (rounds, rounds * tau, d, 0)
+    assert stats.clipped > 0
+
+
+@given(
+    st.integers(1, 6).flatmap(lambda tau: st.tuples(st.just(tau), st.integers(1, tau))),
+    st.integers(0, 2**31),
+)
+def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], seed: int) -> None:
+    """Keep 1, gain 1, the same gradients, in float64: the mean of workers within 1e-12."""
+    (tau, d), workers, elements, rate = steps, 3, 4, 0.1
+    generator = torch.Generator().manual_seed(seed)
+    x0 = torch.randn(elements, generator=generator, dtype=torch.float64)
+    x = [x0.clone() for _ in range(workers)]
+    anchor, own = x0.clone(), [torch.zeros_like(x0) for _ in x]
+    parts = [(torch.float64, slice(0, elements))]
+    mean = torch.zeros_like(x0)
+    plain, flying = x0.clone(), -1
+    late = Late(delay=d)
+    for k in range(1, 5 * tau + 1):
+        steps_taken = torch.randn(workers, elements, generator=generator, dtype=torch.float64)
+        x = [one - rate * step for one, step in zip(x, steps_taken, strict=True)]
+        plain = plain - rate * steps_taken.mean(0)
+        if k == flying + d and flying > 0:
+            anchor = anchor - mean
+            for i in range(workers):
+                keep_since(late, d / tau, own[i], x[i], mean)
+                x[i] = anchor + own[i]
+        np.testing.assert_allclose(torch.stack(x).mean(0), plain, rtol=0, atol=1e-12)
+        if k % tau == 0:
+            moved = [torch.empty_like(x0) for _ in x]
+            for i in range(workers):
+                depart(parts, anchor, own[i], x[i], moved[i])
+                own[i].copy_(x[i])
+            mean, flying = torch.stack(moved).mean(0), k
+
+
+@given(st.lists(st.floats(-100, 100, width=16), min_size=3, max_size=3), st.floats(0, 1, width=16))
+def test_a_parameter_that_did_not_move_has_no_displacement(
+    anchor: list[float], offset: float
+) -> None:
+    """In bf16 the anchor keeps what the model cannot hold, and the offset does, too."""
+    anchors, own = torch.tensor(anchor), torch.full((3,), offset)
+    live = (anchors + own).bfloat16().float()
+    parts, moved = [(torch.bfloat16, slice(0, 3))], torch.ones(3)
+    depart(parts, anchors, own, live, moved)
+    assert torch.equal(moved, -own)
+    stand(parts, anchors, own, live)
+    assert torch.equal(own, torch.full((3,), offset))
+
+
+def test_a_vector_is_cut_where_the_type_changes() -> None:
+    """Parts of a span, in order and without a gap, each of one dtype."""
+    flat = Flat.of([("a", torch.zeros(5)), ("b", torch.zeros(4, dtype=torch.bfloat16))])
+    assert list(flat.parts(slice(3, 8))) == [
+        (torch.float32, slice(3, 5)),
+        (torch.bfloat16, slice(5, 8)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"delay": 0}, "delay is 0; it must be 1 to 12"),
+        ({"delay": 13}, "delay is 13; it must be 1 to 12"),
+        ({"delay": 1.5}, "delay is 1.5; it must be a whole number"),
+        ({"delay": "soon"}, "delay is 'soon'"),
+        ({"delay": 2, "keep": 1.5}, "keep is 1.5; it must be 0 to 1"),
+        ({"delay": 2, "predict": -1}, "predict is -1; it must be 0 to 1"),
+        ({"delay": 2, "staleness": 2}, "staleness is 2, but delay=2 says when"),
+        ({"keep": 0.5}, "keep and predict need delay"),
+    ],
+)
+def test_options_of_late_averages_out_of_range(options: dict[str, Any], words: str) -> None:
+    """What was given, and what is allowed."""
+    model = network()
+    with pytest.raises(OptionError) as caught:
+        CO2(model, optimizer(model, "sgd"), tau=12, **options)
+    assert words in str(caught.value)
