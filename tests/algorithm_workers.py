@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from co2sim.errors import Co2simError
 from realrun import algorithms
 from realrun.algorithms import CO2, LocalSGD, LocalUpdate, SlowMo, Workers
 from realrun.algorithms.average import Average, Flight
-from realrun.algorithms.options import WIRES
+from realrun.algorithms.options import Wire
 from realrun.execute.world import World
 
 SMALL = 1e-4
@@ -133,7 +133,7 @@ def data_parallel(world: World) -> float:
 def averages(world: World) -> list[list[float]]:
     """Rank r gives r + 1 everywhere, on every wire: largest error of the mean, seconds waited."""
     found = []
-    for wire in WIRES.values():
+    for wire in get_args(Wire):
         average = Average(dist.group.WORLD, wire, 10.0, 4 * 300_000)
         given = torch.full((1_000_001,), world.rank + 1.0, device=world.device)
         flight = average.launch(given, 0)

@@ -139,6 +139,51 @@ def diloco(
     return np.array(history)
 
 
+def streaming_diloco(  # noqa: C901, PLR0913 - the symbols of the algorithm
+    x0: Vector,
+    step: Local,
+    workers: int,
+    rounds: int,
+    *,
+    tau: int,
+    fragments: int,
+    d: int,
+    keep: float,
+    beta: float,
+    alpha: float,
+) -> Vector:
+    """Algorithm 2 of arXiv 2501.18512, on plain shares of the elements."""
+    x, anchor, m = [x0] * workers, x0.copy(), np.zeros_like(x0)
+    ends = [len(x0) * (i + 1) // fragments for i in range(fragments)]
+    spans = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
+    starts = [tau * (i + 1) // fragments for i in range(fragments)]
+    flying: dict[tuple[int, int], Vector] = {}
+    history = []
+    for k in range(1, rounds * tau + 1):
+        x = [step(i, x[i], k - 1) for i in range(workers)]
+
+        def use(k: int, x: list[Vector]) -> None:
+            for p, span in enumerate(spans):
+                if (k - d, p) in flying:
+                    mean = flying.pop((k - d, p))
+                    m[span] = beta * m[span] + mean
+                    anchor[span] -= alpha * (mean + beta * m[span])
+                    for one in x:
+                        one[span] = keep * one[span] + (1 - keep) * anchor[span]
+
+        x = [one.copy() for one in x]
+        if d:
+            use(k, x)
+        for p, span in enumerate(spans):
+            if (k - starts[p]) % tau == 0:
+                flying[k, p] = np.mean([anchor[span] - one[span] for one in x], axis=0)
+        if not d:
+            use(k, x)
+        if k % tau == 0:
+            history.append(x)
+    return np.array(history)
+
+
 def overlap_local_sgd(
     x0: Vector, local: Local, workers: int, rounds: int, *, pull: float, b: float
 ) -> Vector:

@@ -75,6 +75,15 @@ CASES = [
         for inner, alpha, beta in (("adamw", 0.7, 0.9), ("sgd", 0.5, 0.0))
     ),
     *(
+        case("DiLoCo", inner, tau=4, outer_lr=0.7, outer_momentum=0.9, **options)
+        for inner, options in (
+            ("adamw", {"fragments": 3, "delay": 0, "keep": 0.0}),
+            ("sgd", {"fragments": 2, "delay": 1, "keep": 0.5}),
+            ("adamw", {"fragments": 1, "delay": 4, "keep": 0.25}),
+            ("momentum", {"fragments": 4, "delay": 3, "keep": 1.0}),
+        )
+    ),
+    *(
         case("OverlapLocalSGD", inner, tau=tau, pull=pull, anchor_momentum=b)
         for inner, tau, pull, b in (
             ("sgd", 3, 0.6, 0.7),
@@ -85,23 +94,34 @@ CASES = [
 ]
 
 
+def expected_late(given: dict[str, Any], workers: int) -> NDArray[np.float64]:
+    """What the equations give where averages are used in the next round."""
+    options = given["options"]
+    x0, step = reference.steps_of(1, given["inner"], workers)
+    run = (x0, step, workers, given["rounds"])
+    names = {
+        "tau": "tau",
+        "delay": "d",
+        "keep": "keep",
+        "predict": "predict",
+        "clip": "phi",
+        "fragments": "fragments",
+        "outer_lr": "alpha",
+        "outer_momentum": "beta",
+    }
+    symbols = {names[key]: value for key, value in options.items() if key in names}
+    if given["algorithm"] == "DiLoCo":
+        return reference.streaming_diloco(*run, **symbols)
+    return reference.late_co2(*run, **symbols)
+
+
 def expected(given: dict[str, Any], workers: int, seen: list[Any]) -> NDArray[np.float64]:
     """What the published equations give for a case."""
     options, dtype = given["options"], getattr(torch, given["model"])
-    late = "delay" in options
-    x0, local = reference.steps_of(1 if late else options["tau"], given["inner"], workers, dtype)
+    if "delay" in options:
+        return expected_late(given, workers)
+    x0, local = reference.steps_of(options["tau"], given["inner"], workers, dtype)
     run = (x0, local, workers, given["rounds"])
-    if late:
-        return reference.late_co2(
-            *run,
-            tau=options["tau"],
-            d=options["delay"],
-            beta=options.get("outer_momentum", 0.0),
-            alpha=options.get("outer_lr", 1.0),
-            keep=options.get("keep", 1.0),
-            predict=options.get("predict", 0.0),
-            phi=options.get("clip"),
-        )
     match given["algorithm"]:
         case "CO2":
             return reference.co2(
@@ -424,6 +444,8 @@ def test_a_late_worker_is_told_after_the_deadline(three_ranks: dict[str, list[An
             assert 0.9 * DEADLINE < answer["seconds"] < DEADLINE + 4
 
 
+_STREAMED = {"tau": 4, "keep": 0.5, "outer_lr": 0.7, "outer_momentum": 0.9}
+
 INSIDE = [
     {**case(*named, **options), "inside": inside, "explicit": inside == "fsdp"}
     for inside, (named, options) in itertools.product(
@@ -436,6 +458,7 @@ INSIDE = [
             (("OverlapLocalSGD", "sgd"), {"tau": 2, "pull": 0.6, "anchor_momentum": 0.7}),
             (("CO2", "sgd"), {"tau": 3, "dtype": "int8"}),
             (("CO2", "adamw"), {"tau": 3, "delay": 2, "keep": 0.5, "predict": 0.5}),
+            (("DiLoCo", "sgd"), {**_STREAMED, "fragments": 1, "delay": 2}),
         ),
     )
 ]

@@ -120,7 +120,7 @@ def test_clip_bounds_every_element_and_counts_what_it_changed(
         ("CO2", {"gap": "constant", "penalty": 0.5}, "penalty is 0.5; it must be at least 1"),
         ("CO2", {"penalty": 2.0}, "penalty is 2.0, but gap='gap_aware' computes it"),
         ("CO2", {"staleness": -1}, "staleness is -1; it must be at least 0"),
-        ("CO2", {"dtype": "int4"}, "dtype is 'int4'; did you mean 'int8'?"),
+        ("CO2", {"dtype": "int2"}, "dtype is 'int2'; did you mean 'int"),
         ("CO2", {"bucket_mib": 0}, "bucket_mib is 0"),
         ("CO2", {"check_every": -1}, "check_every is -1"),
         ("CO2", {"dtype": torch.float16}, "dtype is torch.float16; averages travel as one of torc"),

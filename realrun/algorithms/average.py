@@ -4,11 +4,11 @@ On the wire, and what it costs a rank among n, for S bytes of fp32:
 
 - "fp32": ring all-reduce, 2 (n-1)/n S bytes;
 - "bf16": the rounded vector, summed in bf16; half of that;
-- "int8": blocks of 2048 elements with one fp32 scale. Each rank quantizes, exchanges parts with
-  all others (all_to_all), sums in fp32 what it got, quantizes the mean and sends it to all
-  (all_gather): two roundings of at most half a scale, and a quarter of the bytes of fp32. The
-  chain runs on a thread that owns the communicator, beside training; on a GPU, on a stream of its
-  own.
+- "int8", "int4": blocks of 2048 elements with one fp32 scale. Each rank quantizes, exchanges
+  parts with all others (all_to_all), sums in fp32 what it got, quantizes the mean and sends it to
+  all (all_gather): two roundings of at most half a scale, and a quarter or an eighth of the bytes
+  of fp32. The chain runs on a thread that owns the communicator, beside training; on a GPU, on a
+  stream of its own.
 
 All ranks get the same bits, since every element is summed on one of them only.
 """
@@ -27,14 +27,16 @@ from torch import Tensor
 from co2sim.units import Seconds
 from realrun.algorithms.options import DEADLINE, Wire
 from realrun.algorithms.quantize import dequantize, quantize, sum_rows
-from realrun.algorithms.quantize_format import from_wire, to_wire, wire_bytes
+from realrun.algorithms.quantize_format import Bits, from_wire, to_wire, wire_bytes
 from realrun.algorithms.workers import lost
 
 BUCKET_MIB = 25.0
 """As in DistributedDataParallel: large enough for full bandwidth, small enough to pipeline."""
 
 BLOCK = 2048
-"""Elements of int8 that share a scale; as in co2sim's `diloco`."""
+"""Quantized elements that share a scale; as in co2sim's `diloco`."""
+
+_BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +107,7 @@ class Average:
     ) -> None:
         """`bucket` is in bytes of fp32."""
         self._group, self._wire, self._deadline = group, wire, deadline
-        self._elements = max(1, bucket // 4)
+        self._elements, self._bits = max(1, bucket // 4), _BITS.get(wire, 8)
         self._size = group.size() if group else 1
         self._owner: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -116,7 +118,7 @@ class Average:
         flight = Flight(number, vector, deadline=self._deadline)
         if self._group is None or not len(vector):
             return flight
-        if self._wire == "int8":
+        if self._wire in _BITS:
             for bucket in torch.split(vector, self._elements):
                 wait, poll = self._submit(bucket)
                 flight.waits.append(wait)
@@ -145,7 +147,7 @@ class Average:
             self._owner = ThreadPoolExecutor(1, thread_name_prefix="average")
             self._stream = _stream(bucket.device) if bucket.is_cuda else None
         part = -(-len(bucket) // self._size)
-        self.sent += 2 * (self._size - 1) * wire_bytes(part, 8, BLOCK)
+        self.sent += 2 * (self._size - 1) * wire_bytes(part, self._bits, BLOCK)
         if self._stream is None:
             sent = self._owner.submit(self._exchange, bucket, part)
             return partial(_result, sent), sent.done
@@ -174,17 +176,17 @@ class Average:
     def _exchange(self, bucket: Tensor, part: int) -> None:
         """`bucket` <- the mean of all ranks' buckets; NaN and infinities spoil their block."""
         assert self._group is not None
-        n = self._size
+        n, bits = self._size, self._bits
         rows = bucket.new_zeros(n * part)
         rows[: len(bucket)].copy_(bucket)
-        given = to_wire(quantize(rows.view(n, part), 8, BLOCK, refuse_non_finite=False))
+        given = to_wire(quantize(rows.view(n, part), bits, BLOCK, refuse_non_finite=False))
         taken = torch.empty_like(given)
         dist.all_to_all_single(taken.view(-1), given.view(-1), group=self._group)
-        mean = sum_rows(from_wire(taken, 8, BLOCK, part), 8, BLOCK, part).div_(n)
-        mine = to_wire(quantize(mean, 8, BLOCK, refuse_non_finite=False))
+        mean = sum_rows(from_wire(taken, bits, BLOCK, part), bits, BLOCK, part).div_(n)
+        mine = to_wire(quantize(mean, bits, BLOCK, refuse_non_finite=False))
         dist.all_gather_single(taken.view(-1), mine, group=self._group)
-        codes, scales = from_wire(taken, 8, BLOCK, part)
-        bucket.copy_(dequantize(codes, scales, 8, BLOCK, part).view(-1)[: len(bucket)])
+        codes, scales = from_wire(taken, bits, BLOCK, part)
+        bucket.copy_(dequantize(codes, scales, bits, BLOCK, part).view(-1)[: len(bucket)])
 
     def close(self) -> None:
         """End the thread. No average may be under way."""

@@ -1,4 +1,4 @@
-"""DiLoCo: AdamW inside, Nesterov momentum on the averaged pseudo-gradient outside."""
+"""DiLoCo: AdamW inside, Nesterov momentum on averaged pseudo-gradients outside; streamed, too."""
 
 from dataclasses import dataclass
 from typing import Unpack
@@ -6,6 +6,9 @@ from typing import Unpack
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from co2sim.errors import OptionError
+from co2sim.ranges import whole
+from realrun.algorithms.late import Delay, Late
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.rule import MomentumRule
 
@@ -28,6 +31,15 @@ class DiLoCo(LocalUpdate):
     D is the gradient of an SGD with Nesterov momentum that moves the common point. The inner
     optimizer is yours (AdamW in the paper, with tau 500). See DiLoCoRule for the source,
     LocalUpdate for the other options. Raises OptionError.
+
+    Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the model is cut into `fragments`,
+    parts of its parameters in their order. Each is averaged once a round, at evenly spread steps.
+    `delay` local steps after its launch the average of anchor - x moves the anchor of the fragment,
+    and every worker takes the mixture x <- keep x + (1 - keep) anchor; so `keep` is their alpha,
+    1/2 by default as there. A delay of 0 waits at once, and keep is 0 then by default; "auto" takes
+    as many steps as the first averages need (see CO2). dtype "int4" is theirs; their 4-bit numbers
+    are floats, ours are integers with one scale for 2048 elements. In the paper fragments are
+    layers, strided; here they are equal shares of the elements.
     """
 
     def __init__(
@@ -38,7 +50,17 @@ class DiLoCo(LocalUpdate):
         tau: int = 500,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        fragments: int = 1,
+        delay: Delay = 0,
+        keep: float | None = None,
         **common: Unpack[Common],
     ) -> None:
-        rule = DiLoCoRule(outer_momentum=outer_momentum, outer_lr=outer_lr)
+        late = None
+        if fragments != 1 or delay != 0:
+            kept = (0.0 if delay == 0 else 0.5) if keep is None else keep
+            late = Late(delay=delay, keep=kept, fragments=fragments, keeps="all")
+            late.check(whole("tau", tau, 1))
+        elif keep is not None:
+            raise OptionError(f"keep={keep} needs fragments or a delay: DiLoCo restarts workers")
+        rule = DiLoCoRule(outer_momentum=outer_momentum, outer_lr=outer_lr, late=late)
         super().__init__(model, optimizer, rule, tau=tau, **common)

@@ -1,7 +1,7 @@
 """Options that can be given in several ways: the type on the wire, and how long to wait."""
 
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -10,7 +10,7 @@ from co2sim.ranges import above
 from co2sim.units import Seconds
 from realrun.checks import one_of
 
-Wire: TypeAlias = Literal["fp32", "bf16", "int8"]
+Wire: TypeAlias = Literal["fp32", "bf16", "int8", "int4"]
 """What averages travel as."""
 
 WIRES: dict[torch.dtype, Wire] = {
@@ -30,7 +30,7 @@ def wire_of(dtype: Wire | torch.dtype) -> Wire:
             known = ", ".join(map(str, WIRES))
             raise OptionError(f"dtype is {dtype}; averages travel as one of {known}")
         return WIRES[dtype]
-    one_of("dtype", dtype, tuple(WIRES.values()))
+    one_of("dtype", dtype, get_args(Wire))
     return dtype
 
 

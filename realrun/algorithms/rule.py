@@ -102,7 +102,7 @@ class MomentumRule(ABC):
     staleness: int = 0
     pull: None = None
     clips: bool = False
-    late: None = None
+    late: Late | None = None
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
