@@ -18,6 +18,7 @@ OUTER: dict[str, dict[str, str]] = {
     "overlap_local_sgd:tau=2": {},
     "slowmo:tau=2": GENTLE,
     "diloco:tau=2,dtype=int8": GENTLE,
+    "diloco:tau=4,fragments=2,delay=1,dtype=int4": GENTLE,
     "co2:tau=2": GENTLE,
 }
 

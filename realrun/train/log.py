@@ -27,6 +27,10 @@ class OuterStats(Protocol):
     def waited(self) -> float: ...  # noqa: D102
     @property
     def bytes_sent(self) -> int: ...  # noqa: D102
+    @property
+    def late(self) -> int: ...  # noqa: D102
+    @property
+    def delay(self) -> int | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class LogRow:
     clipped: float | None = None
     waited: float | None = None
     bytes_sent: int | None = None
+    late: int | None = None
+    delay: int | None = None
 
     def with_stats(self, stats: OuterStats) -> "LogRow":
         """The row with what an outer step tells."""
@@ -62,6 +68,8 @@ class LogRow:
             clipped=stats.clipped,
             waited=stats.waited,
             bytes_sent=stats.bytes_sent,
+            late=stats.late,
+            delay=stats.delay,
         )
 
 
@@ -157,9 +165,11 @@ def read(folder: Path) -> tuple[LogRow, ...]:
 
 
 def _row(texts: Mapping[str, str]) -> LogRow:
-    whole = {"step", "tokens", "rounds", "bytes_sent"}
+    whole = {"step", "tokens", "rounds", "bytes_sent", "late", "delay"}
     values: dict[str, Any] = {
-        name: (int(texts[name]) if name in whole else float(texts[name])) if texts[name] else None
+        name: (int(texts[name]) if name in whole else float(texts[name]))
+        if texts.get(name)
+        else None
         for name in _NAMES
     }
     return LogRow(**values)

@@ -19,6 +19,7 @@ from co2sim.schedule import NODE, PEERS, WORLD
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
+from co2sim.strategies.diloco import DiLoCo
 from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Seconds
@@ -258,6 +259,8 @@ def _outer(
     options |= {"tau": strategy.tau, "dtype": str(strategy.dtype)}
     if isinstance(strategy, CO2):
         options["staleness"] = strategy.staleness
+    if isinstance(strategy, DiLoCo):
+        options |= {"fragments": strategy.fragments, "delay": strategy.delay}
     kind = _ALGORITHMS[strategy.name]
     made: OuterStep = kind(model, optimizer, worker=workers, deadline=deadline, **options)
     return made

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from co2sim.errors import OptionError, nearest
-from co2sim.ranges import parse_number
+from co2sim.ranges import between, parse_number
 from realrun import checks
 
 
@@ -34,7 +34,11 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "momentum": Option("anchor_momentum", checks.momentum),
     },
     "slowmo": {"momentum": _MOMENTUM, "lr": _LR},
-    "diloco": {"momentum": _MOMENTUM, "lr": _LR},
+    "diloco": {
+        "momentum": _MOMENTUM,
+        "lr": _LR,
+        "keep": Option("keep", partial(between, least=0, most=1)),
+    },
     "co2": {
         "momentum": _MOMENTUM,
         "lr": _LR,

@@ -27,8 +27,6 @@ _IGNORED = {
     "zero3": _FETCHED,
     "zeropp": _FETCHED,
     "diloco": {
-        "fragments": "the whole model is averaged at once",
-        "delay": "the average is waited for (co2 is the strategy that does not)",
         "scale_block": "its blocks have their own size",
     },
 }
@@ -63,7 +61,7 @@ def _check_options(strategy: Strategy) -> None:
             raise OptionError(f"{strategy.name}: {name} cannot be trained with: {why}")
     if not isinstance(strategy, LocalSteps):
         return
-    if strategy.dtype in {DType.FP16, DType.INT4}:
-        raise OptionError(f"dtype={strategy.dtype} cannot be trained with; use fp32, bf16 or int8")
+    if strategy.dtype is DType.FP16:
+        raise OptionError("dtype=fp16 cannot be trained with; use fp32, bf16, int8 or int4")
     if strategy.inner == "zero1":
         raise OptionError("inner=zero1 cannot be trained with; use ddp, zero2 or zero3")
