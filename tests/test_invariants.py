@@ -100,6 +100,29 @@ def test_more_latency_is_never_faster(
     assert took(schedule, quick) <= took(schedule, late) * (1 + 1e-9)
 
 
+@given(
+    st.sampled_from(["gpu", "node", "node,inner=ddp", "node,inner=zero3", "node,average=leader"]),
+    st.sampled_from(["fp32", "bf16", "int8"]),
+    shapes,
+    st.floats(1e7, 1e11),
+    st.integers(2, 6),
+)
+def test_a_longer_delay_never_exposes_more(
+    worker: str, dtype: str, shape: tuple[int, int], bandwidth: float, tau: int
+) -> None:
+    """Whoever the workers are, a round does not grow with the delay; as published it is shortest.
+
+    As published: the average has a whole round, and no kernel of its own copies the parameters.
+    """
+    if "leader" in worker and dtype == "int8":
+        return
+    cluster = tiny.cluster(*shape, **links(bandwidth))
+    options = f"tau={tau},worker={worker},dtype={dtype}"
+    rounds = [f"co2({options},delay={delay})" for delay in range(1, tau + 1)]
+    times = [step_time(tiny.schedule(how, shape), cluster) for how in [*rounds, f"co2({options})"]]
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(times))
+
+
 SIZES = [(1, 1), (1, 2), (1, 4), (2, 4), (4, 4), (8, 4)]
 
 

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
+from co2sim.cluster import Link
 from co2sim.cost import traffic
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
 from co2sim.strategies.sharded import prefetch_waits
 from co2sim.strategies.step import Bucket, Step, buckets, chain, pieces, title
+from co2sim.study import simulate
 from co2sim.workload import Block, MatMul, Model, Workload
 
 GOLDEN = [
@@ -36,6 +38,10 @@ GOLDEN = [
     ("co2(tau=2)", {}),
     ("co2(tau=2,worker=node)", {}),
     ("co2(tau=1,staleness=2,worker=node,inner=zero3)", {}),
+    ("co2(tau=3,delay=2)", {}),
+    ("co2(tau=2,delay=1,worker=node)", {}),
+    ("co2(tau=2,delay=2,worker=node,average=leader)", {}),
+    ("co2(tau=2,delay=1,dtype=int8)", {}),
 ]
 
 
@@ -231,17 +237,28 @@ def test_diloco_keeps_a_buffer_for_every_fragment_in_flight(fragments: int, dela
     assert memory["outer"] == pytest.approx((2 + buffers / fragments) * 2000 * 4)
 
 
-@pytest.mark.parametrize("delay", [0, 1, 4, 7])
-@pytest.mark.parametrize("fragments", [1, 2, 3, 8])
-def test_diloco_uses_an_average_delay_steps_after_its_launch(fragments: int, delay: int) -> None:
-    """An outer step comes exactly `delay` local steps after its pseudo-gradient."""
-    schedule = tiny.schedule(f"diloco(tau=8,fragments={fragments},delay={delay})")
+@pytest.mark.parametrize(
+    ("strategy", "fragments", "delay"),
+    [
+        *(
+            (f"diloco(tau=8,fragments={fragments},delay={delay})", fragments, delay)
+            for fragments in (1, 2, 3, 8)
+            for delay in (0, 1, 4, 7)
+        ),
+        *((f"co2(tau=8,delay={delay})", 1, delay) for delay in (1, 4, 7, 8)),
+    ],
+)
+def test_an_average_is_used_delay_steps_after_its_launch(
+    strategy: str, fragments: int, delay: int
+) -> None:
+    """An outer step comes exactly `delay` local steps after the kernel that fills the buffer."""
+    schedule = tiny.schedule(strategy)
     step, launched, found = 0, {}, set()
     for instance in schedule.instances(4):
         name = instance.op.name
         step += name.endswith("optimizer")
-        if name.startswith("delta"):
-            launched[name.removeprefix("delta"), instance.round] = step
+        if name.startswith(("delta", "displacement")):
+            launched[name.removeprefix("delta").removeprefix("displacement"), instance.round] = step
         if name.startswith("outer"):
             wait = instance.op.after[0].rounds_ago
             source = (name.removeprefix("outer"), instance.round - wait)
@@ -251,6 +268,54 @@ def test_diloco_uses_an_average_delay_steps_after_its_launch(fragments: int, del
     shares = [w.elements for w in collectives(schedule, Kind.ALL_REDUCE)]
     assert len(shares) == fragments
     assert sum(shares) == 2000
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [("fp32", 4), ("bf16", 3.5), ("int8", 4)])
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_co2_with_a_delay_keeps_one_average_and_the_launched_parameters(
+    delay: int, dtype: str, copies: float
+) -> None:
+    """Memory: anchor, momentum, x at the launch, and one average, even used a round later."""
+    strategy = strategies.parse(f"co2(tau=3,delay={delay},dtype={dtype})")
+    schedule = strategy.schedule(tiny.job(), Layout(2, 2))
+    assert most_in_flight(schedule, "displacement", "outer") == 1
+    assert strategy.memory(tiny.job(), Layout(2, 2))["outer"] == copies * 2000 * 4
+
+
+def local_step() -> float:
+    """Seconds of a local step of the tiny job on the tiny GPU: FLOP or bytes, what takes longer."""
+    job = tiny.job()
+    passes = [work for pair in job.works() for work in (pair.forward, pair.backward)]
+    works = [*passes, job.optimizer_step(job.parameters)]
+    return sum(max(work.flops, work.memory_bytes) / 1e12 for work in works)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.floats(0.02, 8.0))
+def test_the_exposed_time_of_a_delay_is_what_its_steps_do_not_cover(
+    tau: int, delay: int, steps: float
+) -> None:
+    """Of an average as long as `steps` local steps, max(0, steps - delay) are exposed per round.
+
+    So with delay=tau it is hidden exactly when it takes less than the local steps of a round. The
+    average of 2000 fp32 numbers over a ring of 4 nodes moves 3/4 of them twice through every link.
+    """
+    delay = min(delay, tau)
+    average = steps * local_step()
+    cluster = tiny.cluster(4, 1, inter=Link(2 * 3 / 4 * 8000 / average))
+    found = simulate(cluster, tiny.model(), f"co2(tau={tau},delay={delay})")
+    kernels = 2000 * (4 * 4 + 2) / 1e12 + 2000 * (4 * 8 + 2) / 1e12  # displacement, outer
+    exposed = max(0.0, average - delay * local_step())
+    assert found.steady
+    assert found.exposed_comm_s == pytest.approx(exposed, rel=1e-9, abs=1e-15)
+    assert found.round_time_s == pytest.approx(tau * local_step() + kernels + exposed, rel=1e-9)
+
+
+def test_what_is_kept_and_predicted_changes_no_schedule() -> None:
+    """`keep` and `predict` are arithmetic: all that is simulated is the same."""
+    plain = tiny.schedule("co2(tau=4,delay=2)")
+    other = tiny.schedule("co2(tau=4,delay=2,keep=0.5,predict=0.25)")
+    assert other.body == plain.body
+    assert other.name == "co2(tau=4, delay=2, keep=0.5, predict=0.25)"
 
 
 @pytest.mark.parametrize("strategy", ["co2", "slowmo", "local_sgd", "overlap_local_sgd", "diloco"])
@@ -417,6 +482,19 @@ def test_a_strategy_reads_back_from_its_title(text: str) -> None:
         ("diloco(tau=4,fragments=5)", "must be 1 to tau=4"),
         ("diloco(tau=4,delay=4)", "0 to tau-1=3"),
         ("diloco(scale_block=0)", "at least 1"),
+        ("co2(delay=0)", "delay is 0; it must be 1 to 12"),
+        ("co2(tau=4,delay=5)", "delay is 5; it must be 1 to 4"),
+        ("co2(delay=soon)", "it must be a whole number, or auto, or none"),
+        ("co2(delay=2.5)", "it must be a whole number, or auto, or none"),
+        ("co2(delay=2,staleness=2)", "staleness=2 does not apply with delay"),
+        ("co2(delay=2,keep=1.5)", "keep is 1.5; it must be 0 to 1"),
+        ("co2(delay=2,predict=-1)", "predict is -1.0; it must be 0 to 1"),
+        ("co2(delay=2,keep=nan)", "keep is 'nan'; it must be a number"),
+        ("co2(keep=0.5)", "give delay"),
+        ("co2(predict=0.5)", "give delay"),
+        ("co2(tau=auto)", "tau=auto needs a delay"),
+        ("slowmo(tau=auto)", "must be a whole number"),
+        ("co2(worker=node,average=leader,dtype=int8)", "average=leader does not quantize"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(text: str, said: str) -> None:
@@ -427,11 +505,21 @@ def test_wrong_options_are_refused_in_one_line(text: str, said: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("options", ["delay=auto", "tau=auto,delay=2", "tau=auto,delay=auto"])
+def test_a_number_that_is_still_to_be_chosen_has_no_schedule(options: str) -> None:
+    """`auto` reads back, but only a simulation of the cluster makes a number of it."""
+    strategy = strategies.parse(f"co2({options})")
+    assert strategies.parse(title(strategy)) == strategy
+    with pytest.raises(OptionError, match=r"=auto is chosen by simulation .*; give a number"):
+        strategy.schedule(tiny.job(), Layout(2, 2))
+
+
 @pytest.mark.parametrize(
     ("kind", "option"),
     [
         ("co2", "tau"),
         ("co2", "staleness"),
+        ("co2", "delay"),
         ("diloco", "fragments"),
         ("zero1", "bucket"),
         ("zero3", "prefetch"),

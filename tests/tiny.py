@@ -47,6 +47,14 @@ VARIANTS = [
     "co2(tau=2,worker=node,inner=zero1)",
     "co2(tau=2,worker=node,inner=zero3)",
     "co2(tau=2,worker=node,average=leader)",
+    "co2(tau=2,dtype=int8)",
+    "co2(tau=3,delay=1,keep=0.5,predict=0.25)",
+    "co2(tau=3,delay=3)",
+    "co2(tau=3,delay=2,worker=node)",
+    "co2(tau=2,delay=1,worker=node,inner=ddp,dtype=int8)",
+    "co2(tau=2,delay=2,worker=node,inner=zero1,dtype=bf16)",
+    "co2(tau=2,delay=1,worker=node,inner=zero3)",
+    "co2(tau=2,delay=2,worker=node,average=leader)",
 ]
 """Every strategy, with the options that change the shape of its schedule."""
 

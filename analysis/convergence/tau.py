@@ -14,6 +14,7 @@ from co2sim.errors import OptionError
 from co2sim.grid import vary
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
+from co2sim.strategies.local import round_steps
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.strategies.slowmo import SlowMo
 from co2sim.study import run
@@ -129,7 +130,7 @@ def _timing(
     strategy = averaging(prepared.strategy)
     layout = prepared.cluster.layout
     return Timing(
-        tau=strategy.tau,
+        tau=round_steps(strategy),
         round_time=round_time,
         exposed=exposed,
         workers=layout.nodes if strategy.worker == "node" else layout.world_size,

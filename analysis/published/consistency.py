@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from analysis.published.cells import Cell
 from analysis.published.sensitivity import GROUP
-from co2sim.strategies import LocalSteps
+from co2sim.strategies.local import LocalSteps, round_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,4 +108,4 @@ def _nodes(cell: Cell) -> int:
 def _tau(cell: Cell) -> int:
     """Local steps of a round; 0 of data parallelism."""
     strategy = cell.setup.strategy
-    return strategy.tau if isinstance(strategy, LocalSteps) else 0
+    return round_steps(strategy) if isinstance(strategy, LocalSteps) else 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from types import UnionType
+from types import NoneType, UnionType
 from typing import (
     Any,
     ClassVar,
@@ -104,31 +104,52 @@ def strategy_options(made: type[Any]) -> list[tuple[str, str, str]]:
     hints = get_type_hints(made)
     rows = []
     for option in fields(made):
-        choices = _choices(hints[option.name])
-        number = "a whole number" if hints[option.name] is int else "a number"
         default = "none" if option.default is None else str(option.default).lower()
-        rows.append((option.name, default, ", ".join(choices) if choices else number))
+        rows.append((option.name, default, _allowed(hints[option.name])))
     return rows
 
 
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """The types that an option may have."""
+    return get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
+
+
+def _allowed(hint: Any) -> str:
+    """What an option may be, in words."""
+    numbers = {int: "a whole number", float: "a number"}
+    return ", ".join(
+        [*(numbers[kind] for kind in _kinds(hint) if kind in numbers), *_choices(hint)]
+    )
+
+
 def _choices(hint: Any) -> dict[str, Any]:
-    """The values of an option that has only some, by their text; empty for numbers."""
-    if get_origin(hint) in {Union, UnionType}:
-        kind = next(kind for kind in get_args(hint) if kind is not type(None))
-        return {**_choices(kind), "none": None}
-    if hint is DType:
-        return {str(kind): kind for kind in DType}
-    if hint is bool:
-        return {"true": True, "false": False}
-    return {choice: choice for choice in get_args(hint)}
+    """The values of an option that it may have beside numbers, by their text."""
+    found: dict[str, Any] = {}
+    for kind in _kinds(hint):
+        if kind is NoneType:
+            found["none"] = None
+        elif kind is DType:
+            found |= {str(one): one for one in DType}
+        elif kind is bool:
+            found |= {"true": True, "false": False}
+        else:
+            found |= {choice: choice for choice in get_args(kind)}
+    return found
 
 
 def _value(what: str, text: str, hint: Any) -> Any:
     """Read an option's value as its annotated type."""
-    text = text.lower()
-    if hint in {int, float}:
-        return convert.whole(what, text) if hint is int else convert.number(what, text)
-    choices = _choices(hint)
-    if text not in choices:
+    text, choices = text.lower(), _choices(hint)
+    if text in choices:
+        return choices[text]
+    reader = next((_READERS[kind] for kind in _kinds(hint) if kind in _READERS), None)
+    if reader is None:
         raise OptionError(f"{what} is {text!r}; it is one of {', '.join(choices)}")
-    return choices[text]
+    try:
+        return reader(what, text)
+    except OptionError as error:
+        others = "".join(f", or {choice}" for choice in choices)
+        raise OptionError(f"{error}{others}") from None
+
+
+_READERS = {int: convert.whole, float: convert.number}

@@ -1,19 +1,25 @@
 """CO2: local updates whose average is hidden behind the next round's steps."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from co2sim.errors import OptionError
+from co2sim.ranges import between
 from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
+    Auto,
     Averaged,
+    Averages,
     Inner,
     Replica,
     Unquantized,
     Worker,
     averaged_rounds,
     check,
+    round_steps,
+    settled,
 )
+from co2sim.strategies.quantized import QUANTIZED
 from co2sim.strategies.step import whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Workload
@@ -21,57 +27,90 @@ from co2sim.workload import Workload
 _MOST_STALENESS = 100
 """A rank keeps a buffer for every average in flight; so many rounds pass before a steady one."""
 
+_KEEP = 1.0
+_PREDICT = 0.0
+"""What is done with progress that was made while an average was under way: all of it is kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CO2:
     """`tau` local steps; the average launched after them is used `staleness` rounds later.
+
+    With `delay` it is used that many local steps later, and workers go on from where they are: x
+    becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (the mean displacement).
+    "auto" is chosen by simulation: the least delay that hides the average, the shortest such round.
 
     Where a node is the worker, `average` says who averages: "shares", every rank its share with
     its peers; "leader", the first rank of each node everything, which it broadcasts inside, as in
     the authors' code (github.com/weigao266/fairscale-CO2, gossip/co2.py). The outer step itself
     stays sharded over the ranks of a node.
 
-    Source: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
-    Overlap, ICLR 2024, arXiv 2401.16265.
+    Sources: Sun et al., CO2: Efficient Distributed Training with Full Communication-Computation
+    Overlap, ICLR 2024, arXiv 2401.16265; a delay in steps: Zhou et al. 2020, DaSGD, arXiv
+    2006.00441, with delay = tau Shen et al. 2019, CoCoD-SGD, arXiv 1906.12043.
     """
 
     name: ClassVar[str] = "co2"
 
-    tau: int = 12
+    tau: int | Auto = 12
     staleness: int = 1
+    delay: int | Auto | None = None
+    keep: float = _KEEP
+    predict: float = _PREDICT
     worker: Worker = "gpu"
     inner: Inner | None = None
-    dtype: Unquantized = DType.FP32
+    dtype: Unquantized | Literal[DType.INT8] = DType.FP32
     average: Averaged = "shares"
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
-        check(self)
+        check(self, quantized=frozenset({DType.INT8}))
         if self.staleness == 0:
             raise OptionError("co2: staleness is 0; it must be at least 1 (slowmo is staleness 0)")
         whole_options(self, "staleness", most=_MOST_STALENESS)
-        if self.average == "leader" and (self.worker != "node" or self.inner == "zero3"):
-            raise OptionError(
-                "average=leader needs worker=node, and an inner strategy that keeps parameters"
-                " whole: ddp, zero1 or zero2"
-            )
+        self._check_delay()
+        if self.average == "leader":
+            if self.worker != "node" or self.inner == "zero3":
+                raise OptionError(
+                    "average=leader needs worker=node, and an inner strategy that keeps parameters"
+                    " whole: ddp, zero1 or zero2"
+                )
+            if self.dtype in QUANTIZED:
+                raise OptionError(f"average=leader does not quantize: dtype={self.dtype}")
+
+    def _check_delay(self) -> None:
+        for option in ("keep", "predict"):
+            value = between(f"co2: {option}", getattr(self, option), 0, 1)
+            object.__setattr__(self, option, value)
+        if self.delay is None:
+            if (self.keep, self.predict) != (_KEEP, _PREDICT):
+                raise OptionError(
+                    "co2: keep and predict say how a late average is used: give delay"
+                )
+            if self.tau == "auto":
+                raise OptionError("co2: tau=auto needs a delay: a number, or auto")
+        elif self.staleness != 1:
+            raise OptionError(f"co2: staleness={self.staleness} does not apply with delay")
+        elif self.delay != "auto":
+            whole_options(self, "delay", most=None if self.tau == "auto" else self.tau)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """Wait for the old average, update momentum and anchor, launch the new average, go on."""
-        # reads x, average, anchor and momentum; writes momentum, anchor, x and the displacement
-        return averaged_rounds(
-            self,
-            job,
-            layout,
-            buffer="displacement",
-            tensors=8,
-            staleness=self.staleness,
-            averaged=self.average,
-        )
+        if self.delay is None:
+            # the outer step reads x, average, anchor and momentum; writes momentum, anchor, x and
+            # the displacement
+            fill, delay = 0, self.staleness * round_steps(self)
+        else:
+            # filling reads anchor and x; writes the displacement and a copy of x. The outer step
+            # reads average, momentum, anchor, x and the copy; writes momentum, anchor and x
+            fill, delay = 4, settled(self.name, "delay", self.delay)
+        plan = Averages(buffer="displacement", fill=fill, outer=8, delay=delay, by=self.average)
+        return averaged_rounds(self, job, layout, plan)
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
-        """The inner strategy, and anchor, momentum and one buffer per average in flight."""
+        """The inner strategy, anchor, momentum and averages in flight; x where one is delayed."""
         replica = Replica.of(self)
         whole = replica.ranks(layout) if self.average == "leader" else 1
-        copies = 2 + self.staleness * whole * self.dtype.bytes / DType.FP32.bytes
+        size = 1.0 if self.dtype in QUANTIZED else self.dtype.bytes / DType.FP32.bytes
+        copies = 2 + self.staleness * whole * size + (self.delay is not None)
         return replica.memory(job, layout, copies)

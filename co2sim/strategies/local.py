@@ -6,7 +6,7 @@ the fast links in every step, and each rank averages its share with its peers on
 the first rank of each node averages everything, and broadcasts it inside.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from co2sim.errors import OptionError
@@ -27,8 +27,8 @@ from co2sim.schedule import (
     Schedule,
 )
 from co2sim.strategies.ddp import DDP
-from co2sim.strategies.quantized import QUANTIZED
-from co2sim.strategies.step import COMM, COMPUTE, Step, chain, title, whole_options
+from co2sim.strategies.quantized import QUANTIZED, SCALE_BLOCK, recode, sum_received
+from co2sim.strategies.step import COMM, COMPUTE, Step, chain, cut, title, whole_options
 from co2sim.strategies.zero1 import Zero1
 from co2sim.strategies.zero2 import Zero2
 from co2sim.strategies.zero3 import Zero3
@@ -39,8 +39,10 @@ Worker: TypeAlias = Literal["gpu", "node"]
 Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
 Averaged: TypeAlias = Literal["shares", "leader"]
 Unquantized: TypeAlias = Literal[DType.FP32, DType.FP16, DType.BF16]
+Auto: TypeAlias = Literal["auto"]
+"""A number that is chosen for the cluster at hand."""
 
-_MOST_STEPS = 10_000
+MOST_STEPS = 10_000
 """A schedule holds every local step of a round."""
 
 OUTER = "outer"
@@ -61,7 +63,7 @@ class LocalSteps(Protocol):
     @property
     def name(self) -> str: ...  # noqa: D102
     @property
-    def tau(self) -> int: ...  # noqa: D102
+    def tau(self) -> int | Auto: ...  # noqa: D102
     @property
     def worker(self) -> Worker: ...  # noqa: D102
     @property
@@ -70,15 +72,29 @@ class LocalSteps(Protocol):
     def dtype(self) -> DType: ...  # noqa: D102
 
 
-def check(strategy: LocalSteps, *, quantized: bool = False) -> None:
-    """Refuse options that are out of range, or contradict each other."""
-    whole_options(strategy, "tau", most=_MOST_STEPS)
+def check(strategy: LocalSteps, quantized: frozenset[DType] = frozenset()) -> None:
+    """Refuse options out of range, in contradiction, or of a quantized type not among these."""
+    if strategy.tau != "auto":
+        whole_options(strategy, "tau", most=MOST_STEPS)
     if strategy.worker == "gpu" and strategy.inner is not None:
         raise OptionError(f"inner={strategy.inner} does not apply to worker=gpu; use worker=node")
-    if strategy.dtype in QUANTIZED and not quantized:
+    if strategy.dtype in QUANTIZED - quantized:
+        allowed = ", ".join([DType.FP32, DType.BF16, DType.FP16, *sorted(quantized)])
+        raise OptionError(f"{strategy.name}: dtype is {strategy.dtype}; it is one of {allowed}")
+
+
+def round_steps(strategy: LocalSteps) -> int:
+    """The local steps of a round. Raises OptionError where they are still to be chosen."""
+    return settled(strategy.name, "tau", strategy.tau)
+
+
+def settled(name: str, option: str, value: int | Auto) -> int:
+    """The value of an option. Raises OptionError where it is still to be chosen."""
+    if value == "auto":
         raise OptionError(
-            f"{strategy.name} does not quantize: dtype={strategy.dtype}; use fp32, bf16 or fp16"
+            f"{name}: {option}=auto is chosen by simulation (`co2sim run` names it); give a number"
         )
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +123,6 @@ class Replica:
         """Ranks that share one copy of the outer state."""
         return layout.gpus_per_node if self.worker == "node" else 1
 
-    def share(self, job: Workload, layout: Layout) -> int:
-        """Elements that each rank averages."""
-        return -(-job.parameters // self.ranks(layout))
-
     def step(self, job: Workload, layout: Layout) -> Step:
         """One local step."""
         if self.inner is None:
@@ -133,7 +145,9 @@ class Replica:
             states = model_states(job)
         else:
             states = self.inner.memory(job, Layout(1, layout.gpus_per_node))
-        return states | {"outer": copies * self.share(job, layout) * DType.FP32.bytes}
+        return states | {
+            "outer": copies * -(-job.parameters // self.ranks(layout)) * DType.FP32.bytes
+        }
 
 
 def outer_work(job: Workload, elements: int, tensors: int, kernel: str = "outer") -> Compute:
@@ -143,37 +157,99 @@ def outer_work(job: Workload, elements: int, tensors: int, kernel: str = "outer"
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averages:
+    """What is averaged once a round, and when it is used: `delay` local steps after its launch.
+
+    A kernel of its own fills `buffer` before the launch: it reads or writes `fill` fp32 values per
+    parameter. With `fill` 0 there is none: the parameters themselves are averaged, or, if the delay
+    is a round or more, the outer step fills the buffer that it has just read. The outer step reads
+    or writes `outer` fp32 values per parameter. With `fragments` > 1 parts of the model are
+    averaged one after the other, at evenly spread steps of the round.
+    """
+
+    buffer: str
+    outer: int
+    fill: int = 0
+    delay: int = 0
+    fragments: int = 1
+    by: Averaged = "shares"
+    scale_block: int = SCALE_BLOCK
+
+
+def launches(tau: int, fragments: int = 1) -> list[int]:
+    """The local step, counted from 0, after which the average of each fragment starts."""
+    return [tau * (number + 1) // fragments - 1 for number in range(fragments)]
+
+
 def averaged_rounds(
+    strategy: LocalSteps, job: Workload, layout: Layout, plan: Averages
+) -> Schedule:
+    """Local steps, and the averages between them. An outer step waits for the average it uses."""
+    if plan.fragments > job.parameters:
+        raise OptionError(f"fragments={plan.fragments} of {job.parameters} parameters")
+    replica, tau = Replica.of(strategy), round_steps(strategy)
+    launched: dict[int, list[Op]] = {}
+    used: dict[int, list[Op]] = {}
+    sizes = cut(job.parameters, plan.fragments)
+    for number, (at, elements) in enumerate(zip(launches(tau, plan.fragments), sizes, strict=True)):
+        suffix = str(number) if plan.fragments > 1 else ""
+        share = -(-elements // replica.ranks(layout))
+        launched[at] = _launch(strategy, job, layout, plan, elements, suffix)
+        rounds, step = divmod(at + plan.delay, tau)
+        waits = (After(launched[at][-1].name, rounds),)
+        outer = Op(f"outer{suffix}", outer_work(job, share, plan.outer), COMPUTE, waits)
+        used[step] = [outer, *replica.publish(job, layout, outer.name, elements)]
+    extras = {}
+    for step in launched.keys() | used.keys():
+        start, end = launched.get(step, []), used.get(step, [])
+        late = plan.delay >= tau
+        ops = [*end[:1], *start, *end[1:]] if late else [*start, *end]
+        # a filling kernel reads only what its own rank has just written
+        needs = [*end[:1], *([] if late or plan.fill else start[:1])]
+        extras[step] = Step(
+            ops,
+            tuple(op.name for op in needs),
+            tuple(op.name for op in end[-1:]),
+            regathers=plan.fragments == 1 and len(end) > 1,
+        )
+    return Schedule(title(strategy), chain(replica.step(job, layout), tau, extras), steps=tau)
+
+
+def _launch(
     strategy: LocalSteps,
     job: Workload,
     layout: Layout,
-    *,
-    buffer: str,
-    tensors: int,
-    staleness: int,
-    averaged: Averaged = "shares",
-) -> Schedule:
-    """Local steps, and an average of `buffer` that is used `staleness` rounds after its launch.
-
-    With staleness 0 the outer step waits for the average of its own round; else it waits for an
-    older one, and launches the next. It reads or writes `tensors` fp32 values per parameter.
-    """
-    replica = Replica.of(strategy)
-    share = replica.share(job, layout)
-    size, dtype = share, strategy.dtype
-    spread: list[Op] = []
-    group = replica.peers
-    if averaged == "leader" and replica.ranks(layout) > 1 and layout.nodes > 1:
-        size, group = job.parameters, LEADERS
-        spread = [Op("spread", Collective(Kind.BROADCAST, buffer, size, dtype, NODE), OUTER)]
-    launch = (After("outer"),) if staleness else ()
-    work = Collective(Kind.ALL_REDUCE, buffer, size, dtype, group)
-    averages = [Op("average", work, OUTER, launch), *spread]
-    waits = (After(averages[-1].name, staleness),)
-    outer = Op("outer", outer_work(job, share, tensors), COMPUTE, waits)
-    publish = replica.publish(job, layout, "outer", job.parameters)
-    ops = [outer, *averages, *publish] if staleness else [*averages, outer, *publish]
-    ends = (publish[-1].name,) if publish else ("outer",)
-    extra = Step(ops, (ops[0].name,), ends, regathers=bool(publish))
-    body = chain(replica.step(job, layout), strategy.tau, {strategy.tau - 1: extra})
-    return Schedule(title(strategy), body, steps=strategy.tau)
+    plan: Averages,
+    elements: int,
+    suffix: str,
+) -> list[Op]:
+    """Fill the buffer and average it: by all-reduce, or quantize, exchange, sum, gather."""
+    replica, dtype, blocks = Replica.of(strategy), strategy.dtype, plan.scale_block
+    buffer, group = f"{plan.buffer}{suffix}", replica.peers
+    share = -(-elements // replica.ranks(layout))
+    works: dict[str, Compute | Collective]
+    if dtype in QUANTIZED:
+        workers = replica.workers(layout)
+        works = {
+            "quantize": recode("quantize", share, DType.FP32, dtype, blocks),
+            "exchange": Collective(Kind.ALL_TO_ALL, buffer, share, dtype, group, blocks),
+            "sum": sum_received(share, workers, dtype, dtype, blocks),
+            "average": Collective(Kind.ALL_GATHER, buffer, share, dtype, group, blocks),
+            "dequantize": recode("dequantize", share, dtype, DType.FP32, blocks),
+        }
+    elif plan.by == "leader" and replica.ranks(layout) > 1 and layout.nodes > 1:
+        works = {
+            "average": Collective(Kind.ALL_REDUCE, buffer, elements, dtype, LEADERS),
+            "spread": Collective(Kind.BROADCAST, buffer, elements, dtype, NODE),
+        }
+    else:
+        works = {"average": Collective(Kind.ALL_REDUCE, buffer, share, dtype, group)}
+    ops = [Op(f"{name}{suffix}", work, OUTER) for name, work in works.items()]
+    if plan.fill:
+        kernel = outer_work(job, share, plan.fill, kernel=plan.buffer)
+        fill = Op(buffer, kernel, COMPUTE)
+        return [fill, replace(ops[0], after=(After(fill.name),)), *ops[1:]]
+    if plan.delay:
+        return [replace(ops[0], after=(After(f"outer{suffix}"),)), *ops[1:]]
+    return ops

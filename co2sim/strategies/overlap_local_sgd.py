@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from co2sim.schedule import DType, Layout, Schedule
-from co2sim.strategies.local import Inner, Replica, Unquantized, Worker, averaged_rounds, check
+from co2sim.strategies.local import (
+    Averages,
+    Inner,
+    Replica,
+    Unquantized,
+    Worker,
+    averaged_rounds,
+    check,
+)
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
@@ -30,7 +38,8 @@ class OverlapLocalSGD:
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """Wait for the old average, update the anchor, pull, launch the next average."""
         # reads x, average, anchor and momentum; writes momentum, anchor, x and the buffer
-        return averaged_rounds(self, job, layout, buffer="parameters", tensors=8, staleness=1)
+        plan = Averages(buffer="parameters", outer=8, delay=self.tau)
+        return averaged_rounds(self, job, layout, plan)
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """The inner strategy, and anchor, anchor momentum and the buffer in flight."""

@@ -5,6 +5,8 @@ from co2sim.units import Bytes
 
 QUANTIZED = frozenset({DType.INT8, DType.INT4})
 """Types that carry one fp32 scale per block."""
+SCALE_BLOCK = 2048
+"""Elements of a block, unless an option says otherwise."""
 
 
 def stored_bytes(elements: float, dtype: DType, scale_block: int) -> Bytes:

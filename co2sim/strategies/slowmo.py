@@ -4,7 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from co2sim.schedule import DType, Layout, Schedule
-from co2sim.strategies.local import Inner, Replica, Unquantized, Worker, averaged_rounds, check
+from co2sim.strategies.local import (
+    Averages,
+    Inner,
+    Replica,
+    Unquantized,
+    Worker,
+    averaged_rounds,
+    check,
+)
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
@@ -30,7 +38,8 @@ class SlowMo:
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """Local steps, average, momentum."""
         # reads average, anchor and momentum; writes momentum, anchor and x
-        return averaged_rounds(self, job, layout, buffer="parameters", tensors=6, staleness=0)
+        plan = Averages(buffer="parameters", outer=6)
+        return averaged_rounds(self, job, layout, plan)
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
         """The inner strategy, and anchor, momentum and one buffer for the average."""

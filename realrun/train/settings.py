@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from co2sim.errors import OptionError
 from co2sim.ranges import between, whole
 from co2sim.strategies import Strategy, parse
-from co2sim.strategies.local import LocalSteps
+from co2sim.strategies.local import LocalSteps, round_steps
 from co2sim.strategies.step import title
 from realrun.checks import one_of
 from realrun.train import outer
@@ -109,7 +109,7 @@ class TrainSettings:
     def round(self) -> int:
         """Steps between averages: tau, or 1."""
         strategy = self.parsed
-        return strategy.tau if isinstance(strategy, LocalSteps) else 1
+        return round_steps(strategy) if isinstance(strategy, LocalSteps) else 1
 
     @property
     def last(self) -> int:
