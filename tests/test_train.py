@@ -265,6 +265,7 @@ def test_settings_refuse_in_words(changes: dict[str, object], said: str) -> None
         ("zeropp:max_live=10", "zeropp: max_live cannot"),
         ("diloco:scale_block=64,dtype=int8", "diloco: scale_block cannot"),
         ("co2:dtype=fp16", "dtype=fp16 cannot"),
+        ("co2:tau=auto,delay=auto", "tau=auto is chosen by simulation, not by training"),
         ("co2:worker=node,inner=zero1", "inner=zero1 cannot"),
     ],
 )

@@ -20,6 +20,7 @@ OUTER: dict[str, dict[str, str]] = {
     "diloco:tau=2,dtype=int8": GENTLE,
     "diloco:tau=4,fragments=2,delay=1,dtype=int4": GENTLE,
     "co2:tau=2": GENTLE,
+    "co2:tau=4,delay=2,keep=0.5,predict=0.5": {},
 }
 
 
@@ -31,6 +32,7 @@ def learned(first: float, last: float) -> bool:
 NODES = [f"local_sgd:tau=2,worker=node,inner={name}" for name in ("ddp", "zero2", "zero3")]
 RESUMED = [
     *("ddp", "zeropp", "co2:tau=4", "overlap_local_sgd:tau=4"),
+    "co2:tau=4,delay=3,worker=node,inner=zero2",
     "co2:tau=4,worker=node,inner=zero2",
 ]
 

@@ -167,9 +167,7 @@ def read(folder: Path) -> tuple[LogRow, ...]:
 def _row(texts: Mapping[str, str]) -> LogRow:
     whole = {"step", "tokens", "rounds", "bytes_sent", "late", "delay"}
     values: dict[str, Any] = {
-        name: (int(texts[name]) if name in whole else float(texts[name]))
-        if texts.get(name)
-        else None
+        name: (int(texts[name]) if name in whole else float(texts[name])) if texts[name] else None
         for name in _NAMES
     }
     return LogRow(**values)

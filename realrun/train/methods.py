@@ -258,7 +258,8 @@ def _outer(
     options: dict[str, Any] = outer.arguments(strategy.name, settings.outer)
     options |= {"tau": strategy.tau, "dtype": str(strategy.dtype)}
     if isinstance(strategy, CO2):
-        options["staleness"] = strategy.staleness
+        options |= {"staleness": strategy.staleness, "delay": strategy.delay}
+        options |= {"keep": strategy.keep, "predict": strategy.predict}
     if isinstance(strategy, DiLoCo):
         options |= {"fragments": strategy.fragments, "delay": strategy.delay}
     kind = _ALGORITHMS[strategy.name]
