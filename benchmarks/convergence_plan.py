@@ -7,6 +7,10 @@ from typing import Any
 
 import pandas as pd
 
+from co2sim.strategies import parse
+from co2sim.strategies.co2 import CO2
+from co2sim.strategies.local import LocalSteps
+
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
 RATES = (2.5e-3, 5e-3, 1e-2)
@@ -31,6 +35,10 @@ OUTER = {
 
 The gain of CO2's, lr / (1 - momentum), is 1, 2 or 1/2: a delayed step may need to be a smaller one.
 """
+
+
+KEPT = ("keep=1", "keep=0.5,predict=0.5", "keep=0.75,predict=0.25")
+"""What CO2 with a delay keeps and predicts, to choose from; its gain stays 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +81,27 @@ class Configuration:
     @property
     def tau(self) -> int:
         """Steps of a round."""
-        return int(self.strategy.partition("tau=")[2] or 1)
+        strategy = parse(self.strategy)
+        return int(strategy.tau) if isinstance(strategy, LocalSteps) else 1
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Outer steps to choose from."""
-        return OUTER.get(self.kind, ("",))
+        """Outer steps to choose from; where workers keep progress, how much."""
+        return KEPT if self.keeps else OUTER.get(self.kind, ("",))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a choice is part of the strategy: CO2 with a delay."""
+        strategy = parse(self.strategy)
+        return isinstance(strategy, CO2) and strategy.delay is not None
+
+    def trained(self, choice: str) -> str:
+        """The strategy with a choice that is part of it."""
+        return f"{self.strategy},{choice}" if self.keeps else self.strategy
 
     def outer(self, choice: str, lr: float) -> str:
         """The options of the outer step in full."""
-        options = [choice] if choice else []
+        options = [choice] if choice and not self.keeps else []
         options += [f"{name}={value}" for name, value in self.extra.items()]
         if self.clips:
             options.append(f"clip={CLIP * lr * self.tau:.4g}")
@@ -101,6 +120,10 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
         ):
             name = f"CO2 {tau}, {words}"
             found.append(Configuration(name, f"co2:tau={tau}", {"gap": gap}, clips))
+    for tau, delay in ((2, 1), (12, 1), (12, 4), (12, 12)):
+        found.append(Configuration(f"CO2 delay {delay}, tau {tau}", f"co2:tau={tau},delay={delay}"))
+    streamed = "diloco:tau=12,fragments=3,delay=4"
+    found.append(Configuration("Streaming DiLoCo delay 4, tau 12", streamed))
     for name, kind in (
         ("SlowMo 12", "slowmo"),
         ("DiLoCo 12", "diloco"),
@@ -109,7 +132,7 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
     ):
         found.append(Configuration(name, f"{kind}:tau=12"))
     if budget.quick:
-        names = {"AdamW-DDP", "CO2 12, gap + clip"}
+        names = {"AdamW-DDP", "CO2 12, gap + clip", "CO2 delay 4, tau 12"}
         return [one for one in found if one.name in names]
     return found
 

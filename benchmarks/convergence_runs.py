@@ -45,7 +45,7 @@ def one_run(ask: Ask, budget: StudyBudget, world: World, out: Path) -> dict[str,
     """Train once; the row of the table of runs."""
     outer = ask.configuration.outer(ask.choice, ask.lr)
     settings = TrainSettings(
-        strategy=ask.configuration.strategy,
+        strategy=ask.configuration.trained(ask.choice),
         size=budget.size,
         steps=budget.steps,
         batch=budget.batch,
@@ -62,7 +62,7 @@ def one_run(ask: Ask, budget: StudyBudget, world: World, out: Path) -> dict[str,
         "choice": ask.choice,
         "lr": f"{ask.lr:g}",
         "seed": str(ask.seed),
-        "strategy": ask.configuration.strategy,
+        "strategy": ask.configuration.trained(ask.choice),
         "outer": outer,
     }
     began = time.monotonic()

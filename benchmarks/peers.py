@@ -4,10 +4,11 @@
     sudo python benchmarks/peers.py --rate "1000 Mbit/s" --steps 480
     sudo python benchmarks/peers.py --quick                # one of them, a few steps
 
-torch DDP, torch's post-local SGD, LocalSGD and DiLoCo of torchft, and our LocalSGD, DiLoCo and CO2
-train the same GPT from the same weights on the same samples with the same AdamW: a local step is
-the same code for all. Settings are equal where the algorithms are; none is tuned. torchft comes
-with pip install '.[peers]'; what is not installed, or fails, is said in the table.
+torch DDP, torch's post-local SGD, LocalSGD and DiLoCo of torchft, and our LocalSGD, DiLoCo,
+Streaming DiLoCo and CO2, as published and with a delay, train the same GPT from the same weights on
+the same samples with the same AdamW: a local step is the same code for all. Settings are equal
+where the algorithms are; none is tuned. torchft comes with pip install '.[peers]'; what is not
+installed, or fails, is said in the table.
 
 Each runs twice: a short time first, so that nothing is measured that happens only once. Seconds
 are rank 0's between two barriers. The loss is the validation loss of the mean of the workers.
@@ -33,8 +34,10 @@ from peers_methods import (
     TAU,
     Attach,
     our_co2,
+    our_co2_delayed,
     our_diloco,
     our_local,
+    our_streaming_diloco,
     torch_ddp,
     torch_post_local,
     torchft_diloco,
@@ -59,7 +62,9 @@ PEERS: dict[str, Attach] = {
     "torch post-local SGD": torch_post_local,
     "our LocalSGD": our_local,
     "our DiLoCo": our_diloco,
+    "our Streaming DiLoCo": our_streaming_diloco,
     "our CO2": our_co2,
+    "our CO2, delay auto": our_co2_delayed,
     "torchft LocalSGD": torchft_local,
     "torchft DiLoCo": torchft_diloco,
 }
@@ -134,7 +139,7 @@ def report(frame: pd.DataFrame, rate: str, steps: int) -> str:
 
 {NODES} nodes at {rate}, a GPT of {GPTS[SIZE].parameters:,} parameters, {steps} steps of {BATCH} x\
  {GPTS[SIZE].context} characters, AdamW at {LR:g}, tau {TAU}; outer lr {OUTER_LR:g} and momentum\
- {OUTER_MOMENTUM:g} (CO2: its defaults, 0.5 and 0). torchft-nightly:\
+ {OUTER_MOMENTUM:g} (CO2: its defaults, 0.5 and 0, with a delay 1 and 0). torchft-nightly:\
  {installed("torchft-nightly")}. {machine()}
 
 {table(rows)}
@@ -153,7 +158,7 @@ def main() -> None:
     names = {name: attach for name, attach in PEERS.items() if given.only in name}
     steps = given.steps
     if given.quick:
-        steps, names = 2 * TAU, {"our CO2": our_co2}
+        steps, names = 2 * TAU, {"our CO2, delay auto": our_co2_delayed}
     with folder(given) as out:
         if "RANK" in os.environ:
             run_rank(steps, names, out)

@@ -28,6 +28,7 @@ from realrun.execute.world import World
 NODES = 4
 TAU = 12
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
+FRAGMENTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,31 @@ def our_co2(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[At
         outer_lr=0.5,
         outer_momentum=0.0,
         gap="gap_aware",
+        timeout=world.deadline,
+    ):
+        yield Attached(model, optimizer)
+
+
+@contextmanager
+def our_co2_delayed(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
+    """CO2 whose averages are used as soon as they may be there."""
+    with CO2(model, optimizer, tau=TAU, delay="auto", timeout=world.deadline):
+        yield Attached(model, optimizer)
+
+
+@contextmanager
+def our_streaming_diloco(
+    model: nn.Module, optimizer: Optimizer, world: World
+) -> Iterator[Attached]:
+    """DiLoCo in fragments, each of which is used late: as many steps as it takes."""
+    with DiLoCo(
+        model,
+        optimizer,
+        tau=TAU,
+        outer_lr=OUTER_LR,
+        outer_momentum=OUTER_MOMENTUM,
+        fragments=FRAGMENTS,
+        delay="auto",
         timeout=world.deadline,
     ):
         yield Attached(model, optimizer)
