@@ -101,6 +101,7 @@ def equal(world: World) -> list[str]:
         ("CO2", {"dtype": "int8", "staleness": 2}),
         ("CO2", {"delay": 1, "keep": 0.5, "predict": 0.5}),
         ("CO2", {"dtype": "int8", "delay": 3}),
+        ("CO2", {"delay": 2, "fragments": 3}),
         ("CO2", {"dtype": "bf16", "delay": 2, "keep": 0.3}),
         ("OverlapLocalSGD", {}),
     ):
@@ -365,6 +366,7 @@ def resume(world: World, folder: str) -> list[str]:
             ("SlowMo", {}),
             ("OverlapLocalSGD", {}),
             ("CO2", {"delay": 1, "dtype": "int8"}),
+            ("CO2", {"delay": 2, "fragments": 3}),
             ("CO2", {"delay": 2, "keep": 0.5, "predict": 0.5}),
         ):
             every = [(cut, "save") for cut in range(2, 6)] if "delay" in options else []
@@ -411,11 +413,12 @@ def _resumed(world: World, case: dict[str, Any], cut: int, folder: Path, way: st
 
 def chosen_delay(world: World) -> dict[str, Any]:
     """Rank r sees averages r + 1 steps after their launch: the delays taken, and after resuming."""
-    arrived, asked = Flight.arrived, Counter[int]()
+    arrived, asked = Flight.arrived, Counter[tuple[int, int]]()
 
     def seen(self: Flight) -> bool:
-        asked[self.round] += 1
-        return asked[self.round] > world.rank
+        one = (self.round, self.vector.data_ptr())
+        asked[one] += 1
+        return asked[one] > world.rank
 
     Flight.arrived = seen  # type: ignore[method-assign]
     try:

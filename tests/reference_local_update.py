@@ -74,27 +74,30 @@ def late_co2(  # noqa: PLR0913 - the symbols of the algorithm
     keep: float = 1.0,
     predict: float = 0.0,
     phi: float | None = None,
+    fragments: int = 1,
 ) -> Vector:
     """CO2 whose averages are used d local steps after their launch, without a restart.
 
-    `step` makes one local step, the third argument is its number in the run.
+    `step` makes one local step, the third argument is its number in the run. Fragments are shares
+    of the elements; number i launches after step tau (i + 1) // fragments of a round.
     """
-    x, anchor, m = [x0] * workers, x0, np.zeros_like(x0)
-    flying = None
+    x, anchor, m = np.array([x0] * workers), x0.copy(), np.zeros_like(x0)
+    ends = [len(x0) * (i + 1) // fragments for i in range(fragments)]
+    spans = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
+    flying: dict[int, tuple[slice, Vector, Vector]] = {}
     history = []
     for k in range(1, rounds * tau + 1):
-        x = [step(i, x[i], k - 1) for i in range(workers)]
-        if flying and k == flying[0] + d:
-            _, mean, launched = flying
-            m = beta * m + mean
-            m = m if phi is None else np.clip(m, -phi, phi)
-            anchor = anchor - alpha * m
-            x = [
-                anchor + keep * (now - then) - predict * d / tau * mean
-                for now, then in zip(x, launched, strict=True)
-            ]
+        x = np.array([step(i, x[i], k - 1) for i in range(workers)])
+        if k - d in flying:
+            span, mean, launched = flying.pop(k - d)
+            m[span] = beta * m[span] + mean
+            m[span] = m[span] if phi is None else np.clip(m[span], -phi, phi)
+            anchor[span] -= alpha * m[span]
+            x[:, span] = anchor[span] + keep * (x[:, span] - launched) - predict * d / tau * mean
+        for i, span in enumerate(spans):
+            if (k - tau * (i + 1) // fragments) % tau == 0:
+                flying[k] = (span, np.mean(anchor[span] - x[:, span], axis=0), x[:, span].copy())
         if k % tau == 0:
-            flying = (k, np.mean([anchor - one for one in x], axis=0), x)
             history.append(x)
     return np.array(history)
 

@@ -99,9 +99,9 @@ def test_a_parameter_that_did_not_move_has_no_displacement(
 def test_a_vector_is_cut_where_the_type_changes() -> None:
     """Parts of a span, in order and without a gap, each of one dtype."""
     flat = Flat.of([("a", torch.zeros(5)), ("b", torch.zeros(4, dtype=torch.bfloat16))])
-    assert list(flat.parts(slice(3, 8))) == [
-        (torch.float32, slice(3, 5)),
-        (torch.bfloat16, slice(5, 8)),
+    assert list(flat.parts(3, 5)) == [
+        (torch.float32, slice(0, 2)),
+        (torch.bfloat16, slice(2, 5)),
     ]
 
 
@@ -115,7 +115,9 @@ def test_a_vector_is_cut_where_the_type_changes() -> None:
         ({"delay": 2, "keep": 1.5}, "keep is 1.5; it must be 0 to 1"),
         ({"delay": 2, "predict": -1}, "predict is -1; it must be 0 to 1"),
         ({"delay": 2, "staleness": 2}, "staleness is 2, but delay=2 says when"),
-        ({"keep": 0.5}, "keep and predict need delay"),
+        ({"delay": 2, "fragments": 13}, "fragments is 13; it must be 1 to 12"),
+        ({"delay": 2, "fragments": 2, "gap": "gap_aware"}, "needs norms of the whole model"),
+        ({"keep": 0.5}, "keep, predict and fragments need delay"),
     ],
 )
 def test_options_of_late_averages_out_of_range(options: dict[str, Any], words: str) -> None:

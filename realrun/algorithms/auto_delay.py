@@ -1,7 +1,7 @@
 """How many local steps an average takes: measured on the first ones, the same on all ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,52 +12,81 @@ SAMPLES = 3
 """Averages that are measured; the slowest on any rank decides."""
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One average: of which fragment, after which step of the run, and how long it may take."""
+
+    fragment: int
+    step: int
+    delay: int
+
+    @property
+    def due(self) -> int:
+        """The step after which it is used."""
+        return self.step + self.delay
+
+
+@dataclass
 class AutoDelay:
     """Looks after every local step which averages have arrived, until enough were seen.
 
     Until then averages are used a whole round late. The very first is not counted: it opens
-    connections. Nor is one that something else waited for, such as an evaluation.
+    connections. Nor are those that something else waited for, such as an evaluation. `took` are the
+    local steps that averages under way took, by their launch; 0 where that cannot be told.
     """
 
-    def __init__(self, tau: int, links: Links) -> None:
-        """Nothing is known yet."""
-        self._tau, self._links = tau, links
-        self._uses, self._samples, self._slowest = 0, 0, 0
-        self._took: int | None = None
-        self._spoiled = False
+    tau: int
+    links: Links
+    measures: bool
+    uses: int = 0
+    samples: int = 0
+    slowest: int = 0
+    took: dict[int, int] = field(default_factory=dict)
 
-    def look(self, now: int, flights: Sequence[Flight], launches: Sequence[Any]) -> None:
-        """After a local step: see whether the average is there."""
-        if not flights or self._took is not None:
+    def look(self, now: int, under_way: Sequence[tuple[Launch, Flight]]) -> None:
+        """After a local step: note which averages are there."""
+        if not self.measures:
             return
-        vector = flights[0].vector
-        if vector.is_cuda:  # the host may be steps ahead
-            torch.cuda.current_stream(vector.device).synchronize()
-        if flights[0].arrived():
-            self._took = max(1, now - launches[0].step)
+        missing = [pair for pair in under_way if pair[0].step not in self.took]
+        if missing and missing[0][1].vector.is_cuda:  # the host may be steps ahead
+            torch.cuda.current_stream(missing[0][1].vector.device).synchronize()
+        for launch, flight in missing:
+            if flight.arrived():
+                self.took[launch.step] = max(1, now - launch.step)
 
-    def disturbed(self, flights: Iterable[Flight]) -> None:
+    def disturbed(self, under_way: Sequence[tuple[Launch, Flight]]) -> None:
         """Averages under way are about to be waited for."""
-        if self._took is None and not all(flight.arrived() for flight in flights):
-            self._spoiled = True
+        for launch, flight in under_way if self.measures else ():
+            if not flight.arrived():
+                self.took.setdefault(launch.step, 0)
 
-    def used(self) -> int | None:
-        """An average was used. All ranks call this; gives the delay once it is known."""
-        counted = self._uses > 0 and not self._spoiled
-        if counted:
-            self._samples += 1
-            self._slowest = max(self._slowest, self._took or self._tau)
-        self._uses += 1
-        self._took, self._spoiled = None, False
-        fewest, slowest = self._links.largest([-float(self._samples), float(self._slowest)])
-        return min(self._tau, int(slowest)) if -fewest >= SAMPLES else None
+    def used(self, launch: Launch) -> int | None:
+        """An average was used. All ranks call this; gives the delay when it is known, once."""
+        if not self.measures:
+            return None
+        took = self.took.pop(launch.step, self.tau)
+        if self.uses and took:
+            self.samples += 1
+            self.slowest = max(self.slowest, took)
+        self.uses += 1
+        fewest, slowest = self.links.largest([-float(self.samples), float(self.slowest)])
+        self.measures = -fewest < SAMPLES
+        return None if self.measures else min(self.tau, int(slowest))
 
     def numbers(self) -> dict[str, float]:
         """To be saved."""
-        return {"uses": self._uses, "samples": self._samples, "slowest": self._slowest}
+        return {
+            "measures": self.measures,
+            "uses": self.uses,
+            "samples": self.samples,
+            "slowest": self.slowest,
+        }
 
-    def go_on(self, numbers: Mapping[str, float]) -> None:
-        """Go on from what was saved. An average under way then was waited for."""
-        self._uses, self._samples = int(numbers["uses"]), int(numbers["samples"])
-        self._slowest = int(numbers["slowest"])
-        self._took, self._spoiled = None, True
+    def go_on(
+        self, numbers: Mapping[str, float], under_way: Sequence[tuple[Launch, Flight]]
+    ) -> None:
+        """Go on from what was saved; averages that were under way then were waited for."""
+        self.measures = bool(numbers["measures"])
+        self.uses, self.samples = int(numbers["uses"]), int(numbers["samples"])
+        self.slowest = int(numbers["slowest"])
+        self.took = {launch.step: 0 for launch, _ in under_way}

@@ -42,6 +42,7 @@ class CO2Rule:
     delay: Delay | None = None
     keep: float = 1.0
     predict: float = 0.0
+    fragments: int = 1
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
@@ -56,15 +57,19 @@ class CO2Rule:
             raise OptionError(
                 f"staleness is {self.staleness}, but delay={self.delay} says when averages are used"
             )
-        if self.delay is None and (self.keep, self.predict) != (1.0, 0.0):
-            raise OptionError("keep and predict need delay: without it workers start anew")
+        if self.delay is None and (self.keep, self.predict, self.fragments) != (1.0, 0.0, 1):
+            raise OptionError("keep, predict and fragments need delay: without it workers restart")
+        if self.fragments > 1 and self.gap == "gap_aware":
+            raise OptionError("gap='gap_aware' needs norms of the whole model, not of fragments")
 
     @property
     def late(self) -> Late | None:
         """With a delay averages are used while the next round runs."""
         if self.delay is None:
             return None
-        return Late(delay=self.delay, keep=self.keep, predict=self.predict)
+        return Late(
+            delay=self.delay, keep=self.keep, predict=self.predict, fragments=self.fragments
+        )
 
     @property
     def clips(self) -> bool:
@@ -136,11 +141,15 @@ class CO2(LocalUpdate):
     goes on from x <- anchor + keep (x - l) - predict (delay / tau) D: it keeps that share of what
     it has learned since, and `predict` replaces more of it by what all learned on average a moment
     ago. With keep=1 and a gain of 1, the default here, the mean of all workers moves exactly as in
-    LocalSGD, and only their agreement is late. "auto" measures the first averages, in which it is
-    tau, and then takes the fewest steps that leave none to wait for, the same on all ranks
-    (`stats().delay`). An average that takes longer is waited for (`stats().late`). keep=1, gain 1:
-    DaSGD (Zhou et al. 2020, arXiv 2006.00441), with delay=tau CoCoD-SGD (Shen et al. 2019, arXiv
-    1906.12043).
+    LocalSGD, and only their agreement is late. `fragments` cuts the model into so many parts, which
+    launch at evenly spread steps of a round: each takes less time to arrive, so that its delay is
+    shorter, and the network is used evenly.
+
+    delay="auto" measures the first averages, in which it is tau, and then takes the fewest steps
+    that leave none to wait for, the same on all ranks (`stats().delay`). There are tau fragments
+    then by default, one for each step. An average that takes longer is waited for (`stats().late`).
+    keep=1 and gain 1 are DaSGD (Zhou et al. 2020, arXiv 2006.00441), with delay=tau CoCoD-SGD (Shen
+    et al. 2019, arXiv 1906.12043).
 
     `gap` and `penalty`: see CO2Rule; a penalty other than 1 needs gap="constant".
 
@@ -168,6 +177,7 @@ class CO2(LocalUpdate):
         delay: Delay | None = None,
         keep: float = 1.0,
         predict: float = 0.0,
+        fragments: int | None = None,
         **common: Unpack[Common],
     ) -> None:
         rule = CO2Rule(
@@ -180,6 +190,7 @@ class CO2(LocalUpdate):
             delay=delay,
             keep=keep,
             predict=predict,
+            fragments=(tau if delay == "auto" else 1) if fragments is None else fragments,
         )
         if rule.late:
             rule.late.check(whole("tau", tau, 1))

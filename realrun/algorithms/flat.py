@@ -67,6 +67,10 @@ class Section:
                 yield part, vector[low - first : high - first]
             at += member.elements
 
+    def row(self, element: int) -> int:
+        """The place in the section's row of an element of this rank's vector."""
+        return self.first + element - self.start
+
     @property
     def whole(self) -> int:
         """Elements of the whole row."""
@@ -121,25 +125,39 @@ class Flat:
         return torch.zeros(self.elements, device=self.device)
 
     @torch.no_grad()
-    def read(self, vector: Tensor) -> None:
-        """`vector` <- what the model holds."""
-        for section in self.sections:
-            own = section.own(vector)
-            pairs = list(section.pieces(own, section.first, section.first + section.size))
+    def read(self, vector: Tensor, start: int = 0) -> None:
+        """`vector` <- elements from `start` on of what the model holds."""
+        for section, low, high in self._within(start, len(vector)):
+            first, last = section.row(low), section.row(high)
+            pairs = list(section.pieces(vector[low - start : high - start], first, last))
             if pairs:
                 torch._foreach_copy_([there for _, there in pairs], [live for live, _ in pairs])
 
     @torch.no_grad()
-    def write(self, vector: Tensor) -> None:
-        """The model <- `vector`, rounded; ranks that share replicated parameters gather them."""
-        for section in self.sections:
-            values, first = section.own(vector), section.first
-            last = first + section.size
+    def write(self, vector: Tensor, start: int = 0) -> None:
+        """Elements from `start` on of the model <- `vector`, rounded.
+
+        Ranks that share replicated parameters gather them: whole, whatever is written.
+        """
+        if len(vector) < self.elements and any(section.share for section in self.sections):
+            whole = self.empty()
+            self.read(whole)
+            whole[start : start + len(vector)].copy_(vector)
+            vector, start = whole, 0
+        for section, low, high in self._within(start, len(vector)):
+            values = vector[low - start : high - start]
+            first, last = section.row(low), section.row(high)
             if section.share:
                 values, first, last = self._gather(section, values), 0, section.whole
             pairs = list(section.pieces(values, first, last))
             if pairs:
                 torch._foreach_copy_([live for live, _ in pairs], [here for _, here in pairs])
+
+    def _within(self, start: int, elements: int) -> Iterator[tuple[Section, int, int]]:
+        """Sections, and the elements from `start` on that are theirs: first and last of them."""
+        for section in self.sections:
+            low = max(section.start, start)
+            yield section, low, max(low, min(section.start + section.size, start + elements))
 
     def _gather(self, section: Section, own: Tensor) -> Tensor:
         """The section's whole row, in its dtype, from all ranks of the worker."""
@@ -175,13 +193,14 @@ class Flat:
             ):
                 torch.sub(start.to(section.dtype), here, out=here)
 
-    def parts(self, span: slice) -> Iterator[tuple[torch.dtype, slice]]:
-        """Cut a slice of the vector into parts of one dtype of the model, a chunk at most each."""
-        for section in self.sections:
-            first = max(section.start, span.start)
-            last = min(section.start + section.size, span.stop)
-            for start in range(first, last, self.chunk):
-                yield section.dtype, slice(start, min(start + self.chunk, last))
+    def parts(self, start: int, elements: int) -> Iterator[tuple[torch.dtype, slice]]:
+        """Cut elements from `start` on into parts of one dtype of the model, a chunk at most each.
+
+        Slices count from `start`.
+        """
+        for section, low, high in self._within(start, elements):
+            for first in range(low, high, self.chunk):
+                yield section.dtype, slice(first - start, min(first + self.chunk, high) - start)
 
     @property
     def chunk(self) -> int:

@@ -1,32 +1,17 @@
 """The outer loop whose averages are used in the middle of the next round, without a restart."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from realrun.algorithms.auto_delay import AutoDelay
+from realrun.algorithms.auto_delay import AutoDelay, Launch
 from realrun.algorithms.average import Average, Flight
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.late import Late, depart, keep_since, stand
 from realrun.algorithms.outer_loop import OuterLoop
 from realrun.algorithms.rule import Rule, State
 from realrun.algorithms.workers import Links
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One average: of which fragment, after which step of the run, and how long it may take."""
-
-    fragment: int
-    step: int
-    delay: int
-
-    @property
-    def due(self) -> int:
-        """The step after which it is used."""
-        return self.step + self.delay
 
 
 class LateLoop(OuterLoop):
@@ -55,8 +40,8 @@ class LateLoop(OuterLoop):
         ends = [flat.elements * (i + 1) // count for i in range(count)]
         self._spans = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
         self._starts = [tau * (i + 1) // count for i in range(count)]
-        self._launches: list[Launch] = []
-        self._auto = AutoDelay(tau, links) if late.delay == "auto" else None
+        self._under_way: list[tuple[Launch, Flight]] = []
+        self._auto = AutoDelay(tau, links, measures=late.delay == "auto")
         self.counters.delay = tau if late.delay == "auto" else late.delay
 
     def after_step(self, *, last: bool) -> None:
@@ -65,8 +50,7 @@ class LateLoop(OuterLoop):
         counters, delay = self.counters, self.counters.delay
         assert delay is not None
         now = counters.round * self._tau + counters.step
-        if self._auto:
-            self._auto.look(now, self.flights, self._launches)
+        self._auto.look(now, self._under_way)
         self._use_due(now)
         for fragment, start in enumerate(self._starts):
             if counters.step == start:
@@ -74,45 +58,39 @@ class LateLoop(OuterLoop):
         self._use_due(now)  # with a delay of 0
 
     def _launch(self, launch: Launch) -> None:
-        span, flat, state = self._spans[launch.fragment], self.flat, self.state
-        live = flat.empty()
-        flat.read(live)
-        depart(flat.parts(span), state.anchor, self._own, live, self._means)
+        span, flat = self._spans[launch.fragment], self.flat
+        part, own, moved = self.state.part(span), self._own[span], self._means[span]
+        live = torch.empty_like(own)
+        flat.read(live, span.start)
+        depart(flat.parts(span.start, len(own)), part.anchor, own, live, moved)
         if self._late.keeps == "launched":
-            self._own[span].copy_(live[span])
-        self._launches.append(launch)
-        self.flights.append(self.average.launch(self._means[span], self.counters.round))
+            own.copy_(live)
+        flight = self.average.launch(moved, self.counters.round)
+        self._under_way.append((launch, flight))
 
     def _use_due(self, now: int) -> None:
-        while self._launches and self._launches[0].due <= now:
-            self._use(self._launches[0], self.flights[0])
-            self._launches.pop(0)
-            self.flights.popleft()
+        for launch, flight in [pair for pair in self._under_way if pair[0].due <= now]:
+            self._use(launch, flight)
+            self._under_way.remove((launch, flight))
 
     def _use(self, launch: Launch, flight: Flight) -> None:
         """The outer step of a fragment, and what this worker keeps of its own."""
         span, flat, late = self._spans[launch.fragment], self.flat, self._late
         part, own = self.state.part(span), self._own[span]
-        live = flat.empty()
-        flat.read(live)
+        live = torch.empty_like(own)
+        flat.read(live, span.start)
+        before = None
         if late.keeps == "all":
-            stand(flat.parts(span), self.state.anchor, self._own, live)
+            stand(flat.parts(span.start, len(own)), part.anchor, own, live)
             before = part.anchor.clone()
         self.use_average(flight, part, first=span.start, share=1 / late.fragments)
         self.rule.move(part)
-        if late.keeps == "all":
-            own.add_(before).sub_(part.anchor).mul_(late.keep)
+        if before is None:
+            keep_since(late, launch.delay / self._tau, own, live, flight.vector)
         else:
-            keep_since(late, launch.delay / self._tau, own, live[span], flight.vector)
-        torch.add(part.anchor, own, out=live[span])
-        self.publish(live)
-        if self._auto:
-            self._settle(self._auto.used())
-
-    def _settle(self, delay: int | None) -> None:
-        """From the next launch on."""
-        if delay is not None:
-            self.counters.delay, self._auto = delay, None
+            own.add_(before).sub_(part.anchor).mul_(late.keep)
+        self.publish(torch.add(part.anchor, own, out=live), span.start)
+        self.counters.delay = self._auto.used(launch) or self.counters.delay
 
     def agreed(self) -> Tensor:
         """The anchor as it will be when all that is under way has been used.
@@ -126,17 +104,20 @@ class LateLoop(OuterLoop):
             dict(self.state.numbers),
             self.state.chunk,
         )
-        for launch, flight in zip(self._launches, self.flights, strict=True):
+        for launch, flight in self._under_way:
             part = after.part(self._spans[launch.fragment])
             norm = after.norm(flight.vector, self.links.total)
             self.rule.absorb(part, flight.vector, norm, self.links.total)
             self.rule.move(part)
         return after.anchor
 
+    def under_way(self) -> Iterable[Flight]:
+        """Averages under way."""
+        return [flight for _, flight in self._under_way]
+
     def drain(self) -> None:
         """Wait for all averages under way; how long these took cannot be told any more."""
-        if self._auto:
-            self._auto.disturbed(self.flights)
+        self._auto.disturbed(self._under_way)
         super().drain()
 
     def own_vectors(self) -> dict[str, Tensor]:
@@ -144,33 +125,31 @@ class LateLoop(OuterLoop):
         return {"averages": self._means, "own": self._own}
 
     def own_numbers(self) -> dict[str, float]:
-        """What is under way, and what is known of how long averages take."""
-        rows = [
-            (f"under_way{launch.fragment}_{name}", value)
-            for launch, flight in zip(self._launches, self.flights, strict=True)
-            for name, value in (
-                ("step", launch.step),
-                ("delay", launch.delay),
-                ("round", flight.round),
-            )
-        ]
-        return {**dict(rows), **(self._auto.numbers() if self._auto else {})}
+        """What is under way by fragment (step -1: nothing), and what is known of delays.
+
+        The names are always the same: torch.distributed.checkpoint loads only what it finds.
+        """
+        numbers: dict[str, float] = {}
+        flying = {launch.fragment: (launch, flight) for launch, flight in self._under_way}
+        for fragment in range(len(self._spans)):
+            launch, flight = flying.get(fragment, (Launch(fragment, -1, 0), None))
+            numbers[f"step{fragment}"] = launch.step
+            numbers[f"delay{fragment}"] = launch.delay
+            numbers[f"round{fragment}"] = flight.round if flight else -1
+        return numbers | self._auto.numbers()
 
     def go_on(self, numbers: Mapping[str, float]) -> None:
         """Averages that are there already."""
-        found = []
+        self._under_way = []
         for fragment, span in enumerate(self._spans):
-            name = f"under_way{fragment}_"
-            if name + "step" in numbers:
-                launch = Launch(fragment, int(numbers[name + "step"]), int(numbers[name + "delay"]))
-                found.append((launch, Flight(int(numbers[name + "round"]), self._means[span])))
-        found.sort(key=lambda pair: pair[0].step)
-        self._launches = [launch for launch, _ in found]
-        self.flights.clear()
-        self.flights.extend(flight for _, flight in found)
-        if self._late.delay != "auto":
-            self.counters.delay = self._late.delay
-        elif self._auto and "slowest" in numbers:
-            self._auto.go_on(numbers)
+            step, delay, number = (
+                int(numbers[f"{name}{fragment}"]) for name in ("step", "delay", "round")
+            )
+            if step >= 0:
+                pair = (Launch(fragment, step, delay), Flight(number, self._means[span]))
+                self._under_way.append(pair)
+        self._under_way.sort(key=lambda pair: pair[0].step)
+        if self._late.delay == "auto":
+            self._auto.go_on(numbers, self._under_way)
         else:
-            self._auto = None  # it was settled
+            self.counters.delay = self._late.delay

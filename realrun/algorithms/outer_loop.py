@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
@@ -29,7 +29,7 @@ def mark_of(*tensors: Tensor) -> str:
 
 
 class OuterLoop(ABC):
-    """What all loops share: the state of a rule, and averages under way, the oldest first."""
+    """What all loops share: the state of a rule, and how a model and averages are handled."""
 
     def __init__(
         self, model: nn.Module, rule: Rule, flat: Flat, links: Links, average: Average
@@ -46,7 +46,6 @@ class OuterLoop(ABC):
         }
         self.state = State(flat.empty(), vectors, rule.numbers(), flat.chunk)
         flat.read(self.state.anchor)
-        self.flights: deque[Flight] = deque()
         (self._elements,) = links.total([flat.elements])
         self.counters = Counters()
 
@@ -81,12 +80,12 @@ class OuterLoop(ABC):
         if self.rule.clips:
             counters.clipped += total([absorbed.clipped])[0]
 
-    def publish(self, vector: Tensor) -> None:
-        """The model <- `vector`, on all ranks of the worker."""
+    def publish(self, vector: Tensor, start: int = 0) -> None:
+        """Elements from `start` on of the model <- `vector`, on all ranks of the worker."""
         with self.links.together(
             "gathering of parameters inside the worker", round=self.counters.round
         ):
-            self.flat.write(vector)
+            self.flat.write(vector, start)
         for module in self._gathered:
             module.reshard()
 
@@ -107,7 +106,7 @@ class OuterLoop(ABC):
 
     def drain(self) -> None:
         """Wait for all averages under way, without applying them."""
-        for flight in self.flights:
+        for flight in self.under_way():
             self.counters.waited += flight.wait()
 
     def stats(self, tau: int) -> Stats:
@@ -143,6 +142,10 @@ class OuterLoop(ABC):
         self.go_on(numbers)
 
     @abstractmethod
+    def under_way(self) -> Iterable[Flight]:
+        """Averages under way."""
+
+    @abstractmethod
     def own_vectors(self) -> dict[str, Tensor]:
         """Vectors that a loop keeps besides those of its rule, to save and to load in place."""
 
@@ -167,6 +170,7 @@ class RoundLoop(OuterLoop):
     ) -> None:
         """The state before round 0."""
         super().__init__(model, rule, flat, links, average)
+        self.flights: deque[Flight] = deque()
         self.free = [flat.empty() for _ in range(max(1, rule.staleness))]
 
     def after_step(self, *, last: bool) -> None:
@@ -193,6 +197,10 @@ class RoundLoop(OuterLoop):
     def _use_oldest(self) -> None:
         self.use_average(self.flights[0], self.state)
         self.free.append(self.flights.popleft().vector)
+
+    def under_way(self) -> Iterable[Flight]:
+        """Averages under way, the oldest first."""
+        return self.flights
 
     def own_vectors(self) -> dict[str, Tensor]:
         """The averages, those under way first."""
