@@ -14,7 +14,7 @@ from co2sim.result import Result
 
 _VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
-_NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu"}
+_NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu", "notes"}
 _DERIVED = ("efficiency_vs_free_communication",)
 """Properties of a result that are columns too."""
 _TOTAL = "memory_total_bytes"
