@@ -1,6 +1,10 @@
 """`delay=auto` and `tau=auto`: the numbers chosen are the least that hide an average."""
 
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from co2sim.strategies.co2 import CO2
 from co2sim.study import describe as case_of
 from co2sim.study import simulate, trace
 
+Run = Callable[..., tuple[int, str, str]]
 KERNELS = 2000 * (4 * 4 + 2) / 1e12 + 2000 * (4 * 8 + 2) / 1e12
 """Seconds of a round of the tiny model that fill the displacement, and use its average."""
 
@@ -167,3 +172,50 @@ def test_a_sweep_chooses_for_every_case() -> None:
     assert first > second
     sizes = scale("a100-tcp80", "gpt2-small", "co2(tau=48,delay=auto)", gpus=[8, 128])
     assert len(set(sizes["strategy"])) == 2
+
+
+# --- command lines -----------------------------------------------------------------------------
+
+ON = ("-c", "a100-tcp80", "-m", "gpt2-small")
+
+
+def test_every_command_takes_auto_and_says_what_was_chosen(cli: Run, tmp_path: Path) -> None:
+    """`run` names the numbers and why; `scale` by size, `sweep` by case; a trace is of them."""
+    _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:delay=auto")
+    assert shown.startswith("co2(tau=12, delay=6) on 16 GPUs")
+    assert "delay 6 chosen: 0.9% of a round exposed; 5 would leave 8.2%" in shown
+    _, shown, _ = cli("scale", *ON, "-g", "8,64", "-s", "co2:delay=auto", "-s", "ddp")
+    (row,) = (line for line in shown.splitlines() if line.startswith("co2") and "GB" in line)
+    assert row.startswith("co2(tau=12, delay=auto) ")
+    assert "co2(tau=12, delay=auto) at 8 GPUs: delay 1 chosen" in shown
+    assert "co2(tau=12, delay=auto) at 64 GPUs: delay 12 chosen" in shown
+    varied = "strategy=ddp, co2:tau=auto,delay=auto"
+    _, shown, _ = cli("sweep", *ON, "-g", "16", "--jobs", "1", "--vary", varied)
+    assert "chosen" in shown.splitlines()[1]
+    assert "co2(tau=7, delay=7)" in shown
+    assert cli("trace", *ON, "-g", "16", "-s", "co2:delay=auto", "-o", "x.jsonl")[0] == 0
+    assert (tmp_path / "x.jsonl").exists()
+
+
+def test_what_would_fit_is_said_of_the_number_chosen(cli: Run) -> None:
+    """A model that is too large gets alternatives, though its strategy was open."""
+    _, shown, _ = cli(
+        *("run", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "16", "-s", "co2:delay=auto")
+    )
+    assert "what would fit in 80 GB" in shown
+    assert "--strategy co2:tau=12,delay=auto,worker=node,inner=zero2" in shown
+
+
+def test_a_run_on_real_processes_asks_for_a_number(tmp_path: Path) -> None:
+    """`realrun` has no simulator at hand: one line names the command that has, and ends it."""
+    command = [sys.executable, "-m", "realrun", "run", "--nproc", "1", "--strategy"]
+    done = subprocess.run(
+        [*command, "co2:delay=auto", "--cluster", "a100-tcp80", "--model", "gpt2-small"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "delay=auto is chosen by simulation (`co2sim run` names it)" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -11,15 +12,16 @@ from co2sim.batch import Failure, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.cli.figure import draw
-from co2sim.console.result_tables import print_assumed
+from co2sim.console.result_tables import print_assumed, print_chosen
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import to_frame
+from co2sim.grid import strategy_title
 from co2sim.metrics import scalability_ratio
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
+from co2sim.units import counted, percent, scaled
 from co2sim.units import figures as shown
-from co2sim.units import percent, scaled
 
 
 def scale(
@@ -38,7 +40,11 @@ def scale(
     found = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     results = found[: len(cases)]
     comparisons = compare(cells, everything, found)
-    figures = draw(cases, results, comparisons)
+    named = [
+        replace(result, strategy=strategy_title(case.strategy))
+        for case, result in zip(cases, results, strict=True)
+    ]
+    figures = draw(cases, named, comparisons)
     files |= {out / f"scale.{kind}": content for kind, content in figures.items()}
     write_atomically(files)
     if as_json:
@@ -53,9 +59,7 @@ def scale(
         print(json.dumps(report, indent=2))
         return
     terminal = console()
-    for cluster, group in groupby(
-        zip(cases, results, strict=True), key=lambda pair: pair[0].cluster
-    ):
+    for cluster, group in groupby(zip(cases, named, strict=True), key=lambda pair: pair[0].cluster):
         _print_cluster(terminal, str(cluster), [result for _, result in group])
     if comparisons:
         _print_published(terminal, comparisons)
@@ -108,6 +112,7 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -
         size = scaled(first.gpu_memory_bytes, "B")
         notes.append(f"* does not fit in the {size} of a GPU: shown as if it did")
     print_lines(terminal, *notes, "")
+    print_chosen(terminal, [(f"{r.strategy} at {counted(r.gpus, 'GPU')}", r) for r in results])
 
 
 def _throughput(result: Result) -> str:

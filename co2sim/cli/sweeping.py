@@ -75,6 +75,12 @@ def _print(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequenc
         [*map(label, setting.values()), *_cells(outcome, len(columns) - len(setting), mixed)]
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
+    left = len(settings[0])
+    if any(result.notes for result in results):
+        columns.insert(left, "chosen")
+        for row, outcome in zip(rows, outcomes, strict=True):
+            row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
+        left += 1
     terminal = console()
     where = _same([f"{r.model} on {r.cluster}" for r in results]) or _same(
         [f"{label(case.model)} on {label(case.cluster)}" for case in cases]
@@ -82,7 +88,7 @@ def _print(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequenc
     others = _same([r.strategy for r in results]), _same([counted(r.gpus, "GPU") for r in results])
     constant = [part for part in (where, *others) if part]
     title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
-    print_table(terminal, title, columns, rows, left=len(settings[0]))
+    print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results)
 
 

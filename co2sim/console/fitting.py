@@ -11,8 +11,9 @@ from rich.console import Console
 from co2sim.case import Case, Prepared
 from co2sim.console.tables import print_table
 from co2sim.errors import Co2simError, OptionError
-from co2sim.strategies import STRATEGIES, Strategy, with_options
+from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
+from co2sim.study import settle
 from co2sim.units import Bytes, scaled
 from co2sim.workload import Recompute
 
@@ -34,7 +35,8 @@ class Alternative:
 
 def print_fitting(out: Console, case: Case) -> None:
     """Print what to change so that the case fits, or what comes nearest."""
-    prepared = case.prepare()
+    asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    prepared = replace(settle(case).prepare(), strategy=asked)  # what it leaves open stays open
     memory = prepared.cluster.gpu.memory
     found = list(alternatives(prepared))
     fitting = _fewest_changes([one for one in found if one.memory <= memory])
@@ -142,6 +144,6 @@ def _runs(case: Case, alternative: Alternative) -> bool:
             micro_batch=int(changes.get("micro-batch", case.micro_batch)),
             gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
         )
-        return changed.prepare().memory()["total"] == alternative.memory
+        return settle(changed).prepare().memory()["total"] == alternative.memory
     except Co2simError:  # a global batch that does not divide
         return False

@@ -23,6 +23,7 @@ def print_result(result: Result, *, measured: bool = False, noise: Noise = QUIET
     out = console()
     r = result
     _print_header(out, r, noise)
+    print_chosen(out, [("", result)])
     print_table(out, "figures", ("figure", "value"), _figures(r, measured=measured))
     rounds = counted(r.rounds_simulated, "round")
     if measured:
@@ -117,6 +118,13 @@ def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
 def _tflops(value: float) -> str:
     """One decimal; three significant figures for tiny models."""
     return f"{value:.1f}" if value >= 10 else figures(value)  # noqa: PLR2004
+
+
+def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
+    """What was chosen for options left open: one line each, behind the name of its case."""
+    lines = [f"{name}{': ' if name else ''}{note}" for name, r in named for note in r.notes]
+    if lines:
+        print_lines(out, *lines, "")
 
 
 def print_assumed(out: Console, results: Iterable[Result]) -> None:
