@@ -12,6 +12,7 @@ from co2sim.batch import Failure, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.cli.figure import draw
+from co2sim.console import loss
 from co2sim.console.result_tables import print_assumed, print_chosen
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
@@ -20,18 +21,25 @@ from co2sim.grid import strategy_title
 from co2sim.metrics import scalability_ratio
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
+from co2sim.step_factors import Goal
 from co2sim.units import counted, percent, scaled
 from co2sim.units import figures as shown
 
 
 def scale(
-    cases: Sequence[Case], published: Path | None, out: Path, jobs: int, *, as_json: bool
+    cases: Sequence[Case],
+    published: Path | None,
+    out: Path,
+    jobs: int,
+    goal: Goal,
+    *,
+    as_json: bool,
 ) -> None:
     """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print."""
     cells = read_speeds(published) if published else []
     everything = [*cases, *cases_of(cells, cases)]
     outcomes = run_all(everything, jobs)
-    table = to_frame(cases, outcomes[: len(cases)]).to_csv(index=False).encode()
+    table = to_frame(cases, outcomes[: len(cases)], goal=goal).to_csv(index=False).encode()
     files = {out / "scale.csv": table}
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         write_atomically(files)
@@ -50,7 +58,7 @@ def scale(
     if as_json:
         report = {
             "results": [
-                {"cluster_key": str(case.cluster), **result.to_dict()}
+                {"cluster_key": str(case.cluster), **loss.to_dict(result, goal)}
                 for case, result in zip(cases, results, strict=True)
             ],
             "published": [comparison.to_dict() for comparison in comparisons],
@@ -60,7 +68,8 @@ def scale(
         return
     terminal = console()
     for cluster, group in groupby(zip(cases, named, strict=True), key=lambda pair: pair[0].cluster):
-        _print_cluster(terminal, str(cluster), [result for _, result in group])
+        _print_cluster(terminal, str(cluster), [result for _, result in group], goal)
+    loss.print_remark(terminal, results, goal, "")
     if comparisons:
         _print_published(terminal, comparisons)
     elif published:
@@ -74,9 +83,10 @@ def scale(
     )
 
 
-def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -> None:
+def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result], goal: Goal) -> None:
     sizes = sorted({result.gpus for result in results})
     first = results[0]
+    to_loss = loss.heads(results, goal)
     starts = sizes[: 2 if len(sizes) > 2 else 1] if len(sizes) > 1 else []  # noqa: PLR2004
     columns = [
         "strategy",
@@ -84,6 +94,7 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -
         *(f"{start}->{sizes[-1]}" for start in starts),
         f"exposed at {sizes[-1]}",
         f"memory at {sizes[-1]}",
+        *(f"{head} at {sizes[-1]}" for head in to_loss),
     ]
     rows = []
     for strategy, group in groupby(results, key=lambda result: result.strategy):
@@ -100,6 +111,7 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -
                 *(f"{ratio:.2f}" for ratio in ratios),
                 f"{last.exposed_share:.1%}",
                 scaled(last.memory_bytes_per_gpu["total"], "B"),
+                *(loss.cells(last, goal)[: len(to_loss)] if to_loss else ()),
             ]
         )
     title = (
