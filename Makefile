@@ -50,6 +50,7 @@ failures: $(STAMP)-dev
 
 convergence: $(STAMP)-dev
 	$(BIN)/python benchmarks/convergence.py $(QUICK)
+	$(BIN)/python benchmarks/step_factors.py $(QUICK)
 
 time-to-loss: $(STAMP)-dev
 	$(BIN)/python benchmarks/time_to_loss.py $(QUICK)

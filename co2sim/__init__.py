@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from co2sim.noise import Noise
     from co2sim.result import Result
     from co2sim.schedule import Layout, Schedule
+    from co2sim.step_factors import Goal, ToLoss, to_loss
     from co2sim.strategies import Strategy
     from co2sim.strategies.co2 import CO2
     from co2sim.strategies.ddp import DDP
@@ -48,6 +49,7 @@ _EXPORTS = {
     "noise": ("Noise",),
     "result": ("Result",),
     "schedule": ("Layout", "Schedule"),
+    "step_factors": ("Goal", "ToLoss", "to_loss"),
     "strategies": (
         *("CO2", "DDP", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo", "Strategy"),
         *("Zero1", "Zero2", "Zero3", "ZeroPP"),
@@ -69,6 +71,7 @@ __all__ = [
     "Cluster",
     "Co2simError",
     "DiLoCo",
+    "Goal",
     "KernelTimes",
     "Layout",
     "Link",
@@ -85,6 +88,7 @@ __all__ = [
     "SlowMo",
     "Span",
     "Strategy",
+    "ToLoss",
     "Trace",
     "UnitError",
     "Zero1",
@@ -95,6 +99,7 @@ __all__ = [
     "scale",
     "simulate",
     "sweep",
+    "to_loss",
 ]
 __version__ = "0.1.0"
 

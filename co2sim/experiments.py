@@ -9,6 +9,7 @@ from co2sim.batch import run_all
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Reference, shown
 from co2sim.errors import OptionError
+from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.strategies import Strategy
 from co2sim.study import JobOptions, Options, describe
 from co2sim.workload import Model
@@ -24,6 +25,7 @@ def sweep(
     *,
     vary: grid.Grid,
     sort: str | None = None,
+    goal: Goal = NO_GOAL,
     jobs: Count = 1,
     progress: bool | None = None,
     **options: Unpack[Options],
@@ -37,6 +39,8 @@ def sweep(
         vary: Paths with their values, as in `co2sim sweep --vary`: {"inter.bandwidth":
             ["25 Gbit/s", "100 Gbit/s"], "strategy.tau": [1, 12], "gpus": "8, 64"}.
         sort: A column to sort the rows by, "-column" for falling values.
+        goal: A loss to reach; adds the columns `steps_factor`, `steps_to_loss`, `time_to_loss_s`
+            and `cost_to_loss`, empty where no factor is known.
         jobs: Processes, -1: one per core; never more than cases, or than two per core.
         progress: Show a bar on stderr; default: if it is a terminal.
         options: The further keywords of `simulate`.
@@ -65,10 +69,10 @@ def sweep(
             raise OptionError(f"give {name}, or vary it" if value is None else both)
     settings = grid.settings(vary)
     if sort is not None:
-        frames.check_column(sort, settings)
+        frames.check_column(sort, settings, goal)
     base: dict[str, Any] = {k: "" if value is None else value for k, value in given.items()}
     cases = grid.cases_of(describe(**base, **options), settings)
-    frame = frames.to_frame(cases, run_all(cases, jobs, progress=progress), settings)
+    frame = frames.to_frame(cases, run_all(cases, jobs, progress=progress), settings, goal)
     if sort is None:
         return frame
     return frame.iloc[frames.order(frame, sort)].reset_index(drop=True)
@@ -80,6 +84,7 @@ def scale(
     strategies: str | Strategy | Iterable[str | Strategy],
     *,
     gpus: Any = None,
+    goal: Goal = NO_GOAL,
     jobs: Count = 1,
     progress: bool | None = None,
     **options: Unpack[JobOptions],
@@ -91,6 +96,7 @@ def scale(
         model: As in `simulate`.
         strategies: One, or several; as in `simulate`.
         gpus: Counts, such as [8, 16] or "8, 16"; default: one node, doubled up to all.
+        goal: As in `sweep`.
         jobs: As in `sweep`.
         progress: As in `sweep`.
         options: The further keywords of `simulate`.
@@ -110,7 +116,7 @@ def scale(
 
     job = describe("", model, "", **options)
     cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)
-    return frames.to_frame(cases, run_all(cases, jobs, progress=progress))
+    return frames.to_frame(cases, run_all(cases, jobs, progress=progress), goal=goal)
 
 
 def _several(given: Any) -> list[Any]:

@@ -11,13 +11,16 @@ from co2sim.case import Case
 from co2sim.errors import OptionError, nearest
 from co2sim.grid import Setting, label
 from co2sim.result import Result
+from co2sim.step_factors import NO_GOAL, Goal, to_loss
 
 _VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
-_NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu"}
+_NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu", "notes"}
 _DERIVED = ("efficiency_vs_free_communication",)
 """Properties of a result that are columns too."""
 _TOTAL = "memory_total_bytes"
+TO_LOSS = ("steps_factor", "steps_to_loss", "time_to_loss_s", "cost_to_loss")
+"""Columns of what it takes to the loss of a goal."""
 _IN_TABLES = {
     "per GPU": "tokens_per_s_per_gpu",
     "step": "step_time_s",
@@ -26,6 +29,8 @@ _IN_TABLES = {
     "overlap": "overlap_ratio",
     "MFU": "mfu",
     "memory": _TOTAL,
+    "to loss": "time_to_loss_s",
+    "cost to loss": "cost_to_loss",
 }
 """Names in the table of `co2sim sweep`, with their columns; see `_meant` for the others."""
 _COUNTS = [name for name, hint in get_type_hints(Result).items() if hint is int]
@@ -35,12 +40,17 @@ def to_frame(
     cases: Sequence[Case],
     outcomes: Sequence[Outcome],
     settings: Sequence[Setting] | None = None,
+    goal: Goal = NO_GOAL,
 ) -> pd.DataFrame:
     """One row per case; memory items in columns of their own, `settings` in the first columns.
 
-    A case that failed has its reason in `error`, and no figures.
+    A case that failed has its reason in `error`, and no figures. Columns of `TO_LOSS` only if the
+    goal has steps; None where no factor is known.
     """
-    rows = [_row(case, outcome) for case, outcome in zip(cases, outcomes, strict=True)]
+    rows = [
+        _row(case, outcome) | _loss(outcome, goal)
+        for case, outcome in zip(cases, outcomes, strict=True)
+    ]
     frame = pd.DataFrame(rows)
     frame["error"] = frame.pop("error") if "error" in frame else None
     whole = [name for name in _COUNTS if frame[name].isna().any()]
@@ -63,17 +73,28 @@ def _row(case: Case, outcome: Outcome) -> dict[str, object]:
     return keys | figures | derived | items
 
 
+def _loss(outcome: Outcome, goal: Goal) -> dict[str, object]:
+    """Factor, steps, seconds and cost to the loss of the goal."""
+    if goal.steps is None:
+        return {}
+    found = to_loss(outcome, goal) if isinstance(outcome, Result) else None
+    if found is None:
+        return dict.fromkeys(TO_LOSS)
+    values = (found.factor.factor, found.steps, found.time_s, found.cost)
+    return dict(zip(TO_LOSS, values, strict=True))
+
+
 def sortable() -> list[str]:
     """Columns of every table, in order."""
     return [*(f.name for f in fields(Result) if f.name not in _NESTED), *_DERIVED, _TOTAL]
 
 
-def check_column(column: str, settings: Sequence[Setting]) -> None:
+def check_column(column: str, settings: Sequence[Setting], goal: Goal = NO_GOAL) -> None:
     """Raise OptionError unless a table has the column; "-" before it turns the order round.
 
     A name of the table that `co2sim sweep` prints will do, such as "per GPU".
     """
-    known = [*sortable(), *settings[0]]
+    known = [*sortable(), *settings[0], *(TO_LOSS if goal.steps is not None else ())]
     name = column.removeprefix("-")
     if name not in known and _meant(name).removeprefix("-") not in known:
         said = nearest(name, [*known, *_IN_TABLES])

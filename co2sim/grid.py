@@ -136,7 +136,7 @@ def over_sizes(
     """
     for what, names in (
         ("cluster", [label(cluster) for cluster in clusters]),
-        ("strategy", [_title(strategy) for strategy in strategies]),
+        ("strategy", [strategy_title(strategy) for strategy in strategies]),
     ):
         if not names:
             raise OptionError(f"no {what} is given")
@@ -189,7 +189,8 @@ def label(value: Any) -> str:
     return str(value.name) if hasattr(value, "name") else convert.text(value)
 
 
-def _title(strategy: Any) -> str:
+def strategy_title(strategy: Any) -> str:
+    """The strategy as results name it, but for numbers that are still to be chosen."""
     if isinstance(strategy, str):
         return title(parse(strategy))
     return title(strategy) if hasattr(strategy, "schedule") else convert.shown(strategy)

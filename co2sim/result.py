@@ -26,7 +26,8 @@ class Result:
     the last member is there, hidden or not, `straggler_delay_s` what slower or uneven ranks add to
     the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
     (None without communication). `breakdown_s` sums the spans of one rank in the last round by
-    kernel or collective, waiting included. `assumed` lists the inputs that no source supports.
+    kernel or collective, waiting included. `assumed` lists the inputs that no source supports,
+    `notes` what was chosen for options that were left open, and why.
     `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 
@@ -67,6 +68,7 @@ class Result:
     steady: bool
     rounds_simulated: int
     assumed: tuple[Fact, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value}" for name, value in self._key_figures().items())

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, get_type_hints
 
-from co2sim import convert, metrics
+from co2sim import convert, hiding, metrics, strategies
 from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
@@ -17,6 +17,7 @@ from co2sim.result import Result
 from co2sim.schedule import Schedule
 from co2sim.simulator import execute
 from co2sim.strategies import Strategy
+from co2sim.strategies.co2 import CO2
 from co2sim.trace import Trace
 from co2sim.units import Seconds
 from co2sim.workload import Model, Optimizer, Recompute
@@ -146,11 +147,12 @@ def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
 
 def run(case: Case, *, progress: bool | None = False) -> Result:
     """Simulate and measure. `progress` as in `simulate`."""
-    prepared = case.prepare()
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        case, notes = _settle(case, done)
+        prepared = case.prepare()
         found, rounds, steady = _simulate(case, prepared, done)
         free = _execute(case, prepared, found.rounds, done, free=True)
-        result = prepared.measure(found, rounds, steady, free)
+        result = replace(prepared.measure(found, rounds, steady, free), notes=notes)
         if not case.noise.uneven:
             return result
         equal, last, _ = _simulate(replace(case, noise=QUIET), prepared, done)
@@ -161,9 +163,38 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
     """The simulated trace, warm-up included."""
-    prepared = case.prepare()
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        case, _ = _settle(case, done)
+        prepared = case.prepare()
         return prepared.schedule, _simulate(case, prepared, done)[0]
+
+
+def settle(case: Case) -> Case:
+    """The case with numbers for "auto", chosen by simulation without noise."""
+    return _settle(case, None)[0]
+
+
+def _settle(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
+    """The case with numbers for "auto", and a line on each."""
+    strategy = case.strategy
+    if isinstance(strategy, str):
+        strategy = strategies.parse(strategy)
+    if not isinstance(strategy, CO2) or not hiding.is_open(strategy):
+        return case, ()
+    quiet = replace(case, noise=QUIET, rounds=None, fold=True)
+
+    def round_time(tried: Strategy, averages: bool) -> Seconds:  # noqa: FBT001
+        prepared = replace(quiet, strategy=tried).prepare()
+        if not averages:
+            bare = hiding.without_averages(prepared.schedule)
+            prepared = replace(prepared, schedule=bare)
+        found, rounds, _ = _simulate(quiet, prepared, done)
+        return metrics.window(found, prepared.schedule, rounds).round_time
+
+    chosen, notes = hiding.choose(strategy, round_time)
+    if case.noise != QUIET:
+        notes = tuple(f"{note} (without jitter, stragglers and speeds of nodes)" for note in notes)
+    return replace(case, strategy=chosen), notes
 
 
 def _simulate(case: Case, prepared: Prepared, done: Done | None) -> tuple[Trace, int, bool]:

@@ -21,6 +21,7 @@ SCRIPTS = {
     "overhead.py": [],
     "peers.py": [pytest.mark.lab],
     "speed.py": [],
+    "step_factors.py": [],
     "time_to_loss.py": [pytest.mark.lab],
 }
 ARGUMENTS = {"fidelity.py": ["sleep"]}

@@ -282,14 +282,6 @@ def test_co2_with_a_delay_keeps_one_average_and_the_launched_parameters(
     assert strategy.memory(tiny.job(), Layout(2, 2))["outer"] == copies * 2000 * 4
 
 
-def local_step() -> float:
-    """Seconds of a local step of the tiny job on the tiny GPU: FLOP or bytes, what takes longer."""
-    job = tiny.job()
-    passes = [work for pair in job.works() for work in (pair.forward, pair.backward)]
-    works = [*passes, job.optimizer_step(job.parameters)]
-    return sum(max(work.flops, work.memory_bytes) / 1e12 for work in works)
-
-
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(0.02, 8.0))
 def test_the_exposed_time_of_a_delay_is_what_its_steps_do_not_cover(
     tau: int, delay: int, steps: float
@@ -300,14 +292,16 @@ def test_the_exposed_time_of_a_delay_is_what_its_steps_do_not_cover(
     average of 2000 fp32 numbers over a ring of 4 nodes moves 3/4 of them twice through every link.
     """
     delay = min(delay, tau)
-    average = steps * local_step()
+    average = steps * tiny.local_step()
     cluster = tiny.cluster(4, 1, inter=Link(2 * 3 / 4 * 8000 / average))
     found = simulate(cluster, tiny.model(), f"co2(tau={tau},delay={delay})")
     kernels = 2000 * (4 * 4 + 2) / 1e12 + 2000 * (4 * 8 + 2) / 1e12  # displacement, outer
-    exposed = max(0.0, average - delay * local_step())
+    exposed = max(0.0, average - delay * tiny.local_step())
     assert found.steady
     assert found.exposed_comm_s == pytest.approx(exposed, rel=1e-9, abs=1e-15)
-    assert found.round_time_s == pytest.approx(tau * local_step() + kernels + exposed, rel=1e-9)
+    assert found.round_time_s == pytest.approx(
+        tau * tiny.local_step() + kernels + exposed, rel=1e-9
+    )
 
 
 def test_what_is_kept_and_predicted_changes_no_schedule() -> None:

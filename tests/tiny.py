@@ -114,6 +114,14 @@ def job(**changes: Any) -> Workload:
     return Workload(**fields | changes)
 
 
+def local_step() -> float:
+    """Seconds of a local step of the tiny job on the tiny GPU: FLOP or bytes, what takes longer."""
+    whole = job()
+    passes = [work for pair in whole.works() for work in (pair.forward, pair.backward)]
+    works = [*passes, whole.optimizer_step(whole.parameters)]
+    return sum(max(work.flops, work.memory_bytes) / 1e12 for work in works)
+
+
 def schedule(strategy: str, layout: tuple[int, int] = (2, 2), **changes: Any) -> Schedule:
     """The schedule of a strategy, given as text, for the tiny job."""
     return strategies.parse(strategy).schedule(job(**changes), Layout(*layout))

@@ -11,7 +11,7 @@ import typer
 
 from co2sim import __version__, grid, study
 from co2sim.case import Case
-from co2sim.console import options
+from co2sim.console import goals, options
 from co2sim.errors import OptionError
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -73,7 +73,7 @@ def list_(
 @options.case_options
 def show(case: Case) -> None:
     """Print the schedule: what every rank does in one round."""
-    print(case.prepare().schedule)
+    print(study.settle(case).prepare().schedule)
 
 
 @app.command()
@@ -83,6 +83,8 @@ def run(
     cluster: options.Cluster,
     strategy: options.Strategies,
     gpus: options.Gpus = None,
+    to_loss_steps: goals.ToLossSteps = None,
+    steps_factor: goals.StepsFactor = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Simulate configurations: times, breakdown, traffic, memory.
@@ -91,14 +93,16 @@ def run(
     """
     _refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
+    goal = goals.goal(to_loss_steps, steps_factor)
+    from co2sim.console import loss, result_tables  # noqa: PLC0415 - rich
+
     if json_:
-        found = [study.run(case, progress=None).to_dict() for case in cases]
+        found = [loss.to_dict(study.run(case, progress=None), goal) for case in cases]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
-    from co2sim.console.result_tables import print_simulated  # noqa: PLC0415 - rich
-
     for case in cases:
-        print_simulated(case, study.run(case, progress=None))
+        result = study.run(case, progress=None)
+        result_tables.print_simulated(case, result, study.settle, goal)
 
 
 @app.command()
@@ -129,7 +133,7 @@ def trace(
 
 @app.command()
 @options.job_options
-def scale(  # noqa: PLR0917 - one argument per option
+def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
     cluster: Annotated[
         list[str],
@@ -156,6 +160,8 @@ def scale(  # noqa: PLR0917 - one argument per option
         Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")
     ] = Path("out"),
     jobs: options.Jobs = 1,
+    to_loss_steps: goals.ToLossSteps = None,
+    steps_factor: goals.StepsFactor = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
@@ -164,12 +170,13 @@ def scale(  # noqa: PLR0917 - one argument per option
     _refuse_twice("strategy", (title(parse(text)) for text in strategy))
     _refuse_twice("cluster", cluster)
     cases = grid.over_sizes(job, cluster, strategy, gpus)
-    scaling.scale(cases, published, out, jobs, as_json=json_)
+    goal = goals.goal(to_loss_steps, steps_factor)
+    scaling.scale(cases, published, out, jobs, goal, as_json=json_)
 
 
 @app.command()
 @options.sweep_options
-def sweep(
+def sweep(  # noqa: PLR0917 - one argument per option
     context: typer.Context,
     case: Case,
     over: Annotated[
@@ -192,6 +199,8 @@ def sweep(
         ),
     ] = None,
     jobs: options.Jobs = -1,
+    to_loss_steps: goals.ToLossSteps = None,
+    steps_factor: goals.StepsFactor = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Vary any parameter over values, in parallel."""
@@ -201,4 +210,5 @@ def sweep(
     _refuse_varied(context, varied)
     settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
-    sweeping.sweep(cases, settings, csv, jobs, sort, as_json=json_)
+    goal = goals.goal(to_loss_steps, steps_factor)
+    sweeping.sweep(cases, settings, csv, jobs, sort, goal, as_json=json_)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -11,25 +12,34 @@ from co2sim.batch import Failure, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.cli.figure import draw
-from co2sim.console.result_tables import print_assumed
+from co2sim.console import loss
+from co2sim.console.result_tables import print_assumed, print_chosen
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import to_frame
+from co2sim.grid import strategy_title
 from co2sim.metrics import scalability_ratio
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
+from co2sim.step_factors import Goal
+from co2sim.units import counted, percent, scaled
 from co2sim.units import figures as shown
-from co2sim.units import percent, scaled
 
 
 def scale(
-    cases: Sequence[Case], published: Path | None, out: Path, jobs: int, *, as_json: bool
+    cases: Sequence[Case],
+    published: Path | None,
+    out: Path,
+    jobs: int,
+    goal: Goal,
+    *,
+    as_json: bool,
 ) -> None:
     """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print."""
     cells = read_speeds(published) if published else []
     everything = [*cases, *cases_of(cells, cases)]
     outcomes = run_all(everything, jobs)
-    table = to_frame(cases, outcomes[: len(cases)]).to_csv(index=False).encode()
+    table = to_frame(cases, outcomes[: len(cases)], goal=goal).to_csv(index=False).encode()
     files = {out / "scale.csv": table}
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         write_atomically(files)
@@ -38,13 +48,17 @@ def scale(
     found = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     results = found[: len(cases)]
     comparisons = compare(cells, everything, found)
-    figures = draw(cases, results, comparisons)
+    named = [
+        replace(result, strategy=strategy_title(case.strategy))
+        for case, result in zip(cases, results, strict=True)
+    ]
+    figures = draw(cases, named, comparisons)
     files |= {out / f"scale.{kind}": content for kind, content in figures.items()}
     write_atomically(files)
     if as_json:
         report = {
             "results": [
-                {"cluster_key": str(case.cluster), **result.to_dict()}
+                {"cluster_key": str(case.cluster), **loss.to_dict(result, goal)}
                 for case, result in zip(cases, results, strict=True)
             ],
             "published": [comparison.to_dict() for comparison in comparisons],
@@ -53,10 +67,9 @@ def scale(
         print(json.dumps(report, indent=2))
         return
     terminal = console()
-    for cluster, group in groupby(
-        zip(cases, results, strict=True), key=lambda pair: pair[0].cluster
-    ):
-        _print_cluster(terminal, str(cluster), [result for _, result in group])
+    for cluster, group in groupby(zip(cases, named, strict=True), key=lambda pair: pair[0].cluster):
+        _print_cluster(terminal, str(cluster), [result for _, result in group], goal)
+    loss.print_remark(terminal, results, goal, "")
     if comparisons:
         _print_published(terminal, comparisons)
     elif published:
@@ -70,9 +83,10 @@ def scale(
     )
 
 
-def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -> None:
+def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result], goal: Goal) -> None:
     sizes = sorted({result.gpus for result in results})
     first = results[0]
+    to_loss = loss.heads(results, goal)
     starts = sizes[: 2 if len(sizes) > 2 else 1] if len(sizes) > 1 else []  # noqa: PLR2004
     columns = [
         "strategy",
@@ -80,6 +94,7 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -
         *(f"{start}->{sizes[-1]}" for start in starts),
         f"exposed at {sizes[-1]}",
         f"memory at {sizes[-1]}",
+        *(f"{head} at {sizes[-1]}" for head in to_loss),
     ]
     rows = []
     for strategy, group in groupby(results, key=lambda result: result.strategy):
@@ -96,6 +111,7 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -
                 *(f"{ratio:.2f}" for ratio in ratios),
                 f"{last.exposed_share:.1%}",
                 scaled(last.memory_bytes_per_gpu["total"], "B"),
+                *(loss.cells(last, goal)[: len(to_loss)] if to_loss else ()),
             ]
         )
     title = (
@@ -108,6 +124,7 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -
         size = scaled(first.gpu_memory_bytes, "B")
         notes.append(f"* does not fit in the {size} of a GPU: shown as if it did")
     print_lines(terminal, *notes, "")
+    print_chosen(terminal, [(f"{r.strategy} at {counted(r.gpus, 'GPU')}", r) for r in results])
 
 
 def _throughput(result: Result) -> str:

@@ -9,12 +9,14 @@ from rich.console import Console
 from co2sim.batch import Failure, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
+from co2sim.console import loss
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
 from co2sim.grid import Setting, label
 from co2sim.result import Result
+from co2sim.step_factors import Goal
 from co2sim.units import counted, duration, scaled
 
 
@@ -24,14 +26,15 @@ def sweep(
     csv: Path | None,
     jobs: int,
     sort: str | None,
+    goal: Goal,
     *,
     as_json: bool,
 ) -> None:
     """Simulate all cases; `settings` says what each varies. Those that fail are named."""
     if sort is not None:
-        check_column(sort, settings)
+        check_column(sort, settings, goal)
     outcomes = run_all(cases, jobs)
-    frame = to_frame(cases, outcomes, settings)
+    frame = to_frame(cases, outcomes, settings, goal)
     if sort is not None:
         places = order(frame, sort)
         frame = frame.iloc[places]
@@ -40,12 +43,12 @@ def sweep(
         write_atomically({csv: frame.to_csv(index=False).encode()})
     if as_json:
         rows = [
-            {"setting": dict(setting), **_figures(outcome)}
+            {"setting": dict(setting), **_figures(outcome, goal)}
             for setting, outcome in zip(settings, outcomes, strict=True)
         ]
         print(json.dumps(rows, indent=2))
     else:
-        _print(cases, settings, outcomes)
+        _print(cases, settings, outcomes, goal)
         if csv is not None:
             print_lines(console(), f"table   {csv}")
     if any(isinstance(outcome, Failure) for outcome in outcomes):
@@ -57,11 +60,15 @@ def sweep(
         end_with_failures(names, outcomes, kept)
 
 
-def _figures(outcome: Outcome) -> dict[str, object]:
-    return {"error": outcome.reason} if isinstance(outcome, Failure) else outcome.to_dict()
+def _figures(outcome: Outcome, goal: Goal) -> dict[str, object]:
+    if isinstance(outcome, Failure):
+        return {"error": outcome.reason}
+    return loss.to_dict(outcome, goal)
 
 
-def _print(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome]) -> None:
+def _print(
+    cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome], goal: Goal
+) -> None:
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     unit = results[0].unit
     columns = [
@@ -75,6 +82,17 @@ def _print(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequenc
         [*map(label, setting.values()), *_cells(outcome, len(columns) - len(setting), mixed)]
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
+    to_loss = loss.heads(results, goal)
+    columns += to_loss
+    for row, outcome in zip(rows, outcomes, strict=True):
+        known = loss.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
+        row.extend(known[: len(to_loss)])
+    left = len(settings[0])
+    if any(result.notes for result in results):
+        columns.insert(left, "chosen")
+        for row, outcome in zip(rows, outcomes, strict=True):
+            row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
+        left += 1
     terminal = console()
     where = _same([f"{r.model} on {r.cluster}" for r in results]) or _same(
         [f"{label(case.model)} on {label(case.cluster)}" for case in cases]
@@ -82,8 +100,8 @@ def _print(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequenc
     others = _same([r.strategy for r in results]), _same([counted(r.gpus, "GPU") for r in results])
     constant = [part for part in (where, *others) if part]
     title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
-    print_table(terminal, title, columns, rows, left=len(settings[0]))
-    _print_notes(terminal, results)
+    print_table(terminal, title, columns, rows, left=left)
+    _print_notes(terminal, results, goal)
 
 
 def _same(texts: Sequence[str]) -> str:
@@ -91,13 +109,14 @@ def _same(texts: Sequence[str]) -> str:
     return texts[0] if len(set(texts)) == 1 else ""
 
 
-def _print_notes(terminal: Console, results: Sequence[Result]) -> None:
+def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> None:
     notes = ["efficiency: against the same round with free communication"]
     if not all(r.fits_in_memory for r in results):
         notes.append("* does not fit in the memory of a GPU: shown as if it did")
     if not any(r.fits_in_memory for r in results):
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)
+    loss.print_remark(terminal, results, goal)
     print_assumed(terminal, results)
 
 

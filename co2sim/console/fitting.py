@@ -1,6 +1,6 @@
 """Changes that make a configuration fit in memory, with the memory that each needs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, product
@@ -11,7 +11,7 @@ from rich.console import Console
 from co2sim.case import Case, Prepared
 from co2sim.console.tables import print_table
 from co2sim.errors import Co2simError, OptionError
-from co2sim.strategies import STRATEGIES, Strategy, with_options
+from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
 from co2sim.units import Bytes, scaled
 from co2sim.workload import Recompute
@@ -32,9 +32,13 @@ class Alternative:
     memory: Bytes
 
 
-def print_fitting(out: Console, case: Case) -> None:
-    """Print what to change so that the case fits, or what comes nearest."""
-    prepared = case.prepare()
+def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> None:
+    """Print what to change so that the case fits, or what comes nearest.
+
+    `settle` gives a case numbers for what it leaves open.
+    """
+    asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    prepared = replace(settle(case).prepare(), strategy=asked)  # what it leaves open stays open
     memory = prepared.cluster.gpu.memory
     found = list(alternatives(prepared))
     fitting = _fewest_changes([one for one in found if one.memory <= memory])
@@ -47,7 +51,7 @@ def print_fitting(out: Console, case: Case) -> None:
             " ".join(f"--{name} {value}" for name, value in one.changes.items()),
             scaled(one.memory, "B"),
         )
-        for one in islice(filter(partial(_runs, case), fitting), _MOST)
+        for one in islice(filter(partial(_runs, case, settle), fitting), _MOST)
     ]
     if rows:
         print_table(out, heading, ("instead", "memory per GPU"), rows)
@@ -131,7 +135,7 @@ def _within(few: dict[str, str], many: dict[str, str]) -> bool:
     return True
 
 
-def _runs(case: Case, alternative: Alternative) -> bool:
+def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) -> bool:
     """Whether the changed case is allowed, and needs the memory that was promised."""
     changes = alternative.changes
     try:
@@ -142,6 +146,6 @@ def _runs(case: Case, alternative: Alternative) -> bool:
             micro_batch=int(changes.get("micro-batch", case.micro_batch)),
             gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,
         )
-        return changed.prepare().memory()["total"] == alternative.memory
+        return settle(changed).prepare().memory()["total"] == alternative.memory
     except Co2simError:  # a global batch that does not divide
         return False

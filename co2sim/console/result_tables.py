@@ -1,29 +1,40 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.text import Text
 
 from co2sim.case import Case
 from co2sim.catalog import Fact
+from co2sim.console import loss
 from co2sim.console.fitting import print_fitting
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
 from co2sim.schedule import Layout
+from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.units import counted, duration, figures, scaled
 
 _NAMED = 4
 """Nodes whose speeds are named one by one."""
 
 
-def print_result(result: Result, *, measured: bool = False, noise: Noise = QUIET) -> None:
-    """All figures of one configuration, simulated or measured; `noise` is named in the header."""
+def print_result(
+    result: Result, *, measured: bool = False, noise: Noise = QUIET, goal: Goal | None = None
+) -> None:
+    """All figures of one configuration, simulated or measured; `noise` is named in the header.
+
+    With a goal, even one without steps, it says what the steps of local updates are worth.
+    """
     out = console()
     r = result
     _print_header(out, r, noise)
-    print_table(out, "figures", ("figure", "value"), _figures(r, measured=measured))
+    print_chosen(out, [("", result)])
+    rows = [*_figures(r, measured=measured), *(loss.figures(r, goal) if goal else [])]
+    print_table(out, "figures", ("figure", "value"), rows)
+    if goal:
+        loss.print_remark(out, [r], goal, "")
     rounds = counted(r.rounds_simulated, "round")
     if measured:
         out.print(f"measured: averages over the last of {rounds}")
@@ -45,11 +56,16 @@ def print_result(result: Result, *, measured: bool = False, noise: Noise = QUIET
     print_assumed(out, [result])
 
 
-def print_simulated(case: Case, result: Result) -> None:
-    """All figures of a simulated case, and what would fit if it does not."""
-    print_result(result, noise=case.noise)
+def print_simulated(
+    case: Case, result: Result, settle: Callable[[Case], Case], goal: Goal = NO_GOAL
+) -> None:
+    """All figures of a simulated case, and what would fit if it does not.
+
+    `settle` gives a case numbers for what it leaves open.
+    """
+    print_result(result, noise=case.noise, goal=goal)
     if not result.fits_in_memory:
-        print_fitting(console(), case)
+        print_fitting(console(), case, settle)
 
 
 def _print_header(out: Console, r: Result, noise: Noise) -> None:
@@ -117,6 +133,13 @@ def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
 def _tflops(value: float) -> str:
     """One decimal; three significant figures for tiny models."""
     return f"{value:.1f}" if value >= 10 else figures(value)  # noqa: PLR2004
+
+
+def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
+    """What was chosen for options left open: one line each, behind the name of its case."""
+    lines = [f"{name}{': ' if name else ''}{note}" for name, r in named for note in r.notes]
+    if lines:
+        print_lines(out, *lines, "")
 
 
 def print_assumed(out: Console, results: Iterable[Result]) -> None:

@@ -1,0 +1,221 @@
+"""`delay=auto` and `tau=auto`: the numbers chosen are the least that hide an average."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import hiding
+from co2sim.cluster import Cluster, Link
+from co2sim.errors import OptionError
+from co2sim.experiments import scale, sweep
+from co2sim.result import Result
+from co2sim.strategies import parse
+from co2sim.strategies.co2 import CO2
+from co2sim.study import describe as case_of
+from co2sim.study import simulate, trace
+
+Run = Callable[..., tuple[int, str, str]]
+KERNELS = 2000 * (4 * 4 + 2) / 1e12 + 2000 * (4 * 8 + 2) / 1e12
+"""Seconds of a round of the tiny model that fill the displacement, and use its average."""
+
+
+def slow(steps: float) -> Cluster:
+    """Four nodes of one GPU whose average of 2000 fp32 numbers takes as long as `steps` steps."""
+    return tiny.cluster(4, 1, inter=Link(2 * 3 / 4 * 8000 / (steps * tiny.local_step())))
+
+
+def exposed(tau: int, delay: int, steps: float) -> float:
+    """The fraction of a round that an average of so many steps exposes."""
+    step = tiny.local_step()
+    late = max(0.0, steps - delay) * step
+    return late / (tau * step + KERNELS + late)
+
+
+def chosen(strategy: str, cluster: Cluster, **options: Any) -> Result:
+    """The result of the tiny model."""
+    return simulate(cluster, tiny.model(), strategy, **options)
+
+
+@given(st.integers(1, 40), st.floats(0.02, 40.0))
+def test_the_delay_chosen_is_the_least_that_leaves_a_hundredth_exposed(
+    tau: int, steps: float
+) -> None:
+    """As a search through all delays with the closed form says; the whole round if none does."""
+    hidden = (delay for delay in range(1, tau + 1) if exposed(tau, delay, steps) <= 0.01)
+    expected = next(hidden, tau)
+    found = chosen(f"co2(tau={tau},delay=auto)", slow(steps))
+    assert found.strategy == f"co2(tau={tau}, delay={expected})"
+    (note,) = found.notes
+    assert f"delay {expected} chosen: {found.exposed_share:.1%} of a round exposed" in note
+    if expected > 1:
+        assert note.endswith(f"{expected - 1} would leave {exposed(tau, expected - 1, steps):.1%}")
+    assert ("no delay" in note) == (exposed(tau, tau, steps) > 0.01)
+
+
+@given(st.floats(0.02, 300.0), st.integers(1, 20))
+def test_the_round_chosen_is_the_shortest_that_hides_its_average(steps: float, delay: int) -> None:
+    """By the closed form, with the average used at the end of a round; a given delay is kept."""
+    hidden = (tau for tau in range(1, 400) if exposed(tau, tau, steps) <= 0.01)
+    shortest = next(hidden)
+    found = chosen("co2(tau=auto,delay=auto)", slow(steps))
+    assert found.steps_per_round == shortest
+    assert found.exposed_share <= 0.01
+    kept = chosen(f"co2(tau=auto,delay={delay})", slow(steps))
+    assert kept.strategy == f"co2(tau={max(shortest, delay)}, delay={delay})"
+
+
+@given(st.integers(1, 60), st.integers(-10, 90), st.integers(-5, 65), st.integers(1, 60))
+def test_the_search_finds_the_edge_wherever_it_starts(
+    low: int, guess: int, edge: int, width: int
+) -> None:
+    """The least number that holds, or the highest; and never is the highest itself asked."""
+    high, asked = low + width, []
+
+    def holds(number: int) -> bool:
+        asked.append(number)
+        return number >= edge
+
+    assert hiding._least(low, high, guess, holds) == min(max(edge, low), high)
+    assert all(low <= number < high for number in asked)
+    assert len(asked) == len(set(asked))
+
+
+@pytest.mark.parametrize("worker", ["node", "node,inner=ddp", "node,average=leader,dtype=bf16"])
+@pytest.mark.parametrize("bandwidth", ["20 Gbit/s", "80 Gbit/s"])
+def test_inside_nodes_too_no_shorter_delay_would_do(worker: str, bandwidth: str) -> None:
+    """All delays simulated one by one: what the steps inside a node expose is none of its business.
+
+    "Hidden" is against the round without averages, which communicates inside nodes all the same.
+    """
+    options: dict[str, Any] = {"gpus": 32, "overrides": {"inter.bandwidth": bandwidth}}
+    times = {}
+    for delay in range(1, 13):
+        how = f"co2(tau=12,worker={worker},delay={delay})"
+        times[delay] = simulate("a100-tcp80", "gpt2-xl", how, **options).round_time_s
+    found = simulate("a100-tcp80", "gpt2-xl", f"co2(tau=12,worker={worker},delay=auto)", **options)
+    delay = parse(found.strategy).delay  # type: ignore[attr-defined]
+    least = min(times.values())
+    assert times[delay] <= least * 1.01 / 0.99
+    assert delay == 1 or times[delay - 1] > least * 1.01
+    assert found.exposed_comm_s > 0  # of inner steps
+
+
+def test_a_round_without_averages_does_the_same_steps() -> None:
+    """Nothing on the stream of averages is left, and everything else is, in its order."""
+    schedule = tiny.schedule("co2(tau=2,delay=1,worker=node,dtype=int8)")
+    bare = hiding.without_averages(schedule)
+    kept = [op.name for op in schedule.body if op.stream != "outer"]
+    assert [op.name for op in bare.body] == kept
+    assert len(kept) == len(schedule.body) - 5
+    assert bare.steps == 2
+
+
+def test_the_figures_are_those_of_the_number_chosen() -> None:
+    """Nothing but the note tells a choice from the same number given; a trace has it, too."""
+    found, other = (chosen(f"co2(tau=6,delay={delay})", slow(3.0)) for delay in ("auto", 3))
+    assert found.notes
+    assert replace(found, notes=()) == other
+    assert Result.from_dict(found.to_dict()) == found
+    case = case_of(slow(3.0), tiny.model(), CO2(tau=6, delay="auto"))
+    assert trace(case)[0].name == "co2(tau=6, delay=3)"
+
+
+def test_noise_is_left_out_of_the_choice() -> None:
+    """With jitter, stragglers or a slow node the number is the same, and the note says so."""
+    for noise in ({"jitter": 0.3}, {"straggle": 0.5}, {"node_speed": {1: 0.2}}):
+        found = chosen("co2(tau=6,delay=auto)", slow(3.0), **noise)
+        assert found.strategy == "co2(tau=6, delay=3)"
+        (note,) = found.notes
+        assert note.endswith("(without jitter, stragglers and speeds of nodes)")
+
+
+def test_a_round_beyond_all_bounds_is_refused_at_once() -> None:
+    """No schedule of a million steps is built to learn that a network is too slow."""
+    with pytest.raises(OptionError, match="no round of at most 10000 steps hides its average"):
+        chosen("co2(tau=auto,delay=auto)", slow(1e6))
+
+
+def test_one_gpu_has_nothing_to_hide() -> None:
+    """Alone, an average takes no time: the least numbers are chosen."""
+    found = chosen("co2(tau=auto,delay=auto)", tiny.cluster(1, 1))
+    assert found.strategy == "co2(tau=1, delay=1)"
+
+
+def test_a_sweep_chooses_for_every_case() -> None:
+    """Each bandwidth gets its own delay; so does each size in `scale`, and Python objects do."""
+    table = sweep(
+        slow(1.0),
+        tiny.model(),
+        vary={"strategy": ["co2(delay=auto)", CO2(tau=6, delay="auto"), "co2(tau=6,delay=2)"]},
+    )
+    assert list(table["strategy"]) == [
+        "co2(tau=12, delay=1)",
+        "co2(tau=6, delay=1)",
+        "co2(tau=6, delay=2)",
+    ]
+    varied = sweep(
+        "a100-tcp80",
+        "gpt2-small",
+        "co2:tau=48,delay=auto",
+        gpus=16,
+        vary={"inter.bandwidth": ["80 Gbit/s", "400 Gbit/s"]},
+    )
+    first, second = (parse(text).delay for text in varied["strategy"])  # type: ignore[attr-defined]
+    assert first > second
+    sizes = scale("a100-tcp80", "gpt2-small", "co2(tau=48,delay=auto)", gpus=[8, 128])
+    assert len(set(sizes["strategy"])) == 2
+
+
+# --- command lines -----------------------------------------------------------------------------
+
+ON = ("-c", "a100-tcp80", "-m", "gpt2-small")
+
+
+def test_every_command_takes_auto_and_says_what_was_chosen(cli: Run, tmp_path: Path) -> None:
+    """`run` names the numbers and why; `scale` by size, `sweep` by case; a trace is of them."""
+    _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:delay=auto")
+    assert shown.startswith("co2(tau=12, delay=6) on 16 GPUs")
+    assert "delay 6 chosen: 0.9% of a round exposed; 5 would leave 8.2%" in shown
+    _, shown, _ = cli("scale", *ON, "-g", "8,64", "-s", "co2:delay=auto", "-s", "ddp")
+    (row,) = (line for line in shown.splitlines() if line.startswith("co2") and "GB" in line)
+    assert row.startswith("co2(tau=12, delay=auto) ")
+    assert "co2(tau=12, delay=auto) at 8 GPUs: delay 1 chosen" in shown
+    assert "co2(tau=12, delay=auto) at 64 GPUs: delay 12 chosen" in shown
+    varied = "strategy=ddp, co2:tau=auto,delay=auto"
+    _, shown, _ = cli("sweep", *ON, "-g", "16", "--jobs", "1", "--vary", varied)
+    assert "chosen" in shown.splitlines()[1]
+    assert "co2(tau=7, delay=7)" in shown
+    assert cli("trace", *ON, "-g", "16", "-s", "co2:delay=auto", "-o", "x.jsonl")[0] == 0
+    assert (tmp_path / "x.jsonl").exists()
+
+
+def test_what_would_fit_is_said_of_the_number_chosen(cli: Run) -> None:
+    """A model that is too large gets alternatives, though its strategy was open."""
+    _, shown, _ = cli(
+        *("run", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "16", "-s", "co2:delay=auto")
+    )
+    assert "what would fit in 80 GB" in shown
+    assert "--strategy co2:tau=12,delay=auto,worker=node,inner=zero2" in shown
+
+
+def test_a_run_on_real_processes_asks_for_a_number(tmp_path: Path) -> None:
+    """`realrun` has no simulator at hand: one line names the command that has, and ends it."""
+    command = [sys.executable, "-m", "realrun", "run", "--nproc", "1", "--strategy"]
+    done = subprocess.run(
+        [*command, "co2:delay=auto", "--cluster", "a100-tcp80", "--model", "gpt2-small"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "delay=auto is chosen by simulation (`co2sim run` names it)" in done.stderr
+    assert "Traceback" not in done.stderr

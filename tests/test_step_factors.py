@@ -1,0 +1,221 @@
+"""What a step of local updates is worth, and what a loss costs in time and money."""
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from co2sim import Goal, scale, simulate, sweep, to_loss
+from co2sim.errors import OptionError
+from co2sim.step_factors import remark, step_factor
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+
+Run = Callable[..., tuple[int, str, str]]
+RUNS = Path(__file__).parent.parent / "benchmarks/results/convergence-runs.csv"
+ON = ("-c", "a100-tcp80", "-m", "gpt2-small")
+TUNING_SEED = 100
+
+
+def measured() -> dict[str, float]:
+    """Factors from the recorded runs, by a walk along the curve of DDP."""
+    with RUNS.open() as file:
+        rows = [row for row in csv.DictReader(file) if int(row["seed"]) != TUNING_SEED]
+    curves = [json.loads(row["curve"]) for row in rows if row["strategy"] == "ddp"]
+    curve = [(place[0][0], mean(loss for _, loss in place)) for place in zip(*curves, strict=True)]
+    ends: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        key = (row["strategy"], row["outer"])
+        ends.setdefault(key, []).append(float(row["validation_loss"]))
+    found: dict[str, float] = {}
+    for (strategy, _), losses in ends.items():
+        if strategy == "ddp" or len(losses) < 3:
+            continue
+        for (x, high), (y, low) in pairwise(curve):
+            if low <= mean(losses) <= high:
+                at = x + (y - x) * (high - mean(losses)) / (high - low)
+                name = title(parse(strategy))
+                found[name] = min(found.get(name, math.inf), curve[-1][0] / at)
+    return found
+
+
+def test_the_factors_are_those_of_the_recorded_runs() -> None:
+    """The catalog holds what benchmarks/results/convergence-runs.csv says, of every method."""
+    found = measured()
+    assert {"co2(tau=3)", "co2(tau=12)", "co2(tau=48)", "slowmo(tau=12)"} < found.keys()
+    for strategy, factor in found.items():
+        entry = step_factor(strategy)
+        assert entry is not None
+        assert entry.measured == strategy
+        assert entry.factor == pytest.approx(factor, abs=0.006)  # two decimals
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nearest"),
+    [
+        ("co2(tau=1)", "co2(tau=3)"),
+        ("co2(tau=7)", "co2(tau=12)"),
+        ("co2(tau=24,worker=node)", "co2(tau=12)"),
+        ("co2(tau=25)", "co2(tau=48)"),
+        ("diloco(tau=500)", "diloco(tau=12)"),
+        ("co2(tau=12,staleness=2)", None),
+        ("co2(tau=12,delay=3)", None),
+        ("diloco(tau=12,fragments=2)", None),
+    ],
+)
+def test_a_method_has_the_factor_of_the_nearest_tau(strategy: str, nearest: str | None) -> None:
+    """Near by the ratio of taus; another method, or one that uses averages later, says nothing."""
+    found = step_factor(strategy)
+    assert (found.measured if found else None) == nearest
+
+
+def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
+    """Sharding changes no arithmetic: factor 1; a strategy that is not ours has none."""
+    for strategy in ("ddp", "zero2", "zeropp"):
+        found = step_factor(strategy)
+        assert found is not None
+        assert found.factor == 1
+    assert step_factor("mine") is None
+    assert remark(["ddp", "zero3", "mine"]) == ""
+
+
+def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
+    """A strategy with options before its name, and both before what was measured."""
+    goal = Goal(factors={"co2": 1.3, "co2:tau=48": 2, "co2(delay=3)": 1.1})
+    factors = {
+        strategy: found.factor
+        for strategy in ("co2(tau=12)", "co2(tau=48)", "co2(tau=12, delay=3)", "slowmo(tau=12)")
+        if (found := step_factor(strategy, goal))
+    }
+    assert list(factors.values())[:3] == [1.3, 2, 1.1]
+    assert factors["slowmo(tau=12)"] == round(measured()["slowmo(tau=12)"], 2)
+    assert "co2: 1.3 (given)" in remark(["co2(tau=12)"], goal)
+
+
+def test_the_remark_is_one_line_with_conditions() -> None:
+    """It names each measurement once, and one method for each kind that nobody measured."""
+    strategies = ["ddp", *(f"co2(tau={tau})" for tau in (12, 13)), "slowmo(tau=12)"]
+    late = [f"co2(tau=12, delay={delay})" for delay in (1, 2)]
+    line = remark([*strategies, *late])
+    assert "\n" not in line
+    assert line.startswith("a step of local updates is not worth a step of ddp")
+    assert line.count("co2(tau=12): 3.12") == 1
+    assert "GPT of 158,720 parameters, 4 workers, 768 steps" in line
+    assert "co2(tau=12, delay=1): not measured" in line
+    assert "delay=2" not in line
+    assert "--steps-factor co2=1.3" in line
+
+
+def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
+    """Steps x step time, and steps x GPUs x step time x price; DDP takes the steps themselves."""
+    prices = {"price_per_gpu": "2 USD/h"}
+    for strategy, factor in (("ddp", 1.0), ("co2(tau=12)", 1.5)):
+        result = simulate("a100-tcp80", "gpt2-small", strategy, gpus=16, overrides=prices)
+        found = to_loss(result, Goal(steps=1000, factors={"co2": 1.5}))
+        assert found is not None
+        assert found.steps == 1000 * factor
+        assert found.time_s == pytest.approx(1000 * factor * result.step_time_s)
+        assert found.cost == pytest.approx(16 * 2 / 3600 * found.time_s)
+        assert found.currency == "USD"
+    free = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)
+    assert to_loss(free, Goal(steps=10)).cost is None  # type: ignore[union-attr]
+    late = simulate("a100-tcp80", "gpt2-small", "co2(delay=2)", gpus=16)
+    assert to_loss(late, Goal(steps=10)) is None
+    with pytest.raises(OptionError, match="the goal has no steps"):
+        to_loss(free, Goal())
+
+
+@pytest.mark.parametrize(
+    ("steps", "factors", "said"),
+    [
+        (0, {}, "steps of ddp to the loss is 0; it must be 1 to"),
+        (10**13, {}, "it must be 1 to 1000000000000"),
+        (1.5, {}, "must be a whole number"),
+        (None, {"co2": 0}, "the steps factor of co2 is 0; it must be above 0"),
+        (None, {"co2": math.nan}, "it must be finite and above 0"),
+        (None, {"co2": 1e7}, "it must be 0 to 1000000"),
+        (None, {"co3": 1}, "unknown strategy 'co3'"),
+        (None, {"co2:tau=3": 1, "co2(tau=3)": 2}, r"of co2\(tau=3\) is given twice"),
+    ],
+)
+def test_goals_out_of_range_are_refused(steps: int, factors: dict[str, float], said: str) -> None:
+    """In one line, with what is allowed."""
+    with pytest.raises(OptionError, match=said):
+        Goal(steps=steps, factors=factors)
+
+
+def test_tables_in_python_have_columns_only_with_a_goal() -> None:
+    """Factor, steps, seconds and cost; empty where no factor is known, or no price."""
+    goal = Goal(steps=100, factors={"slowmo": 2})
+    cases = {"strategy": ["ddp", "slowmo", "co2(delay=2)"]}
+    table = sweep("a100-tcp80", "gpt2-small", gpus=16, vary=cases, goal=goal, sort="to loss")
+    assert set(table["steps_to_loss"][:2]) == {100, 200}
+    assert table["time_to_loss_s"][0] == pytest.approx(
+        table["steps_to_loss"][0] * table["step_time_s"][0]
+    )
+    assert table["time_to_loss_s"].isna().tolist() == [False, False, True]
+    assert "time_to_loss_s" not in sweep("a100-tcp80", "gpt2-small", gpus=16, vary=cases)
+    sizes = scale("a100-tcp80", "gpt2-small", "ddp", gpus=[8, 16], goal=goal)
+    assert sizes["steps_factor"].tolist() == [1, 1]
+
+
+def test_every_command_that_compares_speed_says_what_a_step_is_worth(cli: Run) -> None:
+    """`run`, `scale` and `sweep`, in one line; not where there are no local updates."""
+    commands = (
+        ("run", *ON, "-g", "16"),
+        ("scale", *ON, "-g", "8,16"),
+        ("sweep", *ON, "--vary", "gpus=8,16", "--jobs", "1"),
+    )
+    for command in commands:
+        shown = " ".join(cli(*command, "-s", "co2")[1].split())
+        assert "a step of local updates is not worth a step of ddp" in shown
+        assert "co2(tau=12): 3.12 or more" in shown
+        shown = " ".join(cli(*command, "-s", "co2", "--steps-factor", "co2:tau=12=1.4")[1].split())
+        assert "co2(tau=12): 1.4 (given)" in shown
+        assert "not worth" not in cli(*command, "-s", "zero2")[1]
+
+
+def test_every_command_adds_time_and_cost_to_the_loss(cli: Run, tmp_path: Path) -> None:
+    """In its table, in its CSV file, and in JSON."""
+    goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2=2")
+    price = ("--set", "price_per_gpu=2 USD/h")
+    _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2", *goal, *price)
+    assert "time to the loss of 1,000,000 steps of ddp" in shown
+    assert "(2,000,000 steps)" in shown
+    assert "USD to the same loss" in shown
+    _, text, _ = cli("run", *ON, "-g", "16", "-s", "co2", *goal, *price, "--json")
+    found = json.loads(text)
+    assert found["to_loss"]["time_s"] == pytest.approx(2e6 * found["step_time_s"])
+    _, shown, _ = cli("scale", *ON, "-g", "8,16", "-s", "co2", "-s", "ddp", *goal, *price)
+    assert "to loss at 16  cost to loss at 16" in shown
+    with (tmp_path / "out/scale.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["steps_to_loss"]) for row in rows] == [2e6, 2e6, 1e6, 1e6]
+    varied = ("--vary", "strategy=ddp, co2:delay=2, diloco:fragments=2", "--jobs", "1")
+    _, shown, _ = cli("sweep", *ON, "-g", "16", *varied, *goal, "--sort", "to loss")
+    lines = [line.split() for line in shown.splitlines()[1:5]]
+    assert lines[0][-2:] == ["to", "loss"]
+    assert [line[0] for line in lines[1:]] == ["co2:delay=2", "ddp", "diloco:fragments=2"]
+    assert lines[3][-1] == "-"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--steps-factor", "co2"), "--steps-factor 'co2' is not STRATEGY=N"),
+        (("--steps-factor", "co2=fast"), "--steps-factor co2 is 'fast'; it must be a number"),
+        (("--steps-factor", "co2=1", "--steps-factor", "co2=2"), "co2 is given twice"),
+        (("--to-loss-steps", "1e5"), "--to-loss-steps is '1e5'; it must be a whole number"),
+    ],
+)
+def test_wrong_options_end_with_one_line(cli: Run, options: tuple[str, ...], said: str) -> None:
+    """Exit code 2, and what is allowed."""
+    code, _, errors = cli("run", *ON, "-g", "16", "-s", "co2", *options)
+    assert code == 2
+    assert said in errors
+    assert len(errors.strip().splitlines()) == 1
