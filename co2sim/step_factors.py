@@ -166,7 +166,7 @@ def _parsed(strategy: str) -> Strategy | None:
 def _kind(strategy: Any) -> tuple[str, int, bool, bool]:
     """What has to be alike for a factor to say anything."""
     late = bool(getattr(strategy, "delay", 0))
-    parts = getattr(strategy, "fragments", 1) > 1
+    parts = (getattr(strategy, "fragments", 1) or 1) > 1
     return strategy.name, getattr(strategy, "staleness", 1), late, parts
 
 

@@ -27,9 +27,18 @@ from co2sim.workload import Workload
 _MOST_STALENESS = 100
 """A rank keeps a buffer for every average in flight; so many rounds pass before a steady one."""
 
+_MOST_FRAGMENTS = 1_000
+_EVEN = 64
+"""Fragments of a long round: more would make the messages small, and the delay no shorter."""
+
 _KEEP = 1.0
 _PREDICT = 0.0
 """What is done with progress that was made while an average was under way: all of it is kept."""
+
+
+def even_fragments(tau: int) -> int:
+    """One fragment for each step of a round, as far as that helps."""
+    return min(tau, _EVEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +46,9 @@ class CO2:
     """`tau` local steps; the average launched after them is used `staleness` rounds later.
 
     With `delay` it is used that many local steps later, and workers go on from where they are: x
-    becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress averaged).
-    "auto" is chosen by simulation: the least delay that hides the average, the shortest such round.
+    becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress). The
+    model is cut into `fragments`, which are averaged at evenly spread steps of a round. "auto" is
+    chosen by simulation: the least delay that hides the averages, the shortest such round.
 
     Where a node is the worker, `average` says who averages: "shares", every rank its share with
     its peers; "leader", the first rank of each node everything, which it broadcasts inside, as in
@@ -57,6 +67,7 @@ class CO2:
     delay: int | Auto | None = None
     keep: float = _KEEP
     predict: float = _PREDICT
+    fragments: int | None = None
     worker: Worker = "gpu"
     inner: Inner | None = None
     dtype: Unquantized | Literal[DType.INT8] = DType.FP32
@@ -78,6 +89,12 @@ class CO2:
             if self.dtype in QUANTIZED:
                 raise OptionError(f"average=leader does not quantize: dtype={self.dtype}")
 
+    def parts(self) -> int:
+        """The number of fragments; by default one, with delay=auto one for each step of a round."""
+        if self.fragments is not None:
+            return self.fragments
+        return even_fragments(round_steps(self)) if self.delay == "auto" else 1
+
     def _check_delay(self) -> None:
         for option in ("keep", "predict"):
             value = between(f"co2: {option}", getattr(self, option), 0, 1)
@@ -87,12 +104,17 @@ class CO2:
                 raise OptionError(
                     "co2: keep and predict say how a late average is used: give delay"
                 )
+            if self.fragments not in {None, 1}:
+                raise OptionError("co2: fragments are averaged within a round: give delay")
             if self.tau == "auto":
                 raise OptionError("co2: tau=auto needs a delay: a number, or auto")
         elif self.staleness != 1:
             raise OptionError(f"co2: staleness={self.staleness} does not apply with delay")
         elif self.delay != "auto":
             whole_options(self, "delay", most=None if self.tau == "auto" else self.tau)
+        if self.fragments is not None:
+            most = _MOST_FRAGMENTS if self.tau == "auto" else min(self.tau, _MOST_FRAGMENTS)
+            whole_options(self, "fragments", most=most)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """Wait for the old average, update momentum and anchor, launch the new average, go on."""
@@ -104,7 +126,14 @@ class CO2:
             # filling reads anchor and x; writes the displacement and a copy of x. The outer step
             # reads average, momentum, anchor, x and the copy; writes momentum, anchor and x
             fill, delay = 4, settled(self.name, "delay", self.delay)
-        plan = Averages(buffer="displacement", fill=fill, outer=8, delay=delay, by=self.average)
+        plan = Averages(
+            buffer="displacement",
+            fill=fill,
+            outer=8,
+            delay=delay,
+            fragments=self.parts(),
+            by=self.average,
+        )
         return averaged_rounds(self, job, layout, plan)
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
