@@ -97,7 +97,7 @@ def step_factor(strategy: str, goal: Goal = NO_GOAL) -> StepFactor | None:
     alike = [entry for entry in _entries() if _kind(parse(entry["strategy"])) == _kind(known)]
     if not alike:
         return None
-    entry = min(alike, key=lambda entry: _distance(known, parse(entry["strategy"])))
+    entry = min(alike, key=lambda entry: (_distance(known, entry["strategy"]), -entry["steps"]))
     conditions = (
         f"a GPT of {entry['parameters']:,} parameters, {entry['workers']} workers,"
         f" {entry['steps']} steps"
@@ -170,10 +170,12 @@ def _kind(strategy: Any) -> tuple[str, int, bool, bool]:
     return strategy.name, getattr(strategy, "staleness", 1), late, parts
 
 
-def _distance(one: Any, other: Any) -> tuple[float, float]:
-    """Between taus, by their ratio; then between delays."""
-    ratio = math.log(round_steps(one) / round_steps(other))
-    return abs(ratio), abs((getattr(one, "delay", 0) or 0) - (getattr(other, "delay", 0) or 0))
+def _distance(one: Any, measured: str) -> tuple[float, ...]:
+    """Between taus, by their ratio; then between delays, and what is done with late averages."""
+    other: Any = parse(measured)
+    ratio = abs(math.log(round_steps(one) / round_steps(other)))
+    how = ("delay", "keep", "predict")
+    return ratio, *(abs((getattr(one, x, 0) or 0) - (getattr(other, x, 0) or 0)) for x in how)
 
 
 @cache

@@ -37,7 +37,7 @@ class CO2:
     """`tau` local steps; the average launched after them is used `staleness` rounds later.
 
     With `delay` it is used that many local steps later, and workers go on from where they are: x
-    becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress averaged).
+    becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (the mean progress).
     "auto" is chosen by simulation: the least delay that hides the average, the shortest such round.
 
     Where a node is the worker, `average` says who averages: "shares", every rank its share with
