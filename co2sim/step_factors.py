@@ -7,7 +7,7 @@ says how they were measured; a user's own come first.
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -125,6 +125,14 @@ def to_loss(result: Result, goal: Goal) -> ToLoss | None:
         currency=result.currency,
         factor=found,
     )
+
+
+def to_dict(result: Result, goal: Goal) -> dict[str, Any]:
+    """A result as plain values for JSON, with `to_loss` (None: not known) if the goal has steps."""
+    if goal.steps is None:
+        return result.to_dict()
+    found = to_loss(result, goal)
+    return result.to_dict() | {"to_loss": None if found is None else asdict(found)}
 
 
 def remark(strategies: Iterable[str], goal: Goal = NO_GOAL) -> str:

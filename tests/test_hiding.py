@@ -183,7 +183,7 @@ def test_every_command_takes_auto_and_says_what_was_chosen(cli: Run, tmp_path: P
     """`run` names the numbers and why; `scale` by size, `sweep` by case; a trace is of them."""
     _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:delay=auto")
     assert shown.startswith("co2(tau=12, delay=6) on 16 GPUs")
-    assert "delay 6 chosen: 0.9% of a round exposed; 5 would leave 8.2%" in shown
+    assert "delay 6 chosen: 0.9% of a round exposed by the average; 5 would leave 8.2%" in shown
     _, shown, _ = cli("scale", *ON, "-g", "8,64", "-s", "co2:delay=auto", "-s", "ddp")
     (row,) = (line for line in shown.splitlines() if line.startswith("co2") and "GB" in line)
     assert row.startswith("co2(tau=12, delay=auto) ")

@@ -21,7 +21,7 @@ from co2sim.grid import strategy_title
 from co2sim.metrics import scalability_ratio
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
-from co2sim.step_factors import Goal
+from co2sim.step_factors import Goal, to_dict
 from co2sim.units import counted, percent, scaled
 from co2sim.units import figures as shown
 
@@ -58,7 +58,7 @@ def scale(
     if as_json:
         report = {
             "results": [
-                {"cluster_key": str(case.cluster), **loss.to_dict(result, goal)}
+                {"cluster_key": str(case.cluster), **to_dict(result, goal)}
                 for case, result in zip(cases, results, strict=True)
             ],
             "published": [comparison.to_dict() for comparison in comparisons],
