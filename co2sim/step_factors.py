@@ -94,6 +94,8 @@ def step_factor(strategy: str, goal: Goal = NO_GOAL) -> StepFactor | None:
         return None
     if not isinstance(known, LocalSteps):
         return StepFactor(factor=1.0, source="its steps are those of ddp")
+    if "auto" in {known.tau, getattr(known, "delay", None)}:
+        return None  # not yet a method
     alike = [entry for entry in _entries() if _kind(parse(entry["strategy"])) == _kind(known)]
     if not alike:
         return None

@@ -96,6 +96,7 @@ def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
         assert found is not None
         assert found.factor == 1
     assert step_factor("mine") is None
+    assert step_factor("co2(delay=auto)") is None  # until a number is chosen
     assert remark(["ddp", "zero3", "mine"]) == ""
 
 
