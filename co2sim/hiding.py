@@ -51,9 +51,10 @@ def choose(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]:
         strategy = replace(strategy, tau=tau)
         notes.append(note)
     if strategy.delay == "auto":
-        strategy = replace(strategy, fragments=strategy.parts())
+        parts = strategy.parts()
+        strategy = replace(strategy, fragments=parts)
         delay, note = _least_delay(strategy, times)
-        strategy = replace(strategy, delay=delay)
+        strategy = replace(strategy, delay=delay, fragments=parts if parts > 1 else None)
         notes.append(note)
     return strategy, tuple(notes)
 
@@ -70,10 +71,10 @@ def _shortest_round(strategy: CO2, least: int, times: RoundTime) -> tuple[int, s
         if guess > MOST_STEPS:
             raise OptionError(
                 f"{strategy.name}: tau=auto: no round of at most {MOST_STEPS} steps hides its"
-                f" average, which takes as long as about {guess:.0f}"
+                f" average, which takes as long as about {guess:.0f} steps"
             )
     tau = _least(least, MOST_STEPS, round(guess), lambda tau: exposed(tau) <= _LEFT)
-    note = f"tau {tau} chosen: {exposed(tau):.1%} of a round exposed if delay={tau}"
+    note = f"tau {tau} chosen: {exposed(tau):.1%} of a round exposed by the average if delay={tau}"
     return tau, note + (f"; {tau - 1} would leave {exposed(tau - 1):.1%}" if tau > least else "")
 
 
@@ -93,7 +94,7 @@ def _least_delay(strategy: CO2, times: RoundTime) -> tuple[int, str]:
     guess = 1 + (late(1) / bare - _LEFT) * tau
     delay = _least(1, tau, round(guess), lambda delay: late(delay) <= _LEFT * (bare + late(delay)))
     shares = {tried: max(0.0, 1 - bare / whole(tried)) for tried in (delay, max(1, delay - 1))}
-    note = f"delay {delay} chosen: {shares[delay]:.1%} of a round exposed"
+    note = f"delay {delay} chosen: {shares[delay]:.1%} of a round exposed by the average"
     if not hidden:
         note = f"no delay within a round hides the average, a longer tau might; {note}"
     return delay, note + (f"; {delay - 1} would leave {shares[delay - 1]:.1%}" if delay > 1 else "")

@@ -7,7 +7,7 @@ says how they were measured; a user's own come first.
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -94,10 +94,12 @@ def step_factor(strategy: str, goal: Goal = NO_GOAL) -> StepFactor | None:
         return None
     if not isinstance(known, LocalSteps):
         return StepFactor(factor=1.0, source="its steps are those of ddp")
+    if "auto" in {known.tau, getattr(known, "delay", None)}:
+        return None  # not yet a method
     alike = [entry for entry in _entries() if _kind(parse(entry["strategy"])) == _kind(known)]
     if not alike:
         return None
-    entry = min(alike, key=lambda entry: _distance(known, parse(entry["strategy"])))
+    entry = min(alike, key=lambda entry: (_distance(known, entry["strategy"]), -entry["steps"]))
     conditions = (
         f"a GPT of {entry['parameters']:,} parameters, {entry['workers']} workers,"
         f" {entry['steps']} steps"
@@ -125,6 +127,14 @@ def to_loss(result: Result, goal: Goal) -> ToLoss | None:
         currency=result.currency,
         factor=found,
     )
+
+
+def to_dict(result: Result, goal: Goal) -> dict[str, Any]:
+    """A result as plain values for JSON, with `to_loss` (None: not known) if the goal has steps."""
+    if goal.steps is None:
+        return result.to_dict()
+    found = to_loss(result, goal)
+    return result.to_dict() | {"to_loss": None if found is None else asdict(found)}
 
 
 def remark(strategies: Iterable[str], goal: Goal = NO_GOAL) -> str:
@@ -170,10 +180,12 @@ def _kind(strategy: Any) -> tuple[str, int, bool, bool]:
     return strategy.name, getattr(strategy, "staleness", 1), late, parts
 
 
-def _distance(one: Any, other: Any) -> tuple[float, float]:
-    """Between taus, by their ratio; then between delays."""
-    ratio = math.log(round_steps(one) / round_steps(other))
-    return abs(ratio), abs((getattr(one, "delay", 0) or 0) - (getattr(other, "delay", 0) or 0))
+def _distance(one: Any, measured: str) -> tuple[float, ...]:
+    """Between taus, by their ratio; then between delays, and what is done with late averages."""
+    other: Any = parse(measured)
+    ratio = abs(math.log(round_steps(one) / round_steps(other)))
+    how = ("delay", "keep", "predict")
+    return ratio, *(abs((getattr(one, x, 0) or 0) - (getattr(other, x, 0) or 0)) for x in how)
 
 
 @cache

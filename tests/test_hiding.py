@@ -1,4 +1,4 @@
-"""`delay=auto` and `tau=auto`: the numbers chosen are the least that hide an average."""
+"""`delay=auto,fragments=1` and `tau=auto`: the numbers chosen are the least that hide an average."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_the_delay_chosen_is_the_least_that_leaves_a_hundredth_exposed(
     """As a search through all delays with the closed form says; the whole round if none does."""
     hidden = (delay for delay in range(1, tau + 1) if exposed(tau, delay, steps) <= 0.01)
     expected = next(hidden, tau)
-    found = chosen(f"co2(tau={tau},delay=auto)", slow(steps))
+    found = chosen(f"co2(tau={tau},delay=auto,fragments=1)", slow(steps))
     assert found.strategy == f"co2(tau={tau}, delay={expected})"
     (note,) = found.notes
     assert f"delay {expected} chosen: {found.exposed_share:.1%} of a round exposed" in note
@@ -65,7 +65,7 @@ def test_the_round_chosen_is_the_shortest_that_hides_its_average(steps: float, d
     """By the closed form, with the average used at the end of a round; a given delay is kept."""
     hidden = (tau for tau in range(1, 400) if exposed(tau, tau, steps) <= 0.01)
     shortest = next(hidden)
-    found = chosen("co2(tau=auto,delay=auto)", slow(steps))
+    found = chosen("co2(tau=auto,delay=auto,fragments=1)", slow(steps))
     assert found.steps_per_round == shortest
     assert found.exposed_share <= 0.01
     kept = chosen(f"co2(tau=auto,delay={delay})", slow(steps))
@@ -100,7 +100,9 @@ def test_inside_nodes_too_no_shorter_delay_would_do(worker: str, bandwidth: str)
     for delay in range(1, 13):
         how = f"co2(tau=12,worker={worker},delay={delay})"
         times[delay] = simulate("a100-tcp80", "gpt2-xl", how, **options).round_time_s
-    found = simulate("a100-tcp80", "gpt2-xl", f"co2(tau=12,worker={worker},delay=auto)", **options)
+    found = simulate(
+        "a100-tcp80", "gpt2-xl", f"co2(tau=12,worker={worker},delay=auto,fragments=1)", **options
+    )
     delay = parse(found.strategy).delay  # type: ignore[attr-defined]
     least = min(times.values())
     assert times[delay] <= least * 1.01 / 0.99
@@ -120,18 +122,18 @@ def test_a_round_without_averages_does_the_same_steps() -> None:
 
 def test_the_figures_are_those_of_the_number_chosen() -> None:
     """Nothing but the note tells a choice from the same number given; a trace has it, too."""
-    found, other = (chosen(f"co2(tau=6,delay={delay})", slow(3.0)) for delay in ("auto", 3))
+    found, other = (chosen(f"co2(tau=6,delay={delay})", slow(3.0)) for delay in ("auto,fragments=1", 3))
     assert found.notes
     assert replace(found, notes=()) == other
     assert Result.from_dict(found.to_dict()) == found
-    case = case_of(slow(3.0), tiny.model(), CO2(tau=6, delay="auto"))
+    case = case_of(slow(3.0), tiny.model(), CO2(tau=6, delay="auto", fragments=1))
     assert trace(case)[0].name == "co2(tau=6, delay=3)"
 
 
 def test_noise_is_left_out_of_the_choice() -> None:
     """With jitter, stragglers or a slow node the number is the same, and the note says so."""
     for noise in ({"jitter": 0.3}, {"straggle": 0.5}, {"node_speed": {1: 0.2}}):
-        found = chosen("co2(tau=6,delay=auto)", slow(3.0), **noise)
+        found = chosen("co2(tau=6,delay=auto,fragments=1)", slow(3.0), **noise)
         assert found.strategy == "co2(tau=6, delay=3)"
         (note,) = found.notes
         assert note.endswith("(without jitter, stragglers and speeds of nodes)")
@@ -140,12 +142,12 @@ def test_noise_is_left_out_of_the_choice() -> None:
 def test_a_round_beyond_all_bounds_is_refused_at_once() -> None:
     """No schedule of a million steps is built to learn that a network is too slow."""
     with pytest.raises(OptionError, match="no round of at most 10000 steps hides its average"):
-        chosen("co2(tau=auto,delay=auto)", slow(1e6))
+        chosen("co2(tau=auto,delay=auto,fragments=1)", slow(1e6))
 
 
 def test_one_gpu_has_nothing_to_hide() -> None:
     """Alone, an average takes no time: the least numbers are chosen."""
-    found = chosen("co2(tau=auto,delay=auto)", tiny.cluster(1, 1))
+    found = chosen("co2(tau=auto,delay=auto,fragments=1)", tiny.cluster(1, 1))
     assert found.strategy == "co2(tau=1, delay=1)"
 
 
@@ -154,7 +156,13 @@ def test_a_sweep_chooses_for_every_case() -> None:
     table = sweep(
         slow(1.0),
         tiny.model(),
-        vary={"strategy": ["co2(delay=auto)", CO2(tau=6, delay="auto"), "co2(tau=6,delay=2)"]},
+        vary={
+            "strategy": [
+                "co2(delay=auto,fragments=1)",
+                CO2(tau=6, delay="auto", fragments=1),
+                "co2(tau=6,delay=2)",
+            ]
+        },
     )
     assert list(table["strategy"]) == [
         "co2(tau=12, delay=1)",
@@ -164,13 +172,13 @@ def test_a_sweep_chooses_for_every_case() -> None:
     varied = sweep(
         "a100-tcp80",
         "gpt2-small",
-        "co2:tau=48,delay=auto",
+        "co2:tau=48,delay=auto,fragments=1",
         gpus=16,
         vary={"inter.bandwidth": ["80 Gbit/s", "400 Gbit/s"]},
     )
     first, second = (parse(text).delay for text in varied["strategy"])  # type: ignore[attr-defined]
     assert first > second
-    sizes = scale("a100-tcp80", "gpt2-small", "co2(tau=48,delay=auto)", gpus=[8, 128])
+    sizes = scale("a100-tcp80", "gpt2-small", "co2(tau=48,delay=auto,fragments=1)", gpus=[8, 128])
     assert len(set(sizes["strategy"])) == 2
 
 
@@ -181,36 +189,55 @@ ON = ("-c", "a100-tcp80", "-m", "gpt2-small")
 
 def test_every_command_takes_auto_and_says_what_was_chosen(cli: Run, tmp_path: Path) -> None:
     """`run` names the numbers and why; `scale` by size, `sweep` by case; a trace is of them."""
-    _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:delay=auto")
+    _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:delay=auto,fragments=1")
     assert shown.startswith("co2(tau=12, delay=6) on 16 GPUs")
-    assert "delay 6 chosen: 0.9% of a round exposed; 5 would leave 8.2%" in shown
-    _, shown, _ = cli("scale", *ON, "-g", "8,64", "-s", "co2:delay=auto", "-s", "ddp")
+    assert "delay 6 chosen: 0.9% of a round exposed by the average; 5 would leave 8.2%" in shown
+    _, shown, _ = cli("scale", *ON, "-g", "8,64", "-s", "co2:delay=auto,fragments=1", "-s", "ddp")
     (row,) = (line for line in shown.splitlines() if line.startswith("co2") and "GB" in line)
-    assert row.startswith("co2(tau=12, delay=auto) ")
-    assert "co2(tau=12, delay=auto) at 8 GPUs: delay 1 chosen" in shown
-    assert "co2(tau=12, delay=auto) at 64 GPUs: delay 12 chosen" in shown
-    varied = "strategy=ddp, co2:tau=auto,delay=auto"
+    assert row.startswith("co2(tau=12, delay=auto, fragments=1) ")
+    assert "co2(tau=12, delay=auto, fragments=1) at 8 GPUs: delay 1 chosen" in shown
+    assert "co2(tau=12, delay=auto, fragments=1) at 64 GPUs: delay 12 chosen" in shown
+    varied = "strategy=ddp, co2:tau=auto,delay=auto,fragments=1"
     _, shown, _ = cli("sweep", *ON, "-g", "16", "--jobs", "1", "--vary", varied)
     assert "chosen" in shown.splitlines()[1]
     assert "co2(tau=7, delay=7)" in shown
-    assert cli("trace", *ON, "-g", "16", "-s", "co2:delay=auto", "-o", "x.jsonl")[0] == 0
+    assert (
+        cli("trace", *ON, "-g", "16", "-s", "co2:delay=auto,fragments=1", "-o", "x.jsonl")[0] == 0
+    )
     assert (tmp_path / "x.jsonl").exists()
 
 
 def test_what_would_fit_is_said_of_the_number_chosen(cli: Run) -> None:
     """A model that is too large gets alternatives, though its strategy was open."""
     _, shown, _ = cli(
-        *("run", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "16", "-s", "co2:delay=auto")
+        *(
+            "run",
+            "-c",
+            "a100-tcp80",
+            "-m",
+            "llama-7b",
+            "-g",
+            "16",
+            "-s",
+            "co2:delay=auto,fragments=1",
+        )
     )
     assert "what would fit in 80 GB" in shown
-    assert "--strategy co2:tau=12,delay=auto,worker=node,inner=zero2" in shown
+    assert "--strategy co2:tau=12,delay=auto,fragments=1,worker=node,inner=zero2" in shown
 
 
 def test_a_run_on_real_processes_asks_for_a_number(tmp_path: Path) -> None:
     """`realrun` has no simulator at hand: one line names the command that has, and ends it."""
     command = [sys.executable, "-m", "realrun", "run", "--nproc", "1", "--strategy"]
     done = subprocess.run(
-        [*command, "co2:delay=auto", "--cluster", "a100-tcp80", "--model", "gpt2-small"],
+        [
+            *command,
+            "co2:delay=auto,fragments=1",
+            "--cluster",
+            "a100-tcp80",
+            "--model",
+            "gpt2-small",
+        ],
         check=False,
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import tomllib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,40 +20,49 @@ from co2sim.strategies.step import title
 Run = Callable[..., tuple[int, str, str]]
 RUNS = Path(__file__).parent.parent / "benchmarks/results/convergence-runs.csv"
 ON = ("-c", "a100-tcp80", "-m", "gpt2-small")
+CATALOG = Path(__file__).parent.parent / "co2sim/catalog/step_factors.toml"
 TUNING_SEED = 100
 
 
-def measured() -> dict[str, float]:
-    """Factors from the recorded runs, by a walk along the curve of DDP."""
+def measured() -> dict[tuple[str, str], float]:
+    """Factors by budget and strategy from the recorded runs, by a walk along the curve of DDP."""
     with RUNS.open() as file:
         rows = [row for row in csv.DictReader(file) if int(row["seed"]) != TUNING_SEED]
-    curves = [json.loads(row["curve"]) for row in rows if row["strategy"] == "ddp"]
-    curve = [(place[0][0], mean(loss for _, loss in place)) for place in zip(*curves, strict=True)]
-    ends: dict[tuple[str, str], list[float]] = {}
+    curves: dict[str, list[list[tuple[float, float]]]] = {}
+    ends: dict[tuple[str, str, str], list[float]] = {}
     for row in rows:
-        key = (row["strategy"], row["outer"])
-        ends.setdefault(key, []).append(float(row["validation_loss"]))
-    found: dict[str, float] = {}
-    for (strategy, _), losses in ends.items():
-        if strategy == "ddp" or len(losses) < 3:
-            continue
+        if row["strategy"] == "ddp":
+            curves.setdefault(row["budget"], []).append(json.loads(row["curve"]))
+        elif row["validation_loss"]:
+            key = (row["budget"], row["strategy"], row["outer"])
+            ends.setdefault(key, []).append(float(row["validation_loss"]))
+    found: dict[tuple[str, str], float] = {}
+    for (budget, strategy, _), losses in ends.items():
+        places = zip(*curves[budget], strict=True)
+        curve = [(place[0][0], mean(loss for _, loss in place)) for place in places]
         for (x, high), (y, low) in pairwise(curve):
-            if low <= mean(losses) <= high:
+            if len(losses) >= 3 and low <= mean(losses) <= high:
                 at = x + (y - x) * (high - mean(losses)) / (high - low)
-                name = title(parse(strategy))
+                name = budget, title(parse(strategy))
                 found[name] = min(found.get(name, math.inf), curve[-1][0] / at)
     return found
 
 
 def test_the_factors_are_those_of_the_recorded_runs() -> None:
     """The catalog holds what benchmarks/results/convergence-runs.csv says, of every method."""
-    found = measured()
-    assert {"co2(tau=3)", "co2(tau=12)", "co2(tau=48)", "slowmo(tau=12)"} < found.keys()
-    for strategy, factor in found.items():
-        entry = step_factor(strategy)
-        assert entry is not None
-        assert entry.measured == strategy
-        assert entry.factor == pytest.approx(factor, abs=0.006)  # two decimals
+    entries = tomllib.loads(CATALOG.read_text())["factor"]
+    held = {(e["source"].split(", ")[-1], e["strategy"]): e["factor"] for e in entries}
+    assert len(held) == len(entries)
+    assert {name for _, name in held} >= {"co2(tau=3)", "co2(tau=12)", "co2(tau=48)"}
+    assert held == pytest.approx(measured(), abs=0.006)  # two decimals
+
+
+@pytest.mark.parametrize("strategy", ["co2(tau=3)", "co2(tau=12)", "slowmo(tau=12)"])
+def test_a_strategy_that_was_measured_has_its_own_factor(strategy: str) -> None:
+    """No other is nearer."""
+    found = step_factor(strategy)
+    assert found is not None
+    assert found.measured == strategy
 
 
 @pytest.mark.parametrize(
@@ -64,7 +74,6 @@ def test_the_factors_are_those_of_the_recorded_runs() -> None:
         ("co2(tau=25)", "co2(tau=48)"),
         ("diloco(tau=500)", "diloco(tau=12)"),
         ("co2(tau=12,staleness=2)", None),
-        ("co2(tau=12,delay=3)", None),
         ("diloco(tau=12,fragments=2)", None),
     ],
 )
@@ -74,6 +83,12 @@ def test_a_method_has_the_factor_of_the_nearest_tau(strategy: str, nearest: str 
     assert (found.measured if found else None) == nearest
 
 
+def test_a_late_average_has_no_factor_of_one_that_is_used_otherwise() -> None:
+    """CO2 with a delay has a factor of CO2 with a delay, or none."""
+    found = step_factor("co2(tau=12, delay=3)")
+    assert found is None or "delay=" in str(found.measured)
+
+
 def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
     """Sharding changes no arithmetic: factor 1; a strategy that is not ours has none."""
     for strategy in ("ddp", "zero2", "zeropp"):
@@ -81,6 +96,7 @@ def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
         assert found is not None
         assert found.factor == 1
     assert step_factor("mine") is None
+    assert step_factor("co2(delay=auto)") is None  # until a number is chosen
     assert remark(["ddp", "zero3", "mine"]) == ""
 
 
@@ -93,21 +109,21 @@ def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
         if (found := step_factor(strategy, goal))
     }
     assert list(factors.values())[:3] == [1.3, 2, 1.1]
-    assert factors["slowmo(tau=12)"] == round(measured()["slowmo(tau=12)"], 2)
+    assert factors["slowmo(tau=12)"] == 1.76
     assert "co2: 1.3 (given)" in remark(["co2(tau=12)"], goal)
 
 
 def test_the_remark_is_one_line_with_conditions() -> None:
     """It names each measurement once, and one method for each kind that nobody measured."""
     strategies = ["ddp", *(f"co2(tau={tau})" for tau in (12, 13)), "slowmo(tau=12)"]
-    late = [f"co2(tau=12, delay={delay})" for delay in (1, 2)]
+    late = [f"co2(tau={tau}, staleness=2)" for tau in (12, 13)]
     line = remark([*strategies, *late])
     assert "\n" not in line
     assert line.startswith("a step of local updates is not worth a step of ddp")
     assert line.count("co2(tau=12): 3.12") == 1
     assert "GPT of 158,720 parameters, 4 workers, 768 steps" in line
-    assert "co2(tau=12, delay=1): not measured" in line
-    assert "delay=2" not in line
+    assert "co2(tau=12, staleness=2): not measured" in line
+    assert "tau=13" not in line
     assert "--steps-factor co2=1.3" in line
 
 
@@ -124,7 +140,7 @@ def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
         assert found.currency == "USD"
     free = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)
     assert to_loss(free, Goal(steps=10)).cost is None  # type: ignore[union-attr]
-    late = simulate("a100-tcp80", "gpt2-small", "co2(delay=2)", gpus=16)
+    late = simulate("a100-tcp80", "gpt2-small", "co2(staleness=2)", gpus=16)
     assert to_loss(late, Goal(steps=10)) is None
     with pytest.raises(OptionError, match="the goal has no steps"):
         to_loss(free, Goal())
@@ -152,7 +168,7 @@ def test_goals_out_of_range_are_refused(steps: int, factors: dict[str, float], s
 def test_tables_in_python_have_columns_only_with_a_goal() -> None:
     """Factor, steps, seconds and cost; empty where no factor is known, or no price."""
     goal = Goal(steps=100, factors={"slowmo": 2})
-    cases = {"strategy": ["ddp", "slowmo", "co2(delay=2)"]}
+    cases = {"strategy": ["ddp", "slowmo", "co2(staleness=2)"]}
     table = sweep("a100-tcp80", "gpt2-small", gpus=16, vary=cases, goal=goal, sort="to loss")
     assert set(table["steps_to_loss"][:2]) == {100, 200}
     assert table["time_to_loss_s"][0] == pytest.approx(
@@ -196,12 +212,12 @@ def test_every_command_adds_time_and_cost_to_the_loss(cli: Run, tmp_path: Path) 
     with (tmp_path / "out/scale.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["steps_to_loss"]) for row in rows] == [2e6, 2e6, 1e6, 1e6]
-    varied = ("--vary", "strategy=ddp, co2:delay=2, diloco:fragments=2", "--jobs", "1")
+    varied = ("--vary", "strategy=ddp, co2, slowmo, diloco:fragments=2", "--jobs", "1")
     _, shown, _ = cli("sweep", *ON, "-g", "16", *varied, *goal, "--sort", "to loss")
-    lines = [line.split() for line in shown.splitlines()[1:5]]
+    lines = [line.split() for line in shown.splitlines()[1:6]]
     assert lines[0][-2:] == ["to", "loss"]
-    assert [line[0] for line in lines[1:]] == ["co2:delay=2", "ddp", "diloco:fragments=2"]
-    assert lines[3][-1] == "-"
+    assert [line[0] for line in lines[1:]] == ["co2", "slowmo", "ddp", "diloco:fragments=2"]
+    assert lines[4][-1] == "-"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from co2sim import __version__, grid, study
 from co2sim.case import Case
 from co2sim.console import goals, options
 from co2sim.errors import OptionError
+from co2sim.step_factors import to_dict
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 
@@ -94,15 +95,14 @@ def run(
     _refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     goal = goals.goal(to_loss_steps, steps_factor)
-    from co2sim.console import loss, result_tables  # noqa: PLC0415 - rich
-
     if json_:
-        found = [loss.to_dict(study.run(case, progress=None), goal) for case in cases]
+        found = [to_dict(study.run(case, progress=None), goal) for case in cases]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
+    from co2sim.console.result_tables import print_simulated  # noqa: PLC0415 - rich
+
     for case in cases:
-        result = study.run(case, progress=None)
-        result_tables.print_simulated(case, result, study.settle, goal)
+        print_simulated(case, study.run(case, progress=None), study.settle, goal)
 
 
 @app.command()

@@ -21,7 +21,7 @@ from co2sim.grid import strategy_title
 from co2sim.metrics import scalability_ratio
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
-from co2sim.step_factors import Goal
+from co2sim.step_factors import Goal, to_dict
 from co2sim.units import counted, percent, scaled
 from co2sim.units import figures as shown
 
@@ -58,7 +58,7 @@ def scale(
     if as_json:
         report = {
             "results": [
-                {"cluster_key": str(case.cluster), **loss.to_dict(result, goal)}
+                {"cluster_key": str(case.cluster), **to_dict(result, goal)}
                 for case, result in zip(cases, results, strict=True)
             ],
             "published": [comparison.to_dict() for comparison in comparisons],
@@ -67,8 +67,10 @@ def scale(
         print(json.dumps(report, indent=2))
         return
     terminal = console()
-    for cluster, group in groupby(zip(cases, named, strict=True), key=lambda pair: pair[0].cluster):
-        _print_cluster(terminal, str(cluster), [result for _, result in group], goal)
+    pairs = zip(cases, results, strict=True)
+    for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
+        asked = [(strategy_title(case.strategy), result) for case, result in group]
+        _print_cluster(terminal, str(cluster), asked, goal)
     loss.print_remark(terminal, results, goal, "")
     if comparisons:
         _print_published(terminal, comparisons)
@@ -83,7 +85,11 @@ def scale(
     )
 
 
-def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result], goal: Goal) -> None:
+def _print_cluster(
+    terminal: Console, cluster: str, asked: Sequence[tuple[str, Result]], goal: Goal
+) -> None:
+    """The results with the strategies that were asked for, which may leave numbers open."""
+    results = [result for _, result in asked]
     sizes = sorted({result.gpus for result in results})
     first = results[0]
     to_loss = loss.heads(results, goal)
@@ -97,8 +103,8 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result], g
         *(f"{head} at {sizes[-1]}" for head in to_loss),
     ]
     rows = []
-    for strategy, group in groupby(results, key=lambda result: result.strategy):
-        by_size = {result.gpus: result for result in group}
+    for strategy, group in groupby(asked, key=lambda pair: pair[0]):
+        by_size = {result.gpus: result for _, result in group}
         last = by_size[sizes[-1]]
         ratios = [
             scalability_ratio(last.tokens_per_s_per_gpu, by_size[start].tokens_per_s_per_gpu)
@@ -124,7 +130,7 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result], g
         size = scaled(first.gpu_memory_bytes, "B")
         notes.append(f"* does not fit in the {size} of a GPU: shown as if it did")
     print_lines(terminal, *notes, "")
-    print_chosen(terminal, [(f"{r.strategy} at {counted(r.gpus, 'GPU')}", r) for r in results])
+    print_chosen(terminal, [(f"{how} at {counted(r.gpus, 'GPU')}", r) for how, r in asked])
 
 
 def _throughput(result: Result) -> str:

@@ -16,7 +16,7 @@ from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
 from co2sim.grid import Setting, label
 from co2sim.result import Result
-from co2sim.step_factors import Goal
+from co2sim.step_factors import Goal, to_dict
 from co2sim.units import counted, duration, scaled
 
 
@@ -63,7 +63,7 @@ def sweep(
 def _figures(outcome: Outcome, goal: Goal) -> dict[str, object]:
     if isinstance(outcome, Failure):
         return {"error": outcome.reason}
-    return loss.to_dict(outcome, goal)
+    return to_dict(outcome, goal)
 
 
 def _print(

@@ -1,8 +1,6 @@
 """Speed and learning in one answer, on the terminal: columns, figures, and a line on both."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 
@@ -51,13 +49,6 @@ def figures(result: Result, goal: Goal) -> list[tuple[str, str]]:
     if found.cost is not None:
         rows.append((f"{found.currency} to the same loss", f"{found.cost:,.2f}"))
     return rows
-
-
-def to_dict(result: Result, goal: Goal) -> dict[str, Any]:
-    """A result as plain values for JSON, with `to_loss` if there is a goal."""
-    found = to_loss(result, goal) if goal.steps is not None else None
-    more = {} if goal.steps is None else {"to_loss": None if found is None else asdict(found)}
-    return result.to_dict() | more
 
 
 def _long(seconds: Seconds) -> str:
