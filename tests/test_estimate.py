@@ -22,7 +22,7 @@ from co2sim.errors import OptionError
 from co2sim.schedule import Layout
 from realrun.cli import main
 from realrun.train.constants import Estimate, Estimates, Point, commands, limits, moments
-from realrun.train.estimate import ITERATIONS, Problem, measure
+from realrun.train.estimate import ITERATIONS, RankLoss, measure
 from realrun.train.settings import TrainSettings
 from realrun.train.shapes import GPTShape
 from realrun.train.support import check_estimate
@@ -85,9 +85,9 @@ def test_gradients_without_noise_are_exact() -> None:
 # --- one rank -----------------------------------------------------------------------------------
 
 
-def alone(parameters: list[Tensor], loss: Any) -> Problem:
+def alone(parameters: list[Tensor], loss: Any) -> RankLoss:
     """A problem of one rank."""
-    return Problem(parameters, loss, lambda tensor: tensor, lambda tensor: tensor)
+    return RankLoss(parameters, loss, lambda tensor: tensor, lambda tensor: tensor)
 
 
 def test_a_quadratic_with_noise_is_measured_without_bias() -> None:
@@ -250,6 +250,7 @@ def point(step: int, losses: tuple[float, ...], noise: float, spread: float) -> 
 FOUND = Estimates(
     workers=2,
     samples=8,
+    micro_batch=4,
     points=(
         point(0, (4.0, 4.2, 4.1), 2.0, -0.5),
         point(4, (3.0, 3.3, 3.2), 5.0, -0.1),
@@ -294,7 +295,7 @@ def test_commands_are_those_of_the_training(strategy: str, delay: int | None, en
     )
     assert lines["bound"].endswith(end)
     name = strategy.partition(":")[0].replace("ddp", "co2")
-    assert f" --strategy {name} --cluster CLUSTER --model MODEL" in lines["tau"]
+    assert f" --strategy {name} --micro-batch 4 --cluster CLUSTER --model MODEL" in lines["tau"]
 
 
 def test_what_the_numbers_do_not_cover_is_said() -> None:

@@ -14,12 +14,12 @@ def print_estimates(history: History, out: Path) -> None:
     found = history.estimates
     assert found is not None
     shown, points = console(), found.points
-    batches = counted(len(points[0].losses), "batch").replace("batchs", "batches")
     print_lines(shown, "")
     print_table(
         shown,
-        f"constants of the bound: {counted(found.workers, 'worker')}, at each point {batches} of"
-        f" {counted(found.samples, 'sample')} for each; ± standard error",
+        f"constants of the bound: {counted(found.workers, 'worker')} with"
+        f" {counted(found.samples, 'sample')} in a batch, {len(points[0].losses)} batches at each"
+        " point; ± standard error",
         ("", *(f"after step {point.step}" for point in points), "for the bound"),
         _rows(found),
     )

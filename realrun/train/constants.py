@@ -47,8 +47,8 @@ class Point:
 
     `losses` are means over workers, one per batch. `gradient` is |grad f|^2, `noise` sigma squared,
     `heterogeneity` zeta squared: unbiased, so that all but `noise` may be below 0. `curvature` is
-    the largest |eigenvalue| of the Hessian of one batch after so many `iterations`, the last of
-    which raised it by the share `change`; `elsewhere` is the curvature of other batches in its
+    the largest |eigenvalue| of the Hessian of some samples after so many `iterations`, the last of
+    which raised it by the share `change`; `elsewhere` is the curvature of others in its
     direction. `along_step` is |grad f(x + s) - grad f(x)| / |s| for the step s that follows; None
     where the mean did not move.
     """
@@ -74,12 +74,13 @@ class Point:
 class Estimates:
     """What was found at points of a training; the first is its start.
 
-    `samples` are those of a worker's batch. The bound wants constants that hold at all points, so
-    each of these is the largest that was seen.
+    `samples` are those of a worker's batch, `micro_batch` those of a rank's share. The bound wants
+    constants that hold at all points, so each of these is the largest that was seen.
     """
 
     workers: int
     samples: int
+    micro_batch: int
     points: tuple[Point, ...]
 
     @property
@@ -176,7 +177,8 @@ def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> di
     return {
         "bound": f"co2analysis bound {given} --workers {found.workers}"
         f" --rounds {max(1, settings.last // settings.round)} --local-steps {settings.round}{late}",
-        "tau": f"co2analysis tau {given} --strategy {name} --cluster CLUSTER --model MODEL",
+        "tau": f"co2analysis tau {given} --strategy {name} --micro-batch {found.micro_batch}"
+        " --cluster CLUSTER --model MODEL",
     }
 
 
@@ -185,8 +187,8 @@ def limits(settings: TrainSettings) -> list[str]:
     gap = "The gap is at most f(x_0) - inf f: a longer training would see a lower loss."
     spread = "All workers draw from the same data: zeta^2 is 0, and what is measured is chance."
     curvature = (
-        "L is that of one batch, on average above that of all data; on other samples the same"
-        " direction is on average below. The largest of all points counts."
+        "L of some samples is on average above that of all data; the curvature of other samples in"
+        " the same direction is on average below."
     )
     steps = ["AdamW"] if settings.optimizer == "adamw" else []
     if settings.optimizer == "sgd" and settings.momentum:

@@ -20,6 +20,9 @@ from realrun.train.task import Task, loss_of
 if TYPE_CHECKING:
     from realrun.train.methods import Method
 
+CURVED = 4
+"""Batches in number 0: the fewer samples, the more their curvature exceeds that of all."""
+
 BATCHES = 8
 """Independent batches of every worker at a point; the error of a standard error is about 1/4."""
 
@@ -36,12 +39,12 @@ _Mean: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """What this rank can ask about the function that is trained.
+class RankLoss:
+    """This rank's part of the function that is trained.
 
     `loss` gives the loss of this rank's share of a batch, which depends on the number of the batch
-    only; batches of different numbers are independent. `over_all` averages a tensor in place over
-    all ranks, `over_worker` over those that share a worker's batch.
+    only; batches of different numbers are independent, and all but 0 of one size. `over_all`
+    averages a tensor in place over all ranks, `over_worker` over those of a worker.
     """
 
     parameters: Sequence[Tensor]
@@ -50,21 +53,21 @@ class Problem:
     over_worker: _Mean
 
 
-def measure(problem: Problem, step: int, batches: int = BATCHES) -> tuple[Point, Tensor]:
+def measure(function: RankLoss, step: int, batches: int = BATCHES) -> tuple[Point, Tensor]:
     """The constants here, and the gradient of batch 0, whose curvature it is. All ranks call it."""
-    gradient, curvature = _power_iteration(problem)
+    gradient, curvature = _power_iteration(function)
     gradients, losses, along = [], [], []
     for number in range(1, batches + 1):
-        loss = problem.loss(number)
-        slope = _slope(problem, loss)
+        loss = function.loss(number)
+        slope = _slope(function, loss)
         gradients.append(slope.detach())
         losses.append(loss.detach())
-        along.append(curvature.direction @ _product(problem, slope, curvature.direction))
-    mine = problem.over_worker(torch.stack(gradients))
-    own = problem.over_all(_inner_products(mine))
-    shared = _inner_products(problem.over_all(mine))
+        along.append(curvature.direction @ _product(function, slope, curvature.direction))
+    mine = function.over_worker(torch.stack(gradients))
+    own = function.over_all(_inner_products(mine))
+    shared = _inner_products(function.over_all(mine))
     noise, spread, squared = moments(own.cpu().numpy(), shared.cpu().numpy())
-    seen = problem.over_all(torch.stack([torch.stack(losses), torch.stack(along)]).double())
+    seen = function.over_all(torch.stack([torch.stack(losses), torch.stack(along)]).double())
     elsewhere = mean((math.copysign(1.0, curvature.signed) * seen[1]).tolist())
     point = Point(
         step=step,
@@ -92,17 +95,17 @@ class _Curvature:
     change: float
 
 
-def _power_iteration(problem: Problem) -> tuple[Tensor, _Curvature]:
+def _power_iteration(function: RankLoss) -> tuple[Tensor, _Curvature]:
     """The gradient of batch 0, and its Hessian's eigenvalue of the largest magnitude.
 
     |H v| for the unit vector v of an iteration never falls, and never exceeds that magnitude.
     """
-    slope = _slope(problem, problem.loss(0))
+    slope = _slope(function, function.loss(0))
     random = torch.Generator().manual_seed(0)
     start = torch.randn(slope.numel(), generator=random).to(slope)
     found = _Curvature(0.0, start / start.norm(), 0, math.inf)
     while found.iterations < ITERATIONS and found.change > TOLERANCE:
-        product = problem.over_all(_product(problem, slope, found.direction))
+        product = function.over_all(_product(function, slope, found.direction))
         size = product.norm().item()
         if size == 0.0:
             found = _Curvature(0.0, found.direction, found.iterations + 1, 0.0)
@@ -110,27 +113,27 @@ def _power_iteration(problem: Problem) -> tuple[Tensor, _Curvature]:
         before = abs(found.signed)
         change = size / before - 1.0 if before else math.inf
         # Ranks must agree on when to stop, to the last bit.
-        agreed = problem.over_all(torch.tensor([abs(change)], device=slope.device)).item()
+        agreed = function.over_all(torch.tensor([abs(change)], device=slope.device)).item()
         signed = math.copysign(size, (found.direction @ product).item())
         found = _Curvature(signed, product / size, found.iterations + 1, agreed)
-    return problem.over_all(slope.detach().clone()), found
+    return function.over_all(slope.detach().clone()), found
 
 
-def _slope(problem: Problem, loss: Tensor) -> Tensor:
+def _slope(function: RankLoss, loss: Tensor) -> Tensor:
     """The gradient as one vector that can itself be differentiated.
 
     Unlike `backward` it runs no hooks of DDP, and leaves `grad` alone.
     """
     return _flat(
-        torch.autograd.grad(loss, problem.parameters, create_graph=True, materialize_grads=True)
+        torch.autograd.grad(loss, function.parameters, create_graph=True, materialize_grads=True)
     )
 
 
-def _product(problem: Problem, slope: Tensor, direction: Tensor) -> Tensor:
+def _product(function: RankLoss, slope: Tensor, direction: Tensor) -> Tensor:
     """Hessian times direction, of this rank's samples."""
     return _flat(
         torch.autograd.grad(
-            slope, problem.parameters, direction, retain_graph=True, materialize_grads=True
+            slope, function.parameters, direction, retain_graph=True, materialize_grads=True
         )
     )
 
@@ -158,17 +161,20 @@ class Estimator:
         size = world.layout.world_size
         nodes = settings.local and method.workers < size
         node = world.group("training", NODE) if nodes else None
-        self._problem = Problem(
+
+        def loss(number: int) -> Tensor:
+            samples = settings.batch * (1 if number else CURVED)
+            batch = task.batch(settings.seed, MOST + 1 + number, samples, world.rank, size)
+            return loss_of(method.bare, batch)
+
+        self._function = RankLoss(
             list(method.bare.parameters()),
-            lambda number: loss_of(
-                method.bare,
-                task.batch(settings.seed, MOST + 1 + number, settings.batch, world.rank, size),
-            ),
+            loss,
             lambda tensor: _averaged(tensor, None),
             lambda tensor: tensor if node is None else _averaged(tensor, node),
         )
         self._workers = size if node is None else size // node.size()
-        self._samples = settings.batch // self._workers
+        self._samples, self._micro = settings.batch // self._workers, settings.batch // size
         self._points: list[Point] = []
         self._open: tuple[Tensor, Tensor] | None = None
 
@@ -178,11 +184,11 @@ class Estimator:
         if not due and self._open is None:
             return
         with self._method.mean(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
-            here = _flat([part.detach() for part in self._problem.parameters])
+            here = _flat([part.detach() for part in self._function.parameters])
             if self._open is not None:
                 self._close(here)
             if due:
-                point, gradient = measure(self._problem, step)
+                point, gradient = measure(self._function, step)
                 self._points.append(point)
                 self._open = here, gradient
 
@@ -193,13 +199,18 @@ class Estimator:
         self._open = None
         moved = (here - before).norm().item()
         if moved:
-            now = self._problem.over_all(_slope(self._problem, self._problem.loss(0)).detach())
+            now = self._function.over_all(_slope(self._function, self._function.loss(0)).detach())
             bent = (now - gradient).norm().item() / moved
             self._points[-1] = replace(self._points[-1], along_step=bent)
 
     def result(self) -> Estimates:
         """What was found."""
-        return Estimates(workers=self._workers, samples=self._samples, points=tuple(self._points))
+        return Estimates(
+            workers=self._workers,
+            samples=self._samples,
+            micro_batch=self._micro,
+            points=tuple(self._points),
+        )
 
 
 def _averaged(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
