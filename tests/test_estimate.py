@@ -21,6 +21,7 @@ from analysis.cli import main as co2analysis
 from co2sim.errors import OptionError
 from co2sim.schedule import Layout
 from realrun.cli import main
+from realrun.errors import TrainingError
 from realrun.train.constants import Estimate, Estimates, Point, commands, limits, moments
 from realrun.train.estimate import ITERATIONS, RankLoss, measure
 from realrun.train.settings import TrainSettings
@@ -110,6 +111,36 @@ def test_a_quadratic_with_noise_is_measured_without_bias() -> None:
         slopes.append(point.gradient.value)
     for values, expected in ((noises, 4 + 0.25 + 1), (slopes, 9 + 4 + 6.25)):
         assert abs(np.mean(values) - expected) < 4 * np.std(values) / math.sqrt(200)
+
+
+def test_eigenvalues_of_both_signs_do_not_hide_each_other() -> None:
+    """Of +4 and -4 no direction is found, but the curvature is, on all samples."""
+    eigenvalues = torch.tensor([4.0, -4.0, 1.0])
+    x = torch.ones(3, requires_grad=True)
+    point, _ = measure(alone([x], lambda _: (eigenvalues * x) @ x / 2), 0, 3)
+    assert point.curvature == pytest.approx(4.0, rel=1e-3)
+    assert point.elsewhere.value == pytest.approx(4.0, rel=1e-3)
+    assert point.elsewhere.error < 1e-3
+
+
+def test_curvature_of_other_samples_is_less_biased() -> None:
+    """Of noisy Hessians: one batch is far above that of all, whose |H v| other batches give."""
+    x = torch.ones(40, requires_grad=True)
+
+    def loss(number: int) -> Tensor:
+        noise = torch.randn(40, 40, generator=torch.Generator().manual_seed(number))
+        return 2 * x[0] ** 2 + (noise @ x) @ x / 4
+
+    point, _ = measure(alone([x], loss), 0, 64)
+    assert point.curvature > 1.1 * 4
+    assert point.elsewhere.value < 4 + 3 * point.elsewhere.error < 1.05 * point.curvature
+
+
+def test_what_is_not_finite_ends_the_training() -> None:
+    """No table of NaN."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with pytest.raises(TrainingError, match="after step 7 are not finite"):
+        measure(alone([x], lambda _: (x * x).sum() * math.nan), 7, 3)
 
 
 def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:

@@ -47,9 +47,9 @@ class Point:
 
     `losses` are means over workers, one per batch. `gradient` is |grad f|^2, `noise` sigma squared,
     `heterogeneity` zeta squared: unbiased, so that all but `noise` may be below 0. `curvature` is
-    the largest |eigenvalue| of the Hessian of some samples after so many `iterations`, the last of
-    which raised it by the share `change`; `elsewhere` is the curvature of others in its
-    direction. `along_step` is |grad f(x + s) - grad f(x)| / |s| for the step s that follows; None
+    the largest |eigenvalue| of the Hessian H of some samples: |H v| after so many `iterations` for
+    v, the last of which raised it by the share `change`. `elsewhere` is |H v| of other samples for
+    the same v. `along_step` is |grad f(x + s) - grad f(x)| / |s| for the step s that follows; None
     where the mean did not move.
     """
 
@@ -146,6 +146,16 @@ def moments(own: np.ndarray, shared: np.ndarray) -> tuple[Estimate, Estimate, Es
     return noise, spread, gradient
 
 
+def length(products: np.ndarray) -> Estimate:
+    """Length of the expectation of k >= 3 independent vectors, from their inner products [k, k].
+
+    Its square is unbiased; 0 where that comes out below 0.
+    """
+    squared = moments(products, products)[2]
+    value = math.sqrt(max(0.0, squared.value))
+    return Estimate(value, squared.error / (2 * value) if value else math.sqrt(squared.error))
+
+
 def _moments(own: np.ndarray, shared: np.ndarray) -> np.ndarray:
     """Sigma squared, zeta squared, |grad f|^2."""
     mine, common = (
@@ -187,8 +197,8 @@ def limits(settings: TrainSettings) -> list[str]:
     gap = "The gap is at most f(x_0) - inf f: a longer training would see a lower loss."
     spread = "All workers draw from the same data: zeta^2 is 0, and what is measured is chance."
     curvature = (
-        "L of some samples is on average above that of all data; the curvature of other samples in"
-        " the same direction is on average below."
+        "L of some samples is on average above that of all data; on other samples, with the"
+        " direction that was found, it is on average below."
     )
     steps = ["AdamW"] if settings.optimizer == "adamw" else []
     if settings.optimizer == "sgd" and settings.momentum:

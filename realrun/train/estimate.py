@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from co2sim.schedule import NODE
 from realrun.errors import TrainingError
 from realrun.execute.world import World
-from realrun.train.constants import Estimates, Point, mean, moments
+from realrun.train.constants import Estimates, Point, length, moments
 from realrun.train.settings import MOST, TrainSettings
 from realrun.train.task import Task, loss_of
 
@@ -56,26 +56,26 @@ class RankLoss:
 def measure(function: RankLoss, step: int, batches: int = BATCHES) -> tuple[Point, Tensor]:
     """The constants here, and the gradient of batch 0, whose curvature it is. All ranks call it."""
     gradient, curvature = _power_iteration(function)
-    gradients, losses, along = [], [], []
+    gradients, losses, products = [], [], []
     for number in range(1, batches + 1):
         loss = function.loss(number)
         slope = _slope(function, loss)
         gradients.append(slope.detach())
         losses.append(loss.detach())
-        along.append(curvature.direction @ _product(function, slope, curvature.direction))
+        products.append(_product(function, slope, curvature.direction))
     mine = function.over_worker(torch.stack(gradients))
     own = function.over_all(_inner_products(mine))
     shared = _inner_products(function.over_all(mine))
     noise, spread, squared = moments(own.cpu().numpy(), shared.cpu().numpy())
-    seen = function.over_all(torch.stack([torch.stack(losses), torch.stack(along)]).double())
-    elsewhere = mean((math.copysign(1.0, curvature.signed) * seen[1]).tolist())
+    elsewhere = length(_inner_products(function.over_all(torch.stack(products))).cpu().numpy())
+    seen = function.over_all(torch.stack(losses).double()).tolist()
     point = Point(
         step=step,
-        losses=tuple(seen[0].tolist()),
+        losses=tuple(seen),
         gradient=squared,
         noise=noise,
         heterogeneity=spread,
-        curvature=abs(curvature.signed),
+        curvature=curvature.value,
         elsewhere=elsewhere,
         iterations=curvature.iterations,
         change=curvature.change,
@@ -87,9 +87,9 @@ def measure(function: RankLoss, step: int, batches: int = BATCHES) -> tuple[Poin
 
 @dataclass(frozen=True, slots=True)
 class _Curvature:
-    """An eigenvalue of the Hessian, and its direction: a unit vector."""
+    """|H v| of the unit vector before `direction`, which is H v / |H v|."""
 
-    signed: float
+    value: float
     direction: Tensor
     iterations: int
     change: float
@@ -98,7 +98,8 @@ class _Curvature:
 def _power_iteration(function: RankLoss) -> tuple[Tensor, _Curvature]:
     """The gradient of batch 0, and its Hessian's eigenvalue of the largest magnitude.
 
-    |H v| for the unit vector v of an iteration never falls, and never exceeds that magnitude.
+    |H v| for the unit vector v of an iteration never falls, and never exceeds that magnitude. It
+    reaches it, too, where eigenvalues of both signs have it, though v is then no eigenvector.
     """
     slope = _slope(function, function.loss(0))
     random = torch.Generator().manual_seed(0)
@@ -110,12 +111,10 @@ def _power_iteration(function: RankLoss) -> tuple[Tensor, _Curvature]:
         if size == 0.0:
             found = _Curvature(0.0, found.direction, found.iterations + 1, 0.0)
             break
-        before = abs(found.signed)
-        change = size / before - 1.0 if before else math.inf
+        change = size / found.value - 1.0 if found.value else math.inf
         # Ranks must agree on when to stop, to the last bit.
         agreed = function.over_all(torch.tensor([abs(change)], device=slope.device)).item()
-        signed = math.copysign(size, (found.direction @ product).item())
-        found = _Curvature(signed, product / size, found.iterations + 1, agreed)
+        found = _Curvature(size, product / size, found.iterations + 1, agreed)
     return function.over_all(slope.detach().clone()), found
 
 
