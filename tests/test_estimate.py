@@ -340,6 +340,8 @@ def test_what_the_numbers_do_not_cover_is_said() -> None:
     assert "not cover" not in plain
     assert "not about" not in plain
     assert "zeta^2 is 0" in plain
+    assert "for others add --outer-step" in plain
+    assert "--outer-step" not in heavy
 
 
 @pytest.mark.parametrize(

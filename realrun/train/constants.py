@@ -17,6 +17,9 @@ from realrun.train.settings import TrainSettings
 _BOUNDED = ("co2", "slowmo", "local_sgd")
 """The strategies with local steps that the bound is about."""
 
+_WITH_OUTER_STEP = ("co2", "slowmo")
+"""Those of them whose averages are not taken as they are."""
+
 _SMALL, _LARGE = 1e-4, 1e4
 """Errors of numbers that are easier to read with decimals than with an exponent."""
 
@@ -214,6 +217,11 @@ def limits(settings: TrainSettings) -> list[str]:
             " delay; its gamma is not your lr."
         )
     strategy = settings.parsed
+    if strategy.name in _WITH_OUTER_STEP:
+        found.append(
+            "The commands have an outer step of 1 without momentum or penalty: for others add"
+            " --outer-step, --momentum, --most-penalty."
+        )
     if isinstance(strategy, LocalSteps) and strategy.name not in _BOUNDED:
         found.append(
             f"The bound is not about {strategy.name}: the commands are those of local_sgd."
