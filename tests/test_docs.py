@@ -17,6 +17,7 @@ import pytest
 import typer
 from pages import (
     COMMANDS,
+    ESTIMATES,
     IN_A_LAB,
     ON_CORES,
     PAGES,
@@ -46,7 +47,7 @@ SCRIPTS = [(page, block.text) for page in PAGES for block in blocks(page) if blo
 def test_every_command_is_executed_by_one_of_the_tests() -> None:
     """No command of a page is of a kind that is run neither here nor in test_docs_real."""
     assert QUICK
-    run = [*QUICK, *IN_A_LAB, *TRAINING, *ON_CORES, *STUDIES]
+    run = [*QUICK, *IN_A_LAB, *TRAINING, *ESTIMATES, *ON_CORES, *STUDIES]
     assert sorted(run) == sorted(COMMANDS)
 
 

@@ -1,10 +1,25 @@
 """What the pages run on real processes, and the strategy that their guide builds."""
 
+import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
-from pages import IN_A_LAB, ON_CORES, PAGES, ROOT, TOY, TRAINING, Block, applied, blocks, shell
+from pages import (
+    ESTIMATES,
+    IN_A_LAB,
+    ON_CORES,
+    PAGES,
+    ROOT,
+    TOY,
+    TRAINING,
+    Block,
+    applied,
+    blocks,
+    commands,
+    shell,
+)
 
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
@@ -49,6 +64,24 @@ def test_training_in_the_lab_runs(command: str, tmp_path: Path) -> None:
     rows = (tmp_path / "out" / "train" / "log.csv").read_text().splitlines()
     assert rows[-1].startswith("24,")
     assert (tmp_path / "out" / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.dist
+def test_the_estimates_of_the_guide_are_those_of_its_bound(tmp_path: Path) -> None:
+    """The short training finds about what the next command takes: sources of Python vary."""
+    pytest.importorskip("torch")
+    (command,) = ESTIMATES
+    lines = commands(ROOT / "docs" / "training.md")
+    following = shlex.split(lines[lines.index(command) + 1])
+    printed = shell(command, tmp_path)
+    assert "$ co2analysis bound --smoothness " in printed
+    found = json.loads((tmp_path / "out" / "estimate" / "estimate.json").read_text())
+    for flag, value in (
+        ("--smoothness", found["smoothness"]),
+        ("--noise", found["noise"]["value"]),
+        ("--gap", found["gap"]["value"]),
+    ):
+        assert float(following[following.index(flag) + 1]) == pytest.approx(value, rel=0.3)
 
 
 def changed(script: str, *changes: tuple[str, str]) -> str:

@@ -16,7 +16,7 @@ from realrun.cli import options as launching
 from realrun.cli.train_rank import check_out, run
 from realrun.train.outer import pairs
 from realrun.train.settings import TrainSettings
-from realrun.train.support import check
+from realrun.train.support import check, check_estimate
 
 
 def train(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -158,6 +158,14 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     resume: Annotated[  # noqa: FBT002
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, if any.")
     ] = False,
+    estimate: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Also measure L, sigma^2, zeta^2 and the gap, which `co2analysis bound` and `tau`"
+            " take, at three points of the training.",
+        ),
+    ] = False,
     describe: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -209,6 +217,8 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     launching.checked_nproc(nproc)
     if nproc is not None:
         check(settings, Layout(1, nproc))
+        if estimate:
+            check_estimate(settings, Layout(1, nproc), resume=resume)
         check_out(settings, out, nproc, resume=resume)
         check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
@@ -216,7 +226,11 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     how = ranks.RankSettings(means, limit, nproc)
     if nproc is not None:
         raise typer.Exit(ranks.start(how, sys.argv[1:], training=True))
-    ranks.as_rank(how, None, lambda rank: run(rank, settings, out, resume=resume, as_json=json_))
+
+    def work(rank: ranks.Rank) -> None:
+        run(rank, settings, out, resume=resume, estimate=estimate, as_json=json_)
+
+    ranks.as_rank(how, None, work)
 
 
 def _with_tau(strategy: str, tau: int | None) -> str:

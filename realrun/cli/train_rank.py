@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from co2sim.progress import progress_bar
 from co2sim.units import counted, duration, scaled
@@ -28,7 +28,15 @@ def check_out(settings: TrainSettings, out: Path, ranks: int, *, resume: bool) -
         check_identity(last, settings.identity(), ranks)
 
 
-def run(rank: "Rank", settings: TrainSettings, out: Path, *, resume: bool, as_json: bool) -> None:
+def run(
+    rank: "Rank",
+    settings: TrainSettings,
+    out: Path,
+    *,
+    resume: bool,
+    estimate: bool,
+    as_json: bool,
+) -> None:
     """Train as one rank among others; rank 0 tells how it went."""
     from realrun.train.loop import train as train_  # noqa: PLC0415 - torch
 
@@ -44,13 +52,30 @@ def run(rank: "Rank", settings: TrainSettings, out: Path, *, resume: bool, as_js
             )
     with _asked(rank.world.rank) as asked, _shown(rank, settings) as show:
         history = train_(
-            settings, rank.world, out, resume=resume, progress=show, stop=lambda: bool(asked)
+            settings,
+            rank.world,
+            out,
+            resume=resume,
+            estimate=estimate,
+            progress=show,
+            stop=lambda: bool(asked),
         )
     if rank.world.rank == 0:
         if as_json:
-            print(json.dumps(history.figures, indent=2))
+            print(json.dumps({**history.figures, **_estimates(history)}, indent=2))
         else:
             _print(history, out)
+            if history.estimates:
+                from realrun.cli.estimate_report import print_estimates  # noqa: PLC0415 - rich
+
+                print_estimates(history, out)
+
+
+def _estimates(history: History) -> dict[str, Any]:
+    if history.estimates is None:
+        return {}
+    delay = history.rows[-1].delay
+    return {"estimates": history.estimates.to_dict(history.settings, delay)}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ LOG = "log.csv"
 RECORD = "train.json"
 FIGURE = "loss.png"
 MODEL = "model.pt"
+ESTIMATE = "estimate.json"
 CHECKPOINTS = "checkpoints"
 
 IDENTITY = "identity.json"

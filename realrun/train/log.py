@@ -10,6 +10,7 @@ from typing import IO, Any, Protocol
 
 from co2sim.errors import CatalogError
 from co2sim.files import write_atomically
+from realrun.train.constants import Estimates
 from realrun.train.folder import LOG, RECORD
 from realrun.train.settings import TrainSettings
 
@@ -80,13 +81,14 @@ _NAMES = tuple(field.name for field in fields(LogRow))
 class History:
     """A training as one rank saw it. `stopped` if it ended before its last step.
 
-    `facts` say what the data, the model and the machine are.
+    `facts` say what the data, the model and the machine are. `estimates` are there if asked for.
     """
 
     settings: TrainSettings
     rows: tuple[LogRow, ...]
     facts: Mapping[str, Any]
     stopped: bool = False
+    estimates: Estimates | None = None
 
     @property
     def figures(self) -> dict[str, Any]:

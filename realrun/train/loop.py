@@ -18,6 +18,7 @@ from realrun.execute.world import World
 from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
 from realrun.train.digits import digits
+from realrun.train.estimate import Estimator
 from realrun.train.folder import LOG, check_identity, checkpoints
 from realrun.train.guard import guarded
 from realrun.train.log import History, Log, LogRow, read
@@ -53,19 +54,23 @@ def train(
     folder: Path | None = None,
     *,
     resume: bool = False,
+    estimate: bool = False,
     progress: OnStep | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> History:
     """Train; every rank of the world calls this with the same settings.
 
     With a folder rank 0 writes the log, the record and the parameters there, and all ranks
-    checkpoints; `resume` goes on from the last of them, if there is one. Once `stop` gives true on
+    checkpoints; `resume` goes on from the last of them, if there is one. With `estimate` the
+    constants of the bound are measured at three points, off the clock. Once `stop` gives true on
     any rank (all give one, or none does) all end together, some steps later, with a checkpoint.
 
     Raises OptionError for what cannot be trained here, TrainingError when the loss is no number any
     more, CheckpointError, MismatchError when ranks differ, and RankFailure when one is lost.
     """
     support.check(settings, world.layout)
+    if estimate:
+        support.check_estimate(settings, world.layout, resume=resume)
     task = make_task(settings, world.device)
     identity = {**settings.identity(), "data": task.facts["sha256"]}
     world.agree("training", json.dumps(identity, indent=1))
@@ -76,7 +81,8 @@ def train(
         method = build(settings, model, world)
     with method.outer or nullcontext():
         validation = Validation(task, method, world)
-        run = _Training(settings, task, world, method, validation, identity, folder)
+        estimator = Estimator(settings, task, method, world) if estimate else None
+        run = _Training(settings, task, world, method, validation, identity, folder, estimator)
         run.begin(resume=resume)
         return run.go(progress, stop)
 
@@ -99,6 +105,7 @@ class _Training:
     validation: Validation
     identity: dict[str, Any]
     folder: Path | None
+    estimator: Estimator | None
     step: int = 0
     seconds: Seconds = 0.0
     losses: list[float] = field(default_factory=list)
@@ -127,6 +134,7 @@ class _Training:
         settings = self.settings
         votes = Votes(self.world, max(settings.round, _VOTE), stop) if stop else None
         while self.step < settings.last:
+            self._estimate()
             self.step += 1
             with self._place("local step" if settings.local else "step"):
                 began = time.monotonic()
@@ -146,6 +154,7 @@ class _Training:
                     self._save()
             if stopping:
                 break
+        self._estimate()
         with self._place("end of the training"):
             if votes:
                 votes.close()
@@ -209,6 +218,12 @@ class _Training:
             stats = self.method.outer.stats()
         self.log.add(row.with_stats(stats) if stats else row)
 
+    def _estimate(self) -> None:
+        """Measure the constants of the bound, if it was asked for and is due."""
+        if self.estimator:
+            with self._place("estimate after step"):
+                self.estimator.at(self.step)
+
     def _save(self) -> None:
         assert self.folder is not None
         self.validation.take_pending(self.log)
@@ -228,6 +243,7 @@ class _Training:
             tuple(self.log.rows),
             outcome.facts(self.task, self.method, self.world),
             stopped=self.step < self.settings.steps,
+            estimates=self.estimator.result() if self.estimator else None,
         )
         if self.folder:
             outcome.write(self.folder, history, self.task, self.method, self.world)

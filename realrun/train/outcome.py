@@ -1,6 +1,7 @@
 """What a training ends with: its history, and the files of its folder."""
 
 import io
+import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +14,7 @@ import torch
 from co2sim.files import write_atomically
 from co2sim.units import counted
 from realrun.execute.world import World, describe
-from realrun.train.folder import FIGURE, MODEL
+from realrun.train.folder import ESTIMATE, FIGURE, MODEL
 from realrun.train.log import History, write_record
 from realrun.train.methods import Method
 from realrun.train.task import Task
@@ -47,6 +48,10 @@ def write(folder: Path, history: History, task: Task, method: Method, world: Wor
     ranks = counted(world.layout.world_size, "rank")
     title = f"{task.name}, {history.facts['parameters']:,} parameters, {ranks}"
     files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit)}
+    if history.estimates:
+        delay = history.rows[-1].delay
+        found = history.estimates.to_dict(history.settings, delay)
+        files[ESTIMATE] = f"{json.dumps(found, indent=2)}\n".encode()
     write_atomically({folder / name: data for name, data in files.items()})
     write_record(folder, history)
 

@@ -18,7 +18,8 @@ TaskName = Literal["text", "digits"]
 OptimizerName = Literal["adamw", "sgd"]
 Evaluate = Literal["during", "after"]
 
-_MOST = 10**9
+MOST = 10**9
+"""Of steps, samples and seeds."""
 _HOW = ("stop", "log_every", "eval_every", "checkpoint_every", "evaluate")
 """Fields that may differ between a run and its resumption: they do not change what is learned."""
 
@@ -73,7 +74,7 @@ class TrainSettings:
             *((n, 0) for n in ("context", "stop", "warmup", "seed", "eval_every")),
             ("checkpoint_every", 0),
         ):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least, _MOST))
+            object.__setattr__(self, name, whole(name, getattr(self, name), least, MOST))
         for name, low, most in (
             ("lr", 1e-12, 1e3),
             ("final_lr", 0.0, 1.0),

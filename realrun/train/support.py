@@ -32,6 +32,12 @@ _IGNORED = {
 }
 """Options that torch's own form of a strategy, or ours, does not have."""
 
+_SHARDED = ("zero2", "zero3", "zeropp")
+"""What leaves a rank with a part of the parameters."""
+
+LEAST_STEPS = 3
+"""Of a training with three points to estimate at."""
+
 
 def check(settings: TrainSettings, layout: Layout) -> None:
     """Raise OptionError for what cannot be trained on these ranks."""
@@ -50,6 +56,25 @@ def check(settings: TrainSettings, layout: Layout) -> None:
     if settings.batch % ranks:
         raise OptionError(
             f"batch is {settings.batch}; it must be a multiple of the {ranks} ranks, which share it"
+        )
+
+
+def check_estimate(settings: TrainSettings, layout: Layout, *, resume: bool) -> None:
+    """Raise OptionError where the constants of the bound cannot be estimated."""
+    strategy = settings.parsed
+    sharded = strategy.name
+    if isinstance(strategy, LocalSteps):
+        inside = strategy.worker == "node" and layout.gpus_per_node > 1
+        sharded = (strategy.inner or "zero2") if inside else ""
+    if sharded in _SHARDED:
+        raise OptionError(
+            f"--estimate needs whole models on every rank, and {sharded} shards them; use ddp"
+        )
+    if resume:
+        raise OptionError("--estimate begins at the start of a training: not with --resume")
+    if settings.last < LEAST_STEPS:
+        raise OptionError(
+            f"--estimate needs {LEAST_STEPS} steps at least, and there are {settings.last}"
         )
 
 

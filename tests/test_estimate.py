@@ -1,0 +1,441 @@
+"""Estimates of the constants of the bound, beside functions whose constants are known."""
+
+import json
+import math
+import re
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import noisy_quadratic as known
+import numpy as np
+import pytest
+import torch
+from ranks import realrun
+from together import together
+from torch import Tensor, nn
+
+from analysis.cli import main as co2analysis
+from co2sim.errors import OptionError
+from co2sim.schedule import Layout
+from realrun.cli import main
+from realrun.errors import TrainingError
+from realrun.train.constants import Estimate, Estimates, Point, commands, limits, moments
+from realrun.train.estimate import ITERATIONS, RankLoss, measure
+from realrun.train.settings import TrainSettings
+from realrun.train.shapes import GPTShape
+from realrun.train.support import check_estimate
+from realrun.train.task import Batch, loss_of
+from realrun.train.text import text
+
+PLAIN: dict[str, Any] = {
+    "optimizer": "sgd",
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "clip_grad": 0.0,
+}
+TINY = ("train", "--size", "tiny", "--context", "16", "--batch", "8")
+NODES = "local_sgd:tau=2,worker=node,inner=ddp"
+
+
+# --- from gradients to sigma^2, zeta^2 and |grad f|^2 -------------------------------------------
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_moments_are_unbiased_and_know_their_errors(spread: float) -> None:
+    """Means of 4,000 estimates are the truth; jackknife errors are those seen, or larger.
+
+    Three workers, five batches, noise that differs between coordinates and workers. The factor by
+    which errors are too large, where all workers are alike, is the one in the docstring.
+    """
+    rng = np.random.default_rng(3)
+    workers, batches, size, times = 3, 5, 12, 4000
+    scales = rng.uniform(0.2, 2.0, (workers, 1, size))
+    slopes = rng.standard_normal(size) + spread * rng.standard_normal((workers, 1, size))
+    truth = (
+        (scales**2).sum() / workers,
+        ((slopes - slopes.mean(0)) ** 2).sum() / workers,
+        (slopes.mean(0) ** 2).sum(),
+    )
+    found = []
+    for _ in range(times):
+        drawn = slopes + scales * rng.standard_normal((workers, batches, size))
+        shared = drawn.mean(0)
+        found.append(moments(np.mean([g @ g.T for g in drawn], 0), shared @ shared.T))
+    for number, expected in enumerate(truth):
+        values = np.array([one[number].value for one in found])
+        errors = np.array([one[number].error for one in found])
+        assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(times)
+        ratio = math.sqrt((errors**2).mean()) / values.std()
+        most = math.sqrt(2 * (batches - 1) / (batches - 2))
+        assert 0.95 < ratio < 1.05 * most
+        assert ratio > 0.95 * most or (number, spread) != (1, 0.0)
+
+
+def test_gradients_without_noise_are_exact() -> None:
+    """Nothing is left of sigma^2, and no error; one worker has no heterogeneity."""
+    gradients = np.tile([3.0, 4.0], (3, 1))
+    products = gradients @ gradients.T
+    noise, spread, squared = moments(products, products)
+    assert (noise.value, spread.value, squared.value) == pytest.approx((0.0, 0.0, 25.0))
+    assert (noise.error, spread.error, squared.error) == pytest.approx((0.0, 0.0, 0.0))
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+def alone(parameters: list[Tensor], loss: Any) -> RankLoss:
+    """A problem of one rank."""
+    return RankLoss(parameters, loss, lambda tensor: tensor, lambda tensor: tensor)
+
+
+def test_a_quadratic_with_noise_is_measured_without_bias() -> None:
+    """Curvature, the most negative eigenvalue, to 0.1 %; the mean of 200 sigma^2 to its error."""
+    eigenvalues, deviations = torch.tensor([3.0, 1.0, -5.0]), torch.tensor([2.0, 0.5, 1.0])
+    x = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
+    noises, slopes = [], []
+    for seed in range(200):
+
+        def loss(number: int, seed: int = seed) -> Tensor:
+            noise = torch.randn(3, generator=torch.Generator().manual_seed(100 * seed + number))
+            return (eigenvalues * x) @ x / 2 + (deviations * noise) @ x
+
+        point, _ = measure(alone([x], loss), 0, 6)
+        assert point.curvature == pytest.approx(5.0, rel=1e-3)
+        assert point.elsewhere.value == pytest.approx(5.0, rel=1e-2)
+        assert point.heterogeneity == Estimate(0.0, 0.0)
+        assert point.iterations < ITERATIONS
+        noises.append(point.noise.value)
+        slopes.append(point.gradient.value)
+    for values, expected in ((noises, 4 + 0.25 + 1), (slopes, 9 + 4 + 6.25)):
+        assert abs(np.mean(values) - expected) < 4 * np.std(values) / math.sqrt(200)
+
+
+def test_eigenvalues_of_both_signs_do_not_hide_each_other() -> None:
+    """Of +4 and -4 no direction is found, but the curvature is, on all samples."""
+    eigenvalues = torch.tensor([4.0, -4.0, 1.0])
+    x = torch.ones(3, requires_grad=True)
+    point, _ = measure(alone([x], lambda _: (eigenvalues * x) @ x / 2), 0, 3)
+    assert point.curvature == pytest.approx(4.0, rel=1e-3)
+    assert point.elsewhere.value == pytest.approx(4.0, rel=1e-3)
+    assert point.elsewhere.error < 1e-3
+
+
+def test_curvature_of_other_samples_is_less_biased() -> None:
+    """Of noisy Hessians: one batch is far above that of all, whose |H v| other batches give."""
+    x = torch.ones(40, requires_grad=True)
+
+    def loss(number: int) -> Tensor:
+        noise = torch.randn(40, 40, generator=torch.Generator().manual_seed(number))
+        return 2 * x[0] ** 2 + (noise @ x) @ x / 4
+
+    point, _ = measure(alone([x], loss), 0, 64)
+    assert point.curvature > 1.1 * 4
+    assert point.elsewhere.value < 4 + 3 * point.elsewhere.error < 1.05 * point.curvature
+
+
+def test_what_is_not_finite_ends_the_training() -> None:
+    """No table of NaN."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with pytest.raises(TrainingError, match="after step 7 are not finite"):
+        measure(alone([x], lambda _: (x * x).sum() * math.nan), 7, 3)
+
+
+def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:
+    """Of a network of 51 parameters: the dense Hessian, by other means, agrees."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    names = [name for name, _ in model.named_parameters()]
+    shapes = [p.shape for p in model.parameters()]
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        Batch(
+            torch.randn(32, 1, 4, generator=generator),
+            torch.randint(3, (32, 1), generator=generator),
+        )
+        for _ in range(5)
+    ]
+    point, gradient = measure(
+        alone(list(model.parameters()), lambda number: loss_of(model, batches[number])), 0, 4
+    )
+
+    def flat_loss(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes])
+        given = {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
+        logits = torch.func.functional_call(model, given, (batches[0].inputs,))
+        return nn.functional.cross_entropy(logits[:, 0], batches[0].targets[:, 0])
+
+    here = torch.cat([p.detach().flatten() for p in model.parameters()])
+    hessian = torch.autograd.functional.hessian(flat_loss, here)
+    assert point.curvature == pytest.approx(
+        float(np.abs(np.linalg.eigvalsh(hessian.numpy())).max()), rel=5e-3
+    )
+    (slope,) = torch.autograd.grad(flat_loss(here.requires_grad_()), here)
+    assert torch.allclose(gradient, slope, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_noise_falls_as_one_over_the_batch() -> None:
+    """Of the GPT, at one point: sigma^2 x batch is the same for 2 and 8 samples."""
+    task = text(GPTShape(layers=2, hidden=16, heads=2, context=16), torch.device("cpu"))
+    torch.manual_seed(0)
+    model = task.model()
+    found = []
+    for samples in (2, 8):
+        problem = alone(
+            list(model.parameters()),
+            lambda number, samples=samples: loss_of(model, task.batch(samples, number, samples)),
+        )
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            noise = measure(problem, 0, 40)[0].noise
+        found.append((samples * noise.value, samples * noise.error))
+    (small, one), (large, other) = found
+    assert abs(small - large) < 3 * math.hypot(one, other)
+    assert math.hypot(one, other) < 0.4 * large  # so that noise alike for both would be seen
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[str, list[Any]]:
+    """What two ranks gave, by function."""
+    strategies = ["ddp", "zero1", "co2:tau=4", "co2:tau=4,delay=2", "overlap_local_sgd:tau=2"]
+    return together(
+        "estimate_workers",
+        2,
+        {
+            "on_the_quadratic": {"strategies": ["ddp", "local_sgd:tau=2"]},
+            "undisturbed": {"strategies": strategies},
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> list[Any]:
+    """What two nodes of two ranks gave."""
+    calls = {"on_the_quadratic": {"strategies": ["ddp", NODES]}}
+    return together("estimate_workers", 4, calls, gpus_per_node=2)["on_the_quadratic"]
+
+
+def check_quadratic(found: dict[str, Any], workers: list[list[int]]) -> None:
+    """Constants at all points within 4 standard errors of the truth; `workers` are ranks."""
+    samples = 16 // len(workers)
+    noise = float(known.SAMPLES.var(axis=0).sum()) / samples
+    slopes = np.array([np.mean([known.shift(rank) for rank in one], 0) for one in workers])
+    spread = float(((slopes - slopes.mean(0)) ** 2).sum()) / len(workers)
+    assert (found["workers"], found["samples"]) == (len(workers), samples)
+    assert [point["step"] for point in found["points"]] == [0, 4, 7]
+    for point in found["points"]:
+        for name, expected in (("noise", noise), ("heterogeneity", spread)):
+            value, error = point[name].values()
+            assert abs(value - expected) < 4 * error
+            assert error < 0.2 * expected
+        assert point["curvature"] == pytest.approx(2.0, rel=0.02)  # neighbours: 1.985, 1.97, ...
+        assert 0 < point["along_step"] <= 2.0 + 1e-3
+    assert found["gap"]["value"] > 0
+
+
+def test_two_workers_on_a_quadratic(two_ranks: dict[str, list[Any]]) -> None:
+    """Every rank is a worker, with steps of its own or without; all find the same."""
+    one, other = two_ranks["on_the_quadratic"]
+    assert one == other
+    for found in one.values():
+        check_quadratic(found, [[0], [1]])
+
+
+def test_nodes_are_workers(two_nodes: list[Any]) -> None:
+    """With worker=node noise and heterogeneity are those of nodes, else those of ranks."""
+    check_quadratic(two_nodes[0]["ddp"], [[0], [1], [2], [3]])
+    check_quadratic(two_nodes[0][NODES], [[0, 1], [2, 3]])
+
+
+def test_estimates_do_not_disturb_the_training(two_ranks: dict[str, list[Any]]) -> None:
+    """All losses of all steps are the same bits as without."""
+    for found in two_ranks["undisturbed"]:
+        assert found
+        assert all(found.values()), found
+
+
+# --- what is made of them -----------------------------------------------------------------------
+
+
+def point(step: int, losses: tuple[float, ...], noise: float, spread: float) -> Point:
+    """A point with some values."""
+    return Point(
+        step=step,
+        losses=losses,
+        gradient=Estimate(1.0, 0.1),
+        noise=Estimate(noise, 0.1),
+        heterogeneity=Estimate(spread, 0.2),
+        curvature=3.0 + step,
+        elsewhere=Estimate(2.0, 0.1),
+        iterations=5,
+        change=1e-3,
+        along_step=9.0 if step == 4 else None,
+    )
+
+
+FOUND = Estimates(
+    workers=2,
+    samples=8,
+    micro_batch=4,
+    points=(
+        point(0, (4.0, 4.2, 4.1), 2.0, -0.5),
+        point(4, (3.0, 3.3, 3.2), 5.0, -0.1),
+        point(7, (3.5, 3.5, 3.5), 1.0, -0.3),
+    ),
+)
+
+
+def test_the_bound_gets_the_largest_of_all_points() -> None:
+    """L also from steps; no zeta^2 below 0; the gap from samples that points have in common."""
+    assert FOUND.smoothness == 10.0
+    assert replace(FOUND, points=FOUND.points[:2]).smoothness == 9.0
+    assert FOUND.noise == Estimate(5.0, 0.1)
+    assert FOUND.heterogeneity == Estimate(0.0, 0.2)
+    falls = [1.0, 0.9, 0.9]
+    assert FOUND.gap.value == pytest.approx(np.mean(falls))
+    assert FOUND.gap.error == pytest.approx(np.std(falls, ddof=1) / math.sqrt(3))
+
+
+def test_a_loss_that_only_rises_has_no_gap() -> None:
+    """The start is among the points: never below 0."""
+    points = (FOUND.points[1], FOUND.points[0])
+    assert replace(FOUND, points=points).gap == Estimate(0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "delay", "end"),
+    [
+        ("ddp", None, "--rounds 24 --local-steps 1 --delay 0"),
+        ("local_sgd:tau=4", None, "--rounds 6 --local-steps 4 --delay 0"),
+        ("slowmo:tau=48", None, "--rounds 1 --local-steps 48 --delay 0"),
+        ("co2:tau=4", None, "--rounds 6 --local-steps 4"),
+        ("co2:tau=4,staleness=2", None, "--local-steps 4 --delay '2 rounds'"),
+        ("co2:tau=4,delay=auto,keep=0.5", 3, "--local-steps 4 --delay 3 --keep 0.5 --predict 0"),
+    ],
+)
+def test_commands_are_those_of_the_training(strategy: str, delay: int | None, end: str) -> None:
+    """Workers, rounds, tau and delay; numbers with four digits."""
+    lines = commands(FOUND, TrainSettings(strategy=strategy, steps=24), delay)
+    assert lines["bound"].startswith(
+        "co2analysis bound --smoothness 10 --noise 5 --gap 0.9333 --workers 2 "
+    )
+    assert lines["bound"].endswith(end)
+    name = strategy.partition(":")[0].replace("ddp", "co2")
+    assert f" --strategy {name} --micro-batch 4 --cluster CLUSTER --model MODEL" in lines["tau"]
+
+
+def test_what_the_numbers_do_not_cover_is_said() -> None:
+    """Whatever is not plain SGD, and strategies that the bound is not about."""
+    adaptive = " ".join(limits(TrainSettings(strategy="diloco:tau=4")))
+    assert "does not cover AdamW, weight decay 0.01, gradients clipped at 1." in adaptive
+    assert "The bound is not about diloco" in adaptive
+    heavy = " ".join(limits(TrainSettings(**{**PLAIN, "momentum": 0.9})))
+    assert "does not cover momentum 0.9." in heavy
+    plain = " ".join(limits(TrainSettings(strategy="slowmo:tau=4", **PLAIN)))
+    assert "not cover" not in plain
+    assert "not about" not in plain
+    assert "zeta^2 is 0" in plain
+    assert "for others add --outer-step" in plain
+    assert "--outer-step" not in heavy
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (0.81234, 0.0131, "0.812 ± 0.013"),
+        (4.9, 0.58, "4.90 ± 0.58"),
+        (1234.5, 21.0, "1234 ± 21"),
+        (1.5e-7, 2e-8, "1.5e-07 ± 2e-08"),
+        (3.0, 0.0, "3 ± 0"),
+    ],
+)
+def test_values_have_the_decimals_of_their_errors(value: float, error: float, shown: str) -> None:
+    """Two significant figures of the error."""
+    assert str(Estimate(value, error)) == shown
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_a_training_leaves_estimates_and_commands_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A table with all points, estimate.json, and commands that co2analysis takes."""
+    done = realrun(
+        tmp_path, 2, *TINY, "--steps", "6", "--warmup", "2", "-s", "co2:tau=2", "--estimate"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "estimate.json").read_text())
+    assert re.search(r"after step 0 +after step 3 +after step 5 +for the bound", done.stdout)
+    assert f"$ {found['commands']['bound']}\n" in done.stdout
+    assert f"$ {found['commands']['tau']}\n" in done.stdout
+    assert "does not cover AdamW" in done.stdout
+    assert found["workers"] == 2
+    assert found["samples"] == 4
+    assert [one["step"] for one in found["points"]] == [0, 3, 5]
+    assert len(found["points"][0]["losses"]) == 8
+    assert found["noise"]["value"] > 4 * found["noise"]["error"] > 0
+    assert abs(found["points"][0]["heterogeneity"]["value"]) < (
+        5 * found["points"][0]["heterogeneity"]["error"]
+    )
+    tau = found["commands"]["tau"].replace("CLUSTER", "dgx-h100").replace("MODEL", "gpt2-xl")
+    for line in (found["commands"]["bound"], f"{tau} --gpus 16 --taus 1,4 --times '1 h'"):
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        with pytest.raises(SystemExit) as ended:
+            co2analysis()
+        assert not ended.value.code, capsys.readouterr().err
+    assert "bound" in capsys.readouterr().out
+
+
+@pytest.mark.dist
+def test_json_has_the_estimates(tmp_path: Path) -> None:
+    """Beside the figures of the training."""
+    done = realrun(tmp_path, 1, *TINY, "--steps", "3", "--warmup", "2", "--estimate", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["step"] == 3
+    assert found["estimates"] == json.loads((tmp_path / "out" / "estimate.json").read_text())
+    assert found["estimates"]["heterogeneity"] == {"value": 0.0, "error": 0.0}  # one worker
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-s", "zero3"), "--estimate needs whole models on every rank, and zero3 shards them"),
+        (("-s", "co2:tau=2,worker=node"), "and zero2 shards them; use ddp"),
+        (("--resume",), "--estimate begins at the start of a training: not with --resume"),
+        (("--steps", "2", "--warmup", "1"), "--estimate needs 3 steps at least, and there are 2"),
+        (("--stop", "2"), "--estimate needs 3 steps at least, and there are 2"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(
+    arguments: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one line, before anything starts or is written."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["realrun", *TINY, "--nproc", "2", "--estimate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said in errors
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_whole_models_can_be_estimated() -> None:
+    """Optimizer states may be sharded, and nodes of one rank shard nothing."""
+    for strategy, layout in (("zero1", Layout(1, 4)), ("co2:tau=2,worker=node", Layout(4, 1))):
+        check_estimate(TrainSettings(strategy=strategy), layout, resume=False)
+    with pytest.raises(OptionError, match="zeropp shards them"):
+        check_estimate(TrainSettings(strategy="zeropp"), Layout(1, 4), resume=False)
