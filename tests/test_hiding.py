@@ -1,4 +1,4 @@
-"""`delay=auto,fragments=1` and `tau=auto`: the numbers chosen are the least that hide an average."""
+"""`delay=auto` and `tau=auto`: the numbers chosen are the least that hide an average."""
 
 import subprocess
 import sys
@@ -122,7 +122,9 @@ def test_a_round_without_averages_does_the_same_steps() -> None:
 
 def test_the_figures_are_those_of_the_number_chosen() -> None:
     """Nothing but the note tells a choice from the same number given; a trace has it, too."""
-    found, other = (chosen(f"co2(tau=6,delay={delay})", slow(3.0)) for delay in ("auto,fragments=1", 3))
+    found, other = (
+        chosen(f"co2(tau=6,delay={delay})", slow(3.0)) for delay in ("auto,fragments=1", 3)
+    )
     assert found.notes
     assert replace(found, notes=()) == other
     assert Result.from_dict(found.to_dict()) == found
@@ -246,3 +248,22 @@ def test_a_run_on_real_processes_asks_for_a_number(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "delay=auto is chosen by simulation (`co2sim run` names it)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@given(st.integers(2, 40), st.floats(0.02, 1.0))
+def test_one_fragment_for_each_step_needs_a_delay_of_one(tau: int, busy: float) -> None:
+    """By default: a network busy for a share of the round has each fragment there in one step."""
+    found = chosen(f"co2(tau={tau},delay=auto)", slow(0.98 * busy * tau))
+    assert found.strategy == f"co2(tau={tau}, delay=1, fragments={tau})"
+    whole = chosen(f"co2(tau={tau},delay=auto,fragments=1)", slow(0.98 * busy * tau))
+    assert found.exposed_share <= max(0.01, whole.exposed_share)
+
+
+def test_fragments_are_within_a_round() -> None:
+    """No more than steps, and none without a delay."""
+    with pytest.raises(OptionError, match="fragments is 13; it must be 1 to 12"):
+        CO2(tau=12, delay=1, fragments=13)
+    with pytest.raises(OptionError, match="fragments are averaged within a round: give delay"):
+        CO2(fragments=2)
+    found = chosen("co2(tau=auto,delay=auto,fragments=5)", slow(0.5))
+    assert found.strategy == "co2(tau=5, delay=1, fragments=5)"
