@@ -1,7 +1,7 @@
 """Many cases, in order, on one process or several: what fails is named, and the others go on."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from co2sim.machine import share_memory
 from co2sim.progress import progress_bar
 from co2sim.result import Result
 from co2sim.study import run
+from co2sim.units import counted
 
 _PER_CORE = 2
 """Processes: more than that would only wait for each other."""
@@ -36,6 +37,14 @@ class Failure:
 Outcome: TypeAlias = Result | Failure
 
 
+class Interrupted(KeyboardInterrupt):
+    """Control-C before all cases were done: what those that were gave, by their places."""
+
+    def __init__(self, outcomes: Mapping[int, Outcome], cases: int) -> None:
+        super().__init__(f"{len(outcomes)} of {counted(cases, 'case')} were done")
+        self.outcomes = dict(sorted(outcomes.items()))
+
+
 def run_all(
     cases: Sequence[Case], jobs: Count = 1, *, progress: bool | None = None
 ) -> list[Outcome]:
@@ -43,14 +52,17 @@ def run_all(
 
     `jobs` is how many processes run them, -1 for one per core; never more than there are cases, or
     two per core. A process that is killed costs its case and no other. Raises the error of the
-    first case when none gave a result.
+    first case when none gave a result, and `Interrupted` at control-C.
     """
     found: dict[int, Outcome] = {}
-    with progress_bar("simulating cases", shown=progress) as done:
-        for place, outcome in _outcomes(cases, processes(jobs, len(cases))):
-            found[place] = outcome
-            if done:
-                done(len(found), len(cases))
+    try:
+        with progress_bar("simulating cases", shown=progress) as done:
+            for place, outcome in _outcomes(cases, processes(jobs, len(cases))):
+                found[place] = outcome
+                if done:
+                    done(len(found), len(cases))
+    except KeyboardInterrupt:
+        raise Interrupted(found, len(cases)) from None
     ordered = [found[place] for place in range(len(cases))]
     failures = [outcome for outcome in ordered if isinstance(outcome, Failure)]
     if failures and len(failures) == len(ordered):

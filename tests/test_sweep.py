@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import joblib
 import numpy as np
@@ -390,6 +390,26 @@ def test_the_command_keeps_what_is_done_and_says_what_is_not(
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]
     assert "killed" in rows[1]["error"]
+
+
+def test_control_c_before_any_result_writes_nothing(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the only case that was done has failed there is no table, and one line says so."""
+
+    def interrupted(case: Case) -> NoReturn:
+        if case.gpus == 16:
+            raise KeyboardInterrupt
+        raise OptionError("it does not fit")
+
+    monkeypatch.setattr(batch, "run", interrupted)
+    code, out, err = cli(
+        *("sweep", "-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "--vary", "gpus=8,16,24"),
+        *("--jobs", "1", "--csv", "s.csv"),
+    )
+    assert (code, out) == (130, "")
+    assert err == "interrupted; 1 of 3 cases were done; nothing was written\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_names_cases_that_fail(cli: Run) -> None:

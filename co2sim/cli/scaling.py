@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from co2sim.batch import Failure, run_all
+from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
-from co2sim.cli.failures import end_with_failures
+from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.figure import draw
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines, print_table
@@ -25,12 +25,24 @@ from co2sim.units import percent, scaled
 def scale(
     cases: Sequence[Case], published: Path | None, out: Path, jobs: int, *, as_json: bool
 ) -> None:
-    """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print."""
+    """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print.
+
+    At control-C scale.csv holds what is done.
+    """
     cells = read_speeds(published) if published else []
     everything = [*cases, *cases_of(cells, cases)]
-    outcomes = run_all(everything, jobs)
-    table = to_frame(cases, outcomes[: len(cases)]).to_csv(index=False).encode()
-    files = {out / "scale.csv": table}
+    try:
+        outcomes = run_all(everything, jobs)
+    except Interrupted as interrupt:
+        done = interrupt.outcomes
+
+        def keep(places: Sequence[int]) -> str:
+            own = [i for i in places if i < len(cases)]
+            write_atomically(_csv(out, [cases[i] for i in own], [done[i] for i in own]))
+            return f"those of the study are in {out / 'scale.csv'}"
+
+        end_interrupted(interrupt, keep)
+    files = _csv(out, cases, outcomes[: len(cases)])
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         write_atomically(files)
         names = [case.title for case in everything]
@@ -68,6 +80,10 @@ def scale(
         f"table   {out / 'scale.csv'}",
         f"figure  {out / 'scale.png'}, {out / 'scale.svg'}",
     )
+
+
+def _csv(out: Path, cases: Sequence[Case], outcomes: Sequence[Outcome]) -> dict[Path, bytes]:
+    return {out / "scale.csv": to_frame(cases, outcomes).to_csv(index=False).encode()}
 
 
 def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -> None:

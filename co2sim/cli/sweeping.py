@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from co2sim.batch import Failure, Outcome, run_all
+from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
-from co2sim.cli.failures import end_with_failures
+from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
@@ -27,10 +27,43 @@ def sweep(
     *,
     as_json: bool,
 ) -> None:
-    """Simulate all cases; `settings` says what each varies. Those that fail are named."""
+    """Simulate all cases; `settings` says what each varies. Those that fail are named.
+
+    At control-C those that are done are shown, and written.
+    """
     if sort is not None:
         check_column(sort, settings)
-    outcomes = run_all(cases, jobs)
+    try:
+        outcomes = run_all(cases, jobs)
+    except Interrupted as interrupt:
+        done = interrupt.outcomes
+
+        def keep(places: Sequence[int]) -> str:
+            part = [cases[i] for i in places], [settings[i] for i in places]
+            _show(*part, [done[i] for i in places], csv, sort, as_json=as_json)
+            return "they are above" if csv is None else f"they are in {csv}"
+
+        end_interrupted(interrupt, keep)
+    settings, shown = _show(cases, settings, outcomes, csv, sort, as_json=as_json)
+    if any(isinstance(outcome, Failure) for outcome in shown):
+        names = (
+            ", ".join(f"{path}={label(value)}" for path, value in setting.items())
+            for setting in settings
+        )
+        kept = "the others are above" if csv is None else f"the others are in {csv}"
+        end_with_failures(names, shown, kept)
+
+
+def _show(
+    cases: Sequence[Case],
+    settings: Sequence[Setting],
+    outcomes: Sequence[Outcome],
+    csv: Path | None,
+    sort: str | None,
+    *,
+    as_json: bool,
+) -> tuple[Sequence[Setting], Sequence[Outcome]]:
+    """Write the CSV file and print; gives the settings and the outcomes as they are sorted."""
     frame = to_frame(cases, outcomes, settings)
     if sort is not None:
         places = order(frame, sort)
@@ -48,13 +81,7 @@ def sweep(
         _print(cases, settings, outcomes)
         if csv is not None:
             print_lines(console(), f"table   {csv}")
-    if any(isinstance(outcome, Failure) for outcome in outcomes):
-        names = (
-            ", ".join(f"{path}={label(value)}" for path, value in setting.items())
-            for setting in settings
-        )
-        kept = "the others are above" if csv is None else f"the others are in {csv}"
-        end_with_failures(names, outcomes, kept)
+    return settings, outcomes
 
 
 def _figures(outcome: Outcome) -> dict[str, object]:
