@@ -125,6 +125,20 @@ def test_tau_asks_first_for_what_matters_most(co2analysis: Command, line: str, w
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("", "--smoothness, --noise, --gap, --workers, --rounds, --local-steps are"),
+        ("--gap 3 --noise 1 --rounds 9 --workers 2", "--smoothness, --local-steps are"),
+        ("--smoothness 2 --gap 3 --noise 1 --rounds 9 --workers 2", "--local-steps is"),
+    ],
+)
+def test_bound_names_all_that_is_missing(co2analysis: Command, line: str, missing: str) -> None:
+    """Of the numbers that it requires, one line names all that are missing, in their order."""
+    done = co2analysis("bound", *line.split())
+    assert (done.code, done.out, done.err) == (2, "", f"error: {missing} missing\n")
+
+
 @pytest.mark.parametrize("line", ["verify --quick --out made", "trends --taus 1"])
 def test_missing_data_are_named(
     co2analysis: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str
