@@ -3,9 +3,13 @@
 import json
 import shutil
 from collections.abc import Callable
+from inspect import getdoc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from co2sim.strategies import STRATEGIES
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent
@@ -157,6 +161,21 @@ def test_list_shows_names_numbers_and_sources(cli: Run, what: str) -> None:
     code, out, _ = cli("list", what)
     assert code == 0
     assert len(out.splitlines()) > 3
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("name", ["co2", "zero3", "diloco"])
+def test_a_text_of_the_list_fills_its_lines(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, name: str, columns: int
+) -> None:
+    """A line ends where the next word has no room, or with its paragraph; no word is lost."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = cli("list", name)[1].partition("\noptions\n")[0]
+    for paragraph in text.strip().split("\n\n"):
+        lines = [line.rstrip() for line in paragraph.splitlines()]
+        for line, following in pairwise(lines):
+            assert len(line) <= columns < len(line) + 1 + len(following.split()[0])
+    assert text.split() == f"{name}: {getdoc(STRATEGIES[name])}".split()
 
 
 def test_users_own_files_and_their_neighbours(cli: Run, tmp_path: Path) -> None:

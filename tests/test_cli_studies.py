@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
+from co2sim.units import figures
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent
@@ -33,6 +36,24 @@ def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_
     assert "18,444" in out
     predicted = float(rows[0]["tokens_per_s"])
     assert f"{predicted / 18444 - 1:+.0%}" in out
+
+
+def test_every_note_names_its_rows(cli: Run) -> None:
+    """A row of published cells ends with the number of its note; the notes follow, each once."""
+    file = ROOT / "papers/co2/results.toml"
+    _, out, _ = cli(
+        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "8,16,128"),
+        *("--published", str(file)),
+    )
+    table, _, below = out.partition("published and predicted\n")[2].partition("\n\n")
+    assert table.splitlines()[0].split()[-2:] == ["use", "note"]
+    notes = dict(re.findall(r"^note (\d+): (.*?) *$", below, re.MULTILINE))
+    cells = tomllib.loads(file.read_text())["cell"]
+    for row in table.splitlines()[1:]:
+        meant = [c for c in cells if f"  {figures(c['value'])}  " in row and c["use"] in row]
+        assert [notes[row.split()[-1]]] == [cell["note"] for cell in meant]
+    assert len(table.splitlines()) == 1 + 7
+    assert len(set(notes.values())) == len(notes) == 5
 
 
 def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:

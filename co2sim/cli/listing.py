@@ -9,7 +9,7 @@ from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
 from co2sim.catalog.facts import Kind, facts, is_file, read
-from co2sim.console.tables import console, print_table
+from co2sim.console.tables import console, print_lines, print_table
 from co2sim.errors import CatalogError, nearest
 from co2sim.strategies import STRATEGIES, strategy_options
 
@@ -62,7 +62,8 @@ def _print_names(out: Console, kind: Kind) -> None:
 def _print_strategy(out: Console, name: str) -> None:
     made = STRATEGIES[name]
     rows = strategy_options(made)
-    out.print(f"{name}: {getdoc(made)}\n", highlight=False, markup=False)
+    for paragraph in f"{name}: {getdoc(made)}".split("\n\n"):
+        print_lines(out, " ".join(paragraph.split()), "")
     print_table(out, "options", ("option", "default", "allowed"), rows, left=3)
 
 

@@ -131,7 +131,9 @@ def _throughput(result: Result) -> str:
 
 
 def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) -> None:
-    columns = ("strategy", "quantity", "GPUs", "published", "predicted", "error", "use")
+    """The cells by cluster; each row has the number of its note, and the notes follow."""
+    notes = list(dict.fromkeys(c.cell.note for c in comparisons if c.cell.note))
+    columns = ("strategy", "quantity", "GPUs", "published", "predicted", "error", "use", "note")
     for cluster, group in groupby(comparisons, key=lambda c: c.cell.cluster):
         rows = [
             (
@@ -142,8 +144,9 @@ def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) 
                 shown(c.predicted),
                 percent(c.error),
                 c.cell.use,
+                str(notes.index(c.cell.note) + 1) if c.cell.note else "",
             )
             for c in group
         ]
         print_table(terminal, f"{cluster}: published and predicted", columns, rows, left=2)
-    print_lines(terminal, *dict.fromkeys(c.cell.note for c in comparisons if c.cell.note), "")
+    print_lines(terminal, *(f"note {place}: {note}" for place, note in enumerate(notes, 1)), "")
