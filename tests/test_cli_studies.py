@@ -71,6 +71,27 @@ def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
     assert ratio["error"] == pytest.approx(last / first / 0.82 - 1)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "-g", "16", "-s", "co2"),
+        ("scale", "-g", "8,16", "-s", "ddp", "-s", "co2"),
+        ("sweep", "-s", "co2", "--vary", "gpus=8,16", "--vary", "strategy.tau=1,2"),
+    ],
+)
+def test_no_name_stands_twice_in_an_object_of_json(cli: Run, command: tuple[str, ...]) -> None:
+    """Readers of JSON differ in what they make of a name that stands twice: there is none."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        assert len(set(names)) == len(names) > 0
+        return dict(pairs)
+
+    code, out, _ = cli(*command, *SMALL[:4], "--json")
+    assert code == 0
+    assert json.loads(out, object_pairs_hook=once)
+
+
 def test_every_published_cell_of_the_study_is_predicted(cli: Run) -> None:
     """Cells of strategies and sizes that the study leaves out are simulated for the comparison."""
     code, out, _ = cli(

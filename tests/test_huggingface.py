@@ -233,3 +233,20 @@ def test_a_configuration_is_called_by_its_folder(tmp_path: Path, cli: Run) -> No
     assert "7,241,732,096" in out
     (tmp_path / "mine.json").write_text(json.dumps(MISTRAL))
     assert load_model(str(tmp_path / "mine.json")).value.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('{"model_type": "gpt2", "n_layer": 2, "n_layer": 24}', "n_layer"),
+        ('{"model_type": "gpt2", "extra": {"a": 1, "b": 2, "a": 1}}', "a"),
+    ],
+)
+def test_a_name_that_stands_twice_is_refused(
+    tmp_path: Path, cli: Run, text: str, name: str
+) -> None:
+    """As TOML does, at any depth: which of the two values is meant cannot be known."""
+    (tmp_path / "model.json").write_text(text)
+    code, out, err = cli("run", "-c", "dgx-h100", "-m", "model.json", "-s", "ddp")
+    assert (code, out) == (2, "")
+    assert err == f"error: model.json: {name!r} is given twice\n"

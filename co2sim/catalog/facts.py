@@ -63,11 +63,24 @@ def read(kind: Kind, reference: str) -> Tree:
     if not text.strip():
         raise CatalogError(f"{reference} is empty")
     try:
-        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        if path.suffix == ".json":
+            tree = json.loads(text, object_pairs_hook=_once)
+        else:
+            tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise CatalogError(f"{reference}: {error}") from error
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
+    return tree
+
+
+def _once(pairs: list[tuple[str, Any]]) -> Tree:
+    """An object of JSON; ValueError for a name that stands there twice, as TOML has it."""
+    tree: Tree = {}
+    for name, value in pairs:
+        if name in tree:
+            raise ValueError(f"{name!r} is given twice")
+        tree[name] = value
     return tree
 
 
