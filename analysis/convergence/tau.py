@@ -17,7 +17,7 @@ from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.strategies.slowmo import SlowMo
 from co2sim.study import run
-from co2sim.units import Seconds
+from co2sim.units import Seconds, percent
 from realrun import record
 
 _MOST_ROUNDS = 2**40
@@ -229,7 +229,7 @@ def _compared(other: Choice, chosen: Choice, fastest: int) -> str:
     return (
         f"A tau of {other.timing.tau} takes {_steps(other) / fastest:.0%} of these steps"
         f" ({other.timing.share} exposed); its bound is"
-        f" {other.bound.total / chosen.bound.total - 1:+.1%}"
+        f" {percent(other.bound.total / chosen.bound.total - 1, 1)}"
     )
 
 
