@@ -202,6 +202,9 @@ def _values(path: str, given: Any) -> list[Any]:
     values = list(given) if isinstance(given, Iterable) else [given]
     if not values:
         raise OptionError(f"{path} has no values to vary over")
+    missing = any(value is None for value in values)
+    if missing and not path.startswith("strategy."):  # there "none" may be a choice
+        raise OptionError(f"{path}: None is no value to vary over; give numbers or texts")
     return values
 
 

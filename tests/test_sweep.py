@@ -155,6 +155,9 @@ def test_strategies_with_options_are_one_value_in_both_forms(text: str, names: l
         ({"cluster": ["dgx-h100"]}, "cluster is given, and varied, too; leave one of them out"),
         ({"micro_batch": range(101), "accumulation": range(100)}, "101 x 100 = 10100 cases; at mo"),
         ({"gpus": [12, 20]}, "12 GPUs do not fill nodes"),
+        ({"gpus": [None]}, "gpus: None is no value to vary over; give numbers or texts"),
+        ({"inter.bandwidth": ["1 Gbit/s", None]}, "inter.bandwidth: None is no value"),
+        ({"gpus": [8], "model.layers": [2, None]}, "model.layers: None is no value"),
     ],
 )
 def test_a_grid_that_cannot_be_is_one_line(vary: dict[str, Any], said: str) -> None:
