@@ -89,7 +89,10 @@ def co2analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         ("bound --most-penalty 0", "most_penalty is 0"),
         ("bound --gap 0 --noise 0", "gap is 0"),
         ("bound --momentum 1", "momentum is 1; it must be in [0, 1)"),
-        ("bound --rounds 1" + "0" * 400, "rounds is above 1e300"),
+        (
+            "bound --rounds 1" + "0" * 400,
+            "rounds is a number of more than 20 digits; it must be 1 to 1e+60",
+        ),
         ("trends --workers 0", "--workers is 0; it must be 1 to"),
         ("trends --workers 257", "--workers is 257; it must be 1 to 256"),
         ("trends --steps 4000 --seeds 3", "--steps times --seeds is 12,000; it must be at most"),
