@@ -346,7 +346,7 @@ class Mine:
 
 print("once")
 vary = {"strategy": [Mine(), co2sim.DDP()]}
-found = co2sim.sweep("a100-tcp80", "gpt2-small", gpus=16, vary=vary, jobs=2)
+found = co2sim.sweep("a100-tcp80", "gpt2-small", gpus=16, vary=vary, jobs=2, progress=False)
 print(*found["strategy"], found["step_time_s"].nunique())
 """
 
