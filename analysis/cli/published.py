@@ -51,7 +51,10 @@ def validate_command(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print cells as JSON.")] = False,  # noqa: FBT002
 ) -> None:
-    """Predict published results: signed errors, fitted constants, ablations, figures."""
+    """Predict published results: signed errors, fitted constants, ablations, figures.
+
+    A pipe or a file gets the report in Markdown; a terminal gets tables that fit.
+    """
     from analysis.published import csv_tables, errors, report  # noqa: PLC0415 - numpy, pydantic
 
     known = csv_tables.known_cells(papers_, data)
@@ -81,7 +84,14 @@ def validate_command(
     if json_:
         typer.echo(json.dumps([row.to_dict() for row in rows], indent=2))
         return
-    typer.echo(text)
+    from co2sim.console.markdown import print_markdown  # noqa: PLC0415 - rich
+    from co2sim.console.tables import console  # noqa: PLC0415 - rich
+
+    out = console()
+    if out.is_terminal:
+        print_markdown(out, text)
+    else:
+        typer.echo(text)
     for path in files:
         typer.echo(f"written {path}")
 
