@@ -79,14 +79,6 @@ def trained(
 
 
 @pytest.mark.dist
-def test_one_rank_is_not_several(tmp_path: Path) -> None:
-    """A training of one rank counts it in the singular."""
-    done = call(tmp_path, *TRAIN, "-s", "ddp", "--nproc", "1")
-    assert done.returncode == 0, done.stderr
-    assert " on 1 rank: 61,248 parameters" in done.stdout
-
-
-@pytest.mark.dist
 def test_a_training_leaves_its_log_figure_parameters_and_record(
     trained: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
@@ -201,11 +193,15 @@ def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> 
 def test_steps_that_close_no_round_are_pointed_out_and_a_lost_log_is_no_crash(
     tmp_path: Path,
 ) -> None:
-    """6 steps of rounds of 4; then nothing is left to train, and the log has gone."""
+    """6 steps of rounds of 4; then nothing is left to train, and the log has gone.
+
+    One rank is counted in the singular.
+    """
     steps = ("--steps", "6", "--warmup", "2")
     arguments = ("train", *SMALL, *steps, "-s", "local_sgd:tau=4", "--nproc", "1")
     done = call(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
+    assert " on 1 rank: 61,248 parameters" in done.stdout
     assert "6 steps are no multiple of tau, 4: what workers learn in the last 2" in done.stderr
     (tmp_path / "out" / folder.LOG).unlink()
     again = call(tmp_path, *arguments, "--resume")
