@@ -415,6 +415,36 @@ def test_noise_that_is_given_and_varied_is_refused() -> None:
     assert found["step_time_s"].nunique() == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("gpus", [8, 8]),
+        ("gpus", "16, 8, 1.6e1"),
+        ("strategy", "ddp, co2:tau=3, co2(tau=3)"),
+        ("strategy", ["ddp", DDP()]),
+        ("strategy.tau", "12, 12.0"),
+        ("jitter", [0.1, "1e-1"]),
+        ("model", "gpt2-small, gpt2-small"),
+        ("inter.bandwidth", "10 Gbit/s, 10 Gbit/s"),
+    ],
+    ids=str,
+)
+def test_a_value_of_a_grid_is_not_given_twice(path: str, values: Any) -> None:
+    """Rows would be the same; `scale` refuses it, too. How a value is written does not matter."""
+    asked: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "strategy": "co2"}
+    asked |= {path: None} if path in asked else {}
+    with pytest.raises(OptionError, match=f"{path}: .* given twice"):
+        co2sim.sweep(**asked, vary={path: values})
+
+
+def test_objects_of_one_name_may_vary() -> None:
+    """Clusters that are called alike are not the same."""
+    one = tiny.cluster()
+    two = replace(one, inter=replace(one.inter, bandwidth=one.inter.bandwidth / 100))
+    found = co2sim.sweep(None, "gpt2-small", "ddp", vary={"cluster": [one, two]})
+    assert found["step_time_s"].nunique() == 2
+
+
 def deadly_second(
     case: Case, settings: Sequence[grid.Setting], made: Callable[..., list[Case]] = grid.cases_of
 ) -> list[Case]:
