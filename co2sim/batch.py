@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from co2sim.case import Case
 from co2sim.convert import Count, whole
-from co2sim.errors import Co2simError, OptionError, ResourceError
+from co2sim.errors import Co2simError, NoRoomError, OptionError, ResourceError
 from co2sim.machine import share_memory
 from co2sim.progress import progress_bar
 from co2sim.result import Result
@@ -51,8 +51,9 @@ def run_all(
     """A result, or a failure, for every case, in order; `progress` as in `simulate`.
 
     `jobs` is how many processes run them, -1 for one per core; never more than there are cases, or
-    two per core. A process that is killed costs its case and no other. Raises the error of the
-    first case when none gave a result, and `Interrupted` at control-C.
+    two per core. A process that is killed costs its case and no other; a case without room beside
+    others runs alone. Raises the error of the first case when none gave a result, and `Interrupted`
+    at control-C.
     """
     found: dict[int, Outcome] = {}
     try:
@@ -87,11 +88,28 @@ def processes(jobs: Count, cases: int) -> int:
 
 
 def _outcomes(cases: Sequence[Case], jobs: int) -> Iterator[tuple[int, Outcome]]:
-    """Outcomes with the places of their cases, as they come."""
+    """Outcomes with the places of their cases, as they come.
+
+    Cases that have no room beside others run again at the end, one at a time.
+    """
     if jobs == 1:
         yield from ((place, _outcome(case)) for place, case in enumerate(cases))
         return
-    waiting = deque(enumerate(cases))
+    crowded = []
+    for place, outcome in _in_processes(cases, range(len(cases)), jobs):
+        if isinstance(outcome, Failure) and isinstance(outcome.error, NoRoomError):
+            crowded.append(place)
+        else:
+            yield place, outcome
+    if crowded:
+        yield from _in_processes(cases, sorted(crowded), 1)
+
+
+def _in_processes(
+    cases: Sequence[Case], places: Sequence[int], jobs: int
+) -> Iterator[tuple[int, Outcome]]:
+    """Outcomes of the cases at these places, from so many processes."""
+    waiting = deque((place, cases[place]) for place in places)
     workers: dict[Future[Any], tuple[Any, int]] = {}  # one process each: who dies names its case
     try:
         for _ in range(jobs):

@@ -1,6 +1,7 @@
 """The command line: what `list`, `run`, `trace` and `show` print, and how all refuse."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from inspect import getdoc
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from co2sim.strategies import STRATEGIES
+from co2sim.errors import OptionError
+from co2sim.strategies import STRATEGIES, parse, strategy_options
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent
@@ -161,6 +163,31 @@ def test_list_shows_names_numbers_and_sources(cli: Run, what: str) -> None:
     code, out, _ = cli("list", what)
     assert code == 0
     assert len(out.splitlines()) > 3
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_the_list_shows_the_ranges_that_a_strategy_has(cli: Run, name: str) -> None:
+    """The least that is shown is allowed; one less, and one more than the most, are not."""
+    code, out, _ = cli("list", name)
+    assert code == 0
+    shown = r"^(\w+) +\S+ +a whole number, (?:(\d+) to (\d+)|at least (\d+))"
+    found = re.findall(shown, out, re.MULTILINE)
+    options = strategy_options(STRATEGIES[name])
+    assert [option for option, *_ in found] == [o for o, _, kind in options if "whole" in kind]
+    for option, low, most, at_least in found:
+        least = int(low or at_least)
+        assert "must be" not in complaint(f"{name}({option}={least})")
+        for value in [least - 1, *([int(most) + 1] if most else [])]:
+            assert "must be" in complaint(f"{name}({option}={value})")
+
+
+def complaint(strategy: str) -> str:
+    """What is said of a strategy as a text; nothing where it is allowed."""
+    try:
+        parse(strategy)
+    except OptionError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("columns", [40, 80])

@@ -172,6 +172,39 @@ def test_sweep_heads_its_table_with_what_all_rows_share(cli: Run) -> None:
     assert "none fits" not in out
 
 
+def test_the_title_of_a_sweep_holds_for_cases_that_failed_too(cli: Run) -> None:
+    """12 GPUs do not fill nodes: the title does not say that all rows have 8."""
+    asked = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "co2", "--jobs", "1")
+    code, out, _ = cli(*asked, "--vary", "gpus=8,12")
+    assert code == 1
+    title = out.partition("\n")[0]
+    assert title.endswith("80 Gbit/s TCP/IP, co2(tau=12), by gpus")
+    _, out, _ = cli(*asked, "-g", "16", "--vary", "gpus_per_node=8,5")
+    shared = "gpt2-small on a100-tcp80, co2(tau=12), 16 GPUs"
+    assert out.startswith(f"{shared}, by gpus_per_node\n")
+    assert "free communication\n\nassumed" in out
+
+
+NOISE = ("--node-speed", "0=0.5", "--straggle", "0.2", "--jitter", "0.05", "--rounds", "2")
+
+
+def test_studies_say_what_makes_ranks_differ(cli: Run, tmp_path: Path) -> None:
+    """Speeds of nodes, stragglers and jitter head the table and the figure, as they do in `run`."""
+    asked = ("-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", *NOISE, "--jobs", "1")
+    words = "node 0 at 0.5 of nominal, straggle 0.2 on every node"
+    _, out, _ = cli("scale", *asked, "-g", "8,16")
+    said = f"{words} (seed 0), jitter 0.05 on every op (seed 0)"
+    assert said in " ".join(out.split())
+    svg = (tmp_path / "out" / "scale.svg").read_text()
+    drawn = " ".join(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))
+    assert said in " ".join(drawn.split())
+    _, out, _ = cli("sweep", *asked, "-g", "16", "--vary", "seed=1,2")
+    assert f"{words}, jitter 0.05 on every op strategy" not in out
+    assert f"{words}, jitter 0.05 on every op seed" in " ".join(out.split())
+    _, out, _ = cli("sweep", *asked[:6], "-g", "16", "--jitter", "0.1", "--vary", "micro_batch=1,2")
+    assert "by micro_batch; jitter 0.1 on every op (seed 0)" in " ".join(out.split())
+
+
 def test_sweep_says_how_to_find_what_fits(cli: Run) -> None:
     """Where no row fits."""
     case = ("-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "-s", "ddp")

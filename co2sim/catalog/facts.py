@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from co2sim.errors import CatalogError, nearest
+from co2sim.files import text_of
 
 Kind: TypeAlias = Literal["clusters", "gpus", "models"]
 Tree: TypeAlias = dict[str, Any]
@@ -92,7 +93,7 @@ def _text(path: Path, reference: str) -> str:
             " .toml or .json"
         )
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return text_of(path)
     except UnicodeDecodeError as error:
         raise CatalogError(f"cannot read {reference}: it is not a text in UTF-8") from error
     except OSError as error:

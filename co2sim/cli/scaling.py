@@ -11,11 +11,12 @@ from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.figure import draw
-from co2sim.console.result_tables import print_assumed
+from co2sim.console.result_tables import print_assumed, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import to_frame
 from co2sim.metrics import scalability_ratio
+from co2sim.noise import Noise
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
 from co2sim.units import figures as shown
@@ -68,7 +69,7 @@ def scale(
     for cluster, group in groupby(
         zip(cases, results, strict=True), key=lambda pair: pair[0].cluster
     ):
-        _print_cluster(terminal, str(cluster), [result for _, result in group])
+        _print_cluster(terminal, str(cluster), [result for _, result in group], cases[0].noise)
     if comparisons:
         _print_published(terminal, comparisons)
     elif published:
@@ -86,7 +87,9 @@ def _csv(out: Path, cases: Sequence[Case], outcomes: Sequence[Outcome]) -> dict[
     return {out / "scale.csv": to_frame(cases, outcomes).to_csv(index=False).encode()}
 
 
-def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -> None:
+def _print_cluster(
+    terminal: Console, cluster: str, results: Sequence[Result], noise: Noise
+) -> None:
     sizes = sorted({result.gpus for result in results})
     first = results[0]
     starts = sizes[: 2 if len(sizes) > 2 else 1] if len(sizes) > 1 else []  # noqa: PLR2004
@@ -118,6 +121,7 @@ def _print_cluster(terminal: Console, cluster: str, results: Sequence[Result]) -
         f"{cluster}: {first.model}, {first.unit}s/s per GPU by number of GPUs;"
         f" {first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step, {first.precision}"
     )
+    title += f"; {speeds(noise)}" if noise.uneven else ""
     print_table(terminal, title, columns, rows)
     notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
     if not all(result.fits_in_memory for result in results):

@@ -1,7 +1,7 @@
 """`co2sim sweep`: any parameter over values."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +9,7 @@ from rich.console import Console
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
-from co2sim.console.result_tables import print_assumed
+from co2sim.console.result_tables import print_assumed, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
@@ -68,7 +68,8 @@ def _show(
     if sort is not None:
         places = order(frame, sort)
         frame = frame.iloc[places]
-        settings, outcomes = [settings[i] for i in places], [outcomes[i] for i in places]
+        cases, settings = [cases[i] for i in places], [settings[i] for i in places]
+        outcomes = [outcomes[i] for i in places]
     if csv is not None:
         write_atomically({csv: frame.to_csv(index=False).encode()})
     if as_json:
@@ -103,14 +104,36 @@ def _print(cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequenc
         for setting, outcome in zip(settings, outcomes, strict=True)
     ]
     terminal = console()
-    where = _same([f"{r.model} on {r.cluster}" for r in results]) or _same(
-        [f"{label(case.model)} on {label(case.cluster)}" for case in cases]
-    )
-    others = _same([r.strategy for r in results]), _same([counted(r.gpus, "GPU") for r in results])
-    constant = [part for part in (where, *others) if part]
-    title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
+    title = ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"])
+    uneven = speeds(cases[0].noise, varied=settings[0])
+    title += f"; {uneven}" if uneven else ""
     print_table(terminal, title, columns, rows, left=len(settings[0]))
     _print_notes(terminal, results)
+
+
+def _shared(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
+    """What all cases have in common, those that failed included: inputs, strategy, GPUs."""
+    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    whole = len(results) == len(outcomes)
+
+    def same(shown: Callable[[Result], str], asked: Callable[[Case], object]) -> str:
+        """What all results show; where some are missing, if it was asked of all alike."""
+        alike = whole or len({str(asked(case)) for case in cases}) == 1
+        return _same([shown(result) for result in results]) if alike else ""
+
+    def inputs(case: Case) -> object:
+        return _names(case), sorted(case.overrides.items())
+
+    found = (
+        same(lambda r: f"{r.model} on {r.cluster}", inputs) or _same(list(map(_names, cases))),
+        same(lambda r: r.strategy, lambda case: label(case.strategy)),
+        same(lambda r: counted(r.gpus, "GPU"), lambda case: case.gpus or inputs(case)),
+    )
+    return [part for part in found if part]
+
+
+def _names(case: Case) -> str:
+    return f"{label(case.model)} on {label(case.cluster)}"
 
 
 def _same(texts: Sequence[str]) -> str:
@@ -124,7 +147,7 @@ def _print_notes(terminal: Console, results: Sequence[Result]) -> None:
         notes.append("* does not fit in the memory of a GPU: shown as if it did")
     if not any(r.fits_in_memory for r in results):
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
-    print_lines(terminal, *notes)
+    print_lines(terminal, *notes, "")
     print_assumed(terminal, results)
 
 
