@@ -8,15 +8,13 @@ from typing import TypeAlias
 
 from pydantic import ValidationError
 
-from analysis.published.cells import Cell
+from analysis.published.cells import Cell, check_runs
 from analysis.published.csv_rows import TABLES, TableRow
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, iteration_times, papers
-from analysis.published.parameters import model_of
 from co2sim.errors import CatalogError, Co2simError
 from co2sim.published_cells import Use
 from co2sim.validation import first_problem
-from co2sim.workload import Workload
 
 Row: TypeAlias = Mapping[str, str]
 
@@ -68,7 +66,7 @@ def from_csv(
         try:
             cells = list(_parsed(table, row).cells(sources[table.source], use))
             for cell in cells:
-                _check(cell)
+                check_runs(cell)
         except Co2simError as error:
             raise CatalogError(f"{path}, line {number}: {error}") from error
         if not cells:
@@ -148,12 +146,3 @@ def _parsed(table: type[TableRow], row: Row) -> TableRow:
         return table.model_validate(row)
     except ValidationError as error:
         raise CatalogError(first_problem(error)) from error
-
-
-def _check(cell: Cell) -> None:
-    """Refuse what the simulator cannot run: GPUs that fill no nodes, such a model or batch."""
-    for term in (*cell.terms, *cell.over):
-        setup = term.setup
-        setup.used_cluster()
-        model = model_of(setup.model, setup.model_overrides)
-        Workload(model, setup.micro_batch, setup.accumulation)

@@ -6,7 +6,7 @@ Everything that a source leaves open is stated in the `[simulation]` table of it
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,33 @@ class Paper:
         """A strategy with the options that the source's framework gives it."""
         return with_options(text, self.about["simulation"].get("options", {}))
 
-    def on(self, cluster: str) -> "Paper":
-        """The same source, simulated on another cluster."""
-        simulation = {**self.about["simulation"], "cluster": cluster}
-        return replace(self, about={**self.about, "simulation": simulation})
+    def cluster(self, name: str) -> str:
+        """The cluster on which runs on the cluster of a cell are simulated: the same, or another.
+
+        Raises CatalogError where one cluster is stated for all.
+        """
+        simulation = self.about["simulation"]
+        if "cluster" in simulation:
+            raise CatalogError(
+                f"papers/{self.key}/paper.toml: [simulation] has 'cluster'; speeds are simulated on"
+                " the cluster of their cell, or on the one that 'clusters' names for it"
+            )
+        return str(simulation.get("clusters", {}).get(name, name))
+
+    def model_name(self, model: str) -> str:
+        """A model of the catalog, as tables name it."""
+        return str(self.about["simulation"].get("names", {}).get(model, model))
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per GPU and step, of a source that states its tokens per GPU."""
+        return int(self.about["simulation"].get("micro_batch", 1))
+
+    @property
+    def fitted_model(self) -> str | None:
+        """The model on whose runs constants were fitted, if one is stated."""
+        model: str | None = self.about["simulation"].get("model")
+        return model
 
 
 def papers(folder: Path = PAPERS) -> dict[str, Paper]:
