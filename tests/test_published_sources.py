@@ -1,15 +1,19 @@
 """A new source in `papers/`: its cells are predicted for what they name, or listed with reasons."""
 
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pages import ROOT, blocks
 
 import co2sim
+from analysis.published.csv_tables import known_cells
 from analysis.published.errors import validate
 from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import PAPERS
+from analysis.published.parameters import record
 from analysis.published.predict import predict
 from co2sim.errors import CatalogError
 from co2sim.published_speeds import read_speeds
@@ -159,3 +163,40 @@ def test_scale_compares_each_cell_on_the_clusters_that_its_source_names(source: 
         ("a100-tcp80-calibrated", "zero2:owners=true"),
         ("dgx-h100", "ddp"),
     ]
+
+
+# --- the table that is only referred to ---------------------------------------------------------
+
+RELEASE = """# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,\
+tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)
+8,64,1,1024,16,12,1024,2,4,1,70.5
+8,16,1,512,8,4,1024,1,8,1,31.5
+4,16,1,1024,16,24,1024,1,1,4,44.5
+2,4,1,1024,16,12,1024,1,2,1,92.5
+"""
+"""Made-up times in the form of the authors' release."""
+
+
+def test_the_steps_on_the_page_make_the_table_of_iteration_times(tmp_path: Path) -> None:
+    """They keep data parallelism alone; rows that entered the fit are marked so, others check."""
+    (tmp_path / "vTrain" / "data").mkdir(parents=True)
+    (tmp_path / "vTrain" / "data" / "ground_truth_single.csv").write_text(RELEASE)
+    (script,) = (b.text for b in blocks(ROOT / "docs" / "validation.md") if b.kind == "bash")
+    lines = [line for line in script.splitlines() if not line.startswith(("git ", "co2analysis "))]
+    assert len(lines) == len(script.splitlines()) - 2
+    subprocess.run(["/bin/bash", "-euc", "\n".join(lines)], cwd=tmp_path, check=True)
+    cells = [cell for cell in known_cells(PAPERS, tmp_path / "data") if cell.source == "vtrain"]
+    assert [(cell.published, cell.use) for cell in cells] == [(92.5, "fit"), (31.5, "check")]
+
+
+def test_configurations_that_were_fitted_on_are_named(tmp_path: Path) -> None:
+    """As many as the catalog's record says; a line that cannot be read is named."""
+    lines = (PAPERS / "vtrain" / "fitted.csv").read_text().splitlines()
+    rows = [line for line in lines if not line.startswith("#")][1:]
+    assert len(set(rows)) == len(rows) == record()["a100-data-parallel"]["cells"]
+    shutil.copytree(PAPERS, tmp_path / "papers")
+    (tmp_path / "papers" / "vtrain" / "fitted.csv").write_text("\n".join([*lines[:3], "2,4,1"]))
+    table = tmp_path / "a100_dp_iteration_times.csv"
+    table.write_text(f"{lines[2]},iteration_ms\n{rows[0]},92.5\n")
+    with pytest.raises(CatalogError, match=r"fitted.csv, line 4: hidden is ''"):
+        known_cells(tmp_path / "papers", table)

@@ -190,7 +190,7 @@ class IterationRow(TableRow):
             group="a100-data-parallel",
             published=self.iteration_ms,
             use=use,
-            terms=(Term(setup=self._setup(paper), quantity="iteration_ms"),),
+            terms=(Term(setup=self.setup(paper), quantity="iteration_ms"),),
             labels={
                 "gpus": str(self.gpus),
                 "micro_batch": str(self.micro_batch),
@@ -199,8 +199,8 @@ class IterationRow(TableRow):
             },
         )
 
-    def _setup(self, paper: Paper) -> RunSetup:
-        """The run behind the row."""
+    def setup(self, paper: Paper) -> RunSetup:
+        """The run behind the row. Raises CatalogError for more GPUs than a node has."""
         most = cluster_of(paper.setting("cluster"), ()).layout.gpus_per_node
         if self.gpus > most:
             raise CatalogError(f"{self.gpus} GPUs; these runs are of one node, which has {most}")
