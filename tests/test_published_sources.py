@@ -152,6 +152,26 @@ def test_what_is_wrong_with_a_source_is_told_with_file_and_cell(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("micro_batch", "micro_bach", "unknown name 'micro_bach'; did you mean 'micro_batch'?"),
+        ("= 2048", '= "2048"', "tokens_per_gpu is '2048'; it must be a whole number"),
+        ("micro_batch = 2", "micro_batch = 0", "micro_batch is 0; it must be above 0"),
+        ('{ zero2 = "owners=true" }', '"zero2"', "options is 'zero2'; it must be"),
+    ],
+)
+def test_what_simulation_does_not_know_is_refused(
+    source: Source, old: str, new: str, words: str
+) -> None:
+    """A misspelt name would be dropped in silence."""
+    folder = source(CELL, paper=PAPER.replace(old, new))
+    with pytest.raises(CatalogError) as caught:
+        from_papers(folder)
+    assert str(caught.value).startswith(f"{folder / 'toy' / 'paper.toml'}: [simulation]: ")
+    assert words in str(caught.value)
+
+
 def test_scale_compares_each_cell_on_the_clusters_that_its_source_names(source: Source) -> None:
     """As published, and as simulated where that differs; not on the cluster of another cell."""
     words = 'clusters = { a100-tcp80 = "a100-tcp80-calibrated" }\n'

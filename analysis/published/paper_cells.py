@@ -243,7 +243,7 @@ class PublishedRun:
 
     def term(self, paper: Paper, gpus: int) -> Term:
         """Its throughput on so many GPUs, with what the paper leaves open."""
-        tokens, sequences = paper.setting("tokens_per_gpu"), paper.micro_batch
+        tokens, sequences = paper.setting("tokens_per_gpu"), paper.simulation.micro_batch
         if tokens % sequences:
             raise OptionError(f"{tokens} tokens per GPU are not {sequences} equal sequences")
         setup = RunSetup(
@@ -259,7 +259,7 @@ class PublishedRun:
 
     def group(self, paper: Paper) -> str:
         """The group of constants that were fitted to such runs; empty where none were."""
-        fitted = (paper.key, self.cluster) if self.model == paper.fitted_model else None
+        fitted = (paper.key, self.cluster) if self.model == paper.simulation.model else None
         groups = GROUPS.values()
         return next((one.name for one in groups if (one.source, one.cluster) == fitted), "")
 
