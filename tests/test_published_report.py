@@ -251,6 +251,7 @@ def _guard(rows: Sequence[errors.CellPrediction]) -> None:
     }
     assert found.keys() == {(row.cell.source, row.cell.use) for row in rows}
     for (source, use), error in found.items():
+        assert use in stated_errors.get(source, {}), f"papers/errors.toml has no {source}.{use}"
         assert error <= stated_errors[source][use] + ALLOWED, (source, use, error)
 
 

@@ -83,6 +83,10 @@ def co2analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         ),
         ("tau --cluster a100-tcp80 runs/a", "--cluster does not apply to runs/a"),
         ("tau --taus 4 --gpus 8 runs/a", "--gpus, --taus does not apply to runs/a"),
+        *(
+            (f"tau -c a100-tcp80 -s {given}", f"--strategy is '{given}', but tau is what this")
+            for given in ("co2:tau=8", "co2(tau=8)", "co2:worker=node,tau=8")
+        ),
         ("tau -c a100-tcp80 -s ddp", "the strategy is ddp, which has no local steps; the bound is"),
         ("tau -c a100-tcp80 -s diloco", "the strategy is diloco; the bound is about co2, slowmo"),
         *((f"bound --penalty {p}", "penalty is") for p in ("inf", "0")),

@@ -102,7 +102,10 @@ def _say_what_is_missing(known: Sequence["Cell"], chosen: Sequence["Cell"]) -> N
 
     if any(cell.source == REFERRED for cell in known):
         return
-    note = "the A100 iteration times were not read; --data names their folder"
+    note = (
+        "the A100 iteration times of vTrain were not read; --data names their folder"
+        " (docs/validation.md says how to make it)"
+    )
     if chosen is known:
         typer.echo(f"note: {note}", err=True)
     elif any(cell.source == REFERRED for cell in chosen):

@@ -4,6 +4,8 @@ import io
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,15 @@ class _Command(TyperCommand):
                 f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
             )
         return super().parse_args(ctx, args)
+
+
+@contextmanager
+def keeping(what: str) -> Iterator[None]:
+    """Let a control-C say what is on the disk, unless it says so already."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or what) from None
 
 
 def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
