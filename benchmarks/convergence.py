@@ -15,8 +15,6 @@ import os
 import sys
 
 from convergence_plan import StudyBudget, next_run, read
-from convergence_report import write
-from convergence_runs import run_ranks
 from reports import folder, parser
 
 from realrun.launch.local import run_local
@@ -30,6 +28,8 @@ def main() -> None:
     budget = StudyBudget.small() if given.quick else StudyBudget()
     with folder(given) as out:
         if "RANK" in os.environ:
+            from convergence_runs import run_ranks  # noqa: PLC0415 - torch, for the ranks alone
+
             run_ranks(budget, out)
             return
         ranks = [sys.executable, __file__, *sys.argv[1:], "--out", str(out)]
@@ -39,6 +39,8 @@ def main() -> None:
             code = run_local(ranks, budget.workers)
             if code > 1 or (code and len(read(out)) == before):
                 break  # control-C, or no run at all; else a failed run is noted, and not repeated
+        from convergence_report import write  # noqa: PLC0415 - figures, which no rank draws
+
         write(budget, read(out), out)
     sys.exit(code)
 

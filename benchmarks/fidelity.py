@@ -49,6 +49,9 @@ STRATEGIES = (
 BY_NODE = {"local_sgd:tau=4": "local_sgd:tau=4,worker=node", "co2:tau=4": "co2:tau=4,worker=node"}
 """On nodes of several ranks these run with one worker per node."""
 
+SHORT_PROBE = ("--budget", "2 s", "--max-size", "1 MiB")
+"""For a trial; too short to predict well."""
+
 
 @dataclass(frozen=True, slots=True)
 class LabJob:
@@ -193,14 +196,16 @@ def _cells(row: LabRow, sources: Sequence[str]) -> dict[str, str]:
     return cells
 
 
-def in_lab(lab: Lab, jobs: Sequence[LabJob], kernels: str, rounds: int, name: str) -> list[LabRow]:
+def in_lab(
+    lab: Lab, jobs: Sequence[LabJob], kernels: str, rounds: int, name: str, *, quick: bool
+) -> list[LabRow]:
     """Probe a lab, then predict and measure all of its jobs."""
     rows: list[LabRow] = []
     with tempfile.TemporaryDirectory() as place:
         probed, stated = Path(place) / "probed.toml", Path(place) / "stated.toml"
         stated.write_text(stated_cluster(lab))
         virtual = ("--gpu", "virtual") if kernels == "sleep" else ()
-        realrun(lab, "probe", "--out", str(probed), *virtual)
+        realrun(lab, "probe", *(SHORT_PROBE if quick else ()), "--out", str(probed), *virtual)
         clusters = {"stated": stated} if kernels == "sleep" else {}
         clusters["probed"] = probed
         for job in jobs:
@@ -214,7 +219,7 @@ def in_lab(lab: Lab, jobs: Sequence[LabJob], kernels: str, rounds: int, name: st
 
 def main() -> None:
     """Run all jobs of a kind, and keep what was seen after each lab."""
-    command = parser(__doc__, "two strategies in one lab, two rounds")
+    command = parser(__doc__, "a short probe and two strategies in one lab, two rounds")
     command.add_argument("kind", choices=JOBS)
     command.add_argument("--rounds", type=int, default=0, help="measured rounds (0: by length)")
     command.add_argument("--only", default="", help="only labs such as '4x1@3 Gbit/s'")
@@ -228,7 +233,7 @@ def main() -> None:
             name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}"
             if given.only not in name:
                 continue
-            rows += in_lab(lab, list(group), kernels, rounds, name)
+            rows += in_lab(lab, list(group), kernels, rounds, name, quick=given.quick)
             pd.DataFrame(rows).to_csv(out / f"fidelity-{given.kind}.csv", index=False)
             (out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))
     if given.quick:

@@ -79,7 +79,7 @@ def measured(attach: Attach, task: Task, world: World, steps: int) -> tuple[floa
         dist.barrier()
         began = time.monotonic()
         for step in range(1, steps + 1):
-            batch = task.batch(0, step, BATCH, world.rank, NODES)
+            batch = task.batch(0, step, BATCH, world.rank, world.layout.world_size)
             setup.optimizer.zero_grad()
             loss = loss_of(setup.model, batch)
             loss.backward()
@@ -91,7 +91,7 @@ def measured(attach: Attach, task: Task, world: World, steps: int) -> tuple[floa
     with torch.no_grad():
         for parameter in model.parameters():
             dist.all_reduce(parameter)
-            parameter.div_(NODES)
+            parameter.div_(world.layout.world_size)
         total, _, count = sum(scores(model, batch) for batch in task.validation)
     return seconds, float(total / count)
 
@@ -123,7 +123,7 @@ def run_rank(steps: int, names: Mapping[str, Attach], out: Path) -> None:
     world.leave()
 
 
-def report(frame: pd.DataFrame, rate: str, steps: int) -> str:
+def report(frame: pd.DataFrame, rate: str, steps: int, nodes: int) -> str:
     """The table in Markdown."""
     rows = [
         {
@@ -137,7 +137,7 @@ def report(frame: pd.DataFrame, rate: str, steps: int) -> str:
     return f"""\
 # Beside the peers
 
-{NODES} nodes at {rate}, a GPT of {GPTS[SIZE].parameters:,} parameters, {steps} steps of {BATCH} x\
+{nodes} nodes at {rate}, a GPT of {GPTS[SIZE].parameters:,} parameters, {steps} steps of {BATCH} x\
  {GPTS[SIZE].context} characters, AdamW at {LR:g}, tau {TAU}; outer lr {OUTER_LR:g} and momentum\
  {OUTER_MOMENTUM:g} (CO2: its defaults, 0.5 and 0, with a delay 1 and 0). torchft-nightly:\
  {installed("torchft-nightly")}. {machine()}
@@ -150,24 +150,24 @@ def report(frame: pd.DataFrame, rate: str, steps: int) -> str:
 
 def main() -> None:
     """Start the lab, or be one of its ranks."""
-    command = parser(__doc__, "our CO2 only, 24 steps")
+    command = parser(__doc__, "our CO2 only, on two nodes, 24 steps")
     command.add_argument("--rate", default="100 Mbit/s")
     command.add_argument("--steps", type=int, default=480)
     command.add_argument("--only", default="", help="only names that contain this")
     given = command.parse_args()
     names = {name: attach for name, attach in PEERS.items() if given.only in name}
-    steps = given.steps
+    steps, nodes = given.steps, NODES
     if given.quick:
-        steps, names = 2 * TAU, {"our CO2, delay auto": our_co2_delayed}
+        steps, nodes, names = 2 * TAU, 2, {"our CO2, delay auto": our_co2_delayed}
     with folder(given) as out:
         if "RANK" in os.environ:
             run_rank(steps, names, out)
             return
         inside = [sys.executable, __file__, *sys.argv[1:], "--out", str(out)]
-        lab = ["lab", "run", "--nodes", str(NODES), "--rate", given.rate, "--", *inside]
+        lab = ["lab", "run", "--nodes", str(nodes), "--rate", given.rate, "--", *inside]
         subprocess.run([sys.executable, "-m", "realrun", *lab], check=True)
         frame = pd.read_csv(out / "peers.csv", dtype={"note": str}).fillna({"note": ""})
-        words = report(frame, given.rate, steps)
+        words = report(frame, given.rate, steps, nodes)
         (out / "peers.md").write_text(words)
     print(words)
 

@@ -1,7 +1,7 @@
 """Wall-clock to a given loss in the lab: predicted by co2sim before, measured after.
 
     sudo python benchmarks/time_to_loss.py             # about 9 minutes on two cores
-    sudo python benchmarks/time_to_loss.py --quick     # a trial of a minute
+    sudo python benchmarks/time_to_loss.py --quick     # a trial of seconds
 
 DDP, DiLoCo, which waits for its averages, and CO2, which hides them, train the same small GPT on
 four nodes at 100 and at 1000 Mbit/s. What goes into a prediction is known before anything is run at
@@ -57,10 +57,12 @@ _ENOUGH = 1e15
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Steps of a training, and steps between its validations."""
+    """Steps of a training, steps between its validations, the model, and on how many nodes."""
 
     steps: int
     every: int
+    size: str = SIZE
+    nodes: int = NODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +117,14 @@ def trained(
 ) -> LogRows:
     """Train in a lab, or on this machine's loopback; the rows of the log."""
     evaluations = length.every if validates else 0
-    command = ["train", "--size", SIZE, "--batch", str(BATCH), "--steps", str(length.steps)]
+    command = ["train", "--size", length.size, "--batch", str(BATCH), "--steps", str(length.steps)]
     command += ["--warmup", str(length.steps // 20), "--eval-every", str(evaluations)]
     command += ["--log-every", str(length.every)]
     command += ["--checkpoint-every", "0", "--evaluate", "after", "--out", str(folder)]
     command += arguments
     realrun = [sys.executable, "-m", "realrun"]
     if lab is None:
-        command = [*realrun, *command, "--nproc", str(NODES)]
+        command = [*realrun, *command, "--nproc", str(length.nodes)]
     else:
         inside = ["lab", "run", "--nodes", str(lab.nodes), "--rate", lab.rate, "--", "realrun"]
         command = [*realrun, *inside, *command]
@@ -139,11 +141,11 @@ def calibrated(lab: Lab, folder: Path, length: Length) -> float:
     return (last.seconds - first.seconds) / (last.step - first.step)
 
 
-def predicted(entry: Contender, lab: Lab, step: float, folder: Path) -> float:
+def predicted(entry: Contender, lab: Lab, step: float, folder: Path, size: str) -> float:
     """Seconds of a step, communication included, on a GPU that takes `step` for it alone."""
     path = folder / "stated.toml"
     path.write_text(stated_cluster(lab))
-    model, micro_batch = GPTS[SIZE].model(), BATCH // NODES
+    model, micro_batch = GPTS[size].model(), BATCH // lab.nodes
     job = Workload(model, micro_batch, precision=DType.FP32, recompute="none")
     speed = job.hardware_flops_per_sample * micro_batch / step
     gpu = GPU("calibrated", 1e12, _ENOUGH, {"fp32": speed}, ((1.0, 1.0),))
@@ -179,9 +181,11 @@ def compare(
             print(f"without a lab: {entry.name} ends at {_last(free[entry.name]):.4f}", flush=True)
         target = target or max(_last(rows) for rows in free.values())
         for rate in rates:
-            lab = Lab(NODES, 1, rate)
+            lab = Lab(length.nodes, 1, rate)
             step = calibrated(lab, folder / f"alone {rate}", length)
-            expected = {entry.name: predicted(entry, lab, step, folder) for entry in chosen}
+            expected = {
+                entry.name: predicted(entry, lab, step, folder, length.size) for entry in chosen
+            }
             for entry in chosen:  # all of them are predicted by now
                 rows = trained(entry.arguments, length, folder / f"{rate} {entry.name}", lab)
                 before, after = reached(free[entry.name], target), reached(rows, target)
@@ -224,8 +228,8 @@ def report(frame: pd.DataFrame, length: Length) -> str:
     return f"""\
 # Time to a loss in the lab
 
-A GPT of {GPTS[SIZE].parameters:,} parameters, {NODES} nodes of one rank, {BATCH} x\
- {GPTS[SIZE].context} characters a step, at most {length.steps} steps. The loss to reach is\
+A GPT of {GPTS[length.size].parameters:,} parameters, {length.nodes} nodes of one rank, {BATCH} x\
+ {GPTS[length.size].context} characters a step, at most {length.steps} steps. The loss to reach is\
  {frame["target"].iloc[0]:.4f} nats per character, the worst that one of them ends with; validated\
  every {length.every} steps. Predicted before: steps from a run without a lab, a local step from a\
  calibration in a lab where nothing is sent, communication by co2sim from the stated rate.\
@@ -239,13 +243,13 @@ A GPT of {GPTS[SIZE].parameters:,} parameters, {NODES} nodes of one rank, {BATCH
 
 def main() -> None:
     """Predict, run, compare."""
-    command = parser(__doc__, "CO2 only, 24 steps, one rate")
+    command = parser(__doc__, "CO2 only, the smallest model on two nodes, 24 steps, one rate")
     command.add_argument("--steps", type=int, default=768)
     command.add_argument("--target", type=float, default=0.0, help="the loss to reach")
     given = command.parse_args()
     length, rates, chosen = Length(given.steps, EVERY), RATES, contenders(RESULTS)
     if given.quick:
-        length, rates, chosen = Length(24, 12), RATES[:1], chosen[-1:]
+        length, rates, chosen = Length(24, 12, "tiny", 2), RATES[:1], chosen[-1:]
     frame, curves = compare(chosen, rates, length, given.target)
     words = report(frame, length)
     with folder(given) as out:

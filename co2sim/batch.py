@@ -1,7 +1,7 @@
 """Many cases, in order, on one process or several: what fails is named, and the others go on."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ from typing import Any, TypeAlias
 
 from co2sim.case import Case
 from co2sim.convert import Count, whole
-from co2sim.errors import Co2simError, OptionError, ResourceError
+from co2sim.errors import Co2simError, NoRoomError, OptionError, ResourceError
 from co2sim.machine import share_memory
 from co2sim.progress import progress_bar
 from co2sim.result import Result
 from co2sim.study import run
+from co2sim.units import counted
 
 _PER_CORE = 2
 """Processes: more than that would only wait for each other."""
@@ -36,21 +37,33 @@ class Failure:
 Outcome: TypeAlias = Result | Failure
 
 
+class Interrupted(KeyboardInterrupt):
+    """Control-C before all cases were done: what those that were gave, by their places."""
+
+    def __init__(self, outcomes: Mapping[int, Outcome], cases: int) -> None:
+        super().__init__(f"{len(outcomes)} of {counted(cases, 'case')} were done")
+        self.outcomes = dict(sorted(outcomes.items()))
+
+
 def run_all(
     cases: Sequence[Case], jobs: Count = 1, *, progress: bool | None = None
 ) -> list[Outcome]:
     """A result, or a failure, for every case, in order; `progress` as in `simulate`.
 
     `jobs` is how many processes run them, -1 for one per core; never more than there are cases, or
-    two per core. A process that is killed costs its case and no other. Raises the error of the
-    first case when none gave a result.
+    two per core. A process that is killed costs its case and no other; a case without room beside
+    others runs alone. Raises the error of the first case when none gave a result, and `Interrupted`
+    at control-C.
     """
     found: dict[int, Outcome] = {}
-    with progress_bar("simulating cases", shown=progress) as done:
-        for place, outcome in _outcomes(cases, processes(jobs, len(cases))):
-            found[place] = outcome
-            if done:
-                done(len(found), len(cases))
+    try:
+        with progress_bar("simulating cases", shown=progress) as done:
+            for place, outcome in _outcomes(cases, processes(jobs, len(cases))):
+                found[place] = outcome
+                if done:
+                    done(len(found), len(cases))
+    except KeyboardInterrupt:
+        raise Interrupted(found, len(cases)) from None
     ordered = [found[place] for place in range(len(cases))]
     failures = [outcome for outcome in ordered if isinstance(outcome, Failure)]
     if failures and len(failures) == len(ordered):
@@ -75,11 +88,28 @@ def processes(jobs: Count, cases: int) -> int:
 
 
 def _outcomes(cases: Sequence[Case], jobs: int) -> Iterator[tuple[int, Outcome]]:
-    """Outcomes with the places of their cases, as they come."""
+    """Outcomes with the places of their cases, as they come.
+
+    Cases that have no room beside others run again at the end, one at a time.
+    """
     if jobs == 1:
         yield from ((place, _outcome(case)) for place, case in enumerate(cases))
         return
-    waiting = deque(enumerate(cases))
+    crowded = []
+    for place, outcome in _in_processes(cases, range(len(cases)), jobs):
+        if isinstance(outcome, Failure) and isinstance(outcome.error, NoRoomError):
+            crowded.append(place)
+        else:
+            yield place, outcome
+    if crowded:
+        yield from _in_processes(cases, sorted(crowded), 1)
+
+
+def _in_processes(
+    cases: Sequence[Case], places: Sequence[int], jobs: int
+) -> Iterator[tuple[int, Outcome]]:
+    """Outcomes of the cases at these places, from so many processes."""
+    waiting = deque((place, cases[place]) for place in places)
     workers: dict[Future[Any], tuple[Any, int]] = {}  # one process each: who dies names its case
     try:
         for _ in range(jobs):

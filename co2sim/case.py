@@ -1,9 +1,11 @@
 """One configuration: cluster, model, strategy and batch, by names, files or objects."""
 
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from co2sim import convert, metrics, strategies
 from co2sim.catalog import Entry, Fact, load_cluster, load_model
@@ -11,16 +13,18 @@ from co2sim.catalog.facts import is_file
 from co2sim.cluster import GPU, Cluster
 from co2sim.convert import Within
 from co2sim.cost import peak_flops, traffic
-from co2sim.errors import OptionError
+from co2sim.errors import Co2simError, OptionError, ScheduleError
 from co2sim.memory import activations
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
-from co2sim.schedule import DType, Schedule
+from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies import Strategy
 from co2sim.strategies.step import title
 from co2sim.trace import Trace
 from co2sim.units import Bytes, scaled
 from co2sim.workload import Model, Optimizer, Recompute, Workload
+
+_T = TypeVar("_T")
 
 _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
@@ -107,7 +111,7 @@ class Case:
             cluster=sized,
             job=job,
             strategy=strategy,
-            schedule=strategy.schedule(job, sized.layout),
+            schedule=_of_strategy(strategy, strategy.schedule, job, sized.layout),
             assumed=(
                 *facts(cluster, model),
                 *_beyond_the_file(cluster.value, sized),
@@ -160,7 +164,8 @@ class Prepared:
 
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU by item, and in all."""
-        items = self.strategy.memory(self.job, self.cluster.layout)
+        layout = self.cluster.layout
+        items = _of_strategy(self.strategy, self.strategy.memory, self.job, layout)
         items = items | {"activations": activations(self.job)}
         return items | {"total": sum(items.values())}
 
@@ -245,12 +250,33 @@ def _named(name: str, given: Any, kind: type[Any]) -> Any:
 
 
 def _strategy(given: Any) -> Any:
-    if isinstance(given, str) or (not isinstance(given, type) and hasattr(given, "schedule")):
+    if isinstance(given, str):
         return given
+    if not isinstance(given, type) and hasattr(given, "schedule"):
+        return strategies.checked(given)
     raise OptionError(
         f"strategy is {convert.shown(given)}; it must be a text such as 'co2(tau=48)', or a"
         " strategy such as CO2(tau=48)"
     )
+
+
+def _of_strategy(
+    strategy: Strategy, ask: Callable[[Workload, Layout], _T], job: Workload, layout: Layout
+) -> _T:
+    """What a strategy answers. An error in its own code is one line, with its place in that code.
+
+    Raises ScheduleError for it.
+    """
+    try:
+        return ask(job, layout)
+    except (Co2simError, MemoryError):
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ScheduleError(
+            f"{title(strategy)} cannot be used here: {type(error).__name__}: {error}"
+            f" ({Path(place.filename).name}, line {place.lineno})"
+        ) from error
 
 
 def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:

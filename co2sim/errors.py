@@ -28,9 +28,13 @@ class ResourceError(Co2simError):
     """A simulation that does not fit on this machine, or whose process was killed."""
 
 
+class NoRoomError(ResourceError):
+    """A simulation that was refused before it began: it needs more memory than it may take."""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Words to end an error with: the nearest allowed name, or all of them."""
-    names = sorted(allowed)
+    names = sorted(set(allowed))
     close = get_close_matches(given, names, n=1)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Unpack
 
 from co2sim import grid
@@ -9,6 +10,7 @@ from co2sim.batch import run_all
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Reference, shown
 from co2sim.errors import OptionError
+from co2sim.noise import QUIET, Noise
 from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.strategies import Strategy
 from co2sim.study import JobOptions, Options, describe
@@ -67,6 +69,7 @@ def sweep(
         if (value is None) != (name in vary):
             both = f"{name} is given, and varied, too; leave one of them out"
             raise OptionError(f"give {name}, or vary it" if value is None else both)
+    _refuse_both(vary, options)
     settings = grid.settings(vary)
     if sort is not None:
         frames.check_column(sort, settings, goal)
@@ -117,6 +120,17 @@ def scale(
     job = describe("", model, "", **options)
     cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)
     return frames.to_frame(cases, run_all(cases, jobs, progress=progress), goal=goal)
+
+
+def _refuse_both(vary: grid.Grid, options: Options) -> None:
+    """Raise OptionError for what is given, and varied, too: one of them would be dropped."""
+    given = {name for name, value in options.items() if value is not None}
+    noise = options.get("noise")
+    if isinstance(noise, Noise):
+        given |= {f.name for f in fields(Noise) if getattr(noise, f.name) != getattr(QUIET, f.name)}
+    for name in vary:
+        if name in given:
+            raise OptionError(f"{name} is given, and varied, too; leave one of them out")
 
 
 def _several(given: Any) -> list[Any]:

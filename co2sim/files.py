@@ -1,11 +1,30 @@
-"""Output files: all of them, or none."""
+"""Files of users: small ones are read, and of those written there are all or none."""
 
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_ISREG
 from tempfile import TemporaryFile
 
 from co2sim.errors import OptionError
+
+_MOST_BYTES = 16_000_000
+"""Of a file to read: thousands of times what any cluster, model or table of a paper takes."""
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, without the byte order mark that some editors put before it.
+
+    Raises OSError for what is no regular file, such as a pipe that would never end, and for files
+    above 16 MB; UnicodeDecodeError for what is no text in UTF-8.
+    """
+    found = path.stat()
+    if not S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if found.st_size > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {_MOST_BYTES // 10**6} MB", str(path))
+    return path.read_text(encoding="utf-8-sig")
 
 
 def check_writable(folder: Path) -> None:

@@ -92,6 +92,8 @@ def settings(grid: Grid) -> list[Setting]:
     """All combinations, the last path fastest. Raises OptionError for none, or too many."""
     check(grid)
     axes = {path: _values(path, given) for path, given in grid.items()}
+    for path, values in axes.items():
+        _refuse_twice(path, values)
     if not axes:
         raise OptionError("nothing varies; give a path with values, such as gpus=8,16")
     count = math.prod(map(len, axes.values()))
@@ -161,12 +163,13 @@ def counts(case: Case, given: Any = None) -> list[int]:
     cluster = case.cluster
     found = load_cluster(cluster, changes).value if isinstance(cluster, str) else cluster
     if given is not None:
-        sizes = [convert.whole("gpus", value) for value in _values("gpus", given)]
-        if len(set(sizes)) < len(sizes):
-            raise OptionError(f"gpus: {', '.join(map(str, sizes))}: a count is given twice")
+        values = _values("gpus", given)
+        _refuse_twice("gpus", values)
+        asked = [replace(case, gpus=value).gpus for value in values]
+        sizes = sorted(size for size in asked if size is not None)
         for size in sizes:
             found.resized(size)
-        return sorted(sizes)
+        return sizes
     return list(_doubled(found))
 
 
@@ -203,7 +206,38 @@ def _values(path: str, given: Any) -> list[Any]:
     values = list(given) if isinstance(given, Iterable) else [given]
     if not values:
         raise OptionError(f"{path} has no values to vary over")
+    missing = any(value is None for value in values)
+    if missing and not path.startswith("strategy."):  # there "none" may be a choice
+        raise OptionError(f"{path}: None is no value to vary over; give numbers or texts")
     return values
+
+
+def _refuse_twice(path: str, values: Sequence[Any]) -> None:
+    """Raise OptionError for a value that is there twice, also where it is written in two ways."""
+    found: dict[Any, Any] = {}
+    for value in values:
+        key = _meaning(path, value)
+        if key in found:
+            one, other = label(found[key]), label(value)
+            same = f"{one} is" if one == other else f"{one} and {other} are the same,"
+            raise OptionError(f"{path}: {same} given twice")
+        found[key] = value
+
+
+def _meaning(path: str, value: Any) -> Any:
+    """What is equal for two values of a path that mean the same."""
+    if path == "strategy":
+        return strategy_title(value)
+    if path in {"cluster", "model"}:
+        return value if isinstance(value, str) else id(value)  # objects may share a name
+    for owner, names in ((Case, _OF_A_CASE), (Noise, _OF_NOISE)):
+        if path in names:
+            return convert.declared(owner, {path: value})[path]
+    text = label(value)
+    try:
+        return convert.number(path, text)
+    except OptionError:
+        return text.lower() if path.startswith("strategy.") else text
 
 
 def _split(path: str, text: str) -> list[str]:

@@ -38,9 +38,9 @@ def choose(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]:
     """The strategy with numbers for "auto", and what speaks for each number.
 
     tau: the shortest round that hides its average, if it is used when the round ends, but no
-    shorter than a given delay or number of fragments. delay: the least that hides the average; where none does, the least
-    that is as good as waiting for a whole round. Hidden: at most 1 % of a round is exposed. Raises
-    OptionError where no round that can be simulated is long enough.
+    shorter than a given delay or number of fragments. delay: the least that hides the average;
+    where none does, the least that is as good as waiting for a whole round. Hidden: at most 1 % of
+    a round is exposed. Raises OptionError where no round that can be simulated is long enough.
     """
     times = cache(round_time)
     notes = []

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from co2sim.errors import ResourceError
+from co2sim.errors import NoRoomError
 from co2sim.units import Bytes, scaled
 
 _SHARE = 0.5
@@ -21,11 +21,11 @@ def share_memory(processes: int) -> None:
 
 
 def require_memory(needed: Bytes, what: str, advice: str = "") -> None:
-    """Raise ResourceError if `what` needs more than half of the free memory; `advice` ends it."""
+    """Raise NoRoomError if `what` needs more than half of the free memory; `advice` ends it."""
     free = free_memory()
     if needed > _SHARE * free / _processes:
         among = f", shared by {_processes} processes" if _processes > 1 else ""
-        raise ResourceError(
+        raise NoRoomError(
             f"{what}: this needs about {scaled(needed, 'B')} of memory, more than half of the"
             f" {scaled(max(free, 0.0), 'B')} that are free{among}{advice}"
         )

@@ -26,11 +26,12 @@ class Noise:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse speeds and spreads that are negative."""
+        """Refuse spreads out of range, and speeds of what is no node or not above 0."""
         for name in ("straggle", "jitter"):
             between(name, getattr(self, name), 0, 1)
         whole("seed", self.seed, 0)
         for node, speed in self.node_speed.items():
+            whole("node", node)
             above(f"speed of node {node} (1 is nominal)", speed, 0)
 
     @property
@@ -40,12 +41,12 @@ class Noise:
 
     def node_slowdowns(self, layout: Layout) -> tuple[float, ...]:
         """Factor on the compute time of each node."""
-        unknown = [node for node in self.node_speed if not 0 <= node < layout.nodes]
+        unknown = [node for node in self.node_speed if node >= layout.nodes]
         if unknown:
             raise OptionError(f"node {unknown[0]} has a speed; nodes are 0 to {layout.nodes - 1}")
         drawn = _factors([self.seed, 0], self.straggle, layout.nodes)
         for node, speed in self.node_speed.items():
-            drawn[whole("node", node)] /= speed
+            drawn[int(node)] /= speed  # 1.0 is a node, too
         return tuple(drawn.tolist())
 
     def op_slowdowns(self, family: int, member: int, count: int) -> NDArray[np.float64]:

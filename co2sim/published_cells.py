@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
 from co2sim.errors import CatalogError
+from co2sim.files import text_of
 from co2sim.validation import first_problem
 
 Use: TypeAlias = Literal["fit", "check"]
@@ -136,7 +137,7 @@ def read_cells(path: Path) -> list[AnyCell]:
     Raises CatalogError, with file, cell and key, when the file is no results file.
     """
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(text_of(path))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # no TOML, or no text

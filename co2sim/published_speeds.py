@@ -57,8 +57,8 @@ class SpeedComparison:
 def read_speeds(path: Path) -> list[SpeedCell]:
     """The throughputs and scalability ratios of a results file, of strategies that are ours.
 
-    Where a `paper.toml` beside the file says on which cluster its runs are simulated, and with
-    which options of strategies, every cell is there twice: as published, and as simulated.
+    Where a `paper.toml` beside the file says on which `clusters` its runs are simulated, or with
+    which options of strategies, such cells are there twice: as published, and as simulated.
     """
     speeds = [one for one in read_cells(path) if isinstance(one, ThroughputCell | ScalabilityCell)]
     plan = _simulation(path.with_name("paper.toml"))
@@ -67,8 +67,10 @@ def read_speeds(path: Path) -> list[SpeedCell]:
         run = with_options(cell.strategy, plan.get("options", {}))
         if _title(cell.strategy):
             found.append(cell)
-        if "cluster" in plan and _title(run):
-            found.append(cell.model_copy(update={"cluster": plan["cluster"], "strategy": run}))
+        cluster = plan.get("clusters", {}).get(cell.cluster, cell.cluster)
+        simulated = cell.model_copy(update={"cluster": cluster, "strategy": run})
+        if simulated != cell and _title(run):
+            found.append(simulated)
     return found
 
 

@@ -10,6 +10,9 @@ from numbers import Integral, Real
 
 from co2sim.errors import Co2simError, OptionError
 
+_MOST_DIGITS = 20
+"""Of a whole number in a message: enough for all that 64 bits hold."""
+
 
 def at_least(
     name: str, value: float, least: float, *, error: type[Co2simError] = OptionError
@@ -49,7 +52,7 @@ def whole(
     error: type[Co2simError] = OptionError,
 ) -> int:
     """A whole number from `least` to `most`, or without an upper bound; 48.0 is 48."""
-    allowed = f"at least {least}" if most is None else f"{least} to {most}"
+    allowed = f"at least {least}" if most is None else f"{least} to {_bound(most)}"
     if not _is_number(value) or (_is_finite(value) and value != int(value)):
         raise error(f"{name} is {_given(value)}; it must be a whole number, {allowed}")
     if not (_is_finite(value) and least <= value and (most is None or value <= most)):
@@ -99,8 +102,14 @@ def _is_finite(value: float) -> bool:
 def _given(value: object) -> str:
     """A value as a user would write it."""
     if isinstance(value, Integral) and not isinstance(value, bool):
-        return str(int(value))
+        few = abs(int(value)) < 10**_MOST_DIGITS
+        return str(int(value)) if few else f"a number of more than {_MOST_DIGITS} digits"
     return repr(float(value)) if isinstance(value, Real) and _is_number(value) else repr(value)
+
+
+def _bound(most: int) -> str:
+    """A whole number with all its digits, unless they are too many to read."""
+    return str(most) if abs(most) < 10**_MOST_DIGITS else _short(most)
 
 
 def _short(bound: float) -> str:

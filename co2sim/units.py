@@ -191,10 +191,10 @@ def figures(value: float) -> str:
     return number(value) if abs(value) >= _FIRST_OF_FOUR_DIGITS else f"{value:#.3g}".rstrip(".")
 
 
-def percent(share: float) -> str:
-    """A difference in whole per cent with its sign: "+4%", "-12%", "0%"."""
-    found = f"{share:+.0%}"
-    return "0%" if found in {"+0%", "-0%"} else found
+def percent(share: float, digits: int = 0) -> str:
+    """A difference in per cent with its sign: "+4%", "-12%"; none for what rounds to nothing."""
+    found = f"{share:+.{digits}%}"
+    return found if float(found[:-1]) else found[1:]
 
 
 def duration(seconds: Seconds) -> str:

@@ -79,6 +79,15 @@ def measure(
     )
 
 
+def computing_time(case: Case, world: World, rounds: int) -> Seconds:
+    """What `measure` takes at least: the kernels of both runs, by the GPU of the case's cluster."""
+    prepared = resolve(case, world.layout, world.backend)[0].prepare()
+    schedule, each = prepared.schedule, durations(prepared)
+    works = (op.work for op in schedule.body)
+    once = sum(each[work] for work in works if isinstance(work, Compute))
+    return 2 * (max(schedule.lag, 1) + rounds) * once
+
+
 def make_kernels(name: KernelName, prepared: Prepared, world: World) -> KernelSet:
     """Synthetic kernels for a case."""
     if name == "flops":

@@ -5,7 +5,8 @@ import inspect
 import json
 import subprocess
 import sys
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,7 +17,9 @@ import tiny
 
 import co2sim
 from co2sim import Case, Noise, OptionError, simulate
+from co2sim.errors import ScheduleError
 from co2sim.study import Options
+from co2sim.workload import Workload
 
 SMALL: dict[str, Any] = {
     "cluster": "a100-tcp80",
@@ -177,6 +180,77 @@ def test_values_that_could_mean_two_things_are_refused_in_words(
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (co2sim.Zero2(owners="false"), "zero2"),  # type: ignore[arg-type]
+        (co2sim.Zero2(owners="True"), "zero2(owners=true)"),  # type: ignore[arg-type]
+        (co2sim.Zero2(owners=np.bool_(True)), "zero2(owners=true)"),  # type: ignore[arg-type]  # noqa: FBT003
+        (co2sim.CO2(dtype="bf16"), "co2(dtype=bf16)"),  # type: ignore[arg-type]
+        (co2sim.CO2(worker="Node", inner="none"), "co2(worker=node)"),  # type: ignore[arg-type]
+        (co2sim.CO2(tau=np.int64(3)), "co2(tau=3)"),  # type: ignore[arg-type]
+        (co2sim.DDP(bucket_mib=5), "ddp(bucket_mib=5)"),
+    ],
+    ids=str,
+)
+def test_options_of_a_strategy_are_read_as_those_of_its_text(
+    strategy: co2sim.Strategy, text: str
+) -> None:
+    """What a text "co2(...)" takes an object takes, and it means the same."""
+    assert simulate(**SMALL | {"strategy": strategy}) == simulate(**SMALL | {"strategy": text})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (co2sim.Zero2(owners=1), "zero2: owners is '1'; it is one of true, false"),
+        (co2sim.CO2(worker="x"), "co2: worker is 'x'; it is one of gpu, node"),  # type: ignore[arg-type]
+        (co2sim.CO2(worker=5), "co2: worker is '5'; it is one of"),  # type: ignore[arg-type]
+        (co2sim.CO2(worker="node", inner=5), "co2: inner is '5'; it is one of"),  # type: ignore[arg-type]
+        (co2sim.CO2(worker="node", inner=co2sim.Zero2()), "it is one of ddp, zero1, zero2, zero3"),  # type: ignore[arg-type]
+        (co2sim.CO2(dtype="fp8"), "co2: dtype is 'fp8'; it is one of fp32"),  # type: ignore[arg-type]
+        (co2sim.ZeroPP(hpz="maybe"), "zeropp: hpz is 'maybe'; it is one of true, false"),  # type: ignore[arg-type]
+    ],
+    ids=[str(number) for number in range(7)],
+)
+@pytest.mark.parametrize("ask", ["simulate", "sweep", "scale", "prepare"])
+def test_options_of_a_strategy_that_mean_nothing_are_refused_in_words(
+    strategy: co2sim.Strategy, said: str, ask: str
+) -> None:
+    """However a strategy comes in: no KeyError, and no nonsense that is taken for true."""
+    asks: dict[str, Callable[[], object]] = {
+        "simulate": lambda: simulate(**SMALL | {"strategy": strategy}),
+        "sweep": lambda: co2sim.sweep(**SMALL | {"strategy": strategy}, vary={"seed": [1]}),
+        "scale": lambda: co2sim.scale("a100-tcp80", "gpt2-small", strategy, gpus=[8]),
+        "prepare": lambda: Case(**SMALL | {"strategy": strategy}).prepare(),
+    }
+    with pytest.raises(OptionError) as caught:
+        asks[ask]()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks(co2sim.DDP):
+    """A strategy of a user that divides by an option without a check."""
+
+    scale_block: int = 1
+
+    def schedule(self, job: Workload, layout: co2sim.Layout) -> co2sim.Schedule:
+        """As DDP."""
+        assert job.parameters // self.scale_block
+        return co2sim.DDP().schedule(job, layout)
+
+
+def test_an_error_inside_a_strategy_is_one_line_that_says_where() -> None:
+    """What fails, with its kind, its file and its line, instead of a traceback."""
+    with pytest.raises(ScheduleError, match="scale_block=0") as caught:
+        simulate(**SMALL | {"strategy": Blocks(scale_block=0)})
+    assert "ZeroDivisionError" in str(caught.value)
+    assert "(test_api.py, line " in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_a_case_converts_its_values_itself() -> None:

@@ -102,6 +102,27 @@ def test_tables_say_what_made_them() -> None:
         assert " commit " in last, path
 
 
+def test_the_speed_table_says_which_targets_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median decides, and of several targets each; a target is written as it is checked."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import speed  # type: ignore[import-not-found]  # noqa: PLC0415 - a folder of scripts
+
+    times = [0.009, 0.010, 5.0]
+    assert speed.limited("x", times, 10, "ms").cells == {
+        "what": "x",
+        "median": "10.0 ms",
+        "range": "9.0 - 5000.0",
+        "target": "<= 10 ms",
+        "met": "yes",
+    }
+    assert speed.limited("x", times, 9.9, "ms").cells["met"] == "no"
+    ratios = {ratio: speed.Target(ratio, 1.2, "x", least=0.8) for ratio in (0.79, 0.8, 1.2, 1.21)}
+    assert [target.met for target in ratios.values()] == [False, True, True, False]
+    two = [speed.within(times, 10, "s"), speed.Target(2.5, 2, "GiB")]
+    cells = speed.SpeedLine("x", times, "s", two).cells
+    assert (cells["target"], cells["met"]) == ("<= 10 s, <= 2 GiB", "no")
+
+
 def test_without_out_a_long_run_goes_to_the_results_and_a_quick_one_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,17 @@
 """The command line: what `list`, `run`, `trace` and `show` print, and how all refuse."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from inspect import getdoc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from co2sim.errors import OptionError
+from co2sim.strategies import STRATEGIES, parse, strategy_options
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent
@@ -59,7 +65,8 @@ SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
         (["run", *SMALL, "-s", "ddp", "--node-speed", "9=0.5"], ["node 9", "0 to 1"]),
         (["run", *SMALL[:4], "-s", "ddp", "--gpus", "12"], ["12 GPUs", "multiple of 8"]),
         (["run", *SMALL[:4], "-s", "ddp", "--gpus", "many"], ["many", "whole number"]),
-        (["run", "-c", "dgx-h100", "-s", "ddp"], ["--model"]),
+        (["run", "-c", "dgx-h100", "-s", "ddp"], ["--model is missing"]),
+        (["scale", "-s", "ddp"], ["--model, --cluster are missing"]),
         (["rum"], ["rum"]),
         (["list", "a100-tcp81"], ["a100-tcp81", "a100-tcp80"]),
         (["scale", *SMALL[:4], "-s", "ddp", "-g", "8,12"], ["12 GPUs"]),
@@ -156,6 +163,46 @@ def test_list_shows_names_numbers_and_sources(cli: Run, what: str) -> None:
     code, out, _ = cli("list", what)
     assert code == 0
     assert len(out.splitlines()) > 3
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_the_list_shows_the_ranges_that_a_strategy_has(cli: Run, name: str) -> None:
+    """The least that is shown is allowed; one less, and one more than the most, are not."""
+    code, out, _ = cli("list", name)
+    assert code == 0
+    shown = r"^(\w+) +\S+ +a whole number, (?:(\d+) to (\d+)|at least (\d+))"
+    found = re.findall(shown, out, re.MULTILINE)
+    options = strategy_options(STRATEGIES[name])
+    assert [option for option, *_ in found] == [o for o, _, kind in options if "whole" in kind]
+    for option, low, most, at_least in found:
+        least = int(low or at_least)
+        assert "must be" not in complaint(f"{name}({option}={least})")
+        for value in [least - 1, *([int(most) + 1] if most else [])]:
+            assert "must be" in complaint(f"{name}({option}={value})")
+
+
+def complaint(strategy: str) -> str:
+    """What is said of a strategy as a text; nothing where it is allowed."""
+    try:
+        parse(strategy)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("name", ["co2", "zero3", "diloco"])
+def test_a_text_of_the_list_fills_its_lines(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, name: str, columns: int
+) -> None:
+    """A line ends where the next word has no room, or with its paragraph; no word is lost."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = cli("list", name)[1].partition("\noptions\n")[0]
+    for paragraph in text.strip().split("\n\n"):
+        lines = [line.rstrip() for line in paragraph.splitlines()]
+        for line, following in pairwise(lines):
+            assert len(line) <= columns < len(line) + 1 + len(following.split()[0])
+    assert text.split() == f"{name}: {getdoc(STRATEGIES[name])}".split()
 
 
 def test_users_own_files_and_their_neighbours(cli: Run, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The command line as a process: pipes, signals, closed outputs, and what it imports."""
 
+import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,21 +27,56 @@ def test_the_installed_command_answers_and_refuses() -> None:
     assert wrong.returncode == 2
 
 
+SIZES = ",".join(str(gpus) for gpus in range(8, 8192, 8))
+SLOW = (*SMALL[:4], "-s", "zero3", "--jitter", "0.05")
+
+
 @pytest.mark.slow
-def test_control_c_ends_with_130_and_writes_nothing(tmp_path: Path) -> None:
-    """A long study that is interrupted says so in one line, and leaves no file."""
-    sizes = ",".join(str(gpus) for gpus in range(8, 8192, 8))
-    study = ("scale", *SMALL[:4], "-s", "zero3", "-g", sizes, "--jitter", "0.05")
-    command = [sys.executable, "-m", "co2sim", *study]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        while psutil.Process(process.pid).cpu_times().user < 2:  # after all imports
+@pytest.mark.parametrize(
+    ("study", "table", "where"),
+    [
+        (("sweep", "--csv", "s.csv", "--jobs", "1"), "s.csv", "they are in s.csv"),
+        (("sweep", "--csv", "s.csv", "--jobs", "2"), "s.csv", "they are in s.csv"),
+        (("scale", "--jobs", "2"), "out/scale.csv", "those of the study are in out/scale.csv"),
+    ],
+)
+def test_control_c_keeps_what_is_done(
+    tmp_path: Path, study: tuple[str, ...], table: str, where: str
+) -> None:
+    """Control-C ends a study with 130; its table holds the cases that one line says were done."""
+    sizes = ("-g", SIZES) if study[0] == "scale" else ("--vary", f"gpus={SIZES}")
+    command = [sys.executable, "-m", "co2sim", *study, *SLOW, *sizes]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    ) as process:
+        while _cpu_seconds(process.pid) < 8:  # after all imports, and some cases
             assert process.poll() is None
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+        assert process.wait(timeout=30) == 130
         assert process.stderr is not None
-        assert process.stderr.read() == "interrupted; nothing was written\n"
-    assert not list(tmp_path.iterdir())
+        said = process.stderr.read()
+    found = re.search(
+        rf"^interrupted; (\d+) of 1,023 cases were done; {where}\n\Z", said, re.MULTILINE
+    )
+    assert found, said
+    before = said[: found.start()].splitlines()  # what long work says where it is no terminal
+    assert all(line.startswith("simulating cases: ") for line in before)
+    assert len(before) <= 1
+    rows = list(csv.DictReader((tmp_path / table).read_text().splitlines()))
+    assert 1 <= int(found[1]) == len(rows) < 1023
+    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and all below it."""
+    whole = psutil.Process(pid)
+    return sum(p.cpu_times().user for p in (whole, *whole.children(recursive=True)))
 
 
 def test_starting_the_simulator_imports_nothing_heavy() -> None:

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
+from co2sim.units import figures
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent
@@ -35,6 +38,24 @@ def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_
     assert f"{predicted / 18444 - 1:+.0%}" in out
 
 
+def test_every_note_names_its_rows(cli: Run) -> None:
+    """A row of published cells ends with the number of its note; the notes follow, each once."""
+    file = ROOT / "papers/co2/results.toml"
+    _, out, _ = cli(
+        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "8,16,128"),
+        *("--published", str(file)),
+    )
+    table, _, below = out.partition("published and predicted\n")[2].partition("\n\n")
+    assert table.splitlines()[0].split()[-2:] == ["use", "note"]
+    notes = dict(re.findall(r"^note (\d+): (.*?) *$", below, re.MULTILINE))
+    cells = tomllib.loads(file.read_text())["cell"]
+    for row in table.splitlines()[1:]:
+        meant = [c for c in cells if f"  {figures(c['value'])}  " in row and c["use"] in row]
+        assert [notes[row.split()[-1]]] == [cell["note"] for cell in meant]
+    assert len(table.splitlines()) == 1 + 7
+    assert len(set(notes.values())) == len(notes) == 5
+
+
 def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
     """`scale --json` holds every result, and signed errors of the published cells."""
     code, out, _ = cli(
@@ -48,6 +69,27 @@ def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
     ratio = next(c for c in found["published"] if c["quantity"] == "scalability_ratio")
     assert ratio["predicted"] == pytest.approx(last / first)
     assert ratio["error"] == pytest.approx(last / first / 0.82 - 1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run", "-g", "16", "-s", "co2"),
+        ("scale", "-g", "8,16", "-s", "ddp", "-s", "co2"),
+        ("sweep", "-s", "co2", "--vary", "gpus=8,16", "--vary", "strategy.tau=1,2"),
+    ],
+)
+def test_no_name_stands_twice_in_an_object_of_json(cli: Run, command: tuple[str, ...]) -> None:
+    """Readers of JSON differ in what they make of a name that stands twice: there is none."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        assert len(set(names)) == len(names) > 0
+        return dict(pairs)
+
+    code, out, _ = cli(*command, *SMALL[:4], "--json")
+    assert code == 0
+    assert json.loads(out, object_pairs_hook=once)
 
 
 def test_every_published_cell_of_the_study_is_predicted(cli: Run) -> None:
@@ -128,6 +170,39 @@ def test_sweep_heads_its_table_with_what_all_rows_share(cli: Run) -> None:
     model, cluster = SMALL[SMALL.index("-m") + 1], SMALL[SMALL.index("-c") + 1]
     assert out.startswith(f"{model} on {cluster}, ddp, 16 GPUs, by inter.bandwidth\n")
     assert "none fits" not in out
+
+
+def test_the_title_of_a_sweep_holds_for_cases_that_failed_too(cli: Run) -> None:
+    """12 GPUs do not fill nodes: the title does not say that all rows have 8."""
+    asked = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "co2", "--jobs", "1")
+    code, out, _ = cli(*asked, "--vary", "gpus=8,12")
+    assert code == 1
+    title = out.partition("\n")[0]
+    assert title.endswith("80 Gbit/s TCP/IP, co2(tau=12), by gpus")
+    _, out, _ = cli(*asked, "-g", "16", "--vary", "gpus_per_node=8,5")
+    shared = "gpt2-small on a100-tcp80, co2(tau=12), 16 GPUs"
+    assert out.startswith(f"{shared}, by gpus_per_node\n")
+    assert "free communication\n\nassumed" in out
+
+
+NOISE = ("--node-speed", "0=0.5", "--straggle", "0.2", "--jitter", "0.05", "--rounds", "2")
+
+
+def test_studies_say_what_makes_ranks_differ(cli: Run, tmp_path: Path) -> None:
+    """Speeds of nodes, stragglers and jitter head the table and the figure, as they do in `run`."""
+    asked = ("-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", *NOISE, "--jobs", "1")
+    words = "node 0 at 0.5 of nominal, straggle 0.2 on every node"
+    _, out, _ = cli("scale", *asked, "-g", "8,16")
+    said = f"{words} (seed 0), jitter 0.05 on every op (seed 0)"
+    assert said in " ".join(out.split())
+    svg = (tmp_path / "out" / "scale.svg").read_text()
+    drawn = " ".join(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))
+    assert said in " ".join(drawn.split())
+    _, out, _ = cli("sweep", *asked, "-g", "16", "--vary", "seed=1,2")
+    assert f"{words}, jitter 0.05 on every op strategy" not in out
+    assert f"{words}, jitter 0.05 on every op seed" in " ".join(out.split())
+    _, out, _ = cli("sweep", *asked[:6], "-g", "16", "--jitter", "0.1", "--vary", "micro_batch=1,2")
+    assert "by micro_batch; jitter 0.1 on every op (seed 0)" in " ".join(out.split())
 
 
 def test_sweep_says_how_to_find_what_fits(cli: Run) -> None:

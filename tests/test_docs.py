@@ -31,7 +31,7 @@ from pages import (
     links,
 )
 
-from co2sim import experiments, study
+from co2sim import experiments, study, units
 from co2sim.published_cells import SpeedCell
 from co2sim.published_speeds import read_speeds
 
@@ -138,7 +138,7 @@ def test_the_uncalibrated_prediction_is_told(cells: list[tuple[SpeedCell, float]
     expected = []
     for (raw, uncalibrated), (_, calibrated) in zip(cells[::2], cells[1::2], strict=True):
         both = [
-            f"{number(value)} ({value / raw.value - 1:+.0%})".replace("%", " %")
+            f"{number(value)} ({units.percent(value / raw.value - 1)})".replace("%", " %")
             for value in (calibrated, uncalibrated)
         ]
         expected.append([raw.use, number(raw.value), *both])

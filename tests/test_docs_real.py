@@ -31,6 +31,8 @@ WITH_TORCHRUN = next(
     if block.kind == "sh" and "torchrun" in block.text
 )
 
+SHORT_PROBE = "probe --budget '1 s' --max-size '256 KiB' "
+
 
 @pytest.fixture
 def lab() -> None:
@@ -98,7 +100,7 @@ def test_commands_on_local_cores_run(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = changed(
         "\n".join(ON_CORES),
-        ("probe ", "probe --quick "),
+        ("probe ", SHORT_PROBE),
         ("model.seq_len=256", "model.seq_len=64"),
         ("-s ddp --out", "-s ddp --rounds 1 --out"),
     )
@@ -115,7 +117,7 @@ def test_commands_of_torchrun_run(tmp_path: Path) -> None:
         ("--rdzv-backend c10d --rdzv-endpoint first-node:29500", "--standalone"),
         ("nccl", "gloo"),
         ("gpt2-xl", "tiny-5m --set model.seq_len=64 --rounds 1"),
-        ("probe ", "probe --quick "),
+        ("probe ", SHORT_PROBE),
     )
     printed = shell(script, tmp_path)
     assert "error of round time, median" in printed

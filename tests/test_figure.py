@@ -144,7 +144,7 @@ def test_a_name_beyond_the_font_gives_no_warning(result: Result) -> None:
 
 
 @pytest.mark.parametrize("strategies", [1, 8])
-@pytest.mark.parametrize("sizes", [(8,), (16, 32), (8, 16, 32, 64, 128), MANY])
+@pytest.mark.parametrize("sizes", [(1,), (1, 2, 4, 8), (8,), (16, 32), (8, 16, 32, 64, 128), MANY])
 def test_axes_have_labels_that_can_be_read(
     result: Result, strategies: int, sizes: tuple[int, ...]
 ) -> None:
@@ -158,9 +158,25 @@ def test_axes_have_labels_that_can_be_read(
     assert len(set(labels)) == len(labels) >= 3
     shown = [label for label in below.get_xticklabels() if label.get_text()]
     assert shown[-1].get_text() == str(sizes[-1])
+    assert shown[0].get_text() == str(sizes[0])
     assert len(shown) == len(sizes) or len(shown) >= 5
     boxes = sorted(box(found, label).extents.tolist() for label in shown)
     assert all(left[2] < right[0] for left, right in pairwise(boxes))
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_many_strategies_are_told_apart(result: Result, fits: bool) -> None:  # noqa: FBT001
+    """No two of 24 have colour and marker in common, and the legend shows what the lines have."""
+    names = [f"co2(tau={tau})" for tau in range(1, 25)]
+    found = drawn(result, names=names, fits=fits)
+    lines = [line for line in found.axes[0].get_lines() if line.get_markersize() == 5]
+    (legend,) = found.legends
+    signs = legend.get_lines()[: len(names)]
+    looks = [
+        (line.get_color(), line.get_marker()) for line in lines if line.get_linestyle() != "None"
+    ]
+    assert len(set(looks)) == len(looks) == 24
+    assert looks == [(line.get_color(), line.get_marker()) for line in signs]
 
 
 def test_points_that_do_not_fit_are_hollow(result: Result) -> None:

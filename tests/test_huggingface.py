@@ -1,6 +1,7 @@
 """Hugging Face configurations: published sizes, and what changes the cost is never ignored."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,9 @@ def test_parameters_are_those_of_the_release(
         ({"model_type": "qwen2", "use_sliding_window": True}, 4096),
         ({"model_type": "gemma2", "sliding_window": None}, 4096),
         ({"model_type": "llama", "sliding_window": 64}, 64),
+        ({"model_type": "llama", "sliding_window": 64, "use_sliding_window": True}, 64),
+        ({"model_type": "llama", "sliding_window": 64, "use_sliding_window": False}, 32768),
+        ({"use_sliding_window": False, "layer_types": ["sliding_attention"]}, 32768),
     ],
 )
 def test_sequences_end_at_a_window_that_holds(
@@ -163,6 +167,10 @@ def test_a_sequence_beyond_the_window_is_refused(tmp_path: Path) -> None:
         (MISTRAL, {"hidden_size": 10**9}, "parameters; it must be at most 1e+15"),
         (MISTRAL, {"sliding_window": "wide"}, "sliding_window is 'wide'"),
         (MISTRAL, {"intermediate_size": None}, "intermediate_size or ffn_dim or n_inner is"),
+        (MISTRAL, {"attention_chunk_size": 512}, "attention_chunk_size is 512; attention within"),
+        (MISTRAL, {"num_key_value_heads": 0}, "num_key_value_heads is 0; it must be at least 1"),
+        (MISTRAL, {"head_dim": 0}, "head_dim is 0; it must be at least 1"),
+        (MISTRAL, {"use_sliding_window": "no"}, "use_sliding_window is 'no'; it must be true or"),
         (OPT, {"word_embed_proj_dim": 512}, "word_embed_proj_dim"),
         (OPT, {"max_position_embeddings": None}, "max_position_embeddings"),
     ],
@@ -233,3 +241,45 @@ def test_a_configuration_is_called_by_its_folder(tmp_path: Path, cli: Run) -> No
     assert "7,241,732,096" in out
     (tmp_path / "mine.json").write_text(json.dumps(MISTRAL))
     assert load_model(str(tmp_path / "mine.json")).value.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('{"model_type": "gpt2", "n_layer": 2, "n_layer": 24}', "n_layer"),
+        ('{"model_type": "gpt2", "extra": {"a": 1, "b": 2, "a": 1}}', "a"),
+    ],
+)
+def test_a_name_that_stands_twice_is_refused(
+    tmp_path: Path, cli: Run, text: str, name: str
+) -> None:
+    """As TOML does, at any depth: which of the two values is meant cannot be known."""
+    (tmp_path / "model.json").write_text(text)
+    code, out, err = cli("run", "-c", "dgx-h100", "-m", "model.json", "-s", "ddp")
+    assert (code, out) == (2, "")
+    assert err == f"error: model.json: {name!r} is given twice\n"
+
+
+@pytest.mark.parametrize("place", ["pipe.json", "pipe.toml", "/dev/zero"])
+@pytest.mark.parametrize("option", ["--model", "--cluster", "--published"])
+def test_what_is_no_regular_file_is_refused_at_once(
+    tmp_path: Path, cli: Run, place: str, option: str
+) -> None:
+    """A pipe would wait for ever, and a device may have no end."""
+    if not place.startswith("/"):
+        os.mkfifo(tmp_path / place)
+    given = {"--model": "gpt2-small", "--cluster": "a100-tcp80"} | {option: str(tmp_path / place)}
+    arguments = [word for pair in given.items() for word in pair]
+    code, _, err = cli("scale", *arguments, "-s", "ddp", "-g", "8")
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert "it is not a regular file" in err
+
+
+def test_a_file_that_is_too_large_for_a_model_is_refused(tmp_path: Path) -> None:
+    """Before it is read: this one has no blocks on the disk, but 17 MB."""
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(17_000_000)
+    with pytest.raises(CatalogError, match=r"cannot read .*: it is larger than 16 MB"):
+        load_model(str(path))

@@ -283,6 +283,20 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
 
 
 @pytest.mark.dist
+def test_ranks_that_are_not_ready_to_be_asked_are_no_failures(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A rank that SIGTERM ends, once it was sent, ends the others, and nothing is said of it."""
+    ranks = shells("sleep 60", "kill -TERM $$", "trap '' TERM; sleep 60")
+    assert supervise(ranks, Memory(), 30, lambda: True) == 0
+    assert capfd.readouterr().err == ""
+    ends = [one.process.wait(10) for one in ranks]
+    assert ends == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
+    assert supervise(shells("kill -TERM $$"), Memory(), 30) == 1  # nobody had asked for that
+    assert supervise(shells("exit 3"), Memory(), 30, lambda: True) == 1
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("obey", [True, False])
 def test_ranks_may_be_asked_to_end_before_they_are_killed(obey: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """The first signal is passed on as SIGTERM, and what ranks still say is heard.

@@ -246,12 +246,17 @@ def test_a_bar_says_in_words_where_the_work_stands(monkeypatch: pytest.MonkeyPat
     assert re.search(r"3/4.*loss \[2\.5\]", text)
 
 
-def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    """Logs and pipes stay clean unless a bar is asked for."""
-    co2sim.simulate(**SMALL, strategy="ddp")
+@pytest.mark.parametrize("shown", [None, False])
+def test_without_a_terminal_long_work_says_once_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shown: Any
+) -> None:
+    """Logs and pipes get one line after a while, and none from short work, or when told not to."""
+    co2sim.simulate(**SMALL, strategy="zero3", rounds=200, progress=shown)
     assert capsys.readouterr().err == ""
-    with progress.progress_bar("working", shown=None) as done:
-        assert done is None
+    monkeypatch.setattr(progress, "_SILENCE", 0.0)
+    co2sim.simulate(**SMALL, strategy="zero3", rounds=200, progress=shown)
+    line = r"simulating rounds: [0-9]+ of 201 done after [0-9.]+ \w+\n" if shown is None else ""
+    assert re.fullmatch(line, capsys.readouterr().err)
 
 
 def test_the_simulator_reports_fractions_that_rise_to_the_end() -> None:

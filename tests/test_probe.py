@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -360,6 +361,28 @@ def test_slowdown_compares_kernels_inside_communication_with_those_alone() -> No
     found = slowdown(trace)
     assert found.compute == pytest.approx(1.5)
     assert found.communication == pytest.approx(1.5)  # 2 s and 1 s, for 1 s alone
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 2)], ids=str)
+def test_every_size_of_a_kernel_has_a_label_with_room(layout: Layout) -> None:
+    """The ticks of the panel of kernels are the sizes that ran; no two labels overlap."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow
+
+    from realrun.probe.figure import figure  # noqa: PLC0415 - matplotlib
+
+    seen = measured(layout)
+    drawn = figure(seen, fit.fit(seen), "here")
+    canvas = FigureCanvasAgg(drawn)
+    canvas.draw()
+    axis = drawn.axes[-1]
+    sizes = {one.work.flops for samples in seen.compute.values() for one in samples}
+    assert sorted(axis.get_xticks()) == sorted(sizes)
+    labels = [label for label in axis.get_xticklabels() if label.get_text()]
+    assert len({label.get_text() for label in labels}) == len(sizes)
+    boxes = sorted(
+        label.get_window_extent(canvas.get_renderer()).extents.tolist() for label in labels
+    )
+    assert all(left[2] < right[0] for left, right in pairwise(boxes))
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 1), Layout(2, 2)], ids=str)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -250,6 +251,7 @@ def _guard(rows: Sequence[errors.CellPrediction]) -> None:
     }
     assert found.keys() == {(row.cell.source, row.cell.use) for row in rows}
     for (source, use), error in found.items():
+        assert use in stated_errors.get(source, {}), f"papers/errors.toml has no {source}.{use}"
         assert error <= stated_errors[source][use] + ALLOWED, (source, use, error)
 
 
@@ -373,6 +375,29 @@ def test_the_commands_print_tables_json_and_figures(tmp_path: Path) -> None:
     assert [row["use"] for row in rows] == ["fit", "check", "check", "check"]
     assert (tmp_path / "f" / "co2-scalability.png").read_bytes().startswith(b"\x89PNG")
     assert "| source |" in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_tables_and_a_pipe_markdown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Any
+) -> None:
+    """The same report: in a terminal of 80 columns no line is longer, and no mark is left."""
+    path = tmp_path / "cells.csv"
+    path.write_text(CO2)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    found = CliRunner().invoke(app, ["validate", "--cells", str(path)])
+    assert found.exit_code == 0, found.output
+    assert "MAPE is the mean absolute error" in found.stdout
+    marks = [line for line in found.stdout.splitlines() if line.startswith(("|", "#"))]
+    if terminal:
+        assert not marks
+        assert max(len(line.rstrip()) for line in found.stdout.splitlines()) <= 80
+    else:
+        assert marks[0] == "## Predicted against published"
+        assert "| source | cell | use | published |" in found.stdout
 
 
 @pytest.mark.parametrize(

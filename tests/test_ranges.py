@@ -60,6 +60,12 @@ def test_a_number_in_range_comes_back_and_all_else_is_one_line(
             "gpus is np.True_; it must be a whole number, at least 1",
         ),
         (lambda: whole("gpus", "8", 1), "gpus is '8'; it must be a whole number, at least 1"),
+        (lambda: whole("n", 2**64, 1, 8), f"n is {2**64}; it must be 1 to 8"),
+        (
+            lambda: whole("n", -(10**400), 1),
+            "n is a number of more than 20 digits; it must be at least 1",
+        ),
+        (lambda: whole("n", 0, 1, 10**60), "n is 0; it must be 1 to 1e+60"),
         (lambda: parse_number("x", "-1"), "x is '-1'; it must be a number, 0 or more"),
     ],
 )

@@ -5,12 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from co2sim import Case, study
+from co2sim import Case, Layout, study
 from realrun import record
 from realrun.cli import main
 
@@ -84,6 +88,45 @@ def test_strategies_run_one_after_the_other_and_leave_records(tmp_path: Path) ->
     assert kept.trace.ranks == {0: 1, 1: 1}
     assert figures[0]["round_time_s"] >= predicted.round_time_s - predicted.exposed_comm_s
     assert json.loads((tmp_path / "out" / "ddp" / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("rounds", [1, 7])
+def test_what_a_run_will_take_is_said_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rounds: int
+) -> None:
+    """On one rank nothing but computing takes time: as long as so many simulated rounds, twice."""
+    from realrun.cli import ranks  # noqa: PLC0415 - torch
+    from realrun.measure import computing_time  # noqa: PLC0415 - torch
+
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    case = Case(cluster=str(tmp_path / "cluster.toml"), model="tiny-5m", strategy="ddp")
+    world: Any = SimpleNamespace(layout=Layout(1, 1), backend="gloo")
+    simulated = study.run(replace(case, gpus=1, overrides={"gpu.launch_overhead": "0 s"}))
+    expected = computing_time(case, world, rounds)
+    assert expected == pytest.approx(2 * (rounds + 1) * simulated.round_time_s, rel=0.05)
+    for limit, said in ((0.9 * expected, "ddp: computing alone takes about"), (2 * expected, "")):
+        monkeypatch.setattr(ranks, "_NEWS", limit)
+        ranks._foretell(case, world, rounds)
+        assert capsys.readouterr().err.startswith(said)
+        assert bool(said) == (expected > limit)
+
+
+def test_the_first_news_comes_when_it_is_due(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while the work that it is about goes on: nothing else has to happen."""
+    from realrun.cli import ranks  # noqa: PLC0415 - torch
+
+    monkeypatch.setattr(ranks, "_NEWS", 0.1)
+    say = ranks.news()
+    say("round 1 of 2")
+    assert capsys.readouterr().err == ""
+    time.sleep(0.5)
+    assert capsys.readouterr().err == "round 1 of 2\n"
+    say("round 2 of 2")
+    assert capsys.readouterr().err == "round 2 of 2\n"
+    time.sleep(0.3)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.dist

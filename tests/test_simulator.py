@@ -1,7 +1,9 @@
 """The simulator against an independent longest path, and against cases worked out by hand."""
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -259,11 +261,22 @@ def test_blocks_of_nodes_of_different_speed_unfold() -> None:
 
 
 def test_speeds_are_those_of_nodes_that_exist() -> None:
-    """Of four nodes, node 1.0 is node 1; 1.5 and 4 are none."""
+    """Of four nodes, node 1.0 is node 1, and 4 is none; what is no node anywhere is no noise."""
     assert Noise(node_speed={1.0: 0.5}).node_slowdowns(Layout(4, 2)) == (1, 2, 1, 1)  # type: ignore[dict-item]
-    for node, said in ((1.5, "node is 1.5; it must be a whole"), (4, "node 4 has a speed; nodes")):
+    fifth = Noise(node_speed={4: 0.5})
+    with pytest.raises(OptionError, match="node 4 has a speed; nodes are 0 to 3"):
+        fifth.node_slowdowns(Layout(4, 2))
+    wrong: list[tuple[Any, Any, str]] = [
+        (1.5, 0.5, "node is 1.5; it must be a whole number"),
+        (-1, 0.5, "node is -1; it must be at least 0"),
+        ("1", 0.5, "node is '1'; it must be a whole number"),
+        (True, 0.5, "node is True; it must be a whole number"),
+        (1, 0, r"speed of node 1 \(1 is nominal\) is 0; it must be above 0"),
+        (1, math.nan, "speed of node 1 .* is nan; it must be finite"),
+    ]
+    for node, speed, said in wrong:
         with pytest.raises(OptionError, match=said):
-            Noise(node_speed={node: 0.5}).node_slowdowns(Layout(4, 2))  # type: ignore[dict-item]
+            Noise(node_speed={node: speed})
 
 
 # --- by hand: durations, contention, backends ---------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import joblib
 import numpy as np
@@ -33,6 +33,7 @@ from co2sim import (
 )
 from co2sim.cli import main
 from co2sim.cli.failures import end_with_failures
+from co2sim.machine import free_memory, require_memory
 from co2sim.workload import Workload
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
@@ -155,6 +156,9 @@ def test_strategies_with_options_are_one_value_in_both_forms(text: str, names: l
         ({"cluster": ["dgx-h100"]}, "cluster is given, and varied, too; leave one of them out"),
         ({"micro_batch": range(101), "accumulation": range(100)}, "101 x 100 = 10100 cases; at mo"),
         ({"gpus": [12, 20]}, "12 GPUs do not fill nodes"),
+        ({"gpus": [None]}, "gpus: None is no value to vary over; give numbers or texts"),
+        ({"inter.bandwidth": ["1 Gbit/s", None]}, "inter.bandwidth: None is no value"),
+        ({"gpus": [8], "model.layers": [2, None]}, "model.layers: None is no value"),
     ],
 )
 def test_a_grid_that_cannot_be_is_one_line(vary: dict[str, Any], said: str) -> None:
@@ -270,6 +274,7 @@ def test_rows_do_not_depend_on_the_number_of_processes() -> None:
     """Order and values, jitter included, are the same on one process and on three."""
     asked: dict[str, Any] = {
         **SMALL,
+        "gpus": None,
         "jitter": 0.1,
         "rounds": 2,
         "vary": {"strategy": "ddp, co2:tau=3", "gpus": [8, 4], "seed": [1, 2]},
@@ -343,7 +348,7 @@ class Mine:
 
 print("once")
 vary = {"strategy": [Mine(), co2sim.DDP()]}
-found = co2sim.sweep("a100-tcp80", "gpt2-small", gpus=16, vary=vary, jobs=2)
+found = co2sim.sweep("a100-tcp80", "gpt2-small", gpus=16, vary=vary, jobs=2, progress=False)
 print(*found["strategy"], found["step_time_s"].nunique())
 """
 
@@ -368,6 +373,78 @@ def test_whatever_goes_wrong_in_one_case_the_others_go_on() -> None:
         co2sim.sweep(**SMALL, vary={"strategy": [Greedy()]})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Large(Deadly):
+    """A strategy that needs 0.4 of the free memory: more than half of it, shared by two."""
+
+    name: ClassVar[str] = "large"
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """Ask for memory, as a simulation does before it begins."""
+        require_memory(0.4 * free_memory(), "large")
+        return DDP().schedule(job, layout)
+
+
+@pytest.mark.slow
+def test_cases_without_room_beside_others_run_alone_at_the_end() -> None:
+    """With two processes every case gives the result that it gives with one, in order."""
+    strategies: list[Any] = [Large(), "ddp", Large(), "zero3"]
+    cases = [Case(**SMALL, strategy=strategy) for strategy in strategies]
+    found = batch.run_all(cases, 2)
+    assert found == batch.run_all(cases, 1)
+    assert all(isinstance(outcome, co2sim.Result) for outcome in found)
+
+
+@pytest.mark.parametrize("given", ["gpus", "micro_batch", "accumulation", "seed", "jitter"])
+def test_what_is_given_and_varied_is_refused(given: str) -> None:
+    """Either value would be dropped; the command refuses it, too."""
+    asked: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "strategy": "ddp"}
+    with pytest.raises(OptionError, match=f"{given} is given, and varied, too"):
+        co2sim.sweep(vary={given: [1, 0.5]}, **asked | {given: 1})
+
+
+def test_noise_that_is_given_and_varied_is_refused() -> None:
+    """A seed inside an object counts; the jitter beside it does not."""
+    with pytest.raises(OptionError, match="seed is given, and varied, too"):
+        co2sim.sweep(
+            **SMALL, strategy="ddp", vary={"seed": [1, 2]}, noise=co2sim.Noise(jitter=0.1, seed=3)
+        )
+    found = co2sim.sweep(
+        **SMALL, strategy="ddp", vary={"seed": [1, 2]}, noise=co2sim.Noise(jitter=0.1)
+    )
+    assert found["step_time_s"].nunique() == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("gpus", [8, 8]),
+        ("gpus", "16, 8, 1.6e1"),
+        ("strategy", "ddp, co2:tau=3, co2(tau=3)"),
+        ("strategy", ["ddp", DDP()]),
+        ("strategy.tau", "12, 12.0"),
+        ("jitter", [0.1, "1e-1"]),
+        ("model", "gpt2-small, gpt2-small"),
+        ("inter.bandwidth", "10 Gbit/s, 10 Gbit/s"),
+    ],
+    ids=str,
+)
+def test_a_value_of_a_grid_is_not_given_twice(path: str, values: Any) -> None:
+    """Rows would be the same; `scale` refuses it, too. How a value is written does not matter."""
+    asked: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "strategy": "co2"}
+    asked |= {path: None} if path in asked else {}
+    with pytest.raises(OptionError, match=f"{path}: .* given twice"):
+        co2sim.sweep(**asked, vary={path: values})
+
+
+def test_objects_of_one_name_may_vary() -> None:
+    """Clusters that are called alike are not the same."""
+    one = tiny.cluster()
+    two = replace(one, inter=replace(one.inter, bandwidth=one.inter.bandwidth / 100))
+    found = co2sim.sweep(None, "gpt2-small", "ddp", vary={"cluster": [one, two]})
+    assert found["step_time_s"].nunique() == 2
+
+
 def deadly_second(
     case: Case, settings: Sequence[grid.Setting], made: Callable[..., list[Case]] = grid.cases_of
 ) -> list[Case]:
@@ -390,6 +467,26 @@ def test_the_command_keeps_what_is_done_and_says_what_is_not(
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]
     assert "killed" in rows[1]["error"]
+
+
+def test_control_c_before_any_result_writes_nothing(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the only case that was done has failed there is no table, and one line says so."""
+
+    def interrupted(case: Case) -> NoReturn:
+        if case.gpus == 16:
+            raise KeyboardInterrupt
+        raise OptionError("it does not fit")
+
+    monkeypatch.setattr(batch, "run", interrupted)
+    code, out, err = cli(
+        *("sweep", "-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "--vary", "gpus=8,16,24"),
+        *("--jobs", "1", "--csv", "s.csv"),
+    )
+    assert (code, out) == (130, "")
+    assert err == "interrupted; 1 of 3 cases were done; nothing was written\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_names_cases_that_fail(cli: Run) -> None:

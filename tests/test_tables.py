@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from co2sim.console.markdown import print_markdown
 from co2sim.console.tables import print_table
 
 
@@ -121,3 +122,53 @@ def test_every_column_gets_what_it_needs_first(capsys: pytest.CaptureFixture[str
     print_table(Console(width=40), "t", ("name", "why"), [("cluster.gpu", "word " * 20)], left=2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("cluster.gpu  word word")
+
+
+REPORT = r"""## Errors
+
+| source | cells | largest | MAPE |
+| --- | ---: | --- | ---: |
+| `co2` | 7 | 5.9%: 7B, 128 GPUs, zero2 | 4.6% |
+| a \| b | 120 | 1%: 4 GPUs | **1.4%** |
+
+Errors are relative to the published
+value, and `positive` where it is too high.
+
+The largest:
+
+| cell | error |
+| --- | ---: |
+| x | -1.0% |
+
+## Analysis
+
+- a round takes 10.8 s
+- no more
+"""
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_report_in_markdown_fits_the_terminal(width: int) -> None:
+    """Tables have titles, texts come first and figures stay whole; paragraphs are filled anew."""
+    out = Console(file=io.StringIO(), width=width)
+    print_markdown(out, REPORT)
+    assert isinstance(out.file, io.StringIO)
+    lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    assert not set("*`#\\") & set("".join(lines))
+    assert lines[0] == "Errors"
+    header = lines[1].split()
+    assert header == ["source", "largest", "cells", "MAPE"]
+    assert any(line.startswith("a | b") and line.split()[-2:] == ["120", "1.4%"] for line in lines)
+    assert lines[lines.index("The largest:") + 1].split() == ["cell", "error"]
+    assert lines[lines.index("Analysis") + 2 :][:2] == ["- a round takes 10.8 s", "- no more"]
+    paragraph = " ".join(line for line in lines if line).partition("Errors are ")[2]
+    assert paragraph.startswith("relative to the published value, and positive where it is too h")
+
+
+def test_a_table_alone_has_no_title() -> None:
+    """And a last line that promises a table is not lost."""
+    out = Console(file=io.StringIO(), width=80)
+    print_markdown(out, "| a |\n| ---: |\n| 1 |\n\nwhat follows:\n")
+    assert isinstance(out.file, io.StringIO)
+    assert out.file.getvalue().split() == ["a", "1", "what", "follows:"]

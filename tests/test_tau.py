@@ -83,13 +83,20 @@ def co2analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         ),
         ("tau --cluster a100-tcp80 runs/a", "--cluster does not apply to runs/a"),
         ("tau --taus 4 --gpus 8 runs/a", "--gpus, --taus does not apply to runs/a"),
+        *(
+            (f"tau -c a100-tcp80 -s {given}", f"--strategy is '{given}', but tau is what this")
+            for given in ("co2:tau=8", "co2(tau=8)", "co2:worker=node,tau=8")
+        ),
         ("tau -c a100-tcp80 -s ddp", "the strategy is ddp, which has no local steps; the bound is"),
         ("tau -c a100-tcp80 -s diloco", "the strategy is diloco; the bound is about co2, slowmo"),
         *((f"bound --penalty {p}", "penalty is") for p in ("inf", "0")),
         ("bound --most-penalty 0", "most_penalty is 0"),
         ("bound --gap 0 --noise 0", "gap is 0"),
         ("bound --momentum 1", "momentum is 1; it must be in [0, 1)"),
-        ("bound --rounds 1" + "0" * 400, "rounds is above 1e300"),
+        (
+            "bound --rounds 1" + "0" * 400,
+            "rounds is a number of more than 20 digits; it must be 1 to 1e+60",
+        ),
         ("trends --workers 0", "--workers is 0; it must be 1 to"),
         ("trends --workers 257", "--workers is 257; it must be 1 to 256"),
         ("trends --steps 4000 --seeds 3", "--steps times --seeds is 12,000; it must be at most"),
@@ -123,6 +130,20 @@ def test_tau_asks_first_for_what_matters_most(co2analysis: Command, line: str, w
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: {words}")
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("", "--smoothness, --noise, --gap, --workers, --rounds, --local-steps are"),
+        ("--gap 3 --noise 1 --rounds 9 --workers 2", "--smoothness, --local-steps are"),
+        ("--smoothness 2 --gap 3 --noise 1 --rounds 9 --workers 2", "--local-steps is"),
+    ],
+)
+def test_bound_names_all_that_is_missing(co2analysis: Command, line: str, missing: str) -> None:
+    """Of the numbers that it requires, one line names all that are missing, in their order."""
+    done = co2analysis("bound", *line.split())
+    assert (done.code, done.out, done.err) == (2, "", f"error: {missing} missing\n")
 
 
 @pytest.mark.parametrize("line", ["verify --quick --out made", "trends --taus 1"])

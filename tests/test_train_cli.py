@@ -7,18 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
-from co2sim import Case, study
+from co2sim import Case, strategies, study
+from co2sim.errors import OptionError
 from realrun.cli import main
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
 from realrun.train import folder, log
+from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 from realrun.train.shapes import GPTS
 
 ROOT = Path(__file__).parent.parent
@@ -76,14 +82,6 @@ def trained(
     done = call(place, *CO2, *CHECKPOINTS, "--nproc", "2")
     assert done.returncode == 0, done.stderr
     return place, done
-
-
-@pytest.mark.dist
-def test_one_rank_is_not_several(tmp_path: Path) -> None:
-    """A training of one rank counts it in the singular."""
-    done = call(tmp_path, *TRAIN, "-s", "ddp", "--nproc", "1")
-    assert done.returncode == 0, done.stderr
-    assert " on 1 rank: 61,248 parameters" in done.stdout
 
 
 @pytest.mark.dist
@@ -198,14 +196,50 @@ def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.dist
+def test_control_c_before_the_first_step_is_one_line(tmp_path: Path) -> None:
+    """While the ranks still load: 130, as from any command, and nothing is trained."""
+    running = subprocess.Popen(
+        [*REALRUN, "train", *SMALL, "--nproc", "2"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and len(children.read_text().split()) < 3:  # with the guard
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    printed, said = running.communicate(timeout=60)
+    assert running.returncode == 130, said
+    assert said == "interrupted; runs that had finished are kept\n"
+    assert printed == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.dist
+def test_few_steps_need_no_option(tmp_path: Path) -> None:
+    """The learning rate rises for half of them; a number that is given must fit."""
+    done = call(tmp_path, "train", *SMALL, "--steps", "4", "--nproc", "1")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / folder.RECORD).read_text())
+    assert record["settings"]["warmup"] == 2
+
+
+@pytest.mark.dist
 def test_steps_that_close_no_round_are_pointed_out_and_a_lost_log_is_no_crash(
     tmp_path: Path,
 ) -> None:
-    """6 steps of rounds of 4; then nothing is left to train, and the log has gone."""
+    """6 steps of rounds of 4; then nothing is left to train, and the log has gone.
+
+    One rank is counted in the singular.
+    """
     steps = ("--steps", "6", "--warmup", "2")
     arguments = ("train", *SMALL, *steps, "-s", "local_sgd:tau=4", "--nproc", "1")
     done = call(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
+    assert " on 1 rank: 61,248 parameters" in done.stdout
     assert "6 steps are no multiple of tau, 4: what workers learn in the last 2" in done.stderr
     (tmp_path / "out" / folder.LOG).unlink()
     again = call(tmp_path, *arguments, "--resume")
@@ -253,6 +287,7 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
         ((*TRAIN, "-s", "co2:tau=3", "--tau", "4"), "--tau 4, and --strategy co2:tau=3 gives"),
         ((*TRAIN, "--outer", "momentum=0.5"), "ddp has no outer step: momentum does not apply"),
         ((*TRAIN, "--lr", "fast"), "--lr is 'fast'; it must be a number"),
+        ((*TRAIN, "--warmup", "25"), "warmup is 25; there are 24 steps"),
         ((*TRAIN, "--nproc", "3"), "batch is 8; it must be a multiple of the 3 ranks"),
         ((*TRAIN, "--nproc", "0"), "--nproc is 0; it must be at least 1"),
         ((*TRAIN, "--backend", "mpi"), "--backend is 'mpi'"),
@@ -273,6 +308,44 @@ def test_bad_input_gives_one_line_and_starts_nothing(
     assert said in errors
     assert errors.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_strategy_of_a_user_is_not_trained_as_another(
+    tmp_path: Path, in_process: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a schedule and no algorithm: one line, and the names of those that have one."""
+    for base in (strategies.DDP, strategies.CO2):
+        mine = type("Mine", (base,), {"name": "mine", "__slots__": ()})
+        monkeypatch.setitem(strategies.STRATEGIES, "mine", mine)
+        code, _, errors = in_process(tmp_path, *TRAIN, "-s", "mine", "--nproc", "2")
+        assert code == 2
+        assert errors.count("\n") == 1
+        known = (
+            "co2, ddp, diloco, local_sgd, overlap_local_sgd, slowmo, zero1, zero2, zero3, zeropp"
+        )
+        assert f"mine has no training algorithm; those that have: {known}" in errors
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def methods() -> ModuleType:
+    """The module that wraps models; torch warns of parts of its own while that is loaded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return import_module("realrun.train.methods")
+
+
+def test_every_strategy_of_the_package_can_be_trained(methods: ModuleType) -> None:
+    """None of them is refused for want of an algorithm, and each says how its ranks share."""
+    for name in strategies.STRATEGIES:
+        assert TrainSettings(strategy=name).name.startswith(name)
+        assert (name in IN_EVERY_STEP) != (name in methods._ALGORITHMS)
+
+
+def test_no_model_is_shared_in_the_way_of_another_strategy(methods: ModuleType) -> None:
+    """An unknown name is refused where models are wrapped, too, whatever lets it in."""
+    with pytest.raises(OptionError, match="mine has no training algorithm"):
+        methods._shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
 
 
 def test_bad_input_is_told_before_torch_is_loaded() -> None:

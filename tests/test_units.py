@@ -224,8 +224,16 @@ def test_figures_keep_their_zeros(value: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(-0.001, "0%"), (0.004, "0%"), (0.04, "+4%"), (-0.12, "-12%")]
+    ("share", "whole", "tenths"),
+    [
+        (-0.001, "0%", "-0.1%"),
+        (-0.0004, "0%", "0.0%"),
+        (-0.0, "0%", "0.0%"),
+        (0.004, "0%", "+0.4%"),
+        (0.04, "+4%", "+4.0%"),
+        (-0.12, "-12%", "-12.0%"),
+    ],
 )
-def test_no_difference_has_no_sign(share: float, text: str) -> None:
+def test_no_difference_has_no_sign(share: float, whole: str, tenths: str) -> None:
     """What is rounded to nothing is neither above nor below."""
-    assert percent(share) == text
+    assert (percent(share), percent(share, 1)) == (whole, tenths)

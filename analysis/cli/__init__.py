@@ -8,4 +8,4 @@ __all__ = ["app", "main"]
 
 def main() -> None:
     """Run a command. Bad input ends it with one line on stderr and exit code 2."""
-    run_app(app, kept="runs that had finished are kept")
+    run_app(app)

@@ -8,7 +8,10 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Compare what was measured on real hardware with what co2sim predicts.",
+    help=(
+        "Check what co2sim predicts: beside measured runs (compare, lab), beside published results"
+        " (validate, calibrate), and by theory (bound, tau, trends, verify)."
+    ),
 )
 
 

@@ -1,6 +1,7 @@
 """The commands of `co2analysis` about convergence: bound, tau, trends, verify."""
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ from analysis.cli.constants import (
 from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
+from co2sim.console.entry import keeping
 from co2sim.console.tables import console, print_table
 from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
@@ -137,6 +139,11 @@ def tau(  # noqa: PLR0913 - one argument per option
     from analysis.convergence.tau_report import print_tau, tau_to_dict  # noqa: PLC0415
 
     advice.averaging(parse(strategy))
+    if re.search(r"[:(,]\s*tau\s*=", strategy):
+        raise OptionError(
+            f"--strategy is {strategy!r}, but tau is what this command chooses; leave it out, or"
+            " name the taus to compare with --taus"
+        )
     if cluster is None and not runs:
         raise OptionError(
             "the times of rounds are missing: give folders of real runs, or simulate a cluster with"
@@ -266,12 +273,13 @@ def verify(
     scikit_learn()
     check_writable(out)
     began = time.monotonic()
-    with progress_bar("measuring") as progress:
-        cells = store.measure(
-            out / "cells", quick=quick, jobs=jobs or os.cpu_count() or 1, progress=progress
-        )
-    findings = checks.judge(cells, quick=quick)
-    write_atomically(report.files(findings, out, time.monotonic() - began))
+    with keeping("measured cells are kept"):
+        with progress_bar("measuring") as progress:
+            cells = store.measure(
+                out / "cells", quick=quick, jobs=jobs or os.cpu_count() or 1, progress=progress
+            )
+        findings = checks.judge(cells, quick=quick)
+        write_atomically(report.files(findings, out, time.monotonic() - began))
     if json_:
         _print_json(findings.to_dict())
     else:

@@ -13,6 +13,7 @@ from analysis.measured.overrides import changed
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cluster import Cluster
 from co2sim.console import options
+from co2sim.console.entry import keeping
 from co2sim.console.tables import console
 from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
@@ -100,14 +101,15 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
     inside += ["--intra-rate", intra_rate]
     cluster: list[str] = []
-    if probe:
-        cluster = ["--cluster", str(out / "probe.toml")]
-        _in_lab(inside, ["probe", "--gpu", "virtual", "--out", cluster[1]])
     strategies = [item for text in strategy for item in ("--strategy", text)]
     asked = ["--model", model, *strategies, "--out", str(out), "--json", *context.args]
-    _in_lab(inside, ["run", *cluster, *asked])
-    folders = [out / folder_name(text) for text in strategy]
-    _report(_compared(folders), figure=figure)
+    with keeping("runs that had finished are kept"):
+        if probe:
+            cluster = ["--cluster", str(out / "probe.toml")]
+            _in_lab(inside, ["probe", "--gpu", "virtual", "--out", cluster[1]])
+        _in_lab(inside, ["run", *cluster, *asked])
+        folders = [out / folder_name(text) for text in strategy]
+        _report(_compared(folders), figure=figure)
 
 
 def _compared(

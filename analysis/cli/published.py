@@ -51,7 +51,10 @@ def validate_command(
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print cells as JSON.")] = False,  # noqa: FBT002
 ) -> None:
-    """Predict published results: signed errors, fitted constants, ablations, figures."""
+    """Predict published results: signed errors, fitted constants, ablations, figures.
+
+    A pipe or a file gets the report in Markdown; a terminal gets tables that fit.
+    """
     from analysis.published import csv_tables, errors, report  # noqa: PLC0415 - numpy, pydantic
 
     known = csv_tables.known_cells(papers_, data)
@@ -81,7 +84,14 @@ def validate_command(
     if json_:
         typer.echo(json.dumps([row.to_dict() for row in rows], indent=2))
         return
-    typer.echo(text)
+    from co2sim.console.markdown import print_markdown  # noqa: PLC0415 - rich
+    from co2sim.console.tables import console  # noqa: PLC0415 - rich
+
+    out = console()
+    if out.is_terminal:
+        print_markdown(out, text)
+    else:
+        typer.echo(text)
     for path in files:
         typer.echo(f"written {path}")
 
@@ -92,7 +102,10 @@ def _say_what_is_missing(known: Sequence["Cell"], chosen: Sequence["Cell"]) -> N
 
     if any(cell.source == REFERRED for cell in known):
         return
-    note = "the A100 iteration times were not read; --data names their folder"
+    note = (
+        "the A100 iteration times of vTrain were not read; --data names their folder"
+        " (docs/validation.md says how to make it)"
+    )
     if chosen is known:
         typer.echo(f"note: {note}", err=True)
     elif any(cell.source == REFERRED for cell in chosen):

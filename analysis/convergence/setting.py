@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from co2sim.errors import OptionError
+from co2sim.ranges import between, whole
 
 SMALLEST, LARGEST = 1e-60, 1e60
 """The magnitudes of constants for which no term over- or underflows."""
@@ -48,36 +49,26 @@ class Setting:
     convex: bool = False
 
     def __post_init__(self) -> None:
-        for name in (*_ABOVE_0, "noise", "heterogeneity", "gap"):
+        for name in _ABOVE_0:
+            between(name, getattr(self, name), SMALLEST, LARGEST)
+        for name in ("noise", "heterogeneity", "gap"):
             value = getattr(self, name)
-            if not (SMALLEST <= value <= LARGEST or (value == 0 and name not in _ABOVE_0)):
-                zero = "" if name in _ABOVE_0 else "0, or "
+            if value != 0 and not SMALLEST <= value <= LARGEST:
                 raise OptionError(
-                    f"{name} is {value:g}; it must be {zero}from {SMALLEST:g} to {LARGEST:g}"
+                    f"{name} is {value:g}; it must be 0, or {SMALLEST:g} to {LARGEST:g}"
                 )
-        self._check_counts()
+        for name, least, most in _RANGES:
+            whole(name, getattr(self, name), least, most)
         if not 0 <= self.momentum < 1:
             raise OptionError(f"momentum is {self.momentum:g}; it must be in [0, 1)")
         for name in ("penalty", "most_penalty"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= LARGEST:
-                raise OptionError(f"{name} is {value:g}; it must be from 1 to {LARGEST:g}")
+            if value is not None:
+                between(name, value, 1, LARGEST)
         if self.most_penalty is not None and self.penalty != 1:
             raise OptionError("give penalty or most_penalty, not both")
-
-    def _check_counts(self) -> None:
-        for name, least, most in _RANGES:
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise OptionError(
-                    f"{name} is {_short(value)}; it must be from {least} to {_short(most)}"
-                )
 
     @property
     def virtual_step(self) -> float:
         """Eta = alpha gamma / ((1 - beta) Lambda): what an average moves the model in the end."""
         return self.outer_step * self.inner_step / ((1 - self.momentum) * self.penalty)
-
-
-def _short(value: int) -> str:
-    return f"{value}" if value < 10**9 else f"{value:.3g}" if value < 10**300 else "above 1e300"

@@ -18,7 +18,7 @@ from co2sim.strategies.local import round_steps
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.strategies.slowmo import SlowMo
 from co2sim.study import run
-from co2sim.units import Seconds
+from co2sim.units import Seconds, percent
 from realrun import record
 
 _MOST_ROUNDS = 2**40
@@ -230,7 +230,7 @@ def _compared(other: Choice, chosen: Choice, fastest: int) -> str:
     return (
         f"A tau of {other.timing.tau} takes {_steps(other) / fastest:.0%} of these steps"
         f" ({other.timing.share} exposed); its bound is"
-        f" {other.bound.total / chosen.bound.total - 1:+.1%}"
+        f" {percent(other.bound.total / chosen.bound.total - 1, 1)}"
     )
 
 

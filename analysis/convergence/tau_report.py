@@ -105,4 +105,4 @@ def _time(seconds: Seconds) -> str:
     hours = seconds / 3600
     if hours < 1:
         return duration(seconds)
-    return f"{hours:.3g} h" if hours < 48 else f"{hours / 24:.3g} days"  # noqa: PLR2004 - two days
+    return f"{hours:.3g} h" if hours < 240 else f"{hours / 24:.3g} days"  # noqa: PLR2004 - ten days

@@ -10,7 +10,7 @@ from rich.console import Console
 from analysis.measured.comparison import RunComparison, summarise
 from analysis.measured.op_errors import OpError, by_label, by_op, causes, labels
 from co2sim.console.tables import print_table
-from co2sim.units import duration
+from co2sim.units import duration, percent
 
 _FIGURES = (
     ("round time", "round_time_s"),
@@ -50,7 +50,7 @@ def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
                 str(here.gpus),
                 duration(here.round_time_s),
                 duration(there["round_time_s"]),
-                f"{run.round_time_error:+.1%}",
+                percent(run.round_time_error, 1),
                 duration(here.exposed_comm_s),
                 _time(there.get("exposed_comm_s")),
                 _ratio(here.overlap_ratio),
@@ -107,7 +107,7 @@ def print_ops(out: Console, run: RunComparison) -> None:
             f"{row.count:g}",
             _milliseconds(row.predicted),
             _milliseconds(row.measured),
-            "-" if row.error is None else f"{row.error:+.1%}",
+            "-" if row.error is None else percent(row.error, 1),
             f"{row.share:.1%}",
             row.cause.words if row.cause else "-",
         )
@@ -212,8 +212,11 @@ def _ratio(value: float | None) -> str:
 
 
 def _points(value: float | None, sign: str = "+") -> str:
-    return "-" if value is None else f"{value * 100:{sign}.1f} points"
+    if value is None:
+        return "-"
+    found = percent(value, 1).removesuffix("%")
+    return f"{found if sign else found.removeprefix('+')} points"
 
 
 def _error(predicted: float, measured: float | None) -> str:
-    return "-" if not measured else f"{predicted / measured - 1:+.1%}"
+    return "-" if not measured else percent(predicted / measured - 1, 1)

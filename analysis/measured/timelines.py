@@ -25,7 +25,7 @@ from co2sim.console.figures import (
 from co2sim.errors import OptionError
 from co2sim.schedule import Collective, Op, Schedule
 from co2sim.trace import Trace
-from co2sim.units import Seconds, duration
+from co2sim.units import Seconds, duration, percent
 
 _PASSES = {"forward": BLUE, "backward": SKY, "optimizer": "#003F66"}
 """The same in every figure."""
@@ -106,7 +106,7 @@ def _heading(run: RunComparison, rank: int) -> str:
     return (
         f"{here.strategy}, {here.model}, {here.gpus} GPUs, rank {rank}\n{here.cluster}\n"
         f"round time: predicted {duration(here.round_time_s)}, measured"
-        f" {duration(measured)}: {run.round_time_error:+.1%}"
+        f" {duration(measured)}: {percent(run.round_time_error, 1)}"
     )
 
 

@@ -11,7 +11,7 @@ from co2sim.errors import OptionError, nearest
 from co2sim.published_cells import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
-from co2sim.workload import Recompute
+from co2sim.workload import Recompute, Workload
 
 Quantity = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms", "inter_node_volume"]
 
@@ -83,8 +83,9 @@ class Cell:
     """One published number: a term, or with `over` the ratio of pairs of terms.
 
     Of several ratios the largest or the smallest counts (`pick`). `per_gpu` divides both terms of
-    a ratio by their GPUs. `rounding` is the step of the printed number. `labels` tell cells of a
-    group apart, such as their micro-batch.
+    a ratio by their GPUs. `group` names the constants that it depends on, and is empty where none
+    were fitted. `rounding` is the step of the printed number. `labels` tell cells of a group apart,
+    such as their micro-batch.
     """
 
     source: str
@@ -104,6 +105,18 @@ class Cell:
     def setup(self) -> RunSetup:
         """The configuration of the first term."""
         return self.terms[0].setup
+
+
+def check_runs(cell: Cell) -> None:
+    """Refuse what the simulator cannot run: GPUs that fill no nodes, an unknown model, its batch.
+
+    Raises Co2simError.
+    """
+    for term in (*cell.terms, *cell.over):
+        setup = term.setup
+        setup.used_cluster()
+        model = model_of(setup.model, setup.model_overrides)
+        Workload(model, setup.micro_batch, setup.accumulation)
 
 
 def changed(cell: Cell, change: Callable[[RunSetup], RunSetup]) -> Cell:

@@ -6,12 +6,19 @@ The columns of a table are the fields of its model.
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, ClassVar, Self, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term
-from analysis.published.paper_cells import SIZES, co2_cell, co2_ratio, zeropp_cell
+from analysis.published.paper_cells import (
+    SIZES,
+    PublishedRun,
+    ratio_cell,
+    throughput_cell,
+    zeropp_cell,
+)
 from analysis.published.papers import Paper
 from analysis.published.parameters import cluster_of
 from co2sim.errors import CatalogError
@@ -28,6 +35,9 @@ _MOST_LINKS = 8
 
 _RATIO = (16, 128)
 """GPUs between which CO2's table states a ratio."""
+
+_RATIO_ROUNDING = 0.01
+"""It is printed with two decimals."""
 
 
 def _whole(text: str) -> int:
@@ -126,17 +136,19 @@ class CO2Row(TableRow):
     def cells(self, paper: Paper, use: Use) -> Iterator[Cell]:
         """A throughput, a ratio, or both."""
         strategy = _chosen("method", self.method, paper.setting("methods"))
-        on = paper.on(_chosen("network", self.network, paper.setting("networks")))
+        cluster = _chosen("network", self.network, paper.setting("networks"))
         if "TAU" in strategy:
             if self.tau is None:
                 raise CatalogError(f"tau is ''; {self.method} needs a whole number, at least 1")
             strategy = strategy.replace("TAU", str(self.tau))
         elif self.tau is not None:
             raise CatalogError(f"tau is '{self.tau}', but {self.method} has none")
+        run = PublishedRun(cluster=cluster, model=paper.setting("model"), strategy=strategy)
         if self.words_per_s is not None:
-            yield co2_cell(on, strategy, self.gpus, self.words_per_s, use)
+            yield throughput_cell(paper, run, self.gpus, self.words_per_s, use)
         if self.scalability_16_to_128 is not None:
-            yield co2_ratio(on, strategy, _RATIO, self.scalability_16_to_128, use)
+            cell = ratio_cell(paper, run, _RATIO, self.scalability_16_to_128, use)
+            yield replace(cell, rounding=_RATIO_ROUNDING)
 
 
 class IterationRow(TableRow):
@@ -178,7 +190,7 @@ class IterationRow(TableRow):
             group="a100-data-parallel",
             published=self.iteration_ms,
             use=use,
-            terms=(Term(setup=self._setup(paper), quantity="iteration_ms"),),
+            terms=(Term(setup=self.setup(paper), quantity="iteration_ms"),),
             labels={
                 "gpus": str(self.gpus),
                 "micro_batch": str(self.micro_batch),
@@ -187,8 +199,8 @@ class IterationRow(TableRow):
             },
         )
 
-    def _setup(self, paper: Paper) -> RunSetup:
-        """The run behind the row."""
+    def setup(self, paper: Paper) -> RunSetup:
+        """The run behind the row. Raises CatalogError for more GPUs than a node has."""
         most = cluster_of(paper.setting("cluster"), ()).layout.gpus_per_node
         if self.gpus > most:
             raise CatalogError(f"{self.gpus} GPUs; these runs are of one node, which has {most}")

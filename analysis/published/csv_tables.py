@@ -4,21 +4,20 @@ import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
-from analysis.published.cells import Cell
-from analysis.published.csv_rows import TABLES, TableRow
+from analysis.published.cells import Cell, RunSetup, check_runs
+from analysis.published.csv_rows import TABLES, IterationRow, TableRow
 from analysis.published.paper_cells import from_papers
-from analysis.published.papers import PAPERS, iteration_times, papers
-from analysis.published.parameters import model_of
+from analysis.published.papers import PAPERS, Paper, iteration_times, papers
 from co2sim.errors import CatalogError, Co2simError
 from co2sim.published_cells import Use
 from co2sim.validation import first_problem
-from co2sim.workload import Workload
 
 Row: TypeAlias = Mapping[str, str]
+T = TypeVar("T", bound=TableRow)
 
 REFERRED = "vtrain"
 """The source whose table is only referred to: its numbers are not part of this project."""
@@ -27,13 +26,32 @@ REFERRED = "vtrain"
 def known_cells(folder: Path = PAPERS, data: Path | None = None) -> list[Cell]:
     """All cells of `papers/`, and of the table that is only referred to, if it is at hand.
 
+    Of that table those of configurations that constants were fitted on are marked fit.
+
     Raises CatalogError where `data` is given, but the folder of papers says nothing of its table.
     """
     found, paper = from_papers(folder), papers(folder).get(REFERRED)
     path = iteration_times(data)
     if path is not None and (data is not None or paper is not None):
-        use: Use = paper.about["data"]["use"] if paper is not None else "check"
-        found += from_csv(path, use, folder, REFERRED)
+        read = from_csv(path, "check", folder, REFERRED)
+        fitted = _fitted(paper, folder) if paper is not None else set()
+        found += [replace(c, use="fit") if c.setup in fitted else c for c in read]
+    return found
+
+
+def _fitted(paper: Paper, folder: Path) -> set[RunSetup]:
+    """The configurations that constants were fitted on, which the `[data]` of a paper may name."""
+    name = paper.about.get("data", {}).get("fitted")
+    if name is None:
+        return set()
+    path = folder / paper.key / name
+    found = set()
+    for number, row in _rows(path)[0]:
+        try:
+            one = _parsed(IterationRow, {**row, "iteration_ms": ""})
+            found.add(one.setup(paper))
+        except Co2simError as error:
+            raise CatalogError(f"{path}, line {number}: {error}") from error
     return found
 
 
@@ -68,7 +86,7 @@ def from_csv(
         try:
             cells = list(_parsed(table, row).cells(sources[table.source], use))
             for cell in cells:
-                _check(cell)
+                check_runs(cell)
         except Co2simError as error:
             raise CatalogError(f"{path}, line {number}: {error}") from error
         if not cells:
@@ -142,18 +160,9 @@ def _table(path: Path, columns: Sequence[str], source: str | None) -> type[Table
     )
 
 
-def _parsed(table: type[TableRow], row: Row) -> TableRow:
+def _parsed(table: type[T], row: Row) -> T:
     """The row by its model. Raises CatalogError with the column, what is given and the rule."""
     try:
         return table.model_validate(row)
     except ValidationError as error:
         raise CatalogError(first_problem(error)) from error
-
-
-def _check(cell: Cell) -> None:
-    """Refuse what the simulator cannot run: GPUs that fill no nodes, such a model or batch."""
-    for term in (*cell.terms, *cell.over):
-        setup = term.setup
-        setup.used_cluster()
-        model = model_of(setup.model, setup.model_overrides)
-        Workload(model, setup.micro_batch, setup.accumulation)

@@ -8,9 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.published.errors import CellPrediction
-from analysis.published.paper_cells import co2_cell
+from analysis.published.paper_cells import PublishedRun, throughput_cell
 from analysis.published.papers import Paper, papers
+from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
+from analysis.published.sensitivity import GROUP
 from co2sim.console.figures import BLUE, GREEN, PURPLE, STYLE, VERMILION, render
 
 Curves = Mapping[str, Sequence[tuple[int, float]]]
@@ -36,7 +38,7 @@ def draw(rows: Sequence[CellPrediction], folder: Path) -> dict[str, bytes]:
     sources = {row.cell.source for row in rows}
     if "zeropp" in sources:
         found["zeropp-bars.png"] = bars(rows, "png")
-    if "co2" in sources:
+    if GROUP in {row.cell.group for row in rows}:
         found["co2-scalability.png"] = scalability(rows, curves(papers(folder)["co2"]), "png")
     if "vtrain" in sources:
         found["a100-iteration-errors.png"] = scatter(rows, "png")
@@ -48,9 +50,12 @@ def curves(paper: Paper) -> Curves:
     found = {}
     for text in _STRATEGIES:
         name = text.partition(",")[0]
+        run = PublishedRun(
+            cluster=GROUPS[GROUP].cluster, model=paper.setting("model"), strategy=text
+        )
         points = []
         for gpus in _GPUS:
-            cell = co2_cell(paper, text, gpus, value=1.0, use="check")
+            cell = throughput_cell(paper, run, gpus, value=1.0, use="check")
             points.append((gpus, predict(cell)))
         found[name] = points
     return found
@@ -119,7 +124,7 @@ def _bar_panel(axis: Axes, found: Sequence[CellPrediction]) -> None:
 
 def scalability(rows: Sequence[CellPrediction], predicted: Curves, kind: str) -> bytes:
     """CO2's figure: throughput by GPUs, and the scalability ratios."""
-    found = [row for row in rows if row.cell.source == "co2"]
+    found = [row for row in rows if row.cell.group == GROUP]
     colours = dict(zip(predicted, (BLUE, GREEN, VERMILION, PURPLE), strict=False))
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 4.2), layout="constrained")

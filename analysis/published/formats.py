@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from analysis.published.parameters import Constant
+from co2sim import units
 
 
 def three_decimals(value: float) -> str:
@@ -22,8 +23,7 @@ def whole_percent(value: float | None) -> str:
 
 def signed(value: float) -> str:
     """In percent, with its sign; none for what rounds to zero."""
-    shown = f"{value:+.1%}"
-    return shown[1:] if float(shown[:-1]) == 0 else shown
+    return units.percent(value, 1)
 
 
 def words(text: str) -> str:

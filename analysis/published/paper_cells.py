@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from analysis.published.cells import Cell, RunSetup, Term
+from analysis.published.cells import Cell, RunSetup, Term, check_runs
 from analysis.published.papers import PAPERS, Paper, papers
-from co2sim.errors import CatalogError, OptionError
+from analysis.published.parameters import GROUPS
+from co2sim.errors import CatalogError, Co2simError, OptionError
 from co2sim.published_cells import (
     AnyCell,
     QualityCell,
     ScalabilityCell,
+    SpeedCell,
     SpeedupCell,
     TflopsCell,
     ThroughputCell,
@@ -19,10 +21,13 @@ from co2sim.published_cells import (
     VolumeCell,
     read_cells,
 )
-from co2sim.strategies import parse
+from co2sim.strategies import STRATEGIES, parse
 
 SIZES = (18, 49, 91, 138)
 """Of the models of ZeRO++, in billions of parameters."""
+
+_ZEROPP = "zeropp"
+"""The one source whose models and clusters ZeRO++'s kinds of cells name."""
 
 _LINK_GBITS = 100
 
@@ -57,10 +62,15 @@ def unpredicted(folder: Path = PAPERS) -> list[Unpredicted]:
 
 
 def _read(folder: Path) -> Iterator[Cell | Unpredicted]:
-    for key, paper in papers(folder).items():
-        path = folder / key / "results.toml"
-        for row in read_cells(path) if path.exists() else ():
-            found = _converted(paper, row)
+    sources = papers(folder)
+    for path in sorted(folder.glob("*/results.toml")):
+        key = path.parent.name
+        for number, row in enumerate(read_cells(path), start=1):
+            try:
+                found = _converted(sources.get(key), row)
+            except Co2simError as error:
+                raise CatalogError(f"{path}, cell {number}: {error}") from error
+            found = _runnable(found) if isinstance(found, Cell) else found
             if isinstance(found, Cell):
                 yield found
             else:
@@ -69,28 +79,50 @@ def _read(folder: Path) -> Iterator[Cell | Unpredicted]:
                 yield Unpredicted(key, ", ".join(part for part in parts if part), row.value, found)
 
 
-def _converted(paper: Paper, row: AnyCell) -> Cell | str:
-    """A cell, or why it is not predicted."""
+def _runnable(cell: Cell) -> Cell | str:
+    """The cell, or why the simulator cannot run it, such as a model that it does not know."""
+    try:
+        check_runs(cell)
+    except Co2simError as error:
+        return str(error)
+    return cell
+
+
+def _converted(paper: Paper | None, row: AnyCell) -> Cell | str:
+    """A cell, or why it is not predicted; `paper` is None where none says how to simulate it."""
     found: Cell | str
     match row:
+        case QualityCell():
+            found = "quality of training"
+        case _ if paper is None:
+            found = "no [simulation] in its paper.toml"
+        case ThroughputCell() | ScalabilityCell():
+            found = _speed(paper, row)
+        case _ if paper.key != _ZEROPP:
+            found = f"this quantity is predicted for {_ZEROPP} only"
         case TflopsCell():
             size, links = _size(row.model), _links(row.cluster)
             tokens = row.tokens_per_gpu
             found = zeropp_cell(paper, size, tokens, links, row.strategy, row.value, row.use)
-        case ThroughputCell():
-            found = co2_cell(paper, row.strategy, row.gpus, row.value, row.use)
-        case ScalabilityCell():
-            sizes = row.from_gpus, row.to_gpus
-            found = co2_ratio(paper, row.strategy, sizes, row.value, row.use)
         case SpeedupCell():
             found = _speedup(paper, row)
         case ThroughputRatioCell():
             found = _throughput_ratio(paper, row)
         case VolumeCell():
             found = _volume(paper, row)
-        case QualityCell():
-            found = "quality of training"
     return found
+
+
+def _speed(paper: Paper, row: SpeedCell) -> Cell | str:
+    name = row.strategy.partition(":")[0].partition("(")[0]
+    if name not in STRATEGIES:
+        return f"no strategy is called {name!r}"
+    run = PublishedRun(cluster=paper.cluster(row.cluster), model=row.model, strategy=row.strategy)
+    if isinstance(row, ThroughputCell):
+        cell = throughput_cell(paper, run, row.gpus, row.value, row.use)
+    else:
+        cell = ratio_cell(paper, run, (row.from_gpus, row.to_gpus), row.value, row.use)
+    return replace(cell, rounding=row.rounding)
 
 
 def _size(model: str) -> int:
@@ -201,45 +233,64 @@ def _volume(paper: Paper, row: VolumeCell) -> Cell | str:
     )
 
 
-def co2_term(paper: Paper, strategy: str, gpus: int) -> Term:
-    """Throughput of TransNormerLLM 7B."""
-    setup = RunSetup(
-        cluster=paper.setting("cluster"),
-        model=paper.setting("model"),
-        model_overrides=(("seq_len", str(paper.setting("tokens_per_gpu"))),),
-        strategy=parse(paper.strategy(strategy)),
-        gpus=gpus,
-        precision=paper.setting("precision"),
-    )
-    return Term(setup=setup, quantity="tokens_per_s")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """What a published throughput was measured with; the cluster is the one to simulate."""
+
+    cluster: str
+    model: str
+    strategy: str
+
+    def term(self, paper: Paper, gpus: int) -> Term:
+        """Its throughput on so many GPUs, with what the paper leaves open."""
+        tokens, sequences = paper.setting("tokens_per_gpu"), paper.simulation.micro_batch
+        if tokens % sequences:
+            raise OptionError(f"{tokens} tokens per GPU are not {sequences} equal sequences")
+        setup = RunSetup(
+            cluster=self.cluster,
+            model=self.model,
+            model_overrides=(("seq_len", str(tokens // sequences)),),
+            micro_batch=sequences,
+            strategy=parse(paper.strategy(self.strategy)),
+            gpus=gpus,
+            precision=paper.setting("precision"),
+        )
+        return Term(setup=setup, quantity="tokens_per_s")
+
+    def group(self, paper: Paper) -> str:
+        """The group of constants that were fitted to such runs; empty where none were."""
+        fitted = (paper.key, self.cluster) if self.model == paper.simulation.model else None
+        groups = GROUPS.values()
+        return next((one.name for one in groups if (one.source, one.cluster) == fitted), "")
 
 
-def co2_cell(paper: Paper, strategy: str, gpus: int, value: float, use: Use) -> Cell:
-    """A throughput of CO2's table."""
+def throughput_cell(paper: Paper, run: PublishedRun, gpus: int, value: float, use: Use) -> Cell:
+    """A published throughput."""
     return Cell(
-        source="co2",
-        name=f"7B, {gpus} GPUs, {strategy}",
-        strategy=strategy.partition(",")[0],
-        group="a100-co2",
+        source=paper.key,
+        name=f"{paper.model_name(run.model)}, {gpus} GPUs, {run.strategy}",
+        strategy=run.strategy.partition(",")[0],
+        group=run.group(paper),
         published=value,
         use=use,
-        terms=(co2_term(paper, strategy, gpus),),
+        terms=(run.term(paper, gpus),),
         labels={"gpus": str(gpus)},
     )
 
 
-def co2_ratio(paper: Paper, strategy: str, sizes: tuple[int, int], value: float, use: Use) -> Cell:
-    """A scalability ratio of CO2's table."""
+def ratio_cell(
+    paper: Paper, run: PublishedRun, sizes: tuple[int, int], value: float, use: Use
+) -> Cell:
+    """A published scalability ratio."""
     small, large = sizes
     return Cell(
-        source="co2",
-        name=f"7B, {small} to {large} GPUs, ratio, {strategy}",
-        strategy=strategy.partition(",")[0],
-        group="a100-co2",
+        source=paper.key,
+        name=f"{paper.model_name(run.model)}, {small} to {large} GPUs, ratio, {run.strategy}",
+        strategy=run.strategy.partition(",")[0],
+        group=run.group(paper),
         published=value,
         use=use,
-        terms=(co2_term(paper, strategy, large),),
-        over=(co2_term(paper, strategy, small),),
+        terms=(run.term(paper, large),),
+        over=(run.term(paper, small),),
         per_gpu=True,
-        rounding=0.01,
     )

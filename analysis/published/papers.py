@@ -6,12 +6,15 @@ Everything that a source leaves open is stated in the `[simulation]` table of it
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
 from co2sim.errors import CatalogError, OptionError
 from co2sim.published_cells import with_options
+from co2sim.validation import first_problem
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -30,28 +33,63 @@ _NEAR_CHECKOUT = _PACKAGE.parents[1] / "shared" / "data"
 """Where the tables are looked for if nothing names their folder."""
 
 
+class Simulation(BaseModel):
+    """What `[simulation]` of a source may say; each kind of cell needs some of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    source: str = ""
+    cluster: str | None = None
+    clusters: dict[str, str] = Field(default={})
+    model: str | None = None
+    names: dict[str, str] = Field(default={})
+    options: dict[str, str] = Field(default={})
+    networks: dict[str, str] = Field(default={})
+    methods: dict[str, str] = Field(default={})
+    gpus: PositiveInt | None = None
+    tokens_per_gpu: PositiveInt | None = None
+    micro_batch: PositiveInt = 1
+    seq_len: PositiveInt | None = None
+    vocab: PositiveInt | None = None
+    precision: str | None = None
+    recompute: str | None = None
+    tflops: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Paper:
     """One source: its key, what it says of itself, and how its runs are simulated."""
 
     key: str
     about: Mapping[str, Any]
+    simulation: Simulation
 
     def setting(self, name: str) -> Any:
         """A value of the `[simulation]` table. Raises CatalogError when it is not there."""
-        simulation = self.about["simulation"]
-        if name not in simulation:
+        value = getattr(self.simulation, name)
+        if not value:
             raise CatalogError(f"papers/{self.key}/paper.toml: [simulation] has no {name!r}")
-        return simulation[name]
+        return value
 
     def strategy(self, text: str) -> str:
         """A strategy with the options that the source's framework gives it."""
-        return with_options(text, self.about["simulation"].get("options", {}))
+        return with_options(text, self.simulation.options)
 
-    def on(self, cluster: str) -> "Paper":
-        """The same source, simulated on another cluster."""
-        simulation = {**self.about["simulation"], "cluster": cluster}
-        return replace(self, about={**self.about, "simulation": simulation})
+    def cluster(self, name: str) -> str:
+        """The cluster on which runs on the cluster of a cell are simulated: the same, or another.
+
+        Raises CatalogError where one cluster is stated for all.
+        """
+        if self.simulation.cluster is not None:
+            raise CatalogError(
+                f"papers/{self.key}/paper.toml: [simulation] has 'cluster'; speeds are simulated on"
+                " the cluster of their cell, or on the one that 'clusters' names for it"
+            )
+        return self.simulation.clusters.get(name, name)
+
+    def model_name(self, model: str) -> str:
+        """A model of the catalog, as tables name it."""
+        return self.simulation.names.get(model, model)
 
 
 def papers(folder: Path = PAPERS) -> dict[str, Paper]:
@@ -63,10 +101,18 @@ def papers(folder: Path = PAPERS) -> dict[str, Paper]:
         except (OSError, ValueError) as error:
             raise CatalogError(f"cannot read {path}: {error}") from error
         if "simulation" in about:
-            found[path.parent.name] = Paper(path.parent.name, about)
+            found[path.parent.name] = Paper(path.parent.name, about, _simulation(path, about))
     if not found:
         raise OptionError(f"{folder} holds no papers; give their folder with --papers")
     return found
+
+
+def _simulation(path: Path, about: Mapping[str, Any]) -> Simulation:
+    try:
+        return Simulation.model_validate(about["simulation"])
+    except ValidationError as error:
+        problem = first_problem(error, lambda _: Simulation.model_fields)
+        raise CatalogError(f"{path}: [simulation]: {problem}") from error
 
 
 def iteration_times(data: Path | None = None) -> Path | None:

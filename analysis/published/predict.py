@@ -56,7 +56,7 @@ def _value(term: Term, step_time: Callable[[RunSetup], Seconds]) -> float:
     step = step_time(setup)
     if term.quantity == "iteration_ms":
         return step * 1e3
-    job = _prepared(setup.as_stated()).job
+    job = _prepared(_plain(setup)).job
     samples = job.samples_per_gpu / step
     if term.quantity == "tokens_per_s":
         return samples * job.model.tokens * setup.gpus
@@ -68,7 +68,7 @@ def _volume(setup: RunSetup, part: str) -> float:
 
     `part` is `total`, or one of those that `_part` names. Scales are not counted.
     """
-    prepared, cluster = _prepared(setup.as_stated()), setup.used_cluster()
+    prepared, cluster = _prepared(_plain(setup)), setup.used_cluster()
     sent = sum(
         footprint(replace(op.work, scale_block=0), cluster).loads(cluster)[1]
         for op in prepared.schedule.body
@@ -103,7 +103,7 @@ def quick_step_time(setup: RunSetup) -> Seconds:
 
 def _extrapolated_step_time(setup: RunSetup) -> Seconds:
     """From two shorter models: a step of equal layers grows by the same time with each."""
-    stated, cluster = setup.as_stated(), setup.used_cluster()
+    stated, cluster = _plain(setup), setup.used_cluster()
     layers = len(_prepared(stated).job.model.blocks) - 2
 
     def of(count: int) -> Seconds:
@@ -128,6 +128,14 @@ def _prepared(stated: RunSetup) -> Prepared:
     return stated.case().prepare()
 
 
+def _plain(setup: RunSetup) -> RunSetup:
+    """What job and schedule depend on: no constants, and no numbers of a cluster of this layout."""
+    stated, plain = setup.as_stated(), replace(setup, overrides=(), constants=())
+    one, other = stated.used_cluster(), plain.used_cluster()
+    same = one.layout == other.layout and one.gpu.peak == other.gpu.peak
+    return plain if same else stated
+
+
 def _is_serial(setup: RunSetup) -> bool:
     """Whether nothing overlaps: one bucket, which closes when the backward pass has ended."""
     return setup.strategy == ONE_BUCKET
@@ -146,7 +154,7 @@ def _serial_step_time(setup: RunSetup) -> Seconds:
     """The sum of all works, each alone."""
     cluster = setup.used_cluster()
     return sum(
-        count * _alone(work, cluster, setup.precision) for work, count in _works(setup.as_stated())
+        count * _alone(work, cluster, setup.precision) for work, count in _works(_plain(setup))
     )
 
 
@@ -166,7 +174,7 @@ def phases(cell: Cell) -> dict[str, Seconds]:
         return {}
     cluster = setup.used_cluster()
     found: dict[str, Seconds] = {}
-    for work, count in _works(setup.as_stated()):
+    for work, count in _works(_plain(setup)):
         name = work.kernel if isinstance(work, Compute) else str(work.kind)
         found[name] = found.get(name, 0.0) + count * _alone(work, cluster, setup.precision)
     return found

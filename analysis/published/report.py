@@ -86,13 +86,16 @@ def brief_report(rows: Sequence[CellPrediction], papers: Path | None = None) -> 
 def full_report(
     rows: Sequence[CellPrediction], known: Sequence[Cell], papers: Path
 ) -> ValidationReport:
-    """Errors, their analysis, constants, ablations and sensitivities; `known` are all cells."""
-    largest = ValidationReport(rows=rows).largest
+    """Errors, their analysis, constants, ablations and sensitivities; `known` are all cells.
+
+    Only errors of cells that depend on fitted constants are analysed.
+    """
+    fitted = ValidationReport(rows=[row for row in rows if row.has_interval])
     refittable = sensitivity.can_refit(known)
     by_tokens = sensitivity.refits_by_tokens(known, _TOKENS) if refittable else {}
     return ValidationReport(
         rows=rows,
-        explanations=[explain(row, rows, known) for row in largest if row.has_interval],
+        explanations=[explain(row, rows, known) for row in fitted.largest],
         speeds=consistency.implied_speeds(known),
         constants=estimates(),
         fits=calibrations(),

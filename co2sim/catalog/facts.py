@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from co2sim.errors import CatalogError, nearest
+from co2sim.files import text_of
 
 Kind: TypeAlias = Literal["clusters", "gpus", "models"]
 Tree: TypeAlias = dict[str, Any]
@@ -63,11 +64,24 @@ def read(kind: Kind, reference: str) -> Tree:
     if not text.strip():
         raise CatalogError(f"{reference} is empty")
     try:
-        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        if path.suffix == ".json":
+            tree = json.loads(text, object_pairs_hook=_once)
+        else:
+            tree = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise CatalogError(f"{reference}: {error}") from error
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
+    return tree
+
+
+def _once(pairs: list[tuple[str, Any]]) -> Tree:
+    """An object of JSON; ValueError for a name that stands there twice, as TOML has it."""
+    tree: Tree = {}
+    for name, value in pairs:
+        if name in tree:
+            raise ValueError(f"{name!r} is given twice")
+        tree[name] = value
     return tree
 
 
@@ -79,7 +93,7 @@ def _text(path: Path, reference: str) -> str:
             " .toml or .json"
         )
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return text_of(path)
     except UnicodeDecodeError as error:
         raise CatalogError(f"cannot read {reference}: it is not a text in UTF-8") from error
     except OSError as error:

@@ -65,6 +65,7 @@ _REFUSED = {
         "quantization_config",
     ),
     "layers that share keys and values are not modelled": ("num_kv_shared_layers",),
+    "attention within chunks of a sequence is not modelled": ("attention_chunk_size",),
 }
 """What changes the cost of a model in a way that is not modelled, by the reason."""
 
@@ -80,13 +81,15 @@ class _Config:
     path: str
     kind: str
 
-    def whole(self, *keys: str, default: int | None = None) -> int:
+    def whole(self, *keys: str, default: int | None = None, least: int | None = None) -> int:
         """The first of the keys that is there."""
         for key in keys:
             value = self.values.get(key)
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise self.error(f"{key} is {value!r}; it must be a whole number")
+                if least is not None and value < least:
+                    raise self.error(f"{key} is {value}; it must be at least {least}")
                 return value
         if default is None:
             raise self.error(f"{' or '.join(keys)} is missing")
@@ -151,8 +154,8 @@ def _body(config: _Config) -> Tree:
         "layers": config.whole("num_hidden_layers", "n_layer", "num_layers"),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": config.whole("num_key_value_heads", default=heads),
-        "head_dim": config.whole("head_dim", default=_HEAD_DIM.get(kind, 0)),
+        "kv_heads": config.whole("num_key_value_heads", default=heads, least=1),
+        "head_dim": config.whole("head_dim", default=_HEAD_DIM.get(kind, 0), least=1),
         "ffn": config.whole("intermediate_size", "ffn_dim", "n_inner", default=wide),
         "gated": kind in _GATED,
         "bias": _bias(config),
@@ -235,6 +238,7 @@ def _window(config: _Config) -> int:
         raise config.error(f"layer_types holds {other[0]!r}, which is not modelled")
     if types and "sliding_attention" not in types:
         return 0
-    if not types and config.kind in _WINDOW_IF_ASKED and not config.flag("use_sliding_window"):
+    usual = bool(types) or config.kind not in _WINDOW_IF_ASKED
+    if not config.flag("use_sliding_window", default=usual):
         return 0
     return config.whole("sliding_window", default=_WINDOWS.get(config.kind, 0))

@@ -1,14 +1,15 @@
-"""How a study of many cases ends when some of them gave no result."""
+"""How a study of many cases ends when some of them gave no result, or were not reached."""
 
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import typer
 
-from co2sim.batch import Failure, Outcome
+from co2sim.batch import Failure, Interrupted, Outcome
+from co2sim.result import Result
 
 _MOST_REASONS = 3
 """In one line."""
@@ -35,6 +36,16 @@ def end_with_failures(names: Iterable[str], outcomes: Sequence[Outcome], kept: s
     head = f"{len(failed)} of {len(outcomes)} cases failed"
     print(f"error: {head}: {'; '.join(said)}; {kept}", file=sys.stderr)
     raise typer.Exit(1)
+
+
+def end_interrupted(interrupt: Interrupted, keep: Callable[[Sequence[int]], str]) -> NoReturn:
+    """After control-C: `keep` writes the cases at these places and says where; exit with 130.
+
+    Where no case gave a result nothing is written.
+    """
+    found = interrupt.outcomes
+    gave = any(isinstance(outcome, Result) for outcome in found.values())
+    raise KeyboardInterrupt(f"{interrupt}; {keep(list(found)) if gave else 'nothing was written'}")
 
 
 def _kind(failure: Failure) -> str:

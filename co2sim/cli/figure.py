@@ -20,6 +20,7 @@ from matplotlib.ticker import (
 
 from co2sim.case import Case
 from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.console.result_tables import speeds
 from co2sim.published_cells import ThroughputCell
 from co2sim.published_speeds import SpeedComparison
 from co2sim.result import Result
@@ -27,6 +28,8 @@ from co2sim.units import counted
 
 _MARKERS = "osD^vPpX"
 """A star is a published value."""
+_DASHES: tuple[Any, ...] = ("-", "-.", (0, (6, 1.5, 1, 1.5, 1, 1.5)))
+"""Lines of the first eight strategies, the second and the third; "--" does not fit in memory."""
 _PANEL = 4.6
 """Inches of a column."""
 _PER_INCH = 13
@@ -89,7 +92,9 @@ def figure(
     drawn.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     first = results[0]
     batch = counted(first.tokens_per_gpu_per_step, first.unit)
+    uneven = speeds(cases[0].noise)
     heading = f"{first.model}, {batch} per GPU and step, {first.precision}"
+    heading += f"; {uneven}" if uneven else ""
     drawn.suptitle(fill(heading, int(0.8 * text)))
     return drawn
 
@@ -112,10 +117,7 @@ def _handles(
             label=label,
         )
 
-    found = [
-        sign(name, COLOURS[at % len(COLOURS)], "-", _MARKERS[at % len(_MARKERS)], full=True)
-        for at, name in enumerate(names)
-    ]
+    found = [sign(name, *_look(place), full=True) for place, name in enumerate(names)]
     if not all(result.fits_in_memory for results in panels for result in results):
         found.append(sign("hollow: does not fit in memory", "grey", "--", "o", full=False))
     if stars:
@@ -123,6 +125,12 @@ def _handles(
     if any(_has_line(group) for group in panels):
         found.append(Line2D([], [], **_LINEAR, label="linear from the best per GPU"))
     return found
+
+
+def _look(place: int) -> tuple[str, Any, str]:
+    """Colour, line and marker of a strategy by its place: no two of the first 64 are alike."""
+    turn, at = divmod(place, len(COLOURS))
+    return COLOURS[at], _DASHES[turn % len(_DASHES)], _MARKERS[(at + turn) % len(_MARKERS)]
 
 
 def _has_line(results: Sequence[Result]) -> bool:
@@ -133,18 +141,13 @@ def _has_line(results: Sequence[Result]) -> bool:
 def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu: bool) -> None:  # noqa: FBT001
     for strategy, group in groupby(results, key=lambda result: result.strategy):
         found = list(group)
-        place = names.index(strategy)
+        color, line, marker = _look(names.index(strategy))
         base = found[0].tokens_per_s_per_gpu
-        color = COLOURS[place % len(COLOURS)]
         x = [r.gpus for r in found]
         y = [r.tokens_per_s_per_gpu / base if per_gpu else r.tokens_per_s for r in found]
         fits = [r.fits_in_memory for r in found]
-        style: dict[str, Any] = {
-            "color": color,
-            "marker": _MARKERS[place % len(_MARKERS)],
-            "markersize": 5,
-        }
-        axis.plot(x, y, **style, linestyle="-" if all(fits) else "--")
+        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5}
+        axis.plot(x, y, **style, linestyle=line if all(fits) else "--")
         hollow = [at for at, fit in enumerate(fits) if not fit]
         axis.plot(
             [x[at] for at in hollow],
@@ -167,7 +170,7 @@ def _count_ticks(axis: Axes, gpus: Sequence[int]) -> None:
 def _spread(sizes: Sequence[int]) -> Iterator[int]:
     """The sizes that have room for a label: the last one, and those far enough from others."""
     least = math.log(sizes[-1] / sizes[0]) / _MOST_SIZES
-    last = 0.0
+    last = -math.inf
     for size in sizes[:-1]:
         place = math.log(size)
         if place - last >= least and math.log(sizes[-1]) - place >= least:
@@ -190,7 +193,7 @@ def _throughput(
         axis.plot(
             [star.cell.sizes[0] for star in mine],
             [star.cell.value for star in mine],
-            color=COLOURS[place % len(COLOURS)],
+            color=_look(place)[0],
             marker="*",
             markersize=13,
             markerfacecolor="none",

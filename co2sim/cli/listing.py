@@ -9,9 +9,9 @@ from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
 from co2sim.catalog.facts import Kind, facts, is_file, read
-from co2sim.console.tables import console, print_table
+from co2sim.console.tables import console, print_lines, print_table
 from co2sim.errors import CatalogError, nearest
-from co2sim.strategies import STRATEGIES, strategy_options
+from co2sim.strategies import STRATEGIES, option_range, strategy_options
 
 
 def print_catalog(what: str | None) -> None:
@@ -61,9 +61,19 @@ def _print_names(out: Console, kind: Kind) -> None:
 
 def _print_strategy(out: Console, name: str) -> None:
     made = STRATEGIES[name]
-    rows = strategy_options(made)
-    out.print(f"{name}: {getdoc(made)}\n", highlight=False, markup=False)
+    rows = [
+        (option, default, _with_range(allowed, option_range(made, option)))
+        for option, default, allowed in strategy_options(made)
+    ]
+    for paragraph in f"{name}: {getdoc(made)}".split("\n\n"):
+        print_lines(out, " ".join(paragraph.split()), "")
     print_table(out, "options", ("option", "default", "allowed"), rows, left=3)
+
+
+def _with_range(allowed: str, bounds: str) -> str:
+    """Where an option is a number, its range behind it."""
+    kind = next((kind for kind in ("a whole number", "a number") if kind in allowed), "")
+    return allowed.replace(kind, f"{kind}, {bounds}", 1) if kind and bounds else allowed
 
 
 def _print_entry(out: Console, kind: Kind, what: str) -> None:

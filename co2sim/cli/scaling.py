@@ -8,17 +8,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from co2sim.batch import Failure, run_all
+from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
-from co2sim.cli.failures import end_with_failures
+from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.figure import draw
 from co2sim.console import loss
-from co2sim.console.result_tables import print_assumed, print_chosen
+from co2sim.console.result_tables import print_assumed, print_chosen, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import to_frame
 from co2sim.grid import strategy_title
 from co2sim.metrics import scalability_ratio
+from co2sim.noise import Noise
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
 from co2sim.step_factors import Goal, to_dict
@@ -35,12 +36,24 @@ def scale(
     *,
     as_json: bool,
 ) -> None:
-    """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print."""
+    """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print.
+
+    At control-C scale.csv holds what is done.
+    """
     cells = read_speeds(published) if published else []
     everything = [*cases, *cases_of(cells, cases)]
-    outcomes = run_all(everything, jobs)
-    table = to_frame(cases, outcomes[: len(cases)], goal=goal).to_csv(index=False).encode()
-    files = {out / "scale.csv": table}
+    try:
+        outcomes = run_all(everything, jobs)
+    except Interrupted as interrupt:
+        done = interrupt.outcomes
+
+        def keep(places: Sequence[int]) -> str:
+            own = [i for i in places if i < len(cases)]
+            write_atomically(_csv(out, [cases[i] for i in own], [done[i] for i in own], goal))
+            return f"those of the study are in {out / 'scale.csv'}"
+
+        end_interrupted(interrupt, keep)
+    files = _csv(out, cases, outcomes[: len(cases)], goal)
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         write_atomically(files)
         names = [case.title for case in everything]
@@ -70,7 +83,7 @@ def scale(
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         asked = [(strategy_title(case.strategy), result) for case, result in group]
-        _print_cluster(terminal, str(cluster), asked, goal)
+        _print_cluster(terminal, str(cluster), asked, goal, cases[0].noise)
     loss.print_remark(terminal, results, goal, "")
     if comparisons:
         _print_published(terminal, comparisons)
@@ -85,8 +98,18 @@ def scale(
     )
 
 
+def _csv(
+    out: Path, cases: Sequence[Case], outcomes: Sequence[Outcome], goal: Goal
+) -> dict[Path, bytes]:
+    return {out / "scale.csv": to_frame(cases, outcomes, goal=goal).to_csv(index=False).encode()}
+
+
 def _print_cluster(
-    terminal: Console, cluster: str, asked: Sequence[tuple[str, Result]], goal: Goal
+    terminal: Console,
+    cluster: str,
+    asked: Sequence[tuple[str, Result]],
+    goal: Goal,
+    noise: Noise,
 ) -> None:
     """The results with the strategies that were asked for, which may leave numbers open."""
     results = [result for _, result in asked]
@@ -124,6 +147,7 @@ def _print_cluster(
         f"{cluster}: {first.model}, {first.unit}s/s per GPU by number of GPUs;"
         f" {first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step, {first.precision}"
     )
+    title += f"; {speeds(noise)}" if noise.uneven else ""
     print_table(terminal, title, columns, rows)
     notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
     if not all(result.fits_in_memory for result in results):
@@ -138,7 +162,9 @@ def _throughput(result: Result) -> str:
 
 
 def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) -> None:
-    columns = ("strategy", "quantity", "GPUs", "published", "predicted", "error", "use")
+    """The cells by cluster; each row has the number of its note, and the notes follow."""
+    notes = list(dict.fromkeys(c.cell.note for c in comparisons if c.cell.note))
+    columns = ("strategy", "quantity", "GPUs", "published", "predicted", "error", "use", "note")
     for cluster, group in groupby(comparisons, key=lambda c: c.cell.cluster):
         rows = [
             (
@@ -149,8 +175,9 @@ def _print_published(terminal: Console, comparisons: Sequence[SpeedComparison]) 
                 shown(c.predicted),
                 percent(c.error),
                 c.cell.use,
+                str(notes.index(c.cell.note) + 1) if c.cell.note else "",
             )
             for c in group
         ]
         print_table(terminal, f"{cluster}: published and predicted", columns, rows, left=2)
-    print_lines(terminal, *dict.fromkeys(c.cell.note for c in comparisons if c.cell.note), "")
+    print_lines(terminal, *(f"note {place}: {note}" for place, note in enumerate(notes, 1)), "")

@@ -1,16 +1,16 @@
 """`co2sim sweep`: any parameter over values."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from co2sim.batch import Failure, Outcome, run_all
+from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
-from co2sim.cli.failures import end_with_failures
+from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.console import loss
-from co2sim.console.result_tables import print_assumed
+from co2sim.console.result_tables import print_assumed, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
@@ -30,15 +30,50 @@ def sweep(
     *,
     as_json: bool,
 ) -> None:
-    """Simulate all cases; `settings` says what each varies. Those that fail are named."""
+    """Simulate all cases; `settings` says what each varies. Those that fail are named.
+
+    At control-C those that are done are shown, and written.
+    """
     if sort is not None:
         check_column(sort, settings, goal)
-    outcomes = run_all(cases, jobs)
+    try:
+        outcomes = run_all(cases, jobs)
+    except Interrupted as interrupt:
+        done = interrupt.outcomes
+
+        def keep(places: Sequence[int]) -> str:
+            part = [cases[i] for i in places], [settings[i] for i in places]
+            _show(*part, [done[i] for i in places], csv, sort, goal, as_json=as_json)
+            return "they are above" if csv is None else f"they are in {csv}"
+
+        end_interrupted(interrupt, keep)
+    settings, shown = _show(cases, settings, outcomes, csv, sort, goal, as_json=as_json)
+    if any(isinstance(outcome, Failure) for outcome in shown):
+        names = (
+            ", ".join(f"{path}={label(value)}" for path, value in setting.items())
+            for setting in settings
+        )
+        kept = "the others are above" if csv is None else f"the others are in {csv}"
+        end_with_failures(names, shown, kept)
+
+
+def _show(
+    cases: Sequence[Case],
+    settings: Sequence[Setting],
+    outcomes: Sequence[Outcome],
+    csv: Path | None,
+    sort: str | None,
+    goal: Goal,
+    *,
+    as_json: bool,
+) -> tuple[Sequence[Setting], Sequence[Outcome]]:
+    """Write the CSV file and print; gives the settings and the outcomes as they are sorted."""
     frame = to_frame(cases, outcomes, settings, goal)
     if sort is not None:
         places = order(frame, sort)
         frame = frame.iloc[places]
-        settings, outcomes = [settings[i] for i in places], [outcomes[i] for i in places]
+        cases, settings = [cases[i] for i in places], [settings[i] for i in places]
+        outcomes = [outcomes[i] for i in places]
     if csv is not None:
         write_atomically({csv: frame.to_csv(index=False).encode()})
     if as_json:
@@ -51,13 +86,7 @@ def sweep(
         _print(cases, settings, outcomes, goal)
         if csv is not None:
             print_lines(console(), f"table   {csv}")
-    if any(isinstance(outcome, Failure) for outcome in outcomes):
-        names = (
-            ", ".join(f"{path}={label(value)}" for path, value in setting.items())
-            for setting in settings
-        )
-        kept = "the others are above" if csv is None else f"the others are in {csv}"
-        end_with_failures(names, outcomes, kept)
+    return settings, outcomes
 
 
 def _figures(outcome: Outcome, goal: Goal) -> dict[str, object]:
@@ -94,14 +123,36 @@ def _print(
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
         left += 1
     terminal = console()
-    where = _same([f"{r.model} on {r.cluster}" for r in results]) or _same(
-        [f"{label(case.model)} on {label(case.cluster)}" for case in cases]
-    )
-    others = _same([r.strategy for r in results]), _same([counted(r.gpus, "GPU") for r in results])
-    constant = [part for part in (where, *others) if part]
-    title = ", ".join([*constant, f"by {' and '.join(settings[0])}"])
+    title = ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"])
+    uneven = speeds(cases[0].noise, varied=settings[0])
+    title += f"; {uneven}" if uneven else ""
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
+
+
+def _shared(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
+    """What all cases have in common, those that failed included: inputs, strategy, GPUs."""
+    results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    whole = len(results) == len(outcomes)
+
+    def same(shown: Callable[[Result], str], asked: Callable[[Case], object]) -> str:
+        """What all results show; where some are missing, if it was asked of all alike."""
+        alike = whole or len({str(asked(case)) for case in cases}) == 1
+        return _same([shown(result) for result in results]) if alike else ""
+
+    def inputs(case: Case) -> object:
+        return _names(case), sorted(case.overrides.items())
+
+    found = (
+        same(lambda r: f"{r.model} on {r.cluster}", inputs) or _same(list(map(_names, cases))),
+        same(lambda r: r.strategy, lambda case: label(case.strategy)),
+        same(lambda r: counted(r.gpus, "GPU"), lambda case: case.gpus or inputs(case)),
+    )
+    return [part for part in found if part]
+
+
+def _names(case: Case) -> str:
+    return f"{label(case.model)} on {label(case.cluster)}"
 
 
 def _same(texts: Sequence[str]) -> str:
@@ -117,6 +168,7 @@ def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> No
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)
     loss.print_remark(terminal, results, goal)
+    print_lines(terminal, "")
     print_assumed(terminal, results)
 
 

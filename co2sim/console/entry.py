@@ -4,6 +4,8 @@ import io
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ INTERRUPTED = 130
 
 
 class _Command(TyperCommand):
-    """A command that refuses an option that takes one value and is given several."""
+    """A command that refuses an option that takes one value and is given several.
+
+    Of required options it names all that are missing, not only the first.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         order = self.make_parser(ctx).parse_args(args=list(args))[2]
@@ -27,14 +32,30 @@ class _Command(TyperCommand):
                 flag = max(option.opts, key=len)
                 kind = "give it once" if option.is_flag else "it takes one value"
                 raise OptionError(f"{flag} is given {times} times; {kind}")
+        options = [one for one in self.get_params(ctx) if isinstance(one, TyperOption)]
+        missing = [max(o.opts, key=len) for o in options if o.required and o not in order]
+        if missing and not any(option.is_eager for option in order):  # such as --help
+            raise OptionError(
+                f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+            )
         return super().parse_args(ctx, args)
+
+
+@contextmanager
+def keeping(what: str) -> Iterator[None]:
+    """Let a control-C say what is on the disk, unless it says so already."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(str(interrupt) or what) from None
 
 
 def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
     """Run a command. Bad input ends it with one line on stderr and exit code 2.
 
-    `kept` says what is on the disk after control-C. A reader that has gone, such as `head`, is no
-    error: the exit code is 0. A single option that is given twice is refused.
+    `kept` says what is on the disk after control-C, unless the interrupt does. A reader that has
+    gone, such as `head`, is no error: the exit code is 0. A single option that is given twice is
+    refused, and all that are missing are named.
     """
     _set_up_streams()
     _refuse_repeated(app)
@@ -48,8 +69,8 @@ def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
         code = 2
-    except (typer.Abort, KeyboardInterrupt):
-        code = INTERRUPTED
+    except (typer.Abort, KeyboardInterrupt) as interrupt:
+        code, kept = INTERRUPTED, str(interrupt) or kept
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # the output is full, or gone

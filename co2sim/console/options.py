@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any
 
 import typer
 
+from co2sim import convert
 from co2sim.case import Case
 from co2sim.errors import OptionError, UnitError
 from co2sim.noise import Noise
@@ -28,15 +29,8 @@ def number(flag: str) -> Callable[[str], float]:
 
 
 def whole(flag: str) -> Callable[[str], int]:
-    """A parser whose error names the option and the text."""
-
-    def read(text: str) -> int:
-        try:
-            return int(text)
-        except ValueError:
-            raise OptionError(f"{flag} is {text!r}; it must be a whole number") from None
-
-    return read
+    """A parser whose error names the option and the text; 1e3 is 1000."""
+    return partial(convert.whole, flag)
 
 
 def seconds(flag: str, text: str, least: float = 0.0) -> float:

@@ -1,6 +1,6 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from rich.console import Console
 from rich.text import Text
@@ -82,18 +82,22 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
     )
 
 
-def speeds(noise: Noise, result: Result) -> str:
-    """In words, how fast the nodes and the ops of a run were."""
+def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:
+    """In words, how fast nodes and ops were: of one run, or of many, but for what `varied`."""
     found = [f"node {node} at {speed:g} of nominal" for node, speed in noise.node_speed.items()]
     more = len(found) - _NAMED
     found = [*found[:_NAMED], *([f"{more} more nodes"] if more > 0 else [])]
-    if noise.straggle:
+    seed = "" if "seed" in varied else f"seed {noise.seed}"
+    behind = f" ({seed})" if seed else ""
+    if noise.straggle and result is not None:
         layout = Layout(result.nodes, result.gpus // result.nodes)
         slowdowns = noise.node_slowdowns(layout)
         span = f"{1 / max(slowdowns):.3g} to {1 / min(slowdowns):.3g} of nominal"
-        found.append(f"all nodes from {span} (straggle {noise.straggle:g}, seed {noise.seed})")
-    if noise.jitter:
-        found.append(f"jitter {noise.jitter:g} on every op (seed {noise.seed})")
+        found.append(f"all nodes from {span} (straggle {noise.straggle:g}, {seed})")
+    elif noise.straggle and "straggle" not in varied:
+        found.append(f"straggle {noise.straggle:g} on every node{behind}")
+    if noise.jitter and "jitter" not in varied:
+        found.append(f"jitter {noise.jitter:g} on every op{behind}")
     return ", ".join(found)
 
 

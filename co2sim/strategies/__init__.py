@@ -1,11 +1,12 @@
 """The strategies, and how to name one: `co2`, or with options `co2(tau=48, worker=node)`."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from types import NoneType, UnionType
 from typing import (
     Any,
     ClassVar,
+    Literal,
     Protocol,
     Union,
     get_args,
@@ -34,6 +35,8 @@ __all__ = [
     "STRATEGIES",
     "LocalSteps",
     "Strategy",
+    "checked",
+    "option_range",
     "parse",
     "strategy_options",
     "with_options",
@@ -92,6 +95,40 @@ def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
     return replace(strategy, **values)  # type: ignore[type-var]
 
 
+def checked(strategy: Strategy) -> Strategy:
+    """A strategy as an object, its options read as if they were texts: "bf16" is DType.BF16.
+
+    Options of other types than numbers, truths and choices are left as they are. Raises OptionError
+    for a value that is not allowed.
+    """
+    if not is_dataclass(strategy):
+        return strategy
+    values: dict[str, Any] = {}
+    try:
+        hints = get_type_hints(type(strategy))
+    except NameError:  # a type that is local to a function
+        return strategy
+    for option in (option.name for option in fields(strategy)):
+        if not _is_plain(hints[option]):
+            continue
+        given = getattr(strategy, option)
+        try:
+            text = convert.text(given)
+        except OptionError:  # an object
+            text = convert.shown(given)
+        found = _value(f"{strategy.name}: {option}", text, hints[option])
+        if (type(found), found) != (type(given), given):
+            values[option] = found
+    return replace(strategy, **values) if values else strategy
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether values of this type can be written as a text that `_value` reads."""
+    kinds = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
+    plain = {int, float, bool, DType, type(None)}
+    return all(get_origin(kind) is Literal or kind in plain for kind in kinds)
+
+
 def _pair(item: str, name: str) -> tuple[str, str]:
     option, separator, value = item.partition("=")
     if not separator or not value.strip():
@@ -120,6 +157,15 @@ def _allowed(hint: Any) -> str:
     return ", ".join(
         [*(numbers[kind] for kind in _kinds(hint) if kind in numbers), *_choices(hint)]
     )
+
+
+def option_range(made: type[Any], option: str) -> str:
+    """What a strategy says that a number must be, when it is given -1: "1 to 10000"; else ""."""
+    try:
+        made(**{option: -1})
+    except OptionError as error:
+        return str(error).partition("; it must be ")[2]
+    return ""
 
 
 def _choices(hint: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from co2sim.console import options
 from co2sim.errors import OptionError, UnitError, nearest
 from co2sim.files import check_writable, write_atomically
 from co2sim.schedule import DType
-from co2sim.units import duration, parse, scaled
+from co2sim.units import duration, parse, percent, scaled
 from realrun.cli import options as launching
 
 if TYPE_CHECKING:
@@ -236,4 +236,4 @@ def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> 
 
 
 def _percent(off: "Residuals") -> tuple[str, str, str]:
-    return f"{off.median:.1%}", f"{off.worst:.1%}", f"{off.last:+.1%}"
+    return f"{off.median:.1%}", f"{off.worst:.1%}", percent(off.last, 1)

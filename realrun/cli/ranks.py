@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import NoReturn
 
 from co2sim.case import Case
@@ -13,11 +14,11 @@ from co2sim.cluster import Backend
 from co2sim.errors import Co2simError, OptionError
 from co2sim.files import write_atomically
 from co2sim.result import Result
-from co2sim.units import Seconds
+from co2sim.units import Seconds, counted, duration
 from realrun import record
 from realrun.execute.world import World, end, join, need_gpus
 from realrun.launch.local import run_local
-from realrun.measure import KernelName, Say, measure, partial_trace
+from realrun.measure import KernelName, Say, computing_time, measure, partial_trace
 from realrun.record import Record
 
 _GRACE: Seconds = 5.0
@@ -25,6 +26,9 @@ _GRACE: Seconds = 5.0
 
 _NEWS: Seconds = 5.0
 """Between two lines that tell how far a run is."""
+
+_MINUTES: Seconds = 120.0
+"""From here on times are said in minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ def run(
         records = []
         for case, folder in zip(cases, folders, strict=True):
             rank.folder = folder
+            if rank.progress:
+                _foretell(case, rank.world, rounds)
             found = measure(
                 case, rank.world, kernels, rounds=rounds, check=check, progress=rank.progress
             )
@@ -132,16 +138,37 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
     end(1)
 
 
+def _foretell(case: Case, world: World, rounds: int) -> None:
+    """Say how long a run will take, if that is long."""
+    expected = computing_time(case, world, rounds)
+    if expected > _NEWS:
+        time_ = duration(expected) if expected < _MINUTES else f"{expected / 60:,.0f} min"
+        print(
+            f"{case.strategy}: computing alone takes about {time_}, by the GPU of the cluster:"
+            f" {counted(rounds, 'round')} and the warm-up, with and without communication",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def news() -> Say:
-    """A line every few seconds that tells how far a run is; none for what takes no longer."""
-    last = time.monotonic()
+    """A line every few seconds that tells how far a run is; none for what takes no longer.
+
+    The first comes when it is due, however long the work under way still takes.
+    """
+    last, latest = time.monotonic(), ""
 
     def show(text: str) -> None:
-        nonlocal last
+        nonlocal last, latest
+        latest = text
         if time.monotonic() - last > _NEWS:
             last = time.monotonic()
+            timer.cancel()
             print(text, file=sys.stderr, flush=True)
 
+    timer = Timer(_NEWS, lambda: show(latest) if latest else None)
+    timer.daemon = True
+    timer.start()
     return show
 
 

@@ -18,6 +18,9 @@ from realrun.train.outer import pairs
 from realrun.train.settings import TrainSettings
 from realrun.train.support import check, check_estimate
 
+_WARMUP = 20
+"""Steps, if there are twice as many."""
+
 
 def train(  # noqa: PLR0913, PLR0917 - one argument per option
     task: Annotated[
@@ -96,11 +99,13 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         ),
     ] = 0.1,
     warmup: Annotated[
-        int,
+        int | None,
         typer.Option(
-            parser=options.whole("--warmup"), metavar="N", help="Steps until lr is reached."
+            parser=options.whole("--warmup"),
+            metavar="N",
+            help="Steps until lr is reached; default: 20, or half of all where those are fewer.",
         ),
-    ] = 20,
+    ] = None,
     momentum: Annotated[
         float,
         typer.Option(parser=options.number("--momentum"), metavar="N", help="Momentum of sgd."),
@@ -196,7 +201,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         optimizer=optimizer,  # type: ignore[arg-type]
         lr=lr,
         final_lr=final_lr,
-        warmup=warmup,
+        warmup=min(_WARMUP, steps // 2) if warmup is None else warmup,
         momentum=momentum,
         weight_decay=weight_decay,
         clip_grad=clip_grad,

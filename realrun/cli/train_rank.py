@@ -135,7 +135,7 @@ def _print(history: History, out: Path) -> None:
     if found["validation_loss"] is not None:
         print(
             f"validation loss {found['validation_loss']:.4f} (best"
-            f" {found['best_validation_loss']:.4f}), {found['accuracy']:.1%} right"
+            f" {found['best_validation_loss']:.4f}), accuracy {found['accuracy']:.1%}"
         )
     if found["rounds"] is not None:
         print(

@@ -78,7 +78,7 @@ def run_local(
                 ranks.append(start(rank, program, given, errors=rank > 0 or not draws))
                 put_under(guard, ranks[-1].process.pid)
                 alive.append(ranks[-1])
-            code = supervise(ranks, store, grace)
+            code = supervise(ranks, store, grace, lambda: asked)
             return 128 + asked[0] if asked and not code else code
     except Stopped as stopped:
         return stopped.exit_code

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from co2sim.units import Seconds
@@ -12,11 +12,18 @@ from realrun.launch.processes import RankProcess
 from realrun.launch.watch import Store, gone, tell
 
 
-def supervise(ranks: Sequence[RankProcess], store: Store, grace: Seconds) -> int:
+def supervise(
+    ranks: Sequence[RankProcess],
+    store: Store,
+    grace: Seconds,
+    asked: Callable[[], object] = lambda: False,
+) -> int:
     """Pass on what the ranks print until all have ended: 0 if all did so with 0, else 1.
 
     The first failure is reported to the others; ranks that still run `grace` later are killed.
-    Rank 0's stdout is passed on as it is, every other line with its rank in front.
+    Rank 0's stdout is passed on as it is, every other line with its rank in front. Once the ranks
+    were `asked` to end by SIGTERM, one that ends by it has not failed: it was not ready yet to do
+    so in good order, and the others, which need it, end with it.
     """
     running = list(ranks)
     first: RankProcess | None = None
@@ -29,6 +36,9 @@ def supervise(ranks: Sequence[RankProcess], store: Store, grace: Seconds) -> int
             for one in ended:
                 one.kill()  # what it started and left behind
                 running.remove(one)
+            if asked() and any(one.process.returncode == -signal.SIGTERM for one in ended):
+                _kill(running)
+                return int(first is not None)
             failed = [one for one in ended if one.process.returncode]
             if failed and first is None:  # of those found at once, one that was killed came first
                 first = min(failed, key=lambda one: (one.process.returncode > 0, one.rank))
@@ -37,12 +47,10 @@ def supervise(ranks: Sequence[RankProcess], store: Store, grace: Seconds) -> int
                     tell(store, first.rank, _ending(first))
                     silent = set(gone(store))
                     late = [one for one in running if one.rank in silent]
-                    for one in late:
-                        one.kill()
+                    _kill(late)
             if time.monotonic() >= deadline:
                 late, deadline = [*late, *running], float("inf")
-                for one in running:
-                    one.kill()
+                _kill(running)
     if first is None:
         return 0
     words = f"error: rank {first.rank} {_ending(first)}"
@@ -50,6 +58,11 @@ def supervise(ranks: Sequence[RankProcess], store: Store, grace: Seconds) -> int
         words += f"; {_named(late)} did not stop and had to be killed"
     print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it ended
     return 1
+
+
+def _kill(ranks: Sequence[RankProcess]) -> None:
+    for one in ranks:
+        one.kill()
 
 
 def _ending(one: RankProcess) -> str:

@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    FuncFormatter,
+    NullFormatter,
+    NullLocator,
+    PercentFormatter,
+)
 
 from co2sim.cluster import GPU, Cluster
 from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
@@ -17,39 +23,46 @@ from realrun.probe.samples import Measured, Sample, by_kind
 
 _COLOURS = dict(zip(Kind, COLOURS, strict=False))
 _MARKERS = dict(zip(Kind, "osD^vP", strict=True))
+_MOST_SIZES = 8
+"""Of kernels: labels that a panel has room for."""
 
 
 def draw(measured: Measured, fitted: Fitted, name: str) -> bytes:
-    """PNG: a panel for every group, time by size, and one for kernels, efficiency by size.
+    """The figure as PNG."""
+    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
+        return render(figure(measured, fitted, name), "png")
+
+
+def figure(measured: Measured, fitted: Fitted, name: str) -> Figure:
+    """A panel for every group, time by size, and one for kernels, efficiency by size.
 
     Points are measured; lines are what co2sim predicts from the fitted links.
     """
     kinds = by_kind(measured.collectives)
     groups = list(dict.fromkeys(group for group, _ in kinds))
     panels = len(groups) + (fitted.processor is not None)
-    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        figure = Figure(figsize=(max(6.4, 4.6 * panels + 0.4), 4.8), layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        here = fitted.intra or fitted.inter
-        for axis, group in zip(axes, groups, strict=False):
-            assert here is not None
-            links = (fitted.intra or here, fitted.inter or here)
-            cluster = bare(measured.layout, measured.backend, *links)
-            found = {kind: samples for (at, kind), samples in kinds.items() if at == group}
-            _collectives(axis, found, cluster)
-            axis.set_title(_title(group, measured), fontsize=9)
-        if fitted.processor is not None:
-            _kernels(axes[-1], measured, fitted.processor)
-        if groups:
-            axes[0].set_ylabel("time")
-            figure.legend(
-                *axes[0].get_legend_handles_labels(),
-                loc="outside lower center",
-                ncols=5 if panels > 1 else 3,
-                frameon=False,
-            )
-        figure.suptitle(name)
-        return render(figure, "png")
+    drawn = Figure(figsize=(max(6.4, 4.6 * panels + 0.4), 4.8), layout="constrained")
+    axes = drawn.subplots(1, panels, squeeze=False)[0]
+    here = fitted.intra or fitted.inter
+    for axis, group in zip(axes, groups, strict=False):
+        assert here is not None
+        links = (fitted.intra or here, fitted.inter or here)
+        cluster = bare(measured.layout, measured.backend, *links)
+        found = {kind: samples for (at, kind), samples in kinds.items() if at == group}
+        _collectives(axis, found, cluster)
+        axis.set_title(_title(group, measured), fontsize=9)
+    if fitted.processor is not None:
+        _kernels(axes[-1], measured, fitted.processor)
+    if groups:
+        axes[0].set_ylabel("time")
+        drawn.legend(
+            *axes[0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=5 if panels > 1 else 3,
+            frameon=False,
+        )
+    drawn.suptitle(name)
+    return drawn
 
 
 def _title(group: Group, measured: Measured) -> str:
@@ -84,8 +97,10 @@ def _collectives(axis: Axes, found: Mapping[Kind, Sequence[Sample]], cluster: Cl
 
 def _kernels(axis: Axes, measured: Measured, gpu: GPU) -> None:
     """Attained fraction of the best speed by size, for every precision."""
+    sizes: set[float] = set()
     for number, (precision, samples) in enumerate(measured.compute.items()):
         speeds = attained(samples, measured.launch)
+        sizes |= speeds.keys()
         axis.plot(
             list(speeds),
             [speed / gpu.peak[precision] for speed in speeds.values()],
@@ -97,8 +112,10 @@ def _kernels(axis: Axes, measured: Measured, gpu: GPU) -> None:
     axis.set_xscale("log")
     axis.set_ylim(0, 1.05)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda flops, _: scaled(flops, "FLOP")))
-    axis.tick_params(axis="x", rotation=45)
+    every = -(-len(sizes) // _MOST_SIZES)
+    axis.set_xticks(sorted(sizes, reverse=True)[::every])
+    axis.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
+    axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlabel("FLOP of a kernel")
     axis.set_ylabel("attained share of the best speed")
     axis.set_title("kernels", fontsize=9)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+from co2sim.errors import OptionError
 from co2sim.schedule import NODE, PEERS, WORLD
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
@@ -28,7 +29,7 @@ from realrun.algorithms.workers import Workers
 from realrun.execute.world import World
 from realrun.train import outer
 from realrun.train.log import OuterStats
-from realrun.train.settings import TrainSettings
+from realrun.train.settings import IN_EVERY_STEP, TrainSettings
 
 _BETAS = (0.9, 0.95)
 """Of AdamW; the second is lower than torch's, as is usual for language models."""
@@ -200,7 +201,12 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
 def _shared(
     strategy: Strategy, name: str, model: nn.Module, world: World, among: dist.ProcessGroup
 ) -> nn.Module:
-    """The model shared by the ranks of a group, by DDP or one of the stages of ZeRO."""
+    """The model shared by the ranks of a group, by DDP or one of the stages of ZeRO.
+
+    Raises OptionError for a strategy that is neither.
+    """
+    if name not in IN_EVERY_STEP:
+        raise OptionError(f"{name} has no training algorithm")
     if name in {"ddp", "zero1"}:
         device = [world.device] if world.device.type == "cuda" else None
         mib = (strategy if isinstance(strategy, DDP) else DDP()).bucket_mib

@@ -18,6 +18,9 @@ TaskName = Literal["text", "digits"]
 OptimizerName = Literal["adamw", "sgd"]
 Evaluate = Literal["during", "after"]
 
+IN_EVERY_STEP = frozenset({"ddp", "zero1", "zero2", "zero3", "zeropp"})
+"""Strategies that are trained without an outer step; the others are those of `outer.OPTIONS`."""
+
 MOST = 10**9
 """Of steps, samples and seeds."""
 _HOW = ("stop", "log_every", "eval_every", "checkpoint_every", "evaluate")
@@ -68,6 +71,7 @@ class TrainSettings:
         ):
             one_of(name, getattr(self, name), allowed)
         known_size(self.size)
+        _check_trained(self.parsed.name)
         outer.arguments(self.parsed.name, self.outer)
         for name, least in (
             *(("steps", 1), ("batch", 1), ("log_every", 1)),
@@ -151,3 +155,13 @@ class TrainSettings:
             "context": self.shape.context if self.task == "text" else 0,
             "outer": dict(sorted(self.outer.items())),
         }
+
+
+def _check_trained(name: str) -> None:
+    """Raise OptionError for a strategy that only has a schedule, such as a user's own."""
+    known = sorted(IN_EVERY_STEP | outer.OPTIONS.keys())
+    if name not in known:
+        raise OptionError(
+            f"{name} has no training algorithm; those that have: {', '.join(known)} (`realrun run`"
+            " executes the schedule of any)"
+        )
