@@ -16,6 +16,7 @@ from co2sim.errors import Co2simError, OptionError
 from co2sim.ranges import above, between, whole
 from co2sim.result import Result
 from co2sim.strategies import LocalSteps, Strategy, parse
+from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps
 from co2sim.strategies.step import title
 from co2sim.units import Seconds
@@ -184,8 +185,14 @@ def _distance(one: Any, measured: str) -> tuple[float, ...]:
     """Between taus, by their ratio; then between delays, and what is done with late averages."""
     other: Any = parse(measured)
     ratio = abs(math.log(round_steps(one) / round_steps(other)))
-    how = ("delay", "keep", "predict")
-    return ratio, *(abs((getattr(one, x, 0) or 0) - (getattr(other, x, 0) or 0)) for x in how)
+    pairs = zip(_lateness(one), _lateness(other), strict=True)
+    return ratio, *(abs(mine - theirs) for mine, theirs in pairs)
+
+
+def _lateness(strategy: Any) -> tuple[float, float, float]:
+    """Delay, keep and predict; 0 where averages are not late."""
+    delay = getattr(strategy, "delay", None) or 0
+    return (delay, *strategy.kept()) if delay and isinstance(strategy, CO2) else (delay, 0, 0)
 
 
 @cache

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from co2sim.errors import OptionError
 from co2sim.ranges import whole
+from co2sim.strategies.co2 import even_fragments, kept
 from realrun import checks
 from realrun.algorithms.late import Delay, Late
 from realrun.algorithms.local_update import Common, LocalUpdate
@@ -40,9 +41,10 @@ class CO2Rule:
     staleness: int = 1
     pull: None = None
     delay: Delay | None = None
-    keep: float = 1.0
-    predict: float = 0.0
+    keep: float | None = None
+    predict: float | None = None
     fragments: int = 1
+    tau: int = 1
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
@@ -57,7 +59,7 @@ class CO2Rule:
             raise OptionError(
                 f"staleness is {self.staleness}, but delay={self.delay} says when averages are used"
             )
-        if self.delay is None and (self.keep, self.predict, self.fragments) != (1.0, 0.0, 1):
+        if self.delay is None and (self.keep, self.predict, self.fragments) != (None, None, 1):
             raise OptionError("keep, predict and fragments need delay: without it workers restart")
         if self.fragments > 1 and self.gap == "gap_aware":
             raise OptionError("gap='gap_aware' needs norms of the whole model, not of fragments")
@@ -67,9 +69,8 @@ class CO2Rule:
         """With a delay averages are used while the next round runs."""
         if self.delay is None:
             return None
-        return Late(
-            delay=self.delay, keep=self.keep, predict=self.predict, fragments=self.fragments
-        )
+        keep, predict = kept(self.tau, self.keep, self.predict)
+        return Late(delay=self.delay, keep=keep, predict=predict, fragments=self.fragments)
 
     @property
     def clips(self) -> bool:
@@ -140,14 +141,15 @@ class CO2(LocalUpdate):
     launch, 1 to tau, and workers do not start anew. With l what a worker held at the launch, it
     goes on from x <- anchor + keep (x - l) - predict (delay / tau) D: it keeps that share of what
     it has learned since, and `predict` replaces more of it by what all learned on average a moment
-    ago. With keep=1 and a gain of 1, the default here, the mean of all workers moves exactly as in
-    LocalSGD, and only their agreement is late. `fragments` cuts the model into so many parts, which
+    ago. By default all is kept in rounds below 6 steps, half of it in longer ones, and predict is
+    1 - keep. With keep=1 and a gain of 1, the default here, the mean of all workers moves exactly
+    as in LocalSGD, and only their agreement is late. `fragments` cuts the model into parts, which
     launch at evenly spread steps of a round: each takes less time to arrive, so that its delay is
     shorter, and the network is used evenly.
 
     delay="auto" measures the first averages, in which it is tau, and then takes the fewest steps
-    that leave none to wait for, the same on all ranks (`stats().delay`). There are tau fragments
-    then by default, one for each step. An average that takes longer is waited for (`stats().late`).
+    that leave none to wait for, the same on all ranks (`stats().delay`). There is one fragment then
+    for each step by default, up to 64. An average that takes longer is waited for (`stats().late`).
     keep=1 and gain 1 are DaSGD (Zhou et al. 2020, arXiv 2006.00441), with delay=tau CoCoD-SGD (Shen
     et al. 2019, arXiv 1906.12043).
 
@@ -175,11 +177,12 @@ class CO2(LocalUpdate):
         clip: float | None = None,
         staleness: int = 1,
         delay: Delay | None = None,
-        keep: float = 1.0,
-        predict: float = 0.0,
+        keep: float | None = None,
+        predict: float | None = None,
         fragments: int | None = None,
         **common: Unpack[Common],
     ) -> None:
+        tau = whole("tau", tau, 1)
         rule = CO2Rule(
             outer_momentum=outer_momentum,
             outer_lr=(0.5 if delay is None else 1.0) if outer_lr is None else outer_lr,
@@ -190,8 +193,11 @@ class CO2(LocalUpdate):
             delay=delay,
             keep=keep,
             predict=predict,
-            fragments=(tau if delay == "auto" else 1) if fragments is None else fragments,
+            fragments=(even_fragments(tau) if delay == "auto" else 1)
+            if fragments is None
+            else fragments,
+            tau=tau,
         )
         if rule.late:
-            rule.late.check(whole("tau", tau, 1))
+            rule.late.check(rule.tau)
         super().__init__(model, optimizer, rule, tau=tau, **common)

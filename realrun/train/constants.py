@@ -183,7 +183,8 @@ def commands(found: Estimates, settings: TrainSettings, delay: int | None) -> di
     if isinstance(strategy, CO2):
         late = "" if strategy.staleness == 1 else f" --delay '{strategy.staleness} rounds'"
         if delay is not None:
-            late = f" --delay {delay} --keep {strategy.keep:g} --predict {strategy.predict:g}"
+            keep, predict = strategy.kept()
+            late = f" --delay {delay} --keep {keep:g} --predict {predict:g}"
     name = "co2"
     if isinstance(strategy, LocalSteps):
         name = strategy.name if strategy.name in _BOUNDED else "local_sgd"

@@ -266,6 +266,7 @@ def _outer(
     if isinstance(strategy, CO2):
         options |= {"staleness": strategy.staleness, "delay": strategy.delay}
         options |= {"keep": strategy.keep, "predict": strategy.predict}
+        options |= {"fragments": strategy.fragments}
     if isinstance(strategy, DiLoCo):
         options |= {"fragments": strategy.fragments, "delay": strategy.delay}
     kind = _ALGORITHMS[strategy.name]
