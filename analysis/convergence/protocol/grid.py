@@ -13,7 +13,8 @@ from analysis.convergence.objectives.logistic import Logistic, Minibatches
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Quadratic
 from analysis.convergence.protocol.tightness import EXACT, TightnessRow
 from analysis.convergence.setting import Setting
-from analysis.convergence.simulate import RunSize, Variants, run, select, variants
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, Variants, select, variants
 
 _PAIRS = ((1.0, 0.0), (0.5, 0.5), (1.0, 0.5), (0.1, 0.9), (0.6, 0.8), (1.5, 0.0))
 """Outer steps and momenta."""

@@ -10,7 +10,8 @@ from analysis.convergence import exact_moments
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.protocol.identities import CASES, largest_error
-from analysis.convergence.simulate import RunSize, Variants, run, select, variants, walk
+from analysis.convergence.simulate import run, walk
+from analysis.convergence.variants import RunSize, Variants, select, variants
 
 IDENTITY = 1e-12
 """Largest relative error of the identities."""
