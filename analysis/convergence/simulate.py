@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from analysis.convergence.late_simulate import LateRuns
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Sampler
 from analysis.convergence.steps import LocalSteps, OuterStep
 from analysis.convergence.variants import Outcome, RunSize, Variants
@@ -47,7 +48,8 @@ def run(
     What diverges becomes infinite or NaN, without a warning. Raises OptionError for a negative
     delay, and for a gap-aware penalty without delay.
     """
-    simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart)
+    kind = _Runs if size.late_steps is None else LateRuns
+    simulation = kind(problem, which, size, sampler or Gaussian(problem), seed, apart)
     for _ in range(size.rounds):
         simulation.next_round()
     return simulation.outcome()
@@ -61,7 +63,7 @@ def walk(
     seed: int | Sequence[int] = 0,
     sampler: Sampler | None = None,
 ) -> tuple[Outcome, Trajectory]:
-    """As `run` without `apart`, and every round with it."""
+    """As `run` without `apart`, and every round with it; for averages that are late by rounds."""
     simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart=False)
     rounds = [simulation.next_round() for _ in range(size.rounds)]
     points, momenta, sums = (np.array(part) for part in zip(*rounds, strict=True))

@@ -17,7 +17,7 @@ class LocalSteps:
     ) -> None:
         self.problem, self.sampler = problem, sampler
         self.workers, self.count = workers, steps
-        self.step = which.inner_step[:, None, None, None]
+        self.size = which.inner_step[:, None, None, None]
         self.deviation = np.sqrt(which.noise)[:, None, None, None]
         self.gradient: Array = np.zeros(1)
         self.drift: Array = np.zeros(1)
@@ -29,21 +29,28 @@ class LocalSteps:
         points = np.repeat(x[:, :, None, :], self.workers, axis=2)
         mean = x
         for step in range(self.count):
-            self._measure(points, mean)
-            noisy, variance = self.sampler.gradients(points, drawn[step], self.deviation)
-            if variance is not None:
-                self.variance = np.fmax(self.variance, variance.mean(axis=(1, 2)))
-            noisy *= self.step
-            points -= noisy
-            mean = points.mean(axis=2)
-        return (x - mean) / self.step[:, :, 0]
+            mean = self.step(points, mean, drawn[step])
+        return (x - mean) / self.size[:, :, 0]
 
-    def _measure(self, points: Array, mean: Array) -> None:
+    def step(
+        self, points: Array, mean: Array, drawn: NDArray[Any], weight: Array | float = 1.0
+    ) -> Array:
+        """Measure, with a weight, and move the workers [C, S, G, d]; their new mean."""
+        self._measure(points, mean, weight)
+        noisy, variance = self.sampler.gradients(points, drawn, self.deviation)
+        if variance is not None:
+            self.variance = np.fmax(self.variance, variance.mean(axis=(1, 2)))
+        noisy *= self.size
+        points -= noisy
+        return np.asarray(points.mean(axis=2))
+
+    def _measure(self, points: Array, mean: Array, weight: Array | float) -> None:
         slope = self.problem.gradient(mean)
-        self.gradient = self.gradient + np.einsum("csd,csd->cs", slope, slope)
+        self.gradient = self.gradient + weight * np.einsum("csd,csd->cs", slope, slope)
         if self.workers > 1:
             apart = points - mean[:, :, None, :]
-            self.drift = self.drift + np.einsum("csgd,csgd->cs", apart, apart) / self.workers
+            square = np.einsum("csgd,csgd->cs", apart, apart) / self.workers
+            self.drift = self.drift + weight * square
         if self.problem.heterogeneous:
             spread = self.problem.spread(mean).mean(axis=1)
             self.spread = np.fmax(self.spread, spread)
