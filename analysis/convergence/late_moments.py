@@ -9,7 +9,7 @@ bound.
 Source: docs/theory.md, the late average.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,41 +38,59 @@ class _Maps:
     launch: Array
 
 
-def exact(problem: Quadratic, which: Variants, size: RunSize, *, spread: bool = False) -> Moments:
+def exact(
+    problem: Quadratic,
+    which: Variants,
+    size: RunSize,
+    *,
+    spread: bool = False,
+    alike: bool = False,
+) -> Moments:
     """The moments of `simulate.run` with Gaussian noise, means weighted as there.
 
+    With `alike` all steps count 1 in the means instead.
+
+    Positions are counted from the optimum, so that small distances are not lost in large squares.
     `spread` is NaN unless asked for. `final` is of the mean of workers. Raises OptionError for what
     is not linear.
     """
     if which.gap_aware.any() or np.isfinite(which.clip).any():
         raise OptionError("exact moments are not known with clipping or a gap-aware penalty")
+    optimum = problem.optimum
+    problem = replace(problem, centre=problem.centre - optimum, start=problem.start - optimum)
     kinds = _kinds(problem, size.workers)
     maps = _maps(kinds, which, size)
     rows = _rows(problem, kinds)
     count = maps.step.shape[-1]
-    state = np.zeros((len(which), len(problem.start), count, count))
     begin = np.repeat(problem.start[:, None], count, axis=1)
     begin[:, -2], begin[:, -1] = 0.0, 1.0
-    state[:] = begin[:, :, None] * begin[:, None, :]
-    inner = np.zeros((3, len(kinds.share), len(which), len(problem.start)))
-    totals = _Totals(rows, kinds, which, size, spread=spread)
-    arrival = size.late_steps
+    weights = np.ones((size.local_steps, len(which))) if alike else _weights(which, size)
+    state = np.tile(begin[:, :, None] * begin[:, None, :], (len(which), 1, 1, 1))
     with np.errstate(over="ignore", invalid="ignore"):
-        for t in range(size.rounds):
-            for k in range(size.local_steps):
-                if t and k == arrival:
-                    state, inner = _moved(maps.arrival, state), _kept(which, inner)
-                totals.add(state, inner, k)
-                state = _moved(maps.step, state) + maps.noise
-                inner = _stepped(kinds, which, inner, size)
-            if t and arrival == size.local_steps:
-                state, inner = _moved(maps.arrival, state), _kept(which, inner)
-            state = _moved(maps.launch, state)
-            inner = np.stack([inner[0], inner[0], inner[0]])
+        opening = _Round(rows, kinds, which, size, maps, weights, arrives=False)
+        later = _Round(rows, kinds, which, size, maps, weights, arrives=True)
+        gradient = drift = np.zeros(len(which))
+        widest = np.full(len(which), 0.0 if spread else np.nan)
+        own = np.zeros((len(kinds.share), len(which), len(problem.start)))
+        for done in range(size.rounds):
+            here = later if done else opening
+            gradient = gradient + _expected(here.gradient, state)
+            drift = drift + _expected(here.drift, state)
+            if spread:
+                widest = np.fmax(widest, here.spreads(state).max(axis=0))
+            summed, own = here.apart(own)
+            drift = drift + np.einsum("k,kcd->c", kinds.share, summed)
+            state = _moved(here.matrix, state) + here.noise
     mean = rows.mean
     first = np.einsum("i,cdi->cd", mean, state[..., -1])
     second = np.einsum("i,cdij,j->cd", mean, state, mean)
-    return totals.moments(np.stack([first, second]))
+    counted = size.rounds * weights.sum(axis=0)
+    return Moments(
+        gradient=gradient / counted,
+        drift=drift / counted,
+        spread=widest,
+        final=np.stack([first + optimum, second + (2 * first + optimum) * optimum]),
+    )
 
 
 def transition(problem: Quadratic, which: Variants, size: RunSize) -> Array:
@@ -131,21 +149,6 @@ def _moved(matrix: Array, state: Array) -> Array:
     return np.asarray(matrix @ state @ np.swapaxes(matrix, -1, -2))
 
 
-def _stepped(kinds: _Kinds, which: Variants, inner: Array, size: RunSize) -> Array:
-    """Moments (ee, el, ll) of what a worker is from the mean of its kind: [3, K, C, d]."""
-    ratio = 1 - which.inner_step[:, None] * kinds.curvature[:, None, :]
-    alone = 1 - 1 / (kinds.share * size.workers)
-    variance = (which.inner_step**2 * which.noise / kinds.curvature.shape[1])[:, None]
-    added = alone[:, None, None] * variance
-    return np.stack([ratio**2 * inner[0] + added, ratio * inner[1], inner[2]])
-
-
-def _kept(which: Variants, inner: Array) -> Array:
-    """The same after an arrival, of keep (e - l); l is not used again before the next launch."""
-    keep = which.keep[:, None]
-    return np.stack([keep**2 * (inner[0] - 2 * inner[1] + inner[2]), 0 * inner[1], inner[2]])
-
-
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Linear forms of the state: the mean of workers, the slope of f, of every kind: [K, ...]."""
@@ -164,46 +167,102 @@ def _rows(problem: Quadratic, kinds: _Kinds) -> _Rows:
     mean[:number] = kinds.share
     one = np.zeros(count)
     one[-1] = 1.0
-    slope = problem.mean_curvature[:, None] * (mean - problem.optimum[:, None] * one)
+    slope = problem.mean_curvature[:, None] * mean  # positions are counted from the optimum
     apart = np.eye(count)[:number] - mean
     each = kinds.curvature[..., None] * (mean - kinds.centre[..., None] * one)
     assert slope.shape == (dimension, count)
     return _Rows(mean, slope, apart, each - slope)
 
 
-class _Totals:
-    """Weighted sums of expectations, step by step."""
+def _weights(which: Variants, size: RunSize) -> Array:
+    """What every step of a round counts: [tau, C]."""
+    late = np.arange(size.local_steps) < (size.late_steps or 0)
+    return np.where(late[:, None], which.keep, 1.0)
+
+
+def _expected(form: Array, state: Array) -> Array:
+    """The expectation of a quadratic form [C, d, D, D], summed over coordinates."""
+    return np.asarray(np.einsum("cdij,cdij->c", form, state))
+
+
+class _Round:
+    """A round as a whole, with or without an arrival in it.
+
+    `matrix` and `noise` lead from its beginning to the next; `gradient` and `drift` are quadratic
+    forms of the state at its beginning whose expectations are weighted sums over its steps. The
+    last entry of the state is 1, which takes up what does not depend on the state.
+    """
 
     def __init__(
-        self, rows: _Rows, kinds: _Kinds, which: Variants, size: RunSize, *, spread: bool
+        self,
+        rows: "_Rows",
+        kinds: _Kinds,
+        which: Variants,
+        size: RunSize,
+        maps: _Maps,
+        weights: Array,
+        *,
+        arrives: bool,
     ) -> None:
-        assert size.late_steps is not None
-        self.rows, self.kinds, self.arrival = rows, kinds, size.late_steps
-        self.keep, self.spread = which.keep, spread
-        early = size.late_steps * which.keep
-        self.counted = size.rounds * (early + size.local_steps - size.late_steps)
-        self.gradient = np.zeros(len(which))
-        self.drift = np.zeros(len(which))
-        self.widest = np.full(len(which), 0.0 if spread else np.nan)
+        self.kinds, self.which, self.size = kinds, which, size
+        self.arrival = size.late_steps if arrives else None
+        self.weights = weights
+        self.spread = np.einsum("k,kdi,kdj->dij", kinds.share, rows.spread, rows.spread)
+        slope = np.einsum("di,dj->dij", rows.slope, rows.slope)
+        apart = np.einsum("k,ki,kj->ij", kinds.share, rows.apart, rows.apart)
+        matrix = np.zeros_like(maps.step) + np.eye(maps.step.shape[-1])
+        noise = np.zeros_like(matrix)
+        self.gradient, self.drift = np.zeros_like(matrix), np.zeros_like(matrix)
+        self.before: list[tuple[Array, Array]] = []
+        for k in range(size.local_steps + 1):
+            if k == self.arrival:
+                matrix, noise = maps.arrival @ matrix, _moved(maps.arrival, noise)
+            if k == size.local_steps:
+                break
+            weight = self.weights[k][:, None, None, None]
+            self.gradient += weight * _seen(slope, matrix, noise)
+            self.drift += weight * _seen(apart, matrix, noise)
+            self.before.append((matrix, noise))
+            matrix, noise = maps.step @ matrix, _moved(maps.step, noise) + maps.noise
+        self.matrix, self.noise = maps.launch @ matrix, _moved(maps.launch, noise)
+        nothing = np.zeros((len(kinds.share), *matrix.shape[:2]))
+        alone = (1 - 1 / (kinds.share * size.workers))[:, None, None]
+        variance = (which.inner_step**2 * which.noise / matrix.shape[1])[:, None]
+        self.pulled = self._follow(nothing + 1, nothing)
+        self.added = self._follow(nothing, nothing + alone * variance)
 
-    def add(self, state: Array, inner: Array, k: int) -> None:
-        """Add a step."""
-        weight = self.keep if k < self.arrival else 1.0
-        rows, share = self.rows, self.kinds.share
-        slope = np.einsum("di,cdij,dj->c", rows.slope, state, rows.slope)
-        apart = np.einsum("k,ki,cdij,kj->c", share, rows.apart, state, rows.apart, optimize=True)
-        own = np.einsum("k,kcd->c", share, inner[0])
-        self.gradient = self.gradient + weight * slope
-        self.drift = self.drift + weight * (apart + own)
-        if self.spread:
-            form = np.einsum("k,kdi,kdj->dij", share, rows.spread, rows.spread)
-            self.widest = np.fmax(self.widest, np.einsum("dij,cdij->c", form, state))
+    def spreads(self, state: Array) -> Array:
+        """The expected spread at every step: [tau, C]."""
+        moments = (_moved(matrix, state) + noise for matrix, noise in self.before)
+        return np.array([np.einsum("dij,cdij->c", self.spread, each) for each in moments])
 
-    def moments(self, final: Array) -> Moments:
-        """The means."""
-        return Moments(
-            gradient=self.gradient / self.counted,
-            drift=self.drift / self.counted,
-            spread=self.widest,
-            final=final,
-        )
+    def apart(self, variance: Array) -> tuple[Array, Array]:
+        """What workers are from the mean of their kind, by its variance at the launch: [K, C, d].
+
+        Weighted and summed over the steps, and at the end of the round.
+        """
+        (slope, rest), (further, last) = self.pulled, self.added
+        return slope * variance + further, rest * variance + last
+
+    def _follow(self, variance: Array, added: Array) -> tuple[Array, Array]:
+        """The same from a variance, with a variance added by every step."""
+        which = self.which
+        ratio = 1 - which.inner_step[:, None] * self.kinds.curvature[:, None, :]
+        keep = which.keep[:, None]
+        both = launched = variance
+        total = np.zeros_like(variance)
+        for k in range(self.size.local_steps + 1):
+            if k == self.arrival:
+                variance = keep**2 * (variance - 2 * both + launched)
+            if k == self.size.local_steps:
+                break
+            total = total + self.weights[k][:, None] * variance
+            variance, both = ratio**2 * variance + added, ratio * both
+        return total, variance
+
+
+def _seen(form: Array, matrix: Array, noise: Array) -> Array:
+    """A quadratic form of the state after a map, as one of the state before it."""
+    before = np.swapaxes(matrix, -1, -2) @ form @ matrix
+    before[..., -1, -1] += np.einsum("...ij,...ij->...", form, noise)
+    return np.asarray(before)

@@ -191,12 +191,12 @@ def scores(task: MomentsTask, claimed: int) -> tuple[tuple[float, ...], ...]:
             (measured.drift, exact.drift[place]),
             ((measured.final**2).sum(axis=-1), exact.final[1, place].sum()),
         )
-        row = (_score(values[0], expected) for values, expected in pairs)
+        row = (score(values[0], expected) for values, expected in pairs)
         rows.append(tuple(z for z in row if z is not None))
     return tuple(rows)
 
 
-def _score(values: Array, expected: float) -> float | None:
+def score(values: Array, expected: float) -> float | None:
     """How many standard errors the mean is from what is expected; None where nothing varies."""
     error = float(values.std(ddof=1)) / np.sqrt(len(values))
     return float((values.mean() - expected) / error) if error else None
