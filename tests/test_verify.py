@@ -16,7 +16,8 @@ from analysis.cli import convergence
 from analysis.convergence import bound, report
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.protocol import checks, store, tightness
-from analysis.convergence.protocol.checks import Check, Findings
+from analysis.convergence.protocol.check import Check
+from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.grid import GridCell
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import TightnessRow
