@@ -8,26 +8,30 @@ from typing import Annotated, Any
 import typer
 
 from analysis.cli.constants import (
+    AskedDelay,
     AskedGap,
     AskedNoise,
     AskedSmoothness,
-    Delay,
     Gap,
     Heterogeneity,
     InnerStep,
+    Keep,
     Momentum,
     MostPenalty,
     Noise,
     OuterStep,
     Penalty,
+    Predict,
     Rounds,
     Smoothness,
     Tau,
     Workers,
     all_given,
+    lateness,
     number,
     whole,
 )
+from analysis.convergence.lateness import ONE_ROUND
 from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
@@ -57,19 +61,34 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
     momentum: Momentum = 0.0,
     penalty: Penalty = 1.0,
     most_penalty: MostPenalty = None,
-    delay: Delay = 1,
+    delay: AskedDelay = ONE_ROUND,
+    keep: Keep = None,
+    predict: Predict = None,
     convex: Annotated[  # noqa: FBT002
         bool, typer.Option("--convex", help="Every worker's function is convex.")
     ] = False,
+    allowed_delay: Annotated[
+        float | None,
+        number(
+            "--allowed-delay",
+            "Also the longest delay that raises the bound by at most this share, such as 0.2.",
+        ),
+    ] = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
-    """The bound of the mean squared gradient for one setting, by term; or "infeasible"."""
+    """The bound of the mean squared gradient for one setting, by term; or "infeasible".
+
+    A delay in local steps is that of averages that are used without a restart.
+    """
     from analysis.convergence.bound_report import (  # noqa: PLC0415 - scipy, only for this command
         answer,
         bound_to_dict,
         print_bound,
     )
     from analysis.convergence.setting import Setting  # noqa: PLC0415
+
+    if allowed_delay is not None:
+        ranges.at_least("--allowed-delay", allowed_delay, 0)
 
     setting = Setting(
         smoothness=smoothness,
@@ -84,10 +103,11 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
         momentum=momentum,
         penalty=penalty,
         most_penalty=most_penalty,
-        delay=delay,
+        delay=delay.rounds,
+        late=lateness(delay, keep, predict),
         convex=convex,
     )
-    answered = answer(setting, tune=inner_step is None)
+    answered = answer(setting, tune=inner_step is None, price=allowed_delay)
     if json_:
         _print_json(bound_to_dict(answered))
     else:
@@ -126,6 +146,8 @@ def tau(  # noqa: PLR0913 - one argument per option
     ] = None,
     outer_step: OuterStep = 1.0,
     momentum: Momentum = 0.0,
+    penalty: Penalty = 1.0,
+    most_penalty: MostPenalty = None,
     json_: options.Json = False,
 ) -> None:
     """Find the best tau: round times, simulated or measured, joined with the bound of the error.
@@ -163,6 +185,8 @@ def tau(  # noqa: PLR0913 - one argument per option
         inner_step=1.0,
         outer_step=outer_step,
         momentum=momentum,
+        penalty=penalty,
+        most_penalty=most_penalty,
     )
     lengths = [options.seconds("--times", text) for text in times.split(",")]
     if cluster is None:

@@ -58,16 +58,18 @@ ONE_ROUND = Delay(None, 1)
 _TEXT = re.compile(r"(\d{1,18})\s*(steps?|rounds?)?")
 
 
-def delay(text: str) -> Delay:
+def delay(text: str | Delay) -> Delay:
     """A delay from "3", "3 steps" or "1 round"; 0 is the same in both units.
 
     Raises OptionError.
     """
+    if isinstance(text, Delay):
+        return text
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         raise OptionError(
-            f"--delay is {text!r}; it must be local steps, as in 3 or '3 steps', or rounds, as in"
-            " '1 round'"
+            f"--delay is {text!r}; it must be a number of local steps, such as 3 or '3 steps', or"
+            " of rounds, such as '1 round'"
         )
     count = int(match[1])
     if count == 0 or (match[2] or "").startswith("round"):

@@ -8,6 +8,7 @@ from joblib import Parallel, delayed
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
+from analysis.convergence.lateness import Delay, Late
 from analysis.convergence.setting import Setting
 from co2sim.case import Case, Prepared
 from co2sim.errors import OptionError
@@ -35,7 +36,8 @@ class Timing:
     """How long a round takes with some tau; `exposed` is its part that only communicates.
 
     `exposed` is None where it was not measured.
-    `workers` is G: the number of replicas that are averaged. `delay` is in rounds.
+    `workers` is G: the number of replicas that are averaged. `delay` is in rounds; with `late`
+    averages are some local steps late instead, without a restart.
     `fits_in_memory` is None for a round that was measured; a simulation goes on as if it fitted.
     """
 
@@ -45,7 +47,13 @@ class Timing:
     workers: int
     delay: int
     source: str
+    late: Late | None = None
     fits_in_memory: bool | None = None
+
+    @property
+    def lateness(self) -> Delay:
+        """When an average is used."""
+        return Delay(self.late.steps if self.late else None, self.delay)
 
     @property
     def share(self) -> str:
@@ -135,6 +143,22 @@ def _timing(
         workers=layout.nodes if strategy.worker == "node" else layout.world_size,
         delay=strategy.staleness if isinstance(strategy, CO2) else 0,
         source=source,
+        late=_late(strategy),
+    )
+
+
+def _late(strategy: Averaging) -> Late | None:
+    """How averages are late by local steps, of a strategy that has such a delay.
+
+    Raises OptionError for a delay that is not a number yet, or one that the bound does not cover.
+    """
+    steps = getattr(strategy, "delay", None)
+    if steps is None:
+        return None
+    if not isinstance(steps, int):
+        raise OptionError(f"delay is {steps}; the bound needs a number of local steps")
+    return Late(
+        steps=steps, keep=getattr(strategy, "keep", 1.0), predict=getattr(strategy, "predict", 0.0)
     )
 
 
@@ -155,6 +179,7 @@ def _choice(problem: Setting, timing: Timing, rounds: int) -> Choice:
             rounds=rounds,
             local_steps=timing.tau,
             delay=timing.delay,
+            late=timing.late,
         )
     )
     reached = bound.evaluate(setting)

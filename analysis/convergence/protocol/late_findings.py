@@ -1,5 +1,6 @@
 """What the protocol found about late averages, and what has to hold of it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ class LateFindings:
     """Everything that the report says about late averages.
 
     The names are those of the other layers. `mean_error` is the distance of the mean from that of
-    local SGD, `wrong` on how many of `systems` Jury's conditions and eigenvalues disagree.
+    local SGD, `wrong` on how many of `systems` Jury's conditions and eigenvalues disagree. The
+    bound of the drift grows beyond all numbers on `endless` settings, which no other figure counts.
     """
 
     identities: int
@@ -56,6 +58,7 @@ class LateFindings:
     drifts: tuple[LateDrift, ...]
     configurations: int
     settings: int
+    endless: int
     violations: int
     worst: tuple[ConfigurationLine, ...]
     violating: tuple[ConfigurationLine, ...]
@@ -69,7 +72,8 @@ class LateFindings:
 
 def summary(cells: Sequence[LateOracleCell], rows: Sequence[TightnessRow]) -> LateFindings:
     """Everything that the report says about late averages."""
-    every = [row for row in rows if isinstance(row.bound, Bound)]
+    inside = [row for row in rows if isinstance(row.bound, Bound)]
+    every = [row for row in inside if math.isfinite(row.total)]
     feasible = tightness.distinct(every)
     identity = [cell for cell in cells if isinstance(cell, LateIdentityCell)]
     stability = [cell for cell in cells if isinstance(cell, LateStabilityCell)]
@@ -89,6 +93,7 @@ def summary(cells: Sequence[LateOracleCell], rows: Sequence[TightnessRow]) -> La
         drifts=tuple(d for c in cells if isinstance(c, LateDriftCell) for d in c.lines),
         configurations=len(feasible),
         settings=len(every),
+        endless=len(inside) - len(every),
         violations=sum(row.violated for row in feasible),
         worst=tuple(map(line, sorted(feasible, key=lambda row: -row.ratio)[:_SHOWN])),
         violating=tuple(line(row) for row in feasible if row.violated)[:_MOST_SHOWN],
