@@ -143,11 +143,11 @@ def _timing(
         workers=layout.nodes if strategy.worker == "node" else layout.world_size,
         delay=strategy.staleness if isinstance(strategy, CO2) else 0,
         source=source,
-        late=_late(strategy),
+        late=late_of(strategy),
     )
 
 
-def _late(strategy: Averaging) -> Late | None:
+def late_of(strategy: object) -> Late | None:
     """How averages are late by local steps, of a strategy that has such a delay.
 
     Raises OptionError for a delay that is not a number yet, or one that the bound does not cover.
