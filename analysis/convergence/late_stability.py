@@ -61,7 +61,7 @@ def is_stable(system: LateSystem) -> NDArray[np.bool_]:
     return np.asarray(mean & (np.abs(disagreement(system)) < 1))
 
 
-def edges(system: LateSystem, highest: float = 2.0, places: int = 4001) -> Array:
+def edges(system: LateSystem, highest: float = 2.0, places: int = 801) -> Array:
     """The gamma L of every row of a system at which it first stops being stable; inf if never.
 
     `load` is not heeded. A grid up to `highest` finds the interval, bisection the place.

@@ -55,7 +55,8 @@ def _minimum_plan(tau: int, late: int, *, quick: bool) -> Iterator[GridTask]:
     for family in AT_MINIMUM:
         unlike = FAMILIES[family](2).heterogeneous
         if not (unlike and tau == 1):  # no drift
-            yield _task(family, 2 if unlike else 1, tau, late, 1024, 0, quick=quick)
+            rounds = 256 if quick and unlike else 1024
+            yield _task(family, 2 if unlike else 1, tau, late, rounds, 0, quick=quick)
 
 
 def _simulated_plan(tau: int, late: int, *, quick: bool) -> Iterator[GridTask]:
