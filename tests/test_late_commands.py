@@ -189,8 +189,11 @@ def test_tau_reckons_with_late_averages(capsys: pytest.CaptureFixture[str]) -> N
     (choice,) = tau.after(SETTING, [late], 10_000)
     expected = bound.evaluate(bound.tuned(replace(SETTING, late=late.late)))
     assert choice.bound == expected
-    print_tau(console(), [late], [(10_000, [choice])], None, [], [])
-    assert "averages 3 steps late" in capsys.readouterr().out
+    assumed = tau.assumptions(SETTING, [late])
+    print_tau(console(), [late], [(10_000, [choice])], None, [], assumed)
+    shown = capsys.readouterr().out
+    assert "averages 3 steps late" in shown
+    assert "Steps before a late average arrives count 0.5 in the error." in shown
 
 
 def test_late_strategies() -> None:

@@ -207,7 +207,7 @@ def tau(  # noqa: PLR0913 - one argument per option
         )
     advices = [(length, advice.after(problem, timings, length)) for length in lengths]
     reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
-    assumed = advice.assumptions(problem)
+    assumed = advice.assumptions(problem, timings)
     if json_:
         _print_json(tau_to_dict(timings, advices, reached, assumed))
         return

@@ -85,10 +85,11 @@ def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
 def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[Timing]:
     """Rounds with the usual taus; tau is doubled further while the largest is best at some time.
 
-    The search ends at LONGEST, and where a round is longer than all lengths. Raises OptionError as
-    `simulated` does.
+    The search begins at the delay, if averages are late by local steps. It ends at LONGEST, and
+    where a round is longer than all lengths. Raises OptionError as `simulated` does.
     """
-    timings = simulated(case, USUAL)
+    late = late_of(averaging(case.prepare().strategy))
+    timings = simulated(case, [tau for tau in USUAL if late is None or tau >= late.steps])
     while timings[-1].tau < LONGEST and any(
         choices and best(choices).timing is timings[-1]
         for choices in (after(problem, timings, length) for length in lengths)
@@ -258,9 +259,11 @@ def _compared(other: Choice, chosen: Choice, fastest: int) -> str:
     )
 
 
-def assumptions(problem: Setting) -> list[str]:
+def assumptions(problem: Setting, timings: Sequence[Timing] = ()) -> list[str]:
     """The assumptions behind an answer."""
     same = ["zeta^2 = 0: all workers see the same data."] if problem.heterogeneity == 0 else []
+    keeps = {timing.late.keep for timing in timings if timing.late and timing.late.keep < 1}
+    same += [f"Steps before a late average arrives count {keep:g} in the error." for keep in keeps]
     return [*ASSUMPTIONS, *same, f"Taus up to {LONGEST} are tried unless taus are given."]
 
 
