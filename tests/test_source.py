@@ -20,6 +20,7 @@ COMMAND_LINES = {
     "realrun/cli/app.py": "run",
     "realrun/cli/probe.py": "probe",
     "realrun/cli/train.py": "train",
+    "analysis/cli/bound.py": "bound",
     "analysis/cli/convergence.py": "tau",
 }
 """Functions that may be longer: an argument for every option of a command, with its help."""

@@ -67,8 +67,8 @@ def exact(
     weights = np.ones((size.local_steps, len(which))) if alike else _weights(which, size)
     state = np.tile(begin[:, :, None] * begin[:, None, :], (len(which), 1, 1, 1))
     with np.errstate(over="ignore", invalid="ignore"):
-        opening = _Round(rows, kinds, which, size, maps, weights, arrives=False)
-        later = _Round(rows, kinds, which, size, maps, weights, arrives=True)
+        opening = _LateRound(rows, kinds, which, size, maps, weights, arrives=False)
+        later = _LateRound(rows, kinds, which, size, maps, weights, arrives=True)
         gradient = drift = np.zeros(len(which))
         widest = np.full(len(which), 0.0 if spread else np.nan)
         own = np.zeros((len(kinds.share), len(which), len(problem.start)))
@@ -185,7 +185,7 @@ def _expected(form: Array, state: Array) -> Array:
     return np.asarray(np.einsum("cdij,cdij->c", form, state))
 
 
-class _Round:
+class _LateRound:
     """A round as a whole, with or without an arrival in it.
 
     `matrix` and `noise` lead from its beginning to the next; `gradient` and `drift` are quadratic

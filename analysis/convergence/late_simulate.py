@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from analysis.convergence.lateness import Late
 from analysis.convergence.objectives.problems import Array, Problem, Sampler
-from analysis.convergence.steps import LocalSteps, OuterStep
+from analysis.convergence.steps import InnerSteps, OuterUpdate
 from analysis.convergence.variants import Outcome, RunSize, Variants
 
 
@@ -37,8 +37,8 @@ class LateRuns:
         ]
         self.size, self.which = size, which
         self.rng = np.random.default_rng(seed)
-        self.local = LocalSteps(problem, sampler, which, size.workers, size.local_steps)
-        self.outer = OuterStep(which, size.seeds, len(problem.start))
+        self.local = InnerSteps(problem, sampler, which, size.workers, size.local_steps)
+        self.outer = OuterUpdate(which, size.seeds, len(problem.start))
         shape = (len(which), size.seeds, len(problem.start))
         self.anchor: Array = np.broadcast_to(problem.start, shape).copy()
         self.mean = self.anchor

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from analysis.convergence.late_simulate import LateRuns
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Sampler
-from analysis.convergence.steps import LocalSteps, OuterStep
+from analysis.convergence.steps import InnerSteps, OuterUpdate
 from analysis.convergence.variants import Outcome, RunSize, Variants
 from co2sim.errors import OptionError
 from co2sim.ranges import whole
@@ -92,8 +92,8 @@ class _Runs:
         dimension = len(problem.start)
         self.size = size
         self.rng = np.random.default_rng(seed)
-        self.local = LocalSteps(problem, sampler, which, size.workers, size.local_steps)
-        self.outer = OuterStep(which, size.seeds, dimension)
+        self.local = InnerSteps(problem, sampler, which, size.workers, size.local_steps)
+        self.outer = OuterUpdate(which, size.seeds, dimension)
         self.x: Array = np.broadcast_to(problem.start, (len(which), size.seeds, dimension)).copy()
         self.shape = ((len(which),) if apart else ()) + (size.seeds, size.workers)
         per_round = size.local_steps * math.prod(self.shape) * dimension

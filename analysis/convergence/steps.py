@@ -9,7 +9,7 @@ from analysis.convergence.objectives.problems import Array, Problem, Sampler
 from analysis.convergence.variants import Variants
 
 
-class LocalSteps:
+class InnerSteps:
     """The local steps of a round, and what is measured on the way."""
 
     def __init__(
@@ -56,7 +56,7 @@ class LocalSteps:
             self.spread = np.fmax(self.spread, spread)
 
 
-class OuterStep:
+class OuterUpdate:
     """Penalty, momentum, clipping and the outer step."""
 
     def __init__(self, which: Variants, seeds: int, dimension: int) -> None:
