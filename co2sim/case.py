@@ -3,14 +3,15 @@
 import os
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from co2sim import convert, metrics, strategies
+from co2sim.assumptions import assumed, beyond_the_file, beyond_the_table
 from co2sim.catalog import Entry, Fact, load_cluster, load_model
 from co2sim.catalog.facts import is_file
-from co2sim.cluster import GPU, Cluster
+from co2sim.cluster import Cluster
 from co2sim.convert import Within
 from co2sim.cost import peak_flops, traffic
 from co2sim.errors import Co2simError, OptionError, ScheduleError
@@ -21,7 +22,7 @@ from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies import Strategy
 from co2sim.strategies.step import title
 from co2sim.trace import Trace
-from co2sim.units import Bytes, scaled
+from co2sim.units import Bytes
 from co2sim.workload import Model, Optimizer, Recompute, Workload
 
 _T = TypeVar("_T")
@@ -33,9 +34,6 @@ _MOST_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
 _MOST_ROUNDS = 1_000_000
 """Far beyond what an average needs; what a machine can hold is checked before a run."""
-
-_NEGLIGIBLE = 0.01
-"""A probe measures passes of other shapes than a model's: sizes so near each other are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +111,9 @@ class Case:
             strategy=strategy,
             schedule=_of_strategy(strategy, strategy.schedule, job, sized.layout),
             assumed=(
-                *facts(cluster, model),
-                *_beyond_the_file(cluster.value, sized),
-                *_beyond_the_table(sized.gpu, job),
+                *assumed(cluster, model),
+                *beyond_the_file(cluster.value, sized),
+                *beyond_the_table(sized.gpu, job),
             ),
         )
 
@@ -277,39 +275,3 @@ def _of_strategy(
             f"{title(strategy)} cannot be used here: {type(error).__name__}: {error}"
             f" ({Path(place.filename).name}, line {place.lineno})"
         ) from error
-
-
-def facts(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
-    """The assumed numbers of both, which no source supports."""
-    return (*_under("cluster", cluster), *_under("model", model))
-
-
-def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
-    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]
-
-
-def _beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
-    """More nodes than the cluster has: the what-if of buying more of the same."""
-    if sized.nodes <= stated.nodes:
-        return []
-    why = f"the cluster has {stated.nodes}; more of the same kind were asked for"
-    return [Fact("cluster.nodes", str(sized.nodes), why, assumed=True)]
-
-
-def _beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
-    """Passes smaller or larger than any whose efficiency is known."""
-    works = job.works()
-    sizes = [pass_.flops for w in works for pass_ in (w.forward, w.backward) if pass_.flops]
-    (least, at_least), (most, at_most) = gpu.efficiency[0], gpu.efficiency[-1]
-    found = []
-    for size, bound, value, word in (
-        (min(sizes, default=least), least, at_least, "smaller"),
-        (max(sizes, default=most), most, at_most, "larger"),
-    ):
-        if (size / bound - 1) * (1 if word == "larger" else -1) > _NEGLIGIBLE:
-            why = (
-                f"passes of {scaled(size, 'FLOP')} are {word} than any whose efficiency is known"
-                f" ({scaled(bound, 'FLOP')})"
-            )
-            found.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
-    return found

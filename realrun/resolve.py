@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from co2sim.case import Case, facts
+from co2sim.assumptions import assumed
+from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.cluster import Backend
 from co2sim.schedule import Layout
@@ -22,4 +23,4 @@ def resolve(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[F
         backend=backend,
         communicators="stream",
     )
-    return replace(case, cluster=here, model=model.value, overrides={}), facts(cluster, model)
+    return replace(case, cluster=here, model=model.value, overrides={}), assumed(cluster, model)

@@ -14,7 +14,8 @@ from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
 from analysis.convergence.objectives.problems import Array, Cosine, Hill, Quadratic
 from analysis.convergence.setting import Setting
-from analysis.convergence.simulate import RunSize, Trajectory, run, variants, walk
+from analysis.convergence.simulate import Trajectory, run, walk
+from analysis.convergence.variants import RunSize, variants
 from co2sim.errors import OptionError
 
 SETTING = Setting(

@@ -14,7 +14,7 @@ from local_problem import network, optimizer, train, vector  # noqa: E402 - need
 
 from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
 from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
-from realrun.algorithms.late import Late, depart, keep_since, stand  # noqa: E402 - needs torch
+from realrun.algorithms.late import LateAverages, depart, keep_since, stand  # noqa: E402 - needs torch
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
     parts = [(torch.float64, slice(0, elements))]
     mean = torch.zeros_like(x0)
     plain, flying = x0.clone(), -1
-    late = Late(delay=d)
+    late = LateAverages(delay=d)
     for k in range(1, 5 * tau + 1):
         steps_taken = torch.randn(workers, elements, generator=generator, dtype=torch.float64)
         x = [one - rate * step for one, step in zip(x, steps_taken, strict=True)]

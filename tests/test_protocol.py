@@ -14,7 +14,8 @@ from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
 from analysis.convergence.protocol.oracle import IdentityCell, IdentityTask
 from analysis.convergence.protocol.tightness import TightnessRow
 from analysis.convergence.setting import Setting
-from analysis.convergence.simulate import RunSize, run, variants
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, variants
 
 PROBLEM = Setting(
     smoothness=10.0,

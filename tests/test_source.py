@@ -20,7 +20,9 @@ COMMAND_LINES = {
     "realrun/cli/app.py": "run",
     "realrun/cli/probe.py": "probe",
     "realrun/cli/train.py": "train",
+    "analysis/cli/bound.py": "bound",
     "analysis/cli/convergence.py": "tau",
+    "analysis/cli/published.py": "validate_command",
 }
 """Functions that may be longer: an argument for every option of a command, with its help."""
 

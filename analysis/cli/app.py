@@ -3,6 +3,7 @@
 import typer
 
 from analysis.cli import convergence, measured, published
+from analysis.cli.bound import bound
 
 app = typer.Typer(
     add_completion=False,
@@ -27,7 +28,7 @@ app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_o
 )
 app.command("validate")(published.validate_command)
 app.command("calibrate")(published.calibrate_command)
-app.command("bound")(convergence.bound)
+app.command("bound")(bound)
 app.command("tau")(convergence.tau)
 app.command("trends")(convergence.trends)
 app.command("verify")(convergence.verify)

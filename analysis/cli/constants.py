@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from analysis.convergence.lateness import Delay, Late, delay
 from co2sim.console import options
 from co2sim.errors import OptionError
 
@@ -48,9 +49,36 @@ Penalty = Annotated[float, number("--penalty", "Lambda: constant divisor of aver
 MostPenalty = Annotated[
     float | None, number("--most-penalty", "Largest Lambda, if it varies from 1 on.")
 ]
-Delay = Annotated[
-    int, whole("--delay", "Rounds until an average is used: 1 is CO2, 0 SlowMo or local SGD.")
+AskedDelay = Annotated[
+    Delay,
+    typer.Option(
+        "--delay",
+        parser=delay,
+        metavar="DELAY",
+        help="When an average is used: 3 or '3 steps' after its launch, without a restart; '1"
+        " round' later with a restart, as in CO2; 0 is SlowMo or local SGD.",
+    ),
 ]
+Keep = Annotated[
+    float | None,
+    number("--keep", "Share of the steps since its launch that a late average leaves; default: 1."),
+]
+Predict = Annotated[
+    float | None,
+    number("--predict", "Share that the mean displacement predicts instead; default: 0."),
+]
+
+
+def lateness(when: Delay, keep: float | None, predict: float | None) -> Late | None:
+    """How averages are late by local steps; None where they are late by rounds."""
+    if when.steps is not None:
+        kept = 1.0 if keep is None else keep
+        return Late(steps=when.steps, keep=kept, predict=predict or 0.0)
+    if keep is not None or predict is not None:
+        raise OptionError(
+            f"--keep and --predict are for a delay in local steps, such as 3; --delay is {when}"
+        )
+    return None
 
 
 def all_given(

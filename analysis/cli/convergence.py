@@ -1,10 +1,11 @@
-"""The commands of `co2analysis` about convergence: bound, tau, trends, verify."""
+"""The commands of `co2analysis` about convergence: tau, trends, verify."""
 
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,23 +13,16 @@ from analysis.cli.constants import (
     AskedGap,
     AskedNoise,
     AskedSmoothness,
-    Delay,
-    Gap,
     Heterogeneity,
-    InnerStep,
     Momentum,
     MostPenalty,
-    Noise,
     OuterStep,
     Penalty,
-    Rounds,
-    Smoothness,
-    Tau,
-    Workers,
     all_given,
     number,
     whole,
 )
+from analysis.cli.json_output import print_json
 from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
@@ -44,56 +38,6 @@ def _folder(text: str | Path) -> Path:
     if not str(text):
         raise OptionError("--out is ''; it must be a folder")
     return Path(text)
-
-
-def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
-    smoothness: Smoothness,
-    noise: Noise,
-    gap: Gap,
-    workers: Workers,
-    rounds: Rounds,
-    local_steps: Tau,
-    heterogeneity: Heterogeneity = 0.0,
-    inner_step: InnerStep = None,
-    outer_step: OuterStep = 1.0,
-    momentum: Momentum = 0.0,
-    penalty: Penalty = 1.0,
-    most_penalty: MostPenalty = None,
-    delay: Delay = 1,
-    convex: Annotated[  # noqa: FBT002
-        bool, typer.Option("--convex", help="Every worker's function is convex.")
-    ] = False,
-    json_: options.Json = False,  # noqa: FBT002
-) -> None:
-    """The bound of the mean squared gradient for one setting, by term; or "infeasible"."""
-    from analysis.convergence.bound_report import (  # noqa: PLC0415 - scipy, only for this command
-        answer,
-        bound_to_dict,
-        print_bound,
-    )
-    from analysis.convergence.setting import Setting  # noqa: PLC0415
-
-    setting = Setting(
-        smoothness=smoothness,
-        noise=noise,
-        heterogeneity=heterogeneity,
-        gap=gap,
-        workers=workers,
-        rounds=rounds,
-        local_steps=local_steps,
-        inner_step=1.0 if inner_step is None else inner_step,
-        outer_step=outer_step,
-        momentum=momentum,
-        penalty=penalty,
-        most_penalty=most_penalty,
-        delay=delay,
-        convex=convex,
-    )
-    answered = answer(setting, tune=inner_step is None)
-    if json_:
-        _print_json(bound_to_dict(answered))
-    else:
-        print_bound(console(), answered)
 
 
 def tau(  # noqa: PLR0913 - one argument per option
@@ -128,6 +72,8 @@ def tau(  # noqa: PLR0913 - one argument per option
     ] = None,
     outer_step: OuterStep = 1.0,
     momentum: Momentum = 0.0,
+    penalty: Penalty = 1.0,
+    most_penalty: MostPenalty = None,
     json_: options.Json = False,
 ) -> None:
     """Find the best tau: round times, simulated or measured, joined with the bound of the error.
@@ -139,23 +85,9 @@ def tau(  # noqa: PLR0913 - one argument per option
     from analysis.convergence.tau_report import print_tau, tau_to_dict  # noqa: PLC0415
 
     advice.averaging(parse(strategy))
-    if re.search(r"[:(,]\s*tau\s*=", strategy):
-        raise OptionError(
-            f"--strategy is {strategy!r}, but tau is what this command chooses; leave it out, or"
-            " name the taus to compare with --taus"
-        )
-    if cluster is None and not runs:
-        raise OptionError(
-            "the times of rounds are missing: give folders of real runs, or simulate a cluster with"
-            " --cluster"
-        )
-    simulation_only = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
-    given = [flag for flag, value in simulation_only.items() if value]
-    if runs and given:
-        raise OptionError(
-            f"the times of rounds come from real runs or from a simulation: {', '.join(given)} does"
-            f" not apply to {runs[0]}"
-        )
+    _refuse_tau(strategy)
+    given = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
+    _check_source(runs, given)
     if target is not None:
         ranges.above("--target", target, 0)
     smoothness, noise, gap = all_given(smoothness, noise, gap)
@@ -170,6 +102,8 @@ def tau(  # noqa: PLR0913 - one argument per option
         inner_step=1.0,
         outer_step=outer_step,
         momentum=momentum,
+        penalty=penalty,
+        most_penalty=most_penalty,
     )
     lengths = [options.seconds("--times", text) for text in times.split(",")]
     if cluster is None:
@@ -190,11 +124,35 @@ def tau(  # noqa: PLR0913 - one argument per option
         )
     advices = [(length, advice.after(problem, timings, length)) for length in lengths]
     reached = [] if target is None else [advice.until(problem, t, target) for t in timings]
-    assumed = advice.assumptions(problem)
+    assumed = advice.assumptions(problem, timings)
     if json_:
-        _print_json(tau_to_dict(timings, advices, reached, assumed))
+        print_json(tau_to_dict(timings, advices, reached, assumed))
         return
     print_tau(console(), timings, advices, target, reached, assumed)
+
+
+def _refuse_tau(strategy: str) -> None:
+    """Raise OptionError for a strategy with a tau: it would be dropped."""
+    if re.search(r"[:(,]\s*tau\s*=", strategy):
+        raise OptionError(
+            f"--strategy is {strategy!r}, but tau is what this command chooses; leave it out, or"
+            " name the taus to compare with --taus"
+        )
+
+
+def _check_source(runs: list[Path] | None, simulation_only: Mapping[str, object]) -> None:
+    """Rounds come from runs or from a simulation, with the options of that alone."""
+    if not runs and simulation_only["--cluster"] is None:
+        raise OptionError(
+            "the times of rounds are missing: give folders of real runs, or simulate a cluster with"
+            " --cluster"
+        )
+    given = [flag for flag, value in simulation_only.items() if value]
+    if runs and given:
+        raise OptionError(
+            f"the times of rounds come from real runs or from a simulation: {', '.join(given)} does"
+            f" not apply to {runs[0]}"
+        )
 
 
 def trends(
@@ -234,7 +192,7 @@ def trends(
         )
     )
     if json_:
-        _print_json(networks.to_dict(lines))
+        print_json(networks.to_dict(lines))
         return
     networks.print_all(console(), lines, target)
 
@@ -281,7 +239,7 @@ def verify(
         findings = checks.judge(cells, quick=quick)
         write_atomically(report.files(findings, out, time.monotonic() - began))
     if json_:
-        _print_json(findings.to_dict())
+        print_json(findings.to_dict())
     else:
         shown = console()
         rows = [(c.claim, "holds" if c.passed else "FAILS", c.measured) for c in findings.checks]
@@ -289,10 +247,3 @@ def verify(
         shown.print(f"written {out / 'report.md'} and report.html", highlight=False, markup=False)
     if not findings.passed:
         raise typer.Exit(1)
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    """Print valid JSON, with null for what is no finite number."""
-    from pydantic_core import to_json  # noqa: PLC0415 - only for this option
-
-    typer.echo(to_json(value, indent=2, inf_nan_mode="null").decode())

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from scipy.optimize import minimize_scalar
 
+from analysis.convergence import late_bound
 from analysis.convergence.setting import LARGEST, SMALLEST, Setting
 from co2sim.errors import OptionError
 
@@ -24,7 +25,8 @@ _BEYOND = 1e4
 class Bound:
     """An upper bound of A, the mean of E|grad f|^2 over all steps of all rounds, by term.
 
-    A variable penalty has multiplied every term by its largest value.
+    A variable penalty has multiplied every term by its largest value. With late averages of which
+    less than all is kept, steps before an arrival count `keep` times in the mean.
     """
 
     optimization: float
@@ -64,8 +66,10 @@ def gap_constants(setting: Setting) -> tuple[float, float]:
     its effect from then on, so that weights sum to delay - 1 + 1/(1 - beta) and their squares to
     delay - 1 + 1/(1 - beta^2). Delays 1 and 0 give the known formulas for CO2 and SlowMo.
 
-    Source: docs/theory.md, derivation, step 3.
+    Source: docs/theory.md, derivation, step 3; for late averages see `late_bound`.
     """
+    if setting.late is not None:
+        return late_bound.gap_constants(setting, setting.late)
     tau, beta, eta = setting.local_steps, setting.momentum, setting.virtual_step
     apart = abs(eta - setting.inner_step)
     if setting.most_penalty is not None:
@@ -96,6 +100,8 @@ def drift(setting: Setting) -> float:
 
     Source: docs/theory.md, derivation, step 4.
     """
+    if setting.late is not None:
+        return late_bound.drift(setting, setting.late)
     step = setting.inner_step
     growth = 1 + step * setting.smoothness
     if setting.convex and step * setting.smoothness <= 2:  # noqa: PLR2004 - the formula's
@@ -143,9 +149,13 @@ def evaluate(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
     averaged = setting.noise / setting.workers
     factor = setting.most_penalty or 1.0
     _, by_noise = gap_constants(setting)
+    counted, share = float(setting.local_steps), 1.0
+    if setting.late is not None:
+        counted = setting.late.counted(setting.local_steps)
+        share = late_bound.squared_counts(setting, setting.late) / counted
     return Bound(
-        optimization=factor * 2 * setting.gap / (eta * setting.rounds * setting.local_steps),
-        noise=factor * smooth * eta * averaged,
+        optimization=factor * 2 * setting.gap / (eta * setting.rounds * counted),
+        noise=factor * smooth * eta * averaged * share,
         staleness=factor * smooth**2 * by_noise * averaged / (1 - taken),
         drift=factor * smooth**2 * drift(setting),
     )

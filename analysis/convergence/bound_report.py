@@ -5,33 +5,73 @@ from typing import Any
 
 from rich.console import Console
 
-from analysis.convergence import bound
+from analysis.convergence import allowed, bound
+from analysis.convergence.allowed import Allowed, DelayLine
 from analysis.convergence.bound import TERMS, Bound, Infeasible
 from analysis.convergence.setting import Setting
 from co2sim.console.tables import print_table
 
+UNCOVERED = (
+    (
+        "Runs that clip: with a clip of 0.01 the measured mean was 52 times the bound"
+        " (docs/theory.md)."
+    ),
+    "Local steps other than those of plain SGD, such as AdamW's or with momentum.",
+)
+"""What the theorem never covers."""
+UNCOVERED_LATE = (
+    "Averages that arrive later than after the delay, or not at all workers at the same step.",
+    "Throwing away all that was done since the launch (keep 0): its gradients have no weight.",
+    "A penalty that varies, together with prediction.",
+)
+"""What it does not cover besides, of averages that are late by local steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class BoundAnswer:
-    """The bound of a setting, whose inner step was perhaps tuned, and SlowMo's published one."""
+    """The bound of a setting, whose inner step was perhaps tuned, and SlowMo's published one.
+
+    `allowed` says how late averages may be, if it was asked for.
+    """
 
     setting: Setting
     tuned: bool
     bound: Bound | Infeasible
     published: float | Infeasible
+    allowed: Allowed | None = None
+
+    @property
+    def mean_over_all(self) -> float | None:
+        """The bound of the mean in which all steps count alike; None without a bound."""
+        if not isinstance(self.bound, Bound):
+            return None
+        late, tau = self.setting.late, self.setting.local_steps
+        return self.bound.total * (late.counted(tau) / (late.keep * tau) if late else 1.0)
+
+    @property
+    def drift_of_waiting(self) -> float | None:
+        """The drift over that of waiting for the average; None if that is 0, or nothing is late."""
+        waiting = bound.drift(replace(self.setting, late=None))
+        if self.setting.late is None or not waiting:
+            return None
+        return bound.drift(self.setting) / waiting
 
 
-def answer(setting: Setting, *, tune: bool) -> BoundAnswer:
-    """Evaluate the bounds of a setting, with the best inner step if `tune` asks for it."""
+def answer(setting: Setting, *, tune: bool, price: float | None = None) -> BoundAnswer:
+    """Evaluate the bounds of a setting, with the best inner step if `tune` asks for it.
+
+    `price` asks how late averages may be: by what share that may raise the bound.
+    """
+    longest = None if price is None else allowed.allowed(setting, price, tune=tune)
     setting = bound.tuned(setting) if tune else setting
-    published = bound.published(replace(setting, delay=0))
-    return BoundAnswer(setting, tune, bound.evaluate(setting), published)
+    published = bound.published(replace(setting, delay=0, late=None))
+    return BoundAnswer(setting, tune, bound.evaluate(setting), published, longest)
 
 
 def bound_to_dict(answered: BoundAnswer) -> dict[str, Any]:
     """The answer as plain values."""
     terms = answered.bound
-    return {
+    values: dict[str, Any] = {
         "inner_step": answered.setting.inner_step,
         "tuned": answered.tuned,
         "largest_inner_step": bound.largest_inner_step(answered.setting),
@@ -40,10 +80,40 @@ def bound_to_dict(answered: BoundAnswer) -> dict[str, Any]:
         "bound": {**asdict(terms), "total": terms.total} if isinstance(terms, Bound) else None,
         "slowmo_published": answered.published if isinstance(answered.published, float) else None,
     }
+    if answered.setting.late is not None:
+        values["mean_over_all_steps"] = answered.mean_over_all
+        values["drift_over_waiting"] = answered.drift_of_waiting
+    values["not_covered"] = uncovered(answered.setting)
+    if answered.allowed is not None:
+        values["allowed_delay"] = _allowed_to_dict(answered.allowed)
+    return values
+
+
+def _allowed_to_dict(found: Allowed) -> dict[str, Any]:
+    return {
+        "price": found.price,
+        "steps": found.steps,
+        "feasible_steps": found.feasible,
+        "delays": [
+            {
+                "delay": str(line.delay),
+                "inner_step": line.inner_step,
+                "load": line.load,
+                "bound": {**asdict(line.bound), "total": line.bound.total} if line.bound else None,
+                "price": line.price,
+            }
+            for line in found.lines
+        ],
+    }
+
+
+def uncovered(setting: Setting) -> list[str]:
+    """What the theorem does not cover, in sentences."""
+    return [*UNCOVERED, *(UNCOVERED_LATE if setting.late else ())]
 
 
 def print_bound(out: Console, answered: BoundAnswer) -> None:
-    """The answer as a table."""
+    """The answer as tables, and what it does not cover."""
     setting, terms, published = answered.setting, answered.bound, answered.published
     note = " (tuned)" if answered.tuned else ""
     if note and not bound.has_best_step(setting):
@@ -56,6 +126,7 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
     if isinstance(terms, Bound):
         rows += [(f"{name} term", f"{getattr(terms, name):.6g}") for name in TERMS]
         rows.append(("bound of the mean of E|grad f|^2", f"{terms.total:.6g}"))
+        rows += _late_rows(answered)
     else:
         rows.append(("bound of the mean of E|grad f|^2", "infeasible: the theorem is silent"))
     silent = "silent: the horizon is too short"
@@ -66,3 +137,54 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
         )
     )
     print_table(out, "bound", ("figure", "value"), rows)
+    if answered.allowed is not None:
+        _print_allowed(out, setting, answered.allowed)
+    out.print("not covered:", highlight=False)
+    for sentence in uncovered(setting):
+        out.print(f"- {sentence}", highlight=False, markup=False)
+
+
+def _late_rows(answered: BoundAnswer) -> list[tuple[str, str]]:
+    late, rows = answered.setting.late, []
+    if late is not None and late.keep < 1:
+        name = f"with steps before an arrival counted 1, not {late.keep:g}"
+        rows.append((name, f"{answered.mean_over_all:.6g}"))
+    if answered.drift_of_waiting is not None:
+        ratio = answered.drift_of_waiting
+        rows.append(("drift over that of waiting for the average", f"{ratio:.3g}"))
+    return rows
+
+
+def _print_allowed(out: Console, setting: Setting, found: Allowed) -> None:
+    rows = [(str(line.delay), *_cells(line)) for line in found.lines]
+    columns = ("delay", "gamma", "load", *TERMS, "bound", "price")
+    print_table(out, "by delay; 0: waiting; 1 round: with a restart, as in CO2", columns, rows)
+    out.print(f"{_verdict(setting, found)}\n", highlight=False, markup=False)
+
+
+def _cells(line: DelayLine) -> tuple[str, ...]:
+    head = (f"{line.inner_step:.3g}", f"{line.load:.3f}")
+    if line.bound is None:
+        return (*head, *["-"] * len(TERMS), "infeasible", "-")
+    terms = (f"{getattr(line.bound, name):.3g}" for name in TERMS)
+    return (*head, *terms, f"{line.bound.total:.4g}", f"{line.price:+.1%}")
+
+
+def _verdict(setting: Setting, found: Allowed) -> str:
+    """How late an average may be used, in words."""
+    tau, most = setting.local_steps, f"{1 + found.price:.4g} times that of waiting for it"
+    if found.steps is None or found.feasible is None:
+        return "There is no bound even for waiting for the average, at this inner step."
+    notes = ""
+    if found.feasible < tau:
+        notes = f" The condition of the theorem holds up to {found.feasible} of {tau} local steps."
+    if setting.late is not None and setting.late.keep < 1:
+        notes += (
+            f" Steps before an arrival count {setting.late.keep:g} in all bounds but the first."
+        )
+    if found.steps == 0:
+        return f"With any lateness of an average the bound is above {most}.{notes}"
+    return (
+        f"An average may be used up to {found.steps} of {tau} local steps late: up to there the"
+        f" bound is at most {most}.{notes}"
+    )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from analysis.convergence.lateness import Late
 from co2sim.errors import OptionError
 from co2sim.ranges import between, whole
 
@@ -28,7 +29,8 @@ class Setting:
     `outer_step` alpha, `momentum` beta in [0, 1), `penalty` Lambda >= 1. With `most_penalty` the
     penalty may vary in [1, most_penalty] instead, by a rule that knows only the points where rounds
     began. `delay` is how many rounds late an average is used: 1 is CO2, 0 is SlowMo, and 0 with
-    outer_step 1 and momentum 0 is local SGD. `convex`: every f_i is convex.
+    outer_step 1 and momentum 0 is local SGD. With `late` averages are used some local steps late
+    instead, without a restart, and `delay` does not count. `convex`: every f_i is convex.
 
     Raises OptionError for what is out of range.
     """
@@ -46,6 +48,7 @@ class Setting:
     penalty: float = 1.0
     most_penalty: float | None = None
     delay: int = 1
+    late: Late | None = None
     convex: bool = False
 
     def __post_init__(self) -> None:
@@ -67,8 +70,22 @@ class Setting:
                 between(name, value, 1, LARGEST)
         if self.most_penalty is not None and self.penalty != 1:
             raise OptionError("give penalty or most_penalty, not both")
+        if self.late is not None:
+            self._check_late(self.late)
+
+    def _check_late(self, late: Late) -> None:
+        if late.steps > self.local_steps:
+            raise OptionError(
+                f"delay is {late.steps} steps; it must be at most local_steps, {self.local_steps}"
+            )
+        if late.predict and self.most_penalty is not None:
+            raise OptionError("a varying penalty with predict above 0 is not covered by the bound")
 
     @property
     def virtual_step(self) -> float:
-        """Eta = alpha gamma / ((1 - beta) Lambda): what an average moves the model in the end."""
-        return self.outer_step * self.inner_step / ((1 - self.momentum) * self.penalty)
+        """Eta = alpha gamma / ((1 - beta) Lambda): what an average moves the model in the end.
+
+        What a late average predicts is averaged again, and divides it by 1 - p.
+        """
+        eta = self.outer_step * self.inner_step / ((1 - self.momentum) * self.penalty)
+        return eta / (1 - self.late.carried(self.local_steps)) if self.late else eta

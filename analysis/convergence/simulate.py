@@ -7,92 +7,21 @@ them have little noise.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from analysis.convergence.late_simulate import LateRuns
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Sampler
+from analysis.convergence.steps import InnerSteps, OuterUpdate
+from analysis.convergence.variants import Outcome, RunSize, Variants
 from co2sim.errors import OptionError
 from co2sim.ranges import whole
 
 _CHUNK = 2**22
 """Most numbers drawn ahead at once: 32 MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variants:
-    """What may differ between runs side by side; every field is an array of the same length.
-
-    `clip` is phi, the largest magnitude of an element of the momentum in units of gradients (so
-    that tau steps of gradient 1 add tau), infinite for none. `noise` is sigma squared of a worker.
-    `gap_aware` chooses Lambda_t = 1 + |x_t - x_{t-1}| / max alpha |average used before| in place of
-    `penalty`. See `Setting` for the others.
-    """
-
-    inner_step: Array
-    outer_step: Array
-    momentum: Array
-    penalty: Array
-    clip: Array
-    noise: Array
-    gap_aware: NDArray[np.bool_]
-
-    def __len__(self) -> int:
-        return len(self.inner_step)
-
-
-def variants(
-    inner_step: Array | float,
-    *,
-    outer_step: Array | float = 1.0,
-    momentum: Array | float = 0.0,
-    penalty: Array | float = 1.0,
-    clip: Array | float = np.inf,
-    noise: Array | float = 0.0,
-    gap_aware: NDArray[np.bool_] | bool = False,
-) -> Variants:
-    """Variants from numbers and arrays of one length, which are broadcast together."""
-    floats = (inner_step, outer_step, momentum, penalty, clip, noise)
-    *numbers, flags = np.broadcast_arrays(*(np.atleast_1d(v) for v in floats), gap_aware)
-    parts = [np.array(number, dtype=float) for number in numbers]
-    return Variants(*parts, gap_aware=np.array(flags, dtype=bool))  # type: ignore[misc]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSize:
-    """How much is run: `workers` is G, `rounds` T, `local_steps` tau, every seed a run of its own.
-
-    `delay` is how many rounds late the average of a round is used: 1 or more is CO2, 0 is SlowMo.
-    """
-
-    workers: int
-    rounds: int
-    local_steps: int
-    seeds: int = 1
-    delay: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What was measured, per variant and seed: [C, S], or per variant: [C].
-
-    `gradient` is A, the mean of |grad f(mean of workers)|^2 over all steps, before each step.
-    `drift` is the mean squared distance of workers from their mean. `value` is f - f_inf at the
-    last x. `spread` and `variance` are the largest means over seeds, of all steps, of the workers'
-    disagreement and of the gradients' variance. `clipped` is the share of momentum elements that
-    were clipped, `penalty` the largest that was used. `final` is the last x, [C, S, d].
-    """
-
-    gradient: Array
-    drift: Array
-    value: Array
-    spread: Array
-    variance: Array
-    clipped: Array
-    penalty: Array
-    final: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +48,8 @@ def run(
     What diverges becomes infinite or NaN, without a warning. Raises OptionError for a negative
     delay, and for a gap-aware penalty without delay.
     """
-    simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart)
+    kind = _Runs if size.late_steps is None else LateRuns
+    simulation = kind(problem, which, size, sampler or Gaussian(problem), seed, apart)
     for _ in range(size.rounds):
         simulation.next_round()
     return simulation.outcome()
@@ -133,7 +63,7 @@ def walk(
     seed: int | Sequence[int] = 0,
     sampler: Sampler | None = None,
 ) -> tuple[Outcome, Trajectory]:
-    """As `run` without `apart`, and every round with it."""
+    """As `run` without `apart`, and every round with it; for averages that are late by rounds."""
     simulation = _Runs(problem, which, size, sampler or Gaussian(problem), seed, apart=False)
     rounds = [simulation.next_round() for _ in range(size.rounds)]
     points, momenta, sums = (np.array(part) for part in zip(*rounds, strict=True))
@@ -162,8 +92,8 @@ class _Runs:
         dimension = len(problem.start)
         self.size = size
         self.rng = np.random.default_rng(seed)
-        self.local = _Local(problem, sampler, which, size.workers, size.local_steps)
-        self.outer = _Outer(which, size.seeds, dimension)
+        self.local = InnerSteps(problem, sampler, which, size.workers, size.local_steps)
+        self.outer = OuterUpdate(which, size.seeds, dimension)
         self.x: Array = np.broadcast_to(problem.start, (len(which), size.seeds, dimension)).copy()
         self.shape = ((len(which),) if apart else ()) + (size.seeds, size.workers)
         per_round = size.local_steps * math.prod(self.shape) * dimension
@@ -203,96 +133,3 @@ class _Runs:
             penalty=outer.penalty,
             final=self.x,
         )
-
-
-class _Local:
-    """The local steps of a round, and what is measured on the way."""
-
-    def __init__(
-        self, problem: Problem, sampler: Sampler, which: Variants, workers: int, steps: int
-    ) -> None:
-        self.problem, self.sampler = problem, sampler
-        self.workers, self.count = workers, steps
-        self.step = which.inner_step[:, None, None, None]
-        self.deviation = np.sqrt(which.noise)[:, None, None, None]
-        self.gradient: Array = np.zeros(1)
-        self.drift: Array = np.zeros(1)
-        self.spread = np.zeros(len(which))
-        self.variance = which.noise.copy()
-
-    def steps(self, x: Array, drawn: NDArray[Any]) -> Array:
-        """The sum D of the averaged gradients of a round that begins at x: [C, S, d]."""
-        points = np.repeat(x[:, :, None, :], self.workers, axis=2)
-        mean = x
-        for step in range(self.count):
-            self._measure(points, mean)
-            noisy, variance = self.sampler.gradients(points, drawn[step], self.deviation)
-            if variance is not None:
-                self.variance = np.fmax(self.variance, variance.mean(axis=(1, 2)))
-            noisy *= self.step
-            points -= noisy
-            mean = points.mean(axis=2)
-        return (x - mean) / self.step[:, :, 0]
-
-    def _measure(self, points: Array, mean: Array) -> None:
-        slope = self.problem.gradient(mean)
-        self.gradient = self.gradient + np.einsum("csd,csd->cs", slope, slope)
-        if self.workers > 1:
-            apart = points - mean[:, :, None, :]
-            self.drift = self.drift + np.einsum("csgd,csgd->cs", apart, apart) / self.workers
-        if self.problem.heterogeneous:
-            spread = self.problem.spread(mean).mean(axis=1)
-            self.spread = np.fmax(self.spread, spread)
-
-
-class _Outer:
-    """Penalty, momentum, clipping and the outer step."""
-
-    def __init__(self, which: Variants, seeds: int, dimension: int) -> None:
-        shape = (len(which), seeds, dimension)
-        self.which = which
-        self.momentum = np.zeros(shape)
-        self.moved = np.zeros(shape[:2])
-        self.longest = np.zeros(shape[:2])
-        self.penalty = np.ones(len(which))
-        self.clipped = np.zeros(len(which))
-        self.factor = (which.outer_step * which.inner_step)[:, None, None]
-
-    def step(self, x: Array, due: Array | None) -> Array:
-        """The next x, given the sum that is due; None before the first."""
-        which = self.which
-        self.momentum = which.momentum[:, None, None] * self.momentum
-        if due is not None:
-            penalty = self._penalty(due)
-            self.momentum = self.momentum + due / penalty[:, :, None]
-            self.penalty = np.fmax(self.penalty, penalty.max(axis=1))
-        limits = which.clip[:, None, None]
-        if np.isfinite(which.clip).any():
-            self.clipped += (np.abs(self.momentum) > limits).mean(axis=(1, 2))
-            self.momentum = np.clip(self.momentum, -limits, limits)
-        change = self.factor * self.momentum
-        self.moved = np.sqrt((change**2).sum(axis=-1))
-        return np.asarray(x - change)
-
-    def _penalty(self, due: Array) -> Array:
-        """Lambda of this round, [C, S], from what is known without the sum that it divides.
-
-        Source: docs/theory.md, bound (any rule that knows only x_{s,0}, s <= t); the rule
-        itself is ours.
-        """
-        which = self.which
-        constant = np.broadcast_to(which.penalty[:, None], due.shape[:2])
-        if not which.gap_aware.any():
-            return constant
-        share = np.divide(
-            self.moved, self.longest, out=np.zeros_like(self.moved), where=self.longest > 0
-        )
-        length = np.sqrt((due**2).sum(axis=-1)) * self.factor[:, :, 0]
-        self.longest = np.fmax(self.longest, length)
-        return np.where(which.gap_aware[:, None], 1 + share, constant)
-
-
-def select(which: Variants, chosen: NDArray[np.bool_] | NDArray[np.intp] | slice) -> Variants:
-    """Some of the variants."""
-    parts = {field.name: getattr(which, field.name)[chosen] for field in fields(which)}
-    return replace(which, **parts)

@@ -8,6 +8,7 @@ from joblib import Parallel, delayed
 
 from analysis.convergence import bound
 from analysis.convergence.bound import Bound
+from analysis.convergence.lateness import Delay, Late
 from analysis.convergence.setting import Setting
 from co2sim.case import Case, Prepared
 from co2sim.errors import OptionError
@@ -36,7 +37,8 @@ class Timing:
     """How long a round takes with some tau; `exposed` is its part that only communicates.
 
     `exposed` is None where it was not measured.
-    `workers` is G: the number of replicas that are averaged. `delay` is in rounds.
+    `workers` is G: the number of replicas that are averaged. `delay` is in rounds; with `late`
+    averages are some local steps late instead, without a restart.
     `fits_in_memory` is None for a round that was measured; a simulation goes on as if it fitted.
     """
 
@@ -46,7 +48,13 @@ class Timing:
     workers: int
     delay: int
     source: str
+    late: Late | None = None
     fits_in_memory: bool | None = None
+
+    @property
+    def lateness(self) -> Delay:
+        """When an average is used."""
+        return Delay(self.late.steps if self.late else None, self.delay)
 
     @property
     def share(self) -> str:
@@ -78,10 +86,11 @@ def simulated(case: Case, taus: Sequence[int]) -> list[Timing]:
 def searched(problem: Setting, case: Case, lengths: Sequence[Seconds]) -> list[Timing]:
     """Rounds with the usual taus; tau is doubled further while the largest is best at some time.
 
-    The search ends at LONGEST, and where a round is longer than all lengths. Raises OptionError as
-    `simulated` does.
+    The search begins at the delay, if averages are late by local steps. It ends at LONGEST, and
+    where a round is longer than all lengths. Raises OptionError as `simulated` does.
     """
-    timings = simulated(case, USUAL)
+    late = late_of(averaging(case.prepare().strategy))
+    timings = simulated(case, [tau for tau in USUAL if late is None or tau >= late.steps])
     while timings[-1].tau < LONGEST and any(
         choices and best(choices).timing is timings[-1]
         for choices in (after(problem, timings, length) for length in lengths)
@@ -136,6 +145,22 @@ def _timing(
         workers=layout.nodes if strategy.worker == "node" else layout.world_size,
         delay=strategy.staleness if isinstance(strategy, CO2) else 0,
         source=source,
+        late=late_of(strategy),
+    )
+
+
+def late_of(strategy: object) -> Late | None:
+    """How averages are late by local steps, of a strategy that has such a delay.
+
+    Raises OptionError for a delay that is not a number yet, or one that the bound does not cover.
+    """
+    steps = getattr(strategy, "delay", None)
+    if steps is None:
+        return None
+    if not isinstance(steps, int):
+        raise OptionError(f"delay is {steps}; the bound needs a number of local steps")
+    return Late(
+        steps=steps, keep=getattr(strategy, "keep", 1.0), predict=getattr(strategy, "predict", 0.0)
     )
 
 
@@ -156,6 +181,7 @@ def _choice(problem: Setting, timing: Timing, rounds: int) -> Choice:
             rounds=rounds,
             local_steps=timing.tau,
             delay=timing.delay,
+            late=timing.late,
         )
     )
     reached = bound.evaluate(setting)
@@ -234,9 +260,11 @@ def _compared(other: Choice, chosen: Choice, fastest: int) -> str:
     )
 
 
-def assumptions(problem: Setting) -> list[str]:
+def assumptions(problem: Setting, timings: Sequence[Timing] = ()) -> list[str]:
     """The assumptions behind an answer."""
     same = ["zeta^2 = 0: all workers see the same data."] if problem.heterogeneity == 0 else []
+    keeps = {timing.late.keep for timing in timings if timing.late and timing.late.keep < 1}
+    same += [f"Steps before a late average arrives count {keep:g} in the error." for keep in keeps]
     return [*ASSUMPTIONS, *same, f"Taus up to {LONGEST} are tried unless taus are given."]
 
 

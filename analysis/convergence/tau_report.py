@@ -53,8 +53,7 @@ def print_tau(
 
 
 def _title(timing: Timing) -> str:
-    late = f"{timing.delay} round{'' if timing.delay == 1 else 's'} late"
-    return f"{timing.workers} workers, averages {late}; rounds {timing.source}"
+    return f"{timing.workers} workers, averages {timing.lateness} late; rounds {timing.source}"
 
 
 def _most(timings: Sequence[Timing]) -> int:

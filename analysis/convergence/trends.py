@@ -16,7 +16,8 @@ from analysis.convergence.bound import Bound
 from analysis.convergence.objectives.mlp import MLP, Batches, digits
 from analysis.convergence.objectives.problems import Array
 from analysis.convergence.setting import Setting
-from analysis.convergence.simulate import RunSize, Trajectory, Variants, variants, walk
+from analysis.convergence.simulate import Trajectory, walk
+from analysis.convergence.variants import RunSize, Variants, variants
 from co2sim.console.tables import print_table
 
 METHODS = (("local SGD", 0, 1.0, 0.0), ("SlowMo", 0, 1.0, 0.5), ("CO2", 1, 1.0, 0.5))

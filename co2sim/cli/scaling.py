@@ -79,6 +79,17 @@ def scale(
         }
         print(json.dumps(report, indent=2))
         return
+    _print(cases, results, comparisons, published, out, goal)
+
+
+def _print(
+    cases: Sequence[Case],
+    results: Sequence[Result],
+    comparisons: Sequence[SpeedComparison],
+    published: Path | None,
+    out: Path,
+    goal: Goal,
+) -> None:
     terminal = console()
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from co2sim.errors import OptionError
+from co2sim.late_averages import even_fragments, kept
 from co2sim.ranges import between
 from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
@@ -28,26 +29,6 @@ _MOST_STALENESS = 100
 """A rank keeps a buffer for every average in flight; so many rounds pass before a steady one."""
 
 _MOST_FRAGMENTS = 1_000
-_EVEN = 64
-"""Fragments of a long round: more would make the messages small, and the delay no shorter."""
-
-_LONG = 6
-"""Steps of a round from which on it is better to keep half of one's own progress."""
-
-
-def even_fragments(tau: int) -> int:
-    """One fragment for each step of a round, as far as that helps."""
-    return min(tau, _EVEN)
-
-
-def kept(tau: int, keep: float | None, predict: float | None) -> tuple[float, float]:
-    """`keep` and `predict` of a late average: what was given, else what learned best.
-
-    In the study of `benchmarks/convergence.py` (a small GPT, four workers) all progress is best
-    kept in rounds of up to 4 steps, half of it from 6 steps on; predict is 1 - keep.
-    """
-    share = (1.0 if tau < _LONG else 0.5) if keep is None else keep
-    return share, 1 - share if predict is None else predict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +36,10 @@ class CO2:
     """`tau` local steps; the average launched after them is used `staleness` rounds later.
 
     With `delay` it is used that many local steps later, and workers go on from where they are: x
-    becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress); see
-    `kept` for their defaults. The
-    model is cut into `fragments`, which are averaged at evenly spread steps of a round. "auto" is
-    chosen by simulation: the least delay that hides the averages, the shortest such round.
+    becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress). The
+    model is cut into `fragments`, which are averaged at evenly spread steps of a round; their
+    defaults are those of `late_averages`. "auto" is chosen by simulation: the least delay that
+    hides the averages, the shortest such round.
 
     Where a node is the worker, `average` says who averages: "shares", every rank its share with
     its peers; "leader", the first rank of each node everything, which it broadcasts inside, as in

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from co2sim.errors import OptionError
+from co2sim.late_averages import even_fragments, kept
 from co2sim.ranges import whole
-from co2sim.strategies.co2 import even_fragments, kept
 from realrun import checks
-from realrun.algorithms.late import Delay, Late
+from realrun.algorithms.late import Delay, LateAverages
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.rule import Absorbed, State, Total
 from realrun.checks import DEFAULT_GAP, GAPS, Gap
@@ -65,12 +65,12 @@ class CO2Rule:
             raise OptionError("gap='gap_aware' needs norms of the whole model, not of fragments")
 
     @property
-    def late(self) -> Late | None:
+    def late(self) -> LateAverages | None:
         """With a delay averages are used while the next round runs."""
         if self.delay is None:
             return None
         keep, predict = kept(self.tau, self.keep, self.predict)
-        return Late(delay=self.delay, keep=keep, predict=predict, fragments=self.fragments)
+        return LateAverages(delay=self.delay, keep=keep, predict=predict, fragments=self.fragments)
 
     @property
     def clips(self) -> bool:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from co2sim.errors import OptionError
 from co2sim.ranges import whole
-from realrun.algorithms.late import Delay, Late
+from realrun.algorithms.late import Delay, LateAverages
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.rule import MomentumRule
 
@@ -58,7 +58,7 @@ class DiLoCo(LocalUpdate):
         late = None
         if fragments != 1 or delay != 0:
             kept = (0.0 if delay == 0 else 0.5) if keep is None else keep
-            late = Late(delay=delay, keep=kept, fragments=fragments, keeps="all")
+            late = LateAverages(delay=delay, keep=kept, fragments=fragments, keeps="all")
             late.check(whole("tau", tau, 1))
         elif keep is not None:
             raise OptionError(f"keep={keep} needs fragments or a delay: DiLoCo restarts workers")

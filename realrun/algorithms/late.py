@@ -23,7 +23,7 @@ Parts: TypeAlias = Iterable[tuple[torch.dtype, slice]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Late:
+class LateAverages:
     """How an average is used `delay` local steps after its launch, while workers go on.
 
     The model is cut into `fragments`, which launch at evenly spread steps of a round. When D, the
@@ -69,7 +69,9 @@ def stand(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor) -> None:
         offset[at].add_(live[at] - start)
 
 
-def keep_since(late: Late, share: float, launched: Tensor, live: Tensor, mean: Tensor) -> None:
+def keep_since(
+    late: LateAverages, share: float, launched: Tensor, live: Tensor, mean: Tensor
+) -> None:
     """`launched` <- the offset: what is kept since the launch, and what is predicted for the rest.
 
     `share` is the delay as a share of a round.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from realrun.algorithms.auto_delay import AutoDelay, Launch
 from realrun.algorithms.average import Average, Flight
 from realrun.algorithms.flat import Flat
-from realrun.algorithms.late import Late, depart, keep_since, stand
+from realrun.algorithms.late import LateAverages, depart, keep_since, stand
 from realrun.algorithms.outer_loop import OuterLoop
 from realrun.algorithms.rule import Rule, State
 from realrun.algorithms.workers import Links
@@ -26,7 +26,7 @@ class LateLoop(OuterLoop):
         self,
         model: nn.Module,
         rule: Rule,
-        late: Late,
+        late: LateAverages,
         flat: Flat,
         links: Links,
         average: Average,

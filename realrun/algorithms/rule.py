@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realrun import checks
-from realrun.algorithms.late import Late
+from realrun.algorithms.late import LateAverages
 
 Total: TypeAlias = Callable[[Sequence[float]], list[float]]
 """Sums numbers over the ranks that share one worker, so that norms are of the whole model."""
@@ -74,7 +74,7 @@ class Rule(Protocol):
     @property
     def clips(self) -> bool: ...  # noqa: D102
     @property
-    def late(self) -> Late | None: ...  # noqa: D102
+    def late(self) -> LateAverages | None: ...  # noqa: D102
 
     def vectors(self) -> dict[str, int]:
         """Names of the vectors it keeps, and how many rows each has (0: a plain vector)."""
@@ -102,7 +102,7 @@ class MomentumRule(ABC):
     staleness: int = 0
     pull: None = None
     clips: bool = False
-    late: Late | None = None
+    late: LateAverages | None = None
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""

@@ -7,9 +7,12 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from analysis.convergence.bound import TERMS, Bound, Infeasible
-from analysis.convergence.protocol import controls, oracle, rate_fits, tightness
+from analysis.convergence.protocol import controls, late_findings, oracle, rate_fits, tightness
+from analysis.convergence.protocol.check import Check
 from analysis.convergence.protocol.controls import ControlCell, ControlFindings
 from analysis.convergence.protocol.grid import GridCell
+from analysis.convergence.protocol.late_findings import LateFindings
+from analysis.convergence.protocol.late_oracle import LateOracleCell
 from analysis.convergence.protocol.oracle import OracleCell, OracleFindings
 from analysis.convergence.protocol.rate_fits import RateFindings
 from analysis.convergence.protocol.rates import RateCell
@@ -24,15 +27,6 @@ _LEAST_SIMULATED = 30
 _LEAST_EDGES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that has to hold, and what was measured."""
-
-    claim: str
-    passed: bool
-    measured: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """Everything that was measured, judged."""
@@ -43,6 +37,7 @@ class Findings:
     grid: GridFindings
     rates: RateFindings
     isolation: ControlFindings
+    late: LateFindings
     rows: Sequence[TightnessRow]
     checks: Sequence[Check]
 
@@ -62,6 +57,7 @@ class Findings:
             "grid": self.grid,
             "rates": self.rates,
             "isolation": self.isolation,
+            "late": self.late,
         }
         return {name: to_jsonable_python(part, inf_nan_mode="null") for name, part in parts.items()}
 
@@ -73,11 +69,16 @@ def judge(
     evaluate: Callable[[Setting], Bound | Infeasible] | None = None,
 ) -> Findings:
     """Judge the cells. Another `evaluate` replaces our bound by another one."""
-    rows = [row for c in cells if isinstance(c, GridCell) for row in c.rows(evaluate)]
+    every = [row for c in cells if isinstance(c, GridCell) for row in c.rows(evaluate)]
+    rows = [row for row in every if row.setting.late is None]
     exact = oracle.summary([cell for cell in cells if isinstance(cell, OracleCell)])
     grid = tightness.summary(rows)
     rates = rate_fits.summary([cell for cell in cells if isinstance(cell, RateCell)])
     isolation = controls.summary([cell for cell in cells if isinstance(cell, ControlCell)])
+    late = late_findings.summary(
+        [cell for cell in cells if isinstance(cell, LateOracleCell)],
+        [row for row in every if row.setting.late is not None],
+    )
     return Findings(
         quick=quick,
         cells=len(cells),
@@ -85,12 +86,14 @@ def judge(
         grid=grid,
         rates=rates,
         isolation=isolation,
+        late=late,
         rows=rows,
         checks=(
             *oracle_checks(exact),
             *grid_checks(grid),
             *rate_checks(rates),
             *control_checks(isolation),
+            *late_findings.checks(late, quick=quick),
         ),
     )
 

@@ -19,7 +19,8 @@ from analysis.convergence.protocol.isolation import (
     TermsTask,
 )
 from analysis.convergence.protocol.rescue import RescueCell, RescueLine, RescueTask
-from analysis.convergence.simulate import RunSize, Variants, run, variants
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, Variants, variants
 
 _SIGMA2 = 1.0
 _GENTLE = 0.3

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from analysis.convergence import bound, exact_moments
+from analysis.convergence import bound, exact_moments, late_moments
 from analysis.convergence.bound import Bound, Infeasible
+from analysis.convergence.lateness import Late
 from analysis.convergence.objectives.families import AT_MINIMUM, FAMILIES
 from analysis.convergence.objectives.logistic import Logistic, Minibatches
 from analysis.convergence.objectives.problems import Array, Gaussian, Problem, Quadratic
 from analysis.convergence.protocol.tightness import EXACT, TightnessRow
 from analysis.convergence.setting import Setting
-from analysis.convergence.simulate import RunSize, Variants, run, select, variants
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, Variants, select, variants
 
 _PAIRS = ((1.0, 0.0), (0.5, 0.5), (1.0, 0.5), (0.1, 0.9), (0.6, 0.8), (1.5, 0.0))
 """Outer steps and momenta."""
@@ -26,6 +29,9 @@ _FRACTIONS = (0.1, 0.5, 0.95)
 _SMALL_FRACTIONS = (0.02, 0.1, 0.5)
 """At a minimum: where the constants of staleness and drift are nearly reached."""
 _NOISES = (0.0, 0.3, 10.0)
+_GENTLE = 0.6
+"""Largest gamma L tau of late averages where workers differ, or bend away from each other: with
+ln 2 or more drift may grow from round to round, which the condition of the bound allows."""
 _MORE = 8
 """Factor of the seeds of what exceeds the bound."""
 _ATTEMPTS = 3
@@ -39,7 +45,9 @@ _BATCH = 8
 class GridTask:
     """Runs of one family and size, for all steps and penalties; by the oracle with 0 seeds.
 
-    With an `inner_step` only that one is run, without momentum, penalty and noise.
+    With an `inner_step` only that and `outer_step` are run, without momentum, penalty and noise.
+    With `late_steps` averages are used so many local steps late, by all `mixes` of what is kept and
+    predicted.
     """
 
     family: str
@@ -49,6 +57,9 @@ class GridTask:
     delay: int
     seeds: int
     inner_step: float | None = None
+    outer_step: float = 1.0
+    late_steps: int | None = None
+    mixes: tuple[tuple[float, float], ...] = ()
 
     @property
     def work(self) -> float:
@@ -68,6 +79,7 @@ class GridTask:
             local_steps=self.local_steps,
             seeds=seeds,
             delay=self.delay,
+            late_steps=self.late_steps,
         )
 
     def measure(self) -> "GridCell":
@@ -119,7 +131,7 @@ class GridCell:
         return [
             TightnessRow(
                 family=family,
-                delay=self.task.delay,
+                delay=self.task.delay if r.setting.late is None else _named(r.setting.late),
                 rule="gap-aware" if r.setting.most_penalty else f"{r.setting.penalty:g}",
                 setting=r.setting,
                 measured=r.measured,
@@ -150,6 +162,8 @@ def _measured(
         momentum=np.array([setting.momentum for setting in settings]),
         penalty=np.array([setting.penalty for setting in settings]),
         noise=np.array([setting.noise for setting in settings]),
+        keep=np.array([setting.late.keep if setting.late else 1.0 for setting in settings]),
+        predict=np.array([setting.late.predict if setting.late else 0.0 for setting in settings]),
         gap_aware=np.array([setting.most_penalty is not None for setting in settings]),
     )
     met = _simulated(problem, which, task, seeds) if seeds else _exact(problem, which, task)
@@ -172,7 +186,8 @@ def _measured(
 def _exact(problem: Problem, which: Variants, task: GridTask) -> _Averages:
     """By the oracle, without error."""
     assert isinstance(problem, Quadratic)
-    moments = exact_moments.exact(problem, which, task.size(1), spread=problem.heterogeneous)
+    exact = late_moments.exact if task.late_steps else exact_moments.exact
+    moments = exact(problem, which, task.size(1), spread=problem.heterogeneous)
     return _Averages(moments.gradient, np.zeros(len(which)), moments.spread, which.noise)
 
 
@@ -185,6 +200,7 @@ def _simulated(problem: Problem, which: Variants, task: GridTask, seeds: int) ->
         else Gaussian(problem)
     )
     seed = [task.workers, task.rounds, task.local_steps, task.delay, seeds, *task.family.encode()]
+    seed += [task.late_steps] if task.late_steps else []
     step = max(1, _MOST // (seeds * task.workers * len(problem.start)))
     parts = []
     for first in range(0, len(which), step):
@@ -215,7 +231,8 @@ def _settings(problem: Problem, task: GridTask) -> Iterator[Setting]:
         convex=problem.convex,
     )
     if task.inner_step is not None:
-        yield whole
+        for late in _lates(task):
+            yield replace(whole, outer_step=task.outer_step, late=late)
         return
     resting = task.family in AT_MINIMUM
     fractions: tuple[float, ...] = _FRACTIONS
@@ -224,18 +241,41 @@ def _settings(problem: Problem, task: GridTask) -> Iterator[Setting]:
             _SMALL_FRACTIONS[:2] if problem.heterogeneous else _SMALL_FRACTIONS + _FRACTIONS[-1:]
         )
     noises = (0.0,) if task.drawn or (resting and problem.heterogeneous) else _NOISES
-    for outer_step, momentum in _PAIRS + (_SMALL_PAIRS if resting else ()):
+    pairs = _PAIRS + (_SMALL_PAIRS if resting else ())
+    for late, (outer_step, momentum) in product(_lates(task), pairs):
         for penalty in _PENALTIES:
-            if penalty is None and (task.delay == 0 or not task.seeds):
+            if penalty is None and (task.delay == 0 or not task.seeds or (late and late.predict)):
                 continue
             ruled = replace(
                 whole,
+                late=late,
                 outer_step=outer_step,
                 momentum=momentum,
                 penalty=penalty or 1.0,
                 most_penalty=1 + 1 / (1 - momentum) if penalty is None else None,
             )
-            largest = bound.largest_inner_step(ruled)
+            largest = _largest(ruled, problem)
             for fraction in fractions:
                 for noise in noises[-1:] if resting else noises:
                     yield replace(ruled, inner_step=fraction * largest, noise=noise)
+
+
+def _largest(setting: Setting, problem: Problem) -> float:
+    """The largest feasible step; with late averages none with which workers drift away."""
+    largest = bound.largest_inner_step(setting)
+    if setting.late is None or (problem.convex and not problem.heterogeneous):
+        return largest
+    return min(largest, _GENTLE / (setting.smoothness * setting.local_steps))
+
+
+def _lates(task: GridTask) -> list[Late | None]:
+    """How averages are late, if they are by steps."""
+    if task.late_steps is None:
+        return [None]
+    return [Late(steps=task.late_steps, keep=keep, predict=p) for keep, p in task.mixes]
+
+
+def _named(late: Late) -> str:
+    mix = f", keep {late.keep:g}" if late.keep < 1 else ""
+    mix += f", predict {late.predict:g}" if late.predict else ""
+    return f"{late.steps} step{'' if late.steps == 1 else 's'}{mix}"

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Array, Gaussian
-from analysis.convergence.simulate import RunSize, variants, walk
+from analysis.convergence.simulate import walk
+from analysis.convergence.variants import RunSize, variants
 
 CASES = (
     ("isotropic", 1.0, 0.0, 1.0, 1),
@@ -24,7 +25,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class _Watched:
+class Watched:
     """Gaussian noise; keeps the mean of the workers and of their noisy gradients at every step."""
 
     inner: Gaussian
@@ -60,7 +61,7 @@ def largest_error(family: str, alpha: float, beta: float, penalty: float, delay:
     rounds = size.rounds
     problem = FAMILIES[family](4)
     which = variants(step, outer_step=alpha, momentum=beta, penalty=penalty, noise=1.0)
-    watched = _Watched(Gaussian(problem))
+    watched = Watched(Gaussian(problem))
     _, path = walk(problem, which, size, sampler=watched)
     eta = alpha * step / ((1 - beta) * penalty)
     shape = (rounds, size.local_steps, *path.points.shape[1:])

@@ -14,7 +14,8 @@ from analysis.convergence.bound import Bound
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Quadratic
 from analysis.convergence.setting import Setting
-from analysis.convergence.simulate import RunSize, run, variants
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, variants
 
 _SIGMA2 = 1.0
 

@@ -10,7 +10,8 @@ from analysis.convergence import exact_moments
 from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Array, Quadratic
 from analysis.convergence.protocol.identities import CASES, largest_error
-from analysis.convergence.simulate import RunSize, Variants, run, select, variants, walk
+from analysis.convergence.simulate import run, walk
+from analysis.convergence.variants import RunSize, Variants, select, variants
 
 IDENTITY = 1e-12
 """Largest relative error of the identities."""
@@ -190,12 +191,12 @@ def scores(task: MomentsTask, claimed: int) -> tuple[tuple[float, ...], ...]:
             (measured.drift, exact.drift[place]),
             ((measured.final**2).sum(axis=-1), exact.final[1, place].sum()),
         )
-        row = (_score(values[0], expected) for values, expected in pairs)
+        row = (score(values[0], expected) for values, expected in pairs)
         rows.append(tuple(z for z in row if z is not None))
     return tuple(rows)
 
 
-def _score(values: Array, expected: float) -> float | None:
+def score(values: Array, expected: float) -> float | None:
     """How many standard errors the mean is from what is expected; None where nothing varies."""
     error = float(values.std(ddof=1)) / np.sqrt(len(values))
     return float((values.mean() - expected) / error) if error else None

@@ -9,7 +9,8 @@ import numpy as np
 from analysis.convergence import exact_moments
 from analysis.convergence.objectives.families import FAMILIES
 from analysis.convergence.objectives.problems import Quadratic
-from analysis.convergence.simulate import RunSize, Variants, run, variants
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, Variants, variants
 
 PAIRS = ((1.0, 0.0), (0.5, 0.5))
 """Outer steps and momenta, alpha = 1 - beta."""

@@ -6,7 +6,8 @@ from typing import Literal
 import numpy as np
 
 from analysis.convergence.objectives.families import FAMILIES
-from analysis.convergence.simulate import RunSize, Variants, run, variants
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, Variants, variants
 
 _SIGMA2 = 1.0
 _CLIPS = (8.0, 2.0, 0.5)

@@ -10,16 +10,24 @@ from joblib import Parallel, delayed, parallel_config
 from pydantic import Field, TypeAdapter
 from pydantic_core import to_json
 
-from analysis.convergence.protocol import controls, grid_plan, oracle, rates
+from analysis.convergence.protocol import (
+    controls,
+    grid_plan,
+    late_oracle,
+    late_plan,
+    oracle,
+    rates,
+)
 from analysis.convergence.protocol.controls import ControlCell, ControlTask
 from analysis.convergence.protocol.grid import GridCell, GridTask
+from analysis.convergence.protocol.late_oracle import LateOracleCell, LateOracleTask
 from analysis.convergence.protocol.oracle import OracleCell, OracleTask
 from analysis.convergence.protocol.rates import RateCell, RateTask
 from co2sim.files import write_atomically
 from co2sim.progress import Done
 
-Task: TypeAlias = OracleTask | GridTask | RateTask | ControlTask
-Cell: TypeAlias = OracleCell | GridCell | RateCell | ControlCell
+Task: TypeAlias = OracleTask | GridTask | RateTask | ControlTask | LateOracleTask
+Cell: TypeAlias = OracleCell | GridCell | RateCell | ControlCell | LateOracleCell
 _CELLS: TypeAdapter[Cell] = TypeAdapter(Annotated[Cell, Field(discriminator="kind")])
 WING = Path(__file__).parents[1]
 """The folder of everything that decides what a cell holds."""
@@ -29,7 +37,7 @@ _MOST_JOBS = 4
 
 def plan(*, quick: bool) -> Iterator[Task]:
     """All cells of the protocol."""
-    for layer in (oracle, grid_plan, rates, controls):
+    for layer in (oracle, grid_plan, rates, controls, late_oracle, late_plan):
         yield from layer.plan(quick=quick)
 
 

@@ -1,6 +1,6 @@
 """Measured gradients and their bounds: rows, and what the report says about them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -38,10 +38,13 @@ def margin(seeds: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TightnessRow:
-    """One configuration, its measured A with its standard error, and its bound."""
+    """One configuration, its measured A with its standard error, and its bound.
+
+    `delay` is in rounds, or, for late averages, in words.
+    """
 
     family: str
-    delay: int
+    delay: int | str
     rule: str
     setting: Setting
     measured: float
@@ -92,17 +95,20 @@ def distinct(rows: Sequence[TightnessRow]) -> list[TightnessRow]:
     return list(unlike.values())
 
 
+def terms(rows: Sequence[TightnessRow]) -> dict[str, Array]:
+    """The four terms of every row."""
+    return {name: np.array([getattr(row.bound, name) for row in rows]) for name in TERMS}
+
+
 def parts(rows: Sequence[TightnessRow]) -> dict[str, Array]:
     """The terms of every row, and of the staleness term what delay and what K > 1 contribute.
 
     N = eta^2 tau (...) + d^2 (tau - 1)/2: the first part is that of delay and momentum. With K = 1
     the term would be 1 - load times itself.
     """
-    whole: dict[str, Array] = {
-        name: np.array([getattr(row.bound, name) for row in rows]) for name in TERMS
-    }
     late = np.array([bound.late_share(row.setting) for row in rows])
     loads = np.array([bound.load(row.setting) for row in rows])
+    whole = terms(rows)
     return {**whole, LATE: whole["staleness"] * late, SPLIT: whole["staleness"] * loads}
 
 
@@ -118,8 +124,10 @@ class Sensitivity:
     violations: dict[str, int]
 
 
-def sensitivity(rows: Sequence[TightnessRow]) -> dict[str, Sensitivity]:
-    """For every part of the bound: how wrong it may be.
+def sensitivity(
+    rows: Sequence[TightnessRow], pieces: Mapping[str, Array] | None = None
+) -> dict[str, Sensitivity]:
+    """For every part of the bound, or those that are given: how wrong it may be.
 
     Only such violations count as exceed the bound by their margin, so that no number of seeds would
     undo them.
@@ -127,7 +135,7 @@ def sensitivity(rows: Sequence[TightnessRow]) -> dict[str, Sensitivity]:
     reached = np.array([row.measured - margin(row.seeds) * row.error for row in rows])
     totals = np.array([row.total for row in rows])
     answer = {}
-    for name, part in parts(rows).items():
+    for name, part in (pieces or parts(rows)).items():
         there = part > 0
         factors = (reached - totals + part)[there] / part[there]
         answer[name] = Sensitivity(
@@ -142,7 +150,7 @@ class ConfigurationLine:
     """One row in the words of the report."""
 
     family: str
-    delay: int
+    delay: int | str
     penalty: str
     G: int
     tau: int
@@ -216,23 +224,23 @@ def summary(rows: Sequence[TightnessRow]) -> GridFindings:
         resampled=sum(row.seeds > _USUAL for row in feasible),
         most_seeds=max((row.seeds for row in feasible), default=0),
         violations=sum(row.violated for row in feasible),
-        worst=tuple(map(_configuration, worst)),
-        violating=tuple(_configuration(row) for row in feasible if row.violated)[:_MOST_SHOWN],
-        by_family=_grouped(feasible, lambda row: row.family),
-        by_term=_grouped(feasible, lambda row: row.dominant),
-        by_penalty=_grouped(feasible, lambda row: f"penalty {row.rule}"),
-        by_delay=_grouped(feasible, lambda row: f"delay {row.delay}"),
+        worst=tuple(map(configuration_line, worst)),
+        violating=tuple(configuration_line(row) for row in feasible if row.violated)[:_MOST_SHOWN],
+        by_family=grouped(feasible, lambda row: row.family),
+        by_term=grouped(feasible, lambda row: row.dominant),
+        by_penalty=grouped(feasible, lambda row: f"penalty {row.rule}"),
+        by_delay=grouped(feasible, lambda row: f"delay {row.delay}"),
         noticed=sensitivity(feasible),
         noticed_usually=sensitivity(usual),
         published=_published(every),
-        beyond=tuple(map(_configuration, _under_half_of_c(rows))),
+        beyond=tuple(map(configuration_line, under_part_of_c(rows, 0.5))),
     )
 
 
-def _under_half_of_c(rows: Sequence[TightnessRow]) -> list[TightnessRow]:
-    """Rows outside the condition, with the bound that half of C would let the theorem give."""
+def under_part_of_c(rows: Sequence[TightnessRow], part: float) -> list[TightnessRow]:
+    """Rows outside the condition, with the bound that a part of C would let the theorem give."""
     return [
-        replace(row, bound=bound.evaluate(row.setting, condition=0.5))
+        replace(row, bound=bound.evaluate(row.setting, condition=part))
         for row in rows
         if isinstance(row.bound, Infeasible)
     ]
@@ -246,7 +254,8 @@ def _published(rows: Sequence[TightnessRow]) -> PublishedBound:
     return PublishedBound(asked=len(unique), silent=silent)
 
 
-def _configuration(row: TightnessRow) -> ConfigurationLine:
+def configuration_line(row: TightnessRow) -> ConfigurationLine:
+    """A row in the words of the report."""
     setting = row.setting
     return ConfigurationLine(
         family=row.family,
@@ -266,9 +275,10 @@ def _configuration(row: TightnessRow) -> ConfigurationLine:
     )
 
 
-def _grouped(
+def grouped(
     rows: Sequence[TightnessRow], key: Callable[[TightnessRow], str]
 ) -> dict[str, RatioGroup]:
+    """Measured over bound, by what `key` says of a row."""
     groups: dict[str, list[TightnessRow]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)

@@ -1,0 +1,199 @@
+"""Late averages without Monte Carlo: the gap, moments against simulation, stability, drift."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from analysis.convergence import exact_moments, late_moments
+from analysis.convergence.lateness import Late
+from analysis.convergence.objectives.families import FAMILIES, same
+from analysis.convergence.objectives.problems import Quadratic
+from analysis.convergence.protocol.late_edges import LateStabilityCell, LateStabilityTask
+from analysis.convergence.protocol.late_identities import CASES, gap_error, mean_error
+from analysis.convergence.protocol.oracle import score
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, Variants, select, variants
+
+_SMALL_WORK = 16_000.0
+_SMALL_STEP, _DRIFT_ROUNDS = 1e-6, 500
+"""Where the drift has its limit, and the start, without late averages, no longer counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateIdentityTask:
+    """To check the gap of the virtual iterate, and that a mean can be that of local SGD."""
+
+    @property
+    def work(self) -> float:
+        """About how many local steps it takes."""
+        return _SMALL_WORK
+
+    def measure(self) -> "LateIdentityCell":
+        """Check them."""
+        return LateIdentityCell(self, tuple(gap_error(*case) for case in CASES), mean_error())
+
+
+@dataclass(frozen=True, slots=True)
+class LateIdentityCell:
+    """The largest relative errors: of the gap, by case, and of the mean beside local SGD's."""
+
+    task: LateIdentityTask
+    errors: tuple[float, ...]
+    mean: float
+    kind: Literal["late identities"] = "late identities"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateMomentsTask:
+    """To compare simulated means with exact moments, on a quadratic family."""
+
+    family: str
+    workers: int
+    local_steps: int
+    late_steps: int
+    rounds: int
+    seeds: int
+
+    @property
+    def work(self) -> float:
+        """About how many local steps it takes."""
+        return self.rounds * self.local_steps
+
+    def measure(self) -> "LateMomentsCell":
+        """Compare them: A, drift and |mean|^2 at the end."""
+        problem = FAMILIES[self.family](self.workers)
+        assert isinstance(problem, Quadratic)
+        which = _moments_variants()
+        size = RunSize(
+            workers=self.workers,
+            rounds=self.rounds,
+            local_steps=self.local_steps,
+            seeds=self.seeds,
+            late_steps=self.late_steps,
+        )
+        exact = late_moments.exact(problem, which, size)
+        rows = []
+        for place in range(len(which)):
+            seed = [place, self.local_steps, self.late_steps, *self.family.encode()]
+            alone = select(which, slice(place, place + 1))
+            measured = run(problem, alone, size, seed=seed)
+            pairs = (
+                (measured.gradient, exact.gradient[place]),
+                (measured.drift, exact.drift[place]),
+                ((measured.final**2).sum(axis=-1), exact.final[1, place].sum()),
+            )
+            found = (score(values[0], expected) for values, expected in pairs)
+            rows.append(tuple(z for z in found if z is not None))
+        return LateMomentsCell(self, tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class LateMomentsCell:
+    """The z of simulated means against exact moments, by variant."""
+
+    task: LateMomentsTask
+    scores: tuple[tuple[float, ...], ...]
+    kind: Literal["late moments"] = "late moments"
+
+
+def _moments_variants() -> Variants:
+    return variants(
+        np.array([0.02, 0.08, 0.05, 0.03]),
+        outer_step=np.array([0.5, 1.0, 1.3, 1.0]),
+        momentum=np.array([0.5, 0.0, 0.2, 0.0]),
+        penalty=np.array([1.0, 1.0, 2.0, 1.0]),
+        noise=np.array([1.0, 0.5, 2.0, 1.0]),
+        keep=np.array([1.0, 0.5, 0.7, 0.25]),
+        predict=np.array([0.0, 0.5, 0.6, 0.0]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateDriftTask:
+    """To measure what late averages cost in drift, beside waiting for the average."""
+
+    local_steps: int
+
+    @property
+    def work(self) -> float:
+        """About how many local steps it takes."""
+        return _SMALL_WORK
+
+    def measure(self) -> "LateDriftCell":
+        """Measure it for several delays."""
+        lines = []
+        for steps in (self.local_steps // 4, self.local_steps // 2, self.local_steps):
+            for keep in (1.0, 0.5):
+                late = Late(steps=steps, keep=keep)
+                lines.append(
+                    LateDrift(
+                        share=steps / self.local_steps,
+                        keep=keep,
+                        alike=_drift_ratio(self.local_steps, late, unlike=False),
+                        unlike=_drift_ratio(self.local_steps, late, unlike=True),
+                    )
+                )
+        return LateDriftCell(self, tuple(lines))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateDrift:
+    """The drift with late averages over that of waiting, for workers alike and unlike.
+
+    `share` is p = d/tau. Both are means over all steps alike.
+    """
+
+    share: float
+    keep: float
+    alike: float
+    unlike: float
+
+    @property
+    def expected(self) -> tuple[float, float]:
+        """What small steps give: docs/theory.md, what a late average costs."""
+        p, kept = self.share, self.keep * self.share
+        return 1 + 2 * self.keep * kept, 1 + 3 * kept + 3 * kept * kept if p else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LateDriftCell:
+    """The drifts."""
+
+    task: LateDriftTask
+    lines: tuple[LateDrift, ...]
+    kind: Literal["late drift"] = "late drift"
+
+
+def _drift_ratio(local_steps: int, late: Late, *, unlike: bool) -> float:
+    """By exact moments, with small steps: on a slope that differs, or with noise alone."""
+    problem = same(1.0, start=0.0)
+    if unlike:
+        problem = Quadratic(np.ones((2, 1)), np.array([[1.0], [-1.0]]), np.zeros(1))
+    which = variants(_SMALL_STEP, noise=0.0 if unlike else 1.0, keep=late.keep)
+    size = RunSize(workers=2, rounds=_DRIFT_ROUNDS, local_steps=local_steps, delay=0)
+    waiting = exact_moments.exact(problem, which, size).drift[0]
+    size = replace(size, late_steps=late.steps)
+    return float(late_moments.exact(problem, which, size, alike=True).drift[0] / waiting)
+
+
+LateOracleTask = LateIdentityTask | LateMomentsTask | LateStabilityTask | LateDriftTask
+LateOracleCell = LateIdentityCell | LateMomentsCell | LateStabilityCell | LateDriftCell
+
+
+def plan(*, quick: bool) -> Iterator[LateOracleTask]:
+    """Everything about late averages that needs no bound."""
+    yield LateIdentityTask()
+    yield LateStabilityTask(systems=20_000)
+    yield LateDriftTask(local_steps=32)
+    for family in ("isotropic", "spread", "quadratics apart"):
+        for tau, steps in ((1, 1), (6, 2)) if quick else ((1, 1), (6, 2), (6, 6), (12, 4)):
+            yield LateMomentsTask(
+                family=family,
+                workers=3,
+                local_steps=tau,
+                late_steps=steps,
+                rounds=24,
+                seeds=1000 if quick else 4000,
+            )

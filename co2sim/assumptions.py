@@ -1,0 +1,48 @@
+"""What a result rests on without a source: assumed numbers, and sizes that no table covers."""
+
+from dataclasses import replace
+from typing import Any
+
+from co2sim.catalog import Entry, Fact
+from co2sim.cluster import GPU, Cluster
+from co2sim.units import scaled
+from co2sim.workload import Model, Workload
+
+_NEGLIGIBLE = 0.01
+"""A probe measures passes of other shapes than a model's: sizes so near each other are the same."""
+
+
+def assumed(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
+    """The assumed numbers of both, which no source supports."""
+    return (*_under("cluster", cluster), *_under("model", model))
+
+
+def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
+    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]
+
+
+def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
+    """More nodes than the cluster has: the what-if of buying more of the same."""
+    if sized.nodes <= stated.nodes:
+        return []
+    why = f"the cluster has {stated.nodes}; more of the same kind were asked for"
+    return [Fact("cluster.nodes", str(sized.nodes), why, assumed=True)]
+
+
+def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
+    """Passes smaller or larger than any whose efficiency is known."""
+    works = job.works()
+    sizes = [pass_.flops for w in works for pass_ in (w.forward, w.backward) if pass_.flops]
+    (least, at_least), (most, at_most) = gpu.efficiency[0], gpu.efficiency[-1]
+    found = []
+    for size, bound, value, word in (
+        (min(sizes, default=least), least, at_least, "smaller"),
+        (max(sizes, default=most), most, at_most, "larger"),
+    ):
+        if (size / bound - 1) * (1 if word == "larger" else -1) > _NEGLIGIBLE:
+            why = (
+                f"passes of {scaled(size, 'FLOP')} are {word} than any whose efficiency is known"
+                f" ({scaled(bound, 'FLOP')})"
+            )
+            found.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
+    return found
