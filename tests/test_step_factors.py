@@ -226,7 +226,7 @@ def test_every_command_adds_time_and_cost_to_the_loss(cli: Run, tmp_path: Path) 
         (("--steps-factor", "co2"), "--steps-factor 'co2' is not STRATEGY=N"),
         (("--steps-factor", "co2=fast"), "--steps-factor co2 is 'fast'; it must be a number"),
         (("--steps-factor", "co2=1", "--steps-factor", "co2=2"), "co2 is given twice"),
-        (("--to-loss-steps", "1e5"), "--to-loss-steps is '1e5'; it must be a whole number"),
+        (("--to-loss-steps", "1.5"), "--to-loss-steps is '1.5'; it must be a whole number"),
     ],
 )
 def test_wrong_options_end_with_one_line(cli: Run, options: tuple[str, ...], said: str) -> None:
