@@ -1,4 +1,4 @@
-"""What `peers.py` compares: each attaches an algorithm to a model and an optimizer."""
+"""The peers and our algorithms: each is attached to a model and an optimizer for a while."""
 
 import contextlib
 import os
@@ -129,7 +129,7 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
 
     Replicas tell each other their host's name; nodes of the lab have only addresses.
     """
-    host = _own_address()
+    host, size = _own_address(), world.layout.world_size
     socket.gethostname = lambda: host
     from torchft import Manager, ProcessGroupGloo  # noqa: PLC0415
     from torchft._torchft import LighthouseServer  # noqa: PLC0415
@@ -137,7 +137,7 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
     shared: list[Any] = [None]
     lighthouse = None
     if world.rank == 0:
-        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=NODES, join_timeout_ms=1000)
+        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=size, join_timeout_ms=1000)
         port = lighthouse.address().rpartition(":")[2]
         shared = [f"http://{host}:{port}"]
     dist.broadcast_object_list(shared)
@@ -147,7 +147,7 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
         pg=ProcessGroupGloo(timeout=limit),
         load_state_dict=lambda state: model.load_state_dict(state["model"]),
         state_dict=lambda: {"model": model.state_dict()},
-        min_replica_size=NODES,
+        min_replica_size=size,
         init_sync=False,  # weights are equal; else the first round of all but one is lost
         use_async_quorum=False,
         timeout=limit,
@@ -202,11 +202,20 @@ def torchft_local(model: nn.Module, optimizer: Optimizer, world: World) -> Itera
 
 
 @contextmanager
-def torchft_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
+def torchft_diloco(
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    *,
+    outer_lr: float = OUTER_LR,
+    outer_momentum: float = OUTER_MOMENTUM,
+) -> Iterator[Attached]:
     """DiLoCo of torchft, the whole model as one fragment."""
     from torchft.local_sgd import DiLoCo as Theirs  # noqa: PLC0415
 
-    outer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+    outer = torch.optim.SGD(
+        model.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+    )
     with (
         _silent(),
         _manager(model, world) as manager,

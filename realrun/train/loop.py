@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from co2sim.units import Seconds
@@ -46,6 +47,9 @@ class Standing:
 OnStep: TypeAlias = Callable[[Standing], None]
 """Told after every step."""
 
+Build: TypeAlias = Callable[[TrainSettings, nn.Module, World], Method]
+"""Wraps a model, which is equal on all ranks, for training. All ranks call it."""
+
 
 def train(
     settings: TrainSettings,
@@ -55,12 +59,14 @@ def train(
     resume: bool = False,
     progress: OnStep | None = None,
     stop: Callable[[], bool] | None = None,
+    build: Build = build,
 ) -> History:
     """Train; every rank of the world calls this with the same settings.
 
     With a folder rank 0 writes the log, the record and the parameters there, and all ranks
     checkpoints; `resume` goes on from the last of them, if there is one. Once `stop` gives true on
     any rank (all give one, or none does) all end together, some steps later, with a checkpoint.
+    `build` makes the method, for what is no strategy of ours.
 
     Raises OptionError for what cannot be trained here, TrainingError when the loss is no number any
     more, CheckpointError, MismatchError when ranks differ, and RankFailure when one is lost.
