@@ -50,14 +50,16 @@ def torch_ddp(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[
 
 
 @contextmanager
-def torch_post_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
+def torch_post_local(
+    model: nn.Module, optimizer: Optimizer, world: World, *, tau: int = TAU
+) -> Iterator[Attached]:
     """PostLocalSGDOptimizer: no gradient is reduced from the first step on, models are averaged."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     alone, _ = dist.new_subgroups(1)
     state = PostLocalSGDState(None, alone, 0, post_local_gradient_allreduce=False)
     wrapped.register_comm_hook(state, post_localSGD_hook)
-    averager = PeriodicModelAverager(period=TAU)
-    averager.step = 1  # it would average after the first step, else after every TAU steps
+    averager = PeriodicModelAverager(period=tau)
+    averager.step = 1  # it would average after the first step, else after every tau steps
     del world
     yield Attached(wrapped, PostLocalSGDOptimizer(optim=optimizer, averager=averager))
 
@@ -209,8 +211,12 @@ def torchft_diloco(
     *,
     outer_lr: float = OUTER_LR,
     outer_momentum: float = OUTER_MOMENTUM,
+    bucketed: bool = False,
 ) -> Iterator[Attached]:
-    """DiLoCo of torchft, the whole model as one fragment."""
+    """DiLoCo of torchft, the whole model as one fragment.
+
+    It averages every tensor by itself unless it is `bucketed`.
+    """
     from torchft.local_sgd import DiLoCo as Theirs  # noqa: PLC0415
 
     outer = torch.optim.SGD(
@@ -219,6 +225,14 @@ def torchft_diloco(
     with (
         _silent(),
         _manager(model, world) as manager,
-        Theirs(manager, [model], optimizer, outer, sync_every=TAU, pin_memory=False),
+        Theirs(
+            manager,
+            [model],
+            optimizer,
+            outer,
+            sync_every=TAU,
+            pin_memory=False,
+            use_bucketization=bucketed,
+        ),
     ):
         yield Attached(model, optimizer)

@@ -53,9 +53,7 @@ def main() -> None:
     plan = (
         Plan.small()
         if given.quick
-        else replace(
-            usual, steps=given.steps, seeds=tuple(range(given.seeds)), target=given.target
-        )
+        else replace(usual, steps=given.steps, seeds=tuple(range(given.seeds)), target=given.target)
     )
     with folder(given) as out:
         if given.where:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -57,7 +56,7 @@ class Contender:
 
     `strategy` is the one of co2sim whose schedule it has. `lines` are the names, or how they begin,
     of its lines in convergence.csv; the best of them gives lr and outer step in the place of these.
-    `peer` is the method of torch or torchft, if it is one of those.
+    `peer` is the method of torch or torchft, if it is one of those that `realrun train` has not.
     """
 
     name: str
@@ -71,6 +70,16 @@ class Contender:
     def measures_delay(self) -> bool:
         """Whether training chooses a delay."""
         return "delay=auto" in self.strategy
+
+    @property
+    def in_ddp(self) -> bool:
+        """Whether the model is wrapped in DistributedDataParallel."""
+        return self.strategy == "ddp" or self.peer == "torch post-local SGD"
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether it is none of those that are compared."""
+        return not self.lines
 
 
 _LOCAL, _DILOCO = f"local_sgd:tau={TAU}", f"diloco:tau={TAU}"
@@ -158,30 +167,40 @@ Row = dict[str, Any]
 Known = dict[tuple[str, ...], Row]
 """Rows of finished runs by their key."""
 
-NOTHING_SENT = Contender("nothing is sent", "local_sgd:tau=10000", "", 5e-3)
-"""A calibration: its local step is that of all methods, where the ranks share the cores."""
+NEVER = 10_000
+"""Steps of a round that does not end."""
+
+_STEPS_ALONE = f"local_sgd:tau={NEVER}"
+ALONE = Contender("calibration: nothing is sent", _STEPS_ALONE, "", 5e-3)
+IN_DDP = Contender("calibration: DDP that sends nothing", _STEPS_ALONE, "", 5e-3, peer="DDP alone")
+SENDING = Contender("calibration: always sending", _STEPS_ALONE, "", 5e-3, peer="sending")
+CALIBRATIONS = (ALONE, IN_DDP, SENDING)
+"""How long local steps take where the ranks share the cores: the bare model's, torch's, and while
+the network is busy all the time."""
 
 
-def calibration(plan: Plan, where: str) -> list[Ask]:
-    """A calibration before each seed in a lab; one without."""
-    return [Ask(NOTHING_SENT, where, seed) for seed in plan.seeds[: 1 if where == FREE else None]]
+def step_of(plan: Plan, known: Known, calibration: Contender, where: str, seed: int) -> float:
+    """Seconds of a step as calibrated there."""
+    return float(known[Ask(calibration, where, seed).key(plan)]["step_s"])
 
 
-def local_step(plan: Plan, known: Known, where: str, seed: int | None = None) -> float:
-    """Seconds of a local step as calibrated there."""
-    asks = [ask for ask in calibration(plan, where) if seed is None or ask.seed == seed]
-    return median(known[ask.key(plan)]["step_s"] for ask in asks)
+def calibrated(plan: Plan, known: Known, ask: Ask) -> tuple[float, float]:
+    """For a run: seconds of a local step, and the share by which sending slows it down."""
+    kind = IN_DDP if ask.entry.in_ddp else ALONE
+    alone, sending = (step_of(plan, known, c, ask.where, ask.seed) for c in (ALONE, SENDING))
+    return step_of(plan, known, kind, ask.where, ask.seed), max(0.0, sending / alone - 1)
 
 
 def delay_at(plan: Plan, known: Known, rate: str) -> int:
     """The delay that co2sim finds hidden, in local steps as they were without a lab."""
-    return hidden_delay(plan.place(rate), local_step(plan, known, FREE), TAU)
+    return hidden_delay(plan.place(rate), step_of(plan, known, ALONE, FREE, plan.seeds[0]), TAU)
 
 
 def free_asks(plan: Plan, known: Known, results: Path) -> Iterator[Ask]:
     """Runs without a lab, seed by seed; where rates ask for the same, one serves both."""
-    yield from calibration(plan, FREE)
-    if any(ask.key(plan) not in known for ask in calibration(plan, FREE)):
+    calibrating = Ask(ALONE, FREE, plan.seeds[0])
+    yield calibrating
+    if calibrating.key(plan) not in known:
         return
     delays = [delay_at(plan, known, rate) for rate in plan.rates]
     asks = [
@@ -202,11 +221,12 @@ def lab_asks(plan: Plan, known: Known, results: Path, rate: str) -> Iterator[Ask
     """Runs at a rate, interleaved: all contenders with a seed, then with the next one."""
     delay = delay_at(plan, known, rate)
     chosen = contenders(plan, results, delay)
-    for calibrating in calibration(plan, rate):
-        yield calibrating
+    for seed in plan.seeds:
+        for entry in CALIBRATIONS:
+            yield Ask(entry, rate, seed)
         for entry in chosen:
-            if not known[free_ask(entry, calibrating.seed, delay).key(plan)]["error"]:
-                yield Ask(entry, rate, calibrating.seed)
+            if not known[free_ask(entry, seed, delay).key(plan)]["error"]:
+                yield Ask(entry, rate, seed)
 
 
 def next_run(plan: Plan, known: Known, results: Path, where: str) -> Ask | None:
@@ -233,13 +253,9 @@ def reached(points: Sequence[Point], target: float) -> Point | None:
 
 def target_of(plan: Plan, known: Known, results: Path) -> float:
     """The loss to reach: the given one, else the worst with which a run without a lab ends."""
-    rows = [known[ask.key(plan)] for ask in free_asks(plan, known, results)]
-    ends = [curve(row)[-1][2] for row in rows if row["name"] != NOTHING_SENT.name and _well(row)]
-    return plan.target or max(ends)
-
-
-def _well(row: Row) -> bool:
-    return not row["error"]
+    asks = [ask for ask in free_asks(plan, known, results) if not ask.entry.calibrates]
+    curves = [curve(row) for ask in asks if not (row := known[ask.key(plan)])["error"]]
+    return plan.target or max(points[-1][2] for points in curves)
 
 
 def read(out: Path) -> Known:
@@ -254,7 +270,15 @@ def read(out: Path) -> Known:
     return {tuple(row[name] for name in KEY): dict(row) for row in rows}
 
 
-_NUMBERS = ("local_step_s", "predicted_step_s", "step_s", "waited", "rounds", "used_delay")
+_NUMBERS = (
+    "local_step_s",
+    "interference",
+    "predicted_step_s",
+    "step_s",
+    "waited",
+    "rounds",
+    "used_delay",
+)
 _COLUMNS = (*KEY, *_NUMBERS, "curve", "error")
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.cluster import GPU
-from co2sim.schedule import DType
-from co2sim.units import Seconds
+from co2sim.schedule import Collective, DType, Layout, Op, Schedule
+from co2sim.strategies import Strategy
+from co2sim.strategies.local_sgd import LocalSGD
+from co2sim.units import Seconds, parse
 from co2sim.workload import Workload
 from realrun.launch.lab import Lab, stated_cluster
 from realrun.train.shapes import GPTS
@@ -31,8 +33,35 @@ class Place:
     samples: int
 
 
-def case(place: Place, strategy: str, local_step: Seconds) -> Case:
-    """The case on a GPU that takes `local_step` for the arithmetic of a step alone."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorByTensor(LocalSGD):
+    """LocalSGD that averages every tensor of the model by itself, as torchft's does."""
+
+    tensors: tuple[int, ...]
+    """Elements of each."""
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """The schedule of LocalSGD with its average cut up."""
+        whole = LocalSGD.schedule(self, job, layout)
+        body = [piece for op in whole.body for piece in self._pieces(op)]
+        return Schedule(whole.name, tuple(body), whole.steps)
+
+    def _pieces(self, op: Op) -> list[Op]:
+        if not isinstance(op.work, Collective):
+            return [op]
+        works = [replace(op.work, elements=count) for count in self.tensors]
+        names = [*(f"{op.name}{number}" for number in range(1, len(works))), op.name]
+        pieces = [Op(name, work, op.stream) for name, work in zip(names, works, strict=True)]
+        return [replace(pieces[0], after=op.after), *pieces[1:]]
+
+
+def case(
+    place: Place, strategy: str | Strategy, local_step: Seconds, interference: float = 0.0
+) -> Case:
+    """The case on a GPU that takes `local_step` for the arithmetic of a step alone.
+
+    While something is sent, it takes longer by the share `interference`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stated.toml"
         path.write_text(stated_cluster(Lab(place.nodes, 1, place.rate)))
@@ -42,7 +71,7 @@ def case(place: Place, strategy: str, local_step: Seconds) -> Case:
     speed = job.hardware_flops_per_sample * place.samples / local_step
     gpu = GPU("calibrated", 1e12, _ENOUGH, {"fp32": speed}, ((1.0, 1.0),))
     return Case(
-        cluster=replace(cluster, gpu=gpu, communicators="stream"),
+        cluster=replace(cluster, gpu=gpu, communicators="stream", interference=interference),
         model=model,
         strategy=strategy,
         micro_batch=place.samples,
@@ -52,9 +81,11 @@ def case(place: Place, strategy: str, local_step: Seconds) -> Case:
 
 
 @cache
-def predicted_step(place: Place, strategy: str, local_step: Seconds) -> Seconds:
+def predicted_step(
+    place: Place, strategy: str | Strategy, local_step: Seconds, interference: float = 0.0
+) -> Seconds:
     """Seconds of a step, communication included."""
-    return run(case(place, strategy, local_step)).step_time_s
+    return run(case(place, strategy, local_step, interference)).step_time_s
 
 
 @cache
@@ -66,3 +97,10 @@ def hidden_delay(place: Place, local_step: Seconds, tau: int) -> int:
 
     shortest = step(tau)
     return next(delay for delay in range(1, tau + 1) if step(delay) * (1 - _LEFT) <= shortest)
+
+
+def elements_of_a_step(place: Place, local_step: Seconds) -> int:
+    """The fp32 elements whose all-reduce takes a quarter longer than a local step, at least one."""
+    bandwidth = parse(place.rate, "B/s")
+    ring = 2 * (place.nodes - 1) / place.nodes * DType.FP32.bytes
+    return int(1.25 * local_step * bandwidth / ring) + 1

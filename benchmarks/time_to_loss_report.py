@@ -13,7 +13,6 @@ from reports import installed as version
 from reports import machine, made_by, table
 from time_to_loss_plan import (
     CONTENDERS,
-    NOTHING_SENT,
     Known,
     Plan,
     curve,
@@ -48,7 +47,7 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
         delay = delay_at(plan, known, rate)
         for ask in lab_asks(plan, known, results, rate):
             row = known.get(ask.key(plan))
-            if row is None or ask.entry == NOTHING_SENT:
+            if row is None or ask.entry.calibrates:
                 continue
             free = known[free_ask(ask.entry, ask.seed, delay).key(plan)]
             before = reached(curve(free), target)
@@ -63,6 +62,7 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
                 "outer": ask.entry.outer,
                 "target": target,
                 "local_step_s": row["local_step_s"],
+                "interference": row["interference"],
                 "steps": before[0] if before else None,
                 "measured_steps": after[0] if after else None,
                 "predicted_step_s": row["predicted_step_s"],

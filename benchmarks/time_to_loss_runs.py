@@ -3,128 +3,46 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
+import torch
 import torch.distributed as dist
-from peers_methods import Attach, torch_post_local, torchft_diloco, torchft_local
+from time_to_loss_methods import attach_of, build_with, said
 from time_to_loss_plan import (
+    ALONE,
     FREE,
     KEY,
-    NOTHING_SENT,
+    SENDING,
+    TAU,
     Ask,
-    Contender,
     Known,
     Plan,
     append,
+    calibrated,
     curve,
     delay_at,
     free_ask,
-    local_step,
     next_run,
     reached,
     read,
+    step_of,
     target_of,
 )
-from time_to_loss_predict import predicted_step
-from torch import nn
+from time_to_loss_predict import TensorByTensor, elements_of_a_step, predicted_step
 
-from co2sim.schedule import WORLD
-from realrun.algorithms import late_loop
-from realrun.algorithms.auto_delay import AutoDelay
-from realrun.algorithms.counters import Stats
+from co2sim.strategies import Strategy
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
+from realrun.train.gpt import GPT
 from realrun.train.loop import Build, train
-from realrun.train.methods import Method, build
+from realrun.train.methods import build
 from realrun.train.outer import pairs
+from realrun.train.shapes import GPTS
 
 _SPARE = 1.1
 """So many times the steps of the run without a lab may be needed in the lab."""
-
-
-@dataclass
-class Attachment:
-    """A method of torch or torchft in the place of an outer step: it tells nothing of itself."""
-
-    stack: ExitStack
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: these runs are not resumed."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def stats(self) -> Stats:
-        """Nothing."""
-        return Stats(rounds=0, steps=0, penalty=1.0, clipped=0.0, waited=0.0, bytes_sent=0)
-
-    def __enter__(self) -> None:
-        """It is attached already."""
-
-    def __exit__(self, *error: object) -> None:
-        """Detach."""
-        self.stack.__exit__(*error)
-
-
-def attach_of(entry: Contender) -> Attach | None:
-    """How the peers attach theirs; None for our own."""
-    if entry.peer == "torchft DiLoCo":
-        options = {name: float(value) for name, value in pairs(entry.outer).items()}
-        return partial(torchft_diloco, outer_lr=options["lr"], outer_momentum=options["momentum"])
-    return {
-        "": None,
-        "torch post-local SGD": torch_post_local,
-        "torchft LocalSGD": torchft_local,
-    }[entry.peer]
-
-
-def build_with(attach: Attach, settings: TrainSettings, model: nn.Module, world: World) -> Method:
-    """The model and the optimizer of the settings with a method of others."""
-    ours = build(settings, model, world)
-    assert ours.outer
-    with ours.outer:
-        pass  # it lets go of the optimizer
-    stack = ExitStack()
-    theirs = stack.enter_context(attach(ours.bare, ours.optimizer, world))
-    return Method(
-        theirs.model,
-        ours.bare,
-        theirs.optimizer,
-        ours.stepper,
-        Attachment(stack),
-        world.group("training", WORLD),
-        world.layout.world_size,
-    )
-
-
-class SaidDelay(AutoDelay):
-    """Measures nothing: averages take as many local steps as it is told."""
-
-    def __init__(self, said: int, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._said = said
-
-    def look(self, *arguments: object) -> None:
-        """The average was seen to arrive when it was said to."""
-        del arguments
-        self._took = self._said
-
-
-@contextmanager
-def said(delay: int) -> Iterator[None]:
-    """Within, CO2 with delay="auto" takes this for what it measures; 0: it measures."""
-    if not delay:
-        yield
-        return
-    with mock.patch.object(late_loop, "AutoDelay", partial(SaidDelay, delay)):
-        yield
 
 
 def run_ranks(plan: Plan, out: Path, results: Path, where: str) -> None:
@@ -139,7 +57,7 @@ def run_ranks(plan: Plan, out: Path, results: Path, where: str) -> None:
         if world.rank == 0 and "words" in row:
             print(row["words"], flush=True)
         try:
-            row |= one_run(plan, ask, world, int(row.get("stop", 0)))
+            row |= one_run(plan, known, ask, world, int(row.get("stop", 0)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
             if world.rank == 0:
                 words = " ".join(str(error).split())[:150]
@@ -151,23 +69,21 @@ def run_ranks(plan: Plan, out: Path, results: Path, where: str) -> None:
         known[ask.key(plan)] = shared[0]
         if world.rank == 0:
             append(out, shared[0])
-            last = curve(row)[-1]
-            print(
-                f"{where}, seed {ask.seed}: {ask.entry.name}: {last[2]:.4f} after {last[0]} steps,"
-                f" {row['step_s'] * 1e3:.1f} ms each",
-                flush=True,
-            )
+            print(f"{where}, seed {ask.seed}: {ask.entry.name}: {_words(row)}", flush=True)
     world.leave()
 
 
 def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str, Any]:
     """What is predicted of a run in the lab: it is there before the run begins."""
-    if ask.where == FREE or ask.entry == NOTHING_SENT:
+    if ask.where == FREE or ask.entry.calibrates:
         return {}
-    delay, alone = delay_at(plan, known, ask.where), local_step(plan, known, ask.where, ask.seed)
-    strategy = ask.entry.strategy.replace("delay=auto", f"delay={delay}")
-    step = predicted_step(plan.place(ask.where), strategy, alone)
-    told: dict[str, Any] = {"local_step_s": alone, "predicted_step_s": step, "stop": 0}
+    delay, (alone, interference) = delay_at(plan, known, ask.where), calibrated(plan, known, ask)
+    strategy: str | Strategy = ask.entry.strategy.replace("delay=auto", f"delay={delay}")
+    if ask.entry.peer == "torchft LocalSGD":
+        strategy = TensorByTensor(tau=TAU, tensors=tensors(plan.size))
+    step = predicted_step(plan.place(ask.where), strategy, alone, interference)
+    told: dict[str, Any] = {"local_step_s": alone, "interference": interference}
+    told |= {"predicted_step_s": step, "stop": 0}
     before = known[free_ask(ask.entry, ask.seed, delay).key(plan)]
     point = reached(curve(before), target_of(plan, known, results))
     if point is None:
@@ -177,14 +93,26 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     return {**told, "stop": stop, "words": words}
 
 
+@cache
+def tensors(size: str) -> tuple[int, ...]:
+    """Elements of each parameter of the model."""
+    with torch.device("meta"):
+        return tuple(p.numel() for p in GPT(GPTS[size]).parameters())
+
+
+def _words(row: dict[str, Any]) -> str:
+    """How a run went."""
+    speed = f"{row['step_s'] * 1e3:.1f} ms a step"
+    return f"{speed}, loss {seen[-1][2]:.4f}" if (seen := curve(row)) else speed
+
+
 def settings_of(plan: Plan, ask: Ask, stop: int) -> TrainSettings:
     """What a run trains."""
-    calibrates = ask.entry == NOTHING_SENT
     return TrainSettings(
         strategy=ask.entry.strategy,
         size=plan.size,
         steps=plan.steps,
-        stop=min(10 * plan.every, plan.steps) if calibrates else stop,
+        stop=min(8 * plan.every, plan.steps) if ask.entry.calibrates else stop,
         batch=plan.batch,
         warmup=plan.steps // 20,
         lr=ask.entry.lr,
@@ -196,9 +124,13 @@ def settings_of(plan: Plan, ask: Ask, stop: int) -> TrainSettings:
     )
 
 
-def one_run(plan: Plan, ask: Ask, world: World, stop: int) -> dict[str, Any]:
+def one_run(plan: Plan, known: Known, ask: Ask, world: World, stop: int) -> dict[str, Any]:
     """Train once; what the row of the run says."""
-    attach = attach_of(ask.entry)
+    sent = 0
+    if ask.entry == SENDING:
+        alone = step_of(plan, known, ALONE, ask.where, ask.seed)
+        sent = elements_of_a_step(plan.place(ask.where), alone)
+    attach = attach_of(ask.entry, sent)
     how: Build = partial(build_with, attach) if attach else build
     with said(ask.delay):
         history = train(settings_of(plan, ask, stop), world, build=how)
