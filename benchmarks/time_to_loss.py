@@ -14,10 +14,13 @@ a prediction is known before the run begins:
   same: network and clock do not change what is learned. CO2 that measures its delay is told there
   the one that co2sim chooses;
 - the time of a local step: from a calibration in the lab before each seed, in which nothing is sent
-  (local_sgd with a tau beyond its end): it holds that the ranks share the cores;
+  (local_sgd with a tau beyond its end): it holds that the ranks share the cores. Another one is of
+  the model inside DDP. A third, in which something is sent all the time, tells how much that slows
+  the steps down: ranks send with the cores that they compute with;
 - all communication: from the rate at which the lab is built, by co2sim. It runs the model of
   `realrun train --describe` on a GPU that takes the calibrated time for a step. Methods of torch
-  and torchft have the schedule of the strategy that does the same.
+  and torchft have the schedule of the strategy that does the same; torchft's LocalSGD averages
+  every tensor by itself.
 
 The loss to reach is the worst with which one of the runs without a lab ends, so that all reach it;
 --target gives another. In the lab a run ends soon after it. Learning rates and outer steps are

@@ -27,13 +27,11 @@ from time_to_loss_plan import (
 from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.train.shapes import GPTS
 
-MARKERS = "os^v<>DPX*"
-
 
 def write(plan: Plan, known: Known, out: Path, results: Path) -> None:
     """Write time_to_loss.csv, .md and .png of the runs that are there."""
     frame = pd.DataFrame(lines(plan, known, results))
-    words = report(plan, known, frame, target_of(plan, known, results))
+    words = report(plan, frame, target_of(plan, known, results))
     frame.drop(columns="curve").to_csv(out / "time_to_loss.csv", index=False)
     (out / "time_to_loss.md").write_text(words)
     (out / "time_to_loss.png").write_bytes(draw(frame, target_of(plan, known, results)))
@@ -79,9 +77,8 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
             }
 
 
-def report(plan: Plan, known: Known, frame: pd.DataFrame, target: float) -> str:
+def report(plan: Plan, frame: pd.DataFrame, target: float) -> str:
     """The tables in Markdown, and what they are about."""
-    del known
     shape = GPTS[plan.size]
     chosen = "given" if plan.target else "the worst that one of the runs without a lab ends with"
     absent = [one.name for one in CONTENDERS if not installed(one)]
@@ -93,8 +90,9 @@ def report(plan: Plan, known: Known, frame: pd.DataFrame, target: float) -> str:
 A GPT of {shape.parameters:,} parameters, {plan.nodes} nodes of one rank, {plan.batch} x\
  {shape.context} characters a step, learning rates for {plan.steps} steps, seeds\
  {", ".join(map(str, plan.seeds))}. The loss to reach is {target:.4f} nats per character, {chosen};\
- validated every {plan.every} steps. Predicted before: steps from a run without a lab, a local step\
- from a calibration in the lab where nothing is sent, communication by co2sim from the stated rate.\
+ validated every {plan.every} steps. Predicted before: steps from a run without a lab, a local step,\
+ and how much sending slows it down, from calibrations in the lab; communication by co2sim from the\
+ stated rate.\
  Means over seeds, ± the standard deviation. torchft-nightly: {version("torchft-nightly")}.\
  {machine()}
 
@@ -208,17 +206,19 @@ def _tau(frame: pd.DataFrame) -> int:
 
 
 def draw(frame: pd.DataFrame, target: float) -> bytes:
-    """Loss over wall-clock for every rate: lines of the first seed, and all times to the loss."""
+    """Above: the loss of the first seed over wall-clock. Below: all times to the loss."""
     rates = list(dict.fromkeys(frame["rate"]))
     with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        figure = Figure(figsize=(max(7.8, 5.2 * len(rates)), 5.2), layout="constrained")
-        axes = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
-        for axis, rate in zip(axes, rates, strict=True):
-            _draw_rate(axis, frame[frame["rate"] == rate], target)
-            axis.set_title(rate, fontsize=9)
-        axes[0].set_ylabel("validation loss, nats per character")
+        figure = Figure(figsize=(5.2 * max(2, len(rates)), 7.2), layout="constrained")
+        axes = figure.subplots(2, len(rates), squeeze=False, height_ratios=(3, 2))
+        for (above, below), rate in zip(axes.T, rates, strict=True):
+            runs = frame[frame["rate"] == rate]
+            above.set_title(rate, fontsize=9)
+            _draw_losses(above, runs, target)
+            _draw_times(below, runs)
+        axes[0][0].set_ylabel("validation loss, nats per character")
         figure.legend(
-            *axes[0].get_legend_handles_labels(),
+            *axes[0][0].get_legend_handles_labels(),
             loc="outside lower center",
             ncols=4,
             frameon=False,
@@ -226,20 +226,41 @@ def draw(frame: pd.DataFrame, target: float) -> bytes:
         return render(figure, "png")
 
 
-def _draw_rate(axis: Axes, frame: pd.DataFrame, target: float) -> None:
-    """Filled markers: measured; open ones, below: predicted."""
-    for place, (name, group) in enumerate(_by_method(frame)):
+def _draw_losses(axis: Axes, frame: pd.DataFrame, target: float) -> None:
+    for name, group in _by_method(frame):
         points = group["curve"].iloc[0]
-        look = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
         axis.plot(
             [seconds for _, seconds, _ in points],
             [loss for _, _, loss in points],
             label=name,
-            markersize=4,
-            markevery=(len(points) // 2, max(1, len(points))),
-            linewidth=1,
-            **look,
+            color=_colour(name),
+            linestyle="--" if name.startswith("torch") else "-",
+            linewidth=1.2,
         )
     axis.axhline(target, color="grey", linestyle=":", linewidth=1)
     axis.set_xlim(left=0)
     axis.set_xlabel("seconds")
+
+
+def _draw_times(axis: Axes, frame: pd.DataFrame) -> None:
+    """A line for each method, the fastest on top; every seed is a point."""
+    groups = sorted(_by_method(frame), key=lambda pair: -pair[1]["measured_s"].mean())
+    for height, (name, group) in enumerate(groups):
+        for column, filled in (("measured_s", True), ("predicted_s", False)):
+            axis.plot(
+                group[column],
+                [height] * len(group),
+                linestyle="",
+                marker="o",
+                color=_colour(name),
+                markerfacecolor=_colour(name) if filled else "none",
+                markersize=4 if filled else 7,
+            )
+    axis.set_yticks(range(len(groups)), [name for name, _ in groups], fontsize=7)
+    axis.set_xlim(left=0)
+    axis.set_xlabel("seconds to the loss: dots measured, rings predicted")
+
+
+def _colour(name: str) -> str:
+    names = [one.name for one in CONTENDERS]
+    return COLOURS[names.index(name) % len(COLOURS)]
