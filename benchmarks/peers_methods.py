@@ -191,14 +191,16 @@ def _own_address() -> str:
 
 
 @contextmanager
-def torchft_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
+def torchft_local(
+    model: nn.Module, optimizer: Optimizer, world: World, *, tau: int = TAU
+) -> Iterator[Attached]:
     """LocalSGD of torchft."""
     from torchft.local_sgd import LocalSGD as Theirs  # noqa: PLC0415
 
     with (
         _silent(),
         _manager(model, world) as manager,
-        Theirs(manager, model, optimizer, sync_every=TAU),
+        Theirs(manager, model, optimizer, sync_every=tau),
     ):
         yield Attached(model, optimizer)
 
@@ -209,6 +211,7 @@ def torchft_diloco(
     optimizer: Optimizer,
     world: World,
     *,
+    tau: int = TAU,
     outer_lr: float = OUTER_LR,
     outer_momentum: float = OUTER_MOMENTUM,
     bucketed: bool = False,
@@ -230,7 +233,7 @@ def torchft_diloco(
             [model],
             optimizer,
             outer,
-            sync_every=TAU,
+            sync_every=tau,
             pin_memory=False,
             use_bucketization=bucketed,
         ),

@@ -22,10 +22,11 @@ a prediction is known before the run begins:
   and torchft have the schedule of the strategy that does the same; torchft's LocalSGD averages
   every tensor by itself.
 
-The loss to reach is the worst with which one of the runs without a lab ends, so that all reach it;
---target gives another. In the lab a run ends soon after it. Learning rates and outer steps are
-those of convergence.csv, where there is one. Measured seconds are rank 0's, and count all but
-validation, which comes after the training.
+The loss to reach is the worst with which one of the runs without a lab ends, so that all reach it.
+CO2 as published is run first: the others end soon after they have reached what it ends with; one
+that does not sets the loss. --target gives another. Between two validations the loss is taken to
+fall evenly. Learning rates and outer steps are those of convergence.csv, where there is one.
+Measured seconds are rank 0's, and count all but validation, which comes after the training.
 
 Each finished run is a row of time_to_loss-runs.csv; what is there is not run again: remove the file
 to measure anew. Writes time_to_loss.csv, time_to_loss.md and time_to_loss.png.

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from peers_methods import Attach, Attached, torch_post_local, torchft_diloco, torchft_local
-from time_to_loss_plan import NEVER, Contender
+from time_to_loss_contenders import NEVER, TAU, Contender
 from torch import nn
 from torch.optim import Optimizer
 
@@ -44,9 +45,14 @@ class Attachment:
     def __enter__(self) -> None:
         """It is attached already."""
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Detach."""
-        self.stack.__exit__(*error)
+        self.stack.__exit__(kind, error, trace)
 
 
 @contextmanager
@@ -76,14 +82,15 @@ def attach_of(entry: Contender, sent: int) -> Attach | None:
         options = {name: float(value) for name, value in pairs(entry.outer).items()}
         return partial(
             torchft_diloco,
+            tau=TAU,
             outer_lr=options["lr"],
             outer_momentum=options["momentum"],
             bucketed=True,
         )
     return {
         "": None,
-        "torch post-local SGD": torch_post_local,
-        "torchft LocalSGD": torchft_local,
+        "torch post-local SGD": partial(torch_post_local, tau=TAU),
+        "torchft LocalSGD": partial(torchft_local, tau=TAU),
         "DDP alone": partial(torch_post_local, tau=NEVER),
         "sending": partial(always_sending, elements=sent),
     }[entry.peer]

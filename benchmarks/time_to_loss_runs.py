@@ -4,18 +4,17 @@ import json
 import os
 import sys
 from functools import cache, partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from time_to_loss_contenders import ALONE, REFERENCE, SENDING, TAU
 from time_to_loss_methods import attach_of, build_with, said
 from time_to_loss_plan import (
-    ALONE,
     FREE,
     KEY,
-    SENDING,
-    TAU,
     Ask,
     Known,
     Plan,
@@ -23,6 +22,7 @@ from time_to_loss_plan import (
     calibrated,
     curve,
     delay_at,
+    enough,
     free_ask,
     next_run,
     reached,
@@ -36,7 +36,7 @@ from co2sim.strategies import Strategy
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
 from realrun.train.gpt import GPT
-from realrun.train.loop import Build, train
+from realrun.train.loop import Build, Standing, train
 from realrun.train.methods import build
 from realrun.train.outer import pairs
 from realrun.train.shapes import GPTS
@@ -57,7 +57,7 @@ def run_ranks(plan: Plan, out: Path, results: Path, where: str) -> None:
         if world.rank == 0 and "words" in row:
             print(row["words"], flush=True)
         try:
-            row |= one_run(plan, known, ask, world, int(row.get("stop", 0)))
+            row |= one_run(plan, known, results, ask, world, int(row.get("stop", 0)))
         except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
             if world.rank == 0:
                 words = " ".join(str(error).split())[:150]
@@ -89,7 +89,7 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     if point is None:
         return told
     stop = min((int(point[0] * _SPARE) // plan.every + 2) * plan.every, plan.steps)
-    words = f"predicted: {ask.entry.name} in {point[0]} steps, {point[0] * step:.2f} s"
+    words = f"predicted: {ask.entry.name} in {point[0]:.0f} steps, {point[0] * step:.2f} s"
     return {**told, "stop": stop, "words": words}
 
 
@@ -120,11 +120,13 @@ def settings_of(plan: Plan, ask: Ask, stop: int) -> TrainSettings:
         seed=ask.seed,
         log_every=plan.every,
         eval_every=plan.every,
-        evaluate="after",
+        evaluate="during" if ask.where == FREE else "after",
     )
 
 
-def one_run(plan: Plan, known: Known, ask: Ask, world: World, stop: int) -> dict[str, Any]:
+def one_run(
+    plan: Plan, known: Known, results: Path, ask: Ask, world: World, stop: int
+) -> dict[str, Any]:
     """Train once; what the row of the run says."""
     sent = 0
     if ask.entry == SENDING:
@@ -132,9 +134,28 @@ def one_run(plan: Plan, known: Known, ask: Ask, world: World, stop: int) -> dict
         sent = elements_of_a_step(plan.place(ask.where), alone)
     attach = attach_of(ask.entry, sent)
     how: Build = partial(build_with, attach) if attach else build
+    settings = settings_of(plan, ask, stop)
     with said(ask.delay):
-        history = train(settings_of(plan, ask, stop), world, build=how)
-    return figures(history)
+        if ask.where != FREE:
+            return figures(train(settings, world, build=how))
+        watched = ask.entry.name != REFERENCE and not ask.entry.calibrates
+        until = Until(enough(plan, known, results) if watched else None)
+        return figures(train(settings, world, build=how, progress=until.note, stop=until.low))
+
+
+class Until:
+    """Ends a training soon after its validation loss has come as low; None: never."""
+
+    def __init__(self, aim: float | None) -> None:
+        self._aim, self._seen = -inf if aim is None else aim, inf
+
+    def note(self, at: Standing) -> None:
+        """After a step."""
+        self._seen = inf if at.validation_loss is None else at.validation_loss
+
+    def low(self) -> bool:
+        """Whether to end."""
+        return self._seen <= self._aim
 
 
 def figures(history: History) -> dict[str, Any]:

@@ -151,12 +151,16 @@ def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
 
     The loss to reach is the worst that any run without a lab ends with, so that all reach it.
     """
-    from time_to_loss_plan import (  # noqa: PLC0415 - a folder of scripts
+    from time_to_loss_contenders import (  # type: ignore[import-not-found]  # noqa: PLC0415
         CALIBRATIONS,
         CONTENDERS,
+        REFERENCE,
+    )
+    from time_to_loss_plan import (  # noqa: PLC0415 - a folder of scripts
         FREE,
         Plan,
         append,
+        enough,
         lab_asks,
         next_run,
         read,
@@ -167,6 +171,9 @@ def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
     count = 0
     while (ask := next_run(plan, read(tmp_path), tmp_path, FREE)) is not None:
         count += 1
+        # the reference's two come first, after the calibration, and let the others end
+        assert (ask.entry.name == REFERENCE) == (count in {2, 3})
+        assert enough(plan, read(tmp_path), tmp_path) == (2.03 if count > 3 else None)
         losses = [] if ask.entry.calibrates else [3.0, 2.0 + count / 100]
         append(tmp_path, finished(plan, ask, losses))
     known = read(tmp_path)
@@ -185,9 +192,21 @@ def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("scripts")
+def test_the_loss_falls_evenly_between_validations() -> None:
+    """The target is crossed on the straight line; at the first validation there is none."""
+    from time_to_loss_plan import reached  # noqa: PLC0415 - a folder of scripts
+
+    points = [(12.0, 1.0, 3.0), (24.0, 5.0, 2.0), (36.0, 6.0, 2.5), (48.0, 7.0, 1.0)]
+    assert reached(points, 2.25) == pytest.approx((21.0, 4.0, 2.25))
+    assert reached(points, 1.75) == pytest.approx((42.0, 6.5, 1.75))
+    assert reached(points, 3.5) == (12.0, 1.0, 3.0)
+    assert reached(points, 0.5) is None
+
+
+@pytest.mark.usefixtures("scripts")
 def test_contenders_are_tuned_as_in_the_study(tmp_path: Path) -> None:
     """Lr and outer step of the best line; CO2 with a delay keeps what the nearest delay keeps."""
-    from time_to_loss_plan import Plan, contenders  # noqa: PLC0415 - a folder of scripts
+    from time_to_loss_contenders import contenders  # noqa: PLC0415 - a folder of scripts
 
     (tmp_path / "convergence.csv").write_text(
         "configuration,loss,lr,outer\n"
@@ -199,7 +218,7 @@ def test_contenders_are_tuned_as_in_the_study(tmp_path: Path) -> None:
         '"CO2 delay 1, tau 2",1.8,0.07,keep=0.25\n'
     )
     for delay, kept, lr in ((1, "keep=1", 0.05), (3, "keep=0.5,predict=0.5", 0.06)):
-        found = {one.name: one for one in contenders(Plan(), tmp_path, delay)}
+        found = {one.name: one for one in contenders((), tmp_path, delay)}
         assert found["torch post-local SGD"].lr == found["LocalSGD"].lr == 0.02
         published = found["CO2 as published"]
         assert (published.lr, published.outer) == (0.04, "momentum=0.5,lr=1")
