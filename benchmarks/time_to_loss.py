@@ -54,6 +54,12 @@ def main() -> None:
     command.add_argument("--report", action="store_true", help="run nothing, only write the table")
     command.add_argument("--where", default="", help=argparse.SUPPRESS)  # for the ranks
     given = command.parse_args()
+    if given.seeds < 1:
+        command.error(f"--seeds is {given.seeds}; it must be at least 1")
+    if given.steps < 2 * usual.every or given.steps % usual.every:
+        command.error(
+            f"--steps is {given.steps}; it must be a multiple of {usual.every}, at least twice it"
+        )
     plan = (
         Plan.small()
         if given.quick
@@ -70,6 +76,8 @@ def main() -> None:
             code = code or (0 if given.report else run_missing(plan, out, where))
         if code:
             sys.exit(code)
+        if next_run(plan, read(out), RESULTS, FREE) is not None:
+            command.error(f"--report: {out} does not hold all runs without a lab")
         from time_to_loss_report import write  # noqa: PLC0415 - figures, which no rank draws
 
         write(plan, read(out), out, RESULTS)

@@ -21,7 +21,7 @@ from realrun.train.shapes import GPTS
 def write(plan: Plan, known: Known, out: Path, results: Path) -> None:
     """Write time_to_loss.csv, .md and .png of the runs that are there."""
     frame = pd.DataFrame(lines(plan, known, results))
-    words = report(plan, frame, target_of(plan, known, results))
+    words = report(plan, known, frame, target_of(plan, known, results))
     frame.drop(columns="curve").to_csv(out / "time_to_loss.csv", index=False)
     (out / "time_to_loss.md").write_text(words)
     (out / "time_to_loss.png").write_bytes(draw(frame, target_of(plan, known, results)))
@@ -62,18 +62,18 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
                 "rounds": row["rounds"],
                 "predicted_delay": delay if ask.entry.measures_delay else None,
                 "delay": row["used_delay"],
-                "failed": row["error"],
                 "curve": [] if row["error"] else curve(row),
             }
 
 
-def report(plan: Plan, frame: pd.DataFrame, target: float) -> str:
+def report(plan: Plan, known: Known, frame: pd.DataFrame, target: float) -> str:
     """The tables in Markdown, and what they are about."""
     shape = GPTS[plan.size]
     chosen = "given" if plan.target else "the worst that one of the runs without a lab ended with"
     absent = [one.name for one in CONTENDERS if not installed(one)]
     notes = [f"{', '.join(absent)}: torchft is not installed."] if absent else []
-    notes += [f"{r['method']} at {r['rate']}: {r['failed']}." for r in _failed(frame)]
+    failed = [row for row in known.values() if row["plan"] == plan.label and row["error"]]
+    notes += [f"{r['name']}, {r['where']}, seed {r['seed']}: {r['error']}." for r in failed]
     return f"""\
 # Time to a loss in the lab
 
@@ -96,10 +96,6 @@ A GPT of {shape.parameters:,} parameters, {plan.nodes} nodes of one rank, {plan.
 
 {made_by()}
 """
-
-
-def _failed(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    return [dict(row) for row in frame[frame["failed"] != ""].to_dict("records")]
 
 
 def _by_method(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
