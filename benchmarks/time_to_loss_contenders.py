@@ -1,6 +1,6 @@
 """Who is compared in `time_to_loss.py`, and what was tuned for each. Needs no torch."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ class Contender:
 
     `strategy` is the one of co2sim whose schedule it has. `lines` are the names, or how they begin,
     of its lines in convergence.csv; the best of them gives lr and outer step in the place of these.
+    Where training chooses a delay it is a pattern that finds the delay; the nearest is taken.
     `peer` is the method of torch or torchft, if it is one of those that `realrun train` has not.
     """
 
@@ -62,7 +63,7 @@ CONTENDERS = (
     Contender(
         "CO2 as published", f"co2:tau={TAU}", "CO2 12, ", 1e-2, "momentum=0,lr=0.5,gap=gap_aware"
     ),
-    Contender("CO2, delay auto", f"co2:tau={TAU},delay=auto", "CO2 delay ", 1e-2),
+    Contender("CO2, delay auto", f"co2:tau={TAU},delay=auto", rf"CO2 delay (\d+), tau {TAU}", 1e-2),
 )
 """With the learning rates and outer steps to take where convergence.csv has none.
 
@@ -80,15 +81,17 @@ def _kept(delay: int) -> str:
     return "keep=1" if delay <= TAU // 6 else "keep=0.5,predict=0.5"
 
 
-def contenders(only: Collection[str], results: Path, delay: int) -> list[Contender]:
-    """What is compared, with the best line of convergence.csv for each; `delay` is CO2's.
+def contenders(
+    only: Collection[str], results: Path, delay: Callable[[Contender], int]
+) -> list[Contender]:
+    """What is compared, with the best line of convergence.csv for each.
 
-    `only`: of these names, if there are any.
+    `only`: of these names, if there are any. `delay` gives that of those that measure theirs.
     """
     path = results / "convergence.csv"
     frame = pd.read_csv(path, keep_default_na=False) if path.exists() else pd.DataFrame()
     chosen = [one for one in CONTENDERS if not only or one.name in only]
-    return [_tuned(entry, frame, delay) for entry in chosen if installed(entry)]
+    return [_tuned(entry, frame, delay(entry)) for entry in chosen if installed(entry)]
 
 
 def installed(entry: Contender) -> bool:
@@ -100,12 +103,11 @@ def _tuned(entry: Contender, frame: pd.DataFrame, delay: int) -> Contender:
     outer = _kept(delay) if entry.measures_delay else entry.outer
     lr = entry.lr
     if len(frame):
-        lines = frame[frame["configuration"].str.startswith(entry.lines)].sort_values("loss")
         if entry.measures_delay:
-            found = lines["configuration"].str.extract(rf"^CO2 delay (\d+), tau {TAU}$")[0]
-            lines = lines[found.notna()]
-            away = (found.dropna().astype(int) - delay).abs()
-            lines = lines.loc[away.sort_values(kind="stable").index]
+            found = frame["configuration"].str.extract(f"^{entry.lines}$")[0].dropna()
+            lines = frame.loc[(found.astype(int) - delay).abs().sort_values(kind="stable").index]
+        else:
+            lines = frame[frame["configuration"].str.startswith(entry.lines)].sort_values("loss")
         if len(lines):
             lr, outer = float(lines.iloc[0]["lr"]), str(lines.iloc[0]["outer"])
     if entry.measures_delay:  # what is kept is part of the strategy

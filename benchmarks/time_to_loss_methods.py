@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from co2sim.schedule import WORLD
-from realrun.algorithms import late_loop
 from realrun.algorithms.auto_delay import AutoDelay
 from realrun.algorithms.counters import Stats
 from realrun.execute.world import World
@@ -115,24 +114,16 @@ def build_with(attach: Attach, settings: TrainSettings, model: nn.Module, world:
     )
 
 
-class SaidDelay(AutoDelay):
-    """Measures nothing: averages take as many local steps as it is told."""
-
-    def __init__(self, said: int, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._said = said
-
-    def look(self, *arguments: object) -> None:
-        """The average was seen to arrive when it was said to."""
-        del arguments
-        self._took = self._said
-
-
 @contextmanager
 def said(delay: int) -> Iterator[None]:
-    """Within, CO2 with delay="auto" takes this for what it measures; 0: it measures."""
+    """Within, CO2 with delay="auto" takes this for what it measured; 0: what it did measure."""
     if not delay:
         yield
         return
-    with mock.patch.object(late_loop, "AutoDelay", partial(SaidDelay, delay)):
+    measured = AutoDelay.used
+
+    def used(self: AutoDelay, *arguments: Any) -> int | None:
+        return None if measured(self, *arguments) is None else delay
+
+    with mock.patch.object(AutoDelay, "used", used):
         yield

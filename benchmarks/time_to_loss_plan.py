@@ -6,6 +6,7 @@ Needs no torch.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,9 +94,20 @@ def calibrated(plan: Plan, known: Known, ask: Ask) -> tuple[float, float]:
     return step_of(plan, known, kind, ask.where, ask.seed), max(0.0, sending / alone - 1)
 
 
-def delay_at(plan: Plan, known: Known, rate: str) -> int:
-    """The delay that co2sim finds hidden, in local steps as they were without a lab."""
-    return hidden_delay(plan.place(rate), step_of(plan, known, ALONE, FREE, plan.seeds[0]), TAU)
+def delay_at(plan: Plan, known: Known, rate: str, entry: Contender) -> int:
+    """The delay that co2sim finds hidden, in local steps as they were without a lab.
+
+    0 where training does not choose one.
+    """
+    if not entry.measures_delay:
+        return 0
+    step = step_of(plan, known, ALONE, FREE, plan.seeds[0])
+    return hidden_delay(plan.place(rate), entry.strategy, step)
+
+
+def tuned(plan: Plan, known: Known, results: Path, rate: str) -> list[Contender]:
+    """What is compared at a rate."""
+    return contenders(plan.only, results, partial(delay_at, plan, known, rate))
 
 
 def free_asks(plan: Plan, known: Known, results: Path) -> Iterator[Ask]:
@@ -104,31 +116,29 @@ def free_asks(plan: Plan, known: Known, results: Path) -> Iterator[Ask]:
     yield calibrating
     if calibrating.key(plan) not in known:
         return
-    delays = [delay_at(plan, known, rate) for rate in plan.rates]
     asks = [
-        free_ask(entry, seed, delay)
+        free_ask(plan, known, Ask(entry, rate, seed))
         for seed in plan.seeds
-        for delay in delays
-        for entry in contenders(plan.only, results, delay)
+        for rate in plan.rates
+        for entry in tuned(plan, known, results, rate)
     ]
     yield from sorted(dict.fromkeys(asks), key=lambda ask: ask.entry.name != REFERENCE)
 
 
-def free_ask(entry: Contender, seed: int, delay: int) -> Ask:
-    """The run without a lab that tells how many steps a contender needs."""
-    return Ask(entry, FREE, seed, delay if entry.measures_delay else 0)
+def free_ask(plan: Plan, known: Known, ask: Ask) -> Ask:
+    """The run without a lab that tells how many steps a run in one needs."""
+    return Ask(ask.entry, FREE, ask.seed, delay_at(plan, known, ask.where, ask.entry))
 
 
 def lab_asks(plan: Plan, known: Known, results: Path, rate: str) -> Iterator[Ask]:
     """Runs at a rate, interleaved: all contenders with a seed, then with the next one."""
-    delay = delay_at(plan, known, rate)
-    chosen = contenders(plan.only, results, delay)
+    chosen = tuned(plan, known, results, rate)
     for seed in plan.seeds:
         for entry in CALIBRATIONS:
             yield Ask(entry, rate, seed)
-        for entry in chosen:
-            if not known[free_ask(entry, seed, delay).key(plan)]["error"]:
-                yield Ask(entry, rate, seed)
+        for ask in (Ask(entry, rate, seed) for entry in chosen):
+            if not known[free_ask(plan, known, ask).key(plan)]["error"]:
+                yield ask
 
 
 def next_run(plan: Plan, known: Known, results: Path, where: str) -> Ask | None:

@@ -4,12 +4,15 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.cluster import GPU
 from co2sim.schedule import Collective, DType, Layout, Op, Schedule
 from co2sim.strategies import Strategy
+from co2sim.strategies import parse as parse_strategy
+from co2sim.strategies.local import LocalSteps, round_steps
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.units import Seconds, parse
 from co2sim.workload import Workload
@@ -89,11 +92,13 @@ def predicted_step(
 
 
 @cache
-def hidden_delay(place: Place, local_step: Seconds, tau: int) -> int:
-    """The least delay of CO2, in local steps, that hides its average, or as much as tau does."""
+def hidden_delay(place: Place, strategy: str, local_step: Seconds) -> int:
+    """For delay=auto: the least, in local steps, that hides the average, or as much as tau does."""
+    tau = round_steps(cast("LocalSteps", parse_strategy(strategy)))
 
     def step(delay: int) -> Seconds:
-        return predicted_step(place, f"co2:tau={tau},delay={delay}", local_step)
+        tried = strategy.replace("delay=auto", f"delay={delay}")
+        return predicted_step(place, tried, local_step)
 
     shortest = step(tau)
     return next(delay for delay in range(1, tau + 1) if step(delay) * (1 - _LEFT) <= shortest)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import matplotlib as mpl
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from reports import installed as version
 from reports import machine, made_by, table
 from time_to_loss_contenders import CONTENDERS, installed
-from time_to_loss_plan import Known, Plan, curve, delay_at, free_ask, lab_asks, reached, target_of
+from time_to_loss_plan import Known, Plan, curve, free_ask, lab_asks, reached, target_of
 
 from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from realrun.train.shapes import GPTS
@@ -32,13 +31,12 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
     """A line for each run in a lab: what was predicted, and what was measured."""
     target = target_of(plan, known, results)
     for rate in plan.rates:
-        delay = delay_at(plan, known, rate)
         for ask in lab_asks(plan, known, results, rate):
             row = known.get(ask.key(plan))
             if row is None or ask.entry.calibrates:
                 continue
-            free = known[free_ask(ask.entry, ask.seed, delay).key(plan)]
-            before = reached(curve(free), target)
+            free = free_ask(plan, known, ask)
+            before = reached(curve(known[free.key(plan)]), target)
             after = None if row["error"] else reached(curve(row), target)
             predicted = before[0] * row["predicted_step_s"] if before else None
             yield {
@@ -60,7 +58,7 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
                 "error": predicted / after[1] - 1 if predicted and after else None,
                 "waited_s": row["waited"],
                 "rounds": row["rounds"],
-                "predicted_delay": delay if ask.entry.measures_delay else None,
+                "predicted_delay": free.delay or None,
                 "delay": row["used_delay"],
                 "curve": [] if row["error"] else curve(row),
             }
@@ -156,35 +154,41 @@ def _ranking(frame: pd.DataFrame) -> str:
 
 def _hidden(frame: pd.DataFrame) -> str:
     """What was hidden of the averages of CO2 that chose its delay, beside what LocalSGD waited."""
-    rows = []
-    for rate in dict.fromkeys(frame["rate"]):
-        runs = frame[frame["rate"] == rate]
-        ours, blocking = runs[runs["predicted_delay"].notna()], runs[runs["method"] == "LocalSGD"]
-        if ours.empty:
-            continue
-        waited = ours["waited_s"].sum() / ours["rounds"].sum()
-        cells = {
-            "rate": rate,
-            "delay: co2sim": f"{ours['predicted_delay'].iloc[0]:.0f}",
-            "delay: training, by seed": ", ".join(f"{value:.0f}" for value in ours["delay"]),
-            "waited per average ms": f"{waited * 1e3:.1f}",
-        }
-        if len(blocking):
-            took = blocking["waited_s"].sum() / blocking["rounds"].sum()
-            cells["LocalSGD waited ms"] = f"{took * 1e3:.1f}"
-            cells["hidden"] = f"{1 - waited / took:.1%}"
-            alone = blocking["predicted_step_s"] - blocking["local_step_s"]
-            said = mean(alone) * _tau(blocking)
-            cells["an average by co2sim ms"] = f"{said * 1e3:.1f}"
-            cells["hidden of that"] = f"{1 - waited / said:.1%}"
-        rows.append(cells)
+    chosen = frame[frame["predicted_delay"].notna()]
+    rows = [
+        _hidden_cells(rate, name, group, frame[frame["rate"] == rate])
+        for (rate, name), group in chosen.groupby(["rate", "method"], sort=False)
+    ]
     if not rows:
         return ""
     return f"""\
-What CO2 with the delay that it measured hid of its averages, all of them counted, the first ones,\
- too, which it measures:
+What was hidden of the averages of a round where training chose the delay. All rounds count, the\
+ first ones, too, in which it is measured:
 
 {table(rows)}"""
+
+
+def _hidden_cells(rate: str, name: str, ours: pd.DataFrame, runs: pd.DataFrame) -> dict[str, str]:
+    waited = ours["waited_s"].sum() / ours["rounds"].sum()
+    cells = {
+        "rate": rate,
+        "method": name,
+        "delay: co2sim": f"{ours['predicted_delay'].iloc[0]:.0f}",
+        "delay: training, by seed": ", ".join(f"{value:.0f}" for value in ours["delay"]),
+        "waited in a round ms": f"{waited * 1e3:.1f}",
+    }
+    blocking = runs[runs["method"] == "LocalSGD"]
+    if blocking.empty:
+        return cells
+    took = blocking["waited_s"].sum() / blocking["rounds"].sum()
+    alone = (blocking["predicted_step_s"] - blocking["local_step_s"]).mean() * _tau(blocking)
+    return {
+        **cells,
+        "LocalSGD waited ms": f"{took * 1e3:.1f}",
+        "hidden of that": f"{1 - waited / took:.1%}",
+        "an average by co2sim ms": f"{alone * 1e3:.1f}",
+        "hidden of this": f"{1 - waited / alone:.1%}",
+    }
 
 
 def _tau(frame: pd.DataFrame) -> int:

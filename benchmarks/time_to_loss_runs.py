@@ -21,7 +21,6 @@ from time_to_loss_plan import (
     append,
     calibrated,
     curve,
-    delay_at,
     enough,
     free_ask,
     next_run,
@@ -77,15 +76,14 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     """What is predicted of a run in the lab: it is there before the run begins."""
     if ask.where == FREE or ask.entry.calibrates:
         return {}
-    delay, (alone, interference) = delay_at(plan, known, ask.where), calibrated(plan, known, ask)
-    strategy: str | Strategy = ask.entry.strategy.replace("delay=auto", f"delay={delay}")
+    free, (alone, interference) = free_ask(plan, known, ask), calibrated(plan, known, ask)
+    strategy: str | Strategy = ask.entry.strategy.replace("delay=auto", f"delay={free.delay}")
     if ask.entry.peer == "torchft LocalSGD":
         strategy = TensorByTensor(tau=TAU, tensors=tensors(plan.size))
     step = predicted_step(plan.place(ask.where), strategy, alone, interference)
     told: dict[str, Any] = {"local_step_s": alone, "interference": interference}
     told |= {"predicted_step_s": step, "stop": 0}
-    before = known[free_ask(ask.entry, ask.seed, delay).key(plan)]
-    point = reached(curve(before), target_of(plan, known, results))
+    point = reached(curve(known[free.key(plan)]), target_of(plan, known, results))
     if point is None:
         return told
     stop = min((int(point[0] * _SPARE) // plan.every + 2) * plan.every, plan.steps)

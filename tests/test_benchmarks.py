@@ -221,7 +221,7 @@ def test_contenders_are_tuned_as_in_the_study(tmp_path: Path) -> None:
         '"CO2 delay 1, tau 2",1.8,0.07,keep=0.25\n'
     )
     for delay, kept, lr in ((1, "keep=1", 0.05), (3, "keep=0.5,predict=0.5", 0.06)):
-        found = {one.name: one for one in contenders((), tmp_path, delay)}
+        found = {one.name: one for one in contenders((), tmp_path, lambda _, delay=delay: delay)}
         assert found["torch post-local SGD"].lr == found["LocalSGD"].lr == 0.02
         published = found["CO2 as published"]
         assert (published.lr, published.outer) == (0.04, "momentum=0.5,lr=1")
