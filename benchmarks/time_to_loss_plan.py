@@ -21,7 +21,9 @@ from time_to_loss_contenders import (
     Contender,
     contenders,
 )
-from time_to_loss_predict import Place, hidden_delay
+from time_to_loss_predict import Place, with_delay
+
+from co2sim.strategies.co2 import CO2
 
 FREE = "without a lab"
 SEEDS = (0, 1, 2)
@@ -95,14 +97,17 @@ def calibrated(plan: Plan, known: Known, ask: Ask) -> tuple[float, float]:
 
 
 def delay_at(plan: Plan, known: Known, rate: str, entry: Contender) -> int:
-    """The delay that co2sim finds hidden, in local steps as they were without a lab.
+    """The delay that co2sim finds hidden; 0 where training does not choose one."""
+    chosen = settled(plan, known, rate, entry)
+    return int(chosen.delay or 0) if isinstance(chosen, CO2) else 0
 
-    0 where training does not choose one.
-    """
+
+def settled(plan: Plan, known: Known, rate: str, entry: Contender) -> str | CO2:
+    """The strategy to simulate. A delay is chosen for local steps as they were without a lab."""
     if not entry.measures_delay:
-        return 0
+        return entry.strategy
     step = step_of(plan, known, ALONE, FREE, plan.seeds[0])
-    return hidden_delay(plan.place(rate), entry.strategy, step)
+    return with_delay(plan.place(rate), entry.strategy, step)
 
 
 def tuned(plan: Plan, known: Known, results: Path, rate: str) -> list[Contender]:

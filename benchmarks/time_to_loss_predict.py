@@ -4,7 +4,6 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import cast
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
@@ -12,7 +11,8 @@ from co2sim.cluster import GPU
 from co2sim.schedule import Collective, DType, Layout, Op, Schedule
 from co2sim.strategies import Strategy
 from co2sim.strategies import parse as parse_strategy
-from co2sim.strategies.local import LocalSteps, round_steps
+from co2sim.strategies.co2 import CO2
+from co2sim.strategies.local import round_steps
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.units import Seconds, parse
 from co2sim.workload import Workload
@@ -92,16 +92,16 @@ def predicted_step(
 
 
 @cache
-def hidden_delay(place: Place, strategy: str, local_step: Seconds) -> int:
-    """For delay=auto: the least, in local steps, that hides the average, or as much as tau does."""
-    tau = round_steps(cast("LocalSteps", parse_strategy(strategy)))
-
-    def step(delay: int) -> Seconds:
-        tried = strategy.replace("delay=auto", f"delay={delay}")
-        return predicted_step(place, tried, local_step)
-
-    shortest = step(tau)
-    return next(delay for delay in range(1, tau + 1) if step(delay) * (1 - _LEFT) <= shortest)
+def with_delay(place: Place, strategy: str, local_step: Seconds) -> CO2:
+    """For delay=auto: with the least delay that hides the average, or as much of it as tau does."""
+    left_open = parse_strategy(strategy)
+    assert isinstance(left_open, CO2)
+    tau = round_steps(left_open)
+    tried = [replace(left_open, delay=delay) for delay in range(1, tau + 1)]
+    shortest = predicted_step(place, tried[-1], local_step)
+    return next(
+        one for one in tried if predicted_step(place, one, local_step) * (1 - _LEFT) <= shortest
+    )
 
 
 def elements_of_a_step(place: Place, local_step: Seconds) -> int:

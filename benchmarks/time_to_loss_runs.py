@@ -26,6 +26,7 @@ from time_to_loss_plan import (
     next_run,
     reached,
     read,
+    settled,
     step_of,
     target_of,
 )
@@ -77,7 +78,7 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     if ask.where == FREE or ask.entry.calibrates:
         return {}
     free, (alone, interference) = free_ask(plan, known, ask), calibrated(plan, known, ask)
-    strategy: str | Strategy = ask.entry.strategy.replace("delay=auto", f"delay={free.delay}")
+    strategy: str | Strategy = settled(plan, known, ask.where, ask.entry)
     if ask.entry.peer == "torchft LocalSGD":
         strategy = TensorByTensor(tau=TAU, tensors=tensors(plan.size))
     step = predicted_step(plan.place(ask.where), strategy, alone, interference)
