@@ -16,7 +16,7 @@ class Contender:
 
     `strategy` is the one of co2sim whose schedule it has. `lines` are the names, or how they begin,
     of its lines in convergence.csv; the best of them gives lr and outer step in the place of these.
-    Where training chooses a delay it is a pattern that finds the delay; the nearest is taken.
+    Where co2sim chooses a number it is a pattern that finds tau or the delay; the nearest counts.
     `peer` is the method of torch or torchft, if it is one of those that `realrun train` has not.
     """
 
@@ -63,12 +63,25 @@ CONTENDERS = (
     Contender(
         "CO2 as published", f"co2:tau={TAU}", "CO2 12, ", 1e-2, "momentum=0,lr=0.5,gap=gap_aware"
     ),
-    Contender("CO2, delay auto", f"co2:tau={TAU},delay=auto", rf"CO2 delay (\d+), tau {TAU}", 1e-2),
+    Contender(
+        "CO2, delay auto",
+        f"co2:tau={TAU},delay=auto",
+        rf"CO2 delay (\d+), tau {TAU}",
+        1e-2,
+        "keep=0.5,predict=0.5",
+    ),
+    Contender(
+        "CO2, tau and delay auto",
+        "co2:tau=auto,delay=auto",
+        r"CO2 delay \d+, tau (\d+)",
+        1e-2,
+        "keep=1",
+    ),
 )
 """With the learning rates and outer steps to take where convergence.csv has none.
 
-Those of Streaming DiLoCo are DiLoCo's, those of CO2 with a delay the other CO2's learning rate, a
-gain of 1, and what `_kept` says.
+Those of Streaming DiLoCo are DiLoCo's, CO2 with a delay has the other CO2's learning rate and a
+gain of 1; in short rounds all progress is kept.
 """
 
 
@@ -76,22 +89,18 @@ REFERENCE = "CO2 as published"
 """The one that is expected to end with the highest loss."""
 
 
-def _kept(delay: int) -> str:
-    """What CO2 keeps and predicts where no study says it: all in short delays, then half."""
-    return "keep=1" if delay <= TAU // 6 else "keep=0.5,predict=0.5"
-
-
 def contenders(
-    only: Collection[str], results: Path, delay: Callable[[Contender], int]
+    only: Collection[str], results: Path, choose: Callable[[Contender], tuple[Contender, int]]
 ) -> list[Contender]:
     """What is compared, with the best line of convergence.csv for each.
 
-    `only`: of these names, if there are any. `delay` gives that of those that measure theirs.
+    `only`: of these names, if there are any. `choose` gives a contender with a number for tau, and
+    the number that its lines are compared by.
     """
     path = results / "convergence.csv"
     frame = pd.read_csv(path, keep_default_na=False) if path.exists() else pd.DataFrame()
     chosen = [one for one in CONTENDERS if not only or one.name in only]
-    return [_tuned(entry, frame, delay(entry)) for entry in chosen if installed(entry)]
+    return [_tuned(*choose(entry), frame) for entry in chosen if installed(entry)]
 
 
 def installed(entry: Contender) -> bool:
@@ -99,19 +108,18 @@ def installed(entry: Contender) -> bool:
     return not entry.peer.startswith("torchft") or find_spec("torchft") is not None
 
 
-def _tuned(entry: Contender, frame: pd.DataFrame, delay: int) -> Contender:
-    outer = _kept(delay) if entry.measures_delay else entry.outer
-    lr = entry.lr
+def _tuned(entry: Contender, number: int, frame: pd.DataFrame) -> Contender:
+    lr, outer = entry.lr, entry.outer
     if len(frame):
         if entry.measures_delay:
             found = frame["configuration"].str.extract(f"^{entry.lines}$")[0].dropna()
-            lines = frame.loc[(found.astype(int) - delay).abs().sort_values(kind="stable").index]
+            lines = frame.loc[(found.astype(int) - number).abs().sort_values(kind="stable").index]
         else:
             lines = frame[frame["configuration"].str.startswith(entry.lines)].sort_values("loss")
         if len(lines):
             lr, outer = float(lines.iloc[0]["lr"]), str(lines.iloc[0]["outer"])
     if entry.measures_delay:  # what is kept is part of the strategy
-        return replace(entry, strategy=f"{entry.strategy},{outer}", lr=lr)
+        return replace(entry, strategy=f"{entry.strategy},{outer}", lr=lr, outer="")
     return replace(entry, lr=lr, outer=outer)
 
 

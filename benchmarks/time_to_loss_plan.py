@@ -5,8 +5,7 @@ Needs no torch.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from time_to_loss_contenders import (
     Contender,
     contenders,
 )
-from time_to_loss_predict import Place, with_delay
+from time_to_loss_predict import Place, shortest_round, with_delay
 
 from co2sim.strategies.co2 import CO2
 
@@ -111,8 +110,16 @@ def settled(plan: Plan, known: Known, rate: str, entry: Contender) -> str | CO2:
 
 
 def tuned(plan: Plan, known: Known, results: Path, rate: str) -> list[Contender]:
-    """What is compared at a rate."""
-    return contenders(plan.only, results, partial(delay_at, plan, known, rate))
+    """What is compared at a rate, with co2sim's tau where it chooses it."""
+
+    def choose(entry: Contender) -> tuple[Contender, int]:
+        if "tau=auto" not in entry.strategy:
+            return entry, delay_at(plan, known, rate, entry)
+        step = step_of(plan, known, ALONE, FREE, plan.seeds[0])
+        tau = shortest_round(plan.place(rate), entry.strategy, step)
+        return replace(entry, strategy=entry.strategy.replace("tau=auto", f"tau={tau}")), tau
+
+    return contenders(plan.only, results, choose)
 
 
 def free_asks(plan: Plan, known: Known, results: Path) -> Iterator[Ask]:

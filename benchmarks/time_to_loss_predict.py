@@ -3,6 +3,7 @@
 import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 from co2sim import Case, run
@@ -91,17 +92,33 @@ def predicted_step(
     return run(case(place, strategy, local_step, interference)).step_time_s
 
 
+def shortest_round(place: Place, strategy: str, local_step: Seconds) -> int:
+    """For tau=auto: the steps of the shortest round that hides its average."""
+    bare = predicted_step(place, "local_sgd:tau=10000", local_step)
+
+    def hides(tau: int) -> bool:
+        tried = replace(_parsed(strategy), tau=tau, delay=tau)
+        return predicted_step(place, tried, local_step) * (1 - _LEFT) <= bare
+
+    return next(tau for tau in count(1) if hides(tau))
+
+
 @cache
 def with_delay(place: Place, strategy: str, local_step: Seconds) -> CO2:
     """For delay=auto: with the least delay that hides the average, or as much of it as tau does."""
-    left_open = parse_strategy(strategy)
-    assert isinstance(left_open, CO2)
+    left_open = _parsed(strategy)
     tau = round_steps(left_open)
     tried = [replace(left_open, delay=delay) for delay in range(1, tau + 1)]
     shortest = predicted_step(place, tried[-1], local_step)
     return next(
         one for one in tried if predicted_step(place, one, local_step) * (1 - _LEFT) <= shortest
     )
+
+
+def _parsed(strategy: str) -> CO2:
+    found = parse_strategy(strategy)
+    assert isinstance(found, CO2)
+    return found
 
 
 def elements_of_a_step(place: Place, local_step: Seconds) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -220,8 +221,9 @@ def test_contenders_are_tuned_as_in_the_study(tmp_path: Path) -> None:
         '"CO2 delay 4, tau 12",1.95,0.06,"keep=0.5,predict=0.5"\n'
         '"CO2 delay 1, tau 2",1.8,0.07,keep=0.25\n'
     )
-    for delay, kept, lr in ((1, "keep=1", 0.05), (3, "keep=0.5,predict=0.5", 0.06)):
-        found = {one.name: one for one in contenders((), tmp_path, lambda _, delay=delay: delay)}
+    for number, kept, lr in ((1, "keep=1", 0.05), (3, "keep=0.5,predict=0.5", 0.06)):
+        choose = functools.partial(lambda entry, number: (entry, number), number=number)
+        found = {one.name: one for one in contenders((), tmp_path, choose)}
         assert found["torch post-local SGD"].lr == found["LocalSGD"].lr == 0.02
         published = found["CO2 as published"]
         assert (published.lr, published.outer) == (0.04, "momentum=0.5,lr=1")
@@ -252,6 +254,24 @@ def test_an_average_tensor_by_tensor_costs_the_latencies_of_each() -> None:
     late = [predicted_step(place, "co2:tau=12,delay=4", 0.027, slow) for slow in (0, 0.1)]
     average = 12 * (whole - 0.027)
     assert 12 * (late[1] - late[0]) == pytest.approx(0.1 / 1.1 * average, rel=0.02)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_tau_and_delay_are_as_many_steps_as_an_average_takes() -> None:
+    """Of 82 ms: 4 steps of 25.5 ms, since of 3 more than 1 % would be exposed; 3 of 28 ms."""
+    from time_to_loss_predict import (  # noqa: PLC0415 - a folder of scripts
+        Place,
+        predicted_step,
+        shortest_round,
+        with_delay,
+    )
+
+    place = Place(4, "100 Mbit/s", "mini", 8)
+    for step, least in ((0.0255, 4), (0.028, 3)):
+        average = 12 * (predicted_step(place, "local_sgd:tau=12", step) - step)
+        assert (least - 1) * step < 0.99 * average < least * step
+        assert with_delay(place, "co2:tau=12,delay=auto", step).delay == least
+        assert shortest_round(place, "co2:tau=auto,delay=auto", step) == least
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch, importing
