@@ -6,16 +6,18 @@
 
 torch's DDP and post-local SGD, torchft's LocalSGD and DiLoCo, and our LocalSGD, SlowMo, DiLoCo,
 Streaming DiLoCo and CO2, as published and with a delay that it measures, train the same GPT from
-the same weights on the same samples, on four nodes at 100 and at 1000 Mbit/s. One launch of the
-ranks in a lab runs all of them, one after the other, with one seed after the other. What goes into
-a prediction is known before the run begins:
+the same weights on the same samples, on four nodes at 100 and at 1000 Mbit/s. CO2 with a delay runs
+in rounds of 12 steps, as the others, and in the shortest that co2sim finds to be hidden. One launch
+of the ranks in a lab runs all of them, one after the other, with one seed after the other. What
+goes into a prediction is known before the run begins:
 
 - how many steps the loss takes: from a run of the same training without a lab, whose seed is the
   same: network and clock do not change what is learned. CO2 that measures its delay is told there
   the one that co2sim chooses;
 - the time of a local step: from a calibration in the lab before each seed, in which nothing is sent
-  (local_sgd with a tau beyond its end): it holds that the ranks share the cores. Another one is of
-  the model inside DDP. A third, in which something is sent all the time, tells how much that slows
+  (local_sgd with a tau beyond its end): it holds that the ranks share the cores. Others are of the
+  model inside DDP, and of CO2 with a delay whose workers average with nobody: what it does beside
+  the steps counts. A last one, in which something is sent all the time, tells how much that slows
   the steps down: ranks send with the cores that they compute with;
 - all communication: from the rate at which the lab is built, by co2sim. It runs the model of
   `realrun train --describe` on a GPU that takes the calibrated time for a step. Methods of torch

@@ -133,3 +133,15 @@ SENDING = Contender("calibration: always sending", _STEPS_ALONE, "", 5e-3, peer=
 CALIBRATIONS = (ALONE, IN_DDP, SENDING)
 """How long local steps take where the ranks share the cores: the bare model's, torch's, and while
 the network is busy all the time."""
+
+
+def alone(entry: Contender) -> Contender:
+    """The calibration whose step is the local step of a contender.
+
+    CO2 with a delay, whose rounds may be short, runs itself, with workers that average with nobody.
+    """
+    if entry.in_ddp:
+        return IN_DDP
+    if entry.measures_delay:
+        return replace(entry, name=f"calibration: {entry.name}, alone", lines="", peer="alone")
+    return ALONE

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -88,6 +88,7 @@ def attach_of(entry: Contender, sent: int) -> Attach | None:
         )
     return {
         "": None,
+        "alone": None,
         "torch post-local SGD": partial(torch_post_local, tau=TAU),
         "torchft LocalSGD": partial(torchft_local, tau=TAU),
         "DDP alone": partial(torch_post_local, tau=NEVER),
@@ -112,6 +113,12 @@ def build_with(attach: Attach, settings: TrainSettings, model: nn.Module, world:
         world.group("training", WORLD),
         world.layout.world_size,
     )
+
+
+def build_alone(settings: TrainSettings, model: nn.Module, world: World) -> Method:
+    """Our own method with workers that average with nobody: all arithmetic, and nothing is sent."""
+    own, _ = dist.new_subgroups(1)
+    return build(settings, model, replace(world, _groups={("training", WORLD): own}))
 
 
 @contextmanager

@@ -13,11 +13,11 @@ import pandas as pd
 from time_to_loss_contenders import (
     ALONE,
     CALIBRATIONS,
-    IN_DDP,
     REFERENCE,
     SENDING,
     TAU,
     Contender,
+    alone,
     contenders,
 )
 from time_to_loss_predict import Place, shortest_round, with_delay
@@ -90,9 +90,10 @@ def step_of(plan: Plan, known: Known, calibration: Contender, where: str, seed: 
 
 def calibrated(plan: Plan, known: Known, ask: Ask) -> tuple[float, float]:
     """For a run: seconds of a local step, and the share by which sending slows it down."""
-    kind = IN_DDP if ask.entry.in_ddp else ALONE
-    alone, sending = (step_of(plan, known, c, ask.where, ask.seed) for c in (ALONE, SENDING))
-    return step_of(plan, known, kind, ask.where, ask.seed), max(0.0, sending / alone - 1)
+    own, bare, sending = (
+        step_of(plan, known, one, ask.where, ask.seed) for one in (alone(ask.entry), ALONE, SENDING)
+    )
+    return own, max(0.0, sending / bare - 1)
 
 
 def delay_at(plan: Plan, known: Known, rate: str, entry: Contender) -> int:
@@ -146,7 +147,7 @@ def lab_asks(plan: Plan, known: Known, results: Path, rate: str) -> Iterator[Ask
     """Runs at a rate, interleaved: all contenders with a seed, then with the next one."""
     chosen = tuned(plan, known, results, rate)
     for seed in plan.seeds:
-        for entry in CALIBRATIONS:
+        for entry in dict.fromkeys([*CALIBRATIONS, *map(alone, chosen)]):
             yield Ask(entry, rate, seed)
         for ask in (Ask(entry, rate, seed) for entry in chosen):
             if not known[free_ask(plan, known, ask).key(plan)]["error"]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from time_to_loss_contenders import ALONE, REFERENCE, SENDING, TAU
-from time_to_loss_methods import attach_of, build_with, said
+from time_to_loss_methods import attach_of, build_alone, build_with, said
 from time_to_loss_plan import (
     FREE,
     KEY,
@@ -131,8 +131,9 @@ def one_run(
     if ask.entry == SENDING:
         alone = step_of(plan, known, ALONE, ask.where, ask.seed)
         sent = elements_of_a_step(plan.place(ask.where), alone)
-    attach = attach_of(ask.entry, sent)
-    how: Build = partial(build_with, attach) if attach else build
+    how: Build = build_alone if ask.entry.peer == "alone" else build
+    if attach := attach_of(ask.entry, sent):
+        how = partial(build_with, attach)
     settings = settings_of(plan, ask, stop)
     with said(ask.delay):
         if ask.where != FREE:

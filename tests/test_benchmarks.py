@@ -187,7 +187,7 @@ def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
     assert target_of(plan, known, tmp_path) == 2.0 + count / 100
 
     asks = list(lab_asks(plan, known, tmp_path, "100 Mbit/s"))
-    each = len(CALIBRATIONS) + methods
+    each = len(CALIBRATIONS) + 2 + methods  # 2: CO2 that chooses its delay, which sends nothing
     assert [ask.seed for ask in asks] == [0] * each + [1] * each
     assert [ask.entry for ask in asks[: len(CALIBRATIONS)]] == list(CALIBRATIONS)
     assert next_run(plan, known, tmp_path, "100 Mbit/s") == asks[0]
