@@ -1,7 +1,7 @@
 """Wall-clock to a given loss in the lab: predicted by co2sim before, measured after.
 
-    sudo python benchmarks/time_to_loss.py                # about 25 minutes on two quiet cores
-    sudo python benchmarks/time_to_loss.py --seeds 1      # a third of it
+    sudo python benchmarks/time_to_loss.py                # 25 to 30 minutes on two quiet cores
+    sudo python benchmarks/time_to_loss.py --seeds 2      # two thirds of it
     sudo python benchmarks/time_to_loss.py --quick        # a trial of seconds
 
 torch's DDP and post-local SGD, torchft's LocalSGD and DiLoCo, and our LocalSGD, SlowMo, DiLoCo,

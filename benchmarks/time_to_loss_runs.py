@@ -42,7 +42,7 @@ from realrun.train.outer import pairs
 from realrun.train.shapes import GPTS
 
 _SPARE = 1.1
-"""So many times the steps of the run without a lab may be needed in the lab."""
+"""Where training chooses a delay in the lab, so many times the steps of the run without may do."""
 
 
 def run_ranks(plan: Plan, out: Path, results: Path, where: str) -> None:
@@ -87,7 +87,8 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     point = reached(curve(known[free.key(plan)]), target_of(plan, known, results))
     if point is None:
         return told
-    stop = min((int(point[0] * _SPARE) // plan.every + 2) * plan.every, plan.steps)
+    most = point[0] * (_SPARE if ask.entry.measures_delay else 1)
+    stop = min((int(most) // plan.every + 2) * plan.every, plan.steps)
     words = f"predicted: {ask.entry.name} in {point[0]:.0f} steps, {point[0] * step:.2f} s"
     return {**told, "stop": stop, "words": words}
 
@@ -111,7 +112,7 @@ def settings_of(plan: Plan, ask: Ask, stop: int) -> TrainSettings:
         strategy=ask.entry.strategy,
         size=plan.size,
         steps=plan.steps,
-        stop=min(8 * plan.every, plan.steps) if ask.entry.calibrates else stop,
+        stop=min(5 * plan.every, plan.steps) if ask.entry.calibrates else stop,
         batch=plan.batch,
         warmup=plan.steps // 20,
         lr=ask.entry.lr,
