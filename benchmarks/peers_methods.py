@@ -1,4 +1,4 @@
-"""What `peers.py` compares: each attaches an algorithm to a model and an optimizer."""
+"""The peers and our algorithms: each is attached to a model and an optimizer for a while."""
 
 import contextlib
 import os
@@ -50,14 +50,16 @@ def torch_ddp(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[
 
 
 @contextmanager
-def torch_post_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
+def torch_post_local(
+    model: nn.Module, optimizer: Optimizer, world: World, *, tau: int = TAU
+) -> Iterator[Attached]:
     """PostLocalSGDOptimizer: no gradient is reduced from the first step on, models are averaged."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     alone, _ = dist.new_subgroups(1)
     state = PostLocalSGDState(None, alone, 0, post_local_gradient_allreduce=False)
     wrapped.register_comm_hook(state, post_localSGD_hook)
-    averager = PeriodicModelAverager(period=TAU)
-    averager.step = 1  # it would average after the first step, else after every TAU steps
+    averager = PeriodicModelAverager(period=tau)
+    averager.step = 1  # it would average after the first step, else after every tau steps
     del world
     yield Attached(wrapped, PostLocalSGDOptimizer(optim=optimizer, averager=averager))
 
@@ -129,7 +131,7 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
 
     Replicas tell each other their host's name; nodes of the lab have only addresses.
     """
-    host = _own_address()
+    host, size = _own_address(), world.layout.world_size
     socket.gethostname = lambda: host
     from torchft import Manager, ProcessGroupGloo  # noqa: PLC0415
     from torchft._torchft import LighthouseServer  # noqa: PLC0415
@@ -137,7 +139,7 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
     shared: list[Any] = [None]
     lighthouse = None
     if world.rank == 0:
-        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=NODES, join_timeout_ms=1000)
+        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=size, join_timeout_ms=1000)
         port = lighthouse.address().rpartition(":")[2]
         shared = [f"http://{host}:{port}"]
     dist.broadcast_object_list(shared)
@@ -147,7 +149,7 @@ def _manager(model: nn.Module, world: World) -> Iterator[Any]:
         pg=ProcessGroupGloo(timeout=limit),
         load_state_dict=lambda state: model.load_state_dict(state["model"]),
         state_dict=lambda: {"model": model.state_dict()},
-        min_replica_size=NODES,
+        min_replica_size=size,
         init_sync=False,  # weights are equal; else the first round of all but one is lost
         use_async_quorum=False,
         timeout=limit,
@@ -189,27 +191,51 @@ def _own_address() -> str:
 
 
 @contextmanager
-def torchft_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
+def torchft_local(
+    model: nn.Module, optimizer: Optimizer, world: World, *, tau: int = TAU
+) -> Iterator[Attached]:
     """LocalSGD of torchft."""
     from torchft.local_sgd import LocalSGD as Theirs  # noqa: PLC0415
 
     with (
         _silent(),
         _manager(model, world) as manager,
-        Theirs(manager, model, optimizer, sync_every=TAU),
+        Theirs(manager, model, optimizer, sync_every=tau),
     ):
         yield Attached(model, optimizer)
 
 
 @contextmanager
-def torchft_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
-    """DiLoCo of torchft, the whole model as one fragment."""
+def torchft_diloco(
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    *,
+    tau: int = TAU,
+    outer_lr: float = OUTER_LR,
+    outer_momentum: float = OUTER_MOMENTUM,
+    bucketed: bool = False,
+) -> Iterator[Attached]:
+    """DiLoCo of torchft, the whole model as one fragment.
+
+    It averages every tensor by itself unless it is `bucketed`.
+    """
     from torchft.local_sgd import DiLoCo as Theirs  # noqa: PLC0415
 
-    outer = torch.optim.SGD(model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+    outer = torch.optim.SGD(
+        model.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0
+    )
     with (
         _silent(),
         _manager(model, world) as manager,
-        Theirs(manager, [model], optimizer, outer, sync_every=TAU, pin_memory=False),
+        Theirs(
+            manager,
+            [model],
+            optimizer,
+            outer,
+            sync_every=tau,
+            pin_memory=False,
+            use_bucketization=bucketed,
+        ),
     ):
         yield Attached(model, optimizer)

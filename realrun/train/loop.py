@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from co2sim.units import Seconds
@@ -47,6 +48,9 @@ class Standing:
 OnStep: TypeAlias = Callable[[Standing], None]
 """Told after every step."""
 
+Build: TypeAlias = Callable[[TrainSettings, nn.Module, World], Method]
+"""Wraps a model, which is equal on all ranks, for training. All ranks call it."""
+
 
 def train(
     settings: TrainSettings,
@@ -57,6 +61,7 @@ def train(
     estimate: bool = False,
     progress: OnStep | None = None,
     stop: Callable[[], bool] | None = None,
+    build: Build = build,
 ) -> History:
     """Train; every rank of the world calls this with the same settings.
 
@@ -64,6 +69,7 @@ def train(
     checkpoints; `resume` goes on from the last of them, if there is one. With `estimate` the
     constants of the bound are measured at three points, off the clock. Once `stop` gives true on
     any rank (all give one, or none does) all end together, some steps later, with a checkpoint.
+    `build` makes the method, for what is no strategy of ours.
 
     Raises OptionError for what cannot be trained here, TrainingError when the loss is no number any
     more, CheckpointError, MismatchError when ranks differ, and RankFailure when one is lost.

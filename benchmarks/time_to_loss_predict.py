@@ -1,0 +1,108 @@
+"""What co2sim says of a step in the lab, before it is run there."""
+
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from co2sim import Case, run
+from co2sim.catalog import load_cluster
+from co2sim.cluster import GPU
+from co2sim.schedule import Collective, DType, Layout, Op, Schedule
+from co2sim.strategies import Strategy
+from co2sim.strategies.co2 import CO2
+from co2sim.strategies.local import round_steps
+from co2sim.strategies.local_sgd import LocalSGD
+from co2sim.study import settle
+from co2sim.units import Seconds, parse
+from co2sim.workload import Workload
+from realrun.launch.lab import Lab, stated_cluster
+from realrun.train.shapes import GPTS
+
+_ENOUGH = 1e15
+"""A speed, in bytes per second, that adds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A lab of nodes of one rank, the model trained there, and the samples of a rank in a step."""
+
+    nodes: int
+    rate: str
+    size: str
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorByTensor(LocalSGD):
+    """LocalSGD that averages every tensor of the model by itself, as torchft's does."""
+
+    tensors: tuple[int, ...]
+    """Elements of each."""
+
+    def schedule(self, job: Workload, layout: Layout) -> Schedule:
+        """The schedule of LocalSGD with its average cut up."""
+        whole = LocalSGD.schedule(self, job, layout)
+        body = [piece for op in whole.body for piece in self._pieces(op)]
+        return Schedule(whole.name, tuple(body), whole.steps)
+
+    def _pieces(self, op: Op) -> list[Op]:
+        if not isinstance(op.work, Collective):
+            return [op]
+        works = [replace(op.work, elements=count) for count in self.tensors]
+        names = [*(f"{op.name}{number}" for number in range(1, len(works))), op.name]
+        pieces = [Op(name, work, op.stream) for name, work in zip(names, works, strict=True)]
+        return [replace(pieces[0], after=op.after), *pieces[1:]]
+
+
+def case(
+    place: Place, strategy: str | Strategy, local_step: Seconds, interference: float = 0.0
+) -> Case:
+    """The case on a GPU that takes `local_step` for the arithmetic of a step alone.
+
+    While something is sent, it takes longer by the share `interference`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stated.toml"
+        path.write_text(stated_cluster(Lab(place.nodes, 1, place.rate)))
+        cluster = load_cluster(str(path)).value
+    model = GPTS[place.size].model()
+    job = Workload(model, place.samples, precision=DType.FP32, recompute="none")
+    speed = job.hardware_flops_per_sample * place.samples / local_step
+    gpu = GPU("calibrated", 1e12, _ENOUGH, {"fp32": speed}, ((1.0, 1.0),))
+    return Case(
+        cluster=replace(cluster, gpu=gpu, communicators="stream", interference=interference),
+        model=model,
+        strategy=strategy,
+        micro_batch=place.samples,
+        precision="fp32",
+        recompute="none",
+    )
+
+
+@cache
+def predicted_step(
+    place: Place, strategy: str | Strategy, local_step: Seconds, interference: float = 0.0
+) -> Seconds:
+    """Seconds of a step, communication included."""
+    return run(case(place, strategy, local_step, interference)).step_time_s
+
+
+def shortest_round(place: Place, strategy: str, local_step: Seconds) -> int:
+    """For tau=auto: the steps of the shortest round that hides its average."""
+    return round_steps(with_delay(place, strategy, local_step))
+
+
+@cache
+def with_delay(place: Place, strategy: str, local_step: Seconds) -> CO2:
+    """The strategy with co2sim's numbers for tau=auto and delay=auto."""
+    chosen = settle(case(place, strategy, local_step)).strategy
+    assert isinstance(chosen, CO2)
+    return chosen
+
+
+def elements_of_a_step(place: Place, local_step: Seconds) -> int:
+    """The fp32 elements whose all-reduce takes a quarter longer than a local step, at least one."""
+    bandwidth = parse(place.rate, "B/s")
+    ring = 2 * (place.nodes - 1) / place.nodes * DType.FP32.bytes
+    return int(1.25 * local_step * bandwidth / ring) + 1

@@ -1,0 +1,174 @@
+"""The runs of `time_to_loss.py`: ranks that train one contender after the other, and keep time."""
+
+import json
+import os
+import sys
+from functools import cache, partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from time_to_loss_contenders import ALONE, REFERENCE, SENDING, TAU
+from time_to_loss_methods import attach_of, build_alone, build_with, said
+from time_to_loss_plan import (
+    FREE,
+    KEY,
+    Ask,
+    Known,
+    Plan,
+    append,
+    calibrated,
+    curve,
+    enough,
+    free_ask,
+    next_run,
+    reached,
+    read,
+    settled,
+    step_of,
+    target_of,
+)
+from time_to_loss_predict import TensorByTensor, elements_of_a_step, predicted_step
+
+from co2sim.strategies import Strategy
+from realrun.execute.world import World, join
+from realrun.train import History, TrainSettings
+from realrun.train.gpt import GPT
+from realrun.train.loop import Build, Standing, train
+from realrun.train.methods import build
+from realrun.train.outer import pairs
+from realrun.train.shapes import GPTS
+
+_SPARE = 1.1
+"""Where training chooses a delay in the lab, so many times the steps of the run without may do."""
+
+
+def run_ranks(plan: Plan, out: Path, results: Path, where: str) -> None:
+    """Be one of the ranks: run what is missing there, one after the other."""
+    world = join("gloo", 120.0)
+    shared: list[Any] = [read(out)]
+    dist.broadcast_object_list(shared)
+    known: Known = shared[0]
+    while (ask := next_run(plan, known, results, where)) is not None:
+        row: dict[str, Any] = dict(zip(KEY, ask.key(plan), strict=True))
+        row |= _said_before(plan, known, results, ask)
+        if world.rank == 0 and "words" in row:
+            print(row["words"], flush=True)
+        try:
+            row |= one_run(plan, known, results, ask, world, int(row.get("stop", 0)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
+            if world.rank == 0:
+                words = " ".join(str(error).split())[:150]
+                append(out, {**row, "error": f"{type(error).__name__}: {words}"})
+            print(f"rank {world.rank}: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)  # ranks may not agree on where they are: the launcher starts them again
+        shared = [row]
+        dist.broadcast_object_list(shared)
+        known[ask.key(plan)] = shared[0]
+        if world.rank == 0:
+            append(out, shared[0])
+            print(f"{where}, seed {ask.seed}: {ask.entry.name}: {_words(row)}", flush=True)
+    world.leave()
+
+
+def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str, Any]:
+    """What is predicted of a run in the lab: it is there before the run begins."""
+    if ask.where == FREE or ask.entry.calibrates:
+        return {}
+    free, (alone, interference) = free_ask(plan, known, ask), calibrated(plan, known, ask)
+    strategy: str | Strategy = settled(plan, known, ask.where, ask.entry)
+    if ask.entry.peer == "torchft LocalSGD":
+        strategy = TensorByTensor(tau=TAU, tensors=tensors(plan.size))
+    step = predicted_step(plan.place(ask.where), strategy, alone, interference)
+    told: dict[str, Any] = {"local_step_s": alone, "interference": interference}
+    told |= {"predicted_step_s": step, "stop": 0}
+    point = reached(curve(known[free.key(plan)]), target_of(plan, known, results))
+    if point is None:
+        return told
+    most = point[0] * (_SPARE if ask.entry.measures_delay else 1)
+    stop = min((int(most) // plan.every + 2) * plan.every, plan.steps)
+    words = f"predicted: {ask.entry.name} in {point[0]:.0f} steps, {point[0] * step:.2f} s"
+    return {**told, "stop": stop, "words": words}
+
+
+@cache
+def tensors(size: str) -> tuple[int, ...]:
+    """Elements of each parameter of the model."""
+    with torch.device("meta"):
+        return tuple(p.numel() for p in GPT(GPTS[size]).parameters())
+
+
+def _words(row: dict[str, Any]) -> str:
+    """How a run went."""
+    speed = f"{row['step_s'] * 1e3:.1f} ms a step"
+    return f"{speed}, loss {seen[-1][2]:.4f}" if (seen := curve(row)) else speed
+
+
+def settings_of(plan: Plan, ask: Ask, stop: int) -> TrainSettings:
+    """What a run trains."""
+    return TrainSettings(
+        strategy=ask.entry.strategy,
+        size=plan.size,
+        steps=plan.steps,
+        stop=min(5 * plan.every, plan.steps) if ask.entry.calibrates else stop,
+        batch=plan.batch,
+        warmup=plan.steps // 20,
+        lr=ask.entry.lr,
+        outer=pairs(ask.entry.outer) if not ask.entry.peer else {},
+        seed=ask.seed,
+        log_every=plan.every,
+        eval_every=plan.every,
+        evaluate="during" if ask.where == FREE else "after",
+    )
+
+
+def one_run(
+    plan: Plan, known: Known, results: Path, ask: Ask, world: World, stop: int
+) -> dict[str, Any]:
+    """Train once; what the row of the run says."""
+    sent = 0
+    if ask.entry == SENDING:
+        alone = step_of(plan, known, ALONE, ask.where, ask.seed)
+        sent = elements_of_a_step(plan.place(ask.where), alone)
+    how: Build = build_alone if ask.entry.peer == "alone" else build
+    if attach := attach_of(ask.entry, sent):
+        how = partial(build_with, attach)
+    settings = settings_of(plan, ask, stop)
+    with said(ask.delay):
+        if ask.where != FREE:
+            return figures(train(settings, world, build=how))
+        watched = ask.entry.name != REFERENCE and not ask.entry.calibrates
+        until = Until(enough(plan, known, results) if watched else None)
+        return figures(train(settings, world, build=how, progress=until.note, stop=until.low))
+
+
+class Until:
+    """Ends a training soon after its validation loss has come as low; None: never."""
+
+    def __init__(self, aim: float | None) -> None:
+        self._aim, self._seen = -inf if aim is None else aim, inf
+
+    def note(self, at: Standing) -> None:
+        """After a step."""
+        self._seen = inf if at.validation_loss is None else at.validation_loss
+
+    def low(self) -> bool:
+        """Whether to end."""
+        return self._seen <= self._aim
+
+
+def figures(history: History) -> dict[str, Any]:
+    """Of a run: seconds of a step after the first rows, waits, and the losses."""
+    rows = history.rows
+    first, last = rows[0], rows[-1]
+    seen = [r for r in rows if r.validation_loss is not None]
+    return {
+        "step_s": (last.seconds - first.seconds) / (last.step - first.step),
+        "waited": last.waited,
+        "rounds": last.rounds,
+        "used_delay": last.delay,
+        "curve": json.dumps([[r.step, r.seconds, r.validation_loss] for r in seen]),
+        "error": "",
+    }
