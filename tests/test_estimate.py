@@ -315,7 +315,7 @@ def test_a_loss_that_only_rises_has_no_gap() -> None:
         ("slowmo:tau=48", None, "--rounds 1 --local-steps 48 --delay 0"),
         ("co2:tau=4", None, "--rounds 6 --local-steps 4"),
         ("co2:tau=4,staleness=2", None, "--local-steps 4 --delay '2 rounds'"),
-        ("co2:tau=4,delay=auto,keep=0.5", 3, "--local-steps 4 --delay 3 --keep 0.5 --predict 0"),
+        ("co2:tau=4,delay=auto,keep=0.5", 3, "--local-steps 4 --delay 3 --keep 0.5 --predict 0.5"),
     ],
 )
 def test_commands_are_those_of_the_training(strategy: str, delay: int | None, end: str) -> None:

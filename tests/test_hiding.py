@@ -189,8 +189,11 @@ def test_a_sweep_chooses_for_every_case() -> None:
 ON = ("-c", "a100-tcp80", "-m", "gpt2-small")
 
 
-def test_every_command_takes_auto_and_says_what_was_chosen(cli: Run, tmp_path: Path) -> None:
+def test_every_command_takes_auto_and_says_what_was_chosen(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`run` names the numbers and why; `scale` by size, `sweep` by case; a trace is of them."""
+    monkeypatch.setenv("COLUMNS", "160")
     _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:delay=auto,fragments=1")
     assert shown.startswith("co2(tau=12, delay=6) on 16 GPUs")
     assert "delay 6 chosen: 0.9% of a round exposed by the average; 5 would leave 8.2%" in shown
@@ -209,8 +212,11 @@ def test_every_command_takes_auto_and_says_what_was_chosen(cli: Run, tmp_path: P
     assert (tmp_path / "x.jsonl").exists()
 
 
-def test_what_would_fit_is_said_of_the_number_chosen(cli: Run) -> None:
+def test_what_would_fit_is_said_of_the_number_chosen(
+    cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that is too large gets alternatives, though its strategy was open."""
+    monkeypatch.setenv("COLUMNS", "160")
     _, shown, _ = cli(
         *(
             "run",

@@ -65,8 +65,18 @@ CASES = [
         )
     ),
     case("CO2", "adamw", tau=4, delay=1, fragments=4, predict=0.5, keep=0.5),
-    case("CO2", "sgd", tau=5, delay=4, fragments=2, keep=0.75),
-    case("CO2", "sgd", tau=3, delay=2, keep=0.5, clip=0.04, outer_momentum=0.5, outer_lr=0.8),
+    case("CO2", "sgd", tau=5, delay=4, fragments=2, keep=0.75, predict=0.25),
+    case(
+        "CO2",
+        "sgd",
+        tau=3,
+        delay=2,
+        keep=0.5,
+        predict=0.0,
+        clip=0.04,
+        outer_momentum=0.5,
+        outer_lr=0.8,
+    ),
     *(
         case("SlowMo", inner, tau=tau, outer_momentum=beta, outer_lr=alpha)
         for inner, tau, beta, alpha in (("sgd", 1, 0.5, 1.0), ("adamw", 4, 0.8, 0.6))

@@ -196,8 +196,11 @@ def test_every_command_that_compares_speed_says_what_a_step_is_worth(cli: Run) -
         assert "not worth" not in cli(*command, "-s", "zero2")[1]
 
 
-def test_every_command_adds_time_and_cost_to_the_loss(cli: Run, tmp_path: Path) -> None:
+def test_every_command_adds_time_and_cost_to_the_loss(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In its table, in its CSV file, and in JSON."""
+    monkeypatch.setenv("COLUMNS", "160")
     goal = ("--to-loss-steps", "1000000", "--steps-factor", "co2=2")
     price = ("--set", "price_per_gpu=2 USD/h")
     _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2", *goal, *price)

@@ -91,6 +91,9 @@ class CO2:
         return even_fragments(round_steps(self)) if self.delay == "auto" else 1
 
     def _check_delay(self) -> None:
+        if self.fragments is not None:
+            most = _MOST_FRAGMENTS if self.tau == "auto" else min(self.tau, _MOST_FRAGMENTS)
+            whole_options(self, "fragments", most=most)
         for option in ("keep", "predict"):
             given = getattr(self, option)
             if given is not None:
@@ -108,9 +111,6 @@ class CO2:
             raise OptionError(f"co2: staleness={self.staleness} does not apply with delay")
         elif self.delay != "auto":
             whole_options(self, "delay", most=None if self.tau == "auto" else self.tau)
-        if self.fragments is not None:
-            most = _MOST_FRAGMENTS if self.tau == "auto" else min(self.tau, _MOST_FRAGMENTS)
-            whole_options(self, "fragments", most=most)
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """Wait for the old average, update momentum and anchor, launch the new average, go on."""
