@@ -1,6 +1,7 @@
 """What ranks of the tests of the local-update family do."""
 
 import copy
+import itertools
 import os
 import signal
 import time
@@ -357,27 +358,29 @@ def consensus(world: World) -> list[Any]:
 
 def resume(world: World, folder: str) -> list[str]:
     """Runs cut after some steps and resumed, against uninterrupted ones; gives what differs."""
+    usual = ((1, "save"), (6, "save"), (8, "dcp"))
+    each = ((4, "save"), (5, "save"), (6, "dcp"))  # phases of a round with averages under way
+    both = ("momentum", "adamw")
+    runs: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[tuple[int, str], ...]]] = [
+        ("CO2", {"staleness": 1, "clip": 0.05}, both, usual),
+        ("CO2", {"staleness": 2}, both, usual),
+        ("CO2", {"staleness": 1, "dtype": "int8"}, both, usual),
+        ("SlowMo", {}, both, usual),
+        ("OverlapLocalSGD", {}, both, usual),
+        ("CO2", {"delay": 1, "dtype": "int8"}, ("momentum",), each),
+        ("CO2", {"delay": 2, "fragments": 3}, ("adamw",), each),
+        ("CO2", {"delay": 2, "keep": 0.5, "predict": 0.5}, ("adamw",), each),
+    ]
     wrong = []
-    for inner in ("momentum", "adamw"):
-        for name, options in (
-            ("CO2", {"staleness": 1, "clip": 0.05}),
-            ("CO2", {"staleness": 2}),
-            ("CO2", {"staleness": 1, "dtype": "int8"}),
-            ("SlowMo", {}),
-            ("OverlapLocalSGD", {}),
-            ("CO2", {"delay": 1, "dtype": "int8"}),
-            ("CO2", {"delay": 2, "fragments": 3}),
-            ("CO2", {"delay": 2, "keep": 0.5, "predict": 0.5}),
-        ):
-            every = [(cut, "save") for cut in range(2, 6)] if "delay" in options else []
-            for cut, way in ((1, "save"), (6, "save"), (8, "dcp"), *every):
-                case = {
-                    "algorithm": name,
-                    "inner": inner,
-                    "options": {"tau": 3, **options, "bucket_mib": SMALL},
-                }
-                path = Path(folder) / f"{inner} {name} {options} {cut}"
-                wrong += _resumed(world, case, cut, path, way)
+    for name, options, inners, cuts in runs:
+        for inner, (cut, way) in itertools.product(inners, cuts):
+            case = {
+                "algorithm": name,
+                "inner": inner,
+                "options": {"tau": 3, **options, "bucket_mib": SMALL},
+            }
+            path = Path(folder) / f"{inner} {name} {options} {cut}"
+            wrong += _resumed(world, case, cut, path, way)
     return wrong
 
 

@@ -9,7 +9,7 @@ import torch
 
 from co2sim.errors import Co2simError
 from realrun.execute.world import World
-from realrun.train import History, TrainSettings, loop, train
+from realrun.train import History, TrainSettings, methods, train
 from realrun.train.folder import MODEL
 from realrun.train.task import Task
 
@@ -123,15 +123,14 @@ def not_a_number(world: World) -> str:
         return batch(self, seed, step, *given)
 
     models: list[Any] = []
-    build = loop.build
 
     def noticed(settings: TrainSettings, model: Any, world: World) -> Any:
         models.append(model)
-        return build(settings, model, world)
+        return methods.build(settings, model, world)
 
-    Task.batch, loop.build = spoiled, noticed  # type: ignore[assignment, method-assign]
+    Task.batch = spoiled  # type: ignore[method-assign]
     try:
-        train(TrainSettings(strategy="co2:tau=2", steps=8, **SMALL), world)
+        train(TrainSettings(strategy="co2:tau=2", steps=8, **SMALL), world, build=noticed)
     except Co2simError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
