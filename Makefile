@@ -7,6 +7,8 @@ PYTHON ?= python3
 QUICK ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# One test process more than cores: some tests wait for others.
+WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
 .PHONY: run check test docs bench fidelity verify failures convergence time-to-loss peers overhead \
@@ -25,10 +27,10 @@ lint: $(STAMP)-dev
 	$(BIN)/lint-imports --no-cache
 
 check: lint
-	$(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder -m "not slow and not dist and not lab and not gpu"
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow and not dist and not lab and not gpu"
 
 test: lint
-	$(BIN)/pytest -n auto --dist loadscope --no-loadscope-reorder --durations=25
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
 
 docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
