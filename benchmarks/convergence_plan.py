@@ -120,8 +120,10 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
         ):
             name = f"CO2 {tau}, {words}"
             found.append(Configuration(name, f"co2:tau={tau}", {"gap": gap}, clips))
-    for tau, delay in ((2, 1), (12, 1), (12, 4), (12, 12)):
-        found.append(Configuration(f"CO2 delay {delay}, tau {tau}", f"co2:tau={tau},delay={delay}"))
+    for tau, delay, parts in ((12, 1, 12), (3, 1, 3), (2, 1, 2), (12, 4, 1)):
+        name = f"CO2 delay {delay}, tau {tau}" + (f", {parts} fragments" if parts > 1 else "")
+        strategy = f"co2:tau={tau},delay={delay},fragments={parts}"
+        found.append(Configuration(name, strategy))
     streamed = "diloco:tau=12,fragments=3,delay=4"
     found.append(Configuration("Streaming DiLoCo delay 4, tau 12", streamed))
     for name, kind in (

@@ -24,7 +24,7 @@ from realrun.train.figure import MARKERS
 
 CURVES = (
     *("AdamW-DDP", "LocalSGD 12", "SlowMo 12", "DiLoCo 12", "OverlapLocalSGD 12"),
-    *("CO2 delay 1, tau 12", "CO2 delay 4, tau 12"),
+    *("CO2 delay 1, tau 12, 12 fragments", "CO2 delay 4, tau 12"),
 )
 """Drawn over tokens, together with the best CO2 as published of each tau."""
 

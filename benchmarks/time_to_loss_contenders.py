@@ -66,14 +66,14 @@ CONTENDERS = (
     Contender(
         "CO2, delay auto",
         f"co2:tau={TAU},delay=auto",
-        rf"CO2 delay (\d+), tau {TAU}",
+        rf"CO2 delay (\d+), tau {TAU}(?:, \d+ fragments)?",
         1e-2,
         "keep=0.5,predict=0.5",
     ),
     Contender(
         "CO2, tau and delay auto",
         "co2:tau=auto,delay=auto",
-        r"CO2 delay \d+, tau (\d+)",
+        r"CO2 delay \d+, tau (\d+)(?:, \d+ fragments)?",
         1e-2,
         "keep=1",
     ),
