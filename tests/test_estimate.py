@@ -238,6 +238,7 @@ def check_quadratic(found: dict[str, Any], workers: list[list[int]]) -> None:
     assert found["gap"]["value"] > 0
 
 
+@pytest.mark.dist
 def test_two_workers_on_a_quadratic(two_ranks: dict[str, list[Any]]) -> None:
     """Every rank is a worker, with steps of its own or without; all find the same."""
     one, other = two_ranks["on_the_quadratic"]
@@ -246,12 +247,14 @@ def test_two_workers_on_a_quadratic(two_ranks: dict[str, list[Any]]) -> None:
         check_quadratic(found, [[0], [1]])
 
 
+@pytest.mark.dist
 def test_nodes_are_workers(two_nodes: list[Any]) -> None:
     """With worker=node noise and heterogeneity are those of nodes, else those of ranks."""
     check_quadratic(two_nodes[0]["ddp"], [[0], [1], [2], [3]])
     check_quadratic(two_nodes[0][NODES], [[0, 1], [2, 3]])
 
 
+@pytest.mark.dist
 def test_estimates_do_not_disturb_the_training(two_ranks: dict[str, list[Any]]) -> None:
     """All losses of all steps are the same bits as without."""
     for found in two_ranks["undisturbed"]:

@@ -144,6 +144,7 @@ print((peak() - before) / spans, lowering.LOCKSTEP_SPAN_BYTES)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 def test_a_span_in_lockstep_takes_what_is_asked_for() -> None:
     """The strategy that took most of all: the peak is below the estimate, and above its third."""

@@ -190,6 +190,7 @@ def test_data_must_be_the_table_that_is_referred_to(cli: Run, tmp_path: Path) ->
     assert "not a table of vtrain: it has no column gpus" in err
 
 
+@pytest.mark.slow
 def test_without_the_iteration_times_one_line_says_so(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
