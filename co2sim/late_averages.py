@@ -13,10 +13,12 @@ def even_fragments(tau: int) -> int:
 
 
 def kept(tau: int, keep: float | None, predict: float | None) -> tuple[float, float]:
-    """`keep` and `predict` of a late average: what was given, else what learned best.
+    """`keep` and `predict` of a late average: what was given, else all progress or half of it.
 
-    In trials with the small GPT of `benchmarks/convergence.py` and four workers all progress was
-    best kept in rounds of up to 6 steps, half of it in rounds of 12, with predict = 1 - keep.
+    A choice from trials with one small GPT and four workers, used one step late. In rounds of up to
+    6 steps all progress was best kept, or within the noise of the best. In rounds of 12 a half was
+    0.006 nats better than all (`benchmarks/results/convergence-runs.csv`, one seed), and three
+    quarters 0.004 better than that. predict = 1 - keep.
     """
     share = (1.0 if tau < _LONG else 0.5) if keep is None else keep
     return share, 1 - share if predict is None else predict
