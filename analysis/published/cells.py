@@ -106,6 +106,11 @@ class Cell:
         """The configuration of the first term."""
         return self.terms[0].setup
 
+    @property
+    def setups(self) -> tuple[RunSetup, ...]:
+        """The configurations of all terms."""
+        return tuple(term.setup for term in (*self.terms, *self.over))
+
 
 def check_runs(cell: Cell) -> None:
     """Refuse what the simulator cannot run: GPUs that fill no nodes, an unknown model, its batch.
@@ -137,12 +142,13 @@ def with_override(cell: Cell, path: str, text: str) -> Cell:
 
 def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
     """The cell with other values of constants of its group, by their names."""
-    paths = {constant.path: constant.name for constant in GROUPS[cell.group].constants}
-    new = {path: values[name] for path, name in paths.items() if name in values}
-    return changed(
-        cell,
-        lambda setup: replace(setup, constants=tuple((dict(setup.constants) | new).items())),
-    )
+
+    def change(setup: RunSetup) -> RunSetup:
+        mine = GROUPS[cell.group].on(setup.cluster)
+        new = {constant.path: values[constant.name] for constant in mine if constant.name in values}
+        return replace(setup, constants=tuple((dict(setup.constants) | new).items()))
+
+    return changed(cell, change)
 
 
 def with_strategy_options(cell: Cell, strategy: str, options: Mapping[str, str]) -> Cell:

@@ -135,8 +135,8 @@ class CO2Row(TableRow):
 
     def cells(self, paper: Paper, use: Use) -> Iterator[Cell]:
         """A throughput, a ratio, or both."""
-        strategy = _chosen("method", self.method, paper.setting("methods"))
-        cluster = _chosen("network", self.network, paper.setting("networks"))
+        strategy = chosen("method", self.method, paper.setting("methods"))
+        cluster = chosen("network", self.network, paper.setting("networks"))
         if "TAU" in strategy:
             if self.tau is None:
                 raise CatalogError(f"tau is ''; {self.method} needs a whole number, at least 1")
@@ -226,12 +226,8 @@ class IterationRow(TableRow):
         )
 
 
-def _chosen(column: str, text: str, known: Mapping[str, str]) -> str:
+def chosen(column: str, text: str, known: Mapping[str, str]) -> str:
     """What stands for a text in a table of the paper's `[simulation]`."""
     if text not in known:
         raise CatalogError(f"{column} is {text!r}; it must be one of {', '.join(known)}")
     return known[text]
-
-
-TABLES: tuple[type[TableRow], ...] = (ZeroppRow, CO2Row, IterationRow)
-"""The tables that can be read."""

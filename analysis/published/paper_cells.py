@@ -259,9 +259,10 @@ class PublishedRun:
 
     def group(self, paper: Paper) -> str:
         """The group of constants that were fitted to such runs; empty where none were."""
-        fitted = (paper.key, self.cluster) if self.model == paper.simulation.model else None
-        groups = GROUPS.values()
-        return next((one.name for one in groups if (one.source, one.cluster) == fitted), "")
+        if self.model != paper.simulation.model:
+            return ""
+        mine = (g for g in GROUPS.values() if g.source == paper.key and self.cluster in g.clusters)
+        return next((one.name for one in mine), "")
 
 
 def throughput_cell(paper: Paper, run: PublishedRun, gpus: int, value: float, use: Use) -> Cell:
