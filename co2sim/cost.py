@@ -142,7 +142,8 @@ def _spread(group: Group, cluster: Cluster) -> _Spread:
     layout = cluster.layout
     members = group.members(0, layout)
     per_node = max(1, min(len(members), layout.gpus_per_node // members.step))
-    per_site = min(len(members), per_node * cluster.nodes_per_site)
+    on_site = layout.gpus_per_node * cluster.nodes_per_site // members.step
+    per_site = max(1, min(len(members), on_site))
     block = group.ranks  # other groups are spread evenly on any layout
     if block and not (
         _divides(block, layout.gpus_per_node)

@@ -78,7 +78,7 @@ def _folds(
     the first rank of its node may be ahead of it: then every rank stands for itself.
     """
     equal = len(set(slowdowns)) == 1
-    mixed = any(group.name == "block" and _leaves_node(group, layout) for group in schedule.groups)
+    mixed = any(group.ranks and _leaves_node(group, layout) for group in schedule.groups)
     led = layout.gpus_per_node > 1 and LEADERS in schedule.groups
     ahead = led and not _await_leaders(schedule)
     return allowed and not ahead and (equal or not mixed)

@@ -27,7 +27,8 @@ class Result:
     the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
     (None without communication). `breakdown_s` sums the spans of one rank in the last round by
     kernel or collective, waiting included. `assumed` lists the inputs that no source supports,
-    `notes` what was chosen for options that were left open, and why.
+    `notes` what was chosen for options that were left open, and why, `warnings` which option holds
+    the strategy back, and what another value would give.
     `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 
@@ -69,6 +70,7 @@ class Result:
     rounds_simulated: int
     assumed: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value}" for name, value in self._key_figures().items())

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, get_type_hints
 
-from co2sim import convert, hiding, metrics, strategies
+from co2sim import advice, convert, hiding, metrics, strategies
 from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
@@ -154,12 +154,26 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         found, rounds, steady = _simulate(case, prepared, done)
         free = _execute(case, prepared, found.rounds, done, free=True)
         result = replace(prepared.measure(found, rounds, steady, free), notes=notes)
-        if not case.noise.uneven:
-            return result
-        equal, last, _ = _simulate(replace(case, noise=QUIET), prepared, done)
-    nominal = metrics.window(equal, prepared.schedule, last).round_time
-    delay = metrics.straggler_delay(result.round_time_s, nominal)
-    return replace(result, straggler_delay_s=delay)
+        nominal = result.round_time_s
+        if case.noise.uneven:
+            nominal = _round_time(case, prepared, done)
+            delay = metrics.straggler_delay(result.round_time_s, nominal)
+            result = replace(result, straggler_delay_s=delay)
+
+        def tried(strategy: Strategy) -> Seconds:
+            """The step time, if it is in proportion to that of equal ranks."""
+            schedule = strategy.schedule(prepared.job, prepared.cluster.layout)
+            other = replace(prepared, strategy=strategy, schedule=schedule)
+            return result.step_time_s * _round_time(case, other, done) / nominal
+
+        warnings = advice.warnings(prepared, result.step_time_s, tried)
+    return replace(result, warnings=warnings)
+
+
+def _round_time(case: Case, prepared: Prepared, done: Done | None) -> Seconds:
+    """How long a round takes where all ranks are equal."""
+    found, rounds, _ = _simulate(replace(case, noise=QUIET), prepared, done)
+    return metrics.window(found, prepared.schedule, rounds).round_time
 
 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
@@ -189,8 +203,7 @@ def _settle(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
         if not averages:
             bare = hiding.without_averages(prepared.schedule)
             prepared = replace(prepared, schedule=bare)
-        found, rounds, _ = _simulate(quiet, prepared, done)
-        return metrics.window(found, prepared.schedule, rounds).round_time
+        return _round_time(quiet, prepared, done)
 
     chosen, notes = hiding.choose(strategy, round_time)
     if case.noise != QUIET:

@@ -453,7 +453,7 @@ def test_a_strategy_reads_back_from_its_title(text: str) -> None:
     ("text", "said"),
     [
         ("ddpp", "did you mean 'ddp'?"),
-        ("fsdp9000x", "known: co2, ddp"),
+        ("megatron9000x", "known: co2, ddp"),
         ("", "unknown strategy ''"),
         ("co2(taau=3)", "did you mean 'tau'?"),
         ("co2(tau)", "is not option=value"),

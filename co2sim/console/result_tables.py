@@ -53,6 +53,7 @@ def print_result(
         ("item", "size"),
         [(name, scaled(value, "B")) for name, value in r.memory_bytes_per_gpu.items()],
     )
+    print_warnings(out, [("", result)])
     print_assumed(out, [result])
 
 
@@ -142,6 +143,15 @@ def _tflops(value: float) -> str:
 def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
     """What was chosen for options left open: one line each, behind the name of its case."""
     lines = [f"{name}{': ' if name else ''}{note}" for name, r in named for note in r.notes]
+    if lines:
+        print_lines(out, *lines, "")
+
+
+def print_warnings(out: Console, named: Iterable[tuple[str, Result]]) -> None:
+    """What holds a strategy back: one line for each case, behind its name."""
+    lines = [
+        f"warning: {name}{': ' if name else ''}{warning}" for name, r in named for warning in r.warnings
+    ]
     if lines:
         print_lines(out, *lines, "")
 
