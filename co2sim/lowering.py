@@ -128,8 +128,12 @@ def lower(
     noise: Noise,
     fold: bool,
     free: bool,
+    slowdown: float = 1.0,
 ) -> Lowered:
-    """Fold the ranks and cost every op. Raises OptionError where the spans would be too many."""
+    """Fold the ranks and cost every op. Raises OptionError where the spans would be too many.
+
+    Compute takes `slowdown` times as long on every rank, beside what `noise` says.
+    """
     rounds = whole("rounds", rounds, 0)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=fold)
     if spans > MOST_SPANS:
@@ -138,12 +142,9 @@ def lower(
             f"{rounds:,} rounds, warm-up included, of {len(schedule.body):,} ops on {classes:,}"
             f" simulated ranks are {spans:,} spans; at most {MOST_SPANS:,} are simulated"
         )
-    folding = fold_ranks(
-        cluster.layout,
-        noise.node_slowdowns(cluster.layout),
-        schedule,
-        allowed=fold and not noise.jitter,
-    )
+    slowdowns = [slowdown * one for one in noise.node_slowdowns(cluster.layout)]
+    allowed = fold and not noise.jitter
+    folding = fold_ranks(cluster.layout, slowdowns, schedule, allowed=allowed)
     communicators = _communicators(schedule, cluster, folding)
     capacity = _capacity(cluster, folding)
     count = rounds * len(schedule.body)

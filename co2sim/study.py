@@ -154,9 +154,11 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         found, rounds, steady = _simulate(case, prepared, done)
         free = _execute(case, prepared, found.rounds, done, free=True)
         result = replace(prepared.measure(found, rounds, steady, free), notes=notes)
-        if not case.noise.uneven:
+        cluster = prepared.cluster
+        if not (case.noise.uneven or cluster.node_spread or cluster.step_spread):
             return result
-        equal, last, _ = _simulate(replace(case, noise=QUIET), prepared, done)
+        even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
+        equal, last, _ = _simulate(replace(case, noise=QUIET), even, done)
     nominal = metrics.window(equal, prepared.schedule, last).round_time
     delay = metrics.straggler_delay(result.round_time_s, nominal)
     return replace(result, straggler_delay_s=delay)
