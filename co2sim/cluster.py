@@ -160,8 +160,8 @@ class Cluster:
     `network_overhead` is what the host of a node needs to post a message (`protocols`).
     `currency` is that of `price_per_gpu`.
 
-    Nodes differ: the compute time of each has a lognormal factor of mean 1, with sigma `node_spread`
-    for as long as the job runs, and a new one in every step with sigma `step_spread`. Whoever meets
+    Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
+    for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
     in a collective waits for the expected slowest (`spread`).
     """
 

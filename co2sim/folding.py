@@ -100,4 +100,5 @@ def _group(op: Op) -> Group | None:
 
 
 def leaves_node(group: Group, layout: Layout) -> bool:
+    """Whether ranks of several nodes meet in a group."""
     return group.members(0, layout)[-1] >= layout.gpus_per_node

@@ -56,8 +56,7 @@ def find(lowered: Lowered, times: Times) -> Slack:
     far = [
         number
         for number in range(first, first + size)
-        if _leaves(lowered, number % size)
-        and schedule.body[number % size].stream != main
+        if _leaves(lowered, number % size) and schedule.body[number % size].stream != main
     ]
     meetings = _meetings(lowered, before, main, first)
     steps = max(1.0, schedule.steps / meetings) if meetings else float(schedule.steps)
@@ -86,10 +85,8 @@ def _predecessors(lowered: Lowered) -> list[list[int]]:
     return found
 
 
-def _meetings(
-    lowered: Lowered, before: Sequence[Sequence[int]], main: str, first: int
-) -> int:
-    """Ops of a round that compute once a collective between nodes, or what follows it, has ended."""
+def _meetings(lowered: Lowered, before: Sequence[Sequence[int]], main: str, first: int) -> int:
+    """Ops of a round that compute once a collective between nodes, or what follows, has ended."""
     body, size = lowered.schedule.body, len(lowered.schedule.body)
     behind: set[int] = set()
     met = 0
