@@ -154,16 +154,17 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         found, rounds, steady = _simulate(case, prepared, done)
         free = _execute(case, prepared, found.rounds, done, free=True)
         result = replace(prepared.measure(found, rounds, steady, free), notes=notes)
-        nominal = result.round_time_s
-        if case.noise.uneven:
-            nominal = _round_time(case, prepared, done)
+        cluster, nominal = prepared.cluster, result.round_time_s
+        even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
+        if case.noise.uneven or cluster.node_spread or cluster.step_spread:
+            nominal = _round_time(case, even, done)
             delay = metrics.straggler_delay(result.round_time_s, nominal)
             result = replace(result, straggler_delay_s=delay)
 
         def tried(strategy: Strategy) -> Seconds:
             """The step time, if it is in proportion to that of equal ranks."""
-            schedule = strategy.schedule(prepared.job, prepared.cluster.layout)
-            other = replace(prepared, strategy=strategy, schedule=schedule)
+            schedule = strategy.schedule(prepared.job, cluster.layout)
+            other = replace(even, strategy=strategy, schedule=schedule)
             return result.step_time_s * _round_time(case, other, done) / nominal
 
         warnings = advice.warnings(prepared, result.step_time_s, tried)

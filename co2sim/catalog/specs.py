@@ -19,7 +19,7 @@ from typing import (
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from co2sim.catalog.fields import Spec, no_truth, number
-from co2sim.cluster import GPU, Cluster, KernelTimes, Link
+from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Tier
 from co2sim.errors import UnitError
 from co2sim.quantities import Quantity
 from co2sim.units import parse_price
@@ -147,6 +147,9 @@ GPUSpec = _spec(
     launch_overhead=(_Time, ...),
 )
 """`gpus/*.toml`: what no kernel attains for sure, a file must say."""
+
+TierSpec = _spec(Tier, _Built)
+"""`rail` and `spine` of the links between nodes."""
 
 LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 """`intra`, `inter` and `wan` of a cluster."""
