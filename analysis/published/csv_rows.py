@@ -40,9 +40,10 @@ _RATIO_ROUNDING = 0.01
 """It is printed with two decimals."""
 
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text)):
-        raise ValueError(f"must be a whole number from 1 to {10**_DIGITS - 1}")
+def whole(text: str, digits: int = _DIGITS) -> int:
+    """The whole number above 0 that a field holds. Raises ValueError with the rule."""
+    if not (text.isascii() and text.isdigit() and len(text) <= digits and int(text)):
+        raise ValueError(f"must be a whole number from 1 to {10**digits - 1}")
     return int(text)
 
 
@@ -70,7 +71,7 @@ def _links(value: int) -> int:
     return value
 
 
-Count: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Count: TypeAlias = Annotated[int, BeforeValidator(whole)]
 Published: TypeAlias = Annotated[float | None, BeforeValidator(_positive)]
 """A published number; None where the field is empty."""
 
@@ -119,7 +120,7 @@ class CO2Row(TableRow):
 
     method: str
     network: str
-    tau: Annotated[int | None, BeforeValidator(lambda text: _whole(text) if text else None)]
+    tau: Annotated[int | None, BeforeValidator(lambda text: whole(text) if text else None)]
     gpus: Count
     words_per_s: Published
     scalability_16_to_128: Published

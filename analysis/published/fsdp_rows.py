@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, model_validator
 
 from analysis.published.cells import Cell, RunSetup, Term
-from analysis.published.csv_rows import Count, Published, TableRow, chosen
+from analysis.published.csv_rows import Count, Published, TableRow, chosen, whole
 from analysis.published.papers import Paper
 from analysis.published.parameters import model_of
 from co2sim.errors import CatalogError
@@ -22,6 +23,10 @@ _PRECISIONS = {"amp_bf16": "bf16", "bf16": "bf16"}
 _UNSTATED = 0.01
 """Of the parameters: what the shape of a row may leave out."""
 
+_DIGITS = 15
+"""Maximum digits of a number of parameters."""
+
+Parameters: TypeAlias = Annotated[int, BeforeValidator(partial(whole, digits=_DIGITS))]
 Switch: TypeAlias = Annotated[Literal["true", "false"], BeforeValidator(str.lower)]
 
 
@@ -45,7 +50,7 @@ class FsdpRow(TableRow):
     mp_mode: str
     sharding: str
     activation_checkpointing: Switch
-    parameters: Count
+    parameters: Parameters
     tokens_per_s: Published
 
     @model_validator(mode="after")
