@@ -1,8 +1,11 @@
 """GPUs, links and clusters: the hardware in plain numbers, in SI units."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from co2sim.errors import OptionError
 from co2sim.quantities import (
@@ -18,7 +21,7 @@ from co2sim.quantities import (
     Time,
     check,
 )
-from co2sim.ranges import at_least, fraction
+from co2sim.ranges import at_least, fraction, whole
 from co2sim.schedule import Layout
 from co2sim.units import BytesPerSecond, Flops
 
@@ -46,19 +49,40 @@ class KernelTimes:
 
     Matrix products attain `gemm_efficiency` of peak where arithmetic bounds them, and move their
     operands at `operand_efficiency` of the memory bandwidth where that does; those over a
-    vocabulary attain `vocabulary_efficiency` of peak. `call_overhead` is what the host needs to
-    issue an operation, `kernel_gap` what the GPU loses between two.
+    vocabulary attain `vocabulary_efficiency` of peak. Flash attention attains
+    `attention_efficiency` of it, counting the FLOP that it executes: one fraction, or fractions by
+    length of the sequences, between which it is interpolated over log length (None: not known, and
+    taken to be that of other products). `call_overhead` is what the host needs to issue an
+    operation, `kernel_gap` what the GPU loses between two.
     """
 
     gemm_efficiency: Fraction
     operand_efficiency: Fraction = 1.0
     vocabulary_efficiency: Fraction | None = None
+    attention_efficiency: float | tuple[tuple[int, float], ...] | None = None
     call_overhead: Time = 0.0
     kernel_gap: Time = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
         check(self, "kernels")
+        name, given = "kernels: attention_efficiency", self.attention_efficiency
+        if given is None:
+            return
+        points = given if isinstance(given, tuple) else ((1, given),)
+        for length, attained in points:
+            whole(f"{name}: length", length, 1)
+            fraction(f"{name} at {length}", attained)
+        if not points or sorted(dict(points)) != [length for length, _ in points]:
+            raise OptionError(f"{name} must be listed by rising length, at least one")
+
+    def attention(self, length: int) -> float:
+        """Fraction of peak that flash attention over sequences of `length` attains."""
+        given = self.attention_efficiency
+        if not isinstance(given, tuple):
+            return self.gemm_efficiency if given is None else given
+        lengths = [math.log(one) for one, _ in given]
+        return float(np.interp(math.log(length), lengths, [attained for _, attained in given]))
 
 
 @dataclass(frozen=True, slots=True)

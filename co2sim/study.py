@@ -20,7 +20,7 @@ from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.trace import Trace
 from co2sim.units import Seconds
-from co2sim.workload import Model, Optimizer, Recompute
+from co2sim.workload import AttentionKernel, Checkpointing, Loss, Model, Optimizer, Recompute
 
 _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
@@ -38,7 +38,10 @@ class JobOptions(TypedDict, total=False):
     accumulation: Count
     global_batch: Count | None
     precision: str | None
+    attention: AttentionKernel
     recompute: Recompute
+    checkpointing: Checkpointing
+    loss: Loss
     optimizer: Optimizer
     overrides: Mapping[str, Number] | None
     noise: Noise
@@ -66,7 +69,10 @@ def simulate(  # noqa: PLR0913 - one keyword per field
     accumulation: Count = 1,
     global_batch: Count | None = None,
     precision: str | None = None,
-    recompute: Recompute = "selective",
+    attention: AttentionKernel = "flash",
+    recompute: Recompute = "none",
+    checkpointing: Checkpointing = "non_reentrant",
+    loss: Loss = "fused",
     optimizer: Optimizer = "adamw",
     overrides: Mapping[str, Number] | None = None,
     noise: Noise = QUIET,
@@ -89,7 +95,12 @@ def simulate(  # noqa: PLR0913 - one keyword per field
         accumulation: Micro-steps per optimizer step.
         global_batch: Samples per optimizer step over all GPUs, instead of `accumulation`.
         precision: "bf16", "fp16" or "fp32"; default: bf16 if the GPU has it, else fp16.
-        recompute: Activations to recompute: "none", "selective" (attention scores) or "full".
+        attention: "flash" (one kernel, scores are never kept) or "eager".
+        recompute: Activations to recompute: "none", "selective" (the scores of eager attention) or
+            "full" (all of a layer, from its input).
+        checkpointing: How "full" does it: "non_reentrant" stops before a layer's last product, as
+            PyTorch's default does; "reentrant" repeats all, as Megatron-LM and DeepSpeed do.
+        loss: "fused" (one kernel on 16-bit logits) or "eager" (PyTorch's cross entropy, in fp32).
         optimizer: "adamw" or "sgd".
         overrides: Other numbers of the cluster or model, such as {"inter.bandwidth": "25 Gbit/s",
             "model.seq_len": 4096}.
@@ -153,7 +164,8 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         prepared = case.prepare()
         found, rounds, steady = _simulate(case, prepared, done)
         free = _execute(case, prepared, found.rounds, done, free=True)
-        result = replace(prepared.measure(found, rounds, steady, free), notes=notes)
+        result = prepared.measure(found, rounds, steady, free)
+        result = replace(result, notes=(*notes, *prepared.notes))
         cluster, nominal = prepared.cluster, result.round_time_s
         even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:

@@ -6,7 +6,7 @@ from co2sim import strategies
 from co2sim.cluster import GPU, Cluster, Link
 from co2sim.schedule import Layout, Schedule
 from co2sim.trace import Span, Trace
-from co2sim.workload import Block, Model, Workload
+from co2sim.workload import Block, Model, Scores, Workload
 
 GIGA = 1e9
 
@@ -91,8 +91,7 @@ def model() -> Model:
             (300, 200),
             2e6,
             4000.0,
-            attention_flops=5e5,
-            attention_bytes=1000.0,
+            Scores(5e5, 1000.0, heads=2, length=16),
             boundary_bytes=400.0,
         )
         for number in range(2)

@@ -11,7 +11,7 @@ from co2sim.errors import OptionError, nearest
 from co2sim.published_cells import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
-from co2sim.workload import Recompute, Workload
+from co2sim.workload import AttentionKernel, Checkpointing, Loss, Recompute, Workload
 
 Quantity = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms", "inter_node_volume"]
 
@@ -35,7 +35,10 @@ class RunSetup:
     precision: str
     micro_batch: int = 1
     accumulation: int = 1
-    recompute: Recompute = "selective"
+    attention: AttentionKernel = "flash"
+    recompute: Recompute = "none"
+    checkpointing: Checkpointing = "non_reentrant"
+    loss: Loss = "fused"
     overrides: tuple[tuple[str, str], ...] = ()
     model_overrides: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, float], ...] = ()
@@ -61,7 +64,10 @@ class RunSetup:
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
             precision=self.precision,
+            attention=self.attention,
             recompute=self.recompute,
+            checkpointing=self.checkpointing,
+            loss=self.loss,
         )
 
     def as_stated(self) -> "RunSetup":

@@ -223,7 +223,7 @@ class IterationRow(TableRow):
             precision=paper.setting("precision"),
             micro_batch=self.micro_batch,
             accumulation=self.global_batch // (self.gpus * self.micro_batch),
-            recompute=paper.setting("recompute"),
+            **paper.training,
         )
 
 

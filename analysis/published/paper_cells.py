@@ -158,7 +158,7 @@ def zeropp_term(paper: Paper, size: int, tokens: int, links: int, strategy: str)
         gpus=paper.setting("gpus"),
         precision=paper.setting("precision"),
         micro_batch=micro_batch,
-        recompute=paper.setting("recompute"),
+        **paper.training,
     )
     return Term(setup=setup, quantity="tflops_per_gpu")
 
@@ -254,6 +254,7 @@ class PublishedRun:
             strategy=parse(paper.strategy(self.strategy)),
             gpus=gpus,
             precision=paper.setting("precision"),
+            **paper.training,
         )
         return Term(setup=setup, quantity="tokens_per_s")
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from co2sim.errors import CatalogError, OptionError
 from co2sim.published_cells import with_options
 from co2sim.validation import first_problem
+from co2sim.workload import AttentionKernel, Checkpointing, Loss, Recompute
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -57,7 +58,10 @@ class Simulation(BaseModel):
     seq_len: PositiveInt | None = None
     vocab: PositiveInt | None = None
     precision: str | None = None
-    recompute: str | None = None
+    attention: AttentionKernel | None = None
+    recompute: Recompute | None = None
+    checkpointing: Checkpointing | None = None
+    loss: Loss | None = None
     tflops: str | None = None
 
 
@@ -75,6 +79,13 @@ class Paper:
         if not value:
             raise CatalogError(f"papers/{self.key}/paper.toml: [simulation] has no {name!r}")
         return value
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What `[simulation]` says of attention, recomputation and loss, as `RunSetup` takes it."""
+        names = ("attention", "recompute", "checkpointing", "loss")
+        given = {name: getattr(self.simulation, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
     def strategy(self, text: str) -> str:
         """A strategy with the options that the source's framework gives it."""

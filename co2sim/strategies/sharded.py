@@ -205,14 +205,7 @@ def _share(work: Compute, share: float) -> Compute:
     """A part of a pass."""
     if share == 1:
         return work
-    kernels = work.kernels
-    if kernels:
-        kernels = replace(
-            kernels,
-            products=tuple(product.times(share) for product in kernels.products),
-            calls=kernels.calls * share,
-            elementwise_bytes=kernels.elementwise_bytes * share,
-        )
+    kernels = work.kernels and work.kernels.times(share)
     return replace(
         work, flops=work.flops * share, memory_bytes=work.memory_bytes * share, kernels=kernels
     )
@@ -226,7 +219,7 @@ def _uses(
         yield "forward", work.block, work.forward
     for work in works[::-1]:
         block = work.block
-        if job.recompute == "full" and block.flops and 2 * block.parameters > max_reuse:
+        if job.repeats(block) and block.flops and 2 * block.parameters > max_reuse:
             again, rest = job.recomputed(work)
             yield "recompute", block, again
             yield "backward", block, rest
