@@ -64,7 +64,12 @@ def to_frame(
 def _row(case: Case, outcome: Outcome) -> dict[str, object]:
     keys: dict[str, object] = {"cluster_key": label(case.cluster), "model_key": label(case.model)}
     if isinstance(outcome, Failure):
-        known = {"strategy": label(case.strategy), "gpus": case.gpus, "error": outcome.reason, "warnings": ""}
+        known = {
+            "strategy": label(case.strategy),
+            "gpus": case.gpus,
+            "error": outcome.reason,
+            "warnings": "",
+        }
         return keys | dict.fromkeys(sortable(), None) | known
     figures = {f.name: getattr(outcome, f.name) for f in fields(Result) if f.name not in _NESTED}
     derived = {name: getattr(outcome, name) for name in _DERIVED}

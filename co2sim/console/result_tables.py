@@ -163,7 +163,9 @@ def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
 def print_warnings(out: Console, named: Iterable[tuple[str, Result]]) -> None:
     """What holds a strategy back: one line for each case, behind its name."""
     lines = [
-        f"warning: {name}{': ' if name else ''}{warning}" for name, r in named for warning in r.warnings
+        f"warning: {name}{': ' if name else ''}{warning}"
+        for name, r in named
+        for warning in r.warnings
     ]
     if lines:
         print_lines(out, *lines, "")

@@ -27,8 +27,8 @@ class FSDP:
     one does, and whole gradients stay until then (`set_requires_gradient_sync`; blocks that are not
     resharded stay too, as with `set_reshard_after_backward(False)`). `clip`: the norm of gradients
     is all-reduced, and waited for, before the optimizer. `version` 2 is `fully_shard`, which copies
-    gathered blocks out of a buffer and gradients into one; 1 is FullyShardedDataParallel, whose
-    flat parameters need no copies.
+    gathered blocks out of a buffer and gradients into one; 1 is FullyShardedDataParallel, which
+    only joins the gradients of a flat parameter.
 
     The root unit holds the first and the last block, embedding and head, tied or not: it is
     gathered when a micro-step starts, stays, and is reduced behind the last backward pass. That is
@@ -55,9 +55,9 @@ class FSDP:
 
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
-        return fsdp_step(job, layout, self._sharding(layout, group))
+        return fsdp_step(job, layout, self.sharding(layout, group))
 
-    def _sharding(self, layout: Layout, group: Group) -> Sharding:
+    def sharding(self, layout: Layout, group: Group) -> Sharding:
         """Who shares parameters, who gathers them again, and who replicates the shards."""
         among, replicas = group, None
         shards = layout.gpus_per_node if self.shard == "node" else self.shard
@@ -93,7 +93,7 @@ class FSDP:
         is in the backward pass, where two units are gathered besides the root, the gradient of one
         is computed and that of another is reduced.
         """
-        sharding = self._sharding(layout, WORLD)
+        sharding = self.sharding(layout, WORLD)
         n, width = group_size(sharding.among, layout), job.precision.bytes
         share, reduced = job.parameters / n, self.reduce.bytes
         root, others = units(job)

@@ -20,7 +20,7 @@ class Sharding:
 
     `again` is None where units stay whole. `replicas` hold the same shards. Gradients are reduced
     in `reduce`, in every micro-step or in the last. With `copies` gathered units are copied out of
-    a buffer, and gradients into one.
+    a buffer, and gradients into one; without, autograd joins gradients of views to a flat one.
     """
 
     among: Group
@@ -152,7 +152,7 @@ class _MicroStep:
     def _reduce(self, place: int, elements: int) -> tuple[list[Compute], Row]:
         """Kernels on the stream of the passes, and what follows on others."""
         how, width, reduced = self.how, self.job.precision.bytes, self.how.reduce.bytes
-        kernels = []
+        kernels = [] if how.copies else [_moved("join", elements, 2 * width)]
         if self.number and not how.every:
             kernels.append(_moved("accumulate", elements, width + 2 * reduced))
             width = reduced

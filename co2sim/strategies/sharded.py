@@ -54,12 +54,16 @@ def lay_out(uses: Iterable[Use]) -> tuple[list[Op], tuple[After, ...]]:
     """The ops of uses in order of issue, and the waits for the last reductions.
 
     A reduction is issued behind the fetch that may start when it may, since compute waits for the
-    fetch: so do FSDP's two versions, which prefetch before a backward pass and reduce behind it.
+    fetch: so do FSDP's two versions, which prefetch before a backward pass and reduce behind it. A
+    fetch that waits for the reduction itself comes second.
     """
     ops: list[Op] = []
     reduced: dict[str, str] = {}
     pending, runs = Use(()), ""
     for use in uses:
+        if any(row[-1][0] == use.behind for row in pending.reduce):
+            reduced |= _line_up(ops, pending.reduce, runs)
+            pending = Use(())
         here = _line_up(ops, use.fetch, use.behind)
         reduced |= _line_up(ops, pending.reduce, runs)
         first, *rest = use.passes

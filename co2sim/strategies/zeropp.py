@@ -105,7 +105,11 @@ class ZeroPP:
             return [
                 ("quantize", recode("quantize", share, job.precision, dtype, blocks), before),
                 ("gather", work, GATHER),
-                ("dequantize", recode("dequantize", elements, dtype, job.precision, blocks), behind),
+                (
+                    "dequantize",
+                    recode("dequantize", elements, dtype, job.precision, blocks),
+                    behind,
+                ),
             ]
 
         def fetch(direction: str, block: Block) -> list[Row]:
