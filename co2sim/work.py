@@ -58,16 +58,20 @@ class Product:
 class FusedAttention:
     """Attention in one kernel, over sequences of `length`: its FLOP, and bytes read and written.
 
-    The FLOP are those that the kernel executes: half of the scores where the model is causal.
+    `flops` are those of forward passes, `backward` those of backward passes. Both are what a kernel
+    executes: half of the scores where the model is causal.
     """
 
     flops: Flops
     bytes: Bytes
     length: int
+    backward: Flops = 0.0
 
     def times(self, factor: float) -> "FusedAttention":
         """The same work `factor` times, which may be a fraction."""
-        return FusedAttention(self.flops * factor, self.bytes * factor, self.length)
+        return FusedAttention(
+            self.flops * factor, self.bytes * factor, self.length, self.backward * factor
+        )
 
 
 @dataclass(frozen=True, slots=True)

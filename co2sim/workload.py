@@ -206,8 +206,13 @@ class Workload:
         """
         flops = scores.flops * self.micro_batch * (0.5 if scores.causal else 1.0)
         moved = scores.flops / scores.length * self.micro_batch * self.precision.bytes
-        often = FLASH_BACKWARD if passes > 1 else passes
-        return FusedAttention(flops * (often + again), moved * (passes + again), scores.length)
+        back = passes > 1
+        return FusedAttention(
+            flops * (again + (not back) * passes),
+            moved * (passes + again),
+            scores.length,
+            flops * FLASH_BACKWARD * back,
+        )
 
     def recomputed(self, work: BlockWork) -> tuple[Compute, Compute]:
         """A backward pass with full recomputation in two: the forward pass again, then the rest."""

@@ -120,7 +120,8 @@ class FsdpRow(TableRow):
             precision=chosen("precision", self.precision, _PRECISIONS),
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
-            recompute="full" if self.activation_checkpointing == "true" else "none",
+            **paper.training
+            | {"recompute": "full" if self.activation_checkpointing == "true" else "none"},
         )
 
 
