@@ -28,7 +28,7 @@ class FSDP:
     resharded stay too, as with `set_reshard_after_backward(False)`). `clip`: the norm of gradients
     is all-reduced, and waited for, before the optimizer. `version` 2 is `fully_shard`, which copies
     gathered blocks out of a buffer and gradients into one; 1 is FullyShardedDataParallel, which
-    only joins the gradients of a flat parameter.
+    joins the gradients of a flat parameter, casts and divides them.
 
     The root unit holds the first and the last block, embedding and head, tied or not: it is
     gathered when a micro-step starts, stays, and is reduced behind the last backward pass. That is
