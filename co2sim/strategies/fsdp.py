@@ -24,11 +24,12 @@ class FSDP:
     many consecutive ranks, which gather it for the backward pass. `shard`: 0, over all ranks;
     "node" or a number, in groups of so many consecutive ranks, and shards of gradients are
     all-reduced between the groups (HSDP). `sync`: "every" micro-step reduces gradients; "last" only
-    the last one does, and whole gradients stay until then (`set_requires_gradient_sync`; blocks that
+    the last one does, and whole gradients stay until then (`set_requires_gradient_sync`; units that
     are not resharded stay too, as with `set_reshard_after_backward(False)`). `clip`: the norm of
     gradients is all-reduced, and waited for, before the optimizer. `version` 2 is `fully_shard`,
     which copies gathered blocks out of a buffer and gradients into one; 1 is
     FullyShardedDataParallel, which only joins the gradients of a flat parameter.
+
     The root unit holds the first and the last block, embedding and head, tied or not: it is
     gathered when a micro-step starts, stays, and is reduced behind the last backward pass. That is
     what `fully_shard(layer)` for every layer and then `fully_shard(model)` gives. Sources: torch

@@ -1,7 +1,7 @@
 """Steps of sharded parameters: fetch a block, use it, release it; reduce its gradient.
 
 `lay_out` puts uses of blocks, with their fetches and reductions, in the order of issue: for
-`zero3`, `zeropp` and `fsdp`. `sharded_step` is DeepSpeed's step, with budgets in elements; the works
+`zero3`, `zeropp` and `fsdp`. `sharded_step` is DeepSpeed's step, with budgets in elements; works
 that fetch and reduce a block are those of `zero3` or `zeropp`.
 """
 
