@@ -393,7 +393,13 @@ def test_a_recorded_cluster_keeps_its_currency() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "kind"),
-    [(ClusterSpec, Cluster), (GPUSpec, GPU), (LinkSpec, Link), (KernelsSpec, KernelTimes), (TierSpec, Tier)],
+    [
+        (ClusterSpec, Cluster),
+        (GPUSpec, GPU),
+        (LinkSpec, Link),
+        (KernelsSpec, KernelTimes),
+        (TierSpec, Tier),
+    ],
 )
 def test_a_file_may_say_every_field_of_what_it_describes(spec: Any, kind: Any) -> None:
     """A new field of a cluster is one line: files take it with its unit, range and default."""

@@ -137,11 +137,12 @@ def test_gloo_knows_no_protocols() -> None:
 def test_a_choice_is_never_slower_and_larger_buffers_never_faster(
     kind: Kind, size: float, factor: float, shape: tuple[int, int]
 ) -> None:
-    """Beyond the 8.4 us that Simple starts with."""
+    """Beyond the 8.4 us that Simple starts with, and slower hops of trees by it, 4 for 3.4 us."""
     on = replace(H100, nodes=shape[0], gpus_per_node=shape[1], network_overhead=0.0)
     plain = replace(on, protocols="simple")
     few, many = collective(kind, size), collective(kind, size * factor)
-    assert alone(few, on) <= (alone(few, plain) + 8.4 * US) * (1 + 1e-12)
+    start = (8.4 + 2 * 7 * 0.6 * (kind is Kind.ALL_REDUCE)) * US
+    assert alone(few, on) <= (alone(few, plain) + start) * (1 + 1e-12)
     assert alone(few, on) <= alone(many, on) * (1 + 1e-12)
 
 
