@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ SIGMA = 0.05
 NODES = 8
 
 
-def cluster(inter: float = 2e9, nodes: int = NODES, **changes: float) -> Cluster:
+def cluster(inter: float = 2e9, nodes: int = NODES, **changes: Any) -> Cluster:
     """Nodes of one GPU; at 2 GB/s most communication of the tiny job is hidden."""
     return tiny.cluster(nodes, 1, inter=Link(inter), **changes)
 
@@ -213,7 +214,7 @@ def test_slow_steps_cost_what_draws_of_them_cost(strategy: str, inter: float) ->
     quiet = round_time(schedule, even)
     found = round_time(schedule, replace(even, step_spread=SIGMA))
     blocks = drawn[: len(drawn) // 20 * 20].reshape(-1, 20).mean(1)
-    error = blocks.std() / math.sqrt(len(blocks))
+    error = float(blocks.std()) / math.sqrt(len(blocks))
     late = strategy.startswith("co2")
     allowed = 4 * error + late * max(0.2 * (found - quiet), 2e-3 * quiet)
     assert drawn.mean() == pytest.approx(found, abs=allowed)
@@ -253,7 +254,7 @@ def test_longer_rounds_feel_slow_steps_less_and_slow_nodes_as_much() -> None:
 @pytest.mark.parametrize("strategy", [name for name in tiny.VARIANTS if "hpz_group" not in name])
 def test_nodes_wait_for_nobody_where_there_is_one(strategy: str) -> None:
     """Inside a node all share its speed; over nodes no strategy gains by their spread."""
-    uneven = {"node_spread": 0.1, "step_spread": 0.1}
+    uneven: dict[str, Any] = {"node_spread": 0.1, "step_spread": 0.1}
     one = tiny.schedule(strategy, (1, 4))
     assert expected_slowdown(one, tiny.cluster(1, 4, **uneven), precision="bf16") == 1
     many = tiny.schedule(strategy, (4, 2))
@@ -280,12 +281,12 @@ def test_folded_and_unfolded_rounds_are_the_same(strategy: str) -> None:
 
 def test_the_delay_by_slow_nodes_is_told() -> None:
     """`straggler_delay_s` is what the spread adds; exposed communication does not count it."""
-    case = {"model": "gpt2-small", "strategy": "ddp", "gpus": 64}
+    case: dict[str, Any] = {"model": "gpt2-small", "strategy": "ddp", "gpus": 64}
     even = co2sim.simulate("dgx-h100", **case)
     uneven = co2sim.simulate("dgx-h100", **case, overrides={"node_spread": 0.03})
     assert even.straggler_delay_s is None
     assert uneven.straggler_delay_s == pytest.approx(uneven.round_time_s - even.round_time_s)
-    assert uneven.straggler_delay_s > 0
+    assert uneven.round_time_s > even.round_time_s
 
 
 def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
@@ -305,5 +306,6 @@ def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
 def test_spreads_are_between_0_and_1(name: str) -> None:
     """As those of `Noise` are."""
     for value in (-0.1, 1.5, math.nan):
+        given: dict[str, Any] = {name: value}
         with pytest.raises(OptionError, match=name):
-            tiny.cluster(**{name: value})
+            tiny.cluster(**given)
