@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from co2sim.late_averages import kept
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import LocalSteps
@@ -38,7 +39,10 @@ The gain of CO2's, lr / (1 - momentum), is 1, 2 or 1/2: a delayed step may need 
 
 
 KEPT = ("keep=1", "keep=0.5,predict=0.5", "keep=0.75,predict=0.25")
-"""What CO2 with a delay keeps and predicts, to choose from; its gain stays 1."""
+"""What CO2 with a delay keeps and predicts, to choose from; its gain stays 1.
+
+The rate is tuned with the one that CO2 takes by itself in rounds of that length.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +90,11 @@ class Configuration:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Outer steps to choose from; where workers keep progress, how much."""
-        return KEPT if self.keeps else OUTER.get(self.kind, ("",))
+        """Outer steps to choose from; where workers keep progress, how much. The usual one first."""
+        if not self.keeps:
+            return OUTER.get(self.kind, ("",))
+        usual = f"keep={kept(self.tau, None, None)[0]:g}"
+        return tuple(sorted(KEPT, key=lambda choice: choice.partition(",")[0] != usual))
 
     @property
     def keeps(self) -> bool:
@@ -120,7 +127,7 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
         ):
             name = f"CO2 {tau}, {words}"
             found.append(Configuration(name, f"co2:tau={tau}", {"gap": gap}, clips))
-    for tau, delay, parts in ((12, 1, 12), (3, 1, 3), (2, 1, 2), (12, 4, 1)):
+    for tau, delay, parts in ((12, 1, 12), (3, 1, 3), (2, 1, 2), (1, 1, 1), (12, 4, 1)):
         name = f"CO2 delay {delay}, tau {tau}" + (f", {parts} fragments" if parts > 1 else "")
         strategy = f"co2:tau={tau},delay={delay},fragments={parts}"
         found.append(Configuration(name, strategy))
