@@ -125,8 +125,8 @@ def test_allowed_delay_where_the_condition_ends(co2analysis: Command) -> None:
     assert "The condition of the theorem holds up to" in shown
     answer = json.loads(co2analysis(*BOUND, *steps, "--allowed-delay", "9", "--json").out)
     longest = answer["allowed_delay"]["feasible_steps"]
-    silent = replace(SETTING, inner_step=0.04, outer_step=1.5, late=Late(steps=longest + 1))
-    assert bound.load(silent) >= 1 > bound.load(replace(silent, late=Late(steps=longest)))
+    unbounded = replace(SETTING, inner_step=0.04, outer_step=1.5, late=Late(steps=longest + 1))
+    assert bound.load(unbounded) >= 1 > bound.load(replace(unbounded, late=Late(steps=longest)))
     lost = co2analysis(*BOUND, "--inner-step", "1", "--allowed-delay", "0.5")
     assert "There is no bound even for waiting" in lost.out
     assert lost.code == 0

@@ -96,7 +96,7 @@ def test_wrong_terms_are_noticed(grid: list[GridCell], name: str, factor: float)
 def test_a_wrong_condition_is_noticed(
     grid: list[GridCell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a quarter of C the theorem would speak of runs that exceed it; with C it is silent."""
+    """With a quarter of C the bound would hold for runs that exceed it; with C none does."""
     right = late_bound.gap_constants
     beyond = [cell for cell in grid if cell.task.inner_step is not None]
     assert len(rows_of(beyond)) == 3
