@@ -13,11 +13,12 @@ convergence.csv, convergence.md and convergence.png.
 
 import os
 import sys
+from functools import partial
 
-from convergence_plan import StudyBudget, next_run, read
+from convergence_launch import complete
+from convergence_plan import RUNS, StudyBudget, study
+from finished_runs import read
 from reports import folder, parser
-
-from realrun.launch.local import run_local
 
 
 def main() -> None:
@@ -26,22 +27,18 @@ def main() -> None:
     command.add_argument("--report", action="store_true", help="run nothing, only write the table")
     given = command.parse_args()
     budget = StudyBudget.small() if given.quick else StudyBudget()
+    plan = partial(study, budget)
     with folder(given) as out:
+        path = out / RUNS
         if "RANK" in os.environ:
             from convergence_runs import run_ranks  # noqa: PLC0415 - torch, for the ranks alone
 
-            run_ranks(budget, out)
+            run_ranks(plan, path)
             return
-        ranks = [sys.executable, __file__, *sys.argv[1:], "--out", str(out)]
-        code = 0
-        while not given.report and next_run(budget, read(out)) is not None:
-            before = len(read(out))
-            code = run_local(ranks, budget.workers)
-            if code > 1 or (code and len(read(out)) == before):
-                break  # control-C, or no run at all; else a failed run is noted, and not repeated
+        code = 0 if given.report else complete(plan, path, budget.workers)
         from convergence_report import write  # noqa: PLC0415 - figures, which no rank draws
 
-        write(budget, read(out), out)
+        write(budget, read(path), out)
     sys.exit(code)
 
 
