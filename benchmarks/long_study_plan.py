@@ -25,10 +25,9 @@ RUNS = "long_study-runs.csv"
 RATES = (5e-3, 1e-2)
 """Between these the learning rate is chosen; the best at 768 steps is one of them for each line."""
 
-_WHOLE = "CO2 delay 4, tau 12"
 COMPARED = ("AdamW-DDP", "LocalSGD 12", "CO2 12, gap", "CO2 delay 1, tau 12, 12 fragments")
-LINES = (*COMPARED, _WHOLE)
-"""Names of the lines of the convergence study; the last only at one length."""
+LINES = (*COMPARED, "CO2 delay 4, tau 12")
+"""Names of the lines of the convergence study; the last not at all lengths."""
 
 _VALIDATIONS = 8
 """In a run, whatever its length."""
@@ -57,9 +56,9 @@ class LongStudy:
         return cls(
             StudyBudget(),
             (
-                Part(768, COMPARED, SEEDS),
+                Part(768, LINES, SEEDS),
+                Part(6144, LINES, (0,)),
                 Part(3072, COMPARED, (0,), tunes=True),
-                Part(6144, ("LocalSGD 12", _WHOLE, COMPARED[-1]), (0,)),
                 Part(12288, COMPARED, (0,)),
                 Part(3072, COMPARED, (1,), tunes=True),
             ),
