@@ -37,6 +37,12 @@ OUTER = {
 The gain of CO2's, lr / (1 - momentum), is 1, 2 or 1/2: a delayed step may need to be a smaller one.
 """
 
+PEERS = ("momentum=0,lr=1", "momentum=0.9,lr=0.4")
+"""Those of Eager DiLoCo: a gain of 1, and the outer step of its paper, as we read it.
+
+DiLoCo's first, with a gain of 7, gave 2.95 at the lowest rate.
+"""
+
 
 KEPT = ("keep=1", "keep=0.5,predict=0.5", "keep=0.75,predict=0.25")
 """What CO2 with a delay keeps and predicts, to choose from; its gain stays 1."""
@@ -92,6 +98,8 @@ class Configuration:
     @property
     def choices(self) -> tuple[str, ...]:
         """Outer steps to choose from; where workers keep progress, how much."""
+        if self.peer:
+            return PEERS
         return KEPT if self.keeps else OUTER.get(self.kind, ("",))
 
     @property
