@@ -57,7 +57,8 @@ class LongStudy:
             StudyBudget(),
             (
                 Part(768, LINES, SEEDS),
-                Part(6144, LINES, (0,)),
+                Part(6144, ("LocalSGD 12", "CO2 delay 4, tau 12"), (0,)),
+                Part(6144, ("AdamW-DDP", "CO2 12, gap", COMPARED[-1]), (0,)),
                 Part(3072, COMPARED, (0,), tunes=True),
                 Part(12288, COMPARED, (0,)),
                 Part(3072, COMPARED, (1,), tunes=True),

@@ -13,7 +13,7 @@ from finished_runs import Known
 from long_study_plan import COMPARED, LINES, LongStudy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 from reports import machine, made_by, table
 
 from analysis.convergence import bound
@@ -189,9 +189,9 @@ def draw(frame: pd.DataFrame) -> bytes:
         left, right = figure.subplots(1, 2)
         lines = excess(frame)
         _lines(left, lines, "above_ddp")
-        left.set_title("measured: validation loss above DDP's, nats per character")
+        left.set_title("measured: validation loss above DDP's, nats per character", fontsize=9)
         _lines(right, lines, "bound_above_ddp")
-        right.set_title("bound of the mean of E|∇f|², plain SGD: above DDP's")
+        right.set_title("bound of the mean of E|∇f|² with plain SGD, above DDP's", fontsize=9)
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         return render(figure, "png")
@@ -209,4 +209,6 @@ def _lines(axis: Axes, lines: pd.DataFrame, column: str) -> None:
     steps = sorted(set(lines["steps"]))
     axis.set_xticks(steps, [f"{one:,}" for one in steps])
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_formatter("{x:g}")
