@@ -48,11 +48,11 @@ def main() -> None:
 
             run_ranks(plan, path)
             return
+        code = 0 if given.report else complete(plan, path, study.base.workers)
         if not (out / ESTIMATE).exists():
             if given.report:
                 command.error(f"--report: {out} has no {ESTIMATE}; run it without --report")
             estimate(study, out / ESTIMATE)
-        code = 0 if given.report else complete(plan, path, study.base.workers)
         from long_study_report import write  # noqa: PLC0415 - figures, which no rank draws
 
         constants: dict[str, Any] = json.loads((out / ESTIMATE).read_text())
@@ -61,12 +61,12 @@ def main() -> None:
 
 
 def estimate(study: LongStudy, path: Path) -> None:
-    """Measure the constants of the bound in a run of DDP of the base's length."""
+    """Measure the constants of the bound in a run of local SGD of the base's length."""
     base = study.base
     with tempfile.TemporaryDirectory() as name:
         command = (
-            *("realrun", "train", "--strategy", "ddp", "--size", base.size, "--lr", "0.01"),
-            *("--steps", str(base.steps), "--batch", str(base.batch)),
+            *("realrun", "train", "--strategy", "local_sgd:tau=12", "--lr", "0.01"),
+            *("--size", base.size, "--steps", str(base.steps), "--batch", str(base.batch)),
             *("--warmup", str(base.warmup), "--estimate", "--out", name),
         )
         code = run_local(command, base.workers)

@@ -141,8 +141,8 @@ Model, data, batch and warm-up are those of [the convergence study](convergence.
  differences of the same seeds. *Bound* is that of `co2analysis bound` of the mean of E|∇f|², for\
  plain SGD with the inner step that is best for each line, with L = {constants["smoothness"]:.4g},\
  σ² = {constants["noise"]["value"]:.4g}, Δ = {constants["gap"]["value"]:.4g}, ζ = 0, as\
- `realrun train --estimate` finds them with DDP in {base.steps:,} steps. It knows no fragments, no\
- gap penalty and no Adam.
+ `realrun train --estimate` finds them with LocalSGD in {base.steps:,} steps. It knows no\
+ fragments, no gap penalty and no Adam.
 
 {table(rows)}
 
