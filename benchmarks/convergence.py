@@ -1,7 +1,7 @@
 """How well every strategy learns from the same tokens: four workers, real text, tuned rates.
 
     python benchmarks/convergence.py            # about an hour on two cores; go on with the same
-    python benchmarks/convergence.py --quick    # two configurations, too short to mean anything
+    python benchmarks/convergence.py --quick    # three configurations, too short to mean anything
 
 Every configuration is tuned with a seed of its own on the final validation loss: the learning rate
 on a grid of factors of 2, extended while the best is at its edge, then the outer step on a small
@@ -23,7 +23,7 @@ from reports import folder, parser
 
 def main() -> None:
     """Start the ranks, or be one of them; then write what is complete."""
-    command = parser(__doc__, "two configurations of a tiny model, in seconds")
+    command = parser(__doc__, "three configurations of a tiny model, in seconds")
     command.add_argument("--report", action="store_true", help="run nothing, only write the table")
     given = command.parse_args()
     budget = StudyBudget.small() if given.quick else StudyBudget()

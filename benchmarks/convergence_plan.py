@@ -148,7 +148,7 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
     ):
         found.append(Configuration(name, f"{kind}:tau=12"))
     if budget.quick:
-        names = {"CO2 12, gap + clip", "CO2 delay 4, tau 12"}
+        names = {"CO2 12, gap + clip", "CO2 delay 4, tau 12", "Eager DiLoCo 12"}
         return [one for one in found if one.name in names]
     return found
 
