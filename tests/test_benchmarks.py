@@ -26,6 +26,7 @@ SCRIPTS = {
     "convergence.py": [pytest.mark.dist],
     "failures.py": [pytest.mark.dist],
     "fidelity.py": [pytest.mark.lab],
+    "long_study.py": [pytest.mark.dist],
     "overhead.py": [],
     "peers.py": [pytest.mark.lab],
     "speed.py": [],
