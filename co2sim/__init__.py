@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from co2sim.strategies.co2 import CO2
     from co2sim.strategies.ddp import DDP
     from co2sim.strategies.diloco import DiLoCo
+    from co2sim.strategies.fsdp import FSDP
     from co2sim.strategies.local_sgd import LocalSGD
     from co2sim.strategies.overlap_local_sgd import OverlapLocalSGD
     from co2sim.strategies.slowmo import SlowMo
@@ -51,7 +52,7 @@ _EXPORTS = {
     "schedule": ("Layout", "Schedule"),
     "step_factors": ("Goal", "ToLoss", "to_loss"),
     "strategies": (
-        *("CO2", "DDP", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo", "Strategy"),
+        *("CO2", "DDP", "DiLoCo", "FSDP", "LocalSGD", "OverlapLocalSGD", "SlowMo", "Strategy"),
         *("Zero1", "Zero2", "Zero3", "ZeroPP"),
     ),
     "study": ("run", "simulate"),
@@ -64,6 +65,7 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 __all__ = [
     "CO2",
     "DDP",
+    "FSDP",
     "GPU",
     "Block",
     "Case",

@@ -2,12 +2,13 @@
 
 Activations in a 2-byte type follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4): a GPT
 layer keeps 34 s h bytes and 5 a s^2 of attention scores; other widths change the terms they enter.
+Without dropout, which keeps masks and the scores it masked, that is 32 s h and 2 a s^2.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from co2sim.workload import Block, MatMul, Model
+from co2sim.workload import Block, MatMul, Model, Scores
 
 LAYER_CALLS = 26
 """Operations of one layer's forward pass in an eager framework with the fusions of Megatron-LM:
@@ -34,6 +35,7 @@ class Transformer:
 
     `gated` MLPs have three matrices, `attention_gate` is one more matrix in attention; `attention`
     "linear" keeps no scores. `kv_heads` and `head_dim` of 0 mean `heads` and hidden / heads.
+    A token of a `causal` one sees those before it only; with `dropout` masks are kept, too.
     """
 
     layers: int
@@ -47,6 +49,8 @@ class Transformer:
     attention_gate: bool = False
     bias: Bias = True
     norm: Norm = "layernorm"
+    causal: bool = True
+    dropout: bool = False
 
     @property
     def norm_parameters(self) -> int:
@@ -82,8 +86,7 @@ class Transformer:
             [rows * columns for rows, columns in matrices] + biases + [self.norm_parameters] * 2
         )
         softmax = self.attention == "softmax"
-        scores = 4.0 * s * s * q if softmax else 0.0
-        mixing = scores if softmax else 4.0 * s * q * head_dim
+        mixing = 4.0 * s * q * (s if softmax else head_dim)
         across = s if softmax else head_dim
         products = (
             MatMul(s, h, sum(width for _, width in matrices[:3]) + len(gates) * q),
@@ -94,18 +97,22 @@ class Transformer:
             MatMul(s, f, h),
         )
         kept = 4 * h + 2 * h + 2 * q + 4 * kv + 2 * q + 2 * len(gates) * q  # norms and attention
-        kept += 2 * h + (6 if self.gated else 4) * f + 2 * h  # MLP, and two dropout masks of a byte
+        kept += 2 * h + (6 if self.gated else 4) * f  # MLP
+        kept += 2 * h if self.dropout else 0  # two masks of a byte
         return Block(
             name=f"layer{number}",
             tensors=tuple(size for size in tensors if size),
             flops=2.0 * s * sum(rows * columns for rows, columns in matrices) + mixing,
             activation_bytes=float(s * kept),
-            attention_flops=scores,
-            attention_bytes=5.0 * self.heads * s * s if softmax else 0.0,
+            scores=self._scores(s, mixing) if softmax else None,
             boundary_bytes=2.0 * s * h,
             products=products,
             calls=LAYER_CALLS,
         )
+
+    def _scores(self, tokens: int, flops: float) -> Scores:
+        kept = (5.0 if self.dropout else 2.0) * self.heads * tokens**2
+        return Scores(flops, kept, self.heads, tokens, self.causal)
 
 
 def language_model(
@@ -145,14 +152,15 @@ def language_model(
                 "head",
                 tuple(size for size in head if size),
                 flops=2.0 * s * h * (vocab + (h if head_transform else 0)),
-                activation_bytes=float(s * (4 * h + 4 * vocab)),  # input, norm, and logits in fp32
+                activation_bytes=4.0 * s * h,  # input and norm
                 boundary_bytes=2.0 * s * h,
                 products=(
                     *([MatMul(s, h, h)] if head_transform else []),
                     MatMul(s, h, vocab),
                 ),
                 calls=HEAD_CALLS,
-                vocabulary=True,
+                logits=s * vocab,
+                tied=vocab * h if tied else 0,
             ),
         ),
         tokens=tokens,

@@ -30,11 +30,11 @@ def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:
 
 
 def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
-    """Passes smaller or larger than any whose efficiency is known."""
+    """Passes smaller or larger than any whose efficiency is known, and flash attention of none."""
     works = job.works()
     sizes = [pass_.flops for w in works for pass_ in (w.forward, w.backward) if pass_.flops]
     (least, at_least), (most, at_most) = gpu.efficiency[0], gpu.efficiency[-1]
-    found = []
+    found = _unknown_attention(gpu, job)
     for size, bound, value, word in (
         (min(sizes, default=least), least, at_least, "smaller"),
         (max(sizes, default=most), most, at_most, "larger"),
@@ -46,3 +46,14 @@ def beyond_the_table(gpu: GPU, job: Workload) -> list[Fact]:
             )
             found.append(Fact("cluster.gpu.efficiency", str(value), why, assumed=True))
     return found
+
+
+def _unknown_attention(gpu: GPU, job: Workload) -> list[Fact]:
+    """Flash attention where the speed of its kernels is not known."""
+    if not gpu.kernels or gpu.kernels.attention_efficiency is not None:
+        return []
+    if not any(job.fuses(block) for block in job.model.blocks):
+        return []
+    why = "no speed of flash attention is known for these kernels: that of other products is taken"
+    value = str(gpu.kernels.gemm_efficiency)
+    return [Fact("cluster.gpu.kernels.attention_efficiency", value, why, assumed=True)]

@@ -15,7 +15,7 @@ from co2sim.cluster import Cluster
 from co2sim.convert import Within
 from co2sim.cost import peak_flops, traffic
 from co2sim.errors import Co2simError, OptionError, ScheduleError
-from co2sim.memory import activations
+from co2sim.memory import activations, allocated, overhead
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
 from co2sim.schedule import DType, Layout, Schedule
@@ -23,7 +23,15 @@ from co2sim.strategies import Strategy
 from co2sim.strategies.step import title
 from co2sim.trace import Trace
 from co2sim.units import Bytes
-from co2sim.workload import Model, Optimizer, Recompute, Workload
+from co2sim.workload import (
+    AttentionKernel,
+    Checkpointing,
+    Loss,
+    Model,
+    Optimizer,
+    Recompute,
+    Workload,
+)
 
 _T = TypeVar("_T")
 
@@ -58,7 +66,10 @@ class Case:
     accumulation: int = 1
     global_batch: Annotated[int | None, Within((1, _MOST_SAMPLES))] = None
     precision: str | None = None
-    recompute: Recompute = "selective"
+    attention: AttentionKernel = "flash"
+    recompute: Recompute = "none"
+    checkpointing: Checkpointing = "non_reentrant"
+    loss: Loss = "fused"
     optimizer: Optimizer = "adamw"
     overrides: Mapping[str, str] = field(default_factory=dict)
     noise: Noise = QUIET
@@ -130,7 +141,10 @@ class Case:
             micro_batch=self.micro_batch,
             accumulation=self._accumulation(cluster.layout.world_size),
             precision=DType(precision),
+            attention=self.attention,
             recompute=self.recompute,
+            checkpointing=self.checkpointing,
+            loss=self.loss,
             optimizer=self.optimizer,
         )
 
@@ -164,8 +178,17 @@ class Prepared:
         """Bytes on one GPU by item, and in all."""
         layout = self.cluster.layout
         items = _of_strategy(self.strategy, self.strategy.memory, self.job, layout)
-        items = items | {"activations": activations(self.job)}
+        items = items | activations(self.job)
+        if self.cluster.backend == "nccl":  # Gloo is for processors, which have no context
+            items = items | overhead(items, self.schedule.groups, layout)
         return items | {"total": sum(items.values())}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Options that change nothing, and why."""
+        idle = self.job.recompute == "selective" and self.job.attention == "flash"
+        why = "recompute=selective repeats nothing: flash attention keeps no scores"
+        return (why,) if idle else ()
 
     def measure(self, trace: Trace, rounds: int, steady: bool, free: Trace) -> Result:  # noqa: FBT001
         """The figures of a trace, given the same rounds with free communication."""
@@ -212,6 +235,7 @@ class Prepared:
             nic_bytes_per_node_per_step=sent.nic / schedule.steps,
             wan_bytes_per_site_per_step=sent.wan / schedule.steps,
             memory_bytes_per_gpu=memory,
+            allocated_bytes_per_gpu=allocated(memory),
             gpu_memory_bytes=cluster.gpu.memory,
             fits_in_memory=memory["total"] <= cluster.gpu.memory,
             usd_per_billion_tokens=cost if cluster.currency == "USD" else None,

@@ -1,8 +1,11 @@
 """GPUs, links and clusters: the hardware in plain numbers, in SI units."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from co2sim.errors import OptionError
 from co2sim.quantities import (
@@ -10,13 +13,15 @@ from co2sim.quantities import (
     Count,
     Factor,
     Fraction,
+    Multiple,
     Price,
     Size,
     Speed,
+    Spread,
     Time,
     check,
 )
-from co2sim.ranges import at_least, fraction
+from co2sim.ranges import at_least, fraction, whole
 from co2sim.schedule import Layout
 from co2sim.units import BytesPerSecond, Flops
 
@@ -33,6 +38,10 @@ other, as where a large buffer is collected inside the node before it leaves it.
 AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 """auto: what the backend picks; see `cost`."""
 
+Protocols = Literal["simple", "nvlink", "pci"]
+"""Which protocols of NCCL carry a message. simple: always Simple, whose hops take the `latency` of
+the links. nvlink, pci: the fastest of those that nodes with such links have; see `protocols`."""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
@@ -40,19 +49,42 @@ class KernelTimes:
 
     Matrix products attain `gemm_efficiency` of peak where arithmetic bounds them, and move their
     operands at `operand_efficiency` of the memory bandwidth where that does; those over a
-    vocabulary attain `vocabulary_efficiency` of peak. `call_overhead` is what the host needs to
-    issue an operation, `kernel_gap` what the GPU loses between two.
+    vocabulary attain `vocabulary_efficiency` of peak. Flash attention attains
+    `attention_efficiency` of it, counting the FLOP that it executes: one fraction, or fractions by
+    length of the sequences, between which it is interpolated over log length (None: not known, and
+    taken to be that of other products). Its backward pass attains `attention_backward` of that:
+    between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead` is what the host needs to issue an
+    operation, `kernel_gap` what the GPU loses between two.
     """
 
     gemm_efficiency: Fraction
     operand_efficiency: Fraction = 1.0
     vocabulary_efficiency: Fraction | None = None
+    attention_efficiency: float | tuple[tuple[int, float], ...] | None = None
+    attention_backward: Fraction = 1.0
     call_overhead: Time = 0.0
     kernel_gap: Time = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""
         check(self, "kernels")
+        name, given = "kernels: attention_efficiency", self.attention_efficiency
+        if given is None:
+            return
+        points = given if isinstance(given, tuple) else ((1, given),)
+        for length, attained in points:
+            whole(f"{name}: length", length, 1)
+            fraction(f"{name} at {length}", attained)
+        if not points or sorted(dict(points)) != [length for length, _ in points]:
+            raise OptionError(f"{name} must be listed by rising length, at least one")
+
+    def attention(self, length: int) -> float:
+        """Fraction of peak that flash attention over sequences of `length` attains."""
+        given = self.attention_efficiency
+        if not isinstance(given, tuple):
+            return self.gemm_efficiency if given is None else given
+        lengths = [math.log(one) for one, _ in given]
+        return float(np.interp(math.log(length), lengths, [attained for _, attained in given]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +120,24 @@ class GPU:
 
 
 @dataclass(frozen=True, slots=True)
+class Tier:
+    """Switches between pods of `nodes` nodes each: what leaves a pod passes them.
+
+    A pod's uplinks have the bandwidth of its nodes together, divided by `oversubscription`. Traffic
+    of a node that crosses the tier attains that of its network cards divided by `congestion`, as
+    where several flows meet on one uplink. Both are 1 or more.
+    """
+
+    nodes: Count
+    oversubscription: Multiple = 1.0
+    congestion: Multiple = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no switch can be."""
+        check(self, "tier")
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """A link, one direction: `efficiency` is the fraction of `bandwidth` that payload attains.
 
@@ -102,10 +152,22 @@ class Link:
     exchange_efficiency: Fraction = 1.0
     relay_efficiency: Fraction = 1.0
     busy_efficiency: Fraction = 1.0
+    rail: Tier | None = None
+    spine: Tier | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
         check(self, "link")
+        if self.rail and self.spine and self.spine.nodes % self.rail.nodes:
+            raise OptionError(
+                f"spine: pods of {self.spine.nodes} nodes are no multiple of those of the rail,"
+                f" {self.rail.nodes}"
+            )
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers that there are, from the nearest on."""
+        return tuple(tier for tier in (self.rail, self.spine) if tier)
 
     @property
     def payload_bandwidth(self) -> BytesPerSecond:
@@ -121,7 +183,12 @@ class Cluster:
     `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
     communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
+    `network_overhead` is what the host of a node needs to post a message (`protocols`).
     `currency` is that of `price_per_gpu`.
+
+    Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
+    for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
+    in a collective waits for the expected slowest (`spread`).
     """
 
     name: str
@@ -135,7 +202,11 @@ class Cluster:
     channels: Count = 2
     all_reduce: AllReduce = "auto"
     hops: Hops = "pipelined"
+    protocols: Protocols = "simple"
+    network_overhead: Time = 0.0
     interference: Factor = 0.0
+    node_spread: Spread = 0.0
+    step_spread: Spread = 0.0
     sites: Count = 1
     wan: Link | None = None
     price_per_gpu: Price | None = None
@@ -148,7 +219,7 @@ class Cluster:
             if link and link != Link(link.bandwidth, link.latency, link.efficiency):
                 raise OptionError(
                     f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"
-                    " busy_efficiency other than 1; only inter has"
+                    " busy_efficiency other than 1, and no rail or spine; only inter has"
                 )
         if self.sites > 1 and self.wan is None:
             raise OptionError(f"{self.name}: {self.sites} sites need a wan between them")

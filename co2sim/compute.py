@@ -6,8 +6,8 @@ import numpy as np
 
 from co2sim.cluster import GPU, KernelTimes
 from co2sim.errors import OptionError, nearest
-from co2sim.schedule import Compute, Kernels
-from co2sim.units import FlopsPerSecond, Seconds
+from co2sim.schedule import Compute, FusedAttention, Kernels
+from co2sim.units import BytesPerSecond, FlopsPerSecond, Seconds
 
 
 def peak_flops(gpu: GPU, precision: str) -> FlopsPerSecond:
@@ -28,23 +28,35 @@ def efficiency(gpu: GPU, flops: float) -> float:
 def kernel_time(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str) -> Seconds:
     """A pass over a block: the slower of the GPU and of the host that issues its operations.
 
-    The GPU needs the time of the matrix products, that of the elementwise kernels, which move
-    memory and hardly compute, and a gap after each. A product whose arithmetic takes as long as
-    its memory traffic overlaps them in part: the two add like the sides of a right angle.
+    The GPU needs the time of the matrix products, of flash attention, and of elementwise kernels,
+    which move memory and hardly compute, and a gap after each. A product whose arithmetic takes as
+    long as its memory traffic overlaps them in part: the two add like the sides of a right angle.
     """
     peak = peak_flops(gpu, precision)
+    memory = gpu.memory_bandwidth * times.operand_efficiency
     if kernels.vocabulary and times.vocabulary_efficiency is not None:
         flops = sum(product.flops for product in kernels.products)
         products = flops / (peak * times.vocabulary_efficiency)
     else:
-        memory = gpu.memory_bandwidth * times.operand_efficiency
         products = sum(
             math.hypot(product.flops / (peak * times.gemm_efficiency), product.bytes / memory)
             for product in kernels.products
         )
+    if kernels.attention:
+        products += _attention_time(kernels.attention, peak, memory, times)
     elementwise = kernels.elementwise_bytes / (gpu.memory_bandwidth * gpu.memory_efficiency)
     device = products + elementwise + kernels.calls * times.kernel_gap
     return max(device, kernels.calls * times.call_overhead)
+
+
+def _attention_time(
+    work: FusedAttention, peak: FlopsPerSecond, memory: BytesPerSecond, times: KernelTimes
+) -> Seconds:
+    """Flash attention at its own efficiency; where none is known, as any other product."""
+    forward, backward = (flops / peak for flops in (work.flops, work.backward))
+    if times.attention_efficiency is not None:
+        return (forward + backward / times.attention_backward) / times.attention(work.length)
+    return math.hypot((forward + backward) / times.gemm_efficiency, work.bytes / memory)
 
 
 def compute_time(work: Compute, gpu: GPU, precision: str) -> Seconds:

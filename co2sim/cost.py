@@ -5,7 +5,8 @@ takes latency + the largest of bytes / bandwidth; `network` shares the links amo
 
 Bytes per link of a ring over m ranks with a buffer of S bytes: (m-1)/m S for all_gather and
 reduce_scatter, twice that for all_reduce (Patarasuk and Yuan 2009); the ring leaves each node, and
-each site, once. Latency steps follow NCCL's model (src/graph/tuning.cc). A broadcast goes once
+each site, once. Latency steps follow NCCL's model, and so does the choice of a protocol
+(`protocols`); switches between nodes may be narrow (`tiers`). A broadcast goes once
 around all ranks from its root, and a reduction to it: every hop waits for a piece before it passes
 it on. Roots are costed as if they were the first of their node.
 """
@@ -16,7 +17,10 @@ from dataclasses import dataclass, replace
 from co2sim.cluster import AllReduce, Cluster
 from co2sim.compute import compute_time, efficiency, kernel_time, peak_flops
 from co2sim.errors import OptionError
+from co2sim.footprint import Footprint
+from co2sim.protocols import Algorithm, Protocol, choices
 from co2sim.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
+from co2sim.tiers import crossings
 from co2sim.units import Bytes, Seconds
 
 __all__ = [
@@ -41,52 +45,6 @@ REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """One group's collective on its links, one direction.
-
-    `intra` is bytes through each member's link inside the node, `inter` through the NICs of each
-    node, `wan` through the uplink of each site; `sent` is what each member puts on any of them.
-    `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
-    the fraction of the payload bandwidth of the NICs that these messages attain.
-    """
-
-    latency: Seconds
-    intra: Bytes
-    inter: Bytes
-    wan: Bytes
-    sent: Bytes
-    members_per_node: int
-    members_per_site: int
-    inter_efficiency: float = 1.0
-
-    def groups(self, cluster: Cluster) -> tuple[int, int]:
-        """How many groups of the kind share the NICs of a node, and the uplink of a site."""
-        g = cluster.gpus_per_node
-        return g // self.members_per_node, g * cluster.nodes_per_site // self.members_per_site
-
-    def loads(self, cluster: Cluster) -> tuple[Bytes, Bytes, Bytes]:
-        """Bytes on links of a GPU, of a node and of a site, with all groups of the kind."""
-        on_node, on_site = self.groups(cluster)
-        return self.intra, self.inter * on_node, self.wan * on_site
-
-    def link_times(self, cluster: Cluster) -> tuple[Seconds, Seconds, Seconds]:
-        """Time that the bytes need on the links of a GPU, of a node and of a site, each alone."""
-        wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
-        nics = cluster.inter.payload_bandwidth * self.inter_efficiency
-        intra, inter, far = self.loads(cluster)
-        return intra / cluster.intra.payload_bandwidth, inter / nics, far / wan
-
-    def bound_by(self, cluster: Cluster) -> int:
-        """The link that takes longest, as its place in `link_times`: it bounds the collective."""
-        times = self.link_times(cluster)
-        return times.index(max(times))
-
-    def alone(self, cluster: Cluster) -> Seconds:
-        """Time when nothing but the groups of the same kind is in flight."""
-        return self.latency + max(self.link_times(cluster))
-
-
 def footprint(work: Collective, cluster: Cluster) -> Footprint:
     """Footprint of `work` for one group of the cluster."""
     spread = _spread(work.group, cluster)
@@ -101,8 +59,31 @@ def footprint(work: Collective, cluster: Cluster) -> Footprint:
         case Kind.BROADCAST | Kind.REDUCE:
             return _chain(size, spread, cluster)
         case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
-            return _ring(size * (spread.members - 1) / spread.members, 1, spread, cluster)
+            pushed = size * (spread.members - 1) / spread.members
+            return _quickest(
+                [_ring(pushed, 1, spread, cluster, by) for by in _by("ring", spread, cluster)],
+                cluster,
+            )
     return _all_reduce(size, cluster.all_reduce, spread, cluster)
+
+
+def _by(algorithm: Algorithm, at: "_Spread", cluster: Cluster) -> list[Protocol]:
+    return choices(algorithm, cluster, nodes=at.nodes, members=at.members)
+
+
+def _quickest(candidates: list[Footprint], cluster: Cluster) -> Footprint:
+    """What takes the least time alone, as NCCL chooses."""
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda found: found.alone(cluster))
+
+
+def _carried(found: Footprint, by: Protocol, cluster: Cluster) -> Footprint:
+    """The footprint of a message by a protocol that may not fill the links."""
+    share = by.share
+    if by.most is not None:  # of the bandwidth of the bus: of what every rank pushes
+        share = min(share, by.most * max(found.link_times(cluster)) / found.sent)
+    return replace(found, latency=found.latency + by.start, share=share)
 
 
 def _led(work: Collective, cluster: Cluster) -> Footprint:
@@ -142,7 +123,8 @@ def _spread(group: Group, cluster: Cluster) -> _Spread:
     layout = cluster.layout
     members = group.members(0, layout)
     per_node = max(1, min(len(members), layout.gpus_per_node // members.step))
-    per_site = min(len(members), per_node * cluster.nodes_per_site)
+    on_site = layout.gpus_per_node * cluster.nodes_per_site // members.step
+    per_site = max(1, min(len(members), on_site))
     block = group.ranks  # other groups are spread evenly on any layout
     if block and not (
         _divides(block, layout.gpus_per_node)
@@ -169,14 +151,15 @@ def _divides(one: int, other: int) -> bool:
     return max(one, other) % min(one, other) == 0
 
 
-def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster) -> Footprint:
+def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster, by: Protocol) -> Footprint:
     """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once."""
-    hops = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, cluster)
+    hops = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
     intra = pushed if at.per_node > 1 else 0.0
     before = 0.0
     if cluster.hops == "in_turn" and at.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
-    return Footprint(
+    tiers = crossings(cluster, at.members, at.per_node, pushed)
+    found = Footprint(
         latency=passes * hops + before,
         intra=intra,
         inter=pushed if at.nodes > 1 else 0.0,
@@ -184,7 +167,10 @@ def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster) -> Footprin
         sent=pushed,
         members_per_node=at.per_node,
         members_per_site=at.per_site,
+        inter_efficiency=1 / max((one.slowdown for one in tiers), default=1.0),
+        tiers=tiers,
     )
+    return _carried(found, by, cluster)
 
 
 def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
@@ -196,22 +182,29 @@ def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
         + [piece / cluster.inter.payload_bandwidth] * (at.nodes - at.sites)
         + [piece / wan] * (at.sites - 1)
     )
-    ring = _ring(size, 1, at, replace(cluster, hops="pipelined"))
+    plain = replace(cluster, hops="pipelined", protocols="simple")
+    (by,) = _by("ring", at, plain)
+    ring = _ring(size, 1, at, plain, by)
     return replace(ring, latency=ring.latency + sum(hops) - max(hops))
 
 
 def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
     """Every member sends an equal part of its buffer to each other one, one after the other."""
     m, k, q = at.members, at.per_node, at.per_site
+    (by,) = _by("ring", at, replace(cluster, protocols="simple"))
+    inter = size * k * (m - k) / m
+    tiers = crossings(cluster, m, k, inter, exchanged=size)
+    slowdown = max((one.slowdown for one in tiers), default=1.0)
     return Footprint(
-        latency=_steps(k - 1, q - k, m - q, cluster),
+        latency=_steps(k - 1, q - k, m - q, by),
         intra=size * (k - 1) / m,
-        inter=size * k * (m - k) / m,
+        inter=inter,
         wan=size * q * (m - q) / m,
         sent=size * (m - 1) / m,
         members_per_node=k,
         members_per_site=q,
-        inter_efficiency=cluster.inter.exchange_efficiency,
+        inter_efficiency=cluster.inter.exchange_efficiency / slowdown,
+        tiers=tiers,
     )
 
 
@@ -225,27 +218,38 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster
     if algorithm == "auto":
         names: tuple[AllReduce, ...] = ("ring", "tree") if cluster.backend == "nccl" else ("ring",)
         candidates = [_all_reduce(size, name, at, cluster) for name in names]
-        return min(candidates, key=lambda found: found.alone(cluster))
-    ring = _ring(2 * size * (at.members - 1) / at.members, 2, at, cluster)
+        return _quickest(candidates, cluster)
+    pushed = 2 * size * (at.members - 1) / at.members
     if algorithm == "ring":
-        return ring
+        rings = [_ring(pushed, 2, at, cluster, by) for by in _by("ring", at, cluster)]
+        return _quickest(rings, cluster)
     if algorithm == "tree":
-        depth = math.ceil(math.log2(at.nodes // at.sites))
-        return replace(
-            ring,
-            latency=2 * _steps(at.per_node - 1, depth, math.ceil(math.log2(at.sites)), cluster),
-            intra=2 * size if at.per_node > 1 else 0.0,
-            inter=_tree_out(size, at.nodes),
-            wan=_tree_out(size, at.sites),
-        )
+        trees = [_tree(size, pushed, at, cluster, by) for by in _by("tree", at, cluster)]
+        return _quickest(trees, cluster)
+    (by,) = _by("ring", at, replace(cluster, protocols="simple"))
     between = 2 * size * (at.nodes - 1) / at.nodes
     return replace(
-        ring,
-        latency=2 * _steps(at.per_node - 1, at.nodes - at.sites, at.sites - 1, cluster),
+        _ring(pushed, 2, at, cluster, by),
+        latency=2 * _steps(at.per_node - 1, at.nodes - at.sites, at.sites - 1, by),
         intra=2 * size * (at.per_node - 1) / at.per_node,
         inter=between,
         wan=between if at.sites > 1 else 0.0,
+        tiers=crossings(cluster, at.members, at.per_node, between),
     )
+
+
+def _tree(size: Bytes, pushed: Bytes, at: _Spread, cluster: Cluster, by: Protocol) -> Footprint:
+    depth, far = (math.ceil(math.log2(many)) for many in (at.nodes // at.sites, at.sites))
+    out = _tree_out(size, at.nodes)
+    found = replace(
+        _ring(pushed, 2, at, cluster, replace(by, start=0.0, share=1.0, most=None)),
+        latency=2 * _steps(at.per_node - 1, depth, far, by),
+        intra=2 * size if at.per_node > 1 else 0.0,
+        inter=out,
+        wan=_tree_out(size, at.sites),
+        tiers=crossings(cluster, at.members, at.per_node, out),
+    )
+    return _carried(found, by, cluster)
 
 
 def footprints(schedule: Schedule, cluster: Cluster) -> list[Footprint | None]:
@@ -266,10 +270,9 @@ def footprints(schedule: Schedule, cluster: Cluster) -> list[Footprint | None]:
     return found
 
 
-def _steps(intra: int, inter: int, wan: int, cluster: Cluster) -> Seconds:
+def _steps(intra: int, inter: int, wan: int, by: Protocol) -> Seconds:
     """Latency of sequential hops by the kind of link they cross."""
-    far = cluster.wan.latency if cluster.wan else cluster.inter.latency
-    return intra * cluster.intra.latency + inter * cluster.inter.latency + wan * far
+    return intra * by.intra + inter * by.inter + wan * by.wan
 
 
 @dataclass(frozen=True, slots=True)

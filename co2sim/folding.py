@@ -34,7 +34,7 @@ class Folding:
         """The classes that meet in each communicator of `group`."""
         everyone = range(len(self.classes))
         if self.folded:
-            inside = not _leaves_node(group, self.layout)
+            inside = not leaves_node(group, self.layout)
             return [(index,) for index in everyone] if inside else [tuple(everyone)]
         found: dict[range, list[int]] = {}
         for index in everyone:
@@ -78,7 +78,7 @@ def _folds(
     the first rank of its node may be ahead of it: then every rank stands for itself.
     """
     equal = len(set(slowdowns)) == 1
-    mixed = any(group.name == "block" and _leaves_node(group, layout) for group in schedule.groups)
+    mixed = any(group.ranks and leaves_node(group, layout) for group in schedule.groups)
     led = layout.gpus_per_node > 1 and LEADERS in schedule.groups
     ahead = led and not _await_leaders(schedule)
     return allowed and not ahead and (equal or not mixed)
@@ -99,5 +99,6 @@ def _group(op: Op) -> Group | None:
     return op.work.group if isinstance(op.work, Collective) else None
 
 
-def _leaves_node(group: Group, layout: Layout) -> bool:
+def leaves_node(group: Group, layout: Layout) -> bool:
+    """Whether ranks of several nodes meet in a group."""
     return group.members(0, layout)[-1] >= layout.gpus_per_node

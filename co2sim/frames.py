@@ -15,7 +15,7 @@ from co2sim.step_factors import NO_GOAL, Goal, to_loss
 
 _VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
-_NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu", "notes"}
+_NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu", "notes", "warnings"}
 _DERIVED = ("efficiency_vs_free_communication",)
 """Properties of a result that are columns too."""
 _TOTAL = "memory_total_bytes"
@@ -64,13 +64,18 @@ def to_frame(
 def _row(case: Case, outcome: Outcome) -> dict[str, object]:
     keys: dict[str, object] = {"cluster_key": label(case.cluster), "model_key": label(case.model)}
     if isinstance(outcome, Failure):
-        known = {"strategy": label(case.strategy), "gpus": case.gpus, "error": outcome.reason}
+        known = {
+            "strategy": label(case.strategy),
+            "gpus": case.gpus,
+            "error": outcome.reason,
+            "warnings": "",
+        }
         return keys | dict.fromkeys(sortable(), None) | known
     figures = {f.name: getattr(outcome, f.name) for f in fields(Result) if f.name not in _NESTED}
     derived = {name: getattr(outcome, name) for name in _DERIVED}
     memory = outcome.memory_bytes_per_gpu
     items = {f"memory_{item}_bytes": size for item, size in memory.items()}
-    return keys | figures | derived | items
+    return keys | figures | derived | items | {"warnings": "; ".join(outcome.warnings)}
 
 
 def _loss(outcome: Outcome, goal: Goal) -> dict[str, object]:

@@ -26,13 +26,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Which ranks meet in a collective; `ranks` is used by blocks only."""
+    """Which ranks meet in a collective; `ranks` is the size of blocks, 0 where these are nodes."""
 
     name: str
     ranks: int = 0
 
     def __str__(self) -> str:
-        """`world`, `node`, `peers`, `leaders` or `block(4)`."""
+        """`world`, `node`, `peers`, `leaders`, `block(4)` or `peers(4)`."""
         return f"{self.name}({self.ranks})" if self.ranks else self.name
 
     def members(self, rank: int, layout: Layout) -> range:
@@ -43,8 +43,8 @@ class Group:
                 return range(n)
             case "node":
                 return range(rank // g * g, rank // g * g + g)
-            case "peers":
-                return range(rank % g, n, g)
+            case "peers" if n % (self.ranks or g) == 0:
+                return range(rank % (self.ranks or g), n, self.ranks or g)
             case "leaders":
                 return range(rank, rank + 1) if rank % g else range(0, n, g)
             case "block" if self.ranks and n % self.ranks == 0:
@@ -65,3 +65,8 @@ LEADERS = Group("leaders")
 def block(ranks: int) -> Group:
     """Blocks of `ranks` consecutive ranks."""
     return Group("block", ranks)
+
+
+def peers_of_blocks(ranks: int) -> Group:
+    """The ranks with the same place in every block of `ranks` consecutive ranks."""
+    return Group("peers", ranks)

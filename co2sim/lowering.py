@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.cluster import Cluster
+from co2sim.cluster import Cluster, Tier
 from co2sim.cost import Footprint, compute_time, footprints
 from co2sim.errors import OptionError
 from co2sim.folding import Folding, RankClass, class_count
@@ -20,6 +20,7 @@ from co2sim.folding import fold as fold_ranks
 from co2sim.noise import Noise
 from co2sim.ranges import whole
 from co2sim.schedule import Collective, Compute, Group, Schedule
+from co2sim.tiers import uplinks
 from co2sim.units import Bytes, BytesPerSecond, Seconds
 
 Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -128,8 +129,12 @@ def lower(
     noise: Noise,
     fold: bool,
     free: bool,
+    slowdown: float = 1.0,
 ) -> Lowered:
-    """Fold the ranks and cost every op. Raises OptionError where the spans would be too many."""
+    """Fold the ranks and cost every op. Raises OptionError where the spans would be too many.
+
+    Compute takes `slowdown` times as long on every rank, beside what `noise` says.
+    """
     rounds = whole("rounds", rounds, 0)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=fold)
     if spans > MOST_SPANS:
@@ -138,12 +143,9 @@ def lower(
             f"{rounds:,} rounds, warm-up included, of {len(schedule.body):,} ops on {classes:,}"
             f" simulated ranks are {spans:,} spans; at most {MOST_SPANS:,} are simulated"
         )
-    folding = fold_ranks(
-        cluster.layout,
-        noise.node_slowdowns(cluster.layout),
-        schedule,
-        allowed=fold and not noise.jitter,
-    )
+    slowdowns = [slowdown * one for one in noise.node_slowdowns(cluster.layout)]
+    allowed = fold and not noise.jitter
+    folding = fold_ranks(cluster.layout, slowdowns, schedule, allowed=allowed)
     communicators = _communicators(schedule, cluster, folding)
     capacity = _capacity(cluster, folding)
     count = rounds * len(schedule.body)
@@ -205,10 +207,17 @@ def _capacity(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSeco
     for index in range(len(folding.classes)):
         found["gpu", index] = cluster.intra.payload_bandwidth
         found["nic", folding.node(index)] = cluster.inter.payload_bandwidth
+        for tier in cluster.inter.tiers:
+            found[tier, _pod(tier, folding, index)] = uplinks(tier, cluster)
     if cluster.wan:
         speed = cluster.wan.payload_bandwidth
         found.update({("wan", site): speed for site in range(cluster.sites)})
     return found
+
+
+def _pod(tier: Tier, folding: Folding, index: int) -> int:
+    """The pod of a class; folded ones share one."""
+    return 0 if folding.folded else folding.node(index) // tier.nodes
 
 
 def _transfers(
@@ -263,6 +272,10 @@ def _transfer(
         else:
             loads["nic", node] = cost.inter / cost.inter_efficiency
             loads["wan", node // cluster.nodes_per_site] = cost.wan
-    loads = {link: size for link, size in loads.items() if size}
+        for one in cost.tiers:
+            pod = one.tier, _pod(one.tier, folding, index)
+            many = one.groups(cluster) if folding.folded else 1
+            loads[pod], copies[pod] = one.bytes * many, many
+    loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
     return Transfer(loads, copies, cost.latency, solo)

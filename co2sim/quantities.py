@@ -52,6 +52,9 @@ Time = Annotated[Seconds, Quantity(unit="s", least=0)]
 Price = Annotated[UsdPerSecond, Quantity(unit="USD/s", least=0)]
 Fraction = Annotated[float, Quantity(most=1)]
 Factor = Annotated[float, Quantity(least=0)]
+Multiple = Annotated[float, Quantity(least=1)]
+Spread = Annotated[float, Quantity(least=0, most=1)]
+"""Sigma of a lognormal factor."""
 Count = Annotated[int, Quantity(least=1, most=1_000_000)]
 """Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
 

@@ -26,8 +26,10 @@ class Result:
     the last member is there, hidden or not, `straggler_delay_s` what slower or uneven ranks add to
     the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
     (None without communication). `breakdown_s` sums the spans of one rank in the last round by
-    kernel or collective, waiting included. `assumed` lists the inputs that no source supports,
-    `notes` what was chosen for options that were left open, and why.
+    kernel or collective, waiting included. `memory_bytes_per_gpu` is by item, and in all ("total");
+    `allocated_bytes_per_gpu` leaves out what PyTorch's `max_memory_allocated` does. `assumed` lists
+    the inputs that no source supports, `notes` what was chosen for options that were left open, and
+    why, `warnings` which option holds the strategy back, and what another value would give.
     `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 
@@ -60,6 +62,7 @@ class Result:
     nic_bytes_per_node_per_step: Bytes
     wan_bytes_per_site_per_step: Bytes
     memory_bytes_per_gpu: dict[str, Bytes]
+    allocated_bytes_per_gpu: Bytes
     gpu_memory_bytes: Bytes
     fits_in_memory: bool
     usd_per_billion_tokens: float | None
@@ -69,6 +72,7 @@ class Result:
     rounds_simulated: int
     assumed: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name} {value}" for name, value in self._key_figures().items())

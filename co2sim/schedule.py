@@ -17,13 +17,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from co2sim.errors import ScheduleError, nearest
-from co2sim.groups import LEADERS, NODE, PEERS, WORLD, Group, Layout, block
+from co2sim.groups import LEADERS, NODE, PEERS, WORLD, Group, Layout, block, peers_of_blocks
 from co2sim.ranges import whole
 from co2sim.work import (
     SCALE_BYTES,
     Collective,
     Compute,
     DType,
+    FusedAttention,
     Kernels,
     Kind,
     Product,
@@ -40,6 +41,7 @@ __all__ = [
     "Collective",
     "Compute",
     "DType",
+    "FusedAttention",
     "Group",
     "Instance",
     "Kernels",
@@ -50,6 +52,7 @@ __all__ = [
     "Schedule",
     "Work",
     "block",
+    "peers_of_blocks",
 ]
 
 

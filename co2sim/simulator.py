@@ -13,9 +13,11 @@ import numpy as np
 import simpy
 from simpy.core import EmptySchedule
 
-from co2sim import lockstep
+from co2sim import lockstep, slack, spread
 from co2sim.cluster import Cluster
 from co2sim.communicators import Meetings
+from co2sim.errors import OptionError
+from co2sim.folding import leaves_node
 from co2sim.lowering import Lowered, Times, lower
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import Compute, Instance, Schedule
@@ -42,7 +44,8 @@ def execute(
     Equal ranks are folded into one that stands for all, unless `fold` is false; nodes of different
     speed stay apart, and jitter unfolds every rank. With `free_communication` collectives take no
     time once all members are there: the baseline of exposed communication. `progress` is called now
-    and then with the fraction that is done. Raises OptionError where the spans would be too many.
+    and then with the fraction that is done. Raises OptionError where the spans would be too many,
+    or where both the cluster and `noise` say how nodes differ.
     """
     lowered = lower(
         schedule,
@@ -52,15 +55,66 @@ def execute(
         noise=noise,
         fold=fold,
         free=free_communication,
+        slowdown=expected_slowdown(schedule, cluster, precision=precision, noise=noise),
     )
-    try:
-        times = lockstep.run(lowered, progress)
-    except lockstep.Overtaken:
-        times = _Simulation(lowered).run(progress)
+    times = _run(lowered, progress)
     ops = tuple((op.name, op.stream) for op in schedule.body)
     spans = SpanTable(ops, tuple(c.rank for c in lowered.classes), *times)
     ranks = {c.rank: c.count for c in lowered.classes}
     return Trace(schedule.name, cluster.layout, rounds, ranks, spans)
+
+
+def expected_slowdown(
+    schedule: Schedule, cluster: Cluster, *, precision: str, noise: Noise = QUIET
+) -> float:
+    """Factor on the compute time of the slowest node that all others wait for, as expected.
+
+    Its speed and its steps spread as the cluster says. A round takes as long as on that node, which
+    is exact as long as the spread changes nothing else: nodes that wait for each other in turn
+    (blocks of nodes only) count as if all of them met. 1 where no collective leaves its node.
+    Raises OptionError where `noise` makes nodes differ, too.
+    """
+    if not (cluster.node_spread or cluster.step_spread):
+        return 1.0
+    if noise.uneven:
+        raise OptionError(
+            f"{cluster.name}: node_spread={cluster.node_spread:g} and"
+            f" step_spread={cluster.step_spread:g} say what to expect of uneven nodes, jitter,"
+            " straggle and node_speed what single ones do; give one of both, the others as 0"
+        )
+    if not any(leaves_node(group, cluster.layout) for group in schedule.groups):
+        return 1.0
+    per_round = 0.0
+    if cluster.step_spread:
+        between = _slack(schedule, cluster, precision)
+        per_round = spread.with_slack(
+            spread.mean_of(cluster.step_spread, between.steps),
+            cluster.nodes,
+            between.slack / between.compute if between.compute else 0.0,
+            between.ahead / between.compute if between.compute else 0.0,
+        )
+    return spread.expected_slowest(math.hypot(cluster.node_spread, per_round), cluster.nodes)
+
+
+def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> slack.Slack:
+    """That of the schedule where all nodes are equal."""
+    lowered = lower(
+        schedule,
+        cluster,
+        precision=precision,
+        rounds=slack.rounds_needed(schedule),
+        noise=QUIET,
+        fold=True,
+        free=False,
+    )
+    return slack.find(lowered, _run(lowered, None))
+
+
+def _run(lowered: Lowered, progress: Callable[[float], None] | None) -> Times:
+    try:
+        return lockstep.run(lowered, progress)
+    except lockstep.Overtaken:
+        return _Simulation(lowered).run(progress)
 
 
 @dataclass(slots=True)

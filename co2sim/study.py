@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, get_type_hints
 
-from co2sim import convert, hiding, metrics, strategies
+from co2sim import advice, convert, hiding, metrics, strategies
 from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
@@ -20,7 +20,7 @@ from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.trace import Trace
 from co2sim.units import Seconds
-from co2sim.workload import Model, Optimizer, Recompute
+from co2sim.workload import AttentionKernel, Checkpointing, Loss, Model, Optimizer, Recompute
 
 _MOST_ROUNDS = 64
 """Where the search for a steady state ends."""
@@ -38,7 +38,10 @@ class JobOptions(TypedDict, total=False):
     accumulation: Count
     global_batch: Count | None
     precision: str | None
+    attention: AttentionKernel
     recompute: Recompute
+    checkpointing: Checkpointing
+    loss: Loss
     optimizer: Optimizer
     overrides: Mapping[str, Number] | None
     noise: Noise
@@ -66,7 +69,10 @@ def simulate(  # noqa: PLR0913 - one keyword per field
     accumulation: Count = 1,
     global_batch: Count | None = None,
     precision: str | None = None,
-    recompute: Recompute = "selective",
+    attention: AttentionKernel = "flash",
+    recompute: Recompute = "none",
+    checkpointing: Checkpointing = "non_reentrant",
+    loss: Loss = "fused",
     optimizer: Optimizer = "adamw",
     overrides: Mapping[str, Number] | None = None,
     noise: Noise = QUIET,
@@ -89,7 +95,12 @@ def simulate(  # noqa: PLR0913 - one keyword per field
         accumulation: Micro-steps per optimizer step.
         global_batch: Samples per optimizer step over all GPUs, instead of `accumulation`.
         precision: "bf16", "fp16" or "fp32"; default: bf16 if the GPU has it, else fp16.
-        recompute: Activations to recompute: "none", "selective" (attention scores) or "full".
+        attention: "flash" (one kernel, scores are never kept) or "eager".
+        recompute: Activations to recompute: "none", "selective" (the scores of eager attention) or
+            "full" (all of a layer, from its input).
+        checkpointing: How "full" does it: "non_reentrant" stops before a layer's last product, as
+            PyTorch's default does; "reentrant" repeats all, as Megatron-LM and DeepSpeed do.
+        loss: "fused" (one kernel on 16-bit logits) or "eager" (PyTorch's cross entropy, in fp32).
         optimizer: "adamw" or "sgd".
         overrides: Other numbers of the cluster or model, such as {"inter.bandwidth": "25 Gbit/s",
             "model.seq_len": 4096}.
@@ -153,13 +164,29 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         prepared = case.prepare()
         found, rounds, steady = _simulate(case, prepared, done)
         free = _execute(case, prepared, found.rounds, done, free=True)
-        result = replace(prepared.measure(found, rounds, steady, free), notes=notes)
-        if not case.noise.uneven:
-            return result
-        equal, last, _ = _simulate(replace(case, noise=QUIET), prepared, done)
-    nominal = metrics.window(equal, prepared.schedule, last).round_time
-    delay = metrics.straggler_delay(result.round_time_s, nominal)
-    return replace(result, straggler_delay_s=delay)
+        result = prepared.measure(found, rounds, steady, free)
+        result = replace(result, notes=(*notes, *prepared.notes))
+        cluster, nominal = prepared.cluster, result.round_time_s
+        even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
+        if case.noise.uneven or cluster.node_spread or cluster.step_spread:
+            nominal = _round_time(case, even, done)
+            delay = metrics.straggler_delay(result.round_time_s, nominal)
+            result = replace(result, straggler_delay_s=delay)
+
+        def tried(strategy: Strategy) -> Seconds:
+            """The step time, if it is in proportion to that of equal ranks."""
+            schedule = strategy.schedule(prepared.job, cluster.layout)
+            other = replace(even, strategy=strategy, schedule=schedule)
+            return result.step_time_s * _round_time(case, other, done) / nominal
+
+        warnings = advice.warnings(prepared, result.step_time_s, tried)
+    return replace(result, warnings=warnings)
+
+
+def _round_time(case: Case, prepared: Prepared, done: Done | None) -> Seconds:
+    """How long a round takes where all ranks are equal."""
+    found, rounds, _ = _simulate(replace(case, noise=QUIET), prepared, done)
+    return metrics.window(found, prepared.schedule, rounds).round_time
 
 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
@@ -189,8 +216,7 @@ def _settle(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
         if not averages:
             bare = hiding.without_averages(prepared.schedule)
             prepared = replace(prepared, schedule=bare)
-        found, rounds, _ = _simulate(quiet, prepared, done)
-        return metrics.window(found, prepared.schedule, rounds).round_time
+        return _round_time(quiet, prepared, done)
 
     chosen, notes = hiding.choose(strategy, round_time)
     if case.noise != QUIET:

@@ -55,18 +55,49 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedAttention:
+    """Attention in one kernel, over sequences of `length`: its FLOP, and bytes read and written.
+
+    `flops` are those of forward passes, `backward` those of backward passes. Both are what a kernel
+    executes: half of the scores where the model is causal.
+    """
+
+    flops: Flops
+    bytes: Bytes
+    length: int
+    backward: Flops = 0.0
+
+    def times(self, factor: float) -> "FusedAttention":
+        """The same work `factor` times, which may be a fraction."""
+        return FusedAttention(
+            self.flops * factor, self.bytes * factor, self.length, self.backward * factor
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """What a pass launches: matrix products, and the rest.
 
     `calls` are operations that the framework issues, `elementwise_bytes` the memory traffic of
     those that are no matrix products, and `vocabulary` says that the products' output has the
-    width of a vocabulary.
+    width of a vocabulary. `attention` is that part of attention which is one kernel.
     """
 
     products: tuple[Product, ...]
     calls: float
     elementwise_bytes: Bytes
     vocabulary: bool = False
+    attention: FusedAttention | None = None
+
+    def times(self, factor: float) -> "Kernels":
+        """The same work `factor` times, which may be a fraction."""
+        return Kernels(
+            tuple(product.times(factor) for product in self.products),
+            self.calls * factor,
+            self.elementwise_bytes * factor,
+            self.vocabulary,
+            self.attention and self.attention.times(factor),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,48 @@
 FLOP count a multiply-add as two. The model FLOP of a token follow PaLM (Chowdhery et al. 2022,
 appendix B): 6 for every parameter that multiplies, plus 12 x layers x heads x head_dim x seq_len
 for softmax attention, without a discount for causal masks. Norms, biases and activations are left
-out. A backward pass is twice a forward pass; `recompute` adds to the hardware FLOP only.
+out. A backward pass is twice a forward pass; `recompute` adds to the hardware FLOP only, as
+published figures count them: selective the scores of eager attention, full a whole forward pass.
+What kernels execute is another matter: `Kernels` of a pass say it, and times follow from them.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from co2sim.blocks import Block, MatMul, Model, Scores
 from co2sim.ranges import whole
-from co2sim.schedule import Compute, DType, Kernels, Product
+from co2sim.schedule import Compute, DType, FusedAttention, Kernels
 from co2sim.units import Bytes, Flops
 
+__all__ = [
+    "AttentionKernel",
+    "Block",
+    "BlockWork",
+    "Checkpointing",
+    "Loss",
+    "MatMul",
+    "Model",
+    "Optimizer",
+    "Recompute",
+    "Scores",
+    "Workload",
+]
+
+AttentionKernel = Literal["flash", "eager"]
+"""flash: one kernel that never writes the scores. eager: products and softmax, scores kept."""
+
 Recompute = Literal["none", "selective", "full"]
+"""selective: the scores of eager attention again. full: every layer again, from its input."""
+
+Checkpointing = Literal["non_reentrant", "reentrant"]
+"""How "full" runs a layer again. non_reentrant: until the last tensor that the backward pass needs
+is there, so not the layer's last product, and not the head (PyTorch, torch.utils.checkpoint,
+`set_checkpoint_early_stop`). reentrant: every block as a whole (Megatron-LM, DeepSpeed)."""
+
+Loss = Literal["fused", "eager"]
+"""fused: the cross entropy in one kernel on 16-bit logits. eager: PyTorch's, in fp32."""
+
 Optimizer = Literal["adamw", "sgd"]
 
 _MOST_SAMPLES = 10_000
@@ -23,81 +53,19 @@ _MOST_SAMPLES = 10_000
 MASTER_BYTES: Bytes = 4.0
 """fp32 master copy of a parameter in mixed precision."""
 
+FLASH_BACKWARD = 2.5
+"""FLOP of FlashAttention's backward pass for one of its forward pass: it has five products instead
+of two, as it computes the scores again. Source: Dao 2023, arXiv 2307.08691, section 4.1."""
+
+_LOSS_WRITTEN: dict[Loss, Bytes] = {"fused": 1.0, "eager": 4.0}
+"""What a forward pass writes and reads for a logit in a 2-byte type; a backward pass twice as much.
+
+fused: the logits are read, then read again and overwritten by their gradient (flash-attn 2,
+`flash_attn/ops/triton/cross_entropy.py`). eager: in fp32, as the calibrated runs have it.
+"""
+
 OPTIMIZER_BYTES: dict[Optimizer, Bytes] = {"adamw": 12.0, "sgd": 8.0}
 """fp32 master copy and moments per parameter: K of ZeRO (arXiv 1910.02054, section 3.1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class MatMul:
-    """Matrix products of a forward pass over a sample: `rows` x `inner` times `inner` x `columns`.
-
-    Those with weights (`count` 0) take all samples of a micro-batch in one product. Others are
-    `count` products per sample, such as those of the heads of attention.
-    """
-
-    rows: int
-    inner: int
-    columns: int
-    count: int = 0
-
-    def product(self, samples: int, width: Bytes) -> Product:
-        """FLOP and bytes over `samples`, for elements of `width` bytes.
-
-        The two products of a backward pass have the same: they permute the three dimensions.
-        """
-        many = (self.count or 1) * samples
-        weights = self.inner * self.columns * (many if self.count else 1)
-        elements = many * self.rows * (self.inner + self.columns) + weights
-        return Product(2.0 * many * self.rows * self.inner * self.columns, elements * width)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The unit of communication and of the schedule: an embedding, a layer, a head.
-
-    `tensors` are the elements of each parameter tensor in forward order. `flops` are those of a
-    forward pass over one sample, `attention_flops` the part of them that "selective" recomputation
-    repeats. `activation_bytes` and `attention_bytes` are what a backward pass needs of one sample
-    in a 2-byte type, without and with attention scores; `boundary_bytes` is the block's input.
-    `products` are its matrix products and `calls` how many operations a framework issues for a
-    forward pass (0: both not known), `vocabulary` marks the output over a vocabulary.
-    """
-
-    name: str
-    tensors: tuple[int, ...]
-    flops: Flops
-    activation_bytes: Bytes
-    attention_flops: Flops = 0.0
-    attention_bytes: Bytes = 0.0
-    boundary_bytes: Bytes = 0.0
-    products: tuple[MatMul, ...] = ()
-    calls: int = 0
-    vocabulary: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Elements of all tensors."""
-        return sum(self.tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1)."""
-
-    name: str
-    blocks: tuple[Block, ...]
-    tokens: int
-    unit: str = "token"
-
-    @property
-    def parameters(self) -> int:
-        """All parameters; a tied embedding counts once."""
-        return sum(block.parameters for block in self.blocks)
-
-    @property
-    def flops_per_sample(self) -> Flops:
-        """Model FLOP of a training step on one sample: three forward passes."""
-        return 3 * sum(block.flops for block in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +82,18 @@ class Workload:
     """A model with its batch and precision.
 
     `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
+    `attention`, `recompute`, `checkpointing` and `loss` are what the training framework does; the
+    defaults are those of most of them today.
     """
 
     model: Model
     micro_batch: int = 1
     accumulation: int = 1
     precision: DType = DType.BF16
-    recompute: Recompute = "selective"
+    attention: AttentionKernel = "flash"
+    recompute: Recompute = "none"
+    checkpointing: Checkpointing = "non_reentrant"
+    loss: Loss = "fused"
     optimizer: Optimizer = "adamw"
 
     def __post_init__(self) -> None:
@@ -157,29 +130,46 @@ class Workload:
             works.append(BlockWork(block, *shared[key]))
         return tuple(works)
 
+    def repeats(self, block: Block) -> bool:
+        """Whether a backward pass begins with the block's forward pass."""
+        if self.recompute != "full":
+            return False
+        return self.checkpointing == "reentrant" or bool(block.boundary_bytes and not block.logits)
+
+    def repeats_scores(self, block: Block) -> bool:
+        """Whether a backward pass computes the scores of eager attention again, and no more."""
+        wanted = self.recompute == "selective" and self.attention == "eager"
+        return wanted and block.scores is not None
+
+    def fuses(self, block: Block) -> bool:
+        """Whether the block's attention is one kernel."""
+        return self.attention == "flash" and block.scores is not None
+
     def _passes(self, block: Block) -> tuple[Compute, Compute]:
         flops = block.flops * self.micro_batch
-        repeated = {
-            "none": 0.0,
-            "selective": block.attention_flops * self.micro_batch,
-            "full": flops,
-        }
+        repeated = flops if self.recompute == "full" else 0.0
+        if block.scores and self.repeats_scores(block):
+            repeated = block.scores.flops * self.micro_batch
         weights = (
             block.parameters * self.precision.bytes if flops else 0.0
         )  # a look-up reads only rows
-        traffic = weights + 2 * block.activation_bytes * self.precision.bytes / 2 * self.micro_batch
+        traffic = weights + 2 * self._written(block) * self.precision.bytes / 2 * self.micro_batch
         return (
-            Compute("forward", flops, traffic, self._kernels(block, 1, "none")),
+            Compute("forward", flops, traffic, self._kernels(block, 1)),
             Compute(
                 "backward",
-                2 * flops + repeated[self.recompute],
+                2 * flops + repeated,
                 2 * traffic,
-                self._kernels(block, 2, self.recompute),
+                self._kernels(block, 2, again=self.repeats(block)),
             ),
         )
 
-    def _kernels(self, block: Block, passes: int, recompute: Recompute) -> Kernels | None:
-        """What `passes` times the work of a forward pass launches, and what is recomputed before.
+    def _written(self, block: Block) -> Bytes:
+        """What a forward pass writes and reads but for scores, in a 2-byte type, of one sample."""
+        return block.activation_bytes + _LOSS_WRITTEN[self.loss] * block.logits
+
+    def _kernels(self, block: Block, passes: int, *, again: bool = False) -> Kernels | None:
+        """What a forward (1), a backward (2) or no pass (0) launches, and a repeated one before it.
 
         Elementwise kernels write every activation that is kept, attention scores included, and
         read it again. Autograd runs one node for every operation of the forward pass, so a
@@ -187,37 +177,63 @@ class Workload:
         """
         if not block.calls:
             return None
-        again = int(recompute == "full")
         often = passes + again
-        attention = passes + 1 if recompute == "selective" and block.attention_flops else often
+        scores = often + (passes > 1 and self.repeats_scores(block))
+        last = passes if self.checkpointing == "non_reentrant" else often
+        times = [scores if matmul.count else often for matmul in block.products]
+        times[-1:] = [last] * len(times[-1:])
+        fused = block.scores if self.fuses(block) else None
+        kept = often * self._written(block)
+        if block.scores and not fused:
+            kept += scores * block.scores.bytes
         width = self.precision.bytes
-        kept = often * block.activation_bytes + attention * block.attention_bytes
         return Kernels(
             tuple(
-                matmul.product(self.micro_batch, width).times(attention if matmul.count else often)
-                for matmul in block.products
+                matmul.product(self.micro_batch, width).times(count)
+                for matmul, count in zip(block.products, times, strict=True)
+                if count and not (fused and matmul.count)
             ),
-            (1 + again) * block.calls,
+            (bool(passes) + again) * block.calls,
             kept * width * self.micro_batch,
-            block.vocabulary,
+            bool(block.logits),
+            self._fused(fused, passes, again) if fused else None,
+        )
+
+    def _fused(self, scores: Scores, passes: int, again: int) -> FusedAttention:
+        """Attention as one kernel: it reads and writes four arrays as wide as its heads together.
+
+        A backward pass reads the gradient of its output, too, and writes three: twice as much.
+        """
+        flops = scores.flops * self.micro_batch * (0.5 if scores.causal else 1.0)
+        moved = scores.flops / scores.length * self.micro_batch * self.precision.bytes
+        back = passes > 1
+        return FusedAttention(
+            flops * (again + (not back) * passes),
+            moved * (passes + again),
+            scores.length,
+            flops * FLASH_BACKWARD * back,
         )
 
     def recomputed(self, work: BlockWork) -> tuple[Compute, Compute]:
         """A backward pass with full recomputation in two: the forward pass again, then the rest."""
         forward, whole = work.forward, work.backward
         return (
-            replace(forward, kernel="recompute"),
+            replace(forward, kernel="recompute", kernels=self._kernels(work.block, 0, again=True)),
             Compute(
                 "backward",
                 whole.flops - forward.flops,
                 whole.memory_bytes,
-                self._kernels(work.block, 2, "none"),
+                self._kernels(work.block, 2),
             ),
         )
 
     @property
     def hardware_flops_per_sample(self) -> Flops:
-        """FLOP of a training step on one sample as executed, recomputation included."""
+        """FLOP of a training step on one sample, recomputation included, as published figures count.
+
+        Full recomputation counts as a whole forward pass (8 per parameter and token), even where
+        `checkpointing` leaves some of it out; what flash attention repeats is not counted.
+        """
         works = self.works()
         return sum(work.forward.flops + work.backward.flops for work in works) / self.micro_batch
 

@@ -215,7 +215,8 @@ def test_a_file_of_the_users_may_name_a_gpu_beside_it(tmp_path: Path) -> None:
     text = (source / "clusters" / "a100-tcp80.toml").read_text()
     (tmp_path / "mine.toml").write_text(re.sub(r"(?m)^gpu = .*", 'gpu = "own.toml"', text))
     gpu = (source / "gpus" / "a100-80.toml").read_text()
-    (tmp_path / "own.toml").write_text(gpu.replace('memory = "80 GB"', 'memory = "33 GB"'))
+    own = re.sub(r"(?m)^memory = .*", 'memory = "33 GB"', gpu)
+    (tmp_path / "own.toml").write_text(own)
     assert load_cluster(str(tmp_path / "mine.toml")).value.gpu.memory == 33e9
 
 

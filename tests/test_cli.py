@@ -255,7 +255,7 @@ def test_a_price_in_euros_gives_a_cost_in_euros(cli: Run, tmp_path: Path) -> Non
 
 
 def test_the_help_says_what_recomputation_keeps(cli: Run) -> None:
-    """`selective` is what FlashAttention does; `none` keeps the attention matrix."""
+    """Attention, recomputation and loss are choices of their own, each with what it keeps."""
     shown = " ".join(cli("run", "--help")[1].split())
-    assert "none (the attention matrix is kept)" in shown
-    assert "as with FlashAttention" in shown
+    for text in ("the scores are never kept", "selective (the scores of eager attention)", "fp32)"):
+        assert text in shown

@@ -22,11 +22,13 @@ from co2sim.schedule import (
     Collective,
     Compute,
     DType,
+    FusedAttention,
     Kernels,
     Kind,
     Product,
 )
-from co2sim.workload import MatMul, Workload
+from co2sim.architecture import Transformer, language_model
+from co2sim.workload import Block, MatMul, Workload
 
 CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
 PASS = Compute("forward", 1e12, 0.0, Kernels((Product(1e12, 1e9),), 20, elementwise_bytes=1e9))
@@ -91,20 +93,110 @@ def test_products_of_a_backward_pass_cost_as_those_of_a_forward_pass(sizes: list
     assert len(alike) == 1
 
 
+def passes(job: Workload) -> list[tuple[Block, Compute]]:
+    """Every pass over every block, those of full recomputation in two besides."""
+    found = []
+    for work in job.works():
+        found += [(work.block, work.forward), (work.block, work.backward)]
+        if job.repeats(work.block) and work.block.flops:
+            found += [(work.block, one) for one in job.recomputed(work)]
+    return found
+
+
 @pytest.mark.parametrize("name", names("models"))
 def test_products_of_a_block_add_up_to_its_flop(name: str) -> None:
-    """In every pass, and for every kind of recomputation, wherever products are known."""
+    """Eager and reentrant: in every pass, for every recomputation, wherever products are known."""
     model = load_model(name).value
     for recompute in ("none", "selective", "full"):
-        job = Workload(model, micro_batch=2, recompute=recompute)
-        for work in job.works():
-            passes = [work.forward, work.backward]
-            if recompute == "full" and work.block.flops:
-                passes += job.recomputed(work)
-            for one in passes:
-                if one.kernels:
-                    total = sum(product.flops for product in one.kernels.products)
-                    assert total == pytest.approx(one.flops)
+        job = Workload(
+            model,
+            micro_batch=2,
+            attention="eager",
+            recompute=recompute,
+            checkpointing="reentrant",
+        )
+        for _, one in passes(job):
+            if one.kernels:
+                total = sum(product.flops for product in one.kernels.products)
+                assert total == pytest.approx(one.flops)
+
+
+@pytest.mark.parametrize("name", names("models"))
+def test_a_repeated_layer_stops_before_its_last_product(name: str) -> None:
+    """Its output is not needed again; the head, which keeps what it needs, is not repeated."""
+    job = Workload(load_model(name).value, attention="eager", recompute="full")
+    whole = replace(job, checkpointing="reentrant")
+    assert not any(job.repeats(block) for block in job.model.blocks if block.logits)
+    for mine, theirs in zip(job.works(), whole.works(), strict=True):
+        assert mine.backward.flops == theirs.backward.flops  # as published figures count
+        if not mine.backward.kernels or not theirs.backward.kernels or not mine.block.products:
+            continue
+        left_out = sum(p.flops for p in theirs.backward.kernels.products) - sum(
+            p.flops for p in mine.backward.kernels.products
+        )
+        expected = mine.block.products if mine.block.logits else mine.block.products[-1:]
+        assert left_out == pytest.approx(sum(one.product(1, 2.0).flops for one in expected))
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 64), st.integers(1, 2048), st.integers(1, 3), st.booleans()
+)
+def test_flash_attention_executes_five_products_backward_and_half_of_a_causal_one(
+    heads: int, head_dim: int, tokens: int, samples: int, causal: bool
+) -> None:
+    """2 products of 2 s s d forward, 5 backward, half of each where causal (arXiv 2307.08691)."""
+    body = Transformer(
+        layers=1, hidden=heads * head_dim, heads=heads, ffn=8, causal=causal
+    )
+    model = language_model("m", body, vocab=10, tokens=tokens, tied=True)
+    product = 2 * tokens**2 * heads * head_dim * samples / (2 if causal else 1)
+    for recompute, again in (("none", 0), ("selective", 0), ("full", 2)):
+        job = Workload(model, micro_batch=samples, recompute=recompute)  # type: ignore[arg-type]
+        work = job.works()[1]
+        forward, backward = work.forward.kernels, work.backward.kernels
+        assert forward and forward.attention and backward and backward.attention
+        assert forward.attention.flops == pytest.approx(2 * product)
+        assert backward.attention.flops == pytest.approx((5 + again) * product)
+        eager = replace(job, attention="eager").works()[1].forward.kernels
+        assert eager and not eager.attention
+        assert len(eager.products) == len(forward.products) + 2  # the scores, and their use
+
+
+def test_flash_attention_has_its_own_efficiency_by_length() -> None:
+    """A number, or a table over the length, log-linear between its points; else as products."""
+    gpu = CLUSTER.gpu
+    peak = gpu.peak["fp16"]
+    table = ((1024, 0.2), (4096, 0.4))
+    for length, given_, attained in (
+        (2048, 0.3, 0.3),
+        (512, table, 0.2),
+        (2048, table, 0.3),
+        (65536, table, 0.4),
+    ):
+        kernels = Kernels((), 0, 0.0, attention=FusedAttention(1e12, 1e9, length))
+        times = KernelTimes(0.8, attention_efficiency=given_)  # type: ignore[arg-type]
+        took = compute_time(replace(PASS, kernels=kernels), replace(gpu, kernels=times), "fp16")
+        assert took == pytest.approx(1e12 / (peak * attained))
+    product = Kernels((Product(1e12, 1e9),), 0, 0.0)
+    flash = Kernels((), 0, 0.0, attention=FusedAttention(1e12, 1e9, 2048))
+    bare = replace(gpu, kernels=KernelTimes(0.8, operand_efficiency=0.1))
+    assert compute_time(replace(PASS, kernels=flash), bare, "fp16") == pytest.approx(
+        compute_time(replace(PASS, kernels=product), bare, "fp16")
+    )
+
+
+@pytest.mark.parametrize("given_", [0.0, 1.5, ((0, 0.5),), ((10, 0.5), (5, 0.5)), ()])
+def test_an_efficiency_of_attention_that_no_kernel_has_is_refused(given_: object) -> None:
+    """Fractions by rising length."""
+    with pytest.raises(OptionError, match="attention_efficiency"):
+        KernelTimes(0.8, attention_efficiency=given_)  # type: ignore[arg-type]
+
+
+def test_a_file_may_give_attention_as_a_number_or_as_a_table() -> None:
+    """And `--set` may give the number."""
+    path = "gpu.kernels.attention_efficiency"
+    found = load_cluster("a100-node-calibrated", {path: "0.4"}).value.gpu.kernels
+    assert found and found.attention_efficiency == pytest.approx(0.4)
 
 
 def test_hops_in_turn_add_the_time_inside_the_node() -> None:
@@ -165,6 +257,7 @@ def case(strategy: str, recompute: str = "full") -> Case:
         model="gpt2-xl",
         strategy=strategy,
         gpus=64,
+        attention="eager",
         recompute=recompute,  # type: ignore[arg-type]
         overrides={**overrides, "model.heads": "16", "model.ffn": "4096"},
     )

@@ -9,6 +9,7 @@ import pytest
 from co2sim import Case
 from co2sim.console.fitting import alternatives
 from co2sim.study import run
+from co2sim.units import scaled
 
 Run = Callable[..., tuple[int, str, str]]
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")
@@ -67,7 +68,7 @@ def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
 ) -> None:
     """Every line of "what would fit" is options; run with them, the memory is as it said."""
     shown = cli("run", "-c", "dgx-h100", *options)[1]
-    lines = shown.partition("what would fit in 80 GB\n")[2].splitlines()[1:]
+    lines = shown.partition("what would fit in 84.9 GB\n")[2].splitlines()[1:]
     offers = dict(re.split(r" {2,}", line) for line in lines if line)
     assert any(instead in text for text in offers)
     for text, size in offers.items():
@@ -120,3 +121,60 @@ def test_one_assumption_is_one_line(cli: Run) -> None:
     shown = cli("sweep", *SMALL, "-g", "8", "-s", "ddp", "--vary", "micro_batch=1,2,4,8")[1]
     assert shown.count("cluster.gpu.efficiency") == 1
     assert "cases like it" in " ".join(shown.split())
+
+
+FULL = ("-c", "dgx-h100", "-m", "llama-7b", "-g", "16", "--micro-batch", "16")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("-s", "zero3"), "activations with {}; --recompute full or a smaller --micro-batch makes"),
+        (("-s", "ddp", "--recompute", "full"), "optimizer with {}; a strategy that shards it"),
+        (("-s", "slowmo", "--recompute", "full"), "outer with {}; worker=node makes it smaller"),
+    ],
+)
+def test_the_largest_item_is_named_with_what_makes_it_smaller(
+    cli: Run, options: tuple[str, ...], line: str
+) -> None:
+    """What a user has chosen already is not offered."""
+    shown = cli("run", *FULL, *options)[1]
+    items = json.loads(cli("run", *FULL, *options, "--json")[1])["memory_bytes_per_gpu"]
+    name = line.partition(" ")[0]
+    assert items[name] == max(size for item, size in items.items() if item != "total")
+    assert f"the largest item is {line.format(scaled(items[name], 'B'))}" in shown
+
+
+def test_memory_says_what_pytorch_counts(cli: Run) -> None:
+    """Items that it allocates, their sum, and what is beside them; the same in JSON."""
+    options = (*SMALL, "-s", "zero3", "-g", "8")
+    shown = cli("run", *options)[1].partition("memory per GPU: ")[2]
+    found = json.loads(cli("run", *options, "--json")[1])
+    memory, counted = found["memory_bytes_per_gpu"], found["allocated_bytes_per_gpu"]
+    beside = sum(memory[name] for name in ("nccl", "context", "fragmentation"))
+    assert counted + beside == pytest.approx(memory["total"])
+    order = ["logits", "max_memory_allocated", "fragmentation", "nccl", "context", "total"]
+    assert [shown.index(name) for name in order] == sorted(shown.index(name) for name in order)
+    assert f"max_memory_allocated counts  {scaled(counted, 'B')}" in shown
+
+
+def test_selective_recomputation_with_flash_attention_is_said_to_repeat_nothing(cli: Run) -> None:
+    """It is the same as none, and one line says so."""
+    options = (*SMALL, "-s", "ddp", "-g", "8")
+    shown = cli("run", *options, "--recompute", "selective")[1]
+    assert shown.count("repeats nothing: flash attention keeps no scores") == 1
+    one, other = (
+        json.loads(cli("run", *options, "--recompute", how, "--json")[1])
+        for how in ("none", "selective")
+    )
+    assert other.pop("notes")
+    assert not one.pop("notes")
+    assert one == other
+
+
+def test_attention_and_recomputation_can_be_swept(cli: Run) -> None:
+    """Both are axes; eager attention needs more memory, and full recomputation less."""
+    axes = ("--vary", "attention=flash,eager", "--vary", "recompute=none,full")
+    rows = json.loads(cli("sweep", *SMALL, "-s", "ddp", "-g", "8", *axes, "--json")[1])
+    needs = [row["memory_bytes_per_gpu"]["total"] for row in rows]
+    assert needs[2] > needs[0] > needs[1]

@@ -30,6 +30,10 @@ GOLDEN = [
     ("zero3(prefetch=900)", {"accumulation": 2}),
     ("zeropp", {}),
     ("zeropp(qwz=false,hpz=false)", {}),
+    ("zeropp(chunks=2)", {}),
+    ("fsdp", {}),
+    ("fsdp(version=1,shard=node)", {}),
+    ("fsdp(reshard_after_forward=false,sync=last)", {"accumulation": 2}),
     ("local_sgd(tau=2)", {}),
     ("overlap_local_sgd(tau=2)", {}),
     ("slowmo(tau=2)", {}),
@@ -109,7 +113,9 @@ def test_each_parameter_is_communicated_once_per_pass(
     assert sum(w.elements for w in collectives(schedule, Kind.ALL_GATHER)) == 2000 * times[gathered]
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "ddp", "zero2"])
+@pytest.mark.parametrize(
+    "strategy", ["zero3", "zeropp", "zeropp(chunks=2)", "fsdp", "ddp", "zero2"]
+)
 def test_parameters_are_read_only_after_the_last_update(strategy: str) -> None:
     """No gather or forward starts before the optimizer of the round before has ended.
 
@@ -313,7 +319,7 @@ def test_what_is_kept_and_predicted_changes_no_schedule() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["co2", "slowmo", "local_sgd", "overlap_local_sgd", "diloco"])
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
 def test_a_node_as_worker_averages_shares_among_peers(strategy: str, inner: str) -> None:
     """Each rank averages its share with its peers; nothing else leaves the node."""
     schedule = tiny.schedule(f"{strategy}(tau=2,worker=node,inner={inner})", (3, 2))
@@ -453,7 +459,7 @@ def test_a_strategy_reads_back_from_its_title(text: str) -> None:
     ("text", "said"),
     [
         ("ddpp", "did you mean 'ddp'?"),
-        ("fsdp9000x", "known: co2, ddp"),
+        ("megatron9000x", "known: co2, ddp"),
         ("", "unknown strategy ''"),
         ("co2(taau=3)", "did you mean 'tau'?"),
         ("co2(tau)", "is not option=value"),
@@ -605,3 +611,72 @@ def test_any_text_is_a_strategy_or_one_line(text: str, start: str) -> None:
         assert len(str(error).splitlines()) == 1  # noqa: PT017 - both outcomes are right
     else:
         assert strategy.name in strategies.STRATEGIES
+
+
+# --- ZeRO++ in chunks ----------------------------------------------------------------------------
+
+
+def reduction(chunks: int) -> list[Op]:
+    """What reduces the gradient of a layer, in the order of issue."""
+    body = tiny.schedule(f"zeropp(chunks={chunks})").body
+    kept = ("quantize", "exchange", "sum")
+    return [op for op in body if op.name.endswith(".layer0") and op.name.startswith(kept)][3:]
+
+
+@given(st.integers(2, 100))
+def test_chunks_send_the_same_gradient(chunks: int) -> None:
+    """Every element goes through both exchanges once, in parts within an element of each other."""
+    whole, parts = (
+        [work for op in reduction(n) if isinstance(work := op.work, Collective)]
+        for n in (1, chunks)
+    )
+    for one in whole:
+        sizes = [work.elements for work in parts if work.group == one.group]
+        assert len(sizes) == chunks
+        assert one.elements <= sum(sizes) <= one.elements + chunks  # halves are rounded up
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_chunks_are_a_pipeline_through_node_and_peers(chunks: int) -> None:
+    """Long exchanges: the longer one of all chunks, and the shorter one of a single chunk.
+
+    1000 MB of int4 gradients: s in the node, t among peers, one after the other s + t; in n chunks
+    s + t / n or t + s / n, whichever is longer.
+    """
+    blocks = (Block("layer", (10**9,), 0.0, 0.0),)
+    job = Workload(Model("one", blocks, tokens=1))
+    strategy = f"zeropp(qwz=false,hpz=false,prefetch=0,chunks={chunks},scale_block=1000000)"
+    fast = tiny.gpu(memory_bandwidth=1e18, peak={"bf16": 1e18})
+    for inter in (5e8, 5e9):
+        cluster = tiny.cluster(intra=Link(1e9), inter=Link(inter), gpu=fast)
+        schedule = strategies.parse(strategy).schedule(job, Layout(2, 2))
+        spans = tiny.by_op(execute(schedule, cluster, precision="bf16", rounds=1))
+        start = spans[0, "exchange_node1.layer"].start
+        found = spans[0, f"sum_peers{chunks}.layer"].end - start
+        inside = 5e8 / 2 / 1e9
+        between = 5e8 / 2 / inter  # two ranks send half of a half each
+        expected = max(inside, between) + min(inside, between) / chunks
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_weights_are_quantized_beside_the_gather_before() -> None:
+    """With chunks the kernels of qwZ are on streams of their own; without on that of gathers."""
+    for chunks, streams in ((1, {"gather"}), (2, {"quantize", "gather", "dequantize"})):
+        body = tiny.schedule(f"zeropp(chunks={chunks})").body
+        assert {op.stream for op in body if op.name.endswith("forward.layer0")} == {
+            *streams,
+            "compute",
+        }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("zeropp(chunks=0)", "1 to 100"), ("zeropp(chunks=101)", "1 to 100")],
+)
+def test_absurd_numbers_of_chunks_are_refused(text: str, said: str) -> None:
+    """A schedule holds every chunk."""
+    with pytest.raises(OptionError, match=said):
+        strategies.parse(text)
+    with pytest.raises(OptionError, match="chunks=2 needs qwz or qgz"):
+        strategies.parse("zeropp(chunks=2,qwz=false,qgz=false)")

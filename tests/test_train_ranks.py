@@ -7,7 +7,7 @@ from together import together
 
 pytestmark = pytest.mark.dist
 
-SHARED = ["ddp", "zero1", "zero2", "zero3"]
+SHARED = ["ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp:reshard_after_forward=false"]
 """Every gradient is that of all: they learn the same."""
 
 GENTLE = {"momentum": "0.1"}
@@ -29,7 +29,8 @@ def learned(first: float, last: float) -> bool:
     return last < first and last < 3.4
 
 
-NODES = [f"local_sgd:tau=2,worker=node,inner={name}" for name in ("ddp", "zero2", "zero3")]
+NODES = [f"local_sgd:tau=2,worker=node,inner={name}" for name in ("ddp", "zero2", "zero3", "fsdp")]
+HSDP = ["fsdp:shard=node", "fsdp:reshard_after_forward=2"]
 RESUMED = [
     *("ddp", "zeropp", "co2:tau=4", "overlap_local_sgd:tau=4"),
     "co2:tau=4,delay=3,worker=node,inner=zero2",
@@ -54,7 +55,7 @@ def two_ranks() -> dict[str, list[Any]]:
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What two nodes of two ranks gave, by function."""
     calls: dict[str, dict[str, Any]] = {
-        "learn": {"strategies": {name: {} for name in NODES}},
+        "learn": {"strategies": {name: {} for name in (*NODES, *HSDP, "fsdp:reduce=bf16")}},
         "resume": {"strategies": RESUMED, "folder": str(tmp_path_factory.mktemp("resumed"))},
         "stopped": {},
     }
@@ -83,6 +84,16 @@ def test_a_node_is_a_worker(two_nodes: dict[str, list[Any]]) -> None:
         assert all(one[name][1] == last for one in found)
         # 16 rounds of two workers: each rank sends its half of the model once, in fp32.
         assert sent == pytest.approx(16 * 4 * 61_248 / 2, rel=0.02)
+
+
+def test_groups_of_fsdp_share_every_gradient(two_nodes: dict[str, list[Any]]) -> None:
+    """Sharded in nodes and replicated between, or gathered again by two: the same is learned."""
+    found = two_nodes["learn"][0]
+    first, last, sent = found["fsdp:shard=node"]
+    assert learned(first, last)
+    assert sent is None
+    assert found["fsdp:reshard_after_forward=2"][1] == pytest.approx(last, abs=1e-3)
+    assert found["fsdp:reduce=bf16"][1] == pytest.approx(last, abs=0.02)
 
 
 def test_resumed_is_uninterrupted(two_nodes: dict[str, list[Any]]) -> None:

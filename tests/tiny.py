@@ -6,7 +6,7 @@ from co2sim import strategies
 from co2sim.cluster import GPU, Cluster, Link
 from co2sim.schedule import Layout, Schedule
 from co2sim.trace import Span, Trace
-from co2sim.workload import Block, Model, Workload
+from co2sim.workload import Block, Model, Scores, Workload
 
 GIGA = 1e9
 
@@ -29,6 +29,12 @@ VARIANTS = [
     "zeropp(hpz=false)",
     "zeropp(qgz=false)",
     "zeropp(hpz_group=1)",
+    "zeropp(chunks=3)",
+    "zeropp(chunks=2,gathers=2,hpz=false)",
+    "fsdp",
+    "fsdp(version=1,clip=false)",
+    "fsdp(reshard_after_forward=false,sync=last)",
+    "fsdp(shard=node,reduce=bf16)",
     "local_sgd(tau=3)",
     "local_sgd(tau=2,worker=node)",
     "overlap_local_sgd(tau=3)",
@@ -46,6 +52,7 @@ VARIANTS = [
     "co2(tau=2,worker=node)",
     "co2(tau=2,worker=node,inner=zero1)",
     "co2(tau=2,worker=node,inner=zero3)",
+    "co2(tau=2,worker=node,inner=fsdp)",
     "co2(tau=2,worker=node,average=leader)",
     "co2(tau=2,dtype=int8)",
     "co2(tau=3,delay=1,keep=0.5,predict=0.25)",
@@ -91,8 +98,7 @@ def model() -> Model:
             (300, 200),
             2e6,
             4000.0,
-            attention_flops=5e5,
-            attention_bytes=1000.0,
+            Scores(5e5, 1000.0, heads=2, length=16),
             boundary_bytes=400.0,
         )
         for number in range(2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from analysis.published.papers import DATA_VARIABLE, ITERATION_TIMES, PAPERS
+from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
@@ -27,7 +27,8 @@ Data = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
-        help=f"Folder with {ITERATION_TIMES}, or that file; by default what {DATA_VARIABLE} names.",
+        help=f"Folder with {' or '.join(TABLES_ELSEWHERE.values())}, or one of these files; by"
+        f" default what {DATA_VARIABLE} names.",
     ),
 ]
 
@@ -62,7 +63,7 @@ def validate_command(
     if cells:
         say = partial(typer.echo, err=True)
         chosen = csv_tables.further_cells(cells, known, papers_, say)
-    _say_what_is_missing(known, chosen)
+    _say_what_is_missing(known, chosen, papers_)
     rows = errors.validate(chosen)
     files: dict[Path, bytes] = {}
     if figures is not None:
@@ -96,20 +97,23 @@ def validate_command(
         typer.echo(f"written {path}")
 
 
-def _say_what_is_missing(known: Sequence["Cell"], chosen: Sequence["Cell"]) -> None:
-    """On stderr: without their table no A100 iteration time is predicted, or known as fitted."""
-    from analysis.published.csv_tables import REFERRED  # noqa: PLC0415 - numpy, pydantic
+def _say_what_is_missing(
+    known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path
+) -> None:
+    """On stderr: of a table that is not at hand nothing is predicted, or known as fitted."""
+    from analysis.published.papers import papers  # noqa: PLC0415 - pydantic
 
-    if any(cell.source == REFERRED for cell in known):
-        return
-    note = (
-        "the A100 iteration times of vTrain were not read; --data names their folder"
-        " (docs/validation.md says how to make it)"
-    )
-    if chosen is known:
-        typer.echo(f"note: {note}", err=True)
-    elif any(cell.source == REFERRED for cell in chosen):
-        typer.echo(f"note: {note}, so rows that were fitted on count as check", err=True)
+    for key in papers(folder).keys() & TABLES_ELSEWHERE.keys():
+        if any(cell.source == key for cell in known):
+            continue
+        note = (
+            f"note: {TABLES_ELSEWHERE[key]}, the table of {key}, was not read; --data names its"
+            " folder (docs/validation.md says how to make it)"
+        )
+        if chosen is known:
+            typer.echo(note, err=True)
+        elif any(cell.source == key for cell in chosen):
+            typer.echo(f"{note}, so rows that were fitted on count as check", err=True)
 
 
 def calibrate_command(

@@ -1,7 +1,8 @@
 """Fit the constants of a group on its fit cells: least squares in log space, cross-validated.
 
 A residual is log(predicted / published). Bounds are physical: no rate above its peak, no time below
-zero. Predictions are those of the simulator, by its shorter ways (`quick_step_time`).
+zero. Predictions are those of the simulator, by its shorter ways (`quick_step_time`). A robust fit
+lets the loss of an outlier grow with its error only, not with its square ("soft l1").
 """
 
 import math
@@ -18,6 +19,9 @@ from co2sim.errors import OptionError
 
 FOLDS = 5
 
+_WITHIN, _QUANTILE = 0.9, 1.645
+"""A share of the residuals, and of how many standard deviations a normal one holds as many."""
+
 Array = npt.NDArray[np.float64]
 
 
@@ -26,7 +30,8 @@ class Fit:
     """Fitted values, their covariance, and the scatter of the residuals around them.
 
     `scatter` is the standard deviation of log(predicted / published), None without degrees of
-    freedom, and `unscaled` the covariance for a scatter of 1. `mape` and `cross_validated` are mean
+    freedom, and `unscaled` the covariance for a scatter of 1. In a robust fit the scatter is that
+    of a normal distribution with nine tenths of the residuals in the same interval. `mape` and `cross_validated` are mean
     absolute errors as fractions; `by_label` is that of all cells with one value of a label at a
     time left out, such as those of one micro-batch.
     """
@@ -59,7 +64,7 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
     values, jacobian, residuals = _solve(group, chosen)
     scales = np.array([constant.high - constant.low for constant in group.constants])
     freedom = len(chosen) - count
-    scatter = math.sqrt(float(residuals @ residuals) / freedom) if freedom else None
+    scatter = _scatter(residuals, freedom, robust=group.robust is not None) if freedom else None
     inverse = np.linalg.pinv(jacobian.T @ jacobian)  # of scaled constants: units differ by 1e9
     unscaled: Array = (np.outer(scales, scales) * inverse).astype(np.float64)
     covariance: Array = unscaled * (scatter or 0.0) ** 2
@@ -69,7 +74,9 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
         folds = [chosen[fold::FOLDS] for fold in range(FOLDS)]
         held = left_out(group, chosen, folds)
         by_label = {
-            label: left_out(group, chosen, parts) for label, parts in parts_by_label(chosen).items()
+            label: left_out(group, chosen, parts)
+            for label, parts in parts_by_label(chosen).items()
+            if label not in group.apart
         }
     mape = float(np.mean(np.abs(np.expm1(residuals))))
     return Fit(
@@ -86,6 +93,13 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
     )
 
 
+def _scatter(residuals: Array, freedom: int, *, robust: bool) -> float:
+    if not robust:
+        return math.sqrt(float(residuals @ residuals) / freedom)
+    within = float(np.quantile(np.abs(residuals), _WITHIN)) / _QUANTILE
+    return within * math.sqrt(len(residuals) / freedom)
+
+
 def residuals_of(cells: Sequence[Cell], values: Mapping[str, float]) -> Array:
     """log(predicted / published) of every cell."""
     return np.array([math.log(predict(cell, values, fast=True) / cell.published) for cell in cells])
@@ -96,7 +110,8 @@ def _solve(
 ) -> tuple[dict[str, float], Array, Array]:
     """Least squares inside the bounds, with constants scaled to [0, 1], as is the Jacobian.
 
-    It starts at the values of the catalog, and if `thorough` in the middle of the bounds too.
+    It starts in the middle of the bounds, and if `thorough` at the values of the catalog too: where
+    cells are left out, what the catalog has learned from them must not come back.
     """
     from scipy.optimize import least_squares  # noqa: PLC0415 - slow
 
@@ -110,15 +125,22 @@ def _solve(
     def residuals(scaled: Array) -> Array:
         return residuals_of(cells, named(scaled))
 
-    known = stated(group, cells[0].setup.whole_cluster())
+    known = stated(group)
     here = np.array([known[constant.name] for constant in group.constants])
-    starts = [np.clip((here - low) / (high - low), 0.01, 0.99)]
+    starts = [np.full(len(low), 0.5)]
     if thorough:
-        starts.append(np.full(len(low), 0.5))
+        starts.append(np.clip((here - low) / (high - low), 0.01, 0.99))
+    loss = {"loss": "soft_l1", "f_scale": group.robust} if group.robust else {}
     best = min(
         (
             least_squares(
-                residuals, start, bounds=(0, 1), diff_step=np.array([1e-3]), ftol=1e-5, xtol=1e-5
+                residuals,
+                start,
+                bounds=(0, 1),
+                diff_step=np.array([1e-3]),
+                ftol=1e-5,
+                xtol=1e-5,
+                **loss,
             )
             for start in starts
         ),

@@ -56,13 +56,13 @@ def catalog_files(fits: Sequence[Fit]) -> dict[Path, bytes]:
     texts: dict[Path, str] = {}
     for found in fits:
         for constant in GROUPS[found.group].constants:
-            path = Path(str(CATALOG / constant.file))
-            text = texts.get(path) or path.read_text()
             value = constant.text(found.values[constant.name])
-            try:
-                texts[path] = with_value(text, constant.path.removeprefix("gpu."), value)
-            except CatalogError as error:
-                raise CatalogError(f"{path}: {error}") from error
+            for path in (Path(str(CATALOG / file)) for file in constant.files):
+                text = texts.get(path) or path.read_text()
+                try:
+                    texts[path] = with_value(text, constant.path.removeprefix("gpu."), value)
+                except CatalogError as error:
+                    raise CatalogError(f"{path}: {error}") from error
     return {path: text.encode() for path, text in texts.items()}
 
 

@@ -11,7 +11,7 @@ from co2sim.errors import OptionError, nearest
 from co2sim.published_cells import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
-from co2sim.workload import Recompute, Workload
+from co2sim.workload import AttentionKernel, Checkpointing, Loss, Recompute, Workload
 
 Quantity = Literal["tflops_per_gpu", "tokens_per_s", "iteration_ms", "inter_node_volume"]
 
@@ -35,7 +35,10 @@ class RunSetup:
     precision: str
     micro_batch: int = 1
     accumulation: int = 1
-    recompute: Recompute = "selective"
+    attention: AttentionKernel = "flash"
+    recompute: Recompute = "none"
+    checkpointing: Checkpointing = "non_reentrant"
+    loss: Loss = "fused"
     overrides: tuple[tuple[str, str], ...] = ()
     model_overrides: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, float], ...] = ()
@@ -61,7 +64,10 @@ class RunSetup:
             micro_batch=self.micro_batch,
             accumulation=self.accumulation,
             precision=self.precision,
+            attention=self.attention,
             recompute=self.recompute,
+            checkpointing=self.checkpointing,
+            loss=self.loss,
         )
 
     def as_stated(self) -> "RunSetup":
@@ -106,6 +112,11 @@ class Cell:
         """The configuration of the first term."""
         return self.terms[0].setup
 
+    @property
+    def setups(self) -> tuple[RunSetup, ...]:
+        """The configurations of all terms."""
+        return tuple(term.setup for term in (*self.terms, *self.over))
+
 
 def check_runs(cell: Cell) -> None:
     """Refuse what the simulator cannot run: GPUs that fill no nodes, an unknown model, its batch.
@@ -137,12 +148,13 @@ def with_override(cell: Cell, path: str, text: str) -> Cell:
 
 def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
     """The cell with other values of constants of its group, by their names."""
-    paths = {constant.path: constant.name for constant in GROUPS[cell.group].constants}
-    new = {path: values[name] for path, name in paths.items() if name in values}
-    return changed(
-        cell,
-        lambda setup: replace(setup, constants=tuple((dict(setup.constants) | new).items())),
-    )
+
+    def change(setup: RunSetup) -> RunSetup:
+        mine = GROUPS[cell.group].on(setup.cluster)
+        new = {constant.path: values[constant.name] for constant in mine if constant.name in values}
+        return replace(setup, constants=tuple((dict(setup.constants) | new).items()))
+
+    return changed(cell, change)
 
 
 def with_strategy_options(cell: Cell, strategy: str, options: Mapping[str, str]) -> Cell:

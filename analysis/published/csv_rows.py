@@ -40,9 +40,10 @@ _RATIO_ROUNDING = 0.01
 """It is printed with two decimals."""
 
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text)):
-        raise ValueError(f"must be a whole number from 1 to {10**_DIGITS - 1}")
+def whole(text: str, digits: int = _DIGITS) -> int:
+    """The whole number above 0 that a field holds. Raises ValueError with the rule."""
+    if not (text.isascii() and text.isdigit() and len(text) <= digits and int(text)):
+        raise ValueError(f"must be a whole number from 1 to {10**digits - 1}")
     return int(text)
 
 
@@ -70,7 +71,7 @@ def _links(value: int) -> int:
     return value
 
 
-Count: TypeAlias = Annotated[int, BeforeValidator(_whole)]
+Count: TypeAlias = Annotated[int, BeforeValidator(whole)]
 Published: TypeAlias = Annotated[float | None, BeforeValidator(_positive)]
 """A published number; None where the field is empty."""
 
@@ -119,7 +120,7 @@ class CO2Row(TableRow):
 
     method: str
     network: str
-    tau: Annotated[int | None, BeforeValidator(lambda text: _whole(text) if text else None)]
+    tau: Annotated[int | None, BeforeValidator(lambda text: whole(text) if text else None)]
     gpus: Count
     words_per_s: Published
     scalability_16_to_128: Published
@@ -135,8 +136,8 @@ class CO2Row(TableRow):
 
     def cells(self, paper: Paper, use: Use) -> Iterator[Cell]:
         """A throughput, a ratio, or both."""
-        strategy = _chosen("method", self.method, paper.setting("methods"))
-        cluster = _chosen("network", self.network, paper.setting("networks"))
+        strategy = chosen("method", self.method, paper.setting("methods"))
+        cluster = chosen("network", self.network, paper.setting("networks"))
         if "TAU" in strategy:
             if self.tau is None:
                 raise CatalogError(f"tau is ''; {self.method} needs a whole number, at least 1")
@@ -222,16 +223,12 @@ class IterationRow(TableRow):
             precision=paper.setting("precision"),
             micro_batch=self.micro_batch,
             accumulation=self.global_batch // (self.gpus * self.micro_batch),
-            recompute=paper.setting("recompute"),
+            **paper.training,
         )
 
 
-def _chosen(column: str, text: str, known: Mapping[str, str]) -> str:
+def chosen(column: str, text: str, known: Mapping[str, str]) -> str:
     """What stands for a text in a table of the paper's `[simulation]`."""
     if text not in known:
         raise CatalogError(f"{column} is {text!r}; it must be one of {', '.join(known)}")
     return known[text]
-
-
-TABLES: tuple[type[TableRow], ...] = (ZeroppRow, CO2Row, IterationRow)
-"""The tables that can be read."""

@@ -1,7 +1,7 @@
-"""Published cells from CSV tables in one of three formats, checked row by row."""
+"""Published cells from CSV tables in one of several formats, checked row by row."""
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -9,9 +9,10 @@ from typing import TypeAlias, TypeVar
 from pydantic import ValidationError
 
 from analysis.published.cells import Cell, RunSetup, check_runs
-from analysis.published.csv_rows import TABLES, IterationRow, TableRow
+from analysis.published.csv_rows import CO2Row, IterationRow, TableRow, ZeroppRow
+from analysis.published.fsdp_rows import FsdpRow, ratios
 from analysis.published.paper_cells import from_papers
-from analysis.published.papers import PAPERS, Paper, iteration_times, papers
+from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, Paper, papers, tables_elsewhere
 from co2sim.errors import CatalogError, Co2simError
 from co2sim.published_cells import Use
 from co2sim.validation import first_problem
@@ -19,23 +20,25 @@ from co2sim.validation import first_problem
 Row: TypeAlias = Mapping[str, str]
 T = TypeVar("T", bound=TableRow)
 
-REFERRED = "vtrain"
-"""The source whose table is only referred to: its numbers are not part of this project."""
+TABLES: tuple[type[TableRow], ...] = (ZeroppRow, CO2Row, IterationRow, FsdpRow)
+"""The tables that can be read."""
 
 
 def known_cells(folder: Path = PAPERS, data: Path | None = None) -> list[Cell]:
-    """All cells of `papers/`, and of the table that is only referred to, if it is at hand.
+    """All cells of `papers/`, and of the tables that are only referred to, where at hand.
 
-    Of that table those of configurations that constants were fitted on are marked fit.
+    Of those tables the cells of configurations that constants were fitted on are marked fit.
 
     Raises CatalogError where `data` is given, but the folder of papers says nothing of its table.
     """
-    found, paper = from_papers(folder), papers(folder).get(REFERRED)
-    path = iteration_times(data)
-    if path is not None and (data is not None or paper is not None):
-        read = from_csv(path, "check", folder, REFERRED)
-        fitted = _fitted(paper, folder) if paper is not None else set()
-        found += [replace(c, use="fit") if c.setup in fitted else c for c in read]
+    found, sources = from_papers(folder), papers(folder)
+    for path in tables_elsewhere(data):
+        if data is None and not any(TABLES_ELSEWHERE.get(key) == path.name for key in sources):
+            continue
+        read = from_csv(path, "check", folder, tuple(TABLES_ELSEWHERE))
+        fitted = _fitted(sources[read[0].source], folder)
+        read = [replace(c, use="fit") if c.setup in fitted else c for c in read]
+        found += [*read, *ratios(read)]
     return found
 
 
@@ -45,11 +48,13 @@ def _fitted(paper: Paper, folder: Path) -> set[RunSetup]:
     if name is None:
         return set()
     path = folder / paper.key / name
+    numbered, columns = _rows(path)
+    table = next(table for table in TABLES if table.source == paper.key)
     found = set()
-    for number, row in _rows(path)[0]:
+    for number, row in numbered:
         try:
-            one = _parsed(IterationRow, {**row, "iteration_ms": ""})
-            found.add(one.setup(paper))
+            numbers = dict.fromkeys(set(table.model_fields) - set(columns), "1")
+            found |= {c.setup for c in _parsed(table, {**row, **numbers}).cells(paper, "fit")}
         except Co2simError as error:
             raise CatalogError(f"{path}, line {number}: {error}") from error
     return found
@@ -58,33 +63,39 @@ def _fitted(paper: Paper, folder: Path) -> set[RunSetup]:
 def further_cells(
     paths: Sequence[Path], known: Sequence[Cell], folder: Path, say: Callable[[str], None]
 ) -> list[Cell]:
-    """The cells of further tables; those of configurations that were fitted on are marked fit."""
+    """The cells of further tables; those of configurations that were fitted on are marked fit.
+
+    Ratios that rows of one table state are added, also with rows that are known already.
+    """
     read = [cell for path in paths for cell in from_csv(path, "check", folder, say=say)]
-    return marked(read, known)
+    read = marked(read, known)
+    runs = {cell.setup for cell in read}
+    before = [cell for cell in known if not cell.over and cell.setup not in runs]
+    return [*read, *(c for c in ratios([*read, *before]) if runs & {c.setup, c.over[0].setup})]
 
 
 def from_csv(
     path: Path,
     use: Use,
     folder: Path = PAPERS,
-    source: str | None = None,
+    sources: Collection[str] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Cell]:
-    """The cells of a table in one of the formats of the published data, or in that of `source`.
+    """The cells of a table in one of the formats of the published data, or in those of `sources`.
 
     `say` is told of rows without a published number, which are left out.
 
     Raises CatalogError for another table, or for a row that cannot be read, with file and line.
     """
-    sources = papers(folder)
+    known = papers(folder)
     numbered, columns = _rows(path)
-    table = _table(path, columns, source)
-    if table.source not in sources:
+    table = _table(path, columns, sources)
+    if table.source not in known:
         raise CatalogError(f"{path} is a table of {table.source}, which {folder} does not hold")
     found: list[Cell] = []
     for number, row in numbered:
         try:
-            cells = list(_parsed(table, row).cells(sources[table.source], use))
+            cells = list(_parsed(table, row).cells(known[table.source], use))
             for cell in cells:
                 check_runs(cell)
         except Co2simError as error:
@@ -141,9 +152,9 @@ def _rows(path: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     return found, columns
 
 
-def _table(path: Path, columns: Sequence[str], source: str | None) -> type[TableRow]:
+def _table(path: Path, columns: Sequence[str], sources: Collection[str] | None) -> type[TableRow]:
     """The table whose columns these are, or nearly are."""
-    tables = [table for table in TABLES if source in {None, table.source}]
+    tables = [table for table in TABLES if sources is None or table.source in sources]
 
     def missing(table: type[TableRow]) -> list[str]:
         return [name for name in table.model_fields if name not in columns]
@@ -152,7 +163,7 @@ def _table(path: Path, columns: Sequence[str], source: str | None) -> type[Table
     lacking = missing(table)
     if not lacking:
         return table
-    if source is None and 2 * len(lacking) > len(table.model_fields):
+    if sources is None and 2 * len(lacking) > len(table.model_fields):
         known = "; or ".join(", ".join(table.model_fields) for table in tables)
         raise CatalogError(f"{path} holds no known table; expected the columns {known}")
     raise CatalogError(

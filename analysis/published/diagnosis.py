@@ -88,10 +88,10 @@ def similar_cells(row: CellPrediction, rows: Sequence[CellPrediction]) -> Simila
 def required_values(cell: Cell, cells: Sequence[Cell]) -> list[RequiredValue]:
     """For every constant of the cell's group, the value that reproduces it, and its errors."""
     group = GROUPS[cell.group]
-    values = stated(group, cell.setup.whole_cluster())
+    values = stated(group)
     same_group = [other for other in cells if other.group == cell.group]
     found = []
-    for constant in group.constants:
+    for constant in group.on(cell.setup.cluster):
         known = values[constant.name]
         root = root_of(cell, constant, values)
         if root.reproduces:

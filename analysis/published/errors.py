@@ -10,7 +10,7 @@ import numpy as np
 
 from analysis.published.cells import Cell, with_override
 from analysis.published.parameters import GROUPS, ConstantGroup, record, stated
-from analysis.published.predict import phases, predict
+from analysis.published.predict import memory_of, phases, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,19 @@ class CellPrediction:
         return self.low <= self.cell.published <= self.high
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `phases_s` are seconds of a step without overlap, by kernel or collective."""
+        """For JSON; `phases_s` are seconds of a step without overlap, by kernel or collective.
+
+        Of a cell of several runs, memory is that of the run that needs most of its GPU.
+        """
+        memory = max(map(memory_of, self.cell.setups), key=lambda one: one.share)
         return {
             "source": self.cell.source,
             "cell": self.cell.name,
             "strategy": self.cell.strategy,
             "use": self.cell.use,
+            "labels": dict(self.cell.labels),
+            "fits_in_memory": memory.share <= 1,
+            "memory_bytes_per_gpu": memory.needed,
             "published": self.cell.published,
             "predicted": self.predicted,
             "error": self.error,
@@ -128,7 +135,7 @@ def _moves(cell: Cell, group: ConstantGroup, calibration: Calibration) -> tuple[
     on the other, so both sides are kept apart. External constants move over the middle nine tenths
     of their range.
     """
-    values = stated(group, cell.setup.whole_cluster())
+    values = stated(group)
     base = math.log(predict(cell, fast=True))
     known = {constant.name: constant for constant in group.constants}
     scales = np.array([known[name].high - known[name].low for name in calibration.constants])
@@ -182,9 +189,38 @@ class ErrorSummary:
 
 def summaries(rows: Iterable[CellPrediction]) -> dict[tuple[str, str, str], ErrorSummary]:
     """By source, use and strategy; "all" stands for every strategy of a source and use."""
-    found: dict[tuple[str, str, str], list[CellPrediction]] = {}
+    return _grouped(
+        ((row.cell.source, row.cell.use, strategy), row)
+        for row in rows
+        for strategy in ("all", row.cell.strategy)
+    )
+
+
+def summaries_by_hardware(
+    rows: Iterable[CellPrediction],
+) -> dict[tuple[str, str, str, str], ErrorSummary]:
+    """By source, use, GPU and "one node", "several nodes" or "ratios", of cells with these labels.
+
+    "all" stands for every GPU, and for all runs; ratios are not among these.
+    """
+    found = []
     for row in rows:
         cell = row.cell
-        for strategy in ("all", cell.strategy):
-            found.setdefault((cell.source, cell.use, strategy), []).append(row)
+        if not {"gpu", "nodes"} <= cell.labels.keys():
+            continue
+        sizes = ("ratios",) if cell.over else ("all", cell.labels["nodes"])
+        found += [
+            ((cell.source, cell.use, gpu, size), row)
+            for gpu in ("all", cell.labels["gpu"])
+            for size in sizes
+        ]
+    return _grouped(found)
+
+
+def _grouped(
+    rows: Iterable[tuple[tuple[str, ...], CellPrediction]],
+) -> dict[Any, ErrorSummary]:
+    found: dict[tuple[str, ...], list[CellPrediction]] = {}
+    for key, row in rows:
+        found.setdefault(key, []).append(row)
     return {key: ErrorSummary.of(some) for key, some in sorted(found.items())}

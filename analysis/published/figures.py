@@ -51,7 +51,7 @@ def curves(paper: Paper) -> Curves:
     for text in _STRATEGIES:
         name = text.partition(",")[0]
         run = PublishedRun(
-            cluster=GROUPS[GROUP].cluster, model=paper.setting("model"), strategy=text
+            cluster=GROUPS[GROUP].clusters[0], model=paper.setting("model"), strategy=text
         )
         points = []
         for gpus in _GPUS:

@@ -158,7 +158,7 @@ def zeropp_term(paper: Paper, size: int, tokens: int, links: int, strategy: str)
         gpus=paper.setting("gpus"),
         precision=paper.setting("precision"),
         micro_batch=micro_batch,
-        recompute=paper.setting("recompute"),
+        **paper.training,
     )
     return Term(setup=setup, quantity="tflops_per_gpu")
 
@@ -254,14 +254,16 @@ class PublishedRun:
             strategy=parse(paper.strategy(self.strategy)),
             gpus=gpus,
             precision=paper.setting("precision"),
+            **paper.training,
         )
         return Term(setup=setup, quantity="tokens_per_s")
 
     def group(self, paper: Paper) -> str:
         """The group of constants that were fitted to such runs; empty where none were."""
-        fitted = (paper.key, self.cluster) if self.model == paper.simulation.model else None
-        groups = GROUPS.values()
-        return next((one.name for one in groups if (one.source, one.cluster) == fitted), "")
+        if self.model != paper.simulation.model:
+            return ""
+        mine = (g for g in GROUPS.values() if g.source == paper.key and self.cluster in g.clusters)
+        return next((one.name for one in mine), "")
 
 
 def throughput_cell(paper: Paper, run: PublishedRun, gpus: int, value: float, use: Use) -> Cell:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from co2sim.errors import CatalogError, OptionError
 from co2sim.published_cells import with_options
 from co2sim.validation import first_problem
+from co2sim.workload import AttentionKernel, Checkpointing, Loss, Recompute
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -24,7 +25,11 @@ PAPERS = next(
 )
 """The folder of the published results: part of the installed package, or of a clone."""
 
-ITERATION_TIMES = "a100_dp_iteration_times.csv"
+TABLES_ELSEWHERE = {
+    "vtrain": "a100_dp_iteration_times.csv",
+    "llm_foundry": "llm_foundry_fsdp.csv",
+}
+"""The files of the sources whose tables are only referred to: no numbers of theirs are in here."""
 
 DATA_VARIABLE = "CO2SIM_DATA"
 """The environment variable that may name the folder of the tables that are only referred to."""
@@ -46,13 +51,17 @@ class Simulation(BaseModel):
     options: dict[str, str] = Field(default={})
     networks: dict[str, str] = Field(default={})
     methods: dict[str, str] = Field(default={})
+    modes: dict[str, str] = Field(default={})
     gpus: PositiveInt | None = None
     tokens_per_gpu: PositiveInt | None = None
     micro_batch: PositiveInt = 1
     seq_len: PositiveInt | None = None
     vocab: PositiveInt | None = None
     precision: str | None = None
-    recompute: str | None = None
+    attention: AttentionKernel | None = None
+    recompute: Recompute | None = None
+    checkpointing: Checkpointing | None = None
+    loss: Loss | None = None
     tflops: str | None = None
 
 
@@ -70,6 +79,13 @@ class Paper:
         if not value:
             raise CatalogError(f"papers/{self.key}/paper.toml: [simulation] has no {name!r}")
         return value
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What `[simulation]` says of attention, recomputation and loss, as `RunSetup` takes it."""
+        names = ("attention", "recompute", "checkpointing", "loss")
+        given = {name: getattr(self.simulation, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
     def strategy(self, text: str) -> str:
         """A strategy with the options that the source's framework gives it."""
@@ -115,19 +131,22 @@ def _simulation(path: Path, about: Mapping[str, Any]) -> Simulation:
         raise CatalogError(f"{path}: [simulation]: {problem}") from error
 
 
-def iteration_times(data: Path | None = None) -> Path | None:
-    """The path of the table that is only referred to; None where it is not at hand.
+def tables_elsewhere(data: Path | None = None) -> list[Path]:
+    """The paths of the tables that are only referred to, as far as they are at hand.
 
-    It is looked for in `data` (its folder, or the file), else in the folder that CO2SIM_DATA names,
-    else in `shared/data` next to a checkout. Raises CatalogError where `data` or CO2SIM_DATA is
-    given and holds no such table.
+    They are looked for in `data` (their folder, or one of the files), else in the folder that
+    CO2SIM_DATA names, else in `shared/data` next to a checkout. Raises CatalogError where `data` or
+    CO2SIM_DATA is given and holds none of them.
     """
     named = os.environ.get(DATA_VARIABLE)
     given, what = (data, "--data") if data else (Path(named) if named else None, DATA_VARIABLE)
-    if given is None:
-        path = _NEAR_CHECKOUT / ITERATION_TIMES
-        return path if path.is_file() else None
-    path = given / ITERATION_TIMES if given.is_dir() else given
-    if not path.is_file():
-        raise CatalogError(f"{what} {given}: {path} does not exist")
-    return path
+    if given is not None and given.is_file():
+        return [given]
+    folder = given or _NEAR_CHECKOUT
+    found = [folder / name for name in TABLES_ELSEWHERE.values() if (folder / name).is_file()]
+    if given is not None and not found:
+        raise CatalogError(
+            f"{what} {given}: it must be a folder with {' or '.join(TABLES_ELSEWHERE.values())}, or"
+            " one of these files"
+        )
+    return found

@@ -27,15 +27,19 @@ _MOST_ENTRIES = 512
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """One fitted number: `path` in a `Cluster`, `file` and key of the catalog, physical bounds."""
+    """One fitted number: `path` in a `Cluster`, `files` of the catalog with it, physical bounds.
+
+    It holds on these `clusters` of its group; on all of them if none is named.
+    """
 
     name: str
     path: str
-    file: str
+    files: tuple[str, ...]
     low: float
     high: float
     unit: str
     means: str
+    clusters: tuple[str, ...] = ()
 
     def at_bound(self, value: float) -> bool:
         """Whether a value is at a bound, to a thousandth: a bounded fit stays just inside."""
@@ -71,19 +75,49 @@ class ExternalConstant:
 class ConstantGroup:
     """Constants that are fitted together on the fit cells of one source.
 
-    `cluster` is the one of the catalog that uses them. `external` are numbers that were measured
-    elsewhere and are not fitted.
+    `clusters` are those of the catalog that use them. `external` are numbers that were measured
+    elsewhere and are not fitted. `robust` is the error, as a fraction, from which on the loss of a
+    fit grows linearly; none: it is quadratic everywhere. `apart` are labels of cells whose values
+    have constants of their own, so that no value can be left out in cross-validation.
     """
 
     name: str
     source: str
     generation: str
-    cluster: str
+    clusters: tuple[str, ...]
     constants: tuple[Constant, ...]
     external: tuple[ExternalConstant, ...] = ()
+    robust: float | None = None
+    apart: tuple[str, ...] = ()
+
+    def on(self, cluster: str) -> tuple[Constant, ...]:
+        """The constants that hold on a cluster."""
+        return tuple(one for one in self.constants if cluster in (one.clusters or self.clusters))
 
 
 _OPERANDS = "fraction of the memory bandwidth at which operands move, counted once a product"
+
+_COMPOSER = {
+    "H100": ("h100-calibrated", "gpus/h100-composer.toml"),
+    "A100-80": ("a100-80-calibrated", "gpus/a100-80-composer.toml"),
+    "A100-40": ("a100-40-calibrated", "gpus/a100-40-composer.toml"),
+}
+"""Cluster of the catalog, and file of its GPU."""
+
+
+def _of_kernels(name: str, low: float, means: str, *kinds: str) -> Constant:
+    """A fraction that Composer's kernels attain on these kinds of GPU."""
+    clusters, files = zip(*(_COMPOSER[kind] for kind in kinds), strict=True)
+    shared = "A100" if len(kinds) > 1 else kinds[0]
+    path = f"gpu.kernels.{name}"
+    return Constant(f"{name}, {shared}", path, files, low, 1.0, "", means, clusters)
+
+
+def _of_clusters(name: str, high: float, means: str) -> Constant:
+    """A constant of all clusters that Composer ran on."""
+    files = tuple(f"clusters/{cluster}.toml" for cluster, _ in _COMPOSER.values())
+    return Constant(name, name, files, 0.0, high, "", means)
+
 
 GROUPS = {
     group.name: group
@@ -92,16 +126,16 @@ GROUPS = {
             "v100-zeropp",
             "zeropp",
             "V100",
-            "dgx2-calibrated",
+            ("dgx2-calibrated",),
             (
                 Constant(
                     "operand_efficiency", "gpu.kernels.operand_efficiency",
-                    "gpus/v100-32-megatron.toml", 0.02, 1.0, "",
+                    ("gpus/v100-32-megatron.toml",), 0.02, 1.0, "",
                     _OPERANDS,
                 ),
                 Constant(
                     "exchange_efficiency", "inter.exchange_efficiency",
-                    "clusters/dgx2-calibrated.toml", 0.1, 1.0, "",
+                    ("clusters/dgx2-calibrated.toml",), 0.1, 1.0, "",
                     "fraction of the NICs' bandwidth left to the all-to-all of quantized gradients",
                 ),
             ),
@@ -110,26 +144,26 @@ GROUPS = {
             "a100-data-parallel",
             "vtrain",
             "A100",
-            "a100-node-calibrated",
+            ("a100-node-calibrated",),
             (
                 Constant(
                     "operand_efficiency", "gpu.kernels.operand_efficiency",
-                    "gpus/a100-80-megatron.toml", 0.02, 1.0, "",
+                    ("gpus/a100-80-megatron.toml",), 0.02, 1.0, "",
                     _OPERANDS,
                 ),
                 Constant(
                     "vocabulary_efficiency", "gpu.kernels.vocabulary_efficiency",
-                    "gpus/a100-80-megatron.toml", 0.05, 0.9, "",
+                    ("gpus/a100-80-megatron.toml",), 0.05, 0.9, "",
                     "fraction of the peak that the product over the vocabulary attains",
                 ),
                 Constant(
                     "call_overhead", "gpu.kernels.call_overhead",
-                    "gpus/a100-80-megatron.toml", 1e-6, 2e-4, "s",
+                    ("gpus/a100-80-megatron.toml",), 1e-6, 2e-4, "s",
                     "time in which the host issues one operation",
                 ),
                 Constant(
                     "kernel_gap", "gpu.kernels.kernel_gap",
-                    "gpus/a100-80-megatron.toml", 0.0, 3e-5, "s",
+                    ("gpus/a100-80-megatron.toml",), 0.0, 3e-5, "s",
                     "time that the GPU loses at every operation of the framework, views included",
                 ),
             ),
@@ -138,16 +172,16 @@ GROUPS = {
             "a100-co2",
             "co2",
             "A100",
-            "a100-tcp80-calibrated",
+            ("a100-tcp80-calibrated",),
             (
                 Constant(
                     "compute_efficiency", "gpu.efficiency",
-                    "gpus/a100-80-transnormer.toml", 0.05, 0.9, "",
+                    ("gpus/a100-80-transnormer.toml",), 0.05, 0.9, "",
                     "fraction of the GPU's peak that the passes of TransNormerLLM attain",
                 ),
                 Constant(
                     "tcp_efficiency", "inter.efficiency",
-                    "clusters/a100-tcp80-calibrated.toml", 0.05, 1.0, "",
+                    ("clusters/a100-tcp80-calibrated.toml",), 0.05, 1.0, "",
                     "fraction of 80 Gbit/s that the collectives of NCCL attain over TCP",
                 ),
             ),
@@ -156,6 +190,31 @@ GROUPS = {
                 ExternalConstant("inter.relay_efficiency", 4.7 / 6.5, 4.7 / 5.5),
                 ExternalConstant("inter.busy_efficiency", 0.75, 0.85),
             ),
+        ),
+        ConstantGroup(
+            "mpt-fsdp",
+            "llm_foundry",
+            "H100, A100",
+            tuple(cluster for cluster, _ in _COMPOSER.values()),
+            (
+                *(
+                    _of_kernels("gemm_efficiency", 0.3, "fraction of the peak", kind)
+                    for kind in _COMPOSER
+                ),
+                *(_of_kernels("operand_efficiency", 0.02, _OPERANDS, kind) for kind in _COMPOSER),
+                *(
+                    _of_kernels("attention_efficiency", 0.05, "fraction of the peak", *kinds)
+                    for kinds in (("H100",), ("A100-80", "A100-40"))
+                ),
+                # Lee et al. 2025, arXiv 2507.03114: 19 % on average, up to 40 %
+                _of_clusters(
+                    "interference", 0.4, "slowdown of computation while communication is in flight"
+                ),
+                # Sinha et al., SC22, arXiv 2208.11035: 8 % on average over GPUs of one kind
+                _of_clusters("node_spread", 0.08, "sigma of the speed of nodes"),
+            ),
+            robust=0.03,
+            apart=("gpu",),
         ),
     )
 }  # fmt: skip
@@ -176,11 +235,11 @@ def replaced(thing: T, path: str, value: float) -> T:
     return replace(thing, **{first: new})  # type: ignore[type-var]
 
 
-def stated(group: ConstantGroup, cluster: Cluster) -> dict[str, float]:
+def stated(group: ConstantGroup) -> dict[str, float]:
     """The constants as the catalog states them."""
     found = {}
     for constant in group.constants:
-        value: Any = cluster
+        value: Any = cluster_of((constant.clusters or group.clusters)[0], ())
         for part in constant.path.split("."):
             value = getattr(value, part)
         found[constant.name] = float(value[0][1] if isinstance(value, tuple) else value)

@@ -5,26 +5,35 @@ of bounded size: fits and derivatives ask for the same schedules with other cons
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term, with_constants
+from analysis.published.event_loop import Lines, round_time
 from co2sim import metrics, study
 from co2sim.case import Prepared
 from co2sim.cluster import Cluster
 from co2sim.cost import compute_time, footprint
 from co2sim.schedule import Collective, Compute, Kind, Schedule
-from co2sim.simulator import execute
-from co2sim.units import Seconds
+from co2sim.simulator import execute, expected_slowdown
+from co2sim.units import Bytes, Seconds
 
 _MANY_TIMES = 8192
 """Step times that are kept: a number each."""
 
-_MANY_SCHEDULES = 512
+_MANY_SCHEDULES = 2048
 """Schedules that are kept: those of all published cells, several times over."""
 
 _FEW, _MORE = 2, 3
-"""Layers of the two models from which a step of many layers is extrapolated."""
+"""Layers, and micro-steps, of the runs from which a longer one is extrapolated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a run needs on a GPU, and that as a share of what the GPU has; above 1 it does not fit."""
+
+    needed: Bytes
+    share: float
 
 
 def predict(cell: Cell, values: Mapping[str, float] | None = None, *, fast: bool = False) -> float:
@@ -96,30 +105,73 @@ def quick_step_time(setup: RunSetup) -> Seconds:
     """The same by a shorter way where there is one: without overlap, and for equal layers."""
     if _is_serial(setup):
         return _serial_step_time(setup)
-    if setup.strategy.name in {"zero3", "zeropp"}:
+    if setup.strategy.name in {"zero3", "zeropp", "fsdp"}:
         return _extrapolated_step_time(setup)
     return simulated_step_time(setup)
 
 
 def _extrapolated_step_time(setup: RunSetup) -> Seconds:
-    """From two shorter models: a step of equal layers grows by the same time with each."""
-    stated, cluster = _plain(setup), setup.used_cluster()
-    layers = len(_prepared(stated).job.model.blocks) - 2
+    """From shorter models and steps: each of many equal layers, or micro-steps, adds as much."""
+    layers = len(_prepared(_plain(setup)).job.model.blocks) - 2
+    cluster = setup.used_cluster()
+    of = _looped if setup.strategy.name == "fsdp" else _simulated
 
-    def of(count: int) -> Seconds:
-        schedule = _shorter(stated, count)
-        trace = execute(schedule, cluster, precision=setup.precision, rounds=2)
-        return metrics.window(trace, schedule, 1).round_time
+    def with_all_layers(micro_steps: int) -> Seconds:
+        few, more = (of(setup, cluster, count, micro_steps) for count in (_FEW, _MORE))
+        return few + (more - few) * (layers - _FEW)
 
-    few = of(_FEW)
-    return few + (of(_MORE) - few) * (layers - _FEW) / (_MORE - _FEW)
+    if setup.accumulation <= _MORE:
+        return with_all_layers(setup.accumulation)
+    few, more = (with_all_layers(count) for count in (_FEW, _MORE))
+    return few + (more - few) * (setup.accumulation - _FEW)
+
+
+def _simulated(setup: RunSetup, cluster: Cluster, layers: int, micro_steps: int) -> Seconds:
+    """A round of a smaller run."""
+    schedule = _shorter(_plain(setup), layers, micro_steps)
+    trace = execute(schedule, cluster, precision=setup.precision, rounds=2)
+    return metrics.window(trace, schedule, 1).round_time
+
+
+def _looped(setup: RunSetup, cluster: Cluster, layers: int, micro_steps: int) -> Seconds:
+    """The same without a simulation, where all collectives meet in one group."""
+    schedule = _shorter(_plain(setup), layers, micro_steps)
+    linked = tuple(one for one in setup.constants if one[0].startswith(("intra.", "inter.")))
+    meetings, lines = _meetings(replace(setup, constants=linked), layers, micro_steps)
+    if lines is None:
+        return _simulated(setup, cluster, layers, micro_steps)
+    slowdown = expected_slowdown(schedule, cluster, precision=setup.precision)
+    known: dict[int, Seconds] = {}
+    for op, number in zip(schedule.body, schedule.work_numbers, strict=True):
+        if isinstance(op.work, Compute) and number not in known:
+            known[number] = slowdown * compute_time(op.work, cluster.gpu, setup.precision)
+    seconds = [
+        known[number] if alone is None else alone
+        for number, alone in zip(schedule.work_numbers, meetings, strict=True)
+    ]
+    return round_time(lines, seconds, cluster.interference)
 
 
 @lru_cache(_MANY_SCHEDULES)
-def _shorter(stated: RunSetup, layers: int) -> Schedule:
-    """The schedule of a model with fewer layers: it does not depend on the fitted constants."""
+def _meetings(
+    setup: RunSetup, layers: int, micro_steps: int
+) -> tuple[list[Seconds | None], Lines | None]:
+    """Times of the collectives of a smaller run, and its streams; None for several groups."""
+    schedule, cluster = _shorter(_plain(setup), layers, micro_steps), setup.used_cluster()
+    alone: dict[int, Seconds] = {}
+    for op, number in zip(schedule.body, schedule.work_numbers, strict=True):
+        if isinstance(op.work, Collective) and number not in alone:
+            alone[number] = footprint(op.work, cluster).alone(cluster)
+    lines = Lines.of(schedule) if len(schedule.groups) == 1 else None
+    return [alone.get(number) for number in schedule.work_numbers], lines
+
+
+@lru_cache(_MANY_SCHEDULES)
+def _shorter(stated: RunSetup, layers: int, micro_steps: int) -> Schedule:
+    """The schedule of a smaller run: it does not depend on the fitted constants."""
     shape = (*stated.model_overrides, ("layers", str(layers)))
-    return replace(stated, model_overrides=shape).case().prepare().schedule
+    shorter = replace(stated, model_overrides=shape, accumulation=micro_steps)
+    return shorter.case().prepare().schedule
 
 
 @lru_cache(_MANY_SCHEDULES)
@@ -130,7 +182,12 @@ def _prepared(stated: RunSetup) -> Prepared:
 
 def _plain(setup: RunSetup) -> RunSetup:
     """What job and schedule depend on: no constants, and no numbers of a cluster of this layout."""
-    stated, plain = setup.as_stated(), replace(setup, overrides=(), constants=())
+    return _of_layout(setup.as_stated())
+
+
+@lru_cache(_MANY_SCHEDULES)
+def _of_layout(stated: RunSetup) -> RunSetup:
+    plain = replace(stated, overrides=())
     one, other = stated.used_cluster(), plain.used_cluster()
     same = one.layout == other.layout and one.gpu.peak == other.gpu.peak
     return plain if same else stated
@@ -162,6 +219,13 @@ def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seco
     if isinstance(work, Compute):
         return compute_time(work, cluster.gpu, precision)
     return footprint(work, cluster).alone(cluster)
+
+
+@lru_cache(_MANY_SCHEDULES)
+def memory_of(setup: RunSetup) -> Memory:
+    """Memory of a run."""
+    needed = _prepared(_plain(setup)).memory()["total"]
+    return Memory(needed, needed / setup.whole_cluster().gpu.memory)
 
 
 def phases(cell: Cell) -> dict[str, Seconds]:

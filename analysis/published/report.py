@@ -19,7 +19,7 @@ from analysis.published.errors import (
     summaries,
 )
 from analysis.published.paper_cells import Unpredicted, unpredicted
-from analysis.published.parameters import GROUPS, Constant, cluster_of, stated
+from analysis.published.parameters import GROUPS, Constant, stated
 from co2sim.units import duration, number
 
 _TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -127,7 +127,7 @@ def estimates() -> list[ConstantEstimate]:
     found = []
     for name, calibration in calibrations().items():
         group = GROUPS[name]
-        values = stated(group, cluster_of(group.cluster, ()))
+        values = stated(group)
         for place, constant in enumerate(group.constants):
             half = calibration.factor * calibration.covariance[place][place] ** 0.5
             value = values[constant.name]

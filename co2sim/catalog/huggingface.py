@@ -2,7 +2,7 @@
 
 Defaults of a model type are those of its configuration class in github.com/huggingface/transformers
 (src/transformers/models/*/configuration_*.py). What changes the cost of a model is taken over or
-refused; what does not (rotary embeddings, dropout, multipliers, token ids) is left out.
+refused; what does not (rotary embeddings, multipliers, token ids) is left out.
 """
 
 from collections.abc import Mapping
@@ -44,6 +44,8 @@ _FOURFOLD = {"gpt2", "gptj", "gpt_neo", "bloom"}
 """Model types whose MLP is four times as wide as the model where it is left out."""
 _HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 """Model types whose heads are not hidden / heads wide where it is left out."""
+_DROPOUT = {"gpt2", "opt", *_ENCODERS}
+"""Model types that drop activations out where the configuration does not say how many."""
 _SPARED = {"roberta": 2, "xlm-roberta": 2}
 """Positions that no token has: they start behind the padding index."""
 _WINDOW_IF_ASKED = {"qwen2", "qwen3", "smollm3"}
@@ -158,6 +160,8 @@ def _body(config: _Config) -> Tree:
         "head_dim": config.whole("head_dim", default=_HEAD_DIM.get(kind, 0), least=1),
         "ffn": config.whole("intermediate_size", "ffn_dim", "n_inner", default=wide),
         "gated": kind in _GATED,
+        "causal": kind not in {*_ENCODERS, "vit"},
+        "dropout": _dropout(config),
         "bias": _bias(config),
         "norm": gated_norm if kind in _GATED else "layernorm",
     }
@@ -177,6 +181,13 @@ def _bias(config: _Config) -> bool | str:
     if attention != mlp:
         return "attention" if attention else "mlp"
     return attention
+
+
+def _dropout(config: _Config) -> bool:
+    """Whether a layer drops some of its outputs out."""
+    keys = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "resid_dropout", "dropout")
+    given = next((config.values[key] for key in keys if config.values.get(key) is not None), None)
+    return config.kind in _DROPOUT if given is None else bool(given)
 
 
 def _vision(config: _Config) -> Tree:

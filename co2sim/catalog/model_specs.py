@@ -33,6 +33,8 @@ class _LayersSpec(Spec):
     attention_gate: bool = False
     bias: Bias = False
     norm: Norm = "layernorm"
+    causal: bool = True
+    dropout: bool = False
     parameters: Natural = 0
 
     @model_validator(mode="after")
@@ -94,6 +96,7 @@ class ViTSpec(_LayersSpec):
     """`kind = "vit"`: a vision transformer."""
 
     kind: Literal["vit"]
+    causal: bool = False
     image: Count
     patch: Count
     channels: Count = 3

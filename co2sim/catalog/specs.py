@@ -19,7 +19,7 @@ from typing import (
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from co2sim.catalog.fields import Spec, no_truth, number
-from co2sim.cluster import GPU, Cluster, KernelTimes, Link
+from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Tier
 from co2sim.errors import UnitError
 from co2sim.quantities import Quantity
 from co2sim.units import parse_price
@@ -93,6 +93,24 @@ def _points(value: Any) -> Any:
     return value if isinstance(value, list) else [{"flops": f, "value": value} for f in ends]
 
 
+class AttainedAttention(Spec):
+    """Attained fraction of peak of flash attention over sequences of this length."""
+
+    length: Annotated[int, BeforeValidator(no_truth), Field(ge=1)]
+    value: _Fraction
+
+
+class _Kernels(_Built):
+    def build(self) -> KernelTimes:
+        """With its table of flash attention by rising length."""
+        values = dict(self)
+        given = values["attention_efficiency"]
+        if isinstance(given, list):
+            table = tuple(sorted((point.length, point.value) for point in given))
+            values["attention_efficiency"] = table
+        return KernelTimes(**values)
+
+
 class _GPU(_Built):
     def build(self) -> GPU:
         """With its table of efficiencies by rising FLOP."""
@@ -132,7 +150,14 @@ class _Cluster(_Built):
         return self
 
 
-KernelsSpec = _spec(KernelTimes, _Built)
+KernelsSpec = _spec(
+    KernelTimes,
+    _Kernels,
+    attention_efficiency=(
+        _Fraction | Annotated[list[AttainedAttention], Field(min_length=1)] | None,
+        None,
+    ),
+)
 """`kernels` of a GPU: constants that were fitted to published runs."""
 
 GPUSpec = _spec(
@@ -147,6 +172,9 @@ GPUSpec = _spec(
     launch_overhead=(_Time, ...),
 )
 """`gpus/*.toml`: what no kernel attains for sure, a file must say."""
+
+TierSpec = _spec(Tier, _Built)
+"""`rail` and `spine` of the links between nodes."""
 
 LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 """`intra`, `inter` and `wan` of a cluster."""

@@ -13,7 +13,12 @@ from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.figure import draw
 from co2sim.console import loss
-from co2sim.console.result_tables import print_assumed, print_chosen, speeds
+from co2sim.console.result_tables import (
+    print_assumed,
+    print_chosen,
+    print_warnings,
+    speeds,
+)
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import to_frame
@@ -165,7 +170,9 @@ def _print_cluster(
         size = scaled(first.gpu_memory_bytes, "B")
         notes.append(f"* does not fit in the {size} of a GPU: shown as if it did")
     print_lines(terminal, *notes, "")
-    print_chosen(terminal, [(f"{how} at {counted(r.gpus, 'GPU')}", r) for how, r in asked])
+    named = [(f"{how} at {counted(r.gpus, 'GPU')}", r) for how, r in asked]
+    print_chosen(terminal, named)
+    print_warnings(terminal, named)
 
 
 def _throughput(result: Result) -> str:

@@ -10,7 +10,7 @@ from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.console import loss
-from co2sim.console.result_tables import print_assumed, speeds
+from co2sim.console.result_tables import print_assumed, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
@@ -128,6 +128,13 @@ def _print(
     title += f"; {uneven}" if uneven else ""
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
+    named = [
+        (" ".join(f"{path}={label(value)}" for path, value in setting.items()), outcome)
+        for setting, outcome in zip(settings, outcomes, strict=True)
+        if isinstance(outcome, Result)
+    ]
+    print_warnings(terminal, named)
+    print_assumed(terminal, results)
 
 
 def _shared(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
@@ -169,7 +176,6 @@ def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> No
     print_lines(terminal, *notes)
     loss.print_remark(terminal, results, goal)
     print_lines(terminal, "")
-    print_assumed(terminal, results)
 
 
 def _cells(outcome: Outcome, count: int, mixed: bool) -> list[str]:  # noqa: FBT001

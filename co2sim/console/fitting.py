@@ -1,6 +1,6 @@
 """Changes that make a configuration fit in memory, with the memory that each needs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, product
@@ -11,15 +11,28 @@ from rich.console import Console
 from co2sim.case import Case, Prepared
 from co2sim.console.tables import print_table
 from co2sim.errors import Co2simError, OptionError
+from co2sim.schedule import Schedule
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
 from co2sim.units import Bytes, scaled
-from co2sim.workload import Recompute
+from co2sim.workload import AttentionKernel, Recompute
 
 _SHARDED = ("zero2", "zero3")
 """Strategies, or inner ones, that keep less than a whole model on every GPU."""
 _DOUBLINGS = 6
 """Of the GPUs: up to 64 times as many."""
+_WHAT_HELPS = {
+    "parameters": ("a strategy that shards them, such as zero3", "more GPUs"),
+    "gradients": ("a strategy that shards them, such as zero2", "more GPUs"),
+    "optimizer": ("a strategy that shards it, such as zero2", "more GPUs"),
+    "secondary": ("hpz=false",),
+    "outer": ("worker=node",),
+    "gathered": ("a smaller prefetch",),
+    "activations": ("--recompute full", "a smaller --micro-batch"),
+    "checkpoints": ("a smaller --micro-batch",),
+    "logits": ("--loss fused", "a smaller --micro-batch"),
+}
+"""What makes an item of memory smaller."""
 _MOST = 6
 """Alternatives that are shown."""
 
@@ -30,6 +43,15 @@ class Alternative:
 
     changes: dict[str, str]
     memory: Bytes
+
+
+def largest(case: Case, memory: Mapping[str, Bytes]) -> str:
+    """The largest item of memory, and the option that makes it smaller, in a line."""
+    name = max((item for item in memory if item != "total"), key=lambda item: memory[item])
+    given = {f"--recompute {case.recompute}", f"--loss {case.loss}"}
+    helps = [option for option in _WHAT_HELPS.get(name, ()) if option not in given]
+    less = f"; {' or '.join(helps)} makes it smaller" if helps else ""
+    return f"the largest item is {name} with {scaled(memory[name], 'B')}{less}"
 
 
 def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> None:
@@ -64,27 +86,38 @@ def alternatives(prepared: Prepared) -> Iterator[Alternative]:
     """
     job, layout = prepared.job, prepared.cluster.layout
     strategies = {"": prepared.strategy, **{_text(s): s for s in _sharded(prepared.strategy)}}
-    recomputes = ["", *(["selective"] if job.recompute == "none" else [])]
+    eager = job.attention == "eager"
+    attentions = ["", *(["flash"] if eager else [])]
+    recomputes = ["", *(["selective"] if eager and job.recompute == "none" else [])]
     if job.recompute != "full" and any(block.boundary_bytes for block in job.model.blocks):
         recomputes.append("full")
     halves = [job.micro_batch >> times for times in range(1, job.micro_batch.bit_length())]
     gpus = [layout.world_size << times for times in range(1, _DOUBLINGS + 1)]
-    points = product(strategies, recomputes, ["", *map(str, halves)], ["", *map(str, gpus)])
-    names = ("strategy", "recompute", "micro-batch", "gpus")
+    sizes = (["", *map(str, halves)], ["", *map(str, gpus)])
+    points = product(strategies, attentions, recomputes, *sizes)
+    names = ("strategy", "attention", "recompute", "micro-batch", "gpus")
+    schedules: dict[str, Schedule] = {"": prepared.schedule}
     for point in sorted(points, key=lambda point: sum(map(bool, point))):
         changes = {name: value for name, value in zip(names, point, strict=True) if value}
         if not changes:
             continue
+        text, attention, recompute, micro_batch, count = point
+        if attention and recompute == "selective":  # which flash attention makes needless
+            continue
         try:
+            if text not in schedules:
+                schedules[text] = strategies[text].schedule(job, layout)
             found = replace(
                 prepared,
-                strategy=strategies[point[0]],
+                strategy=strategies[text],
+                schedule=schedules[text],
                 job=replace(
                     job,
-                    recompute=cast(Recompute, point[1] or job.recompute),
-                    micro_batch=int(point[2] or job.micro_batch),
+                    attention=cast(AttentionKernel, attention or job.attention),
+                    recompute=cast(Recompute, recompute or job.recompute),
+                    micro_batch=int(micro_batch or job.micro_batch),
                 ),
-                cluster=prepared.cluster.resized(int(point[3] or layout.world_size)),
+                cluster=prepared.cluster.resized(int(count or layout.world_size)),
             )
             yield Alternative(changes, found.memory()["total"])
         except Co2simError:  # the cluster cannot hold them, or the strategy has no such option
@@ -142,6 +175,7 @@ def _runs(case: Case, settle: Callable[[Case], Case], alternative: Alternative) 
         changed = replace(
             case,
             strategy=changes.get("strategy", case.strategy),
+            attention=cast(AttentionKernel, changes.get("attention", case.attention)),
             recompute=cast(Recompute, changes.get("recompute", case.recompute)),
             micro_batch=int(changes.get("micro-batch", case.micro_batch)),
             gpus=int(changes["gpus"]) if "gpus" in changes else case.gpus,

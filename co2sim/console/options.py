@@ -10,6 +10,7 @@ import typer
 
 from co2sim import convert
 from co2sim.case import Case
+from co2sim.console.training import Attention, Checkpointing, Loss, Optimizer, Recompute
 from co2sim.errors import OptionError, UnitError
 from co2sim.noise import Noise
 from co2sim.ranges import parse_number
@@ -100,15 +101,6 @@ Precision = Annotated[
     str | None,
     typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16."),
 ]
-Recompute = Annotated[
-    str,
-    typer.Option(
-        help="Activations to recompute: none (the attention matrix is kept), selective (all is"
-        " kept but the attention matrix, as with FlashAttention), or full (only the inputs of"
-        " blocks are kept)."
-    ),
-]
-Optimizer = Annotated[str, typer.Option(help="adamw or sgd.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -198,7 +190,10 @@ def _job(
     accumulation: Accumulation = 1,
     global_batch: GlobalBatch = None,
     precision: Precision = None,
-    recompute: Recompute = "selective",
+    attention: Attention = "flash",
+    recompute: Recompute = "none",
+    checkpointing: Checkpointing = "non_reentrant",
+    loss: Loss = "fused",
     optimizer: Optimizer = "adamw",
     overrides: Overrides = None,
 ) -> Case:
@@ -211,7 +206,10 @@ def _job(
         accumulation=accumulation,
         global_batch=global_batch,
         precision=precision,
+        attention=attention,  # type: ignore[arg-type]
         recompute=recompute,  # type: ignore[arg-type]
+        checkpointing=checkpointing,  # type: ignore[arg-type]
+        loss=loss,  # type: ignore[arg-type]
         optimizer=optimizer,  # type: ignore[arg-type]
         overrides=pairs(overrides, "--set"),
     )

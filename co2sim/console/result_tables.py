@@ -8,8 +8,9 @@ from rich.text import Text
 from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.console import loss
-from co2sim.console.fitting import print_fitting
+from co2sim.console.fitting import largest, print_fitting
 from co2sim.console.tables import console, print_lines, print_table
+from co2sim.memory import GIB, OVERHEAD
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
 from co2sim.schedule import Layout
@@ -46,14 +47,25 @@ def print_result(
         ("work", "time"),
         [(name, duration(value)) for name, value in r.breakdown_s.items()],
     )
-    fits = "fits" if r.fits_in_memory else "DOES NOT FIT"
-    print_table(
-        out,
-        f"memory per GPU: {fits} in {scaled(r.gpu_memory_bytes, 'B')}",
-        ("item", "size"),
-        [(name, scaled(value, "B")) for name, value in r.memory_bytes_per_gpu.items()],
-    )
+    _print_memory(out, r)
+    print_warnings(out, [("", result)])
     print_assumed(out, [result])
+
+
+def _print_memory(out: Console, r: Result) -> None:
+    """Memory by item; PyTorch counts those that it allocates, and not what is beside them."""
+    fits = "fits" if r.fits_in_memory else "DOES NOT FIT"
+    items = r.memory_bytes_per_gpu
+    beside = [name for name in items if name in OVERHEAD]
+    rows = [(name, scaled(size, "B")) for name, size in items.items() if name not in OVERHEAD]
+    if beside:
+        size = scaled(r.allocated_bytes_per_gpu, "B")
+        rows[-1:-1] = [
+            ("allocated, as max_memory_allocated counts", size),
+            *((name, scaled(items[name], "B")) for name in beside),
+        ]
+    memory = f"{scaled(r.gpu_memory_bytes, 'B')} ({r.gpu_memory_bytes / GIB:.3g} GiB)"
+    print_table(out, f"memory per GPU: {fits} in {memory}", ("item", "size"), rows)
 
 
 def print_simulated(
@@ -65,7 +77,9 @@ def print_simulated(
     """
     print_result(result, noise=case.noise, goal=goal)
     if not result.fits_in_memory:
-        print_fitting(console(), case, settle)
+        out = console()
+        print_lines(out, largest(case, result.memory_bytes_per_gpu), "")
+        print_fitting(out, case, settle)
 
 
 def _print_header(out: Console, r: Result, noise: Noise) -> None:
@@ -142,6 +156,17 @@ def _tflops(value: float) -> str:
 def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
     """What was chosen for options left open: one line each, behind the name of its case."""
     lines = [f"{name}{': ' if name else ''}{note}" for name, r in named for note in r.notes]
+    if lines:
+        print_lines(out, *lines, "")
+
+
+def print_warnings(out: Console, named: Iterable[tuple[str, Result]]) -> None:
+    """What holds a strategy back: one line for each case, behind its name."""
+    lines = [
+        f"warning: {name}{': ' if name else ''}{warning}"
+        for name, r in named
+        for warning in r.warnings
+    ]
     if lines:
         print_lines(out, *lines, "")
 

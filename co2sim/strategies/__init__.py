@@ -20,6 +20,7 @@ from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
 from co2sim.strategies.diloco import DiLoCo
+from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.strategies.overlap_local_sgd import OverlapLocalSGD
@@ -57,7 +58,10 @@ class Strategy(Protocol):
 
 STRATEGIES: dict[str, type[Any]] = {
     kind.name: kind
-    for kind in (DDP, Zero1, Zero2, Zero3, ZeroPP, LocalSGD, OverlapLocalSGD, SlowMo, DiLoCo, CO2)
+    for kind in (
+        *(DDP, Zero1, Zero2, Zero3, ZeroPP, FSDP),
+        *(LocalSGD, OverlapLocalSGD, SlowMo, DiLoCo, CO2),
+    )
 }
 
 

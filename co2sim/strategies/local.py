@@ -27,6 +27,7 @@ from co2sim.schedule import (
     Schedule,
 )
 from co2sim.strategies.ddp import DDP
+from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.quantized import QUANTIZED, SCALE_BLOCK, recode, sum_received
 from co2sim.strategies.step import COMM, COMPUTE, Step, chain, cut, title, whole_options
 from co2sim.strategies.zero1 import Zero1
@@ -36,7 +37,7 @@ from co2sim.units import Bytes
 from co2sim.workload import Workload
 
 Worker: TypeAlias = Literal["gpu", "node"]
-Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3"]
+Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Averaged: TypeAlias = Literal["shares", "leader"]
 Unquantized: TypeAlias = Literal[DType.FP32, DType.FP16, DType.BF16]
 Auto: TypeAlias = Literal["auto"]
@@ -48,11 +49,14 @@ MOST_STEPS = 10_000
 OUTER = "outer"
 """The stream of the averages: their own communicator, so that local steps do not wait for them."""
 
-_INNER: dict[str, DDP | Zero1 | Zero2 | Zero3] = {
+InnerStrategy: TypeAlias = DDP | Zero1 | Zero2 | Zero3 | FSDP
+
+_INNER: dict[str, InnerStrategy] = {
     "ddp": DDP(),
     "zero1": Zero1(),
     "zero2": Zero2(),
     "zero3": Zero3(),
+    "fsdp": FSDP(),
 }
 
 
@@ -102,7 +106,7 @@ class Replica:
     """The ranks that hold one copy of the model, and how they step."""
 
     worker: Worker
-    inner: DDP | Zero1 | Zero2 | Zero3 | None
+    inner: InnerStrategy | None
 
     @classmethod
     def of(cls, strategy: LocalSteps) -> "Replica":
@@ -134,7 +138,7 @@ class Replica:
 
         It brings what the gathers of the local step before would have brought: `chain` drops them.
         """
-        if self.ranks(layout) == 1 or isinstance(self.inner, Zero3):
+        if self.ranks(layout) == 1 or isinstance(self.inner, Zero3 | FSDP):
             return []
         work = Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, NODE)
         return [Op(after.replace("outer", "publish"), work, COMM, (After(after),))]

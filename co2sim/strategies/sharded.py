@@ -1,13 +1,16 @@
-"""The step of fully sharded parameters: fetch a block, use it, release it; reduce its gradient.
+"""Steps of sharded parameters: fetch a block, use it, release it; reduce its gradient.
 
-`zero3` and `zeropp` differ only in the works that fetch and reduce a block.
+`lay_out` puts uses of blocks, with their fetches and reductions, in the order of issue: for `zero3`,
+`zeropp` and `fsdp`. `sharded_step` is DeepSpeed's step, with budgets in elements; `zero3` and
+`zeropp` differ only in the works that fetch and reduce a block.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from co2sim.schedule import After, Collective, Compute, Op
+from co2sim.errors import OptionError
+from co2sim.schedule import NODE, After, Collective, Compute, Group, Layout, Op, block
 from co2sim.strategies.step import (
     COMPUTE,
     Step,
@@ -29,7 +32,61 @@ _MOST_GATHERS = 100
 GATHER = "gather"
 REDUCE = "reduce"
 
-Works: TypeAlias = Sequence[tuple[str, Compute | Collective]]
+Row: TypeAlias = Sequence[tuple[str, Compute | Collective, str]]
+"""Named works with their streams, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a rank computes with the parameters of a block: `passes`, one after the other.
+
+    Rows of works `fetch` the parameters, once op `behind` has ended, and `reduce` the gradient,
+    once the last pass has.
+    """
+
+    passes: Sequence[Op]
+    fetch: Sequence[Row] = ()
+    behind: str | None = None
+    reduce: Sequence[Row] = ()
+
+
+def lay_out(uses: Iterable[Use]) -> tuple[list[Op], tuple[After, ...]]:
+    """The ops of uses in order of issue, and the waits for the last reductions.
+
+    A reduction is issued behind the fetch that may start when it may, since compute waits for the
+    fetch: so do FSDP's two versions, which prefetch before a backward pass and reduce behind it. A
+    fetch that waits for the reduction itself comes second.
+    """
+    ops: list[Op] = []
+    reduced: dict[str, str] = {}
+    pending, runs = Use(()), ""
+    for use in uses:
+        if any(row[-1][0] == use.behind for row in pending.reduce):
+            reduced |= _line_up(ops, pending.reduce, runs)
+            pending = Use(())
+        here = _line_up(ops, use.fetch, use.behind)
+        reduced |= _line_up(ops, pending.reduce, runs)
+        first, *rest = use.passes
+        waits = tuple(After(name) for name in here.values())
+        ops += [replace(first, after=first.after + waits) if waits else first, *rest]
+        pending, runs = use, ops[-1].name
+    reduced |= _line_up(ops, pending.reduce, runs)
+    return ops, tuple(After(name) for name in reduced.values())
+
+
+def _line_up(ops: list[Op], rows: Sequence[Row], behind: str | None) -> dict[str, str]:
+    """Append rows of works behind an op; gives the last op of a row by the stream it is on."""
+    ends: dict[str, str] = {}
+    heads: set[str] = set()  # streams that wait for `behind` already
+    for row in rows:
+        before, on = behind, ""
+        for name, work, stream in row:
+            in_order = stream == on or (not on and stream in heads)
+            ops.append(Op(name, work, stream, (After(before),) if before and not in_order else ()))
+            before, on = name, stream
+        heads.add(row[0][2])
+        ends[on] = row[-1][0]
+    return ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +107,8 @@ def sharded_step(
     job: Workload,
     shards: int,
     budget: Budget,
-    fetch: Callable[[str, Block], Works],
-    reduce: Callable[[str, int], Works],
+    fetch: Callable[[str, Block], Sequence[Row]],
+    reduce: Callable[[str, int], Sequence[Row]],
     refresh: Compute | None = None,
 ) -> Step:
     """One optimizer step.
@@ -59,16 +116,16 @@ def sharded_step(
     With full recomputation a backward pass uses the parameters of a block twice. They are kept
     from the first use to the second if these lie at most `max_reuse` elements apart, which is twice
     the block; else they are fetched twice, and `direction` is "recompute" the first time.
-    `fetch(direction, block)` and `reduce(name, elements)` give named works that run one after the
-    other. A gradient is reduced as soon as `reduce_bucket` elements of the block are there, while
-    the rest of its backward pass goes on.
-    A reduction is issued behind the fetch that becomes possible with it, since compute waits for
-    the fetch (FSDP's BACKWARD_PRE order). `refresh` runs once, behind the first fetches of all
-    blocks: it renews a secondary shard.
+    `fetch(direction, block)` and `reduce(name, elements)` give rows of named works. A gradient is
+    reduced as soon as `reduce_bucket` elements of the block are there, while the rest of its
+    backward pass goes on. `refresh` runs once, behind the first fetches of all blocks: it renews a
+    secondary shard.
     """
     one = job.model.blocks[0]
-    fetches = [*fetch("forward", one), *fetch("backward", one)] if one.parameters else []
-    check_micro_steps(job, 2 + len(fetches))
+    rows: list[Row] = []
+    if size := one.parameters:
+        rows = [*fetch("forward", one), *fetch("backward", one), *reduce("gradient", size)]
+    check_micro_steps(job, 2 + sum(map(len, rows)))
     works = job.works()
     uses = [
         (f"{micro_prefix(micro, job)}", direction, block, compute)
@@ -77,75 +134,55 @@ def sharded_step(
     ]
     sizes = [block.parameters for _, _, block, _ in uses]
     waits = prefetch_waits(sizes, budget.prefetch, budget.max_live)
-    body = _Body()
-    runs: list[str] = []
+    laid: list[Use] = []
+    ends: list[str] = []
     for (prefix, direction, block, compute), wait in zip(uses, waits, strict=True):
-        fetched_here = body.line_up(
-            GATHER,
-            runs[wait] if wait >= 0 else None,
-            fetch(direction, block) if block.parameters else (),
-            f"{prefix}*.{direction}.{block.name}",
-        )
-        body.issue_pending()
-        if direction == "backward":
-            body.backward(prefix, block, compute, fetched_here, reduce, budget.reduce_bucket)
-        else:
-            name = f"{prefix}{direction}.{block.name}"
-            body.ops.append(Op(name, compute, COMPUTE, fetched_here))
-        runs.append(body.ops[-1].name)
-        if refresh and len(runs) == len(works):
-            body.ops.append(Op("refresh", refresh, GATHER))
-    body.issue_pending()
-    optimizer = job.optimizer_step(-(-job.parameters // shards))
-    body.ops.append(Op("optimizer", optimizer, COMPUTE, body.reduced))
-    first_fetch = next(op.name for op in body.ops if op.stream == GATHER)
-    return Step(body.ops, (first_fetch, runs[0]), ("optimizer",))
-
-
-@dataclass(slots=True)
-class _Body:
-    """Ops in the order of issue: `pending` is a reduction to come, `reduced` waits for the last."""
-
-    ops: list[Op] = field(default_factory=list)
-    reduced: tuple[After, ...] = ()
-    pending: tuple[str, Works, str] | None = None
-
-    def line_up(
-        self, stream: str, after: str | None, named: Works, pattern: str
-    ) -> tuple[After, ...]:
-        """Append works in a row, the first after `after`; gives the wait for the last."""
-        for number, (name, work) in enumerate(named):
-            wait = (After(after),) if after and not number else ()
-            self.ops.append(Op(pattern.replace("*", name), work, stream, wait))
-        return (After(self.ops[-1].name),) if named else ()
-
-    def issue_pending(self) -> None:
-        """Append the reduction that is still to come, if there is one."""
-        if self.pending:
-            self.reduced = self.line_up(REDUCE, *self.pending)
-            self.pending = None
-
-    def backward(
-        self,
-        prefix: str,
-        block: Block,
-        compute: Compute,
-        here: tuple[After, ...],
-        reduce: Callable[[str, int], Works],
-        bucket: int,
-    ) -> None:
-        """A backward pass in the parts whose gradients are reduced together; `here` to wait for."""
-        parts = _parts(block, bucket)
+        parts = _parts(block, budget.reduce_bucket) if direction == "backward" else [0]
+        fetched_here = fetch(direction, block) if block.parameters else ()
         for number, elements in enumerate(parts, start=1):
             end = f".{number}" if len(parts) > 1 else ""
-            self.issue_pending()
             share = elements / block.parameters if len(parts) > 1 else 1.0
-            name = f"{prefix}backward.{block.name}{end}"
-            self.ops.append(Op(name, _share(compute, share), COMPUTE, here))
-            here = ()
-            if elements:
-                named = reduce(f"{block.name}.gradient", elements)
-                self.pending = (name, named, f"{prefix}*.{block.name}{end}")
+            op = Op(f"{prefix}{direction}.{block.name}{end}", _share(compute, share), COMPUTE)
+            named = reduce(f"{block.name}.gradient", elements) if elements else ()
+            laid.append(
+                Use(
+                    (op,),
+                    renamed(fetched_here, f"{prefix}*.{direction}.{block.name}"),
+                    ends[wait] if wait >= 0 else None,
+                    renamed(named, f"{prefix}*.{block.name}{end}"),
+                )
+            )
+            fetched_here = ()
+        ends.append(laid[-1].passes[-1].name)
+    ops, reduced = lay_out(laid)
+    if refresh:
+        last = next(place for place, op in enumerate(ops) if op.name == ends[len(works) - 1])
+        ops.insert(last + 1, Op("refresh", refresh, GATHER))
+    optimizer = job.optimizer_step(-(-job.parameters // shards))
+    ops.append(Op("optimizer", optimizer, COMPUTE, reduced))
+    first_fetch = next(op.name for op in ops if op.stream != COMPUTE)
+    return Step(ops, (first_fetch, ends[0]), ("optimizer",))
+
+
+def renamed(rows: Sequence[Row], pattern: str) -> list[Row]:
+    """The same rows, their names put in the place of the star."""
+    return [[(pattern.replace("*", name), work, on) for name, work, on in row] for row in rows]
+
+
+def consecutive(ranks: int, layout: Layout, option: str) -> Group:
+    """Groups of so many consecutive ranks: parts of nodes, or full nodes.
+
+    Raises OptionError, which names the option, where they do not divide the ranks so.
+    """
+    g = layout.gpus_per_node
+    if ranks == g:
+        return NODE
+    if (g % ranks and ranks % g) or layout.world_size % ranks:
+        raise OptionError(
+            f"{option}={ranks} must divide the {g} GPUs of a node, or be full nodes that divide"
+            f" {layout.world_size} GPUs"
+        )
+    return block(ranks)
 
 
 def check_budget(strategy: Any) -> None:
@@ -172,14 +209,7 @@ def _share(work: Compute, share: float) -> Compute:
     """A part of a pass."""
     if share == 1:
         return work
-    kernels = work.kernels
-    if kernels:
-        kernels = replace(
-            kernels,
-            products=tuple(product.times(share) for product in kernels.products),
-            calls=kernels.calls * share,
-            elementwise_bytes=kernels.elementwise_bytes * share,
-        )
+    kernels = work.kernels and work.kernels.times(share)
     return replace(
         work, flops=work.flops * share, memory_bytes=work.memory_bytes * share, kernels=kernels
     )
@@ -193,7 +223,7 @@ def _uses(
         yield "forward", work.block, work.forward
     for work in works[::-1]:
         block = work.block
-        if job.recompute == "full" and block.flops and 2 * block.parameters > max_reuse:
+        if job.repeats(block) and block.flops and 2 * block.parameters > max_reuse:
             again, rest = job.recomputed(work)
             yield "recompute", block, again
             yield "backward", block, rest

@@ -6,9 +6,11 @@ from typing import ClassVar
 from co2sim.memory import model_states
 from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
 from co2sim.strategies.sharded import (
+    GATHER,
     KEPT,
+    REDUCE,
     Budget,
-    Works,
+    Row,
     check_budget,
     fetched,
     sharded_step,
@@ -51,18 +53,16 @@ class Zero3:
     def step(self, job: Workload, layout: Layout, group: Group) -> Step:
         """One optimizer step over `group`."""
 
-        def fetch(_direction: str, block: Block) -> Works:
+        def fetch(_direction: str, block: Block) -> list[Row]:
+            kind, dtype = Kind.ALL_GATHER, job.precision
             return [
-                (
-                    f"gather{part}",
-                    Collective(Kind.ALL_GATHER, block.name, elements, job.precision, group),
-                )
-                for part, elements in fetched(block, self.gathers)
+                [(f"gather{part}", Collective(kind, block.name, size, dtype, group), GATHER)]
+                for part, size in fetched(block, self.gathers)
             ]
 
-        def reduce(name: str, elements: int) -> Works:
+        def reduce(name: str, elements: int) -> list[Row]:
             work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, group)
-            return [("reduce", work)]
+            return [[("reduce", work, REDUCE)]]
 
         budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
         return sharded_step(job, group_size(group, layout), budget, fetch, reduce)

@@ -17,22 +17,29 @@ from co2sim.schedule import (
     Layout,
     Schedule,
 )
-from co2sim.schedule import block as block_group
 from co2sim.strategies.quantized import recode, sum_received
 from co2sim.strategies.sharded import (
+    GATHER,
     KEPT,
+    REDUCE,
     Budget,
-    Works,
+    Row,
     check_budget,
+    consecutive,
     fetched,
+    renamed,
     sharded_step,
     transient,
 )
-from co2sim.strategies.step import Step, chain, title, whole_options
+from co2sim.strategies.step import Step, chain, cut, title, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
 _SCALE_BLOCK = 2048
+_MOST_CHUNKS = 100
+"""A schedule holds every one."""
+_STAGES = ("quantize", REDUCE, "peers")
+"""Streams of the stages that a chunk of a gradient goes through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,10 @@ class ZeroPP:
     hpz: backward gathers inside groups of `hpz_group` ranks (0: one node) from a secondary
     half-precision shard, refreshed once per optimizer step. qgz: int4 gradients by all-to-all
     inside the node, sum, and all-to-all among peers.
+    With `chunks` 1 the works of a gather, and of a reduction, follow each other, as in DeepSpeed's
+    release. With more they are a pipeline, as in section 4.1 of the paper: the weights of a block
+    are quantized beside the gather of the one before, and a gradient goes in so many chunks, one
+    of which is exchanged among peers while the next one is exchanged inside the node.
     `prefetch`, `max_live`, `max_reuse`, `reduce_bucket` and `gathers` are those of `zero3`; the
     gather for a recomputation is that of a forward pass. Source: Wang et al. 2023, arXiv
     2306.10209.
@@ -60,6 +71,7 @@ class ZeroPP:
     max_reuse: int = KEPT
     reduce_bucket: int = KEPT
     gathers: int = 1
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         """Refuse options that hold nothing, or that belong to a switch that is off."""
@@ -70,39 +82,46 @@ class ZeroPP:
             raise OptionError(f"hpz_group={self.hpz_group} does not apply to hpz=false")
         if self.scale_block != _SCALE_BLOCK and not (self.qwz or self.qgz):
             raise OptionError(f"scale_block={self.scale_block} needs qwz or qgz")
+        whole_options(self, "chunks", most=_MOST_CHUNKS)
+        if self.chunks > 1 and not (self.qwz or self.qgz):
+            raise OptionError(f"chunks={self.chunks} needs qwz or qgz")
 
     def step(self, job: Workload, layout: Layout) -> Step:
         """One optimizer step over all ranks."""
         secondary = self._secondary(layout)
 
-        def gather(direction: str, name: str, elements: int) -> Works:
+        def gather(direction: str, name: str, elements: int) -> Row:
             if direction == "backward" and self.hpz:
-                work = Collective(
-                    Kind.ALL_GATHER, f"{name}.secondary", elements, job.precision, secondary
-                )
-                return [("gather", work)]
-            if direction == "backward" or not self.qwz:
-                work = Collective(Kind.ALL_GATHER, name, elements, job.precision, WORLD)
-                return [("gather", work)]
-            share, blocks = -(-elements // layout.world_size), self.scale_block
+                name, dtype, group, blocks = f"{name}.secondary", job.precision, secondary, 0
+            elif direction == "backward" or not self.qwz:
+                dtype, group, blocks = job.precision, WORLD, 0
+            else:
+                dtype, group, blocks = DType.INT8, WORLD, self.scale_block
+            work = Collective(Kind.ALL_GATHER, name, elements, dtype, group, blocks)
+            if not blocks:
+                return [("gather", work, GATHER)]
+            share = -(-elements // layout.world_size)
+            before, behind = (_STAGES[0], "dequantize") if self.chunks > 1 else (GATHER, GATHER)
             return [
-                ("quantize", recode("quantize", share, job.precision, DType.INT8, blocks)),
-                ("gather", Collective(Kind.ALL_GATHER, name, elements, DType.INT8, WORLD, blocks)),
-                ("dequantize", recode("dequantize", elements, DType.INT8, job.precision, blocks)),
+                ("quantize", recode("quantize", share, job.precision, dtype, blocks), before),
+                ("gather", work, GATHER),
+                (
+                    "dequantize",
+                    recode("dequantize", elements, dtype, job.precision, blocks),
+                    behind,
+                ),
             ]
 
-        def fetch(direction: str, block: Block) -> Works:
-            return [
-                (f"{name}{part}", work)
-                for part, elements in fetched(block, self.gathers)
-                for name, work in gather(direction, block.name, elements)
-            ]
+        def fetch(direction: str, block: Block) -> list[Row]:
+            parts = fetched(block, self.gathers)
+            rows = [(part, gather(direction, block.name, elements)) for part, elements in parts]
+            return [row for part, one in rows for row in renamed([one], f"*{part}")]
 
-        def reduce(name: str, elements: int) -> Works:
-            if not self.qgz:
-                work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, WORLD)
-                return [("reduce", work)]
-            return self._quantized_reduce(name, elements, job, layout)
+        def reduce(name: str, elements: int) -> list[Row]:
+            if self.qgz:
+                return self._quantized_reduce(name, elements, job, layout)
+            work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, WORLD)
+            return [[("reduce", work, REDUCE)]]
 
         budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
         refresh = None
@@ -111,33 +130,37 @@ class ZeroPP:
             refresh = Compute("copy", 0.0, 2 * share * job.precision.bytes)
         return sharded_step(job, layout.world_size, budget, fetch, reduce, refresh)
 
-    def _quantized_reduce(self, name: str, elements: int, job: Workload, layout: Layout) -> Works:
+    def _quantized_reduce(
+        self, name: str, elements: int, job: Workload, layout: Layout
+    ) -> list[Row]:
         """Quantize, exchange and sum inside the node, requantize, exchange and sum among peers."""
+        count = min(self.chunks, elements)
+        on = _STAGES if count > 1 else (REDUCE, REDUCE, REDUCE)
+        rows = [self._reduce_chunk(name, size, job, layout, on) for size in cut(elements, count)]
+        if count == 1:
+            return rows
+        return [row for n, one in enumerate(rows, 1) for row in renamed([one], f"*{n}")]
+
+    def _reduce_chunk(
+        self, name: str, elements: int, job: Workload, layout: Layout, on: tuple[str, str, str]
+    ) -> Row:
         blocks = self.scale_block
-        works: list[tuple[str, Compute | Collective]] = [
-            ("quantize", recode("quantize", elements, job.precision, DType.INT4, blocks))
-        ]
+        work = recode("quantize", elements, job.precision, DType.INT4, blocks)
+        works: list[tuple[str, Compute | Collective, str]] = [("quantize", work, on[0])]
         hops = [(NODE, layout.gpus_per_node, "node"), (PEERS, layout.nodes, "peers")]
         hops = [hop for hop in hops if hop[1] > 1] or hops[:1]
         for number, (group, ranks, where) in enumerate(hops, start=1):
             target = job.precision if number == len(hops) else DType.INT4
             exchange = Collective(Kind.ALL_TO_ALL, name, elements, DType.INT4, group, blocks)
             total = sum_received(elements, ranks, DType.INT4, target, blocks)
-            works += [(f"exchange_{where}", exchange), (f"sum_{where}", total)]
+            stage = on[number]
+            works += [(f"exchange_{where}", exchange, stage), (f"sum_{where}", total, stage)]
             elements = -(-elements // ranks)
         return works
 
     def _secondary(self, layout: Layout) -> Group:
         """The group that holds a whole secondary copy."""
-        g, ranks = layout.gpus_per_node, self.hpz_group
-        if not ranks or ranks == g:
-            return NODE
-        if (g % ranks and ranks % g) or layout.world_size % ranks:
-            raise OptionError(
-                f"hpz_group={ranks} must divide the {g} GPUs of a node, or be full nodes that"
-                f" divide {layout.world_size} GPUs"
-            )
-        return block_group(ranks)
+        return consecutive(self.hpz_group or layout.gpus_per_node, layout, "hpz_group")
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:
         """One optimizer step over all ranks."""

@@ -9,18 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 from co2sim.errors import OptionError
-from co2sim.schedule import NODE, PEERS, WORLD
+from co2sim.schedule import NODE, PEERS, WORLD, DType
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.ddp import DDP
 from co2sim.strategies.diloco import DiLoCo
+from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Seconds
@@ -30,6 +31,8 @@ from realrun.execute.world import World
 from realrun.train import outer
 from realrun.train.log import OuterStats
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
+
+_TYPES = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 
 _BETAS = (0.9, 0.95)
 """Of AdamW; the second is lower than torch's, as is usual for language models."""
@@ -217,6 +220,10 @@ def _shared(
             bucket_cap_mb=mib,
             gradient_as_bucket_view=True,
         )
+    if name == "fsdp":
+        return _fully_sharded(
+            strategy if isinstance(strategy, FSDP) else FSDP(), model, world, among
+        )
     mesh = DeviceMesh.from_group(among, world.device.type)
     # Whole layers stay on a rank between its forward and its backward pass in stage 2, not in 3.
     for layer in (*getattr(model, "layers", ()), model):
@@ -230,6 +237,28 @@ def _shared(
             qgz=strategy.qgz,
             block=strategy.scale_block,
         )
+    return model
+
+
+def _fully_sharded(
+    strategy: FSDP, model: nn.Module, world: World, among: dist.ProcessGroup
+) -> nn.Module:
+    """Every layer a unit, and the rest of the model the root, which stays gathered."""
+    ranks = dist.get_process_group_ranks(among)
+    mesh = DeviceMesh.from_group(among, world.device.type)
+    if (groups := strategy.sharding(world.layout, WORLD)).replicas:
+        inside, between = (world.group("training", g) for g in (groups.among, groups.replicas))
+        mesh = DeviceMesh.from_group(
+            [between, inside],
+            world.device.type,
+            mesh=torch.tensor(ranks).view(-1, inside.size()),
+            mesh_dim_names=("replicate", "shard"),
+        )
+    policy = MixedPrecisionPolicy(reduce_dtype=_TYPES[strategy.reduce])
+    for layer in getattr(model, "layers", ()):
+        kept = strategy.reshard_after_forward
+        fully_shard(layer, mesh=mesh, reshard_after_forward=kept, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 

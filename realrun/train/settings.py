@@ -18,7 +18,7 @@ TaskName = Literal["text", "digits"]
 OptimizerName = Literal["adamw", "sgd"]
 Evaluate = Literal["during", "after"]
 
-IN_EVERY_STEP = frozenset({"ddp", "zero1", "zero2", "zero3", "zeropp"})
+IN_EVERY_STEP = frozenset({"ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"})
 """Strategies that are trained without an outer step; the others are those of `outer.OPTIONS`."""
 
 MOST = 10**9

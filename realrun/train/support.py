@@ -4,8 +4,9 @@ from dataclasses import fields
 from importlib.util import find_spec
 
 from co2sim.errors import OptionError
-from co2sim.schedule import DType, Layout
+from co2sim.schedule import WORLD, DType, Layout
 from co2sim.strategies import Strategy
+from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps
 from co2sim.strategies.zeropp import ZeroPP
 from realrun.train.settings import TrainSettings
@@ -25,14 +26,19 @@ _IGNORED = {
         "owners": "FSDP2 scatters gradients and gathers parameters",
     },
     "zero3": _FETCHED,
-    "zeropp": _FETCHED,
+    "zeropp": _FETCHED | {"chunks": "a gradient is exchanged at once"},
+    "fsdp": {
+        "sync": "a step has one micro-step",
+        "clip": "--clip-grad bounds the norm, or does not",
+        "version": "torch trains with fully_shard",
+    },
     "diloco": {
         "scale_block": "its blocks have their own size",
     },
 }
 """Options that torch's own form of a strategy, or ours, does not have."""
 
-_SHARDED = ("zero2", "zero3", "zeropp")
+_SHARDED = ("zero2", "zero3", "zeropp", "fsdp")
 """What leaves a rank with a part of the parameters."""
 
 LEAST_STEPS = 3
@@ -52,6 +58,8 @@ def check(settings: TrainSettings, layout: Layout) -> None:
             f"zeropp: hpz_group={strategy.hpz_group} cannot be trained with: the groups are the"
             f" nodes, of {layout.gpus_per_node} ranks here"
         )
+    if isinstance(strategy, FSDP):
+        strategy.sharding(layout, WORLD)
     ranks = layout.world_size
     if settings.batch % ranks:
         raise OptionError(
@@ -94,4 +102,4 @@ def _check_options(strategy: Strategy) -> None:
     if strategy.dtype is DType.FP16:
         raise OptionError("dtype=fp16 cannot be trained with; use fp32, bf16, int8 or int4")
     if strategy.inner == "zero1":
-        raise OptionError("inner=zero1 cannot be trained with; use ddp, zero2 or zero3")
+        raise OptionError("inner=zero1 cannot be trained with; use ddp, zero2, zero3 or fsdp")

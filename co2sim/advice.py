@@ -1,0 +1,57 @@
+"""What a result must not be read without: an option that holds the strategy back, and its price."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+from co2sim.case import Prepared
+from co2sim.schedule import Layout
+from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies.zero3 import Zero3
+from co2sim.strategies.zeropp import ZeroPP
+from co2sim.units import Seconds, counted
+from co2sim.workload import Workload
+
+
+def warnings(
+    prepared: Prepared, step_time: Seconds, tried: Callable[[Strategy], Seconds]
+) -> tuple[str, ...]:
+    """A line on a prefetch budget that is smaller than the largest block, which is then exposed.
+
+    `tried` is the step time of another strategy, by simulation.
+    """
+    job, layout = prepared.job, prepared.cluster.layout
+    found = _ahead(prepared.strategy, job, layout)
+    if not found:
+        return ()
+    budget, better, options = found
+    largest = max(job.model.blocks, key=lambda block: block.parameters)
+    samples = layout.world_size * job.samples_per_gpu * job.model.tokens
+    given, instead = (f"{samples / time:,.0f}" for time in (step_time, tried(better)))
+    return (
+        f"{budget}: {largest.name} has {counted(largest.parameters, 'parameter')}, more than the"
+        f" prefetch budget, so it is gathered only when it is needed; {options} gives {instead}"
+        f" {job.model.unit}s/s instead of {given}",
+    )
+
+
+def _ahead(strategy: Strategy, job: Workload, layout: Layout) -> tuple[str, Strategy, str] | None:
+    """The budget that is too small, a strategy that gathers every block ahead, and its options."""
+    sizes = [block.parameters for block in job.model.blocks]
+    largest = max(sizes)
+    if isinstance(strategy, Zero3 | ZeroPP):
+        if layout.world_size == 1 or largest <= strategy.prefetch:
+            return None
+        both = max((one + other for one, other in pairwise(sizes)), default=largest)
+        options = {"prefetch": largest}
+        if both > strategy.max_live:
+            options["max_live"] = both
+        text = ",".join(f"{name}={value}" for name, value in options.items())
+        return f"prefetch={strategy.prefetch}", replace(strategy, **options), text
+    inside = isinstance(strategy, LocalSteps) and strategy.worker == "node"
+    if not inside or strategy.inner != "zero3" or layout.gpus_per_node == 1:
+        return None
+    budget = Zero3().prefetch
+    if largest <= budget:
+        return None
+    return f"inner=zero3 has prefetch={budget}", replace(strategy, inner="fsdp"), "inner=fsdp"

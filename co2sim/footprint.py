@@ -1,0 +1,64 @@
+"""What a collective puts on links, and how long that takes alone."""
+
+import math
+from dataclasses import dataclass
+
+from co2sim.cluster import Cluster
+from co2sim.tiers import Crossing, uplinks
+from co2sim.units import Bytes, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """One group's collective on its links, one direction.
+
+    `intra` is bytes through each member's link inside the node, `inter` through the NICs of each
+    node, `wan` through the uplink of each site; `sent` is what each member puts on any of them.
+    `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
+    the fraction of the payload bandwidth of the NICs that these messages attain, `share` that of
+    all links, by their protocol.
+    """
+
+    latency: Seconds
+    intra: Bytes
+    inter: Bytes
+    wan: Bytes
+    sent: Bytes
+    members_per_node: int
+    members_per_site: int
+    inter_efficiency: float = 1.0
+    share: float = 1.0
+    tiers: tuple[Crossing, ...] = ()
+
+    def groups(self, cluster: Cluster) -> tuple[int, int]:
+        """How many groups of the kind share the NICs of a node, and the uplink of a site."""
+        g = cluster.gpus_per_node
+        return g // self.members_per_node, g * cluster.nodes_per_site // self.members_per_site
+
+    def loads(self, cluster: Cluster) -> tuple[Bytes, Bytes, Bytes]:
+        """Bytes on links of a GPU, of a node and of a site, with all groups of the kind."""
+        on_node, on_site = self.groups(cluster)
+        return self.intra, self.inter * on_node, self.wan * on_site
+
+    def link_times(self, cluster: Cluster) -> tuple[Seconds, Seconds, Seconds]:
+        """Time that the bytes need on the links of a GPU, of a node and of a site, each alone."""
+        wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
+        nics = cluster.inter.payload_bandwidth * self.inter_efficiency
+        intra, inter, far = (load / self.share for load in self.loads(cluster))
+        return intra / cluster.intra.payload_bandwidth, inter / nics, far / wan
+
+    def tier_times(self, cluster: Cluster) -> list[Seconds]:
+        """Time that the bytes need on the uplinks of a pod of each tier that they cross."""
+        return [
+            one.bytes * one.groups(cluster) / self.share / uplinks(one.tier, cluster)
+            for one in self.tiers
+        ]
+
+    def bound_by(self, cluster: Cluster) -> int:
+        """The link that takes longest, as its place in `link_times`: it bounds the collective."""
+        times = self.link_times(cluster)
+        return times.index(max(times))
+
+    def alone(self, cluster: Cluster) -> Seconds:
+        """Time when nothing but the groups of the same kind is in flight."""
+        return self.latency + max(*self.link_times(cluster), *self.tier_times(cluster))

@@ -1,0 +1,117 @@
+"""How long a round can wait for what other nodes do: the slack of collectives between nodes.
+
+It is the total float of the critical path method (Kelley and Walker 1959): by how much a collective
+could end later without delaying the stream that computes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from co2sim.folding import leaves_node
+from co2sim.lowering import Lowered, Times
+from co2sim.schedule import Collective, Schedule
+from co2sim.units import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """Of a schedule without noise: what lies between two meetings of all nodes.
+
+    `steps` is how many optimizer steps a node takes in between, `compute` the time of these.
+    `slack` is the least float of a collective between nodes, `ahead` the least time that a node
+    computes between the launch of one and its use.
+    """
+
+    steps: float
+    compute: Seconds
+    slack: Seconds
+    ahead: Seconds
+
+
+def rounds_needed(schedule: Schedule) -> int:
+    """Rounds after which the float of one in the midst of a training is known."""
+    return 2 * schedule.lag + 2
+
+
+def find(lowered: Lowered, times: Times) -> Slack:
+    """The slack of a run of `rounds_needed` rounds in which all nodes are equal."""
+    schedule, seconds = lowered.schedule, lowered.seconds
+    size, lag = len(schedule.body), schedule.lag
+    busy = dict.fromkeys(schedule.streams, 0.0)
+    for op, length in zip(schedule.body, seconds, strict=True):
+        busy[op.stream] += length
+    main = max(busy, key=lambda stream: busy[stream])
+    starts, ends = times[0][:, 0].tolist(), times[1][:, 0].tolist()
+    before = _predecessors(lowered)
+    floats, uses = [math.inf] * len(ends), [math.inf] * len(ends)
+    for number in range(len(ends) - 1, -1, -1):
+        computes = schedule.body[number % size].stream == main
+        late = 0.0 if computes else floats[number]
+        use = starts[number] if computes else uses[number]
+        for earlier in before[number]:
+            floats[earlier] = min(floats[earlier], starts[number] - ends[earlier] + late)
+            uses[earlier] = min(uses[earlier], use)
+    first = lag * size
+    far = [
+        number
+        for number in range(first, first + size)
+        if _leaves(lowered, number % size) and schedule.body[number % size].stream != main
+    ]
+    meetings = _meetings(lowered, before, main, first)
+    steps = max(1.0, schedule.steps / meetings) if meetings else float(schedule.steps)
+    return Slack(
+        steps=steps,
+        compute=busy[main] * steps / schedule.steps,
+        slack=min((floats[number] for number in far), default=0.0),
+        ahead=min(
+            (_between(lowered, starts, ends, main, starts[n], uses[n]) for n in far), default=0.0
+        ),
+    )
+
+
+def _leaves(lowered: Lowered, place: int) -> bool:
+    work = lowered.schedule.body[place].work
+    return isinstance(work, Collective) and leaves_node(work.group, lowered.cluster.layout)
+
+
+def _predecessors(lowered: Lowered) -> list[list[int]]:
+    """What every instance waits for: in `after`, and on its stream."""
+    found: list[list[int]] = []
+    last: dict[str, int] = {}
+    for number, _, op, waits in lowered.schedule.instances(lowered.rounds):
+        found.append([*waits, *([last[op.stream]] if op.stream in last else [])])
+        last[op.stream] = number
+    return found
+
+
+def _meetings(lowered: Lowered, before: Sequence[Sequence[int]], main: str, first: int) -> int:
+    """Ops of a round that compute once a collective between nodes, or what follows, has ended."""
+    body, size = lowered.schedule.body, len(lowered.schedule.body)
+    behind: set[int] = set()
+    met = 0
+    for number in range(first + (1 + lowered.schedule.lag) * size):
+        place = number % size
+        after = any(earlier in behind for earlier in before[number])
+        if body[place].stream == main:
+            met += after and number >= first + lowered.schedule.lag * size
+        elif after or _leaves(lowered, place):
+            behind.add(number)
+    return met
+
+
+def _between(
+    lowered: Lowered,
+    starts: Sequence[Seconds],
+    ends: Sequence[Seconds],
+    main: str,
+    since: Seconds,
+    until: Seconds,
+) -> Seconds:
+    """Time that the main stream computes between two instants."""
+    size = len(lowered.schedule.body)
+    return sum(
+        max(0.0, min(end, until) - max(start, since))
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if lowered.schedule.body[number % size].stream == main
+    )

@@ -1,0 +1,341 @@
+"""FSDP: its timeline, its traffic and its memory, against recurrences and formulas of their own."""
+
+from collections.abc import Iterator
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import strategies
+from co2sim.case import Case
+from co2sim.cluster import Cluster, Link
+from co2sim.cost import traffic
+from co2sim.errors import OptionError
+from co2sim.schedule import Collective, Compute, Layout, peers_of_blocks
+from co2sim.simulator import execute
+from co2sim.study import simulate
+from co2sim.workload import Block, Model, Workload
+
+SIZE = 1000
+"""Parameters of a layer."""
+RANKS = 4
+
+
+def chain(layers: int, flops: float = 1e6, ends: int = 0) -> Model:
+    """Equal layers between two blocks that take no time, with `ends` parameters each."""
+    first, last = (Block(name, (ends,) if ends else (), 0.0, 0.0) for name in ("first", "last"))
+    body = [Block(f"layer{n}", (SIZE,), flops, 0.0) for n in range(layers)]
+    return Model("chain", (first, *body, last), tokens=1)
+
+
+def row(bandwidth: float) -> Cluster:
+    """Four nodes of one GPU."""
+    return tiny.cluster(RANKS, 1, inter=Link(bandwidth))
+
+
+def step_time(strategy: str, model: Model, cluster: Cluster) -> float:
+    """Seconds of an optimizer step, by simulation."""
+    return simulate(cluster, model, strategy).step_time_s
+
+
+# --- time --------------------------------------------------------------------------------------
+
+Issued = tuple[str, str, float, list[str]]
+"""Name, stream, seconds, and what it waits for."""
+
+
+def issued(layers: int, times: dict[str, float], *, copies: bool) -> Iterator[Issued]:
+    """What the hooks of torch issue in a step, in their order; one communicator takes all in turn.
+
+    fully_shard (with copies): a gather of a forward pass waits for the copy before the last, one
+    of a backward pass for the last; gradients are packed behind the last reduction.
+    FullyShardedDataParallel: a gather waits until the layer before the last is released.
+    """
+    used: list[str] = []  # what releases the buffer of each gather
+
+    def gather(turn: str, ahead: int) -> Issued:
+        return (
+            f"gather {turn}",
+            "comm",
+            times["gather"],
+            used[-ahead:][:1] if len(used) >= ahead else [],
+        )
+
+    def copied(turn: str) -> Iterator[Issued]:
+        used.append(f"copy {turn}" if copies else turn)
+        yield f"copy {turn}", "compute", times["copy"], [f"gather {turn}"]
+
+    for layer in range(layers):
+        yield gather(f"forward {layer}", 2)
+        yield from copied(f"forward {layer}")
+        yield f"forward {layer}", "compute", times["forward"], []
+    yield gather(f"backward {layers - 1}", 1 if copies else 2)
+    for layer in reversed(range(layers)):
+        yield from copied(f"backward {layer}")
+        if layer:
+            yield gather(f"backward {layer - 1}", 1 if copies else 2)
+        yield f"backward {layer}", "compute", times["backward"], []
+        last = [f"reduce {layer + 1}"] if copies and layer + 1 < layers else []
+        yield f"pack {layer}", "compute", times["pack"], last
+        yield f"reduce {layer}", "comm", times["reduce"], [f"pack {layer}"]
+
+
+@given(
+    st.integers(1, 6), st.floats(1e3, 1e8), st.floats(1e7, 1e11), st.sampled_from([1, 2]), st.data()
+)
+def test_a_step_takes_as_long_as_what_torch_issues_in_its_order(
+    layers: int, flops: float, bandwidth: float, version: int, data: st.DataObject
+) -> None:
+    """Equal layers, any speed of compute and network: the same end as a queue per stream."""
+    reduce = data.draw(st.sampled_from(["fp32", "bf16"]) if version == 2 else st.just("bf16"))
+    job = Workload(chain(layers, flops))
+    work = job.works()[1]
+    sent = (RANKS - 1) / RANKS / bandwidth * SIZE
+    width = 4 if reduce == "fp32" else 2
+    times = {
+        "forward": max(work.forward.flops, work.forward.memory_bytes) / 1e12,
+        "backward": max(work.backward.flops, work.backward.memory_bytes) / 1e12,
+        "gather": 2 * sent,
+        "reduce": width * sent,
+        "copy": 4 * SIZE / 1e12 if version == 2 else 0.0,
+        # FullyShardedDataParallel joins the gradients of a flat parameter
+        "pack": (2 + width if version == 2 else 4) * SIZE / 1e12,
+    }
+    free: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    for name, stream, seconds, waits in issued(layers, times, copies=version == 2):
+        start = max([free.get(stream, 0.0), *(ends[wait] for wait in waits)])
+        free[stream] = ends[name] = start + seconds
+    optimizer = job.optimizer_step(-(-job.parameters // RANKS)).memory_bytes / 1e12
+    found = step_time(
+        f"fsdp(version={version},reduce={reduce},clip=false)", chain(layers, flops), row(bandwidth)
+    )
+    assert found == pytest.approx(ends["reduce 0"] + optimizer, rel=1e-9)
+
+
+def test_a_layer_takes_the_longer_of_compute_and_communication() -> None:
+    """One more layer adds 3 passes, or two gathers in bf16 and a reduction in fp32."""
+    for bandwidth in (1e12, 1e7):
+        few, more = (
+            step_time("fsdp(version=1,clip=false)", chain(n), row(bandwidth)) for n in (8, 9)
+        )
+        sent = (2 * 2 + 4) * SIZE * 3 / 4 / bandwidth
+        # compute also joins gradients; the optimizer takes 28 bytes for each of a rank's share
+        passes = 3e-6 + 4 * SIZE / 1e12
+        expected = max(sent, passes) + 28 * SIZE / RANKS / 1e12
+        assert more - few == pytest.approx(expected, rel=0.002)
+
+
+@given(st.integers(1, 6), st.floats(1e9, 1e12))
+def test_it_is_zero3_with_a_prefetch_of_one_layer_where_compute_is_long(
+    layers: int, bandwidth: float
+) -> None:
+    """Equal types, no clip, no ends: the same step, but for what FSDP moves on the GPU."""
+    model = chain(layers, 1e8)
+    fsdp = step_time("fsdp(version=1,reduce=bf16,clip=false)", model, row(bandwidth))
+    zero3 = step_time(f"zero3(prefetch={SIZE})", model, row(bandwidth))
+    joined = layers * 4 * SIZE / 1e12
+    assert fsdp == pytest.approx(zero3 + joined, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "fsdp",
+        "fsdp(version=1)",
+        "fsdp(shard=node)",
+        "fsdp(shard=2)",
+        "fsdp(shard=8)",
+        "fsdp(reshard_after_forward=4)",
+        "fsdp(reshard_after_forward=2,shard=8)",
+        "fsdp(reshard_after_forward=false,sync=last)",
+        "zeropp(chunks=3)",
+    ],
+)
+def test_folded_and_unfolded_ranks_take_the_same_time(strategy: str) -> None:
+    """One rank stands for all, whatever groups meet."""
+    for accumulation in (1, 3):
+        one, all_of_them = (
+            simulate(
+                tiny.cluster(4, 4, intra=Link(1e10, 1e-7), inter=Link(1e9, 1e-6)),
+                tiny.model(),
+                strategy,
+                accumulation=accumulation,
+                fold=fold,
+            )
+            for fold in (True, False)
+        )
+        assert one.round_time_s == pytest.approx(all_of_them.round_time_s, rel=1e-9)
+        assert one.exposed_comm_s == pytest.approx(all_of_them.exposed_comm_s, rel=1e-6)
+
+
+def test_each_micro_step_begins_when_gradients_of_the_last_are_reduced() -> None:
+    """torch waits for reductions at the end of every backward pass: micro-steps add up."""
+    schedule = tiny.schedule("fsdp", accumulation=2)
+    trace = execute(schedule, tiny.cluster(), precision="bf16", rounds=1)
+    spans = tiny.by_op(trace)
+    reduced = spans[0, "m0.reduce.embedding"].end
+    assert spans[0, "m1.gather.forward.embedding"].start == pytest.approx(reduced)
+
+
+# --- what is sent ------------------------------------------------------------------------------
+
+
+def collectives(
+    strategy: str, layout: tuple[int, int] = (2, 2), **changes: int
+) -> list[Collective]:
+    """In the order of issue, without the norm of gradients."""
+    works = [op.work for op in tiny.schedule(strategy, layout, **changes).body]
+    return [work for work in works if isinstance(work, Collective) and work.buffer != "norm"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("strategy", "gathered", "reduced"),
+    [
+        ("fsdp", (1000 + 2 * 1000, "every"), "every"),
+        ("fsdp(sync=last)", (1000 + 2 * 1000, "every"), "once"),
+        ("fsdp(reshard_after_forward=false)", (2000, "every"), "every"),
+        ("fsdp(reshard_after_forward=false,sync=last)", (2000, "once"), "once"),
+    ],
+)
+def test_units_are_gathered_twice_and_the_root_once(
+    strategy: str, gathered: tuple[int, str], reduced: str, accumulation: int
+) -> None:
+    """Of 2000 parameters 640 + 360 are the root; kept units are gathered once, with or without."""
+    times = {"every": accumulation, "once": 1}
+    found = collectives(strategy, accumulation=accumulation)
+    by_kind = {
+        kind: sum(work.elements for work in found if work.kind == kind)
+        for kind in ("all_gather", "reduce_scatter")
+    }
+    assert by_kind["all_gather"] == gathered[0] * times[gathered[1]]
+    assert by_kind["reduce_scatter"] == 2000 * times[reduced]
+    types = {work.kind: work.dtype for work in found}
+    assert types == {"all_gather": "bf16", "reduce_scatter": "fp32"}
+
+
+def test_hsdp_gathers_inside_nodes_and_reduces_shards_between_them() -> None:
+    """NICs carry only an all-reduce of fp32 shards: 2 (N-1)/N of 4 bytes per parameter."""
+    found = traffic(tiny.schedule("fsdp(shard=node,clip=false)", (3, 2)), tiny.cluster(3, 2))
+    assert found.nic == pytest.approx(2 * 2 / 3 * 4 * 2000)
+    gathers = 2 * 3000 + 4 * 2000  # both passes and the root, in bf16, and gradients in fp32
+    assert found.gpu == pytest.approx(gathers / 2 + found.nic / 2)
+
+
+def test_shards_of_several_nodes_are_replicated_among_their_peers() -> None:
+    """Groups of 4 of 8 ranks on nodes of 2: each rank meets the one with its place in the other."""
+    found = collectives("fsdp(shard=4)", (4, 2))
+    groups = {(work.kind, str(work.group)) for work in found}
+    assert groups == {
+        ("all_gather", "block(4)"),
+        ("reduce_scatter", "block(4)"),
+        ("all_reduce", "peers(4)"),
+    }
+    layout = Layout(4, 2)
+    assert [list(peers_of_blocks(4).members(rank, layout)) for rank in range(4)] == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3, 7],
+    ]
+
+
+def test_resharding_to_a_smaller_world_keeps_backward_gathers_inside_it() -> None:
+    """The forward pass gathers among all; the backward pass sends nothing between nodes."""
+    found = collectives("fsdp(reshard_after_forward=2)", (3, 2))
+    gathers = [str(work.group) for work in found if work.kind == "all_gather"]
+    assert gathers == ["world", "world", "world", "node", "node"]
+
+
+def test_the_clip_waits_for_all_gradients_and_the_optimizer_for_the_clip() -> None:
+    """One number is all-reduced between the norm and the scaling; it costs its latency."""
+    model, slow = chain(4), tiny.cluster(RANKS, 1, inter=Link(1e10, 1e-5))
+    with_clip, without = (step_time(f"fsdp(clip={on})", model, slow) for on in ("true", "false"))
+    moved = (4 + 8) * SIZE * 4 / RANKS / 1e12
+    ring = 2 * (RANKS - 1) * 1e-5 + 2 * (RANKS - 1) / RANKS * 4 / 1e10
+    assert with_clip - without == pytest.approx(moved + ring)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_is_copied_is_what_is_gathered_and_reduced(accumulation: int) -> None:
+    """fully_shard reads and writes every gathered element, and packs every gradient in fp32."""
+    body = tiny.schedule("fsdp", accumulation=accumulation).body
+    moved = {
+        kernel: sum(
+            op.work.memory_bytes
+            for op in body
+            if isinstance(op.work, Compute) and op.work.kernel == kernel
+        )
+        for kernel in ("copy", "pack")
+    }
+    assert moved == {"copy": accumulation * 3000 * 4, "pack": accumulation * 2000 * 6}
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def memory(strategy: str, layout: tuple[int, int] = (4, 2), **changes: int) -> dict[str, float]:
+    """Of the tiny model: blocks of 640, 500, 500 and 360 parameters."""
+    return strategies.parse(strategy).memory(tiny.job(**changes), Layout(*layout))
+
+
+@pytest.mark.parametrize(("strategy", "shards"), [("fsdp", 8), ("fsdp(shard=node)", 2)])
+def test_states_are_16_bytes_per_parameter_over_the_shards(strategy: str, shards: int) -> None:
+    """fp32 parameters, gradients and two moments."""
+    found = memory(strategy)
+    states = [found[item] for item in ("parameters", "gradients", "optimizer")]
+    assert states == [4 * 2000 / shards, 4 * 2000 / shards, 8 * 2000 / shards]
+
+
+def test_what_is_whole_is_the_root_and_two_units() -> None:
+    """Gathered in bf16; a gradient in bf16 and one in the type of the reduction."""
+    assert memory("fsdp")["gathered"] == 2 * (1000 + 500 + 500)
+    assert memory("fsdp")["bucket"] == (2 + 4) * 500
+    assert memory("fsdp(reduce=bf16)")["bucket"] == (2 + 2) * 500
+    assert memory("fsdp(reshard_after_forward=false)")["gathered"] == 2 * 2000
+    assert memory("fsdp(reshard_after_forward=2)")["resharded"] == 2 * 1000 / 2
+
+
+@pytest.mark.parametrize(("reduce", "width"), [("fp32", 4), ("bf16", 2)])
+def test_gradients_without_sync_stay_whole(reduce: str, width: int) -> None:
+    """In the type of the reduction, for every parameter; not in a single micro-step."""
+    found = memory(f"fsdp(sync=last,reduce={reduce})", accumulation=2)
+    assert found["unreduced"] == width * 2000
+    assert "unreduced" not in memory("fsdp(sync=last)")
+    assert "unreduced" not in memory("fsdp", accumulation=2)
+
+
+# --- options -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fsdp(reshard_after_forward=1)", "at least 2"),
+        ("fsdp(reshard_after_forward=0)", "at least 2"),
+        ("fsdp(reshard_after_forward=maybe)", "a whole number, or true, or false"),
+        ("fsdp(shard=-1)", "at least 0"),
+        ("fsdp(shard=rack)", "a whole number, or node"),
+        ("fsdp(sync=first)", "every, last"),
+        ("fsdp(reduce=int8)", "fp32, bf16, fp16"),
+        ("fsdp(version=3)", "1 to 2"),
+        ("fsdp(shard=3)", "shard=3 must divide"),
+        ("fsdp(reshard_after_forward=3)", "reshard_after_forward=3 must divide"),
+        ("fsdp(shard=node,reshard_after_forward=4)", "reshard_after_forward=4 must divide the 2"),
+    ],
+)
+def test_groups_that_share_nothing_are_refused(text: str, said: str) -> None:
+    """One line says what was given, and what is allowed."""
+    with pytest.raises(OptionError, match=said.replace("(", r"\(")) as caught:
+        strategies.parse(text).schedule(tiny.job(), Layout(4, 2))
+    assert "\n" not in str(caught.value)
+
+
+def test_options_may_be_objects_of_python() -> None:
+    """True is true and no number; 2 is a number."""
+    case = Case(cluster=tiny.cluster(), model=tiny.model(), strategy=strategies.FSDP(shard="node"))
+    assert case.prepare().schedule.name == "fsdp(shard=node)"
+    assert strategies.parse("fsdp(reshard_after_forward=true)") == strategies.FSDP()
+    assert strategies.FSDP(reshard_after_forward=2).reshard_after_forward == 2

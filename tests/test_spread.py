@@ -1,0 +1,312 @@
+"""Uneven nodes: what is expected of them agrees with what draws of them give, at any scale."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import integrate, special
+
+import co2sim
+from co2sim import spread
+from co2sim.cluster import Cluster, Link
+from co2sim.errors import OptionError
+from co2sim.lowering import lower
+from co2sim.metrics import window
+from co2sim.noise import QUIET, Noise
+from co2sim.schedule import Compute, Schedule
+from co2sim.simulator import _run, execute, expected_slowdown
+
+SIGMA = 0.05
+NODES = 8
+
+
+def cluster(inter: float = 2e9, nodes: int = NODES, **changes: float) -> Cluster:
+    """Nodes of one GPU; at 2 GB/s most communication of the tiny job is hidden."""
+    return tiny.cluster(nodes, 1, inter=Link(inter), **changes)
+
+
+def round_time(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> float:
+    """Seconds of a late round."""
+    trace = execute(schedule, on, precision="bf16", rounds=9, noise=noise)
+    return window(trace, schedule, 4).round_time
+
+
+# --- order statistics ----------------------------------------------------------------------------
+
+
+def test_the_largest_of_few_normals_is_as_in_tables() -> None:
+    """Closed forms for 2, 3 and 5 (David and Nagaraja 2003, section 3.2)."""
+    assert spread.expected_largest(1) == pytest.approx(0, abs=1e-12)
+    assert spread.expected_largest(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-12)
+    assert spread.expected_largest(3) == pytest.approx(1.5 / math.sqrt(math.pi), rel=1e-12)
+    five = 5 / (4 * math.sqrt(math.pi)) * (1 + 6 / math.pi * math.asin(1 / 3))
+    assert spread.expected_largest(5) == pytest.approx(five, rel=1e-12)
+
+
+@pytest.mark.parametrize("sigma", [0.001, 0.036, 0.3, 1.0])
+@pytest.mark.parametrize("count", [2, 64, 2048, 10_000_000])
+def test_the_slowest_is_the_mean_of_its_quantiles(sigma: float, count: int) -> None:
+    """The integral of the quantile at u^(1/n), by another rule: up to 10 million nodes."""
+
+    def quantile(u: float) -> float:
+        return float(np.exp(sigma * special.ndtri(u ** (1 / count)) - sigma * sigma / 2))
+
+    whole, _ = integrate.quad(quantile, 0, 1, limit=500, epsabs=0, epsrel=1e-9)
+    assert spread.expected_slowest(sigma, count) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 16, 512])
+def test_the_slowest_is_the_mean_of_draws(count: int) -> None:
+    """4,000 clusters drawn: the mean of the slowest within four standard errors."""
+    draws = np.random.default_rng(7).lognormal(-0.125 * 0.125 / 2, 0.125, (4000, count)).max(1)
+    error = draws.std() / math.sqrt(len(draws))
+    assert spread.expected_slowest(0.125, count) == pytest.approx(draws.mean(), abs=4 * error)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 10**7), st.integers(1, 10**7))
+def test_more_nodes_or_more_spread_are_never_faster(
+    one: float, other: float, few: int, many: int
+) -> None:
+    """And a single node, or equal ones, lose nothing."""
+    low, high = sorted((one, other))
+    few, many = sorted((few, many))
+    slowest = spread.expected_slowest(low, few)
+    assert 1 - 1e-12 <= slowest
+    assert slowest <= spread.expected_slowest(low, many) * (1 + 1e-12)
+    assert slowest <= spread.expected_slowest(high, few) * (1 + 1e-12)
+    assert spread.expected_slowest(high, 1) == spread.expected_slowest(0.0, many) == 1
+
+
+@pytest.mark.parametrize("tau", [1, 4, 48])
+def test_sums_of_steps_spread_less(tau: int) -> None:
+    """The slowest of 16 sums of tau steps, drawn 3,000 times: within four standard errors."""
+    steps = np.random.default_rng(3).lognormal(-0.02, 0.2, (3000, 16, tau)).mean(2).max(1)
+    error = steps.std() / math.sqrt(len(steps))
+    found = spread.expected_slowest(spread.mean_of(0.2, tau), 16)
+    assert found == pytest.approx(steps.mean(), abs=4 * error + 0.002)
+    assert spread.mean_of(0.05, tau) == pytest.approx(0.05 / math.sqrt(tau), rel=2e-3)
+
+
+def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
+    """How much longer rounds are where who is `slack` rounds ahead of the slowest waits for it."""
+    draws = np.random.default_rng(count)
+    ends, begun = np.zeros(count), 0.0
+    for turn in range(2 * rounds):
+        begun = float(ends.max()) if turn == rounds else begun
+        ends = np.maximum(
+            ends + draws.lognormal(-sigma * sigma / 2, sigma, count), ends.max() + 1 - slack
+        )
+    return (float(ends.max()) - begun) / rounds - 1
+
+
+@pytest.mark.parametrize("count", [4, 16, 64, 512])
+@pytest.mark.parametrize("slack", [0.0, 0.1, 0.3])
+def test_a_late_average_evens_out_slow_rounds(count: int, slack: float) -> None:
+    """The closed form against 6,000 rounds of the recurrence: within a quarter of the loss."""
+    left = spread.with_slack(SIGMA, count, slack, ahead=1.0)
+    found = spread.expected_slowest(left, count) - 1
+    assert found == pytest.approx(late_rounds(count, SIGMA, slack, 6000), rel=0.25)
+
+
+@given(st.integers(1, 10**6), st.floats(0, 5), st.floats(0, 5), st.floats(0, 3))
+def test_slack_never_costs(count: int, slack: float, more: float, ahead: float) -> None:
+    """More slack leaves less spread; none and no delay leave it all, endless slack nothing."""
+    left = spread.with_slack(SIGMA, count, slack, ahead)
+    assert left <= SIGMA
+    if count > 1:
+        assert spread.with_slack(SIGMA, count, slack + more, ahead) <= left
+        assert spread.with_slack(SIGMA, count, math.inf, ahead) == 0
+    assert spread.with_slack(SIGMA, count, 0.0, 0.0) == SIGMA
+
+
+# --- folded expectation against unfolded draws ---------------------------------------------------
+
+STRATEGIES = [
+    "ddp",
+    "zero1",
+    "zero3",
+    "local_sgd(tau=4)",
+    "slowmo(tau=12)",
+    "diloco(tau=12,fragments=4)",
+    "co2(tau=1)",
+    "co2(tau=4)",
+    "co2(tau=12)",
+    "co2(tau=48)",
+    "co2(tau=12,delay=2)",
+]
+
+
+@pytest.mark.parametrize("inter", [1e12, 5e8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_slow_nodes_cost_what_draws_of_them_cost(strategy: str, inter: float) -> None:
+    """`node_spread` against 120 seeds of `Noise(straggle)`: within four standard errors.
+
+    A round is convex in the time of the slowest node, so that its mean may lie above the round of
+    the mean node: by less than a tenth of the loss here.
+    """
+    schedule, even = tiny.schedule(strategy, (NODES, 1)), cluster(inter)
+    drawn = np.array(
+        [round_time(schedule, even, Noise(straggle=SIGMA, seed=seed)) for seed in range(120)]
+    )
+    quiet = round_time(schedule, even)
+    found = round_time(schedule, replace(even, node_spread=SIGMA))
+    error = drawn.std() / math.sqrt(len(drawn))
+    assert drawn.mean() == pytest.approx(found, abs=4 * error + 0.1 * (found - quiet))
+    assert drawn.mean() >= found - 4 * error
+
+
+def stepwise(schedule: Schedule, on: Cluster, rounds: int) -> NDArray[np.float64]:
+    """Lengths of rounds where each node draws a factor in every step, all ranks unfolded."""
+    plain = lower(
+        schedule,
+        on,
+        precision="bf16",
+        rounds=rounds,
+        noise=Noise(jitter=0.5),  # only its arrays: the factors are replaced
+        fold=False,
+        free=False,
+    )
+    at = np.array(list(_steps(schedule)))
+    drawn = np.random.default_rng(5).lognormal(
+        -SIGMA * SIGMA / 2, SIGMA, (on.nodes, rounds, schedule.steps)
+    )
+    factors = drawn[:, :, at].reshape(on.nodes, -1)
+    even = np.ones(factors.shape[1])
+    noisy = replace(
+        plain,
+        class_factors=tuple(factors[c.rank // on.gpus_per_node] for c in plain.classes),
+        communicator_factors=tuple(
+            even for together in plain.communicators.values() for _ in together
+        ),
+    )
+    _, ends = _run(noisy, None)
+    last = max(n for n, op in enumerate(schedule.body) if isinstance(op.work, Compute))
+    return np.diff(ends.reshape(rounds, len(schedule.body), -1)[rounds // 3 :, last].max(-1))
+
+
+def _steps(schedule: Schedule) -> Iterator[int]:
+    """The step that each op of the body belongs to, counted from 0."""
+    step = 0
+    for op in schedule.body:
+        head = op.name.split(".")[0]
+        step = int(head[1:]) if head[:1] == "s" and head[1:].isdigit() else step
+        yield step
+
+
+@pytest.mark.parametrize("inter", [1e12, 5e8])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_slow_steps_cost_what_draws_of_them_cost(strategy: str, inter: float) -> None:
+    """`step_spread` against 450 rounds in which each node draws its steps.
+
+    Within four standard errors, and for averages that come late a fifth of the loss, or 0.2 % of a
+    round: nodes drift apart for hundreds of rounds before anyone waits.
+    """
+    schedule, even = tiny.schedule(strategy, (NODES, 1)), cluster(inter)
+    drawn = stepwise(schedule, even, 450)
+    quiet = round_time(schedule, even)
+    found = round_time(schedule, replace(even, step_spread=SIGMA))
+    blocks = drawn[: len(drawn) // 20 * 20].reshape(-1, 20).mean(1)
+    error = blocks.std() / math.sqrt(len(blocks))
+    late = strategy.startswith("co2")
+    allowed = 4 * error + late * max(0.2 * (found - quiet), 2e-3 * quiet)
+    assert drawn.mean() == pytest.approx(found, abs=allowed)
+
+
+def test_jitter_of_every_op_is_a_spread_of_the_step() -> None:
+    """DDP with jitter and next to no communication: sigma falls with the root of equal ops."""
+    schedule, even = tiny.schedule("ddp", (NODES, 1)), cluster(1e15)
+    seconds = np.array(
+        lower(
+            schedule, even, precision="bf16", rounds=1, noise=QUIET, fold=True, free=True
+        ).seconds
+    )
+    per_step = SIGMA * math.sqrt((seconds**2).sum()) / seconds.sum()
+    drawn = []
+    for seed in range(40):
+        trace = execute(
+            schedule, even, precision="bf16", rounds=11, noise=Noise(jitter=SIGMA, seed=seed)
+        )
+        drawn.append(window(trace, schedule, 10).round_time)
+    error = np.std(drawn) / math.sqrt(len(drawn))
+    found = round_time(schedule, replace(even, step_spread=per_step))
+    assert np.mean(drawn) == pytest.approx(found, abs=4 * error)
+
+
+def test_longer_rounds_feel_slow_steps_less_and_slow_nodes_as_much() -> None:
+    """Blocking rounds of tau steps: 1 / sqrt(tau) of the loss by steps, all of that by nodes."""
+    steps, nodes = cluster(step_spread=0.01), cluster(node_spread=0.01)
+    losses = {}
+    for tau in (1, 4, 16):
+        schedule = tiny.schedule(f"local_sgd(tau={tau})", (NODES, 1))
+        losses[tau] = expected_slowdown(schedule, steps, precision="bf16") - 1
+        whole = expected_slowdown(schedule, nodes, precision="bf16")
+        assert whole == spread.expected_slowest(0.01, NODES)
+    assert losses[4] == pytest.approx(losses[1] / 2, rel=0.02)
+    assert losses[16] == pytest.approx(losses[1] / 4, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", [name for name in tiny.VARIANTS if "hpz_group" not in name])
+def test_nodes_wait_for_nobody_where_there_is_one(strategy: str) -> None:
+    """Inside a node all share its speed; over nodes no strategy gains by their spread."""
+    uneven = {"node_spread": 0.1, "step_spread": 0.1}
+    one = tiny.schedule(strategy, (1, 4))
+    assert expected_slowdown(one, tiny.cluster(1, 4, **uneven), precision="bf16") == 1
+    many = tiny.schedule(strategy, (4, 2))
+    assert expected_slowdown(many, tiny.cluster(4, 2, **uneven), precision="bf16") > 1
+    assert expected_slowdown(many, tiny.cluster(4, 2), precision="bf16") == 1
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "co2(tau=4)"])
+def test_folded_and_unfolded_rounds_are_the_same(strategy: str) -> None:
+    """Every rank stands for the slowest, and 16,384 GPUs are one class of ranks as 128 are."""
+    schedule = tiny.schedule(strategy, (4, 2))
+    uneven = tiny.cluster(4, 2, node_spread=0.05, step_spread=0.02)
+    times = [
+        window(
+            execute(schedule, uneven, precision="bf16", rounds=9, fold=fold), schedule, 4
+        ).round_time
+        for fold in (True, False)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=1e-12)
+    large = tiny.cluster(2048, 8, node_spread=0.05, step_spread=0.02)
+    trace = execute(
+        tiny.schedule(strategy, (2048, 8)), large, precision="bf16", rounds=3
+    )
+    assert list(trace.ranks.values()) == [16384]
+
+
+def test_the_delay_by_slow_nodes_is_told() -> None:
+    """`straggler_delay_s` is what the spread adds; exposed communication does not count it."""
+    case = {"model": "gpt2-small", "strategy": "ddp", "gpus": 64}
+    even = co2sim.simulate("dgx-h100", **case)
+    uneven = co2sim.simulate("dgx-h100", **case, overrides={"node_spread": 0.03})
+    assert even.straggler_delay_s is None
+    assert uneven.straggler_delay_s == pytest.approx(uneven.round_time_s - even.round_time_s)
+    assert uneven.straggler_delay_s > 0
+
+
+def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
+    """One line names all of them, and what to do."""
+    for noise in (Noise(jitter=0.1), Noise(straggle=0.1), Noise(node_speed={0: 0.5})):
+        with pytest.raises(OptionError, match=r"node_spread=0.03 and\s+step_spread=0 .* as 0"):
+            execute(
+                tiny.schedule("ddp"),
+                tiny.cluster(node_spread=0.03),
+                precision="bf16",
+                rounds=2,
+                noise=noise,
+            )
+
+
+@pytest.mark.parametrize("name", ["node_spread", "step_spread"])
+def test_spreads_are_between_0_and_1(name: str) -> None:
+    """As those of `Noise` are."""
+    for value in (-0.1, 1.5, math.nan):
+        with pytest.raises(OptionError, match=name):
+            tiny.cluster(**{name: value})
