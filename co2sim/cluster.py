@@ -114,6 +114,21 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Scatter:
+    """How far single times were off when the cluster was measured.
+
+    Standard deviations of log(predicted / measured), of kernels and of collectives.
+    """
+
+    compute: Factor
+    communication: Factor
+
+    def __post_init__(self) -> None:
+        """Refuse what is no standard deviation."""
+        check(self, "scatter")
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of identical GPUs.
 
@@ -121,7 +136,7 @@ class Cluster:
     `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
     communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
-    `currency` is that of `price_per_gpu`.
+    `currency` is that of `price_per_gpu`. `scatter` is known where a probe measured the cluster.
     """
 
     name: str
@@ -140,6 +155,7 @@ class Cluster:
     wan: Link | None = None
     price_per_gpu: Price | None = None
     currency: str = "USD"
+    scatter: Scatter | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""

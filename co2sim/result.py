@@ -27,7 +27,9 @@ class Result:
     the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
     (None without communication). `breakdown_s` sums the spans of one rank in the last round by
     kernel or collective, waiting included. `assumed` lists the inputs that no source supports,
-    `notes` what was chosen for options that were left open, and why.
+    `notes` what was chosen for options that were left open, and why. `tokens_per_s_low` and
+    `tokens_per_s_high` are the ends of a 90 % interval (None where nothing is known, and for what
+    was measured), and `interval_source` says where they come from.
     `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 
@@ -46,6 +48,9 @@ class Result:
     step_time_s: Seconds
     samples_per_s: float
     tokens_per_s: float
+    tokens_per_s_low: float | None = None
+    tokens_per_s_high: float | None = None
+    interval_source: str = ""
     tokens_per_s_per_gpu: float
     model_tflops_per_gpu: float
     hardware_tflops_per_gpu: float

@@ -9,6 +9,7 @@ from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
 from co2sim.errors import OptionError, ResourceError, nearest
+from co2sim.intervals import Predicted, Thoroughness
 from co2sim.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
 from co2sim.machine import require_memory
 from co2sim.noise import QUIET, Noise
@@ -48,6 +49,7 @@ class JobOptions(TypedDict, total=False):
     node_speed: Mapping[int, float] | None
     rounds: Count | None
     fold: bool
+    interval: Thoroughness
 
 
 class Options(JobOptions, total=False):
@@ -76,6 +78,7 @@ def simulate(  # noqa: PLR0913 - one keyword per field
     node_speed: Mapping[int, float] | None = None,
     rounds: Count | None = None,
     fold: bool = True,
+    interval: Thoroughness = "quick",
     progress: bool | None = None,
 ) -> Result:
     """Simulate one configuration. Raises Co2simError, with one line, for anything that is wrong.
@@ -100,6 +103,8 @@ def simulate(  # noqa: PLR0913 - one keyword per field
         node_speed: Relative compute speed of single nodes, such as {3: 0.8}.
         rounds: How many to average over; default: 1, or 10 with jitter.
         fold: Let one rank stand for all equal ones; the answer is the same without.
+        interval: "quick" takes no further simulation for `tokens_per_s_low` and `_high`; "full"
+            simulates with each uncertain constant moved both ways, where there are any.
         progress: Show a bar on stderr; default: if it is a terminal, after a second. To a pipe or
             a file one line says how far it is, after 5 seconds.
 
@@ -154,12 +159,38 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         found, rounds, steady = _simulate(case, prepared, done)
         free = _execute(case, prepared, found.rounds, done, free=True)
         result = replace(prepared.measure(found, rounds, steady, free), notes=notes)
+        result = _with_interval(case, prepared, result, done)
         if not case.noise.uneven:
             return result
         equal, last, _ = _simulate(replace(case, noise=QUIET), prepared, done)
     nominal = metrics.window(equal, prepared.schedule, last).round_time
     delay = metrics.straggler_delay(result.round_time_s, nominal)
     return replace(result, straggler_delay_s=delay)
+
+
+def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | None) -> Result:
+    """The result with its interval; the schedule is the same on all clusters of one layout."""
+
+    def again(cluster: Cluster) -> float:
+        moved = replace(prepared, cluster=cluster)
+        found, rounds, _ = _simulate(case, moved, done)
+        during = metrics.window(found, prepared.schedule, rounds)
+        return result.tokens_per_s * result.round_time_s / during.round_time
+
+    found = Predicted(
+        cluster=prepared.cluster,
+        strategy=prepared.strategy,
+        model=prepared.job.model,
+        tokens_per_s=result.tokens_per_s,
+        exposed_share=result.exposed_share,
+        again=again,
+    ).interval(case.interval)
+    return replace(
+        result,
+        tokens_per_s_low=found.low,
+        tokens_per_s_high=found.high,
+        interval_source=found.source,
+    )
 
 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:

@@ -23,6 +23,7 @@ from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 from analysis.published.report import ValidationReport, full_report, render
 from analysis.published.roots import root_of
+from co2sim.calibrations import calibrations
 from co2sim.errors import OptionError
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
@@ -266,7 +267,7 @@ def test_published_values_lie_in_their_intervals(report: ValidationReport) -> No
 def test_external_constants_widen_the_intervals_of_what_depends_on_them(cells: list[Cell]) -> None:
     """That of CO2's average where it is not hidden; what two nodes or AdamW show stays as it is."""
     bare = replace(GROUPS["a100-co2"], external=())
-    known = errors.calibrations()["a100-co2"]
+    known = calibrations()["a100-co2"]
     for cell in (cell for cell in cells if cell.group == "a100-co2"):
         with_it = errors._moves(cell, GROUPS["a100-co2"], known)
         without = errors._moves(cell, bare, known)

@@ -49,6 +49,13 @@ def validate_command(
     brief: Annotated[  # noqa: FBT002
         bool, typer.Option("--brief", help="Errors only: no analysis, no ablations.")
     ] = False,
+    write: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--write",
+            help="Write the errors by kind into the catalog: intervals elsewhere come from them.",
+        ),
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print cells as JSON.")] = False,  # noqa: FBT002
 ) -> None:
     """Predict published results: signed errors, fitted constants, ablations, figures.
@@ -63,8 +70,10 @@ def validate_command(
         say = partial(typer.echo, err=True)
         chosen = csv_tables.further_cells(cells, known, papers_, say)
     _say_what_is_missing(known, chosen)
-    rows = errors.validate(chosen)
     files: dict[Path, bytes] = {}
+    if write:
+        files |= dict([_kind_record(known, papers_)])
+    rows = errors.validate(chosen)
     if figures is not None:
         from analysis.published.figures import draw  # noqa: PLC0415 - matplotlib
 
@@ -94,6 +103,17 @@ def validate_command(
         typer.echo(text)
     for path in files:
         typer.echo(f"written {path}")
+
+
+def _kind_record(known: Sequence["Cell"], folder: Path) -> tuple[Path, bytes]:
+    """The record of errors by kind, from all sources. Raises OptionError where one is missing."""
+    from analysis.published import kind_errors  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published.csv_tables import REFERRED  # noqa: PLC0415
+    from analysis.published.papers import papers  # noqa: PLC0415
+
+    if not any(cell.source == REFERRED for cell in known):
+        raise OptionError(f"--write needs all sources; --data is missing, with {ITERATION_TIMES}")
+    return kind_errors.record_file(kind_errors.errors_by_kind(known, papers(folder)))
 
 
 def _say_what_is_missing(known: Sequence["Cell"], chosen: Sequence["Cell"]) -> None:

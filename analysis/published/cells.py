@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from analysis.published.parameters import GROUPS, cluster_of, model_of, replaced
+from analysis.published.parameters import GROUPS, cluster_of, model_of
+from co2sim.calibrations import replaced
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError, nearest
+from co2sim.kinds import Kind, kind_of
 from co2sim.published_cells import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
@@ -107,6 +109,12 @@ class Cell:
         return self.terms[0].setup
 
 
+def run_kind(setup: RunSetup) -> Kind | None:
+    """The kind of a run; see `co2sim.kinds`."""
+    model = model_of(setup.model, setup.model_overrides)
+    return kind_of(setup.used_cluster(), setup.strategy, model)
+
+
 def check_runs(cell: Cell) -> None:
     """Refuse what the simulator cannot run: GPUs that fill no nodes, an unknown model, its batch.
 
@@ -138,10 +146,14 @@ def with_override(cell: Cell, path: str, text: str) -> Cell:
 def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
     """The cell with other values of constants of its group, by their names."""
     paths = {constant.path: constant.name for constant in GROUPS[cell.group].constants}
-    new = {path: values[name] for path, name in paths.items() if name in values}
+    return with_values(cell, {path: values[n] for path, n in paths.items() if n in values})
+
+
+def with_values(cell: Cell, values: Mapping[str, float]) -> Cell:
+    """The cell with other numbers of its clusters, by their paths, in SI units."""
     return changed(
         cell,
-        lambda setup: replace(setup, constants=tuple((dict(setup.constants) | new).items())),
+        lambda setup: replace(setup, constants=tuple((dict(setup.constants) | values).items())),
     )
 
 
