@@ -28,13 +28,14 @@ class Calibration:
     """What the catalog's record says of a fit: its errors, and how uncertain its constants are.
 
     `paths` are places in a `Cluster`, `values` what was fitted and `bounds` what is possible, in SI
-    units like their `covariance`, and `gpus` the names of those that each holds for. `external` are paths of numbers that were measured elsewhere,
-    with their ranges. `scatter` is the standard deviation of log(predicted / published), and
-    `assumed` says where that is from if not from this fit. An interval reaches `factor` standard
-    deviations to both sides; `coverage` is the share of cells, left out of the fit, in such
-    intervals. `kinds` are those of the runs that were fitted to, or checked with. `mape`, `cross_validated` and
-    `left_out` (by label) are mean absolute errors as fractions; `left_out_errors` are
-    log(predicted / published) of the cells when they are left out, in their order.
+    units like their `covariance`; `gpus` are the names of the GPUs that each constant holds for.
+    `external` are paths of numbers that were measured elsewhere, with their ranges. `scatter` is
+    the standard deviation of log(predicted / published), and `assumed` says where that is from if
+    not from this fit. An interval reaches `factor` standard deviations to both sides; `coverage` is
+    the share of cells, left out of the fit, in such intervals. `kinds` are those of the runs that
+    were fitted to, or checked with. `mape`, `cross_validated` and `left_out` (by label) are mean
+    absolute errors as fractions; `left_out_errors` are log(predicted / published) of the cells when
+    they are left out, in their order.
     """
 
     group: str
@@ -95,9 +96,15 @@ class Calibration:
         return [place for place, names in enumerate(self.gpus) if gpu in names]
 
     def holds_for(self, cluster: Cluster) -> bool:
-        """Whether the cluster has all constants of its GPU, with the values that were fitted."""
-        mine = self.on(cluster.gpu.name)
-        found = [(value_at(cluster, self.paths[place]), self.values[place]) for place in mine]
+        """Whether the cluster has all constants of its GPU, with the values that were fitted.
+
+        On one node those of the links between nodes do not matter.
+        """
+        found = [
+            (value_at(cluster, self.paths[place]), self.values[place])
+            for place in self.on(cluster.gpu.name)
+            if cluster.nodes > 1 or not self.paths[place].startswith("inter.")
+        ]
         return bool(found) and all(
             value is not None and math.isclose(value, fitted, rel_tol=1e-9, abs_tol=1e-15)
             for value, fitted in found

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 import co2sim
 from analysis.published import coverage
 from analysis.published.csv_tables import known_cells
-from analysis.published.kind_errors import errors_by_kind, record_file
 from analysis.published.kind_errors import coverage as coverage_by_kind
-from analysis.published.papers import PAPERS, iteration_times, papers
+from analysis.published.kind_errors import errors_by_kind, record_file
 from analysis.published.paper_cells import from_papers
+from analysis.published.papers import PAPERS, iteration_times, papers
 from co2sim.calibrations import Calibration, calibrations, replaced
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.cli.app import app
@@ -104,6 +104,15 @@ def test_a_fit_says_nothing_of_a_cluster_with_other_constants() -> None:
     assert calibration_of(cluster, Kind("V100", "gradients", "several nodes")) is None
 
 
+def test_on_one_node_the_links_between_nodes_do_not_matter() -> None:
+    """The GPU as fitted to CO2's runs in another cluster: known on one node, not on two."""
+    cluster = load_cluster("a100-roce800", {"gpu": "a100-80-transnormer"}).value
+    fit = calibrations()["a100-co2"]
+    assert fit.holds_for(cluster.resized(8))
+    assert not fit.holds_for(cluster.resized(16))
+    assert not fit.holds_for(load_cluster("a100-roce800").value.resized(8))
+
+
 def test_full_moves_the_constants_and_quick_their_mean() -> None:
     """On a run like the fitted ones both agree to a quarter; full takes the round's own share."""
     quick = co2sim.simulate(**ZEROPP)
@@ -125,7 +134,9 @@ def test_moves_of_a_linear_model_are_those_of_error_propagation() -> None:
     )
 
     def predicted(values: Mapping[str, float]) -> float:
-        changes = [values.get(path, at) - at for path, at in zip(fit.paths, fit.values, strict=True)]
+        changes = [
+            values.get(path, at) - at for path, at in zip(fit.paths, fit.values, strict=True)
+        ]
         return math.exp(float(slopes @ changes))
 
     expected = 1.5**2 * float(slopes @ covariance @ slopes)
@@ -259,8 +270,10 @@ def test_few_values_have_no_quantile() -> None:
 def test_student_is_scipys() -> None:
     """The 95 % quantile, and the normal one without end of freedom."""
     assert coverage.student_factor(18) == pytest.approx(t.ppf(0.95, 18))
-    assert coverage.student_factor(math.inf) == pytest.approx(norm.ppf(0.95)) == pytest.approx(
-        TAIL, abs=1e-3
+    assert (
+        coverage.student_factor(math.inf)
+        == pytest.approx(norm.ppf(0.95))
+        == pytest.approx(TAIL, abs=1e-3)
     )
 
 
@@ -296,7 +309,7 @@ def test_an_interval_of_errors_holds_zero_and_grows_with_them(
 
 
 def test_every_source_counts_alike() -> None:
-    """A source with a hundred cells weighs as much as one with three; repeated cells add nothing."""
+    """A source with a hundred cells weighs as one with three; repeated cells add little."""
     few, many = [0.5, 0.6, 0.7], [-0.1, 0.0, 0.1]
     once = coverage.interval([few, many])
     often = coverage.interval([few, many * 30])
@@ -307,7 +320,7 @@ def test_every_source_counts_alike() -> None:
 
 
 def test_two_numbers_are_no_distribution() -> None:
-    """Fewer than three effective numbers have no interval: many of one source and one of another."""
+    """Fewer than three effective numbers have no interval."""
     assert coverage.interval([]) is None
     assert coverage.interval([[0.1, 0.2]]) is None
     assert coverage.interval([[0.1], [0.2]]) is None

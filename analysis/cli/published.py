@@ -32,7 +32,7 @@ Data = Annotated[
 ]
 
 
-def validate_command(
+def validate_command(  # noqa: PLR0917 - one argument per option
     data: Data = None,
     cells: Annotated[
         list[Path] | None,
@@ -70,9 +70,7 @@ def validate_command(
         say = partial(typer.echo, err=True)
         chosen = csv_tables.further_cells(cells, known, papers_, say)
     _say_what_is_missing(known, chosen)
-    files: dict[Path, bytes] = {}
-    if write:
-        files |= dict([_kind_record(known, papers_)])
+    files = _kind_record(known, papers_) if write else {}
     rows = errors.validate(chosen)
     if figures is not None:
         from analysis.published.figures import draw  # noqa: PLC0415 - matplotlib
@@ -105,7 +103,7 @@ def validate_command(
         typer.echo(f"written {path}")
 
 
-def _kind_record(known: Sequence["Cell"], folder: Path) -> tuple[Path, bytes]:
+def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
     """The record of errors by kind, from all sources. Raises OptionError where one is missing."""
     from analysis.published import kind_errors  # noqa: PLC0415 - numpy, pydantic
     from analysis.published.csv_tables import REFERRED  # noqa: PLC0415
@@ -113,7 +111,7 @@ def _kind_record(known: Sequence["Cell"], folder: Path) -> tuple[Path, bytes]:
 
     if not any(cell.source == REFERRED for cell in known):
         raise OptionError(f"--write needs all sources; --data is missing, with {ITERATION_TIMES}")
-    return kind_errors.record_file(kind_errors.errors_by_kind(known, papers(folder)))
+    return dict([kind_errors.record_file(kind_errors.errors_by_kind(known, papers(folder)))])
 
 
 def _say_what_is_missing(known: Sequence["Cell"], chosen: Sequence["Cell"]) -> None:

@@ -153,7 +153,7 @@ def with_values(cell: Cell, values: Mapping[str, float]) -> Cell:
     """The cell with other numbers of its clusters, by their paths, in SI units."""
     return changed(
         cell,
-        lambda setup: replace(setup, constants=tuple((dict(setup.constants) | values).items())),
+        lambda setup: replace(setup, constants=tuple({**dict(setup.constants), **values}.items())),
     )
 
 

@@ -74,9 +74,7 @@ def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     reach = calibration.factor * math.hypot(scatter, rounded)
     gpu = cell.setup.whole_cluster().gpu.name
     down, up = reaches(calibration.moves(gpu, moved), reach)
-    return CellPrediction(
-        cell, predicted, predicted * math.exp(-down), predicted * math.exp(up)
-    )
+    return CellPrediction(cell, predicted, predicted * math.exp(-down), predicted * math.exp(up))
 
 
 @dataclass(frozen=True, slots=True)

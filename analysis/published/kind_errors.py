@@ -45,7 +45,7 @@ def errors_by_kind(cells: Sequence[Cell], sources: Mapping[str, Paper]) -> KindS
 
 def _left_out(cells: Sequence[Cell]) -> dict[int, float]:
     """log(predicted / published) of fitted cells that are left out of their fit, by identity."""
-    errors = {}
+    errors: dict[int, float] = {}
     for name, fit in calibrations().items():
         mine = [cell for cell in cells if cell.group == name and cell.use == "fit"]
         if len(mine) == len(fit.left_out_errors):
@@ -89,7 +89,9 @@ def coverage(errors: KindSources) -> list[KindCoverage]:
             kind,
             {source: len(some) for source, some in sources.items()},
             interval(list(sources.values())),
-            _share([_inside(sources, s, n) for s, some in sources.items() for n in range(len(some))]),
+            _share(
+                [_inside(sources, s, n) for s, some in sources.items() for n in range(len(some))]
+            ),
             _share([one for source in sources for one in _without(sources, source)]),
         )
         for kind, sources in errors.items()
@@ -131,9 +133,7 @@ def record_file(errors: KindSources) -> tuple[Path, bytes]:
     return Path(str(CATALOG / ERRORS)), tomlkit.dumps(document).encode()
 
 
-def _table(
-    kind: Kind, sources: Mapping[str, Sequence[float]], ends: tuple[float, float]
-) -> Any:
+def _table(kind: Kind, sources: Mapping[str, Sequence[float]], ends: tuple[float, float]) -> Any:
     import tomlkit  # noqa: PLC0415 - only to write
 
     table = tomlkit.table()

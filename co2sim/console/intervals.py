@@ -12,6 +12,9 @@ from co2sim.units import counted, percent
 
 HEAD = "90 % interval"
 
+_NAMED = 3
+"""Strategies that are named."""
+
 
 def interval_of(result: Result) -> Interval:
     """The interval of a result."""
@@ -33,9 +36,23 @@ def relative(result: Result) -> str:
 
 
 def print_sources(out: Console, results: Iterable[Result], *after: str) -> None:
-    """Where intervals come from, one line each, and lines after them."""
-    sources = dict.fromkeys(result.interval_source for result in results)
-    print_lines(out, *(f"{HEAD}: {source}" for source in sources if source), *after)
+    """Where intervals come from, and of which strategies if not of all; and lines after that."""
+    found: dict[str, dict[str, None]] = {}
+    for result in results:
+        found.setdefault(result.interval_source, {})[result.strategy] = None
+    found.pop("", None)
+    lines = [
+        f"{HEAD}{f' of {_first(strategies)}' if len(found) > 1 else ''}: {source}"
+        for source, strategies in found.items()
+    ]
+    print_lines(out, *lines, *after)
+
+
+def _first(names: Iterable[str]) -> str:
+    """A few of them."""
+    known = list(names)
+    rest = len(known) - _NAMED
+    return ", ".join(known[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
