@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from analysis.measured.overrides import changed
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import facts, plain
-from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec
-from co2sim.cluster import GPU, Cluster, KernelTimes, Link
+from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, ScatterSpec
+from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter
 from co2sim.errors import CatalogError, Co2simError, OptionError
 
 CLUSTERS, GPUS, MODELS = names("clusters"), names("gpus"), names("models")
@@ -394,7 +394,13 @@ def test_a_recorded_cluster_keeps_its_currency() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "kind"),
-    [(ClusterSpec, Cluster), (GPUSpec, GPU), (LinkSpec, Link), (KernelsSpec, KernelTimes)],
+    [
+        (ClusterSpec, Cluster),
+        (GPUSpec, GPU),
+        (LinkSpec, Link),
+        (KernelsSpec, KernelTimes),
+        (ScatterSpec, Scatter),
+    ],
 )
 def test_a_file_may_say_every_field_of_what_it_describes(spec: Any, kind: Any) -> None:
     """A new field of a cluster is one line: files take it with its unit, range and default."""
