@@ -1,7 +1,7 @@
 """How well every strategy learns from the same tokens: four workers, real text, tuned rates.
 
     python benchmarks/convergence.py            # about an hour on two cores; go on with the same
-    python benchmarks/convergence.py --quick    # two configurations, too short to mean anything
+    python benchmarks/convergence.py --quick    # three configurations, too short to mean anything
 
 Every configuration is tuned with a seed of its own on the final validation loss: the learning rate
 on a grid of factors of 2, extended while the best is at its edge, then the outer step on a small
@@ -13,35 +13,32 @@ convergence.csv, convergence.md and convergence.png.
 
 import os
 import sys
+from functools import partial
 
-from convergence_plan import StudyBudget, next_run, read
+from convergence_launch import complete
+from convergence_plan import RUNS, StudyBudget, study
+from finished_runs import read
 from reports import folder, parser
-
-from realrun.launch.local import run_local
 
 
 def main() -> None:
     """Start the ranks, or be one of them; then write what is complete."""
-    command = parser(__doc__, "two configurations of a tiny model, in seconds")
+    command = parser(__doc__, "three configurations of a tiny model, in seconds")
     command.add_argument("--report", action="store_true", help="run nothing, only write the table")
     given = command.parse_args()
     budget = StudyBudget.small() if given.quick else StudyBudget()
+    plan = partial(study, budget)
     with folder(given) as out:
+        path = out / RUNS
         if "RANK" in os.environ:
             from convergence_runs import run_ranks  # noqa: PLC0415 - torch, for the ranks alone
 
-            run_ranks(budget, out)
+            run_ranks(plan, path)
             return
-        ranks = [sys.executable, __file__, *sys.argv[1:], "--out", str(out)]
-        code = 0
-        while not given.report and next_run(budget, read(out)) is not None:
-            before = len(read(out))
-            code = run_local(ranks, budget.workers)
-            if code > 1 or (code and len(read(out)) == before):
-                break  # control-C, or no run at all; else a failed run is noted, and not repeated
+        code = 0 if given.report else complete(plan, path, budget.workers)
         from convergence_report import write  # noqa: PLC0415 - figures, which no rank draws
 
-        write(budget, read(out), out)
+        write(budget, read(path), out)
     sys.exit(code)
 
 

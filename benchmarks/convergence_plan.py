@@ -1,15 +1,17 @@
-"""The plan of the convergence study, and its file: what is run next, given what is there."""
+"""The plan of the convergence study: what is run next, given what is there."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import pandas as pd
+from finished_runs import Known
 
+from co2sim.late_averages import kept
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import LocalSteps
+
+RUNS = "convergence-runs.csv"
+"""The file of finished runs."""
 
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
@@ -36,9 +38,18 @@ OUTER = {
 The gain of CO2's, lr / (1 - momentum), is 1, 2 or 1/2: a delayed step may need to be a smaller one.
 """
 
+PEERS = ("momentum=0,lr=1", "momentum=0.9,lr=0.4")
+"""Those of Eager DiLoCo: a gain of 1, and the outer step of its paper, as we read it.
+
+DiLoCo's first, with a gain of 7, gave 2.95 at the lowest rate.
+"""
+
 
 KEPT = ("keep=1", "keep=0.5,predict=0.5", "keep=0.75,predict=0.25")
-"""What CO2 with a delay keeps and predicts, to choose from; its gain stays 1."""
+"""What CO2 with a delay keeps and predicts, to choose from; its gain stays 1.
+
+The rate is tuned with the one that CO2 takes by itself in rounds of that length.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +77,16 @@ class StudyBudget:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A line of the table. `extra` are options of the outer step that are not tuned."""
+    """A line of the table. `extra` are options of the outer step that are not tuned.
+
+    `peer`: Eager DiLoCo, to which `strategy` only gives the length of a round and the options.
+    """
 
     name: str
     strategy: str
     extra: Mapping[str, str] = field(default_factory=dict)
     clips: bool = False
+    peer: bool = False
 
     @property
     def kind(self) -> str:
@@ -86,8 +101,13 @@ class Configuration:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Outer steps to choose from; where workers keep progress, how much."""
-        return KEPT if self.keeps else OUTER.get(self.kind, ("",))
+        """Outer steps to choose from; where workers keep progress, how much. The usual is first."""
+        if self.peer:
+            return PEERS
+        if not self.keeps:
+            return OUTER.get(self.kind, ("",))
+        usual = f"keep={kept(self.tau, None, None)[0]:g}"
+        return tuple(sorted(KEPT, key=lambda choice: choice.partition(",")[0] != usual))
 
     @property
     def keeps(self) -> bool:
@@ -120,12 +140,13 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
         ):
             name = f"CO2 {tau}, {words}"
             found.append(Configuration(name, f"co2:tau={tau}", {"gap": gap}, clips))
-    for tau, delay, parts in ((12, 1, 12), (3, 1, 3), (2, 1, 2), (12, 4, 1)):
+    for tau, delay, parts in ((12, 1, 12), (3, 1, 3), (2, 1, 2), (1, 1, 1), (12, 4, 1)):
         name = f"CO2 delay {delay}, tau {tau}" + (f", {parts} fragments" if parts > 1 else "")
         strategy = f"co2:tau={tau},delay={delay},fragments={parts}"
         found.append(Configuration(name, strategy))
     streamed = "diloco:tau=12,fragments=3,delay=4"
     found.append(Configuration("Streaming DiLoCo delay 4, tau 12", streamed))
+    found.append(Configuration("Eager DiLoCo 12", "diloco:tau=12", peer=True))
     for name, kind in (
         ("SlowMo 12", "slowmo"),
         ("DiLoCo 12", "diloco"),
@@ -134,7 +155,7 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
     ):
         found.append(Configuration(name, f"{kind}:tau=12"))
     if budget.quick:
-        names = {"CO2 12, gap + clip", "CO2 delay 4, tau 12"}
+        names = {"CO2 12, gap + clip", "CO2 delay 4, tau 12", "Eager DiLoCo 12"}
         return [one for one in found if one.name in names]
     return found
 
@@ -143,27 +164,32 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
 class Ask:
     """One run."""
 
+    budget: StudyBudget
     configuration: Configuration
     choice: str
     lr: float
     seed: int
 
-    def key(self, budget: StudyBudget) -> tuple[str, ...]:
+    @property
+    def key(self) -> tuple[str, ...]:
         """What tells it from other runs."""
-        return (budget.label, self.configuration.name, self.choice, f"{self.lr:g}", str(self.seed))
+        name = self.configuration.name
+        return (self.budget.label, name, self.choice, f"{self.lr:g}", str(self.seed))
 
 
-Known = dict[tuple[str, ...], dict[str, Any]]
-"""Rows of finished runs by their key."""
+Plan = Callable[[Known], Iterable[Ask]]
+"""The runs that are wanted, in their order, as far as the finished ones tell."""
 
 
-def next_run(budget: StudyBudget, known: Known) -> Ask | None:
-    """The next run that is missing; None when all are there."""
+def study(budget: StudyBudget, known: Known) -> Iterator[Ask]:
+    """The runs of all configurations."""
     for configuration in configurations(budget):
-        for ask in wanted(configuration, budget, known):
-            if ask.key(budget) not in known:
-                return ask
-    return None
+        yield from wanted(configuration, budget, known)
+
+
+def missing(plan: Plan, known: Known) -> list[Ask]:
+    """The runs that are wanted and not there; further ones may depend on them."""
+    return [ask for ask in plan(known) if ask.key not in known]
 
 
 def wanted(configuration: Configuration, budget: StudyBudget, known: Known) -> Iterator[Ask]:
@@ -172,18 +198,18 @@ def wanted(configuration: Configuration, budget: StudyBudget, known: Known) -> I
     rates = list(RATES[1:2] if budget.quick else RATES)
 
     def tuned(choice: str, lr: float) -> Ask:
-        return Ask(configuration, choice, lr, TUNING_SEED)
+        return Ask(budget, configuration, choice, lr, TUNING_SEED)
 
     def loss(choice: str, lr: float) -> float:
-        row = known.get(tuned(choice, lr).key(budget))
+        row = known.get(tuned(choice, lr).key)
         return row["validation_loss"] if row else float("inf")
 
     for lr in rates:
         yield tuned(choices[0], lr)
     for _ in range(0 if budget.quick else EXTENSIONS):
         best = min(rates, key=lambda lr: loss(choices[0], lr))
-        missing = any(tuned(choices[0], lr).key(budget) not in known for lr in rates)
-        if missing or best not in {rates[0], rates[-1]}:
+        lacking = any(tuned(choices[0], lr).key not in known for lr in rates)
+        if lacking or best not in {rates[0], rates[-1]}:
             break
         further = 2 * best if best == rates[-1] else best / 2
         rates = sorted([*rates, further])
@@ -193,37 +219,4 @@ def wanted(configuration: Configuration, budget: StudyBudget, known: Known) -> I
         yield tuned(choice, lr)
     choice = min(choices, key=lambda one: loss(one, lr))
     for seed in SEEDS[:2] if budget.quick else SEEDS:
-        yield Ask(configuration, choice, lr, seed)
-
-
-def remaining(budget: StudyBudget, known: Known) -> int:
-    """About how many runs are left: those that are known to be wanted."""
-    asks = [ask for c in configurations(budget) for ask in wanted(c, budget, known)]
-    return sum(ask.key(budget) not in known for ask in asks)
-
-
-def read(out: Path) -> Known:
-    """Finished runs."""
-    path = out / "convergence-runs.csv"
-    if not path.exists():
-        return {}
-    frame = pd.read_csv(path, dtype={"lr": str, "seed": str}, keep_default_na=False)
-    for name in ("validation_loss", "accuracy", "penalty", "clipped", "wall"):
-        frame[name] = pd.to_numeric(frame[name], errors="coerce")
-    keys = ("budget", "configuration", "choice", "lr", "seed")
-    rows = frame.to_dict("records")
-    return {tuple(row[name] for name in keys): dict(row) for row in rows}
-
-
-_COLUMNS = (
-    *("budget", "configuration", "choice", "lr", "seed", "strategy", "outer"),
-    *("validation_loss", "accuracy", "penalty", "clipped", "bytes_sent", "wall"),
-    *("curve", "facts", "error"),
-)
-
-
-def append(out: Path, row: Mapping[str, Any]) -> None:
-    """Add a finished run."""
-    path = out / "convergence-runs.csv"
-    frame = pd.DataFrame([[row.get(name, "") for name in _COLUMNS]], columns=list(_COLUMNS))
-    frame.to_csv(path, mode="a", header=not path.exists(), index=False)
+        yield Ask(budget, configuration, choice, lr, seed)

@@ -9,11 +9,11 @@ import pandas as pd
 from convergence_plan import (
     CLIP,
     TUNING_SEED,
-    Known,
     StudyBudget,
     configurations,
     wanted,
 )
+from finished_runs import Known
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -46,9 +46,9 @@ def summary(budget: StudyBudget, known: Known) -> pd.DataFrame:
     lines = []
     for configuration in configurations(budget):
         asks = list(wanted(configuration, budget, known))
-        if any(ask.key(budget) not in known for ask in asks):
+        if any(ask.key not in known for ask in asks):
             continue
-        rows = [known[ask.key(budget)] for ask in asks if ask.seed != TUNING_SEED]
+        rows = [known[ask.key] for ask in asks if ask.seed != TUNING_SEED]
         losses = [float(row["validation_loss"]) for row in rows]
         lines.append(
             {

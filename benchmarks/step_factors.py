@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from convergence_plan import TUNING_SEED, StudyBudget
+from convergence_plan import RUNS, TUNING_SEED, StudyBudget
 from reports import FOLDER, RESULTS, made_by, parser, table
 
 from co2sim.strategies import LocalSteps, parse
 from co2sim.strategies.local import round_steps
 from co2sim.strategies.step import title
 
-RUNS = "convergence-runs.csv"
 CATALOG = FOLDER.parent / "co2sim/catalog/step_factors.toml"
 _LEAST_SEEDS = 3
 """For a mean that counts; other runs were made to choose by."""
@@ -36,8 +35,9 @@ _HEAD = """\
 
 
 def entries(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """One entry for each budget and strategy, of its best outer step."""
-    runs = runs[(runs["seed"] != TUNING_SEED) & runs["validation_loss"].notna()]
+    """One entry for each budget and strategy, of its best outer step; peers have no strategy."""
+    whole = runs[["validation_loss", "strategy"]].notna().all(axis=1)
+    runs = runs[whole & (runs["seed"] != TUNING_SEED)]
     for budget, group in runs.groupby("budget"):
         steps, batch = map(int, str(budget).rpartition("-")[2].split("x"))
         curves = [json.loads(text) for text in group.loc[group["strategy"] == "ddp", "curve"]]

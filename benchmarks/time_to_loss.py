@@ -1,6 +1,6 @@
 """Wall-clock to a given loss in the lab: predicted by co2sim before, measured after.
 
-    sudo python benchmarks/time_to_loss.py                # 25 to 30 minutes on two quiet cores
+    sudo python benchmarks/time_to_loss.py                # 45 minutes on two quiet cores
     sudo python benchmarks/time_to_loss.py --seeds 2      # two thirds of it
     sudo python benchmarks/time_to_loss.py --quick        # a trial of seconds
 
@@ -8,14 +8,19 @@ torch's DDP and post-local SGD, torchft's LocalSGD and DiLoCo, and our LocalSGD,
 Streaming DiLoCo and CO2, as published and with a delay that it measures, train the same GPT from
 the same weights on the same samples, on four nodes at 100 and at 1000 Mbit/s. CO2 with a delay runs
 in rounds of 12 steps, as the others, and in the shortest that co2sim finds to be hidden. One launch
-of the ranks in a lab runs all of them, one after the other, with one seed after the other. What
-goes into a prediction is known before the run begins:
+of the ranks in a lab runs all of them, one after the other, with one seed after the other.
+
+A local step takes 100 ms, as on a device whose speed is known: the forward and backward pass are
+real, and the rest of the time is waited for before anything is sent. Four ranks on two cores would
+else wait for each other's arithmetic, which no device of a real cluster does.
+
+What goes into a prediction is known before the run begins:
 
 - how many steps the loss takes: from a run of the same training without a lab, whose seed is the
   same: network and clock do not change what is learned. CO2 that measures its delay is told there
   the one that co2sim chooses;
 - the time of a local step: from a calibration in the lab before each seed, in which nothing is sent
-  (local_sgd with a tau beyond its end): it holds that the ranks share the cores. Others are of the
+  (local_sgd with a tau beyond its end): it holds the optimizer's step, too. Others are of the
   model inside DDP, and of CO2 with a delay whose workers average with nobody: what it does beside
   the steps counts. A last one, in which something is sent all the time, tells how much that slows
   the steps down: ranks send with the cores that they compute with;

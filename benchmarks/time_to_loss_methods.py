@@ -1,5 +1,6 @@
 """The methods that `time_to_loss.py` trains by: ours, the peers', and those that only calibrate."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -13,13 +14,18 @@ import torch.distributed as dist
 from peers_methods import Attach, Attached, torch_post_local, torchft_diloco, torchft_local
 from time_to_loss_contenders import NEVER, TAU, Contender
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from co2sim.schedule import WORLD
+from co2sim.units import Seconds
 from realrun.algorithms.auto_delay import AutoDelay
 from realrun.algorithms.counters import Stats
 from realrun.execute.world import World
 from realrun.train import TrainSettings
+from realrun.train.loop import Build
 from realrun.train.methods import Method, build
 from realrun.train.outer import pairs
 
@@ -58,15 +64,16 @@ class Attachment:
 def always_sending(
     model: nn.Module, optimizer: Optimizer, world: World, *, elements: int
 ) -> Iterator[Attached]:
-    """Local steps, and after each an all-reduce of so many elements that nothing waits for."""
+    """Local steps, and beside each an all-reduce of so many elements, which ends before it."""
     group = world.group("calibration", WORLD)
     under_way: list[dist.Work] = []
 
     def send(*_: object) -> None:
-        under_way[:] = [work for work in under_way if not work.is_completed()]
+        for before in under_way:
+            before.wait()
         work = dist.all_reduce(torch.ones(elements), group=group, async_op=True)
         assert work is not None
-        under_way.append(work)
+        under_way[:] = [work]
 
     hook = optimizer.register_step_post_hook(send)
     yield Attached(model, optimizer)
@@ -134,3 +141,53 @@ def said(delay: int) -> Iterator[None]:
 
     with mock.patch.object(AutoDelay, "used", used):
         yield
+
+
+@dataclass
+class Pace:
+    """Makes a local step take `target` at least: a device whose speed is known.
+
+    The forward and backward pass are real, and the rest of the time is waited for, before anything
+    is sent: in DDP before the last bucket, else before the optimizer's step. `late` of `steps` took
+    longer than the target by themselves.
+    """
+
+    target: Seconds
+    steps: int = 0
+    late: int = 0
+    _began: Seconds = 0.0
+
+    def attach(self, method: Method) -> Method:
+        """Pace the steps of a method from now on."""
+        method.bare.register_forward_pre_hook(self._begin)
+        model, optimizer = method.model, method.optimizer
+        if isinstance(optimizer, PostLocalSGDOptimizer):
+            optimizer.optim.register_step_pre_hook(self._wait)
+        elif isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(model.process_group, self._reduce)
+        else:
+            optimizer.register_step_pre_hook(self._wait)
+        return method
+
+    def _begin(self, *_: object) -> None:
+        self._began = time.monotonic()
+
+    def _wait(self, *_: object) -> None:
+        left = self._began + self.target - time.monotonic()
+        self.steps += 1
+        self.late += left < 0
+        time.sleep(max(0.0, left))
+
+    def _reduce(
+        self, group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        if bucket.is_last():
+            self._wait()
+        return allreduce_hook(group, bucket)
+
+
+def paced(
+    pace: Pace, how: Build, settings: TrainSettings, model: nn.Module, world: World
+) -> Method:
+    """The method that `how` builds, at a pace."""
+    return pace.attach(how(settings, model, world))

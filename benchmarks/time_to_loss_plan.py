@@ -23,6 +23,7 @@ from time_to_loss_contenders import (
 from time_to_loss_predict import Place, shortest_round, with_delay
 
 from co2sim.strategies.co2 import CO2
+from co2sim.units import Seconds
 
 FREE = "without a lab"
 SEEDS = (0, 1, 2)
@@ -43,18 +44,21 @@ class Plan:
     only: tuple[str, ...] = ()
     target: float = 0.0
     """The loss to reach; 0: see `target_of`."""
+    pace: Seconds = 0.1
+    """What a local step takes at least."""
 
     @classmethod
     def small(cls) -> "Plan":
         """A trial of seconds, too short to mean anything."""
         names = ("torch post-local SGD", "CO2, delay auto")
-        return cls(2 * TAU, TAU, "tiny", 2, 8, (0,), ("100 Mbit/s",), names)
+        return cls(2 * TAU, TAU, "tiny", 2, 8, (0,), ("100 Mbit/s",), names, pace=0.01)
 
     @property
     def label(self) -> str:
         """Runs of other plans do not count."""
         target = f" to {self.target}" if self.target else ""
-        return f"{self.size}-{self.steps}x{self.batch}-{self.nodes} nodes{target}"
+        pace = f" {self.pace * 1e3:g} ms a step"
+        return f"{self.size}-{self.steps}x{self.batch}-{self.nodes} nodes{pace}{target}"
 
     def place(self, rate: str) -> Place:
         """The lab of a rate, as co2sim is told of it."""
@@ -96,67 +100,61 @@ def calibrated(plan: Plan, known: Known, ask: Ask) -> tuple[float, float]:
     return own, max(0.0, sending / bare - 1)
 
 
-def delay_at(plan: Plan, known: Known, rate: str, entry: Contender) -> int:
+def delay_at(plan: Plan, rate: str, entry: Contender) -> int:
     """The delay that co2sim finds hidden; 0 where training does not choose one."""
-    chosen = settled(plan, known, rate, entry)
+    chosen = settled(plan, rate, entry)
     return int(chosen.delay or 0) if isinstance(chosen, CO2) else 0
 
 
-def settled(plan: Plan, known: Known, rate: str, entry: Contender) -> str | CO2:
-    """The strategy to simulate. A delay is chosen for local steps as they were without a lab."""
+def settled(plan: Plan, rate: str, entry: Contender) -> str | CO2:
+    """The strategy to simulate, with a delay for local steps at the pace."""
     if not entry.measures_delay:
         return entry.strategy
-    step = step_of(plan, known, ALONE, FREE, plan.seeds[0])
-    return with_delay(plan.place(rate), entry.strategy, step)
+    return with_delay(plan.place(rate), entry.strategy, plan.pace)
 
 
-def tuned(plan: Plan, known: Known, results: Path, rate: str) -> list[Contender]:
+def tuned(plan: Plan, results: Path, rate: str) -> list[Contender]:
     """What is compared at a rate, with co2sim's tau where it chooses it."""
 
     def choose(entry: Contender) -> tuple[Contender, int]:
         if "tau=auto" not in entry.strategy:
-            return entry, delay_at(plan, known, rate, entry)
-        step = step_of(plan, known, ALONE, FREE, plan.seeds[0])
-        tau = shortest_round(plan.place(rate), entry.strategy, step)
+            return entry, delay_at(plan, rate, entry)
+        tau = shortest_round(plan.place(rate), entry.strategy, plan.pace)
         return replace(entry, strategy=entry.strategy.replace("tau=auto", f"tau={tau}")), tau
 
     return contenders(plan.only, results, choose)
 
 
-def free_asks(plan: Plan, known: Known, results: Path) -> Iterator[Ask]:
+def free_asks(plan: Plan, results: Path) -> Iterator[Ask]:
     """Runs without a lab, the reference first; where rates ask for the same, one serves both."""
-    calibrating = Ask(ALONE, FREE, plan.seeds[0])
-    yield calibrating
-    if calibrating.key(plan) not in known:
-        return
     asks = [
-        free_ask(plan, known, Ask(entry, rate, seed))
+        free_ask(plan, Ask(entry, rate, seed))
         for seed in plan.seeds
         for rate in plan.rates
-        for entry in tuned(plan, known, results, rate)
+        for entry in tuned(plan, results, rate)
     ]
     yield from sorted(dict.fromkeys(asks), key=lambda ask: ask.entry.name != REFERENCE)
 
 
-def free_ask(plan: Plan, known: Known, ask: Ask) -> Ask:
+def free_ask(plan: Plan, ask: Ask) -> Ask:
     """The run without a lab that tells how many steps a run in one needs."""
-    return Ask(ask.entry, FREE, ask.seed, delay_at(plan, known, ask.where, ask.entry))
+    return Ask(ask.entry, FREE, ask.seed, delay_at(plan, ask.where, ask.entry))
 
 
 def lab_asks(plan: Plan, known: Known, results: Path, rate: str) -> Iterator[Ask]:
     """Runs at a rate, interleaved: all contenders with a seed, then with the next one."""
-    chosen = tuned(plan, known, results, rate)
+    chosen = tuned(plan, results, rate)
     for seed in plan.seeds:
         for entry in dict.fromkeys([*CALIBRATIONS, *map(alone, chosen)]):
             yield Ask(entry, rate, seed)
         for ask in (Ask(entry, rate, seed) for entry in chosen):
-            if not known[free_ask(plan, known, ask).key(plan)]["error"]:
+            if not known[free_ask(plan, ask).key(plan)]["error"]:
                 yield ask
 
 
 def next_run(plan: Plan, known: Known, results: Path, where: str) -> Ask | None:
     """The next run that is missing there; None when all are there."""
-    asks = free_asks(plan, known, results) if where == FREE else None
+    asks = free_asks(plan, results) if where == FREE else None
     if asks is None:
         asks = lab_asks(plan, known, results, where)
     return next((ask for ask in asks if ask.key(plan) not in known), None)
@@ -188,7 +186,7 @@ def enough(plan: Plan, known: Known, results: Path) -> float | None:
     """The loss at which a run without a lab may end: that of the reference, once this is known."""
     if plan.target:
         return plan.target
-    asks = [ask for ask in free_asks(plan, known, results) if ask.entry.name == REFERENCE]
+    asks = [ask for ask in free_asks(plan, results) if ask.entry.name == REFERENCE]
     rows = [row for ask in asks if (row := known.get(ask.key(plan))) and not row["error"]]
     return max(curve(row)[-1][2] for row in rows) if rows and len(rows) == len(asks) else None
 
@@ -198,7 +196,7 @@ def target_of(plan: Plan, known: Known, results: Path) -> float:
 
     That is what `enough` says, or more, if a run to the last step does not come as low.
     """
-    asks = [ask for ask in free_asks(plan, known, results) if not ask.entry.calibrates]
+    asks = [ask for ask in free_asks(plan, results) if not ask.entry.calibrates]
     curves = [curve(row) for ask in asks if not (row := known[ask.key(plan)])["error"]]
     return plan.target or max(points[-1][2] for points in curves)
 
@@ -223,6 +221,7 @@ _NUMBERS = (
     "waited",
     "rounds",
     "used_delay",
+    "late_steps",
 )
 _COLUMNS = (*KEY, *_NUMBERS, "curve", "error")
 

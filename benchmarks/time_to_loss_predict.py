@@ -102,7 +102,7 @@ def with_delay(place: Place, strategy: str, local_step: Seconds) -> CO2:
 
 
 def elements_of_a_step(place: Place, local_step: Seconds) -> int:
-    """The fp32 elements whose all-reduce takes a quarter longer than a local step, at least one."""
+    """The fp32 elements whose all-reduce takes four fifths of a local step, at least one."""
     bandwidth = parse(place.rate, "B/s")
     ring = 2 * (place.nodes - 1) / place.nodes * DType.FP32.bytes
-    return int(1.25 * local_step * bandwidth / ring) + 1
+    return int(0.8 * local_step * bandwidth / ring) + 1

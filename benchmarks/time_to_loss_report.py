@@ -35,7 +35,7 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
             row = known.get(ask.key(plan))
             if row is None or ask.entry.calibrates:
                 continue
-            free = free_ask(plan, known, ask)
+            free = free_ask(plan, ask)
             before = reached(curve(known[free.key(plan)]), target)
             after = None if row["error"] else reached(curve(row), target)
             predicted = before[0] * row["predicted_step_s"] if before else None
@@ -60,6 +60,7 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
                 "rounds": row["rounds"],
                 "predicted_delay": free.delay or None,
                 "delay": row["used_delay"],
+                "late_steps": row["late_steps"],
                 "curve": [] if row["error"] else curve(row),
             }
 
@@ -78,7 +79,10 @@ def report(plan: Plan, known: Known, frame: pd.DataFrame, target: float) -> str:
 A GPT of {shape.parameters:,} parameters, {plan.nodes} nodes of one rank, {plan.batch} x\
  {shape.context} characters a step, learning rates for {plan.steps} steps, seeds\
  {", ".join(map(str, plan.seeds))}. The loss to reach is {target:.4f} nats per character, {chosen};\
- validated every {plan.every} steps, with a straight line between. Predicted before: steps from a\
+ validated every {plan.every} steps, with a straight line between. A local step takes\
+ {plan.pace * 1e3:g} ms, as on a device of a known speed: what its arithmetic leaves of that is\
+ waited for ({frame["late_steps"].mean():.1%} of the steps took longer by themselves; at most\
+ {frame["late_steps"].max():.1%} in a run). Predicted before: steps from a\
  run without a lab; a local step, and how much sending slows it down, from calibrations in the lab;\
  communication by co2sim from the stated rate.\
  Means over seeds, ± the standard deviation. torchft-nightly: {version("torchft-nightly")}.\

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from time_to_loss_contenders import ALONE, REFERENCE, SENDING, TAU
-from time_to_loss_methods import attach_of, build_alone, build_with, said
+from time_to_loss_methods import Pace, attach_of, build_alone, build_with, paced, said
 from time_to_loss_plan import (
     FREE,
     KEY,
@@ -77,8 +77,8 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     """What is predicted of a run in the lab: it is there before the run begins."""
     if ask.where == FREE or ask.entry.calibrates:
         return {}
-    free, (alone, interference) = free_ask(plan, known, ask), calibrated(plan, known, ask)
-    strategy: str | Strategy = settled(plan, known, ask.where, ask.entry)
+    free, (alone, interference) = free_ask(plan, ask), calibrated(plan, known, ask)
+    strategy: str | Strategy = settled(plan, ask.where, ask.entry)
     if ask.entry.peer == "torchft LocalSGD":
         strategy = TensorByTensor(tau=TAU, tensors=tensors(plan.size))
     step = predicted_step(plan.place(ask.where), strategy, alone, interference)
@@ -112,7 +112,7 @@ def settings_of(plan: Plan, ask: Ask, stop: int) -> TrainSettings:
         strategy=ask.entry.strategy,
         size=plan.size,
         steps=plan.steps,
-        stop=min(5 * plan.every, plan.steps) if ask.entry.calibrates else stop,
+        stop=min(3 * plan.every, plan.steps) if ask.entry.calibrates else stop,
         batch=plan.batch,
         warmup=plan.steps // 20,
         lr=ask.entry.lr,
@@ -136,9 +136,11 @@ def one_run(
     if attach := attach_of(ask.entry, sent):
         how = partial(build_with, attach)
     settings = settings_of(plan, ask, stop)
+    pace = Pace(plan.pace)
     with said(ask.delay):
         if ask.where != FREE:
-            return figures(train(settings, world, build=how))
+            found = figures(train(settings, world, build=partial(paced, pace, how)))
+            return {**found, "late_steps": pace.late / max(1, pace.steps)}
         watched = ask.entry.name != REFERENCE and not ask.entry.calibrates
         until = Until(enough(plan, known, results) if watched else None)
         return figures(train(settings, world, build=how, progress=until.note, stop=until.low))

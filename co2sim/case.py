@@ -15,6 +15,7 @@ from co2sim.cluster import Cluster
 from co2sim.convert import Within
 from co2sim.cost import peak_flops, traffic
 from co2sim.errors import Co2simError, OptionError, ScheduleError
+from co2sim.intervals import Thoroughness
 from co2sim.memory import activations, allocated, overhead
 from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
@@ -52,7 +53,7 @@ class Case:
     `precision` to bf16, or fp16 where the GPU has no bf16. `global_batch` (samples per step over
     all GPUs) sets `accumulation`. `overrides` maps dotted paths of the cluster, or of the model
     behind "model.", to texts with units. `rounds` is how many rounds are averaged (default 1, or 10
-    with jitter).
+    with jitter). `interval` says whether further simulations may be spent on the interval.
 
     Values are converted where they are unambiguous: counts may be 16.0, "16" or NumPy's, names may
     be paths, overrides plain numbers. Raises OptionError for others, and for counts out of range.
@@ -75,6 +76,7 @@ class Case:
     noise: Noise = QUIET
     rounds: Annotated[int | None, Within((1, _MOST_ROUNDS))] = None
     fold: bool = True
+    interval: Thoroughness = "quick"
 
     def __post_init__(self) -> None:
         """Convert every value, once and for all."""

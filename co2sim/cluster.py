@@ -176,6 +176,21 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Scatter:
+    """How far single times were off when the cluster was measured.
+
+    Standard deviations of log(predicted / measured), of kernels and of collectives.
+    """
+
+    compute: Factor
+    communication: Factor
+
+    def __post_init__(self) -> None:
+        """Refuse what is no standard deviation."""
+        check(self, "scatter")
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of identical GPUs.
 
@@ -184,7 +199,7 @@ class Cluster:
     communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
     `network_overhead` is what the host of a node needs to post a message (`protocols`).
-    `currency` is that of `price_per_gpu`.
+    `currency` is that of `price_per_gpu`. `scatter` is known where a probe measured the cluster.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -211,6 +226,7 @@ class Cluster:
     wan: Link | None = None
     price_per_gpu: Price | None = None
     currency: str = "USD"
+    scatter: Scatter | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""

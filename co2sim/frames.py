@@ -23,6 +23,7 @@ TO_LOSS = ("steps_factor", "steps_to_loss", "time_to_loss_s", "cost_to_loss")
 """Columns of what it takes to the loss of a goal."""
 _IN_TABLES = {
     "per GPU": "tokens_per_s_per_gpu",
+    "90 % interval": "tokens_per_s_low",
     "step": "step_time_s",
     "exposed": "-efficiency_vs_free_communication",  # of which it is the rest to 1
     "efficiency": "efficiency_vs_free_communication",

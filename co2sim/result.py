@@ -30,6 +30,8 @@ class Result:
     `allocated_bytes_per_gpu` leaves out what PyTorch's `max_memory_allocated` does. `assumed` lists
     the inputs that no source supports, `notes` what was chosen for options that were left open, and
     why, `warnings` which option holds the strategy back, and what another value would give.
+    `tokens_per_s_low` and `tokens_per_s_high` are the ends of a 90 % interval (None where nothing
+    is known, and for what was measured), and `interval_source` says where they come from.
     `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.
     """
 
@@ -48,6 +50,9 @@ class Result:
     step_time_s: Seconds
     samples_per_s: float
     tokens_per_s: float
+    tokens_per_s_low: float | None = None
+    tokens_per_s_high: float | None = None
+    interval_source: str = ""
     tokens_per_s_per_gpu: float
     model_tflops_per_gpu: float
     hardware_tflops_per_gpu: float

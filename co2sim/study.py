@@ -9,6 +9,7 @@ from co2sim.case import Case, Prepared
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
 from co2sim.errors import OptionError, ResourceError, nearest
+from co2sim.intervals import Predicted, Thoroughness
 from co2sim.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
 from co2sim.machine import require_memory
 from co2sim.noise import QUIET, Noise
@@ -51,6 +52,7 @@ class JobOptions(TypedDict, total=False):
     node_speed: Mapping[int, float] | None
     rounds: Count | None
     fold: bool
+    interval: Thoroughness
 
 
 class Options(JobOptions, total=False):
@@ -82,6 +84,7 @@ def simulate(  # noqa: PLR0913 - one keyword per field
     node_speed: Mapping[int, float] | None = None,
     rounds: Count | None = None,
     fold: bool = True,
+    interval: Thoroughness = "quick",
     progress: bool | None = None,
 ) -> Result:
     """Simulate one configuration. Raises Co2simError, with one line, for anything that is wrong.
@@ -111,6 +114,8 @@ def simulate(  # noqa: PLR0913 - one keyword per field
         node_speed: Relative compute speed of single nodes, such as {3: 0.8}.
         rounds: How many to average over; default: 1, or 10 with jitter.
         fold: Let one rank stand for all equal ones; the answer is the same without.
+        interval: "quick" takes no further simulation for `tokens_per_s_low` and `_high`; "full"
+            simulates with each uncertain constant moved both ways, where there are any.
         progress: Show a bar on stderr; default: if it is a terminal, after a second. To a pipe or
             a file one line says how far it is, after 5 seconds.
 
@@ -180,6 +185,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             return result.step_time_s * _round_time(case, other, done) / nominal
 
         warnings = advice.warnings(prepared, result.step_time_s, tried)
+        result = _with_interval(case, prepared, result, done)
     return replace(result, warnings=warnings)
 
 
@@ -187,6 +193,31 @@ def _round_time(case: Case, prepared: Prepared, done: Done | None) -> Seconds:
     """How long a round takes where all ranks are equal."""
     found, rounds, _ = _simulate(replace(case, noise=QUIET), prepared, done)
     return metrics.window(found, prepared.schedule, rounds).round_time
+
+
+def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | None) -> Result:
+    """The result with its interval; the schedule is the same on all clusters of one layout."""
+
+    def again(cluster: Cluster) -> float:
+        moved = replace(prepared, cluster=cluster)
+        found, rounds, _ = _simulate(case, moved, done)
+        during = metrics.window(found, prepared.schedule, rounds)
+        return result.tokens_per_s * result.round_time_s / during.round_time
+
+    found = Predicted(
+        cluster=prepared.cluster,
+        strategy=prepared.strategy,
+        model=prepared.job.model,
+        tokens_per_s=result.tokens_per_s,
+        exposed_share=result.exposed_share,
+        again=again,
+    ).interval(case.interval)
+    return replace(
+        result,
+        tokens_per_s_low=found.low,
+        tokens_per_s_high=found.high,
+        interval_source=found.source,
+    )
 
 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Command, in_process
 from hypothesis import settings
 
 from co2sim.cli import main
@@ -62,15 +62,15 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 @pytest.fixture
 def cli(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., tuple[int, str, str]]:
+) -> Command:
     """Run `co2sim` in an empty folder; gives exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
+    return in_process("co2sim", main, monkeypatch, capsys)
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["co2sim", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
 
-    return run
+@pytest.fixture
+def co2analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run `co2analysis`; gives exit code, output and errors."""
+    from analysis.cli import main as analysis_main  # noqa: PLC0415 - most tests need none of it
+
+    return in_process("co2analysis", analysis_main, monkeypatch, capsys)

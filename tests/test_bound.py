@@ -190,7 +190,7 @@ def test_tuned_step_and_rate() -> None:
 
 
 def test_published_bound_of_slowmo() -> None:
-    """Local SGD at a long horizon: (2 Delta + L sigma^2)/sqrt(G tau T) and drift; short: silent."""
+    """Local SGD at a long horizon: (2 Delta + L sigma^2)/sqrt(G tau T) and drift; short: none."""
     local = replace(SETTING, delay=0, momentum=0.0, outer_step=1.0, rounds=10_000, workers=1)
     found = bound.published(local)
     assert isinstance(found, float)
@@ -207,16 +207,16 @@ def test_published_bound_of_slowmo() -> None:
     ],
 )
 def test_published_horizon(alpha: float, beta: float, tau: int, widest: float) -> None:
-    """The published bound speaks from tau T = G L^2 (1 + sqrt(3) max{...}) on, and not before.
+    """The published bound holds from tau T = G L^2 (1 + sqrt(3) max{...}) on, and not before.
 
     The maximum of 3 tau (1 - beta - alpha)/alpha, 4 tau beta/(1 - beta) and 1 is by hand.
     """
     setting = replace(SETTING, outer_step=alpha, momentum=beta, local_steps=tau, workers=64)
     least = math.ceil(64 * 2.0**2 * (1 + math.sqrt(3) * widest) / tau)
     assert isinstance(bound.published(replace(setting, rounds=least)), float)
-    silent = bound.published(replace(setting, rounds=least - 1))
-    assert isinstance(silent, Infeasible)
-    assert 1 < silent.load < 1.01
+    unbounded = bound.published(replace(setting, rounds=least - 1))
+    assert isinstance(unbounded, Infeasible)
+    assert 1 < unbounded.load < 1.01
 
 
 def test_late_share() -> None:

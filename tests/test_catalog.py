@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 from analysis.measured.overrides import changed
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import facts, plain
-from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, TierSpec
-from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Tier
+from co2sim.catalog.specs import (
+    ClusterSpec,
+    GPUSpec,
+    KernelsSpec,
+    LinkSpec,
+    ScatterSpec,
+    TierSpec,
+)
+from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 from co2sim.errors import CatalogError, Co2simError, OptionError
 
 CLUSTERS, GPUS, MODELS = names("clusters"), names("gpus"), names("models")
@@ -400,6 +407,7 @@ def test_a_recorded_cluster_keeps_its_currency() -> None:
         (LinkSpec, Link),
         (KernelsSpec, KernelTimes),
         (TierSpec, Tier),
+        (ScatterSpec, Scatter),
     ],
 )
 def test_a_file_may_say_every_field_of_what_it_describes(spec: Any, kind: Any) -> None:

@@ -2,6 +2,8 @@
 
 import math
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,31 +11,33 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from convergence_plan import (  # type: ignore[import-not-found]
     RATES,
+    RUNS,
     SEEDS,
     TUNING_SEED,
     Ask,
     StudyBudget,
-    append,
     configurations,
-    next_run,
-    read,
-    remaining,
+    missing,
+    study,
 )
+from finished_runs import append, read  # type: ignore[import-not-found]
 
 BUDGET = StudyBudget()
+PLAN = partial(study, BUDGET)
 
 
-def study(
+def finished(
     best_lr: float, best_choice: int
 ) -> tuple[dict[tuple[str, ...], dict[str, object]], list[Ask]]:
     """All runs, if the loss is least at a rate and at one of the outer steps."""
     known: dict[tuple[str, ...], dict[str, object]] = {}
     asked = []
-    while (ask := next_run(BUDGET, known)) is not None:
+    while asks := missing(PLAN, known):
+        ask = asks[0]
         asked.append(ask)
         place = ask.configuration.choices.index(ask.choice)
         wrong = abs(math.log2(ask.lr / best_lr)) + 0.1 * abs(place - best_choice)
-        known[ask.key(BUDGET)] = {"validation_loss": 2 + wrong}
+        known[ask.key] = {"validation_loss": 2 + wrong}
         assert len(asked) < 1000
     return known, asked
 
@@ -41,7 +45,7 @@ def study(
 @pytest.mark.parametrize("best", [5e-3, 1e-2, 2e-2, 1.25e-3])
 def test_every_configuration_is_reported_at_its_best(best: float) -> None:
     """Three seeds, none of them that of the tuning, at the best rate and outer step."""
-    _, asked = study(best, 1)
+    _, asked = finished(best, 1)
     for configuration in configurations(BUDGET):
         mine = [ask for ask in asked if ask.configuration == configuration]
         reported = [ask for ask in mine if ask.seed != TUNING_SEED]
@@ -54,19 +58,19 @@ def test_every_configuration_is_reported_at_its_best(best: float) -> None:
 
 def test_a_best_rate_at_the_edge_is_looked_beyond() -> None:
     """By factors of 2, twice at most; one inside the grid is not."""
-    inside = {ask.lr for ask in study(RATES[1], 0)[1] if ask.configuration.name == "AdamW-DDP"}
+    inside = {ask.lr for ask in finished(RATES[1], 0)[1] if ask.configuration.name == "AdamW-DDP"}
     assert inside == set(RATES)
-    above = {ask.lr for ask in study(1.0, 0)[1] if ask.configuration.name == "AdamW-DDP"}
+    above = {ask.lr for ask in finished(1.0, 0)[1] if ask.configuration.name == "AdamW-DDP"}
     assert above == {*RATES, 2 * RATES[-1], 4 * RATES[-1]}
-    below = {ask.lr for ask in study(1e-6, 0)[1] if ask.configuration.name == "AdamW-DDP"}
+    below = {ask.lr for ask in finished(1e-6, 0)[1] if ask.configuration.name == "AdamW-DDP"}
     assert below == {*RATES, RATES[0] / 2, RATES[0] / 4}
 
 
 def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
     """Rows survive in the file; the plan goes on behind them; another budget starts anew."""
-    assert read(tmp_path) == {}
-    first = next_run(BUDGET, {})
-    assert first is not None
+    path = tmp_path / RUNS
+    assert read(path) == {}
+    first = missing(PLAN, {})[0]
     row = {
         "budget": BUDGET.label,
         "configuration": first.configuration.name,
@@ -76,16 +80,14 @@ def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
         "validation_loss": 2.5,
         "error": "",
     }
-    append(tmp_path, row)
-    known = read(tmp_path)
-    assert known[first.key(BUDGET)]["validation_loss"] == 2.5
-    second = next_run(BUDGET, known)
-    assert second is not None
-    assert second != first
-    assert remaining(BUDGET, known) < remaining(BUDGET, {})
-    assert next_run(StudyBudget(steps=96), known) == first
-    append(tmp_path, {**row, "lr": "1", "validation_loss": float("inf"), "error": "loss is nan"})
-    failed = read(tmp_path)[BUDGET.label, first.configuration.name, first.choice, "1", row["seed"]]
+    append(path, row)
+    known = read(path)
+    assert known[first.key]["validation_loss"] == 2.5
+    assert missing(PLAN, known) == missing(PLAN, {})[1:]
+    other = StudyBudget(steps=96)
+    assert missing(partial(study, other), known)[0] == replace(first, budget=other)
+    append(path, {**row, "lr": "1", "validation_loss": float("inf"), "error": "loss is nan"})
+    failed = read(path)[BUDGET.label, first.configuration.name, first.choice, "1", row["seed"]]
     assert failed["validation_loss"] == float("inf")
 
 

@@ -8,6 +8,7 @@ import matplotlib as mpl
 import pytest
 import tiny
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
@@ -209,3 +210,36 @@ def test_a_name_with_a_dollar_is_no_formula(result: Result) -> None:
     priced = replace(result, cluster="nodes at 2 $/h or 3 $/h", gpus=8)
     svg = draw([case], [priced], [])["svg"].decode()
     assert "<!-- nodes at 2 $/h or 3 $/h -->" in svg
+
+
+def test_intervals_are_bands_in_the_colours_of_their_lines(result: Result) -> None:
+    """From low to high in both rows, the lower one per GPU relative to the smallest size."""
+    sizes = (8, 16)
+    cases = [Case(cluster="c", model="m", strategy="ddp", gpus=size) for size in sizes]
+    plain = [
+        replace(result, strategy="ddp", gpus=n, tokens_per_s=100.0 * n, tokens_per_s_per_gpu=100.0)
+        for n in sizes
+    ]
+    with_band = [
+        replace(one, tokens_per_s_low=90.0 * one.gpus, tokens_per_s_high=120.0 * one.gpus)
+        for one in plain
+    ]
+    assert not figure(cases, plain, []).axes[0].collections
+    found = figure(cases, with_band, [])
+    for axis, scale in zip(found.axes, ((8, 16), (0.01, 0.01)), strict=True):
+        (band,) = axis.collections
+        corners = {(float(x), float(y)) for path in band.get_paths() for x, y in path.vertices}
+        for size, factor in zip(sizes, scale, strict=True):
+            for end in (90.0, 120.0):
+                assert any(corner == pytest.approx((size, end * factor)) for corner in corners)
+        assert to_rgb(band.get_facecolor()[0][:3]) == to_rgb(axis.lines[0].get_color())
+    assert "90 % interval" in [text.get_text() for text in found.legends[0].get_texts()]
+
+
+def test_the_interval_of_a_single_size_is_a_vertical_line(result: Result) -> None:
+    """A band needs two sizes."""
+    one = replace(result, gpus=8, tokens_per_s_low=90.0, tokens_per_s_high=120.0)
+    axis = figure([Case(cluster="c", model="m", strategy="ddp", gpus=8)], [one], []).axes[0]
+    (line,) = axis.collections
+    ((low, high),) = [path.vertices[:, 1] for path in line.get_paths()]
+    assert (low, high) == (90.0, 120.0)

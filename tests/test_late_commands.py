@@ -1,13 +1,11 @@
 """`co2analysis bound --delay` in steps or rounds, `--allowed-delay`, and `tau` with lateness."""
 
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
+from commands import Command
 
-from analysis.cli import main
 from analysis.convergence import bound, tau
 from analysis.convergence.bound import Bound
 from analysis.convergence.lateness import Late
@@ -24,32 +22,6 @@ BOUND = (
 SETTING = Setting(
     smoothness=2.0, noise=1.0, gap=3.0, workers=8, rounds=10_000, local_steps=8, inner_step=0.01
 )
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Ended]
-
-
-@pytest.fixture
-def co2analysis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command in this process."""
-
-    def call(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["co2analysis", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int)
-        return Ended(ended.value.code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -125,8 +97,8 @@ def test_allowed_delay_where_the_condition_ends(co2analysis: Command) -> None:
     assert "The condition of the theorem holds up to" in shown
     answer = json.loads(co2analysis(*BOUND, *steps, "--allowed-delay", "9", "--json").out)
     longest = answer["allowed_delay"]["feasible_steps"]
-    silent = replace(SETTING, inner_step=0.04, outer_step=1.5, late=Late(steps=longest + 1))
-    assert bound.load(silent) >= 1 > bound.load(replace(silent, late=Late(steps=longest)))
+    unbounded = replace(SETTING, inner_step=0.04, outer_step=1.5, late=Late(steps=longest + 1))
+    assert bound.load(unbounded) >= 1 > bound.load(replace(unbounded, late=Late(steps=longest)))
     lost = co2analysis(*BOUND, "--inner-step", "1", "--allowed-delay", "0.5")
     assert "There is no bound even for waiting" in lost.out
     assert lost.code == 0

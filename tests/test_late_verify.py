@@ -11,7 +11,13 @@ from analysis.convergence import bound, late_bound
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.lateness import Late
 from analysis.convergence.objectives.problems import Problem
-from analysis.convergence.protocol import late_findings, late_identities, late_oracle, late_plan
+from analysis.convergence.protocol import (
+    late_findings,
+    late_identities,
+    late_oracle,
+    late_plan,
+    oracle,
+)
 from analysis.convergence.protocol.grid import GridCell, GridTask
 from analysis.convergence.protocol.late_findings import LateFindings
 from analysis.convergence.protocol.late_oracle import LateOracleCell
@@ -90,7 +96,7 @@ def test_wrong_terms_are_noticed(grid: list[GridCell], name: str, factor: float)
 def test_a_wrong_condition_is_noticed(
     grid: list[GridCell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a quarter of C the theorem would speak of runs that exceed it; with C it is silent."""
+    """With a quarter of C the bound would hold for runs that exceed it; with C none does."""
     right = late_bound.gap_constants
     beyond = [cell for cell in grid if cell.task.inner_step is not None]
     assert len(rows_of(beyond)) == 3
@@ -115,7 +121,7 @@ def test_a_wrong_oracle_is_noticed(findings: LateFindings, monkeypatch: pytest.M
     def forgetful(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
         return run(problem, replace(which, keep=0.1 * which.keep), size, **options)
 
-    monkeypatch.setattr(late_oracle, "run", forgetful)
+    monkeypatch.setattr(oracle, "run", forgetful)
     scores = [z for row in task.measure().scores for z in row]
     assert max(abs(z) for z in scores) > 10
     worse = replace(findings, largest_score=max(abs(z) for z in scores))

@@ -464,3 +464,32 @@ def test_a_probe_of_a_gpu(tmp_path: Path) -> None:
     probed = load_cluster(str(path)).value
     assert probed.gpu.peak["bf16"] > 1e12
     assert probed.gpu.memory_bandwidth > 1e11
+
+
+def test_scatter_is_misfit_and_drift_together() -> None:
+    """Samples that are all 10 % off and drift by 5 %: sqrt(0.1^2 + 0.05^2), whatever their sizes."""
+    samples = [
+        replace(sample, seconds=sample.seconds * math.exp(-0.1), drift=0.05)
+        for sample in times(true(Layout(4, 1), "gloo"))
+    ]
+    exact = fit.predict(samples, true(Layout(4, 1), "gloo"))
+    assert fit.scatter(samples, exact) == pytest.approx(math.hypot(0.1, 0.05))
+
+
+def test_the_scatter_of_a_probe_gives_its_cluster_an_interval(tmp_path: Path) -> None:
+    """The file has it where kernels and collectives were measured, or kernels only sleep."""
+    seen = measured(Layout(2, 2))
+    seen = replace(seen, collectives=tuple(replace(s, drift=0.04) for s in seen.collectives))
+    path = tmp_path / "cluster.toml"
+    path.write_text(to_toml(seen, fit.fit(seen), "here"))
+    found = load_cluster(str(path)).value.scatter
+    assert found
+    assert found.communication == pytest.approx(0.04, abs=2e-3)
+    assert found.compute == pytest.approx(0.0, abs=1e-3)
+    asleep = measured(Layout(2, 2), kernels=False)
+    path.write_text(to_toml(asleep, fit.fit(asleep), "here", "virtual"))
+    sleeping = load_cluster(str(path)).value.scatter
+    assert sleeping
+    assert sleeping.compute == 0
+    path.write_text(to_toml(asleep, fit.fit(asleep), "here", "a100-80"))
+    assert load_cluster(str(path)).value.scatter is None

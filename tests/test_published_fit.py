@@ -12,22 +12,16 @@ from scipy.stats import linregress
 from typer.testing import CliRunner
 
 from analysis.cli import app
-from analysis.published import ablation, calibrate, catalog_writer, errors
+from analysis.published import ablation, calibrate, catalog_writer
 from analysis.published.cells import Cell
+from analysis.published.coverage import conformal_factor, covered
 from analysis.published.csv_tables import from_csv, known_cells
 from analysis.published.formats import at_bound
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, iteration_times
-from analysis.published.parameters import (
-    CATALOG,
-    GROUPS,
-    RECORD,
-    cluster_of,
-    record,
-    replaced,
-    stated,
-)
+from analysis.published.parameters import GROUPS, cluster_of, stated
 from analysis.published.predict import predict
+from co2sim.calibrations import CATALOG, RECORD, calibrations, record, replaced
 from co2sim.errors import CatalogError, OptionError
 
 ROOT = Path(__file__).parent.parent
@@ -198,13 +192,17 @@ def recorded_fits() -> list[calibrate.Fit]:
             group=name,
             values=stated(GROUPS[name], cluster_of(GROUPS[name].cluster, ())),
             covariance=covariance if own else 0 * covariance,
-            unscaled=covariance / errors.calibrations()["v100-zeropp"].scatter ** 2,
+            unscaled=covariance / calibrations()["v100-zeropp"].scatter ** 2,
             scatter=entry["scatter"] if own else None,
             freedom=entry["freedom"],
             cells=entry["cells"],
             mape=entry["mape"],
             cross_validated=entry.get("cross_validated"),
             by_label=entry.get("left_out", {}),
+            factor=entry["interval_factor"],
+            coverage=entry.get("coverage"),
+            left_out=tuple(entry.get("left_out_errors", ())),
+            kinds=tuple(entry["kinds"]),
         )
         found.append(fit)
     return found
@@ -220,7 +218,7 @@ def test_writing_the_constants_of_the_catalog_changes_nothing() -> None:
 
 
 def test_writing_the_recorded_fits_gives_the_record() -> None:
-    """Byte for byte: with its comments, and the quantile of Student's t for each own scatter."""
+    """Byte for byte, with its comments, paths, bounds and GPUs."""
     path, content = catalog_writer.record_file(recorded_fits())
     assert path.name == RECORD
     assert content == path.read_bytes()
@@ -257,6 +255,29 @@ def test_the_record_holds_every_group() -> None:
         assert [len(row) for row in entry["covariance"]] == [size] * size
         assert all(entry["covariance"][i][i] >= 0 for i in range(size))
         assert entry["scatter"] > 0
+        assert calibrations()[name].holds_for(cluster_of(GROUPS[name].cluster, ()))
+
+
+def test_recorded_intervals_hold_left_out_cells() -> None:
+    """Of the cells, each left out of the fit, 85 to 95 % lie in intervals that others determine.
+
+    Recomputed from the recorded errors, for leverages that are all alike.
+    """
+    for name, entry in record().items():
+        if "left_out_errors" not in entry:
+            continue
+        known = calibrations()[name]
+        scores = [error / known.quick_scatter for error in known.left_out_errors]
+        assert entry["coverage"] == pytest.approx(0.9, abs=0.05)
+        assert covered(scores, calibrate.FOLDS) == pytest.approx(entry["coverage"], abs=0.05)
+        assert conformal_factor(scores) == pytest.approx(known.factor, rel=0.15)
+
+
+def test_kinds_of_a_group_are_those_of_its_runs(all_cells: list[Cell]) -> None:
+    """Fitted or checked: that of CO2 was fitted to ZeRO-2 and checked with averages."""
+    for name, entry in record().items():
+        mine = [cell for cell in all_cells if cell.group == name]
+        assert entry["kinds"] == list(calibrate.kinds_of(mine))
 
 
 # --- the command ---------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from analysis.cli import app
 from analysis.published import ablation, consistency, diagnosis, errors, sensitivity
-from analysis.published.cells import Cell, with_strategy_options
+from analysis.published.cells import Cell, with_strategy_options, with_values
 from analysis.published.csv_tables import REFERRED, from_csv
 from analysis.published.formats import signed
 from analysis.published.paper_cells import from_papers, unpredicted
@@ -23,6 +23,7 @@ from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 from analysis.published.report import ValidationReport, full_report, render
 from analysis.published.roots import root_of
+from co2sim.calibrations import calibrations
 from co2sim.errors import OptionError
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
@@ -265,11 +266,15 @@ def test_published_values_lie_in_their_intervals(report: ValidationReport) -> No
 
 def test_external_constants_widen_the_intervals_of_what_depends_on_them(cells: list[Cell]) -> None:
     """That of CO2's average where it is not hidden; what two nodes or AdamW show stays as it is."""
-    bare = replace(GROUPS["a100-co2"], external=())
-    known = errors.calibrations()["a100-co2"]
+    known = calibrations()["a100-co2"]
+    bare = replace(known, external={})
+    (gpu,) = known.gpus[0]
     for cell in (cell for cell in cells if cell.group == "a100-co2"):
-        with_it = errors._moves(cell, GROUPS["a100-co2"], known)
-        without = errors._moves(cell, bare, known)
+
+        def predicted(values: Mapping[str, float], cell: Cell = cell) -> float:
+            return predict(with_values(cell, values), fast=True)
+
+        with_it, without = known.moves(gpu, predicted), bare.moves(gpu, predicted)
         if "tau=12" in cell.name:
             assert with_it[0] > without[0] + 0.001
             assert with_it[1] > without[1] + 0.001
@@ -407,3 +412,16 @@ def test_a_terminal_gets_tables_and_a_pipe_markdown(
 def test_zero_has_no_sign(value: float, text: str) -> None:
     """An error that rounds to zero is neither above nor below."""
     assert signed(value) == text
+
+
+def test_the_report_says_how_many_left_out_cells_lie_in_their_intervals(
+    report: ValidationReport, text: str
+) -> None:
+    """By calibration, and by kind of run with one run left out at a time."""
+    table = text.partition("## Intervals")[2].partition("\n## ")[0]
+    assert "| v100-zeropp | 20 | 1.430 | 90% |" in table
+    by_kind = {str(one.kind): one for one in report.kinds}
+    one = by_kind["V100, parameters gathered block by block, several nodes"]
+    assert one.runs == {"zeropp": 20}
+    assert one.by_run is not None
+    assert f"| zeropp 20 | {signed(math.expm1(one.ends[0]))}" in table if one.ends else False

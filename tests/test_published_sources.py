@@ -13,8 +13,8 @@ from analysis.published.csv_tables import known_cells
 from analysis.published.errors import validate
 from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import PAPERS
-from analysis.published.parameters import record
 from analysis.published.predict import predict
+from co2sim.calibrations import record
 from co2sim.errors import CatalogError
 from co2sim.published_speeds import read_speeds
 

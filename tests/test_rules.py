@@ -216,6 +216,18 @@ def test_weights_loaded_after_construction_are_where_training_begins(name: str) 
         assert resumed._outer.state.anchor.item() == 100.0
 
 
+def test_hooks_of_others_on_the_optimizer_run_beside_ours() -> None:
+    """A hook that ours removed while torch went over them all stopped the first step."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    seen = []
+    optim.register_step_pre_hook(lambda *_: seen.append("before"))
+    with CO2(model, optim, tau=2):
+        optim.register_step_pre_hook(lambda *_: seen.append("after"))
+        train(model, optim, 0, range(3))
+    assert seen == ["before", "after"] * 3
+
+
 def test_a_scheduler_and_gradient_accumulation_change_nothing_for_the_hook() -> None:
     """Steps of the optimizer count, not backward passes, also behind a learning rate scheduler."""
     model = network()

@@ -33,7 +33,7 @@ def measured() -> dict[tuple[str, str], float]:
     for row in rows:
         if row["strategy"] == "ddp":
             curves.setdefault(row["budget"], []).append(json.loads(row["curve"]))
-        elif row["validation_loss"]:
+        elif row["validation_loss"] and row["strategy"]:
             key = (row["budget"], row["strategy"], row["outer"])
             ends.setdefault(key, []).append(float(row["validation_loss"]))
     found: dict[tuple[str, str], float] = {}

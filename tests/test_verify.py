@@ -20,28 +20,7 @@ from analysis.convergence.protocol.check import Check
 from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.grid import GridCell
 from analysis.convergence.protocol.store import Cell
-from analysis.convergence.protocol.tightness import TightnessRow
 from analysis.convergence.setting import Setting
-
-PROBLEM = Setting(
-    smoothness=10.0,
-    noise=1.0,
-    gap=5.0,
-    workers=1,
-    rounds=1,
-    local_steps=1,
-    inner_step=1e-3,
-)
-FEASIBLE = TightnessRow(
-    family="any",
-    delay=1,
-    rule="1",
-    setting=PROBLEM,
-    measured=0.5,
-    error=0.0,
-    bound=bound.evaluate(PROBLEM),
-)
-
 
 pytestmark = pytest.mark.slow  # the quick protocol takes 20 s
 

@@ -33,7 +33,7 @@ Data = Annotated[
 ]
 
 
-def validate_command(
+def validate_command(  # noqa: PLR0917 - one argument per option
     data: Data = None,
     cells: Annotated[
         list[Path] | None,
@@ -50,6 +50,13 @@ def validate_command(
     brief: Annotated[  # noqa: FBT002
         bool, typer.Option("--brief", help="Errors only: no analysis, no ablations.")
     ] = False,
+    write: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--write",
+            help="Write the errors by kind into the catalog: intervals elsewhere come from them.",
+        ),
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print cells as JSON.")] = False,  # noqa: FBT002
 ) -> None:
     """Predict published results: signed errors, fitted constants, ablations, figures.
@@ -64,8 +71,8 @@ def validate_command(
         say = partial(typer.echo, err=True)
         chosen = csv_tables.further_cells(cells, known, papers_, say)
     _say_what_is_missing(known, chosen, papers_)
+    files = _kind_record(known, papers_) if write else {}
     rows = errors.validate(chosen)
-    files: dict[Path, bytes] = {}
     if figures is not None:
         from analysis.published.figures import draw  # noqa: PLC0415 - matplotlib
 
@@ -95,6 +102,17 @@ def validate_command(
         typer.echo(text)
     for path in files:
         typer.echo(f"written {path}")
+
+
+def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
+    """The record of errors by kind, from all sources. Raises OptionError where one is missing."""
+    from analysis.published import kind_errors  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published.papers import papers  # noqa: PLC0415
+
+    for key, table in TABLES_ELSEWHERE.items():
+        if not any(cell.source == key for cell in known):
+            raise OptionError(f"--write needs all sources; --data is missing, with {table}")
+    return dict([kind_errors.record_file(kind_errors.errors_by_kind(known, papers(folder)))])
 
 
 def _say_what_is_missing(

@@ -12,7 +12,7 @@ from analysis.convergence.setting import Setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DelayLine:
-    """The bound with one delay; None where the theorem is silent.
+    """The bound with one delay; None where no bound holds.
 
     `price` is by what share the bound is above that of waiting for the average.
     """

@@ -128,12 +128,12 @@ def print_bound(out: Console, answered: BoundAnswer) -> None:
         rows.append(("bound of the mean of E|grad f|^2", f"{terms.total:.6g}"))
         rows += _late_rows(answered)
     else:
-        rows.append(("bound of the mean of E|grad f|^2", "infeasible: the theorem is silent"))
-    silent = "silent: the horizon is too short"
+        rows.append(("bound of the mean of E|grad f|^2", "infeasible: no bound holds here"))
+    unbounded = "no bound holds here: the horizon is too short"
     rows.append(
         (
             "SlowMo's published bound, at its own step",
-            f"{published:.6g}" if isinstance(published, float) else silent,
+            f"{published:.6g}" if isinstance(published, float) else unbounded,
         )
     )
     print_table(out, "bound", ("figure", "value"), rows)

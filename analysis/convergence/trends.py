@@ -39,7 +39,7 @@ class Trend:
     `measured` is A, `error` its standard error over seeds, `loss` the training loss at the end,
     `to_target` the local steps until the loss was at most the target, on the seeds that got there
     (`reached` of them). `smoothness`, `noise`, `spread` are the largest estimates along the run;
-    `bound` is what the theorem would give with them, None where it is silent at this step.
+    `bound` is what the theorem would give with them, None where no bound holds at this step.
     `largest_step` is the largest gamma it would allow.
     """
 
@@ -161,7 +161,7 @@ def print_all(out: Console, lines: Sequence[Trend], target: float) -> None:
             f"{trend.loss:.3f}",
             "-" if trend.to_target is None else f"{trend.to_target:.0f} ({trend.reached} seeds)",
             f"{trend.measured:.3g} ± {trend.error:.1g}",
-            "silent" if trend.bound is None else f"{trend.bound:.3g}",
+            "no bound" if trend.bound is None else f"{trend.bound:.3g}",
             f"{trend.smoothness:.2f}",
             f"{trend.noise:.2f}",
             f"{trend.spread:.2f}",

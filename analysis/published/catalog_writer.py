@@ -5,14 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from analysis.published.calibrate import Fit
-from analysis.published.parameters import CATALOG, GROUPS, RECORD
+from analysis.published.parameters import GROUPS, Constant, ConstantGroup, cluster_of
+from co2sim.calibrations import CATALOG, RECORD
 from co2sim.errors import CatalogError
-
-_TAIL = 0.95
-"""Quantile of a two-sided 90 % interval."""
-
-_NORMAL_FACTOR = 1.645
-"""The same quantile of the normal distribution, for a scatter that comes from another group."""
+from co2sim.units import parse
 
 _SUBSTITUTE = "v100-zeropp"
 """The group whose scatter is used where a fit has no degrees of freedom."""
@@ -23,10 +19,9 @@ _SUBSTITUTE_SCATTER = 0.05
 _HEAD = (
     "What the fitted constants of the catalog rest on; written by `co2analysis calibrate --write`.",
     "'covariance' is of the constants in SI units, 'scatter' the standard deviation of",
-    (
-        "log(predicted / published) over the fit cells, 'interval_factor' the quantile for 90 %"
-        " intervals."
-    ),
+    "log(predicted / published) over the fit cells. 'left_out_errors' are these logarithms of the",
+    "cells when their fold is left out, 'interval_factor' is their 90 % quantile in standard",
+    "deviations, and 'coverage' the share of cells in intervals that the other folds determine.",
 )
 
 
@@ -99,33 +94,58 @@ def _copied(entry: Any) -> Any:
 def _entry(found: Fit, substitute: float | None) -> Any:
     """The table of one group."""
     import tomlkit  # noqa: PLC0415 - only to write
-    from scipy.stats import t  # noqa: PLC0415 - slow
 
     group = GROUPS[found.group]
     covariance, scatter = found.covariance, found.scatter
-    assumed, factor = None, _NORMAL_FACTOR
+    assumed = None
     if scatter is None:
         scatter = substitute or _SUBSTITUTE_SCATTER
         covariance = found.unscaled * scatter**2
         assumed = f"scatter: as many constants as cells; taken from {_SUBSTITUTE}"
-    else:
-        factor = float(t.ppf(_TAIL, found.freedom))
     table = tomlkit.table()
     table["source"] = f"cells marked fit of papers/{group.source}: {found.cells}"
+    table["kinds"] = list(found.kinds)
     table["constants"] = [constant.name for constant in group.constants]
+    table["paths"] = [constant.path for constant in group.constants]
+    table["values"] = [_as_written(one, found.values[one.name]) for one in group.constants]
+    table["bounds"] = [[constant.low, constant.high] for constant in group.constants]
+    table["gpus"] = [_gpus(group, constant) for constant in group.constants]
+    if group.external:
+        ranges = {one.path: [_short(one.low), _short(one.high)] for one in group.external}
+        table["external"] = ranges
     table["covariance"] = [[float(f"{value:.6g}") for value in row] for row in covariance]
     table["scatter"] = _rounded(scatter)
     if assumed:
         table["assumed"] = assumed
-    table["interval_factor"] = _rounded(factor, 3)
+    table["interval_factor"] = _rounded(found.factor, 3)
     table["freedom"] = found.freedom
     table["cells"] = found.cells
     table["mape"] = _rounded(found.mape)
     if found.cross_validated is not None:
         table["cross_validated"] = _rounded(found.cross_validated)
+    if found.coverage is not None:
+        table["coverage"] = _rounded(found.coverage)
     for label, error in found.by_label.items():
         table.add(tomlkit.key(["left_out", label]), _rounded(error))
+    if found.left_out:
+        table["left_out_errors"] = [_rounded(error) for error in found.left_out]
     return table
+
+
+def _gpus(group: ConstantGroup, constant: Constant) -> list[str]:
+    """The GPUs that a constant holds for."""
+    return [cluster_of(name, ()).gpu.name for name in constant.clusters or group.clusters]
+
+
+def _as_written(constant: Constant, value: float) -> float:
+    """The value that the catalog states, in SI units."""
+    text = constant.text(value)
+    return parse(text.strip('"'), "s") if constant.unit == "s" else float(text)
+
+
+def _short(value: float) -> float:
+    """With six significant digits."""
+    return float(f"{value:.6g}")
 
 
 def _rounded(value: float, digits: int = 4) -> Any:

@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from analysis.published.parameters import GROUPS, cluster_of, model_of, replaced
+from analysis.published.parameters import GROUPS, cluster_of, model_of
+from co2sim.calibrations import replaced
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError, nearest
+from co2sim.kinds import Kind, kind_of
 from co2sim.published_cells import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
@@ -118,6 +120,12 @@ class Cell:
         return tuple(term.setup for term in (*self.terms, *self.over))
 
 
+def run_kind(setup: RunSetup) -> Kind | None:
+    """The kind of a run; see `co2sim.kinds`."""
+    model = model_of(setup.model, setup.model_overrides)
+    return kind_of(setup.used_cluster(), setup.strategy, model)
+
+
 def check_runs(cell: Cell) -> None:
     """Refuse what the simulator cannot run: GPUs that fill no nodes, an unknown model, its batch.
 
@@ -151,10 +159,18 @@ def with_constants(cell: Cell, values: Mapping[str, float]) -> Cell:
 
     def change(setup: RunSetup) -> RunSetup:
         mine = GROUPS[cell.group].on(setup.cluster)
-        new = {constant.path: values[constant.name] for constant in mine if constant.name in values}
-        return replace(setup, constants=tuple((dict(setup.constants) | new).items()))
+        return _replaced(setup, {one.path: values[one.name] for one in mine if one.name in values})
 
     return changed(cell, change)
+
+
+def with_values(cell: Cell, values: Mapping[str, float]) -> Cell:
+    """The cell with other numbers of its clusters, by their paths, in SI units."""
+    return changed(cell, lambda setup: _replaced(setup, values))
+
+
+def _replaced(setup: RunSetup, values: Mapping[str, float]) -> RunSetup:
+    return replace(setup, constants=tuple({**dict(setup.constants), **values}.items()))
 
 
 def with_strategy_options(cell: Cell, strategy: str, options: Mapping[str, str]) -> Cell:

@@ -6,48 +6,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from analysis.published.cells import Cell, with_override
-from analysis.published.parameters import GROUPS, ConstantGroup, record, stated
+from analysis.published.cells import Cell, with_values
 from analysis.published.predict import memory_of, phases, predict
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What the catalog's record says of a fit: its errors, and how uncertain its constants are.
-
-    `covariance` is that of the constants in SI units, `scatter` the standard deviation of
-    log(predicted / published), and `assumed` says where that is from if not from this fit. `mape`,
-    `cross_validated` and `left_out` (by label) are mean absolute errors as fractions.
-    """
-
-    group: str
-    constants: tuple[str, ...]
-    covariance: tuple[tuple[float, ...], ...]
-    scatter: float
-    factor: float
-    cells: int
-    mape: float
-    cross_validated: float | None
-    left_out: Mapping[str, float]
-    assumed: str
-
-    @classmethod
-    def of(cls, group: str, entry: Mapping[str, Any]) -> "Calibration":
-        """From the record."""
-        return cls(
-            group=group,
-            constants=tuple(entry["constants"]),
-            covariance=tuple(tuple(row) for row in entry["covariance"]),
-            scatter=float(entry["scatter"]),
-            factor=float(entry["interval_factor"]),
-            cells=int(entry["cells"]),
-            mape=float(entry["mape"]),
-            cross_validated=entry.get("cross_validated"),
-            left_out=entry.get("left_out", {}),
-            assumed=entry.get("assumed", ""),
-        )
+from co2sim.calibrations import Calibration, calibrations
+from co2sim.intervals import reaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +62,6 @@ class CellPrediction:
         }
 
 
-def calibrations() -> dict[str, Calibration]:
-    """The fits behind the catalog, by group."""
-    return {name: Calibration.of(name, entry) for name, entry in record().items()}
-
-
 def validate(cells: Sequence[Cell]) -> list[CellPrediction]:
     """Predict every cell with the constants of the catalog."""
     known = calibrations()
@@ -115,52 +72,16 @@ def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     predicted = predict(cell)
     if calibration is None:
         return CellPrediction(cell, predicted)
-    down, up = _moves(cell, GROUPS[cell.group], calibration)
+
+    def moved(values: Mapping[str, float]) -> float:
+        return predict(with_values(cell, values), fast=True)
+
     scatter = calibration.scatter * (math.sqrt(2) if cell.over else 1.0)
     rounded = cell.rounding / cell.published / math.sqrt(12)
-    rest = (calibration.factor * math.hypot(scatter, rounded)) ** 2
-    return CellPrediction(
-        cell,
-        predicted,
-        predicted * math.exp(-math.sqrt(down + rest)),
-        predicted * math.exp(math.sqrt(up + rest)),
-    )
-
-
-def _moves(cell: Cell, group: ConstantGroup, calibration: Calibration) -> tuple[float, float]:
-    """Sums of squares by which log(prediction) falls and rises within the constants' uncertainty.
-
-    The constants move along each axis of their covariance, both ways, as far as the interval's
-    level asks, but not beyond their bounds. Communication that is hidden on one side may be exposed
-    on the other, so both sides are kept apart. External constants move over the middle nine tenths
-    of their range.
-    """
-    values = stated(group)
-    base = math.log(predict(cell, fast=True))
-    known = {constant.name: constant for constant in group.constants}
-    scales = np.array([known[name].high - known[name].low for name in calibration.constants])
-    covariance = np.array(calibration.covariance) / np.outer(scales, scales)
-    variances, axes = np.linalg.eigh(covariance)
-    down = up = 0.0
-    for variance, axis in zip(variances, axes.T, strict=True):
-        length = calibration.factor * math.sqrt(max(0.0, float(variance)))
-        found = [0.0]
-        for step in axis * scales * length, -axis * scales * length:
-            moved = {
-                name: min(known[name].high, max(known[name].low, values[name] + float(change)))
-                for name, change in zip(calibration.constants, step, strict=True)
-            }
-            found.append(math.log(predict(cell, moved, fast=True)) - base)
-        down += min(found) ** 2
-        up += max(found) ** 2
-    for one in group.external:
-        found = [0.0]
-        for share in (0.05, 0.95):
-            there = with_override(cell, one.path, f"{one.low + share * (one.high - one.low):.6g}")
-            found.append(math.log(predict(there, fast=True)) - base)
-        down += min(found) ** 2
-        up += max(found) ** 2
-    return down, up
+    reach = calibration.factor * math.hypot(scatter, rounded)
+    gpu = cell.setup.whole_cluster().gpu.name
+    down, up = reaches(calibration.moves(gpu, moved), reach)
+    return CellPrediction(cell, predicted, predicted * math.exp(-down), predicted * math.exp(up))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class Simulation(BaseModel):
     source: str = ""
     cluster: str | None = None
     clusters: dict[str, str] = Field(default={})
+    uncalibrated: dict[str, str] = Field(default={})
     model: str | None = None
     names: dict[str, str] = Field(default={})
     options: dict[str, str] = Field(default={})

@@ -1,22 +1,14 @@
 """The fitted constants: what each means, where it stands in the catalog, and its bounds."""
 
-import tomllib
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
-from typing import Any, TypeVar
 
+from co2sim.calibrations import value_at
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
 from co2sim.units import duration
 from co2sim.workload import Model
-
-T = TypeVar("T")
-
-CATALOG = resources.files("co2sim.catalog")
-RECORD = "calibrations.toml"
-"""The record of the fits in the catalog: what was fitted on what, how well, and how certain."""
 
 _NEAR = 1e-3
 """Fraction of its range within which a constant counts as being at a bound."""
@@ -229,29 +221,15 @@ GROUPS = {
 }  # fmt: skip
 
 
-def replaced(thing: T, path: str, value: float) -> T:
-    """A copy of a frozen dataclass with the value at a dotted path replaced.
-
-    An efficiency that is a table becomes the same at every size.
-    """
-    first, _, rest = path.partition(".")
-    if not is_dataclass(thing) or first not in {field.name for field in fields(thing)}:
-        raise OptionError(f"{type(thing).__name__} has no {first!r}")
-    old = getattr(thing, first)
-    new: Any = replaced(old, rest, value) if rest else value
-    if isinstance(old, tuple):
-        new = tuple((size, value) for size, _ in old)
-    return replace(thing, **{first: new})  # type: ignore[type-var]
-
-
 def stated(group: ConstantGroup) -> dict[str, float]:
     """The constants as the catalog states them."""
     found = {}
     for constant in group.constants:
-        value: Any = cluster_of((constant.clusters or group.clusters)[0], ())
-        for part in constant.path.split("."):
-            value = getattr(value, part)
-        found[constant.name] = float(value[0][1] if isinstance(value, tuple) else value)
+        cluster = cluster_of((constant.clusters or group.clusters)[0], ())
+        value = value_at(cluster, constant.path)
+        if value is None:
+            raise OptionError(f"{cluster.name} has no {constant.path}")
+        found[constant.name] = value
     return found
 
 
@@ -265,8 +243,3 @@ def cluster_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Cluste
 def model_of(reference: str, overrides: tuple[tuple[str, str], ...]) -> Model:
     """A model of the catalog, read once."""
     return load_model(reference, dict(overrides)).value
-
-
-def record() -> dict[str, Any]:
-    """The fits behind the catalog's constants, by group."""
-    return tomllib.loads((CATALOG / RECORD).read_text())

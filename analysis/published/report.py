@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.published import ablation, consistency, diagnosis, formats, sensitivity
-from analysis.published.cells import Cell
-from analysis.published.errors import (
-    Calibration,
-    CellPrediction,
-    ErrorSummary,
-    calibrations,
-    summaries,
+from analysis.published import (
+    ablation,
+    consistency,
+    diagnosis,
+    formats,
+    kind_errors,
+    sensitivity,
 )
+from analysis.published.cells import Cell
+from analysis.published.errors import CellPrediction, ErrorSummary, summaries
 from analysis.published.paper_cells import Unpredicted, unpredicted
+from analysis.published.papers import papers as sources
 from analysis.published.parameters import GROUPS, Constant, stated
+from co2sim.calibrations import Calibration, calibrations
 from co2sim.units import duration, number
 
 _TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -66,6 +69,7 @@ class ValidationReport:
     by_communication: Mapping[str, sensitivity.Refit] = field(default_factory=dict)
     bounds: Sequence[consistency.RatioLowerBound] = ()
     unpredicted: Sequence[Unpredicted] = ()
+    kinds: Sequence[kind_errors.KindCoverage] = ()
 
     @property
     def summaries(self) -> dict[tuple[str, str, str], ErrorSummary]:
@@ -104,6 +108,7 @@ def full_report(
         by_communication=sensitivity.refits_by_communication(known) if refittable else {},
         bounds=consistency.ratio_lower_bounds(known),
         unpredicted=unpredicted(papers),
+        kinds=kind_errors.coverage(kind_errors.errors_by_kind(known, sources(papers))),
     )
 
 
@@ -161,7 +166,7 @@ def _filters() -> dict[str, Any]:
     """How the template prints numbers."""
     names = (
         *("three_decimals", "percent", "whole_percent", "signed"),
-        *("words", "cell", "at_bound", "labelled"),
+        *("words", "cell", "at_bound", "labelled", "ends", "counts"),
     )
     return {name: getattr(formats, name) for name in names} | {
         "duration": duration,

@@ -19,7 +19,7 @@ from typing import (
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from co2sim.catalog.fields import Spec, no_truth, number
-from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Tier
+from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 from co2sim.errors import UnitError
 from co2sim.quantities import Quantity
 from co2sim.units import parse_price
@@ -178,6 +178,9 @@ TierSpec = _spec(Tier, _Built)
 
 LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 """`intra`, `inter` and `wan` of a cluster."""
+
+ScatterSpec = _spec(Scatter, _Built)
+"""`scatter` of a cluster that was probed."""
 
 ClusterSpec = _spec(Cluster, _Cluster)
 """`clusters/*.toml`; `gpu` is the table of a GPU."""

@@ -10,6 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import (
     EngFormatter,
     MaxNLocator,
@@ -40,6 +41,8 @@ _LINE = 0.17
 """Inches."""
 _TICKS = 3
 """Labelled ticks of a log axis, at least."""
+_BAND = 0.18
+"""Opacity of an interval: a few of them may lie on each other."""
 _LINEAR: Any = {"color": "black", "linestyle": ":", "linewidth": 1.2}
 _MOST_SIZES = 9
 """Labels of GPU counts that one axis has room for."""
@@ -48,7 +51,10 @@ _MOST_SIZES = 9
 def draw(
     cases: Sequence[Case], results: Sequence[Result], comparisons: Sequence[SpeedComparison]
 ) -> dict[str, bytes]:
-    """The figure as PNG and SVG. Dashed lines do not fit in memory; stars are published."""
+    """The figure as PNG and SVG. Bands are 90 % intervals, stars are published.
+
+    Dashed lines do not fit in memory.
+    """
     with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
         drawn = figure(cases, results, comparisons)
         return {kind: render(drawn, kind) for kind in ("png", "svg")}
@@ -101,7 +107,7 @@ def figure(
 
 def _handles(
     names: Sequence[str], panels: Sequence[Sequence[Result]], stars: Sequence[SpeedComparison]
-) -> list[Line2D]:
+) -> list[Line2D | Patch]:
     """The legend: a line for every strategy, and one for every other sign that occurs."""
 
     def sign(label: str, color: str, linestyle: Any, marker: str, *, full: bool) -> Line2D:
@@ -117,11 +123,15 @@ def _handles(
             label=label,
         )
 
-    found = [sign(name, *_look(place), full=True) for place, name in enumerate(names)]
+    found: list[Line2D | Patch] = [
+        sign(name, *_look(place), full=True) for place, name in enumerate(names)
+    ]
     if not all(result.fits_in_memory for results in panels for result in results):
         found.append(sign("hollow: does not fit in memory", "grey", "--", "o", full=False))
     if stars:
         found.append(sign("published", "grey", "none", "*", full=False))
+    if any(_has_band(result) for results in panels for result in results):
+        found.append(Patch(color="grey", alpha=_BAND, linewidth=0, label="90 % interval"))
     if any(_has_line(group) for group in panels):
         found.append(Line2D([], [], **_LINEAR, label="linear from the best per GPU"))
     return found
@@ -146,6 +156,7 @@ def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu:
         x = [r.gpus for r in found]
         y = [r.tokens_per_s_per_gpu / base if per_gpu else r.tokens_per_s for r in found]
         fits = [r.fits_in_memory for r in found]
+        _band(axis, found, color, base if per_gpu else None)
         style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 5}
         axis.plot(x, y, **style, linestyle=line if all(fits) else "--")
         hollow = [at for at, fit in enumerate(fits) if not fit]
@@ -156,6 +167,32 @@ def _lines(axis: Axes, results: Sequence[Result], names: Sequence[str], per_gpu:
             linestyle="none",
             markerfacecolor="white",
         )
+
+
+def _band(axis: Axes, results: Sequence[Result], color: str, base: float | None) -> None:
+    """The 90 % intervals of one strategy, in all or per GPU relative to `base`.
+
+    A single size has a vertical line. Nothing is drawn where there is no interval.
+    """
+    known = [
+        (r.gpus, r.tokens_per_s_low, r.tokens_per_s_high)
+        for r in results
+        if r.tokens_per_s_low is not None and r.tokens_per_s_high is not None
+    ]
+    if not known:
+        return
+    x = [gpus for gpus, _, _ in known]
+    low, high = (
+        [pair[place] / (pair[0] * base if base else 1) for pair in known] for place in (1, 2)
+    )
+    if len(known) > 1:
+        axis.fill_between(x, low, high, color=color, alpha=_BAND, linewidth=0)
+    else:
+        axis.vlines(x, low, high, color=color, alpha=2 * _BAND, linewidth=4)
+
+
+def _has_band(result: Result) -> bool:
+    return result.tokens_per_s_low is not None
 
 
 def _count_ticks(axis: Axes, gpus: Sequence[int]) -> None:

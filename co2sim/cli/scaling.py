@@ -12,7 +12,7 @@ from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.figure import draw
-from co2sim.console import loss
+from co2sim.console import intervals, loss
 from co2sim.console.result_tables import (
     print_assumed,
     print_chosen,
@@ -133,9 +133,11 @@ def _print_cluster(
     first = results[0]
     to_loss = loss.heads(results, goal)
     starts = sizes[: 2 if len(sizes) > 2 else 1] if len(sizes) > 1 else []  # noqa: PLR2004
+    known = any(r.tokens_per_s_low is not None for r in results if r.gpus == sizes[-1])
     columns = [
         "strategy",
         *(str(size) for size in sizes),
+        *([f"{intervals.HEAD} at {sizes[-1]}"] if known else []),
         *(f"{start}->{sizes[-1]}" for start in starts),
         f"exposed at {sizes[-1]}",
         f"memory at {sizes[-1]}",
@@ -153,6 +155,7 @@ def _print_cluster(
             [
                 strategy,
                 *(_throughput(by_size[size]) for size in sizes),
+                *([intervals.relative(last)] if known else []),
                 *(f"{ratio:.2f}" for ratio in ratios),
                 f"{last.exposed_share:.1%}",
                 scaled(last.memory_bytes_per_gpu["total"], "B"),
@@ -169,7 +172,9 @@ def _print_cluster(
     if not all(result.fits_in_memory for result in results):
         size = scaled(first.gpu_memory_bytes, "B")
         notes.append(f"* does not fit in the {size} of a GPU: shown as if it did")
-    print_lines(terminal, *notes, "")
+    print_lines(terminal, *notes)
+    close = intervals.not_told_apart([pair for pair in asked if pair[1].gpus == sizes[-1]])
+    intervals.print_sources(terminal, results, *([close] if close else []), "")
     named = [(f"{how} at {counted(r.gpus, 'GPU')}", r) for how, r in asked]
     print_chosen(terminal, named)
     print_warnings(terminal, named)

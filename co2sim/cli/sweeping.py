@@ -9,7 +9,7 @@ from rich.console import Console
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
-from co2sim.console import loss
+from co2sim.console import intervals, loss
 from co2sim.console.result_tables import print_assumed, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
@@ -101,8 +101,8 @@ def _print(
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     unit = results[0].unit
     columns = [
-        *(*settings[0], f"{unit}s/s", "per GPU", "step", "exposed", "efficiency", "overlap"),
-        *("MFU", "memory"),
+        *(*settings[0], f"{unit}s/s", intervals.HEAD, "per GPU", "step", "exposed"),
+        *("efficiency", "overlap", "MFU", "memory"),
     ]
     currencies = {r.currency for r in results if r.currency is not None}
     columns += [f"{' or '.join(sorted(currencies))} per billion {unit}s"] if currencies else []
@@ -174,6 +174,7 @@ def _print_notes(terminal: Console, results: Sequence[Result], goal: Goal) -> No
     if not any(r.fits_in_memory for r in results):
         notes.append("none fits: run one of them (`co2sim run`) to see what would")
     print_lines(terminal, *notes)
+    intervals.print_sources(terminal, results)
     loss.print_remark(terminal, results, goal)
     print_lines(terminal, "")
 
@@ -189,6 +190,7 @@ def _cells(outcome: Outcome, count: int, mixed: bool) -> list[str]:  # noqa: FBT
     currency = f" {r.currency}" if mixed else ""
     cells = [
         f"{r.tokens_per_s:,.0f}",
+        intervals.ends(r),
         f"{r.tokens_per_s_per_gpu:,.1f}",
         duration(r.step_time_s),
         f"{r.exposed_share:.1%}",

@@ -147,6 +147,13 @@ Rounds = Annotated[
 Fold = Annotated[
     bool, typer.Option(help="Let one rank stand for all equal ones, or simulate each.")
 ]
+Interval = Annotated[
+    str,
+    typer.Option(
+        help="How the 90 % interval is found: quick (no further simulation) or full (with every"
+        " uncertain constant moved, where there are any)."
+    ),
+]
 Jobs = Annotated[
     int,
     typer.Option(
@@ -223,10 +230,11 @@ def _simulation(
     node_speed: NodeSpeed = None,
     rounds: Rounds = None,
     fold: Fold = True,
+    interval: Interval = "quick",
 ) -> dict[str, Any]:
     """What only a simulation has."""
     noise = _noise(seed, jitter, straggle, node_speed)
-    return {"noise": noise, "rounds": rounds, "fold": fold}
+    return {"noise": noise, "rounds": rounds, "fold": fold, "interval": interval}
 
 
 def _single(cluster: Cluster, strategy: Strategy, gpus: Gpus = None) -> dict[str, Any]:

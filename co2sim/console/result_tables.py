@@ -7,7 +7,7 @@ from rich.text import Text
 
 from co2sim.case import Case
 from co2sim.catalog import Fact
-from co2sim.console import loss
+from co2sim.console import intervals, loss
 from co2sim.console.fitting import largest, print_fitting
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.memory import GIB, OVERHEAD
@@ -34,6 +34,8 @@ def print_result(
     print_chosen(out, [("", result)])
     rows = [*_figures(r, measured=measured), *(loss.figures(r, goal) if goal else [])]
     print_table(out, "figures", ("figure", "value"), rows)
+    if r.interval_source:
+        intervals.print_sources(out, [r], "")
     if goal:
         loss.print_remark(out, [r], goal, "")
     rounds = counted(r.rounds_simulated, "round")
@@ -123,6 +125,7 @@ def _figures(r: Result, *, measured: bool) -> list[tuple[str, str]]:
         ("round time", duration(r.round_time_s) + steps),
         ("step time", duration(r.step_time_s)),
         (f"{r.unit}s/s", f"{r.tokens_per_s:,.0f}"),
+        *([(intervals.HEAD, intervals.ends(r))] if r.tokens_per_s_low is not None else []),
         (f"{r.unit}s/s per GPU", f"{r.tokens_per_s_per_gpu:,.1f}"),
         ("model TFLOP/s per GPU", _tflops(r.model_tflops_per_gpu)),
         ("hardware TFLOP/s per GPU", _tflops(r.hardware_tflops_per_gpu)),

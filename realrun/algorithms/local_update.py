@@ -144,15 +144,21 @@ class LocalUpdate:
             else RoundLoop(model, rule, flat, self._links, average)
         )
         self._failure: Co2simError | None = None
-        self._first = optimizer.register_step_pre_hook(self._before_first_step)
+        self._started = False
+        self._first = optimizer.register_step_pre_hook(self._before_step)
         self._hook = optimizer.register_step_post_hook(self._after_step)
         self._closed = False
         _ATTACHED.add(optimizer)
 
-    def _before_first_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """The hook before step 0: weights may have been loaded since this was made."""
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """The hook before step 0: weights may have been loaded since this was made.
+
+        It stays: torch goes over the hooks of others meanwhile.
+        """
         del optimizer, args, kwargs
-        self._first.remove()
+        if self._started:
+            return
+        self._started = True
         try:
             loaded = self._outer.restart()
             self._links.agree("start of training", "", across=loaded)
@@ -255,7 +261,7 @@ class LocalUpdate:
             saved, here = next((one for one in pairs if one[0] != one[1]), ("more", "less"))
             raise OptionError(f"the saved state is of another run: {saved!r}, here {here!r}")
         self._outer.load_state_dict(own)
-        self._first.remove()
+        self._started = True
 
     def close(self) -> None:
         """Wait for averages under way, without applying them, and let go of the optimizer."""

@@ -14,6 +14,9 @@ NOTHING = (
     " kernels"
 )
 
+_SLEEPS = "virtual"
+"""The GPU of the catalog that stands for sleep kernels."""
+
 _PREFIXES = ("n", "u", "m", "", "k", "M", "G", "T", "P")
 
 
@@ -57,6 +60,22 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
     else:
         yield from _processor(measured, fitted.processor)
     yield from _links(measured, fitted)
+    yield from _scatter(fitted, gpu)
+
+
+def _scatter(fitted: Fitted, gpu: str | None) -> Iterator[str]:
+    """What intervals of predictions come from; nothing where a part of it is not known."""
+    passes = "how far the medians of its passes differ"
+    compute, why = fitted.compute_scatter, f"standard deviation of the time of a kernel: {passes}"
+    if gpu == _SLEEPS:
+        compute, why = 0.0, "sleep kernels take the time that is stated"
+    if compute is None or fitted.communication_scatter is None:
+        return
+    yield ""
+    yield "[scatter]"
+    yield _fact("compute", f"{compute:.4f}", why)
+    why = "standard deviation of the time of a collective: how far it is off the links, and"
+    yield _fact("communication", f"{fitted.communication_scatter:.4f}", f"{why} {passes}")
 
 
 def _interference(measured: Measured, *, kernels: bool) -> str:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, nnls
 
 from co2sim.cluster import GPU, Backend, Cluster, Link
-from co2sim.cost import footprint
+from co2sim.cost import compute_time, footprint
 from co2sim.errors import OptionError
-from co2sim.schedule import Group, Kind, Layout
+from co2sim.schedule import Compute, Group, Kind, Layout
 from co2sim.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds
 from realrun.probe.samples import ComputeSample, Measured, Sample, by_kind
 
@@ -84,12 +84,26 @@ def fit_line(samples: Sequence[Sample]) -> Line:
     return replace(line, residuals=residuals([line.at(size) for size in sizes], times))
 
 
-def _weights(samples: Iterable[Sample]) -> Vector:
-    """A sample counts by the square root of its size.
+def scatter(
+    samples: Sequence[Sample] | Sequence[ComputeSample], predicted: Sequence[Seconds]
+) -> float:
+    """The standard deviation of log(predicted / measured) of one time of a sample.
+
+    It has two parts: how far the prediction is off, and how far the machine drifts between passes.
+    A sample counts as in the fit.
+    """
+    off = np.log(predicted) - np.log([sample.seconds for sample in samples])
+    drift = np.array([sample.drift for sample in samples])
+    return float(np.sqrt(np.average(off**2 + drift**2, weights=_weights(samples))))
+
+
+def _weights(samples: Iterable[Sample | ComputeSample]) -> Vector:
+    """A sample counts by the square root of its size: bytes, or FLOP of a kernel.
 
     Time is spent in large collectives; and small ones still tell the latency, as nothing else does.
     """
-    roots = np.sqrt([sample.work.bytes for sample in samples])
+    works = [sample.work for sample in samples]
+    roots = np.sqrt([work.flops if isinstance(work, Compute) else work.bytes for work in works])
     weights: Vector = roots / roots.max()
     return weights
 
@@ -233,7 +247,8 @@ class Fitted:
 
     `processor` is None if no kernel was run, a link if it joins no two ranks. `lines` fit every
     kind and group by itself; `misfit` says how far predictions from the links are off there, and
-    `overall` the same for all samples at once.
+    `overall` the same for all samples at once. The scatters are those of kernels and collectives,
+    None where none was measured.
     """
 
     processor: GPU | None
@@ -242,6 +257,8 @@ class Fitted:
     lines: Mapping[tuple[Group, Kind], Line]
     misfit: Mapping[tuple[Group, Kind], Residuals]
     overall: Residuals | None
+    compute_scatter: float | None = None
+    communication_scatter: float | None = None
 
 
 def fit(measured: Measured) -> Fitted:
@@ -259,4 +276,10 @@ def fit(measured: Measured) -> Fitted:
     kinds = by_kind(samples)
     lines = {key: fit_line(some) for key, some in kinds.items()}
     misfit = {key: off(some) for key, some in kinds.items()}
-    return Fitted(fit_gpu(measured), intra, inter, lines, misfit, off(samples))
+    gpu, kernel_scatter = fit_gpu(measured), None
+    if gpu is not None:
+        first, kernels = next(iter(measured.compute.items()))
+        exact = [compute_time(sample.work, gpu, first) for sample in kernels]
+        kernel_scatter = scatter(kernels, exact)
+    spread = scatter(samples, predict(samples, cluster))
+    return Fitted(gpu, intra, inter, lines, misfit, off(samples), kernel_scatter, spread)

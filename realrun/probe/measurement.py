@@ -9,8 +9,9 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import TypeVar
 
 import torch
@@ -85,21 +86,22 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     say("how long things take")
     sweeps = _sweeps(world, plan.max_size, 0.6 * plan.budget)
     burns = _burns(world, plan.precisions, 0.25 * plan.budget)
-    times: dict[str, list[Seconds]] = {}
+    times: dict[str, list[list[Seconds]]] = {}
     tasks = [*sweeps, *burns, *_overheads(world)]
     for turn in range(_PASSES):
         for task in tasks:
             say(f"{task.label}, pass {turn + 1} of {_PASSES}")
             for op, found in _time(world, task).items():
-                times.setdefault(op, []).extend(found)
-    seconds = {op: median(found) for op, found in times.items()}
+                times.setdefault(op, []).append(found)
+    seconds = {op: median(chain.from_iterable(passes)) for op, passes in times.items()}
+    drifts = {op: _drift(passes) for op, passes in times.items()}
     works = {op.name: op.work for task in tasks for op in task.schedule.body}
     collectives = tuple(
-        Sample(work, seconds[op])
+        Sample(work, seconds[op], drifts[op])
         for op, work in works.items()
         if isinstance(work, Collective) and work.buffer == SWEPT
     )
-    compute = {name: _samples(works, seconds, f"{name} ") for name in plan.precisions}
+    compute = {name: _samples(works, seconds, drifts, f"{name} ") for name in plan.precisions}
     slower = None
     if plan.precisions and world.layout.world_size > 1:
         say("compute and communication side by side")
@@ -112,7 +114,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         memory=_shared(world, _memory(world)),
         collectives=collectives,
         compute=compute,
-        copies=_samples(works, seconds, "copy "),
+        copies=_samples(works, seconds, drifts, "copy "),
         launch=launch,
         handover=max(0.0, _middle(seconds, "crossing ") - launch),
         slowdown=slower,
@@ -227,12 +229,20 @@ def _burn(world: World, precision: str) -> Burn:
     return Burn(world.device, TORCH_DTYPE[DType(precision)])
 
 
+def _drift(passes: Sequence[Sequence[Seconds]]) -> float:
+    """The standard deviation of the logarithms of the medians of passes."""
+    return stdev(math.log(median(times)) for times in passes)
+
+
 def _samples(
-    works: dict[str, Compute | Collective], seconds: dict[str, Seconds], prefix: str
+    works: dict[str, Compute | Collective],
+    seconds: dict[str, Seconds],
+    drifts: dict[str, float],
+    prefix: str,
 ) -> tuple[ComputeSample, ...]:
     """By rising size."""
     found = [
-        ComputeSample(work, seconds[op])
+        ComputeSample(work, seconds[op], drifts[op])
         for op, work in works.items()
         if op.startswith(prefix) and isinstance(work, Compute)
     ]

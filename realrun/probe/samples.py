@@ -10,18 +10,26 @@ from co2sim.units import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The time that a collective took: the median of its repetitions."""
+    """The time that a collective took: the median of its repetitions.
+
+    `drift` is the standard deviation of the logarithms of the medians of the passes.
+    """
 
     work: Collective
     seconds: Seconds
+    drift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeSample:
-    """The time that a kernel took on the slowest rank: the median of its repetitions."""
+    """The time that a kernel took on the slowest rank: the median of its repetitions.
+
+    `drift` as in `Sample`.
+    """
 
     work: Compute
     seconds: Seconds
+    drift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from analysis.convergence.objectives.families import FAMILIES, same
 from analysis.convergence.objectives.problems import Quadratic
 from analysis.convergence.protocol.late_edges import LateStabilityCell, LateStabilityTask
 from analysis.convergence.protocol.late_identities import CASES, gap_error, mean_error
-from analysis.convergence.protocol.oracle import score
-from analysis.convergence.simulate import run
-from analysis.convergence.variants import RunSize, Variants, select, variants
+from analysis.convergence.protocol.oracle import z_scores
+from analysis.convergence.variants import RunSize, Variants, variants
 
 _SMALL_WORK = 16_000.0
 _SMALL_STEP, _DRIFT_ROUNDS = 1e-6, 500
@@ -74,19 +73,8 @@ class LateMomentsTask:
             late_steps=self.late_steps,
         )
         exact = late_moments.exact(problem, which, size)
-        rows = []
-        for place in range(len(which)):
-            seed = [place, self.local_steps, self.late_steps, *self.family.encode()]
-            alone = select(which, slice(place, place + 1))
-            measured = run(problem, alone, size, seed=seed)
-            pairs = (
-                (measured.gradient, exact.gradient[place]),
-                (measured.drift, exact.drift[place]),
-                ((measured.final**2).sum(axis=-1), exact.final[1, place].sum()),
-            )
-            found = (score(values[0], expected) for values, expected in pairs)
-            rows.append(tuple(z for z in found if z is not None))
-        return LateMomentsCell(self, tuple(rows))
+        seed = (self.local_steps, self.late_steps, *self.family.encode())
+        return LateMomentsCell(self, z_scores(problem, which, size, exact, seed))
 
 
 @dataclass(frozen=True, slots=True)

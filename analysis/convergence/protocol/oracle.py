@@ -7,8 +7,9 @@ from typing import Literal
 import numpy as np
 
 from analysis.convergence import exact_moments
+from analysis.convergence.exact_moments import Moments
 from analysis.convergence.objectives.families import FAMILIES, same
-from analysis.convergence.objectives.problems import Array, Quadratic
+from analysis.convergence.objectives.problems import Array, Problem, Quadratic
 from analysis.convergence.protocol.identities import CASES, largest_error
 from analysis.convergence.simulate import run, walk
 from analysis.convergence.variants import RunSize, Variants, select, variants
@@ -166,7 +167,7 @@ def moments_variants() -> Variants:
 
 
 def scores(task: MomentsTask, claimed: int) -> tuple[tuple[float, ...], ...]:
-    """The z of A, drift and |x_T|^2 against the oracle for the delay `claimed`: per variant.
+    """Those of `z_scores` against the oracle for the delay `claimed`.
 
     Drift is exactly 0 with one local step, and has no z there.
     """
@@ -181,22 +182,32 @@ def scores(task: MomentsTask, claimed: int) -> tuple[tuple[float, ...], ...]:
         delay=task.delay,
     )
     exact = exact_moments.exact(problem, which, replace(size, delay=claimed))
+    seed = (task.local_steps, task.delay, *task.family.encode())
+    return z_scores(problem, which, size, exact, seed)
+
+
+def z_scores(
+    problem: Problem, which: Variants, size: RunSize, exact: Moments, seed: Sequence[int]
+) -> tuple[tuple[float, ...], ...]:
+    """The z of simulated A, drift and |x_T|^2 against exact moments: per variant.
+
+    What does not vary has no z. Every variant has a seed of its own in front of `seed`.
+    """
     rows = []
     for place in range(len(which)):
-        seed = [place, task.local_steps, task.delay, *task.family.encode()]
         alone = select(which, slice(place, place + 1))
-        measured = run(problem, alone, size, seed=seed)
+        measured = run(problem, alone, size, seed=[place, *seed])
         pairs = (
             (measured.gradient, exact.gradient[place]),
             (measured.drift, exact.drift[place]),
             ((measured.final**2).sum(axis=-1), exact.final[1, place].sum()),
         )
-        row = (score(values[0], expected) for values, expected in pairs)
+        row = (_score(values[0], expected) for values, expected in pairs)
         rows.append(tuple(z for z in row if z is not None))
     return tuple(rows)
 
 
-def score(values: Array, expected: float) -> float | None:
+def _score(values: Array, expected: float) -> float | None:
     """How many standard errors the mean is from what is expected; None where nothing varies."""
     error = float(values.std(ddof=1)) / np.sqrt(len(values))
     return float((values.mean() - expected) / error) if error else None

@@ -179,10 +179,10 @@ class RatioGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedBound:
-    """On how many settings SlowMo's theorem was asked, and on how many it is silent."""
+    """On how many settings SlowMo's theorem was asked, and on how many it gives no bound."""
 
     asked: int
-    silent: int
+    unbounded: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,11 +247,11 @@ def under_part_of_c(rows: Sequence[TightnessRow], part: float) -> list[Tightness
 
 
 def _published(rows: Sequence[TightnessRow]) -> PublishedBound:
-    """How often SlowMo's theorem speaks at all at these sizes, for delay 0 and no penalty."""
+    """How often SlowMo's theorem gives a bound at these sizes, for delay 0 and no penalty."""
     asked = [row.setting for row in rows if row.delay == 0 and row.rule == "1"]
     unique = {replace(setting, inner_step=1.0) for setting in asked}  # its step size is its own
-    silent = sum(isinstance(bound.published(setting), Infeasible) for setting in unique)
-    return PublishedBound(asked=len(unique), silent=silent)
+    unbounded = sum(isinstance(bound.published(setting), Infeasible) for setting in unique)
+    return PublishedBound(asked=len(unique), unbounded=unbounded)
 
 
 def configuration_line(row: TightnessRow) -> ConfigurationLine:

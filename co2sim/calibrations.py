@@ -1,0 +1,187 @@
+"""The fits behind the catalog's constants: how uncertain they are, and what follows from it."""
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+import numpy as np
+
+from co2sim.cluster import Cluster
+from co2sim.errors import OptionError
+
+T = TypeVar("T")
+
+CATALOG = resources.files("co2sim.catalog")
+RECORD = "calibrations.toml"
+"""The record of the fits in the catalog: what was fitted on what, how well, and how certain."""
+
+_MIDDLE = (0.05, 0.95)
+"""The shares of its range between which a number that was measured elsewhere is moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What the catalog's record says of a fit: its errors, and how uncertain its constants are.
+
+    `paths` are places in a `Cluster`, `values` what was fitted and `bounds` what is possible, in SI
+    units like their `covariance`; `gpus` are the names of the GPUs that each constant holds for.
+    `external` are paths of numbers that were measured elsewhere, with their ranges. `scatter` is
+    the standard deviation of log(predicted / published), and `assumed` says where that is from if
+    not from this fit. An interval reaches `factor` standard deviations to both sides; `coverage` is
+    the share of cells, left out of the fit, in such intervals. `kinds` are those of the runs that
+    were fitted to, or checked with. `mape`, `cross_validated` and `left_out` (by label) are mean
+    absolute errors as fractions; `left_out_errors` are log(predicted / published) of the cells when
+    they are left out, in their order.
+    """
+
+    group: str
+    constants: tuple[str, ...]
+    paths: tuple[str, ...]
+    values: tuple[float, ...]
+    bounds: tuple[tuple[float, float], ...]
+    gpus: tuple[tuple[str, ...], ...]
+    external: Mapping[str, tuple[float, float]]
+    covariance: tuple[tuple[float, ...], ...]
+    scatter: float
+    factor: float
+    kinds: tuple[str, ...]
+    cells: int
+    mape: float
+    cross_validated: float | None
+    coverage: float | None
+    left_out: Mapping[str, float]
+    left_out_errors: tuple[float, ...]
+    assumed: str
+
+    @classmethod
+    def of(cls, group: str, entry: Mapping[str, Any]) -> "Calibration":
+        """From the record."""
+        external = entry.get("external", {}).items()
+        return cls(
+            group=group,
+            constants=tuple(entry["constants"]),
+            paths=tuple(entry["paths"]),
+            values=tuple(entry["values"]),
+            bounds=tuple((low, high) for low, high in entry["bounds"]),
+            gpus=tuple(tuple(names) for names in entry["gpus"]),
+            external={path: (low, high) for path, (low, high) in external},
+            covariance=tuple(tuple(row) for row in entry["covariance"]),
+            scatter=float(entry["scatter"]),
+            factor=float(entry["interval_factor"]),
+            kinds=tuple(entry["kinds"]),
+            cells=int(entry["cells"]),
+            mape=float(entry["mape"]),
+            cross_validated=entry.get("cross_validated"),
+            coverage=entry.get("coverage"),
+            left_out=entry.get("left_out", {}),
+            left_out_errors=tuple(entry.get("left_out_errors", ())),
+            assumed=entry.get("assumed", ""),
+        )
+
+    @property
+    def quick_scatter(self) -> float:
+        """The scatter with the uncertainty of the constants, as large as it is in the mean cell.
+
+        The variance of a fitted value is, in the mean over the cells of a fit, constants / cells of
+        the scatter's (the trace of the hat matrix; Draper and Smith, Applied Regression Analysis).
+        """
+        return self.scatter * math.sqrt(1 + len(self.constants) / self.cells)
+
+    def on(self, gpu: str) -> list[int]:
+        """The places of the constants that hold for a GPU."""
+        return [place for place, names in enumerate(self.gpus) if gpu in names]
+
+    def holds_for(self, cluster: Cluster) -> bool:
+        """Whether the cluster has all constants of its GPU, with the values that were fitted.
+
+        On one node those of the links between nodes do not matter.
+        """
+        found = [
+            (value_at(cluster, self.paths[place]), self.values[place])
+            for place in self.on(cluster.gpu.name)
+            if cluster.nodes > 1 or not self.paths[place].startswith("inter.")
+        ]
+        return bool(found) and all(
+            value is not None and math.isclose(value, fitted, rel_tol=1e-9, abs_tol=1e-15)
+            for value, fitted in found
+        )
+
+    def moves(
+        self, gpu: str, predicted: Callable[[Mapping[str, float]], float]
+    ) -> tuple[float, float]:
+        """Sums of squares by which log(prediction) falls and rises within the uncertainty.
+
+        `predicted` takes values by path, and gives a positive number. The constants of the GPU move
+        along each axis of their covariance, both ways, as far as the interval's level asks, but not
+        beyond their bounds. Communication that is hidden on one side may be exposed on the other,
+        so both sides are kept apart. External numbers move over the middle nine tenths of their
+        range.
+        """
+        mine = self.on(gpu)
+        low, high = np.array([self.bounds[place] for place in mine]).T
+        values, scales = np.array(self.values)[mine], high - low
+        covariance = np.array(self.covariance)[np.ix_(mine, mine)]
+        variances, axes = np.linalg.eigh(covariance / np.outer(scales, scales))
+        paths = [self.paths[place] for place in mine]
+        pairs = []
+        for variance, axis in zip(variances, axes.T, strict=True):
+            step = axis * scales * self.factor * math.sqrt(max(0.0, float(variance)))
+            both = (np.clip(values + way * step, low, high) for way in (1, -1))
+            pairs.append([dict(zip(paths, map(float, v), strict=True)) for v in both])
+        for path, (least, most) in self.external.items():
+            pairs.append([{path: least + share * (most - least)} for share in _MIDDLE])
+        return squares(math.log(predicted({})), pairs, predicted)
+
+
+def squares(
+    base: float,
+    pairs: list[list[dict[str, float]]],
+    predicted: Callable[[dict[str, float]], float],
+) -> tuple[float, float]:
+    """Sums over pairs of changes of the squares by which log(prediction) falls and rises most."""
+    down = up = 0.0
+    for pair in pairs:
+        found = [0.0, *(math.log(predicted(changes)) - base for changes in pair)]
+        down += min(found) ** 2
+        up += max(found) ** 2
+    return down, up
+
+
+def replaced(thing: T, path: str, value: float) -> T:
+    """A copy of a frozen dataclass with the value at a dotted path replaced.
+
+    An efficiency that is a table becomes the same at every size.
+    """
+    first, _, rest = path.partition(".")
+    if not is_dataclass(thing) or first not in {field.name for field in fields(thing)}:
+        raise OptionError(f"{type(thing).__name__} has no {first!r}")
+    old = getattr(thing, first)
+    new: Any = replaced(old, rest, value) if rest else value
+    if isinstance(old, tuple):
+        new = tuple((size, value) for size, _ in old)
+    return replace(thing, **{first: new})  # type: ignore[type-var]
+
+
+def value_at(cluster: Cluster, path: str) -> float | None:
+    """The number at a dotted path, of a table the first; None where the cluster has none."""
+    value: Any = cluster
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, tuple):
+        value = value[0][1]
+    return None if value is None else float(value)
+
+
+def record() -> dict[str, Any]:
+    """The fits behind the catalog's constants, by group, as the file has them."""
+    return tomllib.loads((CATALOG / RECORD).read_text("utf-8"))
+
+
+@cache
+def calibrations() -> Mapping[str, Calibration]:
+    """The fits behind the catalog, by group."""
+    return {name: Calibration.of(name, entry) for name, entry in record().items()}

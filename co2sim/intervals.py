@@ -1,0 +1,198 @@
+"""The 90 % interval of a prediction, and where it comes from.
+
+Three sources, the nearest first: the scatter of the probe that measured the cluster; the fit of the
+constants that the cluster has (`calibrations`); the errors on published runs of the same kind
+(`kinds`), of predictions that were not fitted to them. Where there is none there is no interval.
+"""
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from co2sim.calibrations import CATALOG, Calibration, calibrations, replaced, squares
+from co2sim.cluster import Cluster, Link
+from co2sim.kinds import Kind, kind_of
+from co2sim.strategies import Strategy
+from co2sim.units import counted
+from co2sim.workload import Model
+
+L = TypeVar("L", Link, Link | None)
+
+Thoroughness: TypeAlias = Literal["quick", "full"]
+"""quick: no further simulation; full: some further ones, with moved constants."""
+
+ERRORS = "published_errors.toml"
+"""The record of errors on published runs by kind."""
+
+NOTHING_NEAR = "no published run is near this: no interval"
+
+TAIL = 1.645
+"""Standard deviations of a normal distribution that a 90 % interval reaches to both sides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Ends of a 90 % interval, both None where nothing is known, and its source in words."""
+
+    low: float | None
+    high: float | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class KindErrors:
+    """Errors of predictions on published runs of one kind, none of which was fitted to its run.
+
+    `low` and `high` are the ends of a 90 % interval of log(published / predicted) of a further run;
+    `runs` says of how many runs of which source they are.
+    """
+
+    low: float
+    high: float
+    runs: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """A prediction: of what, the tokens/s, and the share of the round that waits for the network.
+
+    `again` simulates it on a changed cluster of the same layout, and gives tokens/s.
+    """
+
+    cluster: Cluster
+    strategy: Strategy
+    model: Model
+    tokens_per_s: float
+    exposed_share: float
+    again: Callable[[Cluster], float]
+
+    def interval(self, thoroughness: Thoroughness = "quick") -> Interval:
+        """Its interval."""
+        full = thoroughness == "full"
+        if self.cluster.scatter is not None:
+            return self._of_probe(full=full)
+        kind = kind_of(self.cluster, self.strategy, self.model)
+        fit = None if kind is None else calibration_of(self.cluster, kind)
+        if fit is not None:
+            return self._of_fit(fit, full=full)
+        known = None if kind is None else kind_errors().get(kind)
+        if known is None:
+            return Interval(None, None, NOTHING_NEAR)
+        told = ", ".join(f"{source} {count}" for source, count in known.runs.items())
+        return self._from(
+            -known.low, known.high, f"errors on published runs of the kind ({kind}): {told}"
+        )
+
+    def _of_fit(self, fit: Calibration, *, full: bool) -> Interval:
+        words = f"calibration {fit.group}: scatter of {counted(fit.cells, 'published run')}"
+        if fit.assumed:
+            words = f"calibration {fit.group} ({fit.assumed})"
+        if not full:
+            reach = fit.factor * fit.quick_scatter
+            return self._from(reach, reach, words)
+
+        def predicted(values: Mapping[str, float]) -> float:
+            cluster = self.cluster
+            for path, value in values.items():
+                cluster = replaced(cluster, path, value)
+            return self.again(cluster) if values else self.tokens_per_s
+
+        down, up = reaches(fit.moves(self.cluster.gpu.name, predicted), fit.factor * fit.scatter)
+        return self._from(down, up, f"{words}; its constants moved")
+
+    def _of_probe(self, *, full: bool) -> Interval:
+        scatter = self.cluster.scatter
+        assert scatter is not None
+        sigmas = scatter.compute, scatter.communication
+        words = (
+            f"probe: scatter of {scatter.compute:.1%} in compute and of"
+            f" {scatter.communication:.1%} in communication"
+        )
+        if not full:
+            shares = 1 - self.exposed_share, self.exposed_share
+            reach = TAIL * math.hypot(*(a * b for a, b in zip(sigmas, shares, strict=True)))
+            return self._from(reach, reach, f"{words}, each by its share of the round")
+
+        def predicted(factors: Mapping[str, float]) -> float:
+            return self.again(faster(self.cluster, **factors))
+
+        pairs = [
+            [{name: math.exp(way * TAIL * sigma)} for way in (1, -1)]
+            for name, sigma in zip(("compute", "communication"), sigmas, strict=True)
+        ]
+        down, up = reaches(squares(math.log(self.tokens_per_s), pairs, predicted), 0.0)
+        return self._from(down, up, f"{words}, each simulated")
+
+    def _from(self, down: float, up: float, source: str) -> Interval:
+        """From how far it may fall and rise, as logarithms."""
+        value = self.tokens_per_s
+        return Interval(value * math.exp(-down), value * math.exp(up), source)
+
+
+def reaches(sums: tuple[float, float], scatter: float) -> tuple[float, float]:
+    """How far log(prediction) reaches down and up, from `Calibration.moves` and a scatter.
+
+    Both are at the level of the interval already, and independent of each other.
+    """
+    down, up = sums
+    return math.sqrt(down + scatter**2), math.sqrt(up + scatter**2)
+
+
+def calibration_of(cluster: Cluster, kind: Kind) -> Calibration | None:
+    """The fit whose constants the cluster has, if it was fitted to runs of the kind."""
+    fits = (fit for fit in calibrations().values() if str(kind) in fit.kinds)
+    return next((fit for fit in fits if fit.holds_for(cluster)), None)
+
+
+def faster(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -> Cluster:
+    """The cluster with all computation, or all communication, so many times as fast."""
+    gpu = cluster.gpu
+    peak = {name: speed * compute for name, speed in gpu.peak.items()}
+    gpu = replace(
+        gpu,
+        peak=peak,
+        memory_bandwidth=gpu.memory_bandwidth * compute,
+        launch_overhead=gpu.launch_overhead / compute,
+    )
+
+    def quicker(link: L) -> L:
+        if link is None:
+            return link
+        return replace(
+            link,
+            bandwidth=link.bandwidth * communication,
+            latency=link.latency / communication,
+        )
+
+    return replace(
+        cluster,
+        gpu=gpu,
+        intra=quicker(cluster.intra),
+        inter=quicker(cluster.inter),
+        wan=quicker(cluster.wan),
+    )
+
+
+def undecided(one: Interval, other: Interval) -> bool:
+    """Whether two predictions have intervals, and these overlap.
+
+    Errors of two strategies on one cluster are alike, in part: their order is surer than this says.
+    """
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return False
+    return one.low <= other.high and other.low <= one.high
+
+
+@cache
+def kind_errors() -> Mapping[Kind, KindErrors]:
+    """The record of errors on published runs, by kind."""
+    tree = tomllib.loads((CATALOG / ERRORS).read_text("utf-8"))
+    return dict(map(_read, tree.get("kind", ())))
+
+
+def _read(entry: Mapping[str, Any]) -> tuple[Kind, KindErrors]:
+    kind = Kind(entry["gpu"], entry["exchange"], entry["extent"])
+    return kind, KindErrors(entry["low"], entry["high"], entry["runs"])

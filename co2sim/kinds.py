@@ -1,0 +1,63 @@
+"""Kinds of runs: what has to be alike for the error of one prediction to tell that of another."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from co2sim.cluster import Cluster
+from co2sim.strategies import LocalSteps, Strategy
+from co2sim.workload import Model
+
+Exchange: TypeAlias = Literal["gradients", "parameters", "averages"]
+Extent: TypeAlias = Literal["one node", "several nodes"]
+
+_GENERATIONS = {"A800": "A100", "H800": "H100", "GH200": "H100", "H200": "H100"}
+"""GPUs with the multiprocessors of another one, whose generation they are."""
+
+_MODEL_NAME = re.compile(r"\b(V100|A100|A800|H100|H800|H200|GH200|B200)\b")
+
+_EXCHANGED: dict[str, Exchange] = {
+    **dict.fromkeys(("ddp", "zero1", "zero2"), "gradients"),
+    **dict.fromkeys(("zero3", "zeropp", "fsdp"), "parameters"),
+}
+
+_IN_WORDS: dict[Exchange, str] = {
+    "gradients": "gradients exchanged every step",
+    "parameters": "parameters gathered block by block",
+    "averages": "averages of local steps",
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Kind:
+    """GPU generation, what is exchanged (the family of the strategy), and one node or several."""
+
+    gpu: str
+    exchange: Exchange
+    extent: Extent
+
+    def __str__(self) -> str:
+        return f"{self.gpu}, {_IN_WORDS[self.exchange]}, {self.extent}"
+
+
+def generation(gpu: str) -> str | None:
+    """The generation of a GPU by its name, such as "A100"; None where it names none that we know.
+
+    >>> generation("NVIDIA A100-SXM4-80GB, as Megatron-DeepSpeed ran on it")
+    'A100'
+    """
+    found = _MODEL_NAME.search(gpu)
+    return _GENERATIONS.get(found[1], found[1]) if found else None
+
+
+def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> Kind | None:
+    """The kind of a run on all of the cluster; None where nothing that is published is like it.
+
+    That is so for other GPUs, for strategies that are not ours, and for models of images.
+    """
+    gpu = generation(cluster.gpu.name)
+    local = isinstance(strategy, LocalSteps)
+    exchange = "averages" if local else _EXCHANGED.get(strategy.name)
+    if gpu is None or exchange is None or model.unit != "token":
+        return None
+    return Kind(gpu, exchange, "several nodes" if cluster.nodes > 1 else "one node")

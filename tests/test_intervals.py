@@ -1,0 +1,387 @@
+"""90 % intervals: where they come from, how wide they are, and where there is none."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import norm, t
+from typer.testing import CliRunner
+
+import co2sim
+from analysis.published import coverage
+from analysis.published.csv_tables import known_cells
+from analysis.published.kind_errors import coverage as coverage_by_kind
+from analysis.published.kind_errors import errors_by_kind, record_file
+from analysis.published.paper_cells import from_papers
+from analysis.published.papers import PAPERS, iteration_times, papers
+from co2sim.calibrations import Calibration, calibrations, replaced
+from co2sim.catalog import load_cluster, load_model, names
+from co2sim.cli.app import app
+from co2sim.cluster import Cluster, Scatter
+from co2sim.intervals import (
+    NOTHING_NEAR,
+    TAIL,
+    Interval,
+    calibration_of,
+    kind_errors,
+    undecided,
+)
+from co2sim.kinds import Kind, generation, kind_of
+from co2sim.strategies import parse
+
+CO2 = "co2(tau=12, worker=node, inner=zero2)"
+ZEROPP = {"cluster": "dgx2-calibrated", "model": "gpt-18b", "strategy": "zeropp", "gpus": 32}
+
+
+def width(result: co2sim.Result) -> float:
+    """log(high / low)."""
+    assert result.tokens_per_s_low is not None
+    assert result.tokens_per_s_high is not None
+    return math.log(result.tokens_per_s_high / result.tokens_per_s_low)
+
+
+def probed(compute: float, communication: float) -> Cluster:
+    """A cluster whose probe scattered so much."""
+    cluster = load_cluster("a100-tcp80").value.resized(16)
+    return replace(cluster, scatter=Scatter(compute, communication))
+
+
+# --- kinds ---------------------------------------------------------------------------------------
+
+
+def test_a_gpu_has_the_generation_that_its_name_says() -> None:
+    """An H200 computes as an H100 does; a GPU that nothing was published of has none."""
+    assert generation("NVIDIA H200-SXM-141GB") == generation("NVIDIA H100-SXM5-80GB") == "H100"
+    assert generation("NVIDIA A100-SXM4-40GB") == "A100"
+    assert generation("NVIDIA GeForce RTX 3090") is None
+    assert generation("Intel A1000") is None
+
+
+def test_a_kind_is_generation_exchange_and_extent() -> None:
+    """All strategies have one; a model of images, or a strategy that is not ours, has none."""
+    cluster, model = load_cluster("a100-roce800").value, load_model("gpt2-small").value
+    one = cluster.resized(8)
+    assert kind_of(cluster, parse("ddp"), model) == Kind("A100", "gradients", "several nodes")
+    assert kind_of(one, parse("zeropp"), model) == Kind("A100", "parameters", "one node")
+    assert kind_of(one, parse(CO2), model) == Kind("A100", "averages", "one node")
+    for name in co2sim.strategies.STRATEGIES:
+        assert kind_of(cluster, parse(name), model) is not None, name
+    assert kind_of(cluster, parse("ddp"), load_model("resnet-50").value) is None
+
+
+# --- where an interval comes from ----------------------------------------------------------------
+
+
+def test_a_calibrated_cluster_has_the_interval_of_its_fit() -> None:
+    """Quick: the factor times the scatter, with the constants' share; it holds the prediction."""
+    result = co2sim.simulate(**ZEROPP)
+    known = calibrations()["v100-zeropp"]
+    assert result.interval_source.startswith("calibration v100-zeropp: scatter of 20")
+    sigma = known.scatter * math.sqrt(1 + 2 / 20)
+    assert width(result) == pytest.approx(2 * known.factor * sigma)
+    assert result.tokens_per_s_low is not None
+    assert result.tokens_per_s_high is not None
+    assert result.tokens_per_s_low < result.tokens_per_s < result.tokens_per_s_high
+
+
+def test_a_fit_says_nothing_of_a_cluster_with_other_constants() -> None:
+    """An efficiency of one's own is not the fitted one; another bandwidth leaves it as it is."""
+    cluster = load_cluster("dgx2-calibrated").value
+    kind = kind_of(cluster, parse("zeropp"), load_model("gpt-18b").value)
+    assert kind is not None
+    fit = calibration_of(cluster, kind)
+    assert fit is not None
+    assert fit.group == "v100-zeropp"
+    other = replaced(cluster, "inter.exchange_efficiency", 0.4)
+    assert calibration_of(other, kind) is None
+    assert calibration_of(replaced(cluster, "inter.bandwidth", 5e9), kind) is fit
+    assert calibration_of(cluster, Kind("V100", "gradients", "several nodes")) is None
+
+
+def test_on_one_node_the_links_between_nodes_do_not_matter() -> None:
+    """The GPU as fitted to CO2's runs in another cluster: known on one node, not on two."""
+    cluster = load_cluster("a100-roce800", {"gpu": "a100-80-transnormer"}).value
+    fit = calibrations()["a100-co2"]
+    assert fit.holds_for(cluster.resized(8))
+    assert not fit.holds_for(cluster.resized(16))
+    assert not fit.holds_for(load_cluster("a100-roce800").value.resized(8))
+
+
+def test_full_moves_the_constants_and_quick_their_mean() -> None:
+    """On a run like the fitted ones both agree to a quarter; full takes the round's own share."""
+    quick = co2sim.simulate(**ZEROPP)
+    full = co2sim.simulate(**ZEROPP, interval="full")
+    assert full.tokens_per_s == quick.tokens_per_s
+    assert width(full) == pytest.approx(width(quick), rel=0.25)
+    assert full.interval_source != quick.interval_source
+
+
+def test_moves_of_a_linear_model_are_those_of_error_propagation() -> None:
+    """For log(prediction) = a x: the sums of squares are factor^2 a C a, on both sides."""
+    slopes, covariance = np.array([2.0, -30.0]), np.array([[4e-4, 1e-5], [1e-5, 1e-6]])
+    fit = replace(
+        calibrations()["v100-zeropp"],
+        bounds=((0.0, 1.0), (0.0, 0.1)),
+        values=(0.5, 0.05),
+        covariance=tuple(map(tuple, covariance.tolist())),
+        factor=1.5,
+    )
+
+    def predicted(values: Mapping[str, float]) -> float:
+        changes = [
+            values.get(path, at) - at for path, at in zip(fit.paths, fit.values, strict=True)
+        ]
+        return math.exp(float(slopes @ changes))
+
+    expected = 1.5**2 * float(slopes @ covariance @ slopes)
+    (gpu,) = fit.gpus[0]
+    assert fit.moves(gpu, predicted) == pytest.approx((expected, expected))
+
+
+def test_constants_never_move_beyond_their_bounds() -> None:
+    """A constant at its bound moves one way only, and so does the prediction."""
+    fit: Calibration = calibrations()["v100-zeropp"]
+    (gpu,) = fit.gpus[0]
+    at_bound = replace(fit, values=tuple(high for _, high in fit.bounds))
+
+    def predicted(values: Mapping[str, float]) -> float:
+        assert all(
+            low <= values.get(path, low) <= high
+            for path, (low, high) in zip(fit.paths, fit.bounds, strict=True)
+        )
+        return math.exp(sum(values.values()) - 2 * bool(values))
+
+    down, up = at_bound.moves(gpu, predicted)
+    assert down > 0
+    assert up == pytest.approx(0)
+
+
+def test_a_probed_cluster_has_the_interval_of_its_probe() -> None:
+    """Wider with either scatter, and of no width without one."""
+
+    def found(compute: float, communication: float) -> float:
+        return width(co2sim.simulate(probed(compute, communication), "gpt2-small", "ddp"))
+
+    assert found(0.0, 0.0) == 0
+    assert 0 < found(0.02, 0.0) < found(0.02, 0.05) < found(0.04, 0.05)
+    told = co2sim.simulate(probed(0.02, 0.05), "gpt2-small", "ddp").interval_source
+    assert told.startswith("probe: scatter of 2.0% in compute and of 5.0% in communication")
+
+
+def test_full_simulates_a_probed_cluster_faster_and_slower() -> None:
+    """Without communication all time is compute, so the ends are exact; quick has the same."""
+    for interval in ("quick", "full"):
+        result = co2sim.simulate(
+            probed(0.03, 0.2).resized(1), "gpt2-small", "ddp", interval=interval
+        )
+        assert width(result) == pytest.approx(2 * TAIL * 0.03, rel=1e-6)
+
+
+def test_hidden_communication_that_may_become_exposed_widens_a_full_interval_below() -> None:
+    """CO2 hides its average: quick sees none of it, full sees it come out on a slower network."""
+    cluster = replace(probed(0.0, 0.5), inter=replace(probed(0, 0).inter, bandwidth=2e9))
+    job = {"cluster": cluster, "model": "gpt2-xl", "strategy": "co2(tau=4, worker=node, inner=ddp)"}
+    quick, full = (co2sim.simulate(**job, interval=how) for how in ("quick", "full"))
+    assert full.tokens_per_s_low is not None
+    assert quick.tokens_per_s_low is not None
+    assert full.tokens_per_s_low < quick.tokens_per_s_low
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "strategy"),
+    [
+        ("dgx-b200", "gpt2-small", "ddp"),
+        ("rtx3090-10x8", "gpt2-small", CO2),
+        ("a100-roce800", "resnet-50", "ddp"),
+        ("dgx2-ib1", "gpt2-small", "ddp"),
+    ],
+)
+def test_where_nothing_is_near_there_is_no_interval(
+    cluster: str, model: str, strategy: str
+) -> None:
+    """Another GPU, model or exchange than was ever published: said in words, nothing invented."""
+    result = co2sim.simulate(cluster, model, strategy, gpus=16)
+    assert result.tokens_per_s_low is None
+    assert result.tokens_per_s_high is None
+    assert result.interval_source == NOTHING_NEAR
+
+
+def test_elsewhere_the_interval_is_that_of_errors_on_published_runs() -> None:
+    """As the record says for the kind, around the prediction, with the runs that are behind it."""
+    result = co2sim.simulate("dgx2-ib1", "gpt-18b", "zero3", gpus=32)
+    known = kind_errors()[Kind("V100", "parameters", "several nodes")]
+    assert result.tokens_per_s_low == pytest.approx(result.tokens_per_s * math.exp(known.low))
+    assert result.tokens_per_s_high == pytest.approx(result.tokens_per_s * math.exp(known.high))
+    assert known.low < 0 < known.high
+    assert result.interval_source == (
+        "errors on published runs of the kind (V100, parameters gathered block by block, several"
+        f" nodes): zeropp {known.runs['zeropp']}"
+    )
+
+
+@pytest.mark.parametrize("cluster", names("clusters"))
+def test_every_interval_of_the_catalog_holds_its_prediction(cluster: str) -> None:
+    """Or there is none, and the words say so."""
+    for strategy in ("ddp", "zero3", CO2):
+        result = co2sim.simulate(cluster, "gpt2-small", strategy)
+        if result.tokens_per_s_low is None:
+            assert result.interval_source == NOTHING_NEAR
+        else:
+            assert result.tokens_per_s_high is not None
+            assert result.tokens_per_s_low <= result.tokens_per_s <= result.tokens_per_s_high
+
+
+def test_intervals_that_overlap_leave_the_order_undecided() -> None:
+    """Those that touch, too; a prediction without interval is never called undecided."""
+    one, other = Interval(1.0, 2.0, ""), Interval(2.0, 3.0, "")
+    assert undecided(one, other)
+    assert undecided(other, one)
+    assert not undecided(one, Interval(2.1, 3.0, ""))
+    assert not undecided(one, Interval(None, None, NOTHING_NEAR))
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", ["normal", "cauchy"])
+def test_conformal_intervals_hold_90_percent_whatever_the_distribution(draw: str) -> None:
+    """Of a further value, over many samples of 40: 37 / 41 = 0.902, heavy tails included."""
+    chance = np.random.default_rng(3)
+    sample = getattr(chance, f"standard_{draw}")
+    inside = [
+        abs(values[-1]) <= (coverage.conformal_factor(values[:-1]) or 0.0)
+        for values in sample((4000, 41))
+    ]
+    assert np.mean(inside) == pytest.approx(37 / 41, abs=0.015)
+
+
+def test_few_values_have_no_quantile() -> None:
+    """Of eight the 90 % quantile of a further one is beyond them all; of nine it is the largest."""
+    assert coverage.conformal_factor([1.0] * 8) is None
+    assert coverage.conformal_factor([*[1.0] * 8, -3.0]) == 3.0
+
+
+def test_student_is_scipys() -> None:
+    """The 95 % quantile, and the normal one without end of freedom."""
+    assert coverage.student_factor(18) == pytest.approx(t.ppf(0.95, 18))
+    assert (
+        coverage.student_factor(math.inf)
+        == pytest.approx(norm.ppf(0.95))
+        == pytest.approx(TAIL, abs=1e-3)
+    )
+
+
+def test_coverage_is_of_cells_that_did_not_set_the_factor() -> None:
+    """One value far out lies in the interval of none of the other folds."""
+    scores = [1.0] * 19 + [50.0]
+    assert coverage.covered(scores, 5) == pytest.approx(0.95)
+    assert coverage.covered([1.0] * 8, 5) is None
+
+
+def test_the_interval_of_one_source_is_that_of_a_further_normal_value() -> None:
+    """Mean plus and minus t s sqrt(1 + 1/n), as textbooks have it, stretched to hold 0."""
+    values = [0.1, 0.15, 0.12, 0.4, 0.2]
+    reach = t.ppf(0.95, 4) * np.std(values, ddof=1) * math.sqrt(1 + 1 / 5)
+    low, high = coverage.interval([values]) or (0.0, 0.0)
+    assert low == pytest.approx(min(0.0, np.mean(values) - reach))
+    assert high == pytest.approx(np.mean(values) + reach)
+
+
+@given(
+    values=st.lists(st.floats(-2, 2), min_size=3, max_size=30),
+    factor=st.floats(1.0, 5.0),
+)
+def test_an_interval_of_errors_holds_zero_and_grows_with_them(
+    values: list[float], factor: float
+) -> None:
+    """So the prediction lies in its interval, and larger errors never make it narrower."""
+    low, high = coverage.interval([values]) or (0.0, 0.0)
+    assert low <= 0 <= high
+    wider = coverage.interval([[factor * value for value in values]]) or (0.0, 0.0)
+    assert wider[0] <= low * (1 - 1e-9)
+    assert wider[1] >= high * (1 - 1e-9)
+
+
+def test_every_source_counts_alike() -> None:
+    """A source with a hundred cells weighs as one with three; repeated cells add little."""
+    few, many = [0.5, 0.6, 0.7], [-0.1, 0.0, 0.1]
+    once = coverage.interval([few, many])
+    often = coverage.interval([few, many * 30])
+    assert once is not None
+    assert often is not None
+    assert sum(often) / 2 == pytest.approx(0.3)
+    assert often == pytest.approx(once, rel=0.35)
+
+
+def test_two_numbers_are_no_distribution() -> None:
+    """Fewer than three effective numbers have no interval."""
+    assert coverage.interval([]) is None
+    assert coverage.interval([[0.1, 0.2]]) is None
+    assert coverage.interval([[0.1], [0.2]]) is None
+    assert coverage.interval([[0.1, 0.2, 0.3]]) is not None
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_record_of_errors_is_up_to_date() -> None:
+    """What `co2analysis validate --write` would write today, for the sources that are at hand."""
+    at_hand = iteration_times() is not None
+    cells = known_cells(PAPERS) if at_hand else from_papers(PAPERS)
+    found = errors_by_kind(cells, papers(PAPERS))
+    path, content = record_file(found)
+    if at_hand:
+        assert content == path.read_bytes()
+    for kind, known in kind_errors().items():
+        if "vtrain" not in known.runs:
+            ends = coverage.interval(list(found[kind].values()))
+            assert ends == pytest.approx((known.low, known.high), abs=1e-4)
+    for one in coverage_by_kind(found):
+        if one.by_run is not None and sum(one.runs.values()) >= 20:
+            assert 0.85 <= one.by_run <= 1.0, one
+
+
+# --- what users see ------------------------------------------------------------------------------
+
+
+def test_json_has_the_interval_and_its_source() -> None:
+    """Under the names of the fields; null where there is none."""
+    options = ["-m", "gpt2-small", "-s", "ddp", "-g", "8", "--json"]
+    found = CliRunner().invoke(app, ["run", "-c", "a100-roce800", *options])
+    assert found.exit_code == 0, found.output
+    row = json.loads(found.stdout)
+    assert row["tokens_per_s_low"] <= row["tokens_per_s"] <= row["tokens_per_s_high"]
+    assert "vtrain" in row["interval_source"]
+    found = CliRunner().invoke(app, ["run", "-c", "dgx-b200", *options])
+    row = json.loads(found.stdout)
+    assert row["tokens_per_s_low"] is None
+    assert row["interval_source"] == NOTHING_NEAR
+
+
+def test_tables_and_csv_have_the_interval(tmp_path: Path) -> None:
+    """`scale` and `sweep`: columns by name; overlapping neighbours are said to be undecided."""
+    frame = co2sim.sweep("dgx2-calibrated", "gpt-18b", gpus=32, vary={"strategy": "zero3, zeropp"})
+    assert (frame["tokens_per_s_low"] < frame["tokens_per_s_high"]).all()
+    assert set(frame["interval_source"].str.startswith("calibration v100-zeropp")) == {True}
+    job = ["-c", "dgx2-calibrated", "-m", "gpt-18b", "-s", "zero3", "-s", "zero3:max_reuse=1e9"]
+    found = CliRunner().invoke(app, ["scale", *job, "-g", "16,32", "--out", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    text = " ".join(found.output.split())
+    assert "90 % interval at 32" in text
+    assert "90 % interval: calibration v100-zeropp" in text
+    assert "undecided at 32 GPUs, as their 90 % intervals overlap: zero3" in text
+    header = (tmp_path / "scale.csv").read_text().partition("\n")[0].split(",")
+    assert {"tokens_per_s_low", "tokens_per_s_high", "interval_source"} <= set(header)
+
+
+def test_an_unknown_way_to_find_intervals_is_refused() -> None:
+    """One line, with the two that there are."""
+    with pytest.raises(co2sim.OptionError, match="quick"):
+        co2sim.simulate("dgx-b200", "gpt2-small", "ddp", interval="slow")  # type: ignore[arg-type]
