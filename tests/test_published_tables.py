@@ -11,7 +11,7 @@ import pytest
 from analysis.cli import main
 from analysis.published.csv_tables import from_csv, marked
 from analysis.published.paper_cells import from_papers
-from analysis.published.papers import DATA_VARIABLE, iteration_times
+from analysis.published.papers import DATA_VARIABLE, tables_elsewhere
 from analysis.published.predict import predict
 from co2sim.errors import CatalogError
 
@@ -195,7 +195,7 @@ def test_without_the_iteration_times_one_line_says_so(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On stderr, where it matters: with rows of that table, else for the published cells."""
-    monkeypatch.setattr("analysis.published.csv_tables.iteration_times", lambda _data: None)
+    monkeypatch.setattr("analysis.published.csv_tables.tables_elsewhere", lambda _data: [])
     code, out, err = cli("validate", "--cells", str(written(tmp_path, TIMES)), "--json")
     assert (code, err.count("\n")) == (0, 1)
     assert "--data names their folder" in err
@@ -210,10 +210,10 @@ def test_the_variable_names_the_folder_of_the_iteration_times(
     """CO2SIM_DATA is a folder that holds the table; without it, it is an error that names it."""
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     with pytest.raises(CatalogError, match=DATA_VARIABLE):
-        iteration_times()
+        tables_elsewhere()
     path = tmp_path / "a100_dp_iteration_times.csv"
     path.write_text(TIMES)
-    assert iteration_times() == path
+    assert tables_elsewhere() == [path]
 
 
 def test_help_names_no_folder_of_this_machine(cli: Run) -> None:

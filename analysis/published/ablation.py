@@ -1,10 +1,10 @@
 """Ablations: the errors without each mechanism of the model, with all constants unchanged."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from analysis.published.cells import Cell, with_override, with_strategy_options
+from analysis.published.cells import Cell, changed, with_override, with_strategy_options
 from analysis.published.predict import predict
 
 
@@ -105,6 +105,33 @@ MECHANISMS = (
         _override("inter.relay_efficiency", "1"),
     ),
     Mechanism("slower TCP during computation", "a100-co2", _override("inter.busy_efficiency", "1")),
+    Mechanism(
+        "memory traffic of matrix products",
+        "mpt-fsdp",
+        _override("gpu.kernels.operand_efficiency", "1"),
+    ),
+    Mechanism(
+        "slow product over the vocabulary",
+        "mpt-fsdp",
+        _override("gpu.kernels.vocabulary_efficiency", "0.7"),
+    ),
+    Mechanism(
+        "flash attention slower in the backward pass",
+        "mpt-fsdp",
+        _override("gpu.kernels.attention_backward", "1"),
+    ),
+    Mechanism(
+        "gradients joined, cast and divided",
+        "mpt-fsdp",
+        _options("fsdp", version="2"),
+    ),
+    Mechanism(
+        "recomputation that stops early",
+        "mpt-fsdp",
+        lambda cell: changed(cell, lambda setup: replace(setup, checkpointing="reentrant")),
+    ),
+    Mechanism("computation slowed by communication", "mpt-fsdp", _override("interference", "0")),
+    Mechanism("nodes of different speed", "mpt-fsdp", _override("node_spread", "0")),
 )
 
 

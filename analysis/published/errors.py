@@ -122,7 +122,7 @@ def summaries_by_hardware(
 ) -> dict[tuple[str, str, str, str], ErrorSummary]:
     """By source, use, GPU and "one node", "several nodes" or "ratios", of cells with these labels.
 
-    "all" stands for every GPU, and for all runs; ratios are not among these.
+    "all" stands for every GPU, and for any number of nodes; ratios are of several.
     """
     found = []
     for row in rows:

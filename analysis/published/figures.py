@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.published.errors import CellPrediction
+from analysis.published.fsdp_figure import fsdp_runs
+from analysis.published.fsdp_rows import FsdpRow
 from analysis.published.paper_cells import PublishedRun, throughput_cell
 from analysis.published.papers import Paper, papers
 from analysis.published.parameters import GROUPS
@@ -42,6 +44,8 @@ def draw(rows: Sequence[CellPrediction], folder: Path) -> dict[str, bytes]:
         found["co2-scalability.png"] = scalability(rows, curves(papers(folder)["co2"]), "png")
     if "vtrain" in sources:
         found["a100-iteration-errors.png"] = scatter(rows, "png")
+    if FsdpRow.source in sources:
+        found["fsdp-runs.png"] = fsdp_runs(rows, "png")
     return found
 
 

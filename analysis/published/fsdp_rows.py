@@ -18,6 +18,9 @@ from co2sim.strategies import parse
 GROUP = "mpt-fsdp"
 """The constants that these rows depend on."""
 
+RATIOS = "llm_foundry-ratios"
+"""The source of cells that pairs of rows make up."""
+
 _PRECISIONS = {"amp_bf16": "bf16", "bf16": "bf16"}
 
 _UNSTATED = 0.01
@@ -141,6 +144,7 @@ def ratios(cells: Sequence[Cell]) -> Iterator[Cell]:
             few, many = first.setup.gpus, cell.setup.gpus
             yield replace(
                 cell,
+                source=RATIOS,
                 name=cell.name.replace(f"{many} ", f"{few} to {many} ", 1) + ", ratio",
                 published=cell.published / many / (first.published / few),
                 use="fit" if {cell.use, first.use} == {"fit"} else "check",

@@ -18,7 +18,12 @@ from analysis.published import (
     sensitivity,
 )
 from analysis.published.cells import Cell
-from analysis.published.errors import CellPrediction, ErrorSummary, summaries
+from analysis.published.errors import (
+    CellPrediction,
+    ErrorSummary,
+    summaries,
+    summaries_by_hardware,
+)
 from analysis.published.paper_cells import Unpredicted, unpredicted
 from analysis.published.papers import papers as sources
 from analysis.published.parameters import GROUPS, Constant, stated
@@ -75,6 +80,11 @@ class ValidationReport:
     def summaries(self) -> dict[tuple[str, str, str], ErrorSummary]:
         """Errors by source, use and strategy."""
         return summaries(self.rows)
+
+    @property
+    def by_hardware(self) -> dict[tuple[str, str, str, str], ErrorSummary]:
+        """Errors of cells whose GPU differs, by source, use, GPU and number of nodes."""
+        return summaries_by_hardware(self.rows)
 
     @property
     def largest(self) -> list[CellPrediction]:

@@ -1,0 +1,283 @@
+"""LLM Foundry's rows: what they are read as, the ratios they state, and fits that share constants."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.published import calibrate, errors
+from analysis.published.cells import Cell, with_constants
+from analysis.published.csv_tables import from_csv, further_cells, known_cells
+from analysis.published.event_loop import Lines, round_time
+from analysis.published.fsdp_rows import RATIOS, ratios
+from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
+from analysis.published.parameters import GROUPS, stated
+from analysis.published.predict import memory_of, predict
+from co2sim.calibrations import record
+from co2sim.errors import CatalogError
+from co2sim.schedule import After, Collective, Compute, DType, Kind, Op, Schedule
+from co2sim.strategies.step import COMM, COMPUTE
+
+ROWS = Path(__file__).parent / "golden" / "fsdp-rows.csv"
+GROUP = GROUPS["mpt-fsdp"]
+HEAD, *LINES = ROWS.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[Cell]:
+    """Made-up rows of all three GPUs, on one node and on several."""
+    return from_csv(ROWS, "check")
+
+
+def table(tmp_path: Path, *lines: str) -> Path:
+    """A file with some rows."""
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join([HEAD, *lines]))
+    return path
+
+
+def test_a_row_is_the_run_that_it_describes(cells: list[Cell]) -> None:
+    """Cluster, shape, batch, what is sharded and recomputed, and in which type gradients meet."""
+    run = cells[0].setup
+    assert (run.cluster, run.gpus, run.micro_batch, run.accumulation) == ("h100-calibrated", 16, 4, 1)
+    assert (run.recompute, run.attention, run.checkpointing) == ("none", "flash", "non_reentrant")
+    assert cells[2].setup.recompute == "full"
+    assert [getattr(c.setup.strategy, "reduce", None) for c in (cells[0], cells[3])] == [
+        DType.FP32,
+        DType.BF16,
+    ]
+    again = [getattr(c.setup.strategy, "reshard_after_forward", None) for c in cells[2:4]]
+    assert again == [True, False]
+    model = run.case().prepare().job.model
+    assert (model.parameters, model.tokens) == (510_218_240, 2048)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (",64,800000", ",63,800000", "global_batch 63 is not 16 GPUs x micro_batch 4"),
+        (",510218240", ",520000000", "parameters is 520000000; a model of this shape has 510218240"),
+        ("h100_80gb", "h200", "gpu is 'h200'; it must be one of h100_80gb, a100_80gb, a100_40gb"),
+        ("DEFAULT", "FULL", "mp_mode is 'FULL'; it must be one of DEFAULT, PURE"),
+        ("FULL_SHARD", "HYBRID_SHARD", "sharding is 'HYBRID_SHARD'; it must be one of FULL_SHARD"),
+        ("amp_bf16", "amp_fp8", "precision is 'amp_fp8'; it must be one of amp_bf16, bf16"),
+        ("False", "perhaps", "activation_checkpointing is 'perhaps'"),
+        (",16,h100", ",12,h100", "line 2"),
+        ("800000", "-1", "tokens_per_s is '-1'"),
+    ],
+)
+def test_a_row_that_is_wrong_is_refused_with_its_line(
+    tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    """In one line: the column, what is given, what is allowed."""
+    with pytest.raises(CatalogError, match="line 2") as caught:
+        from_csv(table(tmp_path, LINES[0].replace(old, new, 1)), "check")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ratios_are_of_rows_that_differ_in_gpus_only(tmp_path: Path, cells: list[Cell]) -> None:
+    """Per GPU, to the fewest GPUs of several nodes; a single node and other batches take no part."""
+    (ratio,) = ratios(cells)
+    assert ratio.source == RATIOS
+    assert (ratio.over[0].setup.gpus, ratio.setup.gpus) == (16, 64)
+    assert ratio.published == pytest.approx(3e6 / 64 / (0.8e6 / 16))
+    many, few = predict(cells[1]) / 64, predict(cells[0]) / 16
+    assert predict(ratio) == pytest.approx(many / few)
+    assert predict(ratio, fast=True) == pytest.approx(many / few, rel=1e-3)
+    other = LINES[1].replace(",4,1,256,", ",8,1,512,")
+    assert not list(ratios(from_csv(table(tmp_path, LINES[0], other), "check")))
+
+
+def test_further_rows_make_ratios_with_known_ones(tmp_path: Path, cells: list[Cell]) -> None:
+    """The known row is only compared with; a pair counts as fitted if both of its rows do."""
+    known = [replace(cells[0], use="fit")]
+    found = further_cells([table(tmp_path, LINES[1])], known, PAPERS, lambda _: None)
+    assert [(cell.source, cell.use) for cell in found] == [("llm_foundry", "check"), (RATIOS, "check")]
+    again = further_cells([table(tmp_path, LINES[0])], known, PAPERS, lambda _: None)
+    assert [cell.use for cell in again] == ["fit"]
+
+
+def test_fitted_configurations_are_named(tmp_path: Path) -> None:
+    """As many as the record says, of rows of this table; each is read as a run."""
+    lines = (PAPERS / "llm_foundry" / "fitted.csv").read_text().splitlines()
+    rows = [line for line in lines if not line.startswith("#")][1:]
+    assert len(set(rows)) == len(rows) == record()["mpt-fsdp"]["cells"]
+    path = tmp_path / TABLES_ELSEWHERE["llm_foundry"]
+    head = next(line for line in lines if not line.startswith("#"))
+    path.write_text("\n".join([f"{head},tokens_per_s", f"{rows[0]},1000000"]))
+    (cell,) = (c for c in known_cells(PAPERS, path) if c.source == "llm_foundry")
+    assert cell.use == "fit"
+
+
+def test_the_files_of_tables_elsewhere_are_those_of_their_papers() -> None:
+    """Each paper names the file that its table is looked for in."""
+    for key, name in TABLES_ELSEWHERE.items():
+        assert papers()[key].about["data"]["file"] == name
+
+
+# --- fast predictions ----------------------------------------------------------------------------
+
+
+def test_a_loop_over_events_is_the_simulation(cells: list[Cell]) -> None:
+    """With computation slowed by communication, many micro-steps, and constants that are moved."""
+    moved = {"interference": 0.3, "node_spread": 0.03, "gemm_efficiency, H100": 0.5}
+    for cell in (*cells, with_constants(cells[0], moved)):
+        assert predict(cell, fast=True) == pytest.approx(predict(cell), rel=1e-6), cell.name
+
+
+def test_a_round_of_two_streams_by_hand() -> None:
+    """A gather of 2 s beside compute of 3 s at half the pace: 1 s of it is done, 2 s are left."""
+
+    def compute(name: str) -> Compute:
+        return Compute(name, 0.0, 0.0)
+
+    gather = Collective(Kind.ALL_GATHER, "x", 1, DType.BF16, next(iter(_group())))
+    body = (
+        Op("gather", gather, COMM, (After("last", rounds_ago=1),)),
+        Op("first", compute("first"), COMPUTE),
+        Op("last", compute("last"), COMPUTE, (After("gather"),)),
+    )
+    lines = Lines.of(Schedule("by hand", body))
+    assert round_time(lines, [2.0, 3.0, 1.0], 1.0) == pytest.approx(2 + 2 + 1)
+    assert round_time(lines, [2.0, 3.0, 1.0], 0.0) == pytest.approx(3 + 1)
+    assert round_time(lines, [5.0, 3.0, 1.0], 0.0) == pytest.approx(5 + 1)
+
+
+def _group() -> Sequence[object]:
+    from co2sim.schedule import WORLD  # noqa: PLC0415 - one name
+
+    return [WORLD]
+
+
+# --- fits ----------------------------------------------------------------------------------------
+
+
+def test_a_constant_of_one_gpu_leaves_the_others_alone(cells: list[Cell]) -> None:
+    """One of two GPUs moves both; the shared ones move all."""
+
+    def moves(name: str, value: float) -> set[str]:
+        return {
+            cell.labels["gpu"]
+            for cell in cells
+            if abs(predict(cell, {name: value}, fast=True) / predict(cell, fast=True) - 1) > 1e-9
+        }
+
+    assert moves("gemm_efficiency, H100", 0.4) == {"h100_80gb"}
+    assert moves("attention_efficiency, A100", 0.2) == {"a100_80gb", "a100_40gb"}
+    assert moves("vocabulary_efficiency", 0.2) == {"h100_80gb", "a100_80gb", "a100_40gb"}
+    assert moves("node_spread", 0.07) == {"h100_80gb", "a100_40gb"}  # the rows on several nodes
+
+
+def test_an_outlier_hardly_moves_a_robust_fit(
+    cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With residuals that are linear in the constants: the least squares of all but the outlier."""
+    group = replace(GROUP, constants=GROUP.constants[:2], ratio_weight=1.0)
+    chosen = [replace(cells[0], name=str(n), use="fit", group=group.name) for n in range(40)]
+    x = np.linspace(0.0, 1.0, len(chosen))
+    y = 0.4 + 0.2 * x + 0.01 * np.cos(9.0 * np.arange(len(chosen)))
+    y[7] += 5.0
+    first, second = (constant.name for constant in group.constants)
+    places = {cell.name: place for place, cell in enumerate(chosen)}
+
+    def residuals(some: Sequence[Cell], values: Mapping[str, float]) -> calibrate.Array:
+        at = [places[cell.name] for cell in some]
+        found: calibrate.Array = values[first] + (values[second] - 0.5) * x[at] - y[at]
+        return found
+
+    monkeypatch.setattr(calibrate, "residuals_of", residuals)
+    found = calibrate.fit(group, chosen, cross_validate=False)
+    rest = np.delete(np.arange(len(chosen)), 7)
+    slope, start = np.polyfit(x[rest], y[rest], 1)
+    assert found.values[first] == pytest.approx(start, abs=0.02)
+    assert found.values[second] == pytest.approx(0.5 + slope, abs=0.02)
+    assert found.scatter is not None
+    assert found.scatter < 0.02  # nine tenths of the residuals; with the outlier it is 0.8
+
+
+def test_left_out_runs_take_their_ratios_with_them(cells: list[Cell]) -> None:
+    """A ratio would tell the fit of a run that it must not know."""
+    everything = [*cells, *ratios(cells)]
+    kept: list[Cell] = []
+
+    def refit(rest: Sequence[Cell], left: Sequence[Cell]) -> calibrate.Array:
+        kept[:] = rest
+        return np.zeros(len(left))
+
+    calibrate.left_out_errors(refit, everything, [cells[:1]])
+    assert [cell.source for cell in kept] == ["llm_foundry"] * (len(cells) - 1)
+
+
+def test_a_refit_of_a_linearised_model_is_the_refit(
+    cells: list[Cell], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where residuals are linear, a fit without some cells is that of the others."""
+    group = replace(GROUP, constants=GROUP.constants[:2], ratio_weight=1.0)
+    chosen = [replace(cells[0], name=str(n)) for n in range(12)]
+    slopes = np.random.default_rng(0).normal(size=(12, 2))
+    target = slopes @ [0.7, 0.4] + np.random.default_rng(1).normal(scale=0.005, size=12)
+    names = [constant.name for constant in group.constants]
+    places = {cell.name: place for place, cell in enumerate(chosen)}
+
+    def residuals(some: Sequence[Cell], values: Mapping[str, float]) -> calibrate.Array:
+        at = [places[cell.name] for cell in some]
+        found: calibrate.Array = slopes[at] @ [values[name] for name in names] - target[at]
+        return found
+
+    monkeypatch.setattr(calibrate, "residuals_of", residuals)
+    refit = calibrate.linearised(group, chosen, stated(group))
+    linear = refit(chosen[3:], chosen[:3])
+    assert linear == pytest.approx(calibrate._refitted(group, chosen[3:], chosen[:3]), abs=2e-4)
+
+
+# --- what is printed -----------------------------------------------------------------------------
+
+
+def test_a_prediction_says_whether_the_run_fits(cells: list[Cell]) -> None:
+    """In JSON; a ratio fits if both of its runs do."""
+    row = errors.CellPrediction(cells[0], 1.0).to_dict()
+    assert row["fits_in_memory"] is True
+    assert row["labels"]["gpu"] == "h100_80gb"
+    assert row["memory_bytes_per_gpu"] == cells[0].setup.case().prepare().memory()["total"]
+    (ratio,) = ratios(cells)
+    most = max(memory_of(setup).needed for setup in ratio.setups)
+    assert errors.CellPrediction(ratio, 1.0).to_dict()["memory_bytes_per_gpu"] == most
+
+
+def test_errors_are_summed_up_by_gpu_and_by_nodes(cells: list[Cell]) -> None:
+    """Every run counts for its GPU and for all, on its number of nodes and on any; ratios apart."""
+    rows = [errors.CellPrediction(cell, cell.published * 1.1) for cell in (*cells, *ratios(cells))]
+    found = errors.summaries_by_hardware(rows)
+    counts = {key[2:]: one.cells for key, one in found.items()}
+    assert counts == {
+        ("all", "all"): 6,
+        ("all", "one node"): 3,
+        ("all", "several nodes"): 3,
+        ("all", "ratios"): 1,
+        ("h100_80gb", "all"): 3,
+        ("h100_80gb", "one node"): 1,
+        ("h100_80gb", "several nodes"): 2,
+        ("h100_80gb", "ratios"): 1,
+        ("a100_80gb", "all"): 1,
+        ("a100_80gb", "one node"): 1,
+        ("a100_40gb", "all"): 2,
+        ("a100_40gb", "one node"): 1,
+        ("a100_40gb", "several nodes"): 1,
+    }
+    assert all(one.bias == pytest.approx(0.1) for one in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    TABLES_ELSEWHERE["llm_foundry"] not in {path.name for path in tables_elsewhere()},
+    reason="the table is not at hand",
+)
+def test_every_published_run_fits_in_memory() -> None:
+    """They ran. The fullest of them leaves less than a tenth, so what fits is not overstated."""
+    runs = [cell for cell in known_cells(PAPERS) if cell.source == "llm_foundry"]
+    shares = [memory_of(cell.setup).share for cell in runs]
+    assert max(shares) <= 1
+    assert max(shares) > 0.9
