@@ -28,11 +28,12 @@ def warnings(
     largest = max(job.model.blocks, key=lambda block: block.parameters)
     samples = layout.world_size * job.samples_per_gpu * job.model.tokens
     given, instead = (f"{samples / time:,.0f}" for time in (step_time, tried(better)))
-    return (
+    line = (
         f"{budget}: {largest.name} has {counted(largest.parameters, 'parameter')}, more than the"
         f" prefetch budget, so it is gathered only when it is needed; {options} gives {instead}"
-        f" {job.model.unit}s/s instead of {given}",
+        f" {job.model.unit}s/s instead of {given}"
     )
+    return (line,)
 
 
 def _ahead(strategy: Strategy, job: Workload, layout: Layout) -> tuple[str, Strategy, str] | None:

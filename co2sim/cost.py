@@ -80,6 +80,8 @@ def _quickest(candidates: list[Footprint], cluster: Cluster) -> Footprint:
 
 def _carried(found: Footprint, by: Protocol, cluster: Cluster) -> Footprint:
     """The footprint of a message by a protocol that may not fill the links."""
+    if not by.start and by.share == 1:
+        return found
     share = by.share
     if by.most is not None:  # of the bandwidth of the bus: of what every rank pushes
         share = min(share, by.most * max(found.link_times(cluster)) / found.sent)
@@ -242,7 +244,8 @@ def _tree(size: Bytes, pushed: Bytes, at: _Spread, cluster: Cluster, by: Protoco
     depth, far = (math.ceil(math.log2(many)) for many in (at.nodes // at.sites, at.sites))
     out = _tree_out(size, at.nodes)
     found = replace(
-        _ring(pushed, 2, at, cluster, replace(by, start=0.0, share=1.0, most=None)),
+        _ring(pushed, 2, at, cluster, by),
+        share=1.0,
         latency=2 * _steps(at.per_node - 1, depth, far, by),
         intra=2 * size if at.per_node > 1 else 0.0,
         inter=out,

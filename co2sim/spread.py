@@ -18,9 +18,9 @@ beyond the thirteenth digit."""
 def _normal() -> tuple[NDArray[np.float64], ...]:
     """Points from -10 to 13, and there the logarithms of density and distribution of a normal."""
     points = np.arange(-10.0, 13.0, _STEP)
-    below = np.array([math.erfc(-z / math.sqrt(2)) / 2 for z in points])
+    tails = np.array([math.erfc(abs(z) / math.sqrt(2)) / 2 for z in points])
     density = -points * points / 2 - math.log(math.sqrt(2 * math.pi))
-    return points, density, np.log(below)
+    return points, density, np.where(points > 0, np.log1p(-tails), np.log(tails))
 
 
 @cache

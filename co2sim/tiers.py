@@ -1,8 +1,8 @@
 """What collectives send through the switches between nodes: rails and spines that may be narrow.
 
 Pods are consecutive nodes, filled one after the other. A ring, a chain and a tree leave each pod
-once, with what the busiest node sends: with pods of k nodes and an oversubscription of o its uplinks
-take o / k times as long as the network cards. That is no loss unless o exceeds k. Of an all-to-all
+once, with what the busiest node sends. With pods of k nodes and an oversubscription of o its
+uplinks take o / k times as long as the network cards: no loss unless o exceeds k. Of an all-to-all
 over m nodes the part (m - k) / (m - 1) leaves the pod, and o counts in full. `congestion` slows
 down a ring as much as its slowest hop, which crosses.
 """

@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 from analysis.measured.overrides import changed
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import facts, plain
-from co2sim.catalog.specs import ClusterSpec, GPUSpec, KernelsSpec, LinkSpec, ScatterSpec
-from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter
+from co2sim.catalog.specs import (
+    ClusterSpec,
+    GPUSpec,
+    KernelsSpec,
+    LinkSpec,
+    ScatterSpec,
+    TierSpec,
+)
+from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 from co2sim.errors import CatalogError, Co2simError, OptionError
 
 CLUSTERS, GPUS, MODELS = names("clusters"), names("gpus"), names("models")
@@ -80,7 +87,7 @@ def test_what_is_assumed_is_shown(key: str) -> None:
     entry = load_cluster(key)
     marked = {fact.path for fact in entry.facts if fact.assumed}
     assert {fact.path for fact in entry.assumed} == marked
-    assert "interference" in marked
+    assert {"interference", "node_spread", "step_spread"} <= marked
     assert ("gpu.launch_overhead" in marked) == any(
         fact.assumed and fact.path == "launch_overhead"
         for fact in facts(tree("gpus", plain(tree("clusters", key))["gpu"]))
@@ -399,6 +406,7 @@ def test_a_recorded_cluster_keeps_its_currency() -> None:
         (GPUSpec, GPU),
         (LinkSpec, Link),
         (KernelsSpec, KernelTimes),
+        (TierSpec, Tier),
         (ScatterSpec, Scatter),
     ],
 )
@@ -417,6 +425,10 @@ def test_a_file_may_say_every_field_of_what_it_describes(spec: Any, kind: Any) -
         ("gpu.memory_bandwidth", "1 TB/s", 1e12),
         ("channels", "4", 4),
         ("interference", "0.1", 0.1),
+        ("node_spread", "0.03", 0.03),
+        ("step_spread", "0.01", 0.01),
+        ("network_overhead", "2 us", 2e-6),
+        ("protocols", "nvlink", "nvlink"),
         ("price_per_gpu", "3600 USD/h", 1.0),
         ("hops", "in_turn", "in_turn"),
         ("communicators", "stream", "stream"),
@@ -448,6 +460,11 @@ def test_every_kind_of_field_can_be_set(path: str, text: str, value: object) -> 
         lambda: tiny.cluster(0),
         lambda: tiny.cluster(2.5),  # type: ignore[arg-type]
         lambda: tiny.cluster(interference=-1.0),
+        lambda: Tier(0),
+        lambda: Tier(8, oversubscription=0.5),
+        lambda: Tier(8, congestion=0.9),
+        lambda: Link(1e9, rail=Tier(8), spine=Tier(12)),
+        lambda: tiny.cluster(intra=Link(1e9, rail=Tier(8))),
         lambda: tiny.cluster(price_per_gpu=math.inf),
         lambda: tiny.cluster(channels=True),
     ],

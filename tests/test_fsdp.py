@@ -171,7 +171,7 @@ def test_folded_and_unfolded_ranks_take_the_same_time(strategy: str) -> None:
 
 
 def test_each_micro_step_begins_when_gradients_of_the_last_are_reduced() -> None:
-    """torch waits for reductions at the end of every backward pass: micro-steps add up."""
+    """Torch waits for reductions at the end of every backward pass: micro-steps add up."""
     schedule = tiny.schedule("fsdp", accumulation=2)
     trace = execute(schedule, tiny.cluster(), precision="bf16", rounds=1)
     spans = tiny.by_op(trace)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ SIGMA = 0.05
 NODES = 8
 
 
-def cluster(inter: float = 2e9, nodes: int = NODES, **changes: float) -> Cluster:
+def cluster(inter: float = 2e9, nodes: int = NODES, **changes: Any) -> Cluster:
     """Nodes of one GPU; at 2 GB/s most communication of the tiny job is hidden."""
     return tiny.cluster(nodes, 1, inter=Link(inter), **changes)
 
@@ -55,7 +56,8 @@ def test_the_slowest_is_the_mean_of_its_quantiles(sigma: float, count: int) -> N
     """The integral of the quantile at u^(1/n), by another rule: up to 10 million nodes."""
 
     def quantile(u: float) -> float:
-        return float(np.exp(sigma * special.ndtri(u ** (1 / count)) - sigma * sigma / 2))
+        normal = -special.ndtri(-np.expm1(np.log(u) / count))  # at u^(1/n), without rounding
+        return float(np.exp(sigma * normal - sigma * sigma / 2))
 
     whole, _ = integrate.quad(quantile, 0, 1, limit=500, epsabs=0, epsrel=1e-9)
     assert spread.expected_slowest(sigma, count) == pytest.approx(whole, rel=1e-6)
@@ -77,7 +79,7 @@ def test_more_nodes_or_more_spread_are_never_faster(
     low, high = sorted((one, other))
     few, many = sorted((few, many))
     slowest = spread.expected_slowest(low, few)
-    assert 1 - 1e-12 <= slowest
+    assert slowest >= 1 - 1e-12
     assert slowest <= spread.expected_slowest(low, many) * (1 + 1e-12)
     assert slowest <= spread.expected_slowest(high, few) * (1 + 1e-12)
     assert spread.expected_slowest(high, 1) == spread.expected_slowest(0.0, many) == 1
@@ -212,7 +214,7 @@ def test_slow_steps_cost_what_draws_of_them_cost(strategy: str, inter: float) ->
     quiet = round_time(schedule, even)
     found = round_time(schedule, replace(even, step_spread=SIGMA))
     blocks = drawn[: len(drawn) // 20 * 20].reshape(-1, 20).mean(1)
-    error = blocks.std() / math.sqrt(len(blocks))
+    error = float(blocks.std()) / math.sqrt(len(blocks))
     late = strategy.startswith("co2")
     allowed = 4 * error + late * max(0.2 * (found - quiet), 2e-3 * quiet)
     assert drawn.mean() == pytest.approx(found, abs=allowed)
@@ -222,9 +224,7 @@ def test_jitter_of_every_op_is_a_spread_of_the_step() -> None:
     """DDP with jitter and next to no communication: sigma falls with the root of equal ops."""
     schedule, even = tiny.schedule("ddp", (NODES, 1)), cluster(1e15)
     seconds = np.array(
-        lower(
-            schedule, even, precision="bf16", rounds=1, noise=QUIET, fold=True, free=True
-        ).seconds
+        lower(schedule, even, precision="bf16", rounds=1, noise=QUIET, fold=True, free=True).seconds
     )
     per_step = SIGMA * math.sqrt((seconds**2).sum()) / seconds.sum()
     drawn = []
@@ -254,7 +254,7 @@ def test_longer_rounds_feel_slow_steps_less_and_slow_nodes_as_much() -> None:
 @pytest.mark.parametrize("strategy", [name for name in tiny.VARIANTS if "hpz_group" not in name])
 def test_nodes_wait_for_nobody_where_there_is_one(strategy: str) -> None:
     """Inside a node all share its speed; over nodes no strategy gains by their spread."""
-    uneven = {"node_spread": 0.1, "step_spread": 0.1}
+    uneven: dict[str, Any] = {"node_spread": 0.1, "step_spread": 0.1}
     one = tiny.schedule(strategy, (1, 4))
     assert expected_slowdown(one, tiny.cluster(1, 4, **uneven), precision="bf16") == 1
     many = tiny.schedule(strategy, (4, 2))
@@ -275,20 +275,18 @@ def test_folded_and_unfolded_rounds_are_the_same(strategy: str) -> None:
     ]
     assert times[0] == pytest.approx(times[1], rel=1e-12)
     large = tiny.cluster(2048, 8, node_spread=0.05, step_spread=0.02)
-    trace = execute(
-        tiny.schedule(strategy, (2048, 8)), large, precision="bf16", rounds=3
-    )
+    trace = execute(tiny.schedule(strategy, (2048, 8)), large, precision="bf16", rounds=3)
     assert list(trace.ranks.values()) == [16384]
 
 
 def test_the_delay_by_slow_nodes_is_told() -> None:
     """`straggler_delay_s` is what the spread adds; exposed communication does not count it."""
-    case = {"model": "gpt2-small", "strategy": "ddp", "gpus": 64}
+    case: dict[str, Any] = {"model": "gpt2-small", "strategy": "ddp", "gpus": 64}
     even = co2sim.simulate("dgx-h100", **case)
     uneven = co2sim.simulate("dgx-h100", **case, overrides={"node_spread": 0.03})
     assert even.straggler_delay_s is None
     assert uneven.straggler_delay_s == pytest.approx(uneven.round_time_s - even.round_time_s)
-    assert uneven.straggler_delay_s > 0
+    assert uneven.round_time_s > even.round_time_s
 
 
 def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
@@ -308,5 +306,6 @@ def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
 def test_spreads_are_between_0_and_1(name: str) -> None:
     """As those of `Noise` are."""
     for value in (-0.1, 1.5, math.nan):
+        given: dict[str, Any] = {name: value}
         with pytest.raises(OptionError, match=name):
-            tiny.cluster(**{name: value})
+            tiny.cluster(**given)

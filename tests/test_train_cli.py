@@ -320,7 +320,10 @@ def test_a_strategy_of_a_user_is_not_trained_as_another(
         code, _, errors = in_process(tmp_path, *TRAIN, "-s", "mine", "--nproc", "2")
         assert code == 2
         assert errors.count("\n") == 1
-        known = "co2, ddp, diloco, fsdp, local_sgd, overlap_local_sgd, slowmo, zero1, zero2, zero3, zeropp"
+        known = (
+            "co2, ddp, diloco, fsdp, local_sgd, overlap_local_sgd, slowmo, zero1, zero2, zero3,"
+            " zeropp"
+        )
         assert f"mine has no training algorithm; those that have: {known}" in errors
         assert not (tmp_path / "out").exists()
 

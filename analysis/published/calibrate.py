@@ -2,12 +2,15 @@
 
 A residual is log(predicted / published). Bounds are physical: no rate above its peak, no time below
 zero. Predictions are those of the simulator, by its shorter ways (`quick_step_time`). A robust fit
-lets the loss of an outlier grow with its error only, not with its square ("soft l1").
+lets the loss of an outlier grow with its error only, not with its square ("soft l1"); it is
+cross-validated on the model linearised at the fit, as it has many cells and constants.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,9 @@ _WITHIN, _QUANTILE = 0.9, 1.645
 
 Array = npt.NDArray[np.float64]
 
+_STEP = 1e-3
+"""Of a derivative, as a fraction of a constant's range."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
@@ -35,10 +41,9 @@ class Fit:
     of a normal distribution with nine tenths of the residuals in the same interval. `mape` and `cross_validated` are mean
     absolute errors as fractions; `by_label` is that of all cells with one value of a label at a
     time left out, such as those of one micro-batch. `left_out` are log(predicted / published) of
-    the cells, in order, each when its fold is left out. A 90 % interval reaches `factor` standard
+    the runs, in order, each when its fold is left out. A 90 % interval reaches `factor` standard
     deviations to both sides, and `coverage` is the share of cells that, left out, lie in intervals
-    whose factor the others determine. `kinds` are those of its runs, cells
-    for checks included.
+    whose factor the others determine. `kinds` are those of its runs, cells for checks included.
     """
 
     group: str
@@ -68,7 +73,11 @@ def fit_cells(cells: Sequence[Cell], group: ConstantGroup) -> list[Cell]:
 
 
 def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = True) -> Fit:
-    """Fit on the cells marked fit. Raises OptionError with fewer cells than constants."""
+    """Fit on the cells marked fit. Raises OptionError with fewer cells than constants.
+
+    Ratios of fitted cells enter the fit, but not its errors and its scatter. A value of a label is
+    left out where twice as many cells as constants remain.
+    """
     chosen = fit_cells(cells, group)
     count = len(group.constants)
     if len(chosen) < count:
@@ -76,26 +85,31 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
             f"{group.name}: {len(chosen)} cells to fit {count} constants on; is --data missing?"
         )
     values, jacobian, residuals = _solve(group, chosen)
+    runs = np.array([not cell.over for cell in chosen])
     scales = np.array([constant.high - constant.low for constant in group.constants])
-    freedom = len(chosen) - count
-    scatter = _scatter(residuals, freedom, robust=group.robust is not None) if freedom else None
+    freedom = int(runs.sum()) - count
+    robust = group.robust is not None
+    scatter = _scatter(residuals[runs], freedom, robust=robust) if freedom else None
     inverse = np.linalg.pinv(jacobian.T @ jacobian)  # of scaled constants: units differ by 1e9
     unscaled: Array = (np.outer(scales, scales) * inverse).astype(np.float64)
     covariance: Array = unscaled * (scatter or 0.0) ** 2
     held, by_label, errors = None, {}, np.array([])
     if cross_validate and freedom >= FOLDS:
+        refit = linearised(group, chosen, values) if robust else partial(_refitted, group)
         # neighbouring cells are similar: each fold takes every fifth
-        folds = [chosen[fold::FOLDS] for fold in range(FOLDS)]
-        errors = np.empty(len(chosen))
-        for fold, found in enumerate(left_out_errors(group, chosen, folds)):
+        rows = [cell for cell in chosen if not cell.over]
+        folds = [rows[fold::FOLDS] for fold in range(FOLDS)]
+        errors = np.empty(len(rows))
+        for fold, found in enumerate(left_out_errors(refit, chosen, folds)):
             errors[fold::FOLDS] = found
         held = _mean_error(errors)
         by_label = {
-            label: left_out(group, chosen, parts)
-            for label, parts in parts_by_label(chosen).items()
+            label: left_out(refit, chosen, [p for p in parts if len(rows) - len(p) >= 2 * count])
+            for label, parts in parts_by_label(rows).items()
             if label not in group.apart
         }
-    leverages = np.einsum("ij,jk,ik->i", jacobian, inverse, jacobian)
+    own = jacobian[runs]
+    leverages = np.einsum("ij,jk,ik->i", own, inverse, own)
     scores = list(errors / ((scatter or math.inf) * np.sqrt(1 + leverages))) if len(errors) else []
     return Fit(
         group=group.name,
@@ -104,8 +118,8 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
         unscaled=unscaled,
         scatter=scatter,
         freedom=freedom,
-        cells=len(chosen),
-        mape=_mean_error(residuals),
+        cells=int(runs.sum()),
+        mape=_mean_error(residuals[runs]),
         cross_validated=held,
         by_label=by_label,
         factor=conformal_factor(scores) or student_factor(freedom or math.inf),
@@ -127,6 +141,19 @@ def residuals_of(cells: Sequence[Cell], values: Mapping[str, float]) -> Array:
     return np.array([math.log(predict(cell, values, fast=True) / cell.published) for cell in cells])
 
 
+def _named(group: ConstantGroup, scaled: Array) -> dict[str, float]:
+    """Constants by name; `scaled` are fractions of their ranges."""
+    return {
+        one.name: float(one.low + (one.high - one.low) * share)
+        for one, share in zip(group.constants, scaled, strict=True)
+    }
+
+
+def _shares(group: ConstantGroup, values: Mapping[str, float]) -> Array:
+    """The constants as fractions of their ranges."""
+    return np.array([(values[c.name] - c.low) / (c.high - c.low) for c in group.constants])
+
+
 def _solve(
     group: ConstantGroup, cells: Sequence[Cell], *, thorough: bool = True
 ) -> tuple[dict[str, float], Array, Array]:
@@ -135,56 +162,88 @@ def _solve(
     It starts in the middle of the bounds, and if `thorough` at the values of the catalog too: where
     cells are left out, what the catalog has learned from them must not come back.
     """
-    from scipy.optimize import least_squares  # noqa: PLC0415 - slow
 
-    low = np.array([constant.low for constant in group.constants])
-    high = np.array([constant.high for constant in group.constants])
-
-    def named(scaled: Array) -> dict[str, float]:
-        found = low + (high - low) * scaled
-        return {c.name: float(v) for c, v in zip(group.constants, found, strict=True)}
+    weights = _weights(group, cells)
 
     def residuals(scaled: Array) -> Array:
-        return residuals_of(cells, named(scaled))
+        return weights * residuals_of(cells, _named(group, scaled))
 
-    known = stated(group)
-    here = np.array([known[constant.name] for constant in group.constants])
-    starts = [np.full(len(low), 0.5)]
+    starts = [np.full(len(group.constants), 0.5)]
     if thorough:
-        starts.append(np.clip((here - low) / (high - low), 0.01, 0.99))
+        starts.append(np.clip(_shares(group, stated(group)), 0.01, 0.99))
+    found = _minimum(group, residuals, starts)
+    return _named(group, found.x), np.asarray(found.jac), np.asarray(found.fun) / weights
+
+
+def _weights(group: ConstantGroup, cells: Sequence[Cell]) -> Array:
+    return np.array([group.ratio_weight if cell.over else 1.0 for cell in cells])
+
+
+def _minimum(
+    group: ConstantGroup, residuals: Callable[[Array], Array], starts: Sequence[Array]
+) -> Any:
+    """The best solution from several starts, as SciPy gives it."""
+    from scipy.optimize import least_squares  # noqa: PLC0415 - slow
+
     loss = {"loss": "soft_l1", "f_scale": group.robust} if group.robust else {}
-    best = min(
-        (
-            least_squares(
-                residuals,
-                start,
-                bounds=(0, 1),
-                diff_step=np.array([1e-3]),
-                ftol=1e-5,
-                xtol=1e-5,
-                **loss,
-            )
-            for start in starts
-        ),
-        key=lambda found: float(found.cost),
+    options = {"diff_step": np.array([_STEP]), "ftol": 1e-5, "xtol": 1e-5}
+    solutions = (
+        least_squares(residuals, start, bounds=(0, 1), **options, **loss) for start in starts
     )
-    return named(best.x), np.asarray(best.jac), np.asarray(best.fun)
+    return min(solutions, key=lambda found: float(found.cost))
 
 
-def left_out(group: ConstantGroup, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]) -> float:
+Refit: TypeAlias = Callable[[Sequence[Cell], Sequence[Cell]], Array]
+"""Residuals of the second cells with constants that are fitted on the first."""
+
+
+def _refitted(group: ConstantGroup, kept: Sequence[Cell], left: Sequence[Cell]) -> Array:
+    values, _, _ = _solve(group, kept, thorough=False)
+    return residuals_of(left, values)
+
+
+def linearised(group: ConstantGroup, cells: Sequence[Cell], values: Mapping[str, float]) -> Refit:
+    """Refits where residuals of these cells change in proportion to constants, from `values` on."""
+    here = _shares(group, values)
+    base = residuals_of(cells, values)
+    columns = []
+    for place in range(len(here)):
+        step = -_STEP if here[place] > 0.5 else _STEP  # noqa: PLR2004 - to stay inside the bounds
+        moved = here.copy()
+        moved[place] += step
+        columns.append((residuals_of(cells, _named(group, moved)) - base) / step)
+    slopes, places = np.stack(columns, axis=1), {cell: i for i, cell in enumerate(cells)}
+
+    def refit(kept: Sequence[Cell], left: Sequence[Cell]) -> Array:
+        def residuals(rows: list[int], scaled: Array) -> Array:
+            found: Array = base[rows] + slopes[rows] @ (scaled - here)
+            return found
+
+        rows, weights = [places[cell] for cell in kept], _weights(group, kept)
+        start = np.full(len(here), 0.5)
+        found = _minimum(group, lambda scaled: weights * residuals(rows, scaled), [start])
+        return residuals([places[cell] for cell in left], found.x)
+
+    return refit
+
+
+def left_out(refit: Refit, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]) -> float:
     """Mean absolute error of cells that are left out of the fit, one part at a time."""
-    return _mean_error(np.concatenate(left_out_errors(group, cells, parts)))
+    return _mean_error(np.concatenate(left_out_errors(refit, cells, parts)))
 
 
 def left_out_errors(
-    group: ConstantGroup, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]
+    refit: Refit, cells: Sequence[Cell], parts: Sequence[Sequence[Cell]]
 ) -> list[Array]:
-    """log(predicted / published) of the cells of each part, left out of the fit."""
+    """log(predicted / published) of the cells of each part, left out of the fit.
+
+    Ratios of runs that are left out are left out with them.
+    """
     errors = []
     for left in parts:
-        kept = [cell for cell in cells if cell not in left]
-        values, _, _ = _solve(group, kept, thorough=False)
-        errors.append(residuals_of(left, values))
+        runs = {setup for cell in left for setup in cell.setups}
+        kept = [cell for cell in cells if runs.isdisjoint(cell.setups)]
+        errors.append(refit(kept, left))
     return errors
 
 

@@ -62,17 +62,33 @@ def catalog_files(fits: Sequence[Fit]) -> dict[Path, bytes]:
 
 
 def record_file(fits: Sequence[Fit]) -> tuple[Path, bytes]:
-    """The record of the fits."""
+    """The record with these fits; those of other groups stay as they are."""
     import tomlkit  # noqa: PLC0415 - only to write
 
+    path = Path(str(CATALOG / RECORD))
+    before = tomlkit.parse(path.read_text())
+    new = {found.group: found for found in fits}
+    substitute = new[_SUBSTITUTE].scatter if _SUBSTITUTE in new else before[_SUBSTITUTE]["scatter"]
     document = tomlkit.document()
     for line in _HEAD:
         document.add(tomlkit.comment(line))
-    scatters = {found.group: found.scatter for found in fits}
-    for found in fits:
-        document.add(tomlkit.nl())
-        document.add(found.group, _entry(found, scatters.get(_SUBSTITUTE)))
-    return Path(str(CATALOG / RECORD)), tomlkit.dumps(document).encode()
+    for name in GROUPS:
+        if name in new or name in before:
+            document.add(tomlkit.nl())
+            fitted = name in new
+            document.add(name, _entry(new[name], substitute) if fitted else _copied(before[name]))
+    return path, tomlkit.dumps(document).encode()
+
+
+def _copied(entry: Any) -> Any:
+    """The table of a group that was not fitted, without what followed it in the file."""
+    import tomlkit  # noqa: PLC0415 - only to write
+
+    table = tomlkit.table()
+    for key, value in entry.value.body:
+        if key is not None:
+            table.add(key, value)
+    return table
 
 
 def _entry(found: Fit, substitute: float | None) -> Any:

@@ -47,7 +47,8 @@ def _left_out(cells: Sequence[Cell]) -> dict[int, float]:
     """log(predicted / published) of fitted cells that are left out of their fit, by identity."""
     errors: dict[int, float] = {}
     for name, fit in calibrations().items():
-        mine = [cell for cell in cells if cell.group == name and cell.use == "fit"]
+        fitted = (cell for cell in cells if cell.group == name and cell.use == "fit")
+        mine = [cell for cell in fitted if not cell.over]
         if len(mine) == len(fit.left_out_errors):
             errors |= {id(c): e for c, e in zip(mine, fit.left_out_errors, strict=True)}
     return errors

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term, with_constants
 from analysis.published.event_loop import Lines, round_time
+from analysis.published.parameters import model_of
 from co2sim import metrics, study
 from co2sim.case import Prepared
 from co2sim.cluster import Cluster
@@ -65,11 +66,10 @@ def _value(term: Term, step_time: Callable[[RunSetup], Seconds]) -> float:
     step = step_time(setup)
     if term.quantity == "iteration_ms":
         return step * 1e3
-    job = _prepared(_plain(setup)).job
-    samples = job.samples_per_gpu / step
+    samples = setup.micro_batch * setup.accumulation / step
     if term.quantity == "tokens_per_s":
-        return samples * job.model.tokens * setup.gpus
-    return samples * job.hardware_flops_per_sample / 1e12
+        return samples * model_of(setup.model, setup.model_overrides).tokens * setup.gpus
+    return samples * _prepared(_plain(setup)).job.hardware_flops_per_sample / 1e12
 
 
 def _volume(setup: RunSetup, part: str) -> float:
@@ -112,7 +112,7 @@ def quick_step_time(setup: RunSetup) -> Seconds:
 
 def _extrapolated_step_time(setup: RunSetup) -> Seconds:
     """From shorter models and steps: each of many equal layers, or micro-steps, adds as much."""
-    layers = len(_prepared(_plain(setup)).job.model.blocks) - 2
+    layers = len(model_of(setup.model, setup.model_overrides).blocks) - 2
     cluster = setup.used_cluster()
     of = _looped if setup.strategy.name == "fsdp" else _simulated
 
@@ -223,8 +223,10 @@ def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seco
 
 @lru_cache(_MANY_SCHEDULES)
 def memory_of(setup: RunSetup) -> Memory:
-    """Memory of a run."""
-    needed = _prepared(_plain(setup)).memory()["total"]
+    """Memory of a run; that of two micro-steps is that of many."""
+    plain = _plain(setup)
+    short = replace(plain, accumulation=min(plain.accumulation, _FEW))
+    needed = _prepared(short).memory()["total"]
     return Memory(needed, needed / setup.whole_cluster().gpu.memory)
 
 

@@ -21,14 +21,14 @@ class FSDP:
 
     `reshard_after_forward`: true, a block is released after its forward pass and gathered again
     before its backward pass; false, it stays; a number, a shard of it stays in every group of so
-    many consecutive ranks, which gather it for the backward pass. `shard`: 0, over all ranks; "node"
-    or a number, in groups of so many consecutive ranks, and shards of gradients are all-reduced
-    between the groups (HSDP). `sync`: "every" micro-step reduces gradients; "last" only the last
-    one does, and whole gradients stay until then (`set_requires_gradient_sync`; blocks that are not
-    resharded stay too, as with `set_reshard_after_backward(False)`). `clip`: the norm of gradients
-    is all-reduced, and waited for, before the optimizer. `version` 2 is `fully_shard`, which copies
-    gathered blocks out of a buffer and gradients into one; 1 is FullyShardedDataParallel, which
-    only joins the gradients of a flat parameter.
+    many consecutive ranks, which gather it for the backward pass. `shard`: 0, over all ranks;
+    "node" or a number, in groups of so many consecutive ranks, and shards of gradients are
+    all-reduced between the groups (HSDP). `sync`: "every" micro-step reduces gradients; "last" only
+    the last one does, and whole gradients stay until then (`set_requires_gradient_sync`; units that
+    are not resharded stay too, as with `set_reshard_after_backward(False)`). `clip`: the norm of
+    gradients is all-reduced, and waited for, before the optimizer. `version` 2 is `fully_shard`,
+    which copies gathered blocks out of a buffer and gradients into one; 1 is
+    FullyShardedDataParallel, which joins the gradients of a flat parameter, casts and divides them.
 
     The root unit holds the first and the last block, embedding and head, tied or not: it is
     gathered when a micro-step starts, stays, and is reduced behind the last backward pass. That is
@@ -79,7 +79,7 @@ class FSDP:
             every=self.sync == "every",
             reduce=self.reduce,
             clip=self.clip,
-            copies=self.version == 2,
+            copies=self.version > 1,
         )
 
     def schedule(self, job: Workload, layout: Layout) -> Schedule:

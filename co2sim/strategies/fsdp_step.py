@@ -150,7 +150,13 @@ class _MicroStep:
         return [("gather", work, GATHER)]
 
     def _reduce(self, place: int, elements: int) -> tuple[list[Compute], Row]:
-        """Kernels on the stream of the passes, and what follows on others."""
+        """Kernels on the stream of the passes, and what follows on others.
+
+        Without copies a gradient is cast, and divided before it is reduced (`_div_if_needed` of
+        torch/distributed/fsdp/_runtime_utils.py). PyTorch does that on another stream; it is
+        counted with the passes, since both move the same memory: runs of LLM Foundry cost all of it
+        (docs/validation.md).
+        """
         how, width, reduced = self.how, self.job.precision.bytes, self.how.reduce.bytes
         kernels = [] if how.copies else [_moved("join", elements, 2 * width)]
         if self.number and not how.every:
@@ -160,12 +166,11 @@ class _MicroStep:
             kernels.append(_moved("accumulate", elements, width + reduced))
         if not self._synced:
             return kernels, ()
-        pack = _moved("pack", elements, width + reduced)
+        if how.copies or width != reduced:
+            kernels.append(_moved("pack", elements, width + reduced))
+        if not how.copies:
+            kernels.append(_moved("divide", elements, 2 * reduced))
         row: list[tuple[str, Compute | Collective, str]] = []
-        if how.copies:
-            kernels.append(pack)
-        elif width != reduced:
-            row.append(("pack", pack, REDUCE))
         buffer = f"{self._unit(place)}.gradient"
         scatter = Collective(Kind.REDUCE_SCATTER, buffer, elements, how.reduce, how.among)
         row.append(("reduce", scatter, REDUCE))

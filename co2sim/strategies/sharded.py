@@ -1,8 +1,8 @@
 """Steps of sharded parameters: fetch a block, use it, release it; reduce its gradient.
 
-`lay_out` puts uses of blocks, with their fetches and reductions, in the order of issue: for `zero3`,
-`zeropp` and `fsdp`. `sharded_step` is DeepSpeed's step, with budgets in elements; `zero3` and
-`zeropp` differ only in the works that fetch and reduce a block.
+`lay_out` puts uses of blocks, with their fetches and reductions, in the order of issue: for
+`zero3`, `zeropp` and `fsdp`. `sharded_step` is DeepSpeed's step, with budgets in elements; works
+that fetch and reduce a block are those of `zero3` or `zeropp`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from co2sim.errors import OptionError
-from co2sim.schedule import NODE, After, Collective, Compute, Group, Layout, Op, block
+from co2sim.schedule import NODE, After, Collective, Compute, Group, Layout, Op
+from co2sim.schedule import block as block_group
 from co2sim.strategies.step import (
     COMPUTE,
     Step,
@@ -182,7 +183,7 @@ def consecutive(ranks: int, layout: Layout, option: str) -> Group:
             f"{option}={ranks} must divide the {g} GPUs of a node, or be full nodes that divide"
             f" {layout.world_size} GPUs"
         )
-    return block(ranks)
+    return block_group(ranks)
 
 
 def check_budget(strategy: Any) -> None:

@@ -1,0 +1,149 @@
+"""Switches between nodes: what crosses them, and what narrow ones cost."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cost import messages
+
+import co2sim
+from co2sim.catalog import load_cluster
+from co2sim.cluster import Backend, Cluster, Link, Tier
+from co2sim.cost import footprint
+from co2sim.errors import CatalogError
+from co2sim.metrics import window
+from co2sim.schedule import NODE, PEERS, WORLD, Collective, DType, Group, Kind, block
+from co2sim.simulator import execute
+
+KINDS = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST]
+
+
+def cluster(nodes: int = 8, gpus: int = 2, **tiers: Any) -> Cluster:
+    """Nodes of two GPUs with 1 GB/s between them."""
+    return tiny.cluster(nodes, gpus, inter=Link(1e9, 1e-6, **tiers))
+
+
+def collective(kind: Kind, group: Group = WORLD) -> Collective:
+    """Over a buffer of a megabyte."""
+    return Collective(kind, "x", 500_000, DType.BF16, group)
+
+
+@pytest.mark.parametrize("group", [WORLD, PEERS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_that_leave_a_pod_are_counted_message_by_message(kind: Kind, group: Group) -> None:
+    """The busiest of two pods of 4 nodes, with all groups of the kind."""
+    on = cluster(rail=Tier(4))
+    work = collective(kind, group)
+    sent = [0.0, 0.0]
+    for rank in range(on.gpus_per_node if group == PEERS else 1):
+        for sender, receiver, size in messages(work, on, rank):
+            here, there = (one // on.gpus_per_node // 4 for one in (sender, receiver))
+            if here != there:
+                sent[here] += size
+    (found,) = footprint(work, on).tiers
+    assert found.bytes * found.groups(on) == pytest.approx(max(sent))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_tiers_change_nothing(kind: Kind) -> None:
+    """Neither an oversubscription and a congestion of 1, nor pods that hold all nodes."""
+    work, plain = collective(kind), cluster()
+    narrow = Tier(8, oversubscription=50.0, congestion=50.0)
+    for on in (cluster(rail=Tier(2), spine=Tier(4)), cluster(rail=narrow)):
+        assert footprint(work, on).alone(on) == pytest.approx(footprint(work, plain).alone(plain))
+
+
+@pytest.mark.parametrize("group", [NODE, block(8)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_traffic_inside_a_pod_is_not_affected(kind: Kind, group: Group) -> None:
+    """Groups of up to 4 nodes, in pods of 4 with the narrowest uplinks."""
+    work, plain = collective(kind, group), cluster()
+    on = cluster(spine=Tier(4, oversubscription=100.0, congestion=100.0))
+    assert footprint(work, on) == footprint(work, plain)
+
+
+def test_a_ring_feels_an_oversubscription_beyond_the_nodes_of_a_pod() -> None:
+    """It leaves the pod of 4 once: 4 is no loss, 12 takes three times as long."""
+    work, plain = collective(Kind.ALL_GATHER), cluster()
+    nics = footprint(work, plain).link_times(plain)[1]
+    for factor, expected in ((4.0, 1.0), (12.0, 3.0)):
+        on = cluster(rail=Tier(4, oversubscription=factor))
+        found = footprint(work, on)
+        assert found.alone(on) == pytest.approx(found.latency + expected * nics)
+
+
+def test_an_exchange_feels_all_of_an_oversubscription() -> None:
+    """4 of the 7 other nodes are in the other pod: bytes of 4/7 of the cards, at a third."""
+    work, plain = collective(Kind.ALL_TO_ALL), cluster()
+    on = cluster(rail=Tier(4, oversubscription=3.0))
+    nics = footprint(work, plain).link_times(plain)[1]
+    found = footprint(work, on)
+    assert found.alone(on) == pytest.approx(found.latency + 3 * 4 / 7 * nics)
+
+
+def test_congestion_slows_what_crosses() -> None:
+    """A ring as its slowest hop; of an exchange the part that leaves the pod."""
+    on = cluster(spine=Tier(4, congestion=1.5))
+    plain = cluster()
+    for kind, factor in ((Kind.ALL_GATHER, 1.5), (Kind.ALL_TO_ALL, 1 + 0.5 * 4 / 7)):
+        work = collective(kind)
+        nics = footprint(work, plain).link_times(plain)[1]
+        found = footprint(work, on)
+        assert found.alone(on) == pytest.approx(found.latency + factor * nics)
+
+
+@given(
+    st.sampled_from(tiny.VARIANTS),
+    st.sampled_from([(4, 1), (4, 2), (6, 2)]),
+    st.floats(1, 50),
+    st.floats(1, 50),
+    st.sampled_from(["oversubscription", "congestion"]),
+)
+def test_narrower_tiers_are_never_faster(
+    strategy: str, shape: tuple[int, int], one: float, other: float, which: str
+) -> None:
+    """A round of any strategy, with two tiers of which one gets narrower."""
+    schedule = tiny.schedule(strategy, shape)
+    low, high = sorted((one, other))
+
+    def took(factor: float) -> float:
+        on = cluster(*shape, rail=Tier(1, 2.0, 1.1), spine=Tier(2, **{which: factor}))
+        trace = execute(schedule, on, precision="bf16", rounds=8)
+        return window(trace, schedule, 4).round_time
+
+    assert took(low) <= took(high) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "zeropp", "co2(tau=2)", "co2(worker=node)"])
+def test_tiers_fold(strategy: str, backend: Backend) -> None:
+    """One rank stands for all, also where collectives share uplinks."""
+    shape = (4, 2)
+    on = replace(cluster(*shape, rail=Tier(2, 8.0), spine=Tier(4, 9.0)), backend=backend)
+    schedule = tiny.schedule(strategy, shape)
+    times = [
+        window(execute(schedule, on, precision="bf16", rounds=8, fold=fold), schedule, 4).round_time
+        for fold in (True, False)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=1e-9)
+
+
+def test_a_tier_is_set_like_any_other_number() -> None:
+    """In a file, with --set, and in Python; what is wrong is named in one line."""
+    names = {"inter.spine.nodes": "4", "inter.spine.oversubscription": "7"}
+    found = load_cluster("dgx-h100", names).value
+    assert found.inter.spine == Tier(4, 7.0)
+    slow = co2sim.simulate("dgx-h100", "llama-7b", "zeropp", gpus=64, overrides=names)
+    quick = co2sim.simulate("dgx-h100", "llama-7b", "zeropp", gpus=64)
+    assert slow.round_time_s > quick.round_time_s
+    for wrong, said in (
+        ({"inter.spine.oversubscription": "7"}, "nodes"),
+        (names | {"inter.spine.oversubscription": "0.5"}, "at least 1"),
+        (names | {"inter.spine.width": "2"}, "width"),
+        ({"intra.spine.nodes": "4"}, "only inter"),
+    ):
+        with pytest.raises(CatalogError, match=said):
+            load_cluster("dgx-h100", wrong)
