@@ -467,7 +467,7 @@ def test_a_probe_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_scatter_is_misfit_and_drift_together() -> None:
-    """Samples that are all 10 % off and drift by 5 %: sqrt(0.1^2 + 0.05^2), whatever their sizes."""
+    """Samples that are all 10 % off and drift by 5 %: the root of both squares."""
     samples = [
         replace(sample, seconds=sample.seconds * math.exp(-0.1), drift=0.05)
         for sample in times(true(Layout(4, 1), "gloo"))
