@@ -28,9 +28,9 @@ def efficiency(gpu: GPU, flops: float) -> float:
 def kernel_time(kernels: Kernels, gpu: GPU, times: KernelTimes, precision: str) -> Seconds:
     """A pass over a block: the slower of the GPU and of the host that issues its operations.
 
-    The GPU needs the time of the matrix products, of flash attention, and of elementwise kernels, which move
-    memory and hardly compute, and a gap after each. A product whose arithmetic takes as long as
-    its memory traffic overlaps them in part: the two add like the sides of a right angle.
+    The GPU needs the time of the matrix products, of flash attention, and of elementwise kernels,
+    which move memory and hardly compute, and a gap after each. A product whose arithmetic takes as
+    long as its memory traffic overlaps them in part: the two add like the sides of a right angle.
     """
     peak = peak_flops(gpu, precision)
     memory = gpu.memory_bandwidth * times.operand_efficiency
