@@ -7,6 +7,7 @@ from typing import Literal
 from co2sim.errors import OptionError
 from co2sim.quantities import (
     Bandwidth,
+    Burst,
     Count,
     Factor,
     Fraction,
@@ -18,7 +19,7 @@ from co2sim.quantities import (
 )
 from co2sim.ranges import at_least, fraction
 from co2sim.schedule import Layout
-from co2sim.units import BytesPerSecond, Flops
+from co2sim.units import Bytes, BytesPerSecond, Flops
 
 Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
@@ -93,7 +94,8 @@ class Link:
 
     Fractions of that are left to some collectives: `exchange_efficiency` to an all-to-all with its
     many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
-    of them, and `busy_efficiency` to all while GPUs of the node compute.
+    of them, and `busy_efficiency` to all while GPUs of the node compute. `burst` is what a shaper
+    lets pass at once after a pause (see `shaping`), counted as `bandwidth` is.
     """
 
     bandwidth: Bandwidth
@@ -102,6 +104,7 @@ class Link:
     exchange_efficiency: Fraction = 1.0
     relay_efficiency: Fraction = 1.0
     busy_efficiency: Fraction = 1.0
+    burst: Burst = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
@@ -112,6 +115,11 @@ class Link:
         """Payload bytes per second."""
         return self.bandwidth * self.efficiency
 
+    @property
+    def payload_burst(self) -> Bytes:
+        """Payload bytes of a burst."""
+        return self.burst * self.efficiency
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -121,7 +129,8 @@ class Cluster:
     `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
     communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
-    `currency` is that of `price_per_gpu`.
+    `call_overhead` is what hosts add to every collective, however many steps it has: they launch it
+    and notice its end. `currency` is that of `price_per_gpu`.
     """
 
     name: str
@@ -136,6 +145,7 @@ class Cluster:
     all_reduce: AllReduce = "auto"
     hops: Hops = "pipelined"
     interference: Factor = 0.0
+    call_overhead: Time = 0.0
     sites: Count = 1
     wan: Link | None = None
     price_per_gpu: Price | None = None
@@ -145,7 +155,9 @@ class Cluster:
         """Refuse what no cluster can be."""
         check(self, self.name)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
-            if link and link != Link(link.bandwidth, link.latency, link.efficiency):
+            if link and link != Link(
+                link.bandwidth, link.latency, link.efficiency, burst=link.burst
+            ):
                 raise OptionError(
                     f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"
                     " busy_efficiency other than 1; only inter has"

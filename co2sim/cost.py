@@ -13,6 +13,7 @@ it on. Roots are costed as if they were the first of their node.
 import math
 from dataclasses import dataclass, replace
 
+from co2sim import shaping
 from co2sim.cluster import AllReduce, Cluster
 from co2sim.compute import compute_time, efficiency, kernel_time, peak_flops
 from co2sim.errors import OptionError
@@ -48,7 +49,8 @@ class Footprint:
     `intra` is bytes through each member's link inside the node, `inter` through the NICs of each
     node, `wan` through the uplink of each site; `sent` is what each member puts on any of them.
     `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
-    the fraction of the payload bandwidth of the NICs that these messages attain.
+    the fraction of the payload bandwidth of the NICs that these messages attain. `step` is the one
+    of the latency steps after which bytes flow; only shaped links make it matter (`shaping`).
     """
 
     latency: Seconds
@@ -59,6 +61,7 @@ class Footprint:
     members_per_node: int
     members_per_site: int
     inter_efficiency: float = 1.0
+    step: Seconds | None = None
 
     def groups(self, cluster: Cluster) -> tuple[int, int]:
         """How many groups of the kind share the NICs of a node, and the uplink of a site."""
@@ -82,13 +85,30 @@ class Footprint:
         times = self.link_times(cluster)
         return times.index(max(times))
 
+    def lead(self, cluster: Cluster) -> Seconds:
+        """The part of the latency that comes on top of the time of the bytes."""
+        if self.step is None:
+            return self.latency
+        link = (cluster.intra, cluster.inter, cluster.wan)[self.bound_by(cluster)]
+        share = shaping.hidden_share(link, self.step) if link else 0.0
+        return self.latency - share * (self.latency - cluster.call_overhead - self.step)
+
     def alone(self, cluster: Cluster) -> Seconds:
-        """Time when nothing but the groups of the same kind is in flight."""
-        return self.latency + max(self.link_times(cluster))
+        """Time when nothing but the groups of the same kind is in flight, after a pause."""
+        times = self.link_times(cluster)
+        burst = shaping.passed(times, (cluster.intra, cluster.inter, cluster.wan))
+        return max(self.latency, self.lead(cluster) + (1 - burst) * max(times))
 
 
 def footprint(work: Collective, cluster: Cluster) -> Footprint:
     """Footprint of `work` for one group of the cluster."""
+    found, call = _footprint(work, cluster), cluster.call_overhead
+    if not call or not found.sent:  # a rank alone calls nobody
+        return found
+    return replace(found, latency=found.latency + call)
+
+
+def _footprint(work: Collective, cluster: Cluster) -> Footprint:
     spread = _spread(work.group, cluster)
     size = work.bytes
     if spread.members == 1:
@@ -110,7 +130,7 @@ def _led(work: Collective, cluster: Cluster) -> Footprint:
 
     With several ranks in a node it enters and leaves the node at the same one.
     """
-    found = footprint(work, cluster)
+    found = _footprint(work, cluster)
     g = cluster.gpus_per_node
     relay = cluster.inter.relay_efficiency if g > 1 else 1.0
     return replace(
@@ -184,7 +204,13 @@ def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster) -> Footprin
         sent=pushed,
         members_per_node=at.per_node,
         members_per_site=at.per_site,
+        step=_first_step(at, cluster) if cluster.backend == "gloo" else None,
     )
+
+
+def _first_step(at: _Spread, cluster: Cluster) -> Seconds:
+    """The latency of one message to the farthest member."""
+    return _steps(at.nodes == 1, at.nodes > 1 and at.sites == 1, at.sites > 1, cluster)
 
 
 def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
@@ -197,7 +223,7 @@ def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
         + [piece / wan] * (at.sites - 1)
     )
     ring = _ring(size, 1, at, replace(cluster, hops="pipelined"))
-    return replace(ring, latency=ring.latency + sum(hops) - max(hops))
+    return replace(ring, latency=ring.latency + sum(hops) - max(hops), step=None)
 
 
 def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
@@ -212,6 +238,7 @@ def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
         members_per_node=k,
         members_per_site=q,
         inter_efficiency=cluster.inter.exchange_efficiency,
+        step=_first_step(at, cluster) if cluster.backend == "gloo" else None,
     )
 
 
