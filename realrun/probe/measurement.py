@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TypeVar
 
 import torch
@@ -56,11 +56,16 @@ _EMPTY_OPS = 200
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: no kernels if there is no precision. `budget` bounds the time, roughly."""
+    """What to measure: no kernels if there is no precision. `budget` bounds the time, roughly.
+
+    Of repetitions the median counts, or with `means` the mean: many small collectives take the sum
+    of their times, late wake-ups included.
+    """
 
     precisions: tuple[str, ...]
     max_size: Bytes
     budget: Seconds
+    means: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,8 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
             say(f"{task.label}, pass {turn + 1} of {_PASSES}")
             for op, found in _time(world, task).items():
                 times.setdefault(op, []).extend(found)
-    seconds = {op: median(found) for op, found in times.items()}
+    middle = fmean if plan.means else median
+    seconds = {op: middle(found) for op, found in times.items()}
     works = {op.name: op.work for task in tasks for op in task.schedule.body}
     collectives = tuple(
         Sample(work, seconds[op])
