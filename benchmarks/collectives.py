@@ -30,7 +30,12 @@ from co2sim.cost import compute_time
 from co2sim.schedule import WORLD, After, Collective, Compute, DType, Group, Kind, Op, Schedule
 from co2sim.simulator import execute
 from co2sim.trace import Trace
+from realrun.cli import ranks
+from realrun.execute.executor import execute as carry_out
+from realrun.execute.kernels import Sleep
+from realrun.execute.world import gather_objects
 from realrun.launch.lab import Lab
+from realrun.measure import merge
 from realrun.probe.tasks import groups
 
 Row: TypeAlias = dict[str, Any]
@@ -107,12 +112,6 @@ def times(trace: Trace, body: Schedule) -> dict[str, float]:
 
 def as_rank(out: Path, most: int, rounds: int) -> None:
     """Measure as one rank of a lab; rank 0 writes the seconds of every cell."""
-    from realrun.cli import ranks
-    from realrun.execute.executor import execute as carry_out
-    from realrun.execute.kernels import Sleep
-    from realrun.execute.world import gather_objects
-    from realrun.measure import merge
-
     gpu = load_cluster(os.environ["REALRUN_CLUSTER"]).value.gpu
 
     def work(rank: ranks.Rank) -> None:
@@ -184,7 +183,8 @@ def report(rows: Sequence[Row]) -> str:
     return f"""\
 # Single collectives in the lab, predicted and measured
 
-{len(frame)} cells, each predicted before it ran from stated rates and measured latencies. {machine()}
+{len(frame)} cells, each predicted before it ran, from stated rates and measured latencies.
+{machine()}
 
 Median absolute error {frame["off"].median():.1%}; of 128 KiB and more \
 {frame.loc[frame["bytes"] >= 2**17, "off"].median():.1%}, \

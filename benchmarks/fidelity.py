@@ -3,13 +3,14 @@
     sudo python benchmarks/fidelity.py sleep        # 90 configurations, about half an hour
     sudo python benchmarks/fidelity.py flops        # real matrix products
     sudo python benchmarks/fidelity.py hiding       # CO2 beside blocking strategies
-    sudo python benchmarks/fidelity.py invented --seed 7 --labs 8   # 16 that nobody has run before
+    sudo python benchmarks/fidelity.py invented --seed 7 --labs 8   # 16 that nobody ran before
     sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
-`sleep` predicts twice, each time from what was measured in the same lab just before: from its stated
+`sleep` predicts twice, from what was measured in the same lab just before: from its stated
 rates and latencies that take five seconds to measure, and from a whole probe. `flops` predicts from
 the probe. `invented` draws labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, models and
-options from the seed, and predicts from stated rates. Nothing is fitted to what is compared. Writes fidelity-KIND.csv and fidelity-KIND.md, after every lab.
+options from the seed, and predicts from stated rates and measured latencies. Nothing is fitted to
+what is compared. Writes fidelity-KIND.csv and fidelity-KIND.md, after every lab.
 
 Compute of sleep kernels is exact by construction, so errors of communication come first.
 """
@@ -116,8 +117,8 @@ def summary(frame: pd.DataFrame, source: str) -> str:
     }[source]
     return (
         f"Predicted from {words}, median and largest absolute error: communication busy time"
-        f" {busy.median():.1%} and {busy.max():.1%}; exposed communication {exposed.median():.1%} and"
-        f" {exposed.max():.1%} (of {len(exposed)} that exposed any); overlap ratio"
+        f" {busy.median():.1%} and {busy.max():.1%}; exposed communication {exposed.median():.1%}"
+        f" and {exposed.max():.1%} (of {len(exposed)} that exposed any); overlap ratio"
         f" {overlap.median():.3f} and {overlap.max():.3f}; round time {rounds.median():.1%} and"
         f" {rounds.max():.1%}."
     )
@@ -162,7 +163,7 @@ def _cells(row: LabRow, sources: Sequence[str]) -> dict[str, str]:
     return cells
 
 
-def in_lab(  # noqa: PLR0913 - what a lab needs
+def in_lab(
     lab: Lab,
     jobs: Sequence[LabJob],
     kernels: str,
@@ -224,9 +225,7 @@ def main() -> None:
             if given.only not in name:
                 continue
             probe = given.kind != "invented"
-            rows += in_lab(
-                lab, list(group), kernels, rounds, name, probe=probe, quick=given.quick
-            )
+            rows += in_lab(lab, list(group), kernels, rounds, name, probe=probe, quick=given.quick)
             pd.DataFrame(rows).to_csv(out / f"fidelity-{given.kind}.csv", index=False)
             (out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))
     if given.quick:

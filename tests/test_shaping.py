@@ -30,9 +30,7 @@ def ends(
 
     def begin(number: int, loads: dict[str, float]) -> None:
         solo = max(size / capacity[link] for link, size in loads.items())
-        network.transfer(
-            loads, 0.0, solo, lambda: found.update({number: env.now}), least=least
-        )
+        network.transfer(loads, 0.0, solo, lambda: found.update({number: env.now}), least=least)
 
     for number, (start, loads) in enumerate(flows):
         timer = env.timeout(start)
@@ -55,7 +53,7 @@ def test_flows_that_come_together_share_the_credit() -> None:
 
 
 def test_a_flow_held_back_elsewhere_leaves_credit_to_others() -> None:
-    """Held to 4 B/s by its GPU, whose burst is next to nothing: at 5 s all 40 B of credit are left."""
+    """Held to 4 B/s by its GPU, whose burst is next to nothing: at 5 s all 40 B are left."""
     flows = [(0.0, {"gpu": 40.0, "nic": 40.0}), (5.0, {"nic": 40.0})]
     found = ends(flows, {"gpu": 4.0, "nic": RATE}, {"nic": 40.0, "gpu": 0.1})
     assert found[1] == pytest.approx(5.0, abs=0.1)

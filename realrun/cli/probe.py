@@ -121,7 +121,9 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
     if nproc is not None:
         raise typer.Exit(ranks.start(settings, sys.argv[1:]))
     plan = Plan(precisions, largest, seconds, means=stated)
-    ranks.as_rank(settings, None, lambda rank: _measure(rank, plan, out, name, gpu, rates=not stated))
+    ranks.as_rank(
+        settings, None, lambda rank: _measure(rank, plan, out, name, gpu, rates=not stated)
+    )
 
 
 def _precisions(given: list[str] | None, backend: str) -> tuple[str, ...]:
@@ -141,7 +143,7 @@ def _size(text: str) -> float:
     return found
 
 
-def _measure(  # noqa: PLR0913, PLR0917 - what the options say
+def _measure(
     rank: "Rank",
     plan: "Plan",
     out: Path,
