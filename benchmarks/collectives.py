@@ -167,13 +167,13 @@ def report(rows: Sequence[Row]) -> str:
     for (nodes, per_node, rate, way, size), some in frame.groupby(
         ["nodes", "gpus_per_node", "rate", "way", "bytes"], sort=False
     ):
-        worst = some.loc[some["off"].idxmax()]
+        worst = some.sort_values("off").iloc[-1]
         lines.append(
             {
                 "nodes x ranks": f"{nodes} x {per_node}",
                 "rate": str(rate),
                 "way": str(way),
-                "KiB": f"{size / 1024:g}",
+                "KiB": f"{int(str(size)) / 1024:g}",
                 "measured ms, median": f"{some['measured_s'].median() * 1e3:.2f}",
                 "error, median": f"{some['error'].median():+.1%}",
                 "error, worst": f"{worst['error']:+.1%}",

@@ -1,6 +1,8 @@
 """Shaped links: token buckets, against the virtual-scheduling form of the same algorithm."""
 
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import TypeAlias
 
 import pytest
 import simpy
@@ -14,13 +16,15 @@ from co2sim.network import Network
 from co2sim.schedule import PEERS, WORLD, Collective, DType, Group, Kind, Op, Schedule
 from co2sim.simulator import execute
 
+Loads: TypeAlias = dict[Hashable, float]
+
 RATE = 10.0
 
 
 def ends(
-    flows: list[tuple[float, dict[str, float]]],
-    capacity: dict[str, float],
-    bursts: dict[str, float],
+    flows: list[tuple[float, Loads]],
+    capacity: Loads,
+    bursts: Loads,
     least: float = 0.0,
 ) -> list[float]:
     """When each flow (start, bytes on each link) ends."""
@@ -28,33 +32,41 @@ def ends(
     network = Network(env, capacity, bursts)
     found: dict[int, float] = {}
 
-    def begin(number: int, loads: dict[str, float]) -> None:
+    def begin(number: int, loads: Loads) -> None:
         solo = max(size / capacity[link] for link, size in loads.items())
-        network.transfer(loads, 0.0, solo, lambda: found.update({number: env.now}), least=least)
+
+        def done() -> None:
+            found[number] = env.now
+
+        network.transfer(loads, 0.0, solo, done, least=least)
 
     for number, (start, loads) in enumerate(flows):
         timer = env.timeout(start)
         assert timer.callbacks is not None
-        timer.callbacks.append(lambda _, n=number, sizes=loads: begin(n, sizes))
+        timer.callbacks.append(lambda _, n=number, sizes=loads: begin(n, sizes))  # type: ignore[misc]
     env.run()
     return [found[number] for number in range(len(flows))]
 
 
 def test_a_burst_passes_at_once_and_is_earned_again_in_pauses() -> None:
     """100 B at 10 B/s with a burst of 40: 6 s, then 10 s, and 8 s after a pause of 2 s."""
-    flows = [(0.0, {"nic": 100.0}), (6.0, {"nic": 100.0}), (18.0, {"nic": 100.0})]
+    flows: list[tuple[float, Loads]] = [
+        (0.0, {"nic": 100.0}),
+        (6.0, {"nic": 100.0}),
+        (18.0, {"nic": 100.0}),
+    ]
     assert ends(flows, {"nic": RATE}, {"nic": 40.0}) == pytest.approx([6.0, 16.0, 26.0])
 
 
 def test_flows_that_come_together_share_the_credit() -> None:
     """Of 40 B of credit 100 B get 10 and 300 B get 30; 90 B at 5 B/s, then 180 B at 10."""
-    flows = [(0.0, {"nic": 100.0}), (0.0, {"nic": 300.0})]
+    flows: list[tuple[float, Loads]] = [(0.0, {"nic": 100.0}), (0.0, {"nic": 300.0})]
     assert ends(flows, {"nic": RATE}, {"nic": 40.0}) == pytest.approx([18.0, 36.0])
 
 
 def test_a_flow_held_back_elsewhere_leaves_credit_to_others() -> None:
     """Held to 4 B/s by its GPU, whose burst is next to nothing: at 5 s all 40 B are left."""
-    flows = [(0.0, {"gpu": 40.0, "nic": 40.0}), (5.0, {"nic": 40.0})]
+    flows: list[tuple[float, Loads]] = [(0.0, {"gpu": 40.0, "nic": 40.0}), (5.0, {"nic": 40.0})]
     found = ends(flows, {"gpu": 4.0, "nic": RATE}, {"nic": 40.0, "gpu": 0.1})
     assert found[1] == pytest.approx(5.0, abs=0.1)
     assert found[0] == pytest.approx(10.0, abs=0.1)
@@ -62,7 +74,7 @@ def test_a_flow_held_back_elsewhere_leaves_credit_to_others() -> None:
 
 def test_what_passes_at_once_still_takes_its_latency_steps() -> None:
     """A transfer ends no earlier than its least time, and what takes longer is not delayed."""
-    flows = [(0.0, {"nic": 10.0}), (20.0, {"nic": 100.0})]
+    flows: list[tuple[float, Loads]] = [(0.0, {"nic": 10.0}), (20.0, {"nic": 100.0})]
     assert ends(flows, {"nic": RATE}, {"nic": 40.0}, least=3.0) == pytest.approx([3.0, 26.0])
 
 
@@ -78,7 +90,8 @@ def test_one_after_the_other_agrees_with_virtual_scheduling(
     A byte may leave when the theoretical arrival time is at most burst / rate ahead.
     """
     due, now = 0.0, 0.0
-    flows, expected = [], []
+    flows: list[tuple[float, Loads]] = []
+    expected = []
     for pause, size in sizes:
         now += pause
         flows.append((now, {"nic": size}))

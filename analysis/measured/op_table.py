@@ -37,9 +37,11 @@ def print_all(out: Console, comparisons: Sequence[RunComparison]) -> None:
 
 def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
     """One line per run, communication first, then the figures over all of them."""
-    columns = ("run", "busy", "measured busy", "busy error")
-    columns += ("exposed", "measured exposed", "exposed error")
-    columns += ("overlap", "measured overlap", "overlap difference")
+    columns = (
+        *("run", "busy", "measured busy", "busy error"),
+        *("exposed", "measured exposed", "exposed error"),
+        *("overlap", "measured overlap", "overlap difference"),
+    )
     lines = [
         (
             run.name,
@@ -69,8 +71,8 @@ def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
         )
         for run in comparisons
     ]
-    columns = ("run", "strategy", "cluster", "GPUs", "round", "measured round", "round error")
-    print_table(out, "rounds: predicted, then measured", columns, rounds, left=3)
+    named = ("run", "strategy", "cluster", "GPUs", "round", "measured round", "round error")
+    print_table(out, "rounds: predicted, then measured", named, rounds, left=3)
     whole = summarise(comparisons)
     figures = [
         (

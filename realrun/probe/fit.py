@@ -201,7 +201,7 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
     numbers = []
     for place, count in enumerate((layout.gpus_per_node, layout.nodes)):
         links = [Link(1e18, float(place == 0)), Link(1e18, float(place == 1))]
-        cluster = bare(layout, backend, *links)
+        cluster = bare(layout, backend, links[0], links[1])
         costs = [(footprint(sample.work, cluster), sample.seconds) for sample in samples]
         steps = [seconds / cost.latency for cost, seconds in costs if cost.latency]
         speed = max((cost.loads(cluster)[place] / s for cost, s in costs), default=0.0)

@@ -45,7 +45,7 @@ def fit_hosts(samples: Sequence[Sample], stated: Cluster) -> Cluster:
         ]
     )
     call, near, far = map(float, nnls(terms, np.ones(len(small)))[0])
-    used = terms.any(axis=0)
+    used = [bool(column.any()) for column in terms.T]
     return _with(
         stated,
         call,
