@@ -54,8 +54,8 @@ class KernelTimes:
     `attention_efficiency` of it, counting the FLOP that it executes: one fraction, or fractions by
     length of the sequences, between which it is interpolated over log length (None: not known, and
     taken to be that of other products). Its backward pass attains `attention_backward` of that:
-    between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead` is what the host needs to issue an
-    operation, `kernel_gap` what the GPU loses between two.
+    between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead`
+    is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two.
     """
 
     gemm_efficiency: Fraction
