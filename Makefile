@@ -43,6 +43,8 @@ fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py flops $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py hiding $(QUICK)
+	$(BIN)/python benchmarks/fidelity.py invented $(QUICK)
+	$(BIN)/python benchmarks/collectives.py $(QUICK)
 
 verify: $(STAMP)-dev
 	$(BIN)/co2analysis verify --out out/verify $(QUICK)

@@ -3,13 +3,19 @@
     sudo python benchmarks/fidelity.py sleep        # 90 configurations, about half an hour
     sudo python benchmarks/fidelity.py flops        # real matrix products
     sudo python benchmarks/fidelity.py hiding       # CO2 beside blocking strategies
+    sudo python benchmarks/fidelity.py invented --seed 7 --labs 8   # 16 that nobody ran before
     sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
-`sleep` predicts twice: from the stated rate of the lab alone, and from a probe in the same lab just
-before. `flops` predicts from the probe. Nothing is fitted to what is compared. Writes
-fidelity-KIND.csv and fidelity-KIND.md, after every lab.
+`sleep` predicts twice, from what was measured in the same lab just before: from its stated
+rates and latencies that take five seconds to measure, and from a whole probe. `flops` predicts from
+the probe. `invented` draws labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, models and
+options from the seed, and predicts from stated rates and measured latencies. Nothing is fitted to
+what is compared. Writes fidelity-KIND.csv and fidelity-KIND.md, after every lab.
+
+Compute of sleep kernels is exact by construction, so errors of communication come first.
 """
 
+import argparse
 import itertools
 import json
 import math
@@ -17,77 +23,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
+from lab_jobs import JOBS, LabJob, invented_jobs, quick_jobs
 from reports import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
-from realrun.launch.lab import Lab, stated_cluster
+from realrun.launch.lab import Lab
 from realrun.record import folder_name
 
 LabRow: TypeAlias = dict[str, Any]
 
-MODELS = ("tiny-5m", "tiny-23m")
-LAYOUTS = ((2, 1), (4, 1), (2, 2))
-RATES = ("300 Mbit/s", "1 Gbit/s", "3 Gbit/s")
-STRATEGIES = (
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zeropp",
-    "local_sgd:tau=4",
-    "overlap_local_sgd:tau=4",
-    "slowmo:tau=4",
-    "diloco:tau=4,dtype=int4",
-    "co2:tau=4",
-)
-BY_NODE = {"local_sgd:tau=4": "local_sgd:tau=4,worker=node", "co2:tau=4": "co2:tau=4,worker=node"}
-"""On nodes of several ranks these run with one worker per node."""
+HIDDEN = 0.01
+"""Fraction of its busy time below which communication counts as hidden."""
 
 SHORT_PROBE = ("--budget", "2 s", "--max-size", "1 MiB")
 """For a trial; too short to predict well."""
-
-
-@dataclass(frozen=True, slots=True)
-class LabJob:
-    """A lab, and what runs there."""
-
-    lab: Lab
-    model: str
-    strategies: tuple[str, ...]
-
-
-def sleep_jobs() -> Iterator[LabJob]:
-    """All strategies in all labs; the two models take turns."""
-    for number, ((nodes, per_node), rate) in enumerate(itertools.product(LAYOUTS, RATES)):
-        for which, model in enumerate(MODELS):
-            chosen = STRATEGIES[(number + which) % 2 :: 2]
-            named = tuple(BY_NODE.get(s, s) if per_node > 1 else s for s in chosen)
-            yield LabJob(Lab(nodes, per_node, rate), model, named)
-
-
-def flops_jobs() -> Iterator[LabJob]:
-    """Two ranks, so that each has a core to itself."""
-    for number, rate in enumerate(RATES):
-        yield LabJob(Lab(2, 1, rate), "tiny-5m", STRATEGIES[number % 2 :: 2])
-
-
-def hiding_jobs() -> Iterator[LabJob]:
-    """Enough local steps to hide an average of 0.9 s, and the same without hiding."""
-    yield LabJob(Lab(4, 1, "300 Mbit/s"), "tiny-5m", ("co2:tau=8", "local_sgd:tau=8", "ddp"))
-
-
-def quick_jobs() -> Iterator[LabJob]:
-    """One small lab."""
-    yield LabJob(Lab(2, 1, "3 Gbit/s"), "tiny-5m", ("ddp", "co2:tau=4"))
-
-
-JOBS = {"sleep": sleep_jobs, "flops": flops_jobs, "hiding": hiding_jobs}
 
 
 def realrun(lab: Lab, *arguments: str) -> None:
@@ -130,15 +84,18 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
             "nodes": lab.nodes,
             "gpus_per_node": lab.gpus_per_node,
             "rate": lab.rate,
-            "model": job.model,
+            "model": Path(job.model).stem,
             "strategy": seen["strategy"],
             "measured_s": seen["round_time_s"],
+            "measured_busy_s": seen["comm_busy_s"],
             "measured_exposed_s": seen["exposed_comm_s"],
             "measured_overlap": seen["overlap_ratio"],
         }
         for source, results in predictions.items():
             result = results[number]
             row[f"{source}_s"] = result.round_time_s
+            row[f"{source}_busy_s"] = result.comm_busy_s
+            row[f"{source}_busy_error"] = result.comm_busy_s / seen["comm_busy_s"] - 1
             row[f"{source}_error"] = result.round_time_s / seen["round_time_s"] - 1
             row[f"{source}_exposed_s"] = result.exposed_comm_s
             row[f"{source}_overlap"] = result.overlap_ratio
@@ -147,14 +104,23 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
 
 
 def summary(frame: pd.DataFrame, source: str) -> str:
-    """Errors of the predictions from one source, in words."""
-    errors = frame[f"{source}_error"].abs()
+    """Errors of the predictions from one source, in words: communication first."""
+    busy, rounds = frame[f"{source}_busy_error"].abs(), frame[f"{source}_error"].abs()
+    apart = frame[f"{source}_exposed_s"] - frame["measured_exposed_s"]
+    exposed = (apart / frame["measured_exposed_s"])[
+        frame["measured_exposed_s"] >= HIDDEN * frame["measured_busy_s"]
+    ].abs()
     overlap = (frame[f"{source}_overlap"] - frame["measured_overlap"]).abs()
-    words = {"stated": "the stated rate", "probed": "a probe just before"}[source]
+    words = {
+        "stated": "the stated rate, and latencies measured just before",
+        "probed": "a probe just before",
+    }[source]
     return (
-        f"Predicted from {words}: round time, median absolute error {errors.median():.1%}, largest"
-        f" {errors.max():.1%}; overlap ratio, median difference {overlap.median():.3f}, largest"
-        f" {overlap.max():.3f}."
+        f"Predicted from {words}, median and largest absolute error: communication busy time"
+        f" {busy.median():.1%} and {busy.max():.1%}; exposed communication {exposed.median():.1%}"
+        f" and {exposed.max():.1%} (of {len(exposed)} that exposed any); overlap ratio"
+        f" {overlap.median():.3f} and {overlap.max():.3f}; round time {rounds.median():.1%} and"
+        f" {rounds.max():.1%}."
     )
 
 
@@ -182,58 +148,84 @@ def _cells(row: LabRow, sources: Sequence[str]) -> dict[str, str]:
         "rate": row["rate"],
         "model": row["model"],
         "strategy": f"`{row['strategy']}`",
-        "measured ms": f"{row['measured_s'] * 1e3:.1f}",
+        "busy ms": f"{row['measured_busy_s'] * 1e3:.1f}",
         "exposed ms": f"{row['measured_exposed_s'] * 1e3:.1f}",
         "overlap": f"{row['measured_overlap']:.3f}",
+        "round ms": f"{row['measured_s'] * 1e3:.1f}",
     }
     for source in sources:
         cells |= {
-            f"{source}: ms": f"{row[f'{source}_s'] * 1e3:.1f}",
-            f"{source}: error": f"{row[f'{source}_error']:+.1%}",
+            f"{source}: busy": f"{row[f'{source}_busy_error']:+.1%}",
             f"{source}: exposed ms": f"{row[f'{source}_exposed_s'] * 1e3:.1f}",
             f"{source}: overlap": f"{row[f'{source}_overlap']:.3f}",
+            f"{source}: round": f"{row[f'{source}_error']:+.1%}",
         }
     return cells
 
 
 def in_lab(
-    lab: Lab, jobs: Sequence[LabJob], kernels: str, rounds: int, name: str, *, quick: bool
+    lab: Lab,
+    jobs: Sequence[LabJob],
+    kernels: str,
+    rounds: int,
+    name: str,
+    *,
+    probe: bool,
+    quick: bool,
 ) -> list[LabRow]:
     """Probe a lab, then predict and measure all of its jobs."""
     rows: list[LabRow] = []
     with tempfile.TemporaryDirectory() as place:
         probed, stated = Path(place) / "probed.toml", Path(place) / "stated.toml"
-        stated.write_text(stated_cluster(lab))
         virtual = ("--gpu", "virtual") if kernels == "sleep" else ()
-        realrun(lab, "probe", *(SHORT_PROBE if quick else ()), "--out", str(probed), *virtual)
-        clusters = {"stated": stated} if kernels == "sleep" else {}
-        clusters["probed"] = probed
+        clusters = {}
+        if kernels == "sleep":
+            realrun(lab, "probe", "--stated", "--out", str(stated), *virtual)
+            clusters["stated"] = stated
+        if probe:
+            realrun(lab, "probe", *(SHORT_PROBE if quick else ()), "--out", str(probed), *virtual)
+            clusters["probed"] = probed
         for job in jobs:
             found = measured(job, kernels, clusters, rounds)
             rows += found
             for row in found:
-                errors = [f"{source} {row[f'{source}_error']:+.1%}" for source in clusters]
-                print(f"{name} {job.model} {row['strategy']}: {', '.join(errors)}")
+                errors = [
+                    f"{source} busy {row[f'{source}_busy_error']:+.1%},"
+                    f" round {row[f'{source}_error']:+.1%}"
+                    for source in clusters
+                ]
+                print(f"{name} {row['model']} {row['strategy']}: {'; '.join(errors)}", flush=True)
     return rows
+
+
+def jobs(given: argparse.Namespace, models: Path) -> Iterable[LabJob]:
+    """What the command line asks for."""
+    if given.quick:
+        return quick_jobs()
+    if given.kind == "invented":
+        return invented_jobs(given.seed, given.labs, models)
+    return JOBS[given.kind]()
 
 
 def main() -> None:
     """Run all jobs of a kind, and keep what was seen after each lab."""
     command = parser(__doc__, "a short probe and two strategies in one lab, two rounds")
-    command.add_argument("kind", choices=JOBS)
+    command.add_argument("kind", choices=[*JOBS, "invented"])
     command.add_argument("--rounds", type=int, default=0, help="measured rounds (0: by length)")
     command.add_argument("--only", default="", help="only labs such as '4x1@3 Gbit/s'")
+    command.add_argument("--seed", type=int, default=0, help="of `invented`")
+    command.add_argument("--labs", type=int, default=8, help="of `invented`, two strategies each")
     given = command.parse_args()
-    jobs = quick_jobs() if given.quick else JOBS[given.kind]()
     rounds = 2 if given.quick else given.rounds
     kernels = "flops" if given.kind == "flops" else "sleep"
     rows: list[LabRow] = []
-    with folder(given) as out:
-        for lab, group in itertools.groupby(jobs, key=lambda job: job.lab):
+    with folder(given) as out, tempfile.TemporaryDirectory() as models:
+        for lab, group in itertools.groupby(jobs(given, Path(models)), key=lambda job: job.lab):
             name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}"
             if given.only not in name:
                 continue
-            rows += in_lab(lab, list(group), kernels, rounds, name, quick=given.quick)
+            probe = given.kind != "invented"
+            rows += in_lab(lab, list(group), kernels, rounds, name, probe=probe, quick=given.quick)
             pd.DataFrame(rows).to_csv(out / f"fidelity-{given.kind}.csv", index=False)
             (out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))
     if given.quick:

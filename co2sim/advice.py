@@ -1,12 +1,11 @@
 """What a result must not be read without: an option that holds the strategy back, and its price."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 
 from co2sim.case import Prepared
 from co2sim.schedule import Layout
-from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies import LocalSteps, Strategy, with_options
 from co2sim.strategies.zero3 import Zero3
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Seconds, counted
@@ -44,15 +43,15 @@ def _ahead(strategy: Strategy, job: Workload, layout: Layout) -> tuple[str, Stra
         if layout.world_size == 1 or largest <= strategy.prefetch:
             return None
         both = max((one + other for one, other in pairwise(sizes)), default=largest)
-        options = {"prefetch": largest}
+        options = {"prefetch": str(largest)}
         if both > strategy.max_live:
-            options["max_live"] = both
+            options["max_live"] = str(both)
         text = ",".join(f"{name}={value}" for name, value in options.items())
-        return f"prefetch={strategy.prefetch}", replace(strategy, **options), text
-    inside = isinstance(strategy, LocalSteps) and strategy.worker == "node"
-    if not inside or strategy.inner != "zero3" or layout.gpus_per_node == 1:
+        return f"prefetch={strategy.prefetch}", with_options(strategy, options), text
+    if not isinstance(strategy, LocalSteps) or layout.gpus_per_node == 1:
         return None
     budget = Zero3().prefetch
-    if largest <= budget:
+    if (strategy.worker, strategy.inner) != ("node", "zero3") or largest <= budget:
         return None
-    return f"inner=zero3 has prefetch={budget}", replace(strategy, inner="fsdp"), "inner=fsdp"
+    better = with_options(strategy, {"inner": "fsdp"})
+    return f"inner=zero3 has prefetch={budget}", better, "inner=fsdp"

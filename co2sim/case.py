@@ -188,9 +188,8 @@ class Prepared:
     @property
     def notes(self) -> tuple[str, ...]:
         """Options that change nothing, and why."""
-        idle = self.job.recompute == "selective" and self.job.attention == "flash"
-        why = "recompute=selective repeats nothing: flash attention keeps no scores"
-        return (why,) if idle else ()
+        idle = (self.job.recompute, self.job.attention) == ("selective", "flash")
+        return ("recompute=selective repeats nothing: flash attention keeps no scores",) * idle
 
     def measure(self, trace: Trace, rounds: int, steady: bool, free: Trace) -> Result:  # noqa: FBT001
         """The figures of a trace, given the same rounds with free communication."""

@@ -10,6 +10,7 @@ import numpy as np
 from co2sim.errors import OptionError
 from co2sim.quantities import (
     Bandwidth,
+    Burst,
     Count,
     Factor,
     Fraction,
@@ -23,7 +24,7 @@ from co2sim.quantities import (
 )
 from co2sim.ranges import at_least, fraction, whole
 from co2sim.schedule import Layout
-from co2sim.units import BytesPerSecond, Flops
+from co2sim.units import Bytes, BytesPerSecond, Flops
 
 Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
@@ -53,8 +54,8 @@ class KernelTimes:
     `attention_efficiency` of it, counting the FLOP that it executes: one fraction, or fractions by
     length of the sequences, between which it is interpolated over log length (None: not known, and
     taken to be that of other products). Its backward pass attains `attention_backward` of that:
-    between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead` is what the host needs to issue an
-    operation, `kernel_gap` what the GPU loses between two.
+    between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead`
+    is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two.
     """
 
     gemm_efficiency: Fraction
@@ -143,7 +144,8 @@ class Link:
 
     Fractions of that are left to some collectives: `exchange_efficiency` to an all-to-all with its
     many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
-    of them, and `busy_efficiency` to all while GPUs of the node compute.
+    of them, and `busy_efficiency` to all while GPUs of the node compute. `burst` is what a shaper
+    lets pass at once after a pause (see `shaping`), counted as `bandwidth` is.
     """
 
     bandwidth: Bandwidth
@@ -154,6 +156,7 @@ class Link:
     busy_efficiency: Fraction = 1.0
     rail: Tier | None = None
     spine: Tier | None = None
+    burst: Burst = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
@@ -173,6 +176,11 @@ class Link:
     def payload_bandwidth(self) -> BytesPerSecond:
         """Payload bytes per second."""
         return self.bandwidth * self.efficiency
+
+    @property
+    def payload_burst(self) -> Bytes:
+        """Payload bytes of a burst."""
+        return self.burst * self.efficiency
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +206,10 @@ class Cluster:
     `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
     communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
-    `network_overhead` is what the host of a node needs to post a message (`protocols`).
-    `currency` is that of `price_per_gpu`. `scatter` is known where a probe measured the cluster.
+    `network_overhead` is what the host of a node needs to post a message (`protocols`), and
+    `call_overhead` what hosts add to every collective, however many steps it has: they launch it
+    and notice its end. `currency` is that of `price_per_gpu`. `scatter` is known where a probe
+    measured the cluster.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -222,6 +232,7 @@ class Cluster:
     interference: Factor = 0.0
     node_spread: Spread = 0.0
     step_spread: Spread = 0.0
+    call_overhead: Time = 0.0
     sites: Count = 1
     wan: Link | None = None
     price_per_gpu: Price | None = None
@@ -232,7 +243,9 @@ class Cluster:
         """Refuse what no cluster can be."""
         check(self, self.name)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
-            if link and link != Link(link.bandwidth, link.latency, link.efficiency):
+            if link and link != Link(
+                link.bandwidth, link.latency, link.efficiency, burst=link.burst
+            ):
                 raise OptionError(
                     f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"
                     " busy_efficiency other than 1, and no rail or spine; only inter has"

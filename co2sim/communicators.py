@@ -37,7 +37,7 @@ class Meetings:
     def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
         """Start without a class under way to any collective."""
         self._env, self._lowered = env, lowered
-        self._network = Network(env, lowered.capacity)
+        self._network = Network(env, lowered.capacity, lowered.bursts)
         self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
         self._size = len(lowered.schedule.body)
         classes = range(len(lowered.classes))
@@ -105,7 +105,12 @@ class Meetings:
         self._count(communicator, 1)
         if transfer.solo or transfer.latency:
             self._network.transfer(
-                transfer.loads, transfer.latency, transfer.solo, done, transfer.copies
+                transfer.loads,
+                transfer.latency,
+                transfer.solo,
+                done,
+                transfer.copies,
+                transfer.least,
             )
         else:
             done()

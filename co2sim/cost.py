@@ -47,6 +47,13 @@ REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass 
 
 def footprint(work: Collective, cluster: Cluster) -> Footprint:
     """Footprint of `work` for one group of the cluster."""
+    found, call = _footprint(work, cluster), cluster.call_overhead
+    if not call or not found.sent:  # a rank alone calls nobody
+        return found
+    return replace(found, latency=found.latency + call)
+
+
+def _footprint(work: Collective, cluster: Cluster) -> Footprint:
     spread = _spread(work.group, cluster)
     size = work.bytes
     if spread.members == 1:
@@ -93,7 +100,7 @@ def _led(work: Collective, cluster: Cluster) -> Footprint:
 
     With several ranks in a node it enters and leaves the node at the same one.
     """
-    found = footprint(work, cluster)
+    found = _footprint(work, cluster)
     g = cluster.gpus_per_node
     relay = cluster.inter.relay_efficiency if g > 1 else 1.0
     return replace(
@@ -171,8 +178,14 @@ def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster, by: Protoco
         members_per_site=at.per_site,
         inter_efficiency=1 / max((one.slowdown for one in tiers), default=1.0),
         tiers=tiers,
+        step=_first_step(at, by) if cluster.backend == "gloo" else None,
     )
     return _carried(found, by, cluster)
+
+
+def _first_step(at: _Spread, by: Protocol) -> Seconds:
+    """The latency of one message to the farthest member."""
+    return _steps(at.nodes == 1, at.nodes > 1 and at.sites == 1, at.sites > 1, by)
 
 
 def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
@@ -187,7 +200,7 @@ def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
     plain = replace(cluster, hops="pipelined", protocols="simple")
     (by,) = _by("ring", at, plain)
     ring = _ring(size, 1, at, plain, by)
-    return replace(ring, latency=ring.latency + sum(hops) - max(hops))
+    return replace(ring, latency=ring.latency + sum(hops) - max(hops), step=None)
 
 
 def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
@@ -207,6 +220,7 @@ def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
         members_per_site=q,
         inter_efficiency=cluster.inter.exchange_efficiency / slowdown,
         tiers=tiers,
+        step=_first_step(at, by) if cluster.backend == "gloo" else None,
     )
 
 

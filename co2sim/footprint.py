@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from co2sim import shaping
 from co2sim.cluster import Cluster
 from co2sim.tiers import Crossing, uplinks
 from co2sim.units import Bytes, Seconds
@@ -16,7 +17,8 @@ class Footprint:
     node, `wan` through the uplink of each site; `sent` is what each member puts on any of them.
     `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
     the fraction of the payload bandwidth of the NICs that these messages attain, `share` that of
-    all links, by their protocol.
+    all links, by their protocol. `step` is the one of the latency steps after which bytes flow: it
+    matters where links are shaped (`shaping`).
     """
 
     latency: Seconds
@@ -29,6 +31,7 @@ class Footprint:
     inter_efficiency: float = 1.0
     share: float = 1.0
     tiers: tuple[Crossing, ...] = ()
+    step: Seconds | None = None
 
     def groups(self, cluster: Cluster) -> tuple[int, int]:
         """How many groups of the kind share the NICs of a node, and the uplink of a site."""
@@ -59,6 +62,17 @@ class Footprint:
         times = self.link_times(cluster)
         return times.index(max(times))
 
+    def lead(self, cluster: Cluster) -> Seconds:
+        """The part of the latency that comes on top of the time of the bytes."""
+        if self.step is None:
+            return self.latency
+        link = (cluster.intra, cluster.inter, cluster.wan)[self.bound_by(cluster)]
+        share = shaping.hidden_share(link, self.step) if link else 0.0
+        return self.latency - share * (self.latency - cluster.call_overhead - self.step)
+
     def alone(self, cluster: Cluster) -> Seconds:
-        """Time when nothing but the groups of the same kind is in flight."""
-        return self.latency + max(*self.link_times(cluster), *self.tier_times(cluster))
+        """Time when nothing but the groups of the same kind is in flight, after a pause."""
+        times = self.link_times(cluster)
+        burst = shaping.passed(times, (cluster.intra, cluster.inter, cluster.wan))
+        longest = max(*times, *self.tier_times(cluster))
+        return max(self.latency, self.lead(cluster) + (1 - burst) * longest)

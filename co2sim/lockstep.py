@@ -270,7 +270,8 @@ def _sharing(lowered: Lowered) -> set[tuple[int, str]]:
     """Works, by number and stream, that may meet others on a link or wait for their communicator.
 
     Those of one communicator in one stream follow each other. NICs that attain less while their
-    node computes are shared with that. Free communication shares nothing.
+    node computes are shared with that; how much credit a shaped link has depends on what came
+    before. Free communication shares nothing.
     """
     if lowered.free:
         return set()
@@ -294,6 +295,7 @@ def _sharing(lowered: Lowered) -> set[tuple[int, str]]:
             (one.exclusive and (transfer.solo or transfer.latency))
             or any(len(users[link]) > 1 for link in transfer.loads)
             or (lowered.contend and any(link in nics for link in transfer.loads))
+            or any(link in lowered.bursts for link in transfer.loads)
             for one, transfer in zip(together, transfers, strict=True)
         )
     }

@@ -40,18 +40,21 @@ class Transfer:
     """A collective of one communicator on its links.
 
     `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
-    for there, `latency` comes before the first byte, and `solo` is what the bytes take alone.
+    for there, `latency` comes before the first byte, `solo` is what the bytes take alone, and the
+    whole takes `least` at least.
     """
 
     loads: Mapping[Hashable, Bytes]
     copies: Mapping[Hashable, int]
     latency: Seconds
     solo: Seconds
+    least: Seconds = 0.0
 
     def scaled(self, factor: float) -> "Transfer":
         """The same with `factor` times the bytes and the latency."""
         loads = {link: size * factor for link, size in self.loads.items()}
-        return Transfer(loads, self.copies, self.latency * factor, self.solo * factor)
+        times = (factor * time for time in (self.latency, self.solo, self.least))
+        return Transfer(loads, self.copies, *times)
 
 
 NOTHING = Transfer({}, {}, 0.0, 0.0)
@@ -90,6 +93,7 @@ class Lowered:
     communicators: Mapping[Group, tuple[Communicator, ...]]
     transfers: tuple[tuple[Transfer, ...], ...]
     capacity: Mapping[Hashable, BytesPerSecond]
+    bursts: Mapping[Hashable, Bytes]
     class_factors: tuple[NDArray[np.float64], ...] | None
     communicator_factors: tuple[NDArray[np.float64], ...] | None
     contend: bool
@@ -160,6 +164,7 @@ def lower(
         communicators=communicators,
         transfers=_transfers(schedule, cluster, folding, communicators, capacity, free=free),
         capacity=capacity,
+        bursts=_bursts(cluster, folding),
         class_factors=tuple(noise.op_slowdowns(1, c.rank, count) for c in folding.classes)
         if noise.jitter
         else None,
@@ -220,6 +225,17 @@ def _pod(tier: Tier, folding: Folding, index: int) -> int:
     return 0 if folding.folded else folding.node(index) // tier.nodes
 
 
+def _bursts(cluster: Cluster, folding: Folding) -> dict[Hashable, Bytes]:
+    """Payload bytes that shaped links let pass at once."""
+    found: dict[Hashable, float] = {}
+    for index in range(len(folding.classes)):
+        found["gpu", index] = cluster.intra.payload_burst
+        found["nic", folding.node(index)] = cluster.inter.payload_burst
+    if cluster.wan:
+        found.update({("wan", site): cluster.wan.payload_burst for site in range(cluster.sites)})
+    return {link: burst for link, burst in found.items() if burst}
+
+
 def _transfers(
     schedule: Schedule,
     cluster: Cluster,
@@ -278,4 +294,4 @@ def _transfer(
             loads[pod], copies[pod] = one.bytes * many, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
-    return Transfer(loads, copies, cost.latency, solo)
+    return Transfer(loads, copies, cost.lead(cluster), solo, cost.latency)

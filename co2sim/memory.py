@@ -6,8 +6,8 @@ Korthikanti et al. 2022 (arXiv 2205.05198). Strategies add what they gather and 
 
 A step has two moments of much memory: the backward pass of the loss, with the logits, and that of
 the last layer, with the gradients of its activations. The larger one is the peak. PyTorch's
-allocator serves all that (`torch.cuda.max_memory_allocated`), and takes more from the driver than it
-serves; beside it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
+allocator serves all that (`torch.cuda.max_memory_allocated`), and holds more than it serves; beside
+it there are the CUDA context and the buffers of NCCL: `OVERHEAD`.
 """
 
 from collections.abc import Iterable, Mapping

@@ -2,7 +2,8 @@
 
 A flow pushes a given number of bytes through each of its links and progresses on all of them
 together, so its slowest link sets its pace. On every link that is full, the flows that it holds
-back get equal bytes per second, and what slower flows leave over goes to the faster ones.
+back get equal bytes per second, and what slower flows leave over goes to the faster ones. A link
+with a bucket lets a flow that comes pass at once, as far as its credit goes (`shaping`).
 """
 
 import math
@@ -11,8 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import simpy
+from simpy.events import EventPriority
 
+from co2sim.shaping import Buckets
 from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+_LAST = EventPriority(8)
+"""Behind what else comes at the same instant, but for the starts of exclusive collectives."""
 
 _TOLERANCE = 1e-12
 _MAX_PASSES = 1000
@@ -117,10 +123,17 @@ class _Flow:
 class Network:
     """Links of given payload capacity, and the flows on them, in a SimPy environment."""
 
-    def __init__(self, env: simpy.Environment, capacity: Mapping[Hashable, BytesPerSecond]) -> None:
-        """Start with no flow in flight."""
+    def __init__(
+        self,
+        env: simpy.Environment,
+        capacity: Mapping[Hashable, BytesPerSecond],
+        bursts: Mapping[Hashable, Bytes] = MappingProxyType({}),
+    ) -> None:
+        """Start with no flow in flight. `bursts` are those of shaped links, full at the start."""
         self._env = env
         self.capacity = capacity
+        self._buckets = Buckets(capacity, bursts) if bursts else None
+        self._coming: list[_Flow] = []
         self._now = dict(capacity)
         self._users: dict[Hashable, dict[_Flow, None]] = {
             link: {} for link in capacity
@@ -133,11 +146,15 @@ class Network:
         solo: Seconds,
         on_done: Callable[[], None],
         copies: Mapping[Hashable, int] = MappingProxyType({}),
+        least: Seconds = 0.0,
     ) -> None:
         """Start a transfer; `on_done` is called when its last byte has arrived.
 
-        `solo` is the time that the bytes take alone, without latency; `copies` as above.
+        `solo` is the time that the bytes take alone, without latency; `copies` as above. It ends no
+        earlier than `least` seconds after its start.
         """
+        if least > latency:
+            on_done = self._not_before(self._env.now + least, on_done)
         if solo <= 0:
             self._later(latency, lambda _: on_done())
             return
@@ -150,12 +167,44 @@ class Network:
             self._now[link] = capacity
             self._share(self._users[link])
 
+    def _not_before(self, time: Seconds, call: Callable[[], None]) -> Callable[[], None]:
+        """A call that waits until then."""
+
+        def late() -> None:
+            if self._env.now < time:
+                self._later(time - self._env.now, lambda _: call())
+            else:
+                call()
+
+        return late
+
     def _later(self, delay: Seconds, call: Callable[[simpy.Event], None]) -> None:
         timer = self._env.timeout(delay)
         assert timer.callbacks is not None
         timer.callbacks.append(call)
 
     def _enter(self, flow: _Flow) -> None:
+        if self._buckets is None or not any(link in self._buckets for link in flow.loads):
+            self._begin(flow)
+            return
+        if not self._coming:  # all that come at this instant share the credit
+            last = simpy.Event(self._env)
+            last._ok, last._value = True, None  # noqa: SLF001 - as in `communicators`
+            assert last.callbacks is not None
+            last.callbacks.append(self._admit)
+            self._env.schedule(last, priority=_LAST)
+        self._coming.append(flow)
+
+    def _admit(self, _: simpy.Event) -> None:
+        """Let what there is credit for pass at once."""
+        assert self._buckets is not None
+        coming, self._coming = self._coming, []
+        passed = self._buckets.spend([flow.loads for flow in coming], self._env.now)
+        for flow, fraction in zip(coming, passed, strict=True):
+            flow.left = 1.0 - fraction
+            self._begin(flow)
+
+    def _begin(self, flow: _Flow) -> None:
         flow.since = self._env.now
         alone = True
         for link in flow.loads:
@@ -170,6 +219,8 @@ class Network:
     def _finish(self, flow: _Flow, version: int) -> None:
         if version != flow.version:
             return
+        if self._buckets:
+            self._buckets.use(flow.loads, -flow.rate, self._env.now)
         neighbours: dict[_Flow, None] = {}
         for link in flow.loads:
             users = self._users[link]
@@ -196,6 +247,8 @@ class Network:
                 self._set_rate(flow, rate)
 
     def _set_rate(self, flow: _Flow, rate: float) -> None:
+        if self._buckets:
+            self._buckets.use(flow.loads, rate - flow.rate, self._env.now)
         flow.rate = rate
         flow.version += 1
         version = flow.version

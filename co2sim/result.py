@@ -27,7 +27,7 @@ class Result:
     the round (None without any, and for what was measured), and `overlap_ratio` 1 - exposed / busy
     (None without communication). `breakdown_s` sums the spans of one rank in the last round by
     kernel or collective, waiting included. `memory_bytes_per_gpu` is by item, and in all ("total");
-    `allocated_bytes_per_gpu` leaves out what PyTorch's `max_memory_allocated` does. `assumed` lists
+    `allocated_bytes_per_gpu` is what PyTorch's `max_memory_allocated` counts of it. `assumed` lists
     the inputs that no source supports, `notes` what was chosen for options that were left open, and
     why, `warnings` which option holds the strategy back, and what another value would give.
     `tokens_per_s_low` and `tokens_per_s_high` are the ends of a 90 % interval (None where nothing

@@ -182,7 +182,11 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             """The step time, if it is in proportion to that of equal ranks."""
             schedule = strategy.schedule(prepared.job, cluster.layout)
             other = replace(even, strategy=strategy, schedule=schedule)
-            return result.step_time_s * _round_time(case, other, done) / nominal
+            if schedule.steps > 1:
+                return result.step_time_s * _round_time(case, other, done) / nominal
+            # a step begins when the one before has ended: the first is like all
+            first = _execute(replace(case, noise=QUIET), other, 1, done)
+            return result.step_time_s * metrics.window(first, schedule, 1).round_time / nominal
 
         warnings = advice.warnings(prepared, result.step_time_s, tried)
         result = _with_interval(case, prepared, result, done)

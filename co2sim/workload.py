@@ -229,7 +229,7 @@ class Workload:
 
     @property
     def hardware_flops_per_sample(self) -> Flops:
-        """FLOP of a training step on one sample, recomputation included, as published figures count.
+        """FLOP of a training step on one sample as published figures count them.
 
         Full recomputation counts as a whole forward pass (8 per parameter and token), even where
         `checkpointing` leaves some of it out; what flash attention repeats is not counted.

@@ -23,6 +23,7 @@ from realrun.train.shapes import GPTS
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = {
+    "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
     "failures.py": [pytest.mark.dist],
     "fidelity.py": [pytest.mark.lab],

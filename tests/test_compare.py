@@ -483,18 +483,81 @@ def test_an_unchanged_description_is_the_same_cluster() -> None:
         assert replace(changed(cluster, {}), name=cluster.name) == cluster
 
 
-def test_summary_is_median_and_largest_of_absolute_errors() -> None:
-    """Three runs: the median error, the largest error, the largest difference of overlap."""
-    found: list[RunComparison] = [
+@pytest.fixture(scope="module")
+def three() -> list[RunComparison]:
+    """Three runs: as predicted, on a slower network, on a slower GPU."""
+    return [
         compare(change.__name__, measured("ddp", change))
         for change in (same, slower_network, slower_gpu)
     ]
-    whole = summarise(found)
-    errors = sorted(abs(one.round_time_error) for one in found)
-    assert whole.median_round_time_error == errors[1]
-    assert whole.largest_round_time_error == errors[2]
-    gaps = [abs(one.overlap_difference or 0.0) for one in found]
-    assert whole.largest_overlap_difference == max(gaps)
+
+
+def test_summary_is_median_and_largest_of_absolute_errors(three: list[RunComparison]) -> None:
+    """Of every figure, by its definition from predicted and measured numbers."""
+    whole = summarise(three)
+
+    def errors(figure: str) -> list[float]:
+        pairs = [(getattr(one.predicted, figure), one.measured[figure]) for one in three]
+        return sorted(abs(here / there - 1) for here, there in pairs)
+
+    busy, exposed, rounds = (
+        errors(figure) for figure in ("comm_busy_s", "exposed_comm_s", "round_time_s")
+    )
+    assert whole.runs == 3
+    assert whole.median_comm_busy_error == pytest.approx(busy[1], abs=1e-12)
+    assert whole.largest_comm_busy_error == pytest.approx(busy[2])
+    assert whole.median_exposed_error == pytest.approx(exposed[1])
+    assert whole.largest_exposed_error == pytest.approx(exposed[2])
+    assert whole.median_round_time_error == pytest.approx(rounds[1])
+    assert whole.largest_round_time_error == pytest.approx(rounds[2])
+    gaps = sorted(abs(one.overlap_difference or 0.0) for one in three)
+    assert whole.median_overlap_difference == gaps[1]
+    assert whole.largest_overlap_difference == gaps[2]
+
+
+def test_an_error_of_the_round_flatters_where_compute_dominates(
+    three: list[RunComparison],
+) -> None:
+    """On a slower network communication is off by more than the round, and by as much as it is."""
+    slow = three[1]
+    busy = slow.comm_busy_error
+    assert busy is not None
+    assert busy == slow.predicted.comm_busy_s / slow.measured["comm_busy_s"] - 1
+    assert busy < slow.round_time_error < 0
+    assert summarise(three).largest_comm_busy_error == -busy
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "error"),
+    [
+        (0.0, 0.0, None),  # nothing is exposed
+        (0.0, 0.009, None),  # less than a hundredth of 1 s: hidden, too
+        (0.05, 0.0, 5.0),  # as hundredths of the busy time
+        (0.0, 0.05, -1.0),
+        (0.3, 0.2, 0.5),
+    ],
+)
+def test_exposed_communication_is_compared_where_there_is_some(
+    three: list[RunComparison], here: float, there: float, error: float | None
+) -> None:
+    """Hidden here and there is no error; predicted but not measured is no division by zero."""
+    run = replace(
+        three[0],
+        predicted=replace(three[0].predicted, exposed_comm_s=here),
+        measured=dict(three[0].measured, comm_busy_s=1.0, exposed_comm_s=there),
+    )
+    assert run.exposed_error == (error if error is None else pytest.approx(error))
+
+
+def test_without_communication_there_is_no_error_of_it(three: list[RunComparison]) -> None:
+    """A single rank communicates with nobody; its round is still compared."""
+    nothing = {"comm_busy_s": 0.0, "exposed_comm_s": 0.0, "overlap_ratio": None}
+    alone = replace(three[0], measured=dict(three[0].measured, **nothing))
+    whole = summarise([alone])
+    assert (alone.comm_busy_error, alone.exposed_error) == (None, None)
+    assert (whole.median_comm_busy_error, whole.largest_exposed_error) == (None, None)
+    assert whole.largest_overlap_difference is None
+    assert whole.largest_round_time_error == abs(alone.round_time_error)
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -518,11 +581,12 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_one_run_prints_figures_where_the_round_went_and_ops(cli: Run) -> None:
-    """The text names round time, exposed communication, overlap, every op and its cause."""
+    """The text leads with communication, then names the round, every op and its cause."""
     code, out, err = cli("compare", "runs/ddp")
     assert (code, err) == (0, "")
-    for words in ("round time", "communication exposed", "overlap ratio", "where a round went"):
-        assert words in out
+    figures = ("communication busy", "communication exposed", "overlap ratio", "round time")
+    places = [out.index(words) for words in (*figures, "where a round went")]
+    assert places == sorted(places)  # communication first
     (line,) = (line for line in out.splitlines() if line.startswith("all_reduce"))
     assert line.endswith("bandwidth")
 
@@ -531,7 +595,10 @@ def test_several_runs_print_a_summary_first(cli: Run) -> None:
     """A folder of runs is compared run by run, in order of their names, under a summary."""
     code, out, _ = cli("compare", "runs")
     assert code == 0
-    assert out.index("error of round time, median") < out.index("co2: ops") < out.index("ddp: ops")
+    words = ("communication per round", "rounds:", "error of communication busy time")
+    words += ("error of exposed", "difference of overlap", "error of round time")
+    places = [out.index(each) for each in (*words, "co2: ops", "ddp: ops")]
+    assert places == sorted(places)
 
 
 def test_every_column_of_the_summary_says_of_what_it_is(
@@ -539,17 +606,19 @@ def test_every_column_of_the_summary_says_of_what_it_is(
 ) -> None:
     """No two names are equal, so that a table which is split, or stacked, can still be read."""
 
-    def summary(width: int) -> str:
+    def summary(width: int) -> tuple[str, str]:
         monkeypatch.setenv("COLUMNS", str(width))
         out = cli("compare", "runs")[1]
-        return out[: out.index("2 runs, absolute")]
+        first, second = out.index("rounds:"), out.index("2 runs, absolute")
+        return out[:first], out[first:second]
 
-    names = re.split(r" {2,}", summary(400).splitlines()[1].strip())
-    assert len(set(names)) == len(names) == 12
-    assert {f"measured {figure}" for figure in ("round", "exposed", "overlap")} <= set(names)
-    for width in (40, 80):
-        words = summary(width).split()
-        assert all(word in words for name in names for word in name.split())
+    for place, figures in enumerate((("busy", "exposed", "overlap"), ("round",))):
+        names = re.split(r" {2,}", summary(400)[place].splitlines()[1].strip())
+        assert len(set(names)) == len(names)
+        assert {f"measured {figure}" for figure in figures} <= set(names)
+        for width in (40, 80):
+            words = summary(width)[place].split()
+            assert all(word in words for name in names for word in name.split())
 
 
 def test_json_and_csv_hold_every_op(cli: Run) -> None:
@@ -557,7 +626,8 @@ def test_json_and_csv_hold_every_op(cli: Run) -> None:
     code, out, _ = cli("compare", "runs/ddp", "--json", "--csv", "ops.csv")
     assert code == 0
     (run,) = json.loads(out)["runs"]
-    promised = {"predicted", "measured", "round_time_error", "overlap_difference", "ops", "causes"}
+    promised = {"predicted", "measured", "comm_busy_error", "exposed_error", "overlap_difference"}
+    promised |= {"round_time_error", "ops", "causes"}
     assert promised <= run.keys()
     assert run["round_time_error"] == pytest.approx(
         run["predicted"]["round_time_s"] / run["measured"]["round_time_s"] - 1
@@ -607,7 +677,7 @@ def test_another_cluster_predicts_instead_of_the_recorded_one(cli: Run) -> None:
         (["runs/ddp", "--cluster", "dgx-h10"], ["dgx-h10"]),
         (
             ["runs/ddp", "--set", "inter.speed=1 us"],
-            ["name 'inter.speed'; known: inter.band"],
+            ["unknown name 'inter.speed'; did you mean 'inter.burst'?"],
         ),
         (["runs/ddp", "--set", "gpu=h100"], ["gpu", "--cluster"]),
         (["runs/ddp", "--set", "inter.bandwidth=1"], ["inter.bandwidth", "no unit"]),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import co2sim
+from co2sim.architecture import Transformer, language_model
 from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.cluster import KernelTimes
@@ -27,7 +28,6 @@ from co2sim.schedule import (
     Kind,
     Product,
 )
-from co2sim.architecture import Transformer, language_model
 from co2sim.workload import Block, MatMul, Workload
 
 CLUSTER = load_cluster("dgx2-ib1").value.resized(64)
@@ -139,26 +139,32 @@ def test_a_repeated_layer_stops_before_its_last_product(name: str) -> None:
 
 
 @given(
-    st.integers(1, 4), st.integers(1, 64), st.integers(1, 2048), st.integers(1, 3), st.booleans()
+    heads=st.integers(1, 4),
+    head_dim=st.integers(1, 64),
+    tokens=st.integers(1, 2048),
+    samples=st.integers(1, 3),
+    causal=st.booleans(),
 )
 def test_flash_attention_executes_five_products_backward_and_half_of_a_causal_one(
-    heads: int, head_dim: int, tokens: int, samples: int, causal: bool
+    heads: int, head_dim: int, tokens: int, samples: int, *, causal: bool
 ) -> None:
     """2 products of 2 s s d forward, 5 backward, half of each where causal (arXiv 2307.08691)."""
-    body = Transformer(
-        layers=1, hidden=heads * head_dim, heads=heads, ffn=8, causal=causal
-    )
+    body = Transformer(layers=1, hidden=heads * head_dim, heads=heads, ffn=8, causal=causal)
     model = language_model("m", body, vocab=10, tokens=tokens, tied=True)
     product = 2 * tokens**2 * heads * head_dim * samples / (2 if causal else 1)
     for recompute, again in (("none", 0), ("selective", 0), ("full", 2)):
         job = Workload(model, micro_batch=samples, recompute=recompute)  # type: ignore[arg-type]
         work = job.works()[1]
         forward, backward = work.forward.kernels, work.backward.kernels
-        assert forward and forward.attention and backward and backward.attention
+        assert forward
+        assert forward.attention
+        assert backward
+        assert backward.attention
         assert forward.attention.flops == pytest.approx(2 * product)
         assert backward.attention.flops == pytest.approx((5 + again) * product)
         eager = replace(job, attention="eager").works()[1].forward.kernels
-        assert eager and not eager.attention
+        assert eager
+        assert not eager.attention
         assert len(eager.products) == len(forward.products) + 2  # the scores, and their use
 
 
@@ -196,7 +202,8 @@ def test_a_file_may_give_attention_as_a_number_or_as_a_table() -> None:
     """And `--set` may give the number."""
     path = "gpu.kernels.attention_efficiency"
     found = load_cluster("a100-node-calibrated", {path: "0.4"}).value.gpu.kernels
-    assert found and found.attention_efficiency == pytest.approx(0.4)
+    assert found
+    assert found.attention_efficiency == pytest.approx(0.4)
 
 
 def test_hops_in_turn_add_the_time_inside_the_node() -> None:

@@ -348,7 +348,13 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
 
 @given(*SHAPES, st.sampled_from(["fused", "eager"]), st.booleans())
 def test_what_keeps_less_never_needs_more(
-    layers: int, head_dim: int, heads: int, tokens: int, batch: int, loss: str, dropout: bool
+    layers: int,
+    head_dim: int,
+    heads: int,
+    tokens: int,
+    batch: int,
+    loss: str,
+    dropout: bool,  # noqa: FBT001 - Hypothesis gives it
 ) -> None:
     """Flash attention <= eager, full <= selective <= none; more samples or tokens never need less.
 
@@ -408,7 +414,7 @@ def test_a_tied_embedding_keeps_the_gradient_of_the_head_to_the_end() -> None:
 
 
 def test_communicators_need_buffers_by_their_ranks() -> None:
-    """One of two ranks 544 MB, one of more 688 MB (NVIDIA/nccl issue 964), none for a rank alone."""
+    """Of two ranks 544 MB, of more 688 MB (NVIDIA/nccl issue 964), none for a rank alone."""
     layout = Layout(2, 4)
     for groups, expected in (
         ([WORLD], 688e6),
@@ -476,9 +482,7 @@ def test_every_published_fsdp_run_fits_and_none_is_tiny() -> None:
             row["model"], body, vocab=vocab, tokens=tokens, tied=True, positions=tokens
         )
         case = Case(
-            cluster=replace(
-                load_cluster("dgx-h100").value, gpu=gpu_of(USABLE[row["gpu"]])
-            ),
+            cluster=replace(load_cluster("dgx-h100").value, gpu=gpu_of(USABLE[row["gpu"]])),
             model=model,
             strategy=f"zero3:prefetch={13 * hidden**2}",
             gpus=int(row["gpus"]),
@@ -489,9 +493,9 @@ def test_every_published_fsdp_run_fits_and_none_is_tiny() -> None:
         share = prepared.memory()["total"] / prepared.cluster.gpu.memory
         assert share <= 1, row
         shares[recompute].append(share)
-    assert len(shares[True]) + len(shares[False]) >= 109  # noqa: PLR2004 - rows of the table
-    assert min(shares[False]) > 0.4  # noqa: PLR2004
-    assert max(shares[False]) > 0.9  # noqa: PLR2004 - of the largest micro-batches
+    assert len(shares[True]) + len(shares[False]) >= 109
+    assert min(shares[False]) > 0.4
+    assert max(shares[False]) > 0.9
 
 
 @given(st.integers(1, 4), st.integers(1, 16), st.integers(1, 8), st.integers(1, 512))

@@ -1,5 +1,6 @@
 """What the probe makes of measured times: fits, a cluster file, a figure; a probe end to end."""
 
+import itertools
 import math
 import random
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import huber
@@ -36,6 +38,7 @@ from co2sim.trace import Span, Trace
 from co2sim.units import parse
 from realrun.probe import fit
 from realrun.probe.cluster_file import quantity, to_toml
+from realrun.probe.hosts import fit_hosts
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import durations, groups, slowdown, sweep
 
@@ -467,7 +470,7 @@ def test_a_probe_of_a_gpu(tmp_path: Path) -> None:
 
 
 def test_scatter_is_misfit_and_drift_together() -> None:
-    """Samples that are all 10 % off and drift by 5 %: sqrt(0.1^2 + 0.05^2), whatever their sizes."""
+    """Samples that are all 10 % off and drift by 5 %: the root of both squares."""
     samples = [
         replace(sample, seconds=sample.seconds * math.exp(-0.1), drift=0.05)
         for sample in times(true(Layout(4, 1), "gloo"))
@@ -493,3 +496,39 @@ def test_the_scatter_of_a_probe_gives_its_cluster_an_interval(tmp_path: Path) ->
     assert sleeping.compute == 0
     path.write_text(to_toml(asleep, fit.fit(asleep), "here", "a100-80"))
     assert load_cluster(str(path)).value.scatter is None
+
+
+# --- in a lab, whose rates are stated ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("call", [0.0, 1e-3])
+def test_what_hosts_add_is_found_from_small_collectives(
+    layout: tuple[int, int], call: float
+) -> None:
+    """A call and a step on every link, exactly; large collectives, whose bytes count, are left."""
+    intra, inter = Link(1e8, 3e-4, burst=1e5), Link(5e7, 7e-4, burst=5e4)
+    true_ = tiny.cluster(*layout, intra=intra, inter=inter, backend="gloo", call_overhead=call)
+    every = groups(true_.layout)
+    samples = []
+    for kind, size, group in itertools.product(Kind, (2**12, 2**14, 2**22), every):
+        work = Collective(kind, "swept", size // 4, DType.FP32, group)
+        samples.append(Sample(work, footprint(work, true_).alone(true_)))
+    stated = replace(
+        true_,
+        call_overhead=0.0,
+        intra=replace(intra, latency=1.0),
+        inter=replace(inter, latency=1.0),
+    )
+    found = fit_hosts(samples, stated)
+    assert found.call_overhead == pytest.approx(call, abs=1e-9)
+    assert found.inter.latency == pytest.approx(7e-4)
+    assert found.intra.latency == pytest.approx(3e-4 if layout[1] > 1 else 1.0)
+
+
+def test_where_nothing_passes_at_once_hosts_cannot_be_told() -> None:
+    """One line says so."""
+    stated = tiny.cluster(2, 1, inter=Link(1e6, burst=1.0), backend="gloo")
+    work = Collective(Kind.ALL_GATHER, "swept", 1024, DType.FP32, WORLD)
+    with pytest.raises(OptionError, match="no collective was small enough to pass with the burst"):
+        fit_hosts([Sample(work, 1.0)], stated)

@@ -17,12 +17,17 @@ from co2sim.console.entry import keeping
 from co2sim.console.tables import console
 from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
+from co2sim.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
+from realrun.checks import one_of
 from realrun.launch.lab import INTRA_RATE
 from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate
 from realrun.launch.processes import started
 from realrun.record import folder_name
+
+FP32 = DType.FP32
+"""What `--probe` measures kernels in: processors compute in it at full speed."""
 
 if TYPE_CHECKING:
     from analysis.measured.comparison import RunComparison
@@ -77,10 +82,27 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     gpus_per_node: GpusPerNode = 1,
     rate: Rate = "1 Gbit/s",
     intra_rate: IntraRate = INTRA_RATE,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="As in `realrun run`. flops needs --probe or --cluster: the lab states rates, and"
+            " no processor."
+        ),
+    ] = "sleep",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="As in `realrun run`; --probe measures the kernels in it (fp32)."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", help="Predict on this cluster, not on the lab's own."),
+    ] = None,
     probe: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
-            "--probe", help="Predict from a probe in the lab; else from its stated rate alone."
+            "--probe",
+            help="Predict from a probe in the lab, of its links and of the kernels that run; else"
+            " from its stated rates, and latencies that are measured in it for 5 s.",
         ),
     ] = False,
     figure: Annotated[
@@ -92,24 +114,40 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
 ) -> None:
     """Execute strategies in a lab on this machine (root), and compare them with their prediction.
 
-    Further options, such as --rounds and --kernels, are those of `realrun run`.
+    Further options, such as --rounds, are those of `realrun run`.
     """
     for text in strategy:
         parse(text)
+    _check_kernels(kernels, cluster, probe=probe)
     load_model(model)
     check_writable(out)
     inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
     inside += ["--intra-rate", intra_rate]
-    cluster: list[str] = []
     strategies = [item for text in strategy for item in ("--strategy", text)]
-    asked = ["--model", model, *strategies, "--out", str(out), "--json", *context.args]
+    asked = ["--model", model, *strategies, "--kernels", kernels, "--out", str(out), "--json"]
+    asked += ["--precision", precision] if precision else []
     with keeping("runs that had finished are kept"):
-        if probe:
-            cluster = ["--cluster", str(out / "probe.toml")]
-            _in_lab(inside, ["probe", "--gpu", "virtual", "--out", cluster[1]])
-        _in_lab(inside, ["run", *cluster, *asked])
+        if cluster is None and (probe or nodes * gpus_per_node > 1):
+            cluster = str(out / "probe.toml")
+            run = ["--gpu", "virtual"] if kernels == "sleep" else ["--precision", precision or FP32]
+            run += [] if probe else ["--stated"]
+            _in_lab(inside, ["probe", *run, "--out", cluster])
+        on = ["--cluster", cluster] if cluster else []
+        _in_lab(inside, ["run", *on, *asked, *context.args])
         folders = [out / folder_name(text) for text in strategy]
         _report(_compared(folders), figure=figure)
+
+
+def _check_kernels(kernels: str, cluster: str | None, *, probe: bool) -> None:
+    """Refuse what would be predicted from other kernels than those that run."""
+    one_of("--kernels", kernels, ("sleep", "flops"))
+    if probe and cluster:
+        raise OptionError(f"--cluster {cluster} and --probe: the prediction has one source")
+    if kernels == "flops" and not (probe or cluster):
+        raise OptionError(
+            "--kernels flops needs --probe (or --cluster FILE): the lab states its rates, and real"
+            " kernels can only be predicted from a processor that was measured"
+        )
 
 
 def _compared(

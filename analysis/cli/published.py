@@ -115,9 +115,7 @@ def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
     return dict([kind_errors.record_file(kind_errors.errors_by_kind(known, papers(folder)))])
 
 
-def _say_what_is_missing(
-    known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path
-) -> None:
+def _say_what_is_missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> None:
     """On stderr: of a table that is not at hand nothing is predicted, or known as fitted."""
     from analysis.published.papers import papers  # noqa: PLC0415 - pydantic
 

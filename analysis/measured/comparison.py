@@ -1,6 +1,6 @@
 """Predicted against measured: two traces of one schedule, joined by op, round and rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -16,6 +16,9 @@ from co2sim.schedule import Schedule
 from co2sim.simulator import execute
 from co2sim.trace import Trace
 from realrun.record import Record
+
+_HIDDEN = 0.01
+"""Fraction of its busy time below which communication counts as hidden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,28 @@ class RunComparison:
     measured: Mapping[str, Any]
     simulated: Trace
     differences: Sequence[Difference]
+
+    @property
+    def comm_busy_error(self) -> float | None:
+        """Signed error of the predicted communication busy time, as a fraction of the measured.
+
+        None without communication.
+        """
+        there = self.measured.get("comm_busy_s")
+        return self.predicted.comm_busy_s / float(there) - 1 if there else None
+
+    @property
+    def exposed_error(self) -> float | None:
+        """Signed error of the predicted exposed communication, as a fraction of the measured.
+
+        Where less than a hundredth of the busy time was exposed, as a fraction of that hundredth;
+        None where the prediction says so, too: then there is nothing to compare.
+        """
+        busy, there = (self.measured.get(name) for name in ("comm_busy_s", "exposed_comm_s"))
+        if not busy or there is None:
+            return None
+        here, least = self.predicted.exposed_comm_s, _HIDDEN * float(busy)
+        return None if max(here, there) < least else (here - there) / max(there, least)
 
     @property
     def round_time_error(self) -> float:
@@ -132,18 +157,25 @@ def _check(name: str, record: Record, prepared: Prepared) -> None:
         raise OptionError(f"{name}: its trace lacks some of the rounds that were measured")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Absolute errors over several runs.
+    """Absolute errors over several runs, those of communication first.
 
-    Errors of the round time are fractions of what was measured. The difference of the overlap ratio
-    is itself a difference of fractions, None without communication.
+    With kernels that sleep compute is exact by construction: an error of the round is then that of
+    communication, made smaller by compute. Errors are fractions of what was measured; see
+    `RunComparison.exposed_error`. The difference of the overlap ratio is itself one of fractions.
+    Those of communication are None where no run has any to compare.
     """
 
     runs: int
+    median_comm_busy_error: float | None
+    largest_comm_busy_error: float | None
+    median_exposed_error: float | None
+    largest_exposed_error: float | None
+    median_overlap_difference: float | None
+    largest_overlap_difference: float | None
     median_round_time_error: float
     largest_round_time_error: float
-    largest_overlap_difference: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
@@ -152,6 +184,22 @@ class RunSummary:
 
 def summarise(comparisons: Sequence[RunComparison]) -> RunSummary:
     """Median and largest absolute errors of at least one run."""
-    errors = [abs(one.round_time_error) for one in comparisons]
-    gaps = [abs(gap) for one in comparisons if (gap := one.overlap_difference) is not None]
-    return RunSummary(len(comparisons), median(errors), max(errors), max(gaps, default=None))
+    rounds = [abs(one.round_time_error) for one in comparisons]
+    busy = _absolute(one.comm_busy_error for one in comparisons)
+    exposed = _absolute(one.exposed_error for one in comparisons)
+    overlap = _absolute(one.overlap_difference for one in comparisons)
+    return RunSummary(
+        runs=len(comparisons),
+        median_comm_busy_error=median(busy) if busy else None,
+        largest_comm_busy_error=max(busy, default=None),
+        median_exposed_error=median(exposed) if exposed else None,
+        largest_exposed_error=max(exposed, default=None),
+        median_overlap_difference=median(overlap) if overlap else None,
+        largest_overlap_difference=max(overlap, default=None),
+        median_round_time_error=median(rounds),
+        largest_round_time_error=max(rounds),
+    )
+
+
+def _absolute(values: Iterable[float | None]) -> list[float]:
+    return [abs(value) for value in values if value is not None]

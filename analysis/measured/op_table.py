@@ -13,11 +13,9 @@ from co2sim.console.tables import print_table
 from co2sim.units import duration, percent
 
 _FIGURES = (
+    ("waiting for slower ranks, per round", "waiting_s"),
     ("round time", "round_time_s"),
     ("step time", "step_time_s"),
-    ("communication busy, per round", "comm_busy_s"),
-    ("waiting for slower ranks, per round", "waiting_s"),
-    ("communication exposed, per round", "exposed_comm_s"),
 )
 _BREAKDOWN = {
     "compute": "computing",
@@ -38,49 +36,85 @@ def print_all(out: Console, comparisons: Sequence[RunComparison]) -> None:
 
 
 def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
-    """One line per run, then the figures over all of them."""
-    lines: list[tuple[str, ...]] = []
-    for run in comparisons:
-        here, there = run.predicted, run.measured
-        lines.append(
-            (
-                run.name,
-                here.strategy,
-                here.cluster,
-                str(here.gpus),
-                duration(here.round_time_s),
-                duration(there["round_time_s"]),
-                percent(run.round_time_error, 1),
-                duration(here.exposed_comm_s),
-                _time(there.get("exposed_comm_s")),
-                _ratio(here.overlap_ratio),
-                _ratio(there.get("overlap_ratio")),
-                _points(run.overlap_difference),
-            )
-        )
+    """One line per run, communication first, then the figures over all of them."""
     columns = (
-        *("run", "strategy", "cluster", "GPUs", "round", "measured round", "round error"),
-        *("exposed", "measured exposed", "overlap", "measured overlap", "overlap difference"),
+        *("run", "busy", "measured busy", "busy error"),
+        *("exposed", "measured exposed", "exposed error"),
+        *("overlap", "measured overlap", "overlap difference"),
     )
-    print_table(out, "runs: predicted, then measured", columns, lines, left=3)
+    lines = [
+        (
+            run.name,
+            duration(run.predicted.comm_busy_s),
+            _time(run.measured.get("comm_busy_s")),
+            _fraction(run.comm_busy_error),
+            duration(run.predicted.exposed_comm_s),
+            _time(run.measured.get("exposed_comm_s")),
+            _fraction(run.exposed_error),
+            _ratio(run.predicted.overlap_ratio),
+            _ratio(run.measured.get("overlap_ratio")),
+            _points(run.overlap_difference),
+        )
+        for run in comparisons
+    ]
+    title = "communication per round: predicted, then measured"
+    print_table(out, title, columns, lines)
+    rounds = [
+        (
+            run.name,
+            run.predicted.strategy,
+            run.predicted.cluster,
+            str(run.predicted.gpus),
+            duration(run.predicted.round_time_s),
+            duration(run.measured["round_time_s"]),
+            percent(run.round_time_error, 1),
+        )
+        for run in comparisons
+    ]
+    named = ("run", "strategy", "cluster", "GPUs", "round", "measured round", "round error")
+    print_table(out, "rounds: predicted, then measured", named, rounds, left=3)
     whole = summarise(comparisons)
     figures = [
-        ("error of round time, median", f"{whole.median_round_time_error:.1%}"),
-        ("error of round time, largest", f"{whole.largest_round_time_error:.1%}"),
-        ("difference of overlap ratio, largest", _points(whole.largest_overlap_difference, "")),
+        (
+            "error of communication busy time",
+            _share(whole.median_comm_busy_error),
+            _share(whole.largest_comm_busy_error),
+        ),
+        (
+            "error of exposed communication",
+            _share(whole.median_exposed_error),
+            _share(whole.largest_exposed_error),
+        ),
+        (
+            "difference of overlap ratio",
+            _points(whole.median_overlap_difference, ""),
+            _points(whole.largest_overlap_difference, ""),
+        ),
+        (
+            "error of round time",
+            _share(whole.median_round_time_error),
+            _share(whole.largest_round_time_error),
+        ),
     ]
-    print_table(out, f"{whole.runs} runs, absolute", ("figure", "value"), figures)
+    print_table(out, f"{whole.runs} runs, absolute", ("figure", "median", "largest"), figures)
 
 
 def print_figures(out: Console, run: RunComparison) -> None:
     """The figures of one run, and where its rounds went."""
     here, there = run.predicted.to_dict(), run.measured
     lines: list[tuple[str, ...]] = [
-        (name, _time(here[key]), _time(there.get(key)), _error(here[key], there.get(key)))
-        for name, key in _FIGURES
+        (f"communication {what}, per round", _time(here[key]), _time(there.get(key)), error)
+        for what, key, error in (
+            ("busy", "comm_busy_s", _fraction(run.comm_busy_error)),
+            ("exposed", "exposed_comm_s", _fraction(run.exposed_error)),
+        )
     ]
     overlap = (_ratio(here["overlap_ratio"]), _ratio(there.get("overlap_ratio")))
     lines.append(("overlap ratio", *overlap, _points(run.overlap_difference)))
+    lines += [
+        (name, _time(here[key]), _time(there.get(key)), _error(here[key], there.get(key)))
+        for name, key in _FIGURES
+    ]
     rounds = run.record.rounds
     title = (
         f"{run.name}: {here['model']} on {here['cluster']}, {here['strategy']},"
@@ -148,8 +182,10 @@ def _run(run: RunComparison) -> dict[str, Any]:
         "clock_error_s": run.record.clock_error,
         "predicted": run.predicted.to_dict(),
         "measured": dict(run.measured),
-        "round_time_error": run.round_time_error,
+        "comm_busy_error": run.comm_busy_error,
+        "exposed_error": run.exposed_error,
         "overlap_difference": run.overlap_difference,
+        "round_time_error": run.round_time_error,
         "spent_s": {"predicted": asdict(before), "measured": asdict(after)},
         "causes": {str(cause): share for cause, share in causes(table).items()},
         "rows": [_entry(row) for row in table],
@@ -205,6 +241,14 @@ def _signed(seconds: float) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.3f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def _fraction(error: float | None) -> str:
+    return "-" if error is None else percent(error, 1)
+
+
+def _share(error: float | None) -> str:
+    return "-" if error is None else f"{error:.1%}"
 
 
 def _ratio(value: float | None) -> str:

@@ -17,6 +17,8 @@ from co2sim.validation import Place, first_problem, names_at
 _UNITS: dict[str, Unit] = {
     "bandwidth": "B/s",
     "latency": "s",
+    "burst": "B",
+    "call_overhead": "s",
     "memory": "B",
     "memory_bandwidth": "B/s",
     "launch_overhead": "s",

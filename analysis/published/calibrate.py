@@ -38,12 +38,13 @@ class Fit:
 
     `scatter` is the standard deviation of log(predicted / published), None without degrees of
     freedom, and `unscaled` the covariance for a scatter of 1. In a robust fit the scatter is that
-    of a normal distribution with nine tenths of the residuals in the same interval. `mape` and `cross_validated` are mean
-    absolute errors as fractions; `by_label` is that of all cells with one value of a label at a
-    time left out, such as those of one micro-batch. `left_out` are log(predicted / published) of
-    the runs, in order, each when its fold is left out. A 90 % interval reaches `factor` standard
-    deviations to both sides, and `coverage` is the share of cells that, left out, lie in intervals
-    whose factor the others determine. `kinds` are those of its runs, cells for checks included.
+    of a normal distribution with nine tenths of the residuals in the same interval. `mape` and
+    `cross_validated` are mean absolute errors as fractions; `by_label` is that of all cells with
+    one value of a label at a time left out, such as those of one micro-batch. `left_out` are
+    log(predicted / published) of the runs, in order, each when its fold is left out. A 90 %
+    interval reaches `factor` standard deviations to both sides, and `coverage` is the share of
+    cells that, left out, lie in intervals whose factor the others determine. `kinds` are those of
+    its runs, cells for checks included.
     """
 
     group: str
@@ -162,7 +163,6 @@ def _solve(
     It starts in the middle of the bounds, and if `thorough` at the values of the catalog too: where
     cells are left out, what the catalog has learned from them must not come back.
     """
-
     weights = _weights(group, cells)
 
     def residuals(scaled: Array) -> Array:
@@ -185,8 +185,8 @@ def _minimum(
     """The best solution from several starts, as SciPy gives it."""
     from scipy.optimize import least_squares  # noqa: PLC0415 - slow
 
-    loss = {"loss": "soft_l1", "f_scale": group.robust} if group.robust else {}
-    options = {"diff_step": np.array([_STEP]), "ftol": 1e-5, "xtol": 1e-5}
+    loss: dict[str, Any] = {"loss": "soft_l1", "f_scale": group.robust} if group.robust else {}
+    options: dict[str, Any] = {"diff_step": np.array([_STEP]), "ftol": 1e-5, "xtol": 1e-5}
     solutions = (
         least_squares(residuals, start, bounds=(0, 1), **options, **loss) for start in starts
     )

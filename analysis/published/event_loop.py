@@ -42,7 +42,9 @@ class Lines:
         )
 
 
-def round_time(lines: Lines, seconds: Sequence[Seconds], interference: float) -> Seconds:
+def round_time(  # noqa: C901, PLR0912 - one loop over events: fits spend their time in it
+    lines: Lines, seconds: Sequence[Seconds], interference: float
+) -> Seconds:
     """Time of the second round, for the time that each op of the body takes alone."""
     size = len(seconds)
     ended: list[Seconds] = [math.nan] * (_ROUNDS * size)

@@ -109,9 +109,7 @@ class FsdpRow(TableRow):
         overrides = tuple((name, str(value)) for name, value in shape.items())
         made = model_of(paper.setting("model"), overrides).parameters
         if abs(made - self.parameters) > _UNSTATED * self.parameters:
-            raise CatalogError(
-                f"parameters is {self.parameters}; a model of this shape has {made}"
-            )
+            raise CatalogError(f"parameters is {self.parameters}; a model of this shape has {made}")
         sharding = chosen("sharding", self.sharding, paper.setting("methods"))
         mode = chosen("mp_mode", self.mp_mode, paper.setting("modes"))
         return RunSetup(

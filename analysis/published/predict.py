@@ -31,7 +31,7 @@ _FEW, _MORE = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a run needs on a GPU, and that as a share of what the GPU has; above 1 it does not fit."""
+    """What a run needs on a GPU, and that as a share of what the GPU has: at most 1 fits."""
 
     needed: Bytes
     share: float

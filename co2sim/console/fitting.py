@@ -1,6 +1,6 @@
 """Changes that make a configuration fit in memory, with the memory that each needs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, product
@@ -9,8 +9,9 @@ from typing import cast
 from rich.console import Console
 
 from co2sim.case import Case, Prepared
-from co2sim.console.tables import print_table
+from co2sim.console.tables import print_lines, print_table
 from co2sim.errors import Co2simError, OptionError
+from co2sim.memory import model_states
 from co2sim.schedule import Schedule
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
@@ -21,16 +22,18 @@ _SHARDED = ("zero2", "zero3")
 """Strategies, or inner ones, that keep less than a whole model on every GPU."""
 _DOUBLINGS = 6
 """Of the GPUs: up to 64 times as many."""
+_MORE_GPUS = "more GPUs"
+_FEWER_SAMPLES = "a smaller --micro-batch"
 _WHAT_HELPS = {
-    "parameters": ("a strategy that shards them, such as zero3", "more GPUs"),
-    "gradients": ("a strategy that shards them, such as zero2", "more GPUs"),
-    "optimizer": ("a strategy that shards it, such as zero2", "more GPUs"),
+    "parameters": ("a strategy that shards them, such as zero3", _MORE_GPUS),
+    "gradients": ("a strategy that shards them, such as zero2", _MORE_GPUS),
+    "optimizer": ("a strategy that shards it, such as zero2", _MORE_GPUS),
     "secondary": ("hpz=false",),
     "outer": ("worker=node",),
     "gathered": ("a smaller prefetch",),
-    "activations": ("--recompute full", "a smaller --micro-batch"),
-    "checkpoints": ("a smaller --micro-batch",),
-    "logits": ("--loss fused", "a smaller --micro-batch"),
+    "activations": ("--recompute full", _FEWER_SAMPLES),
+    "checkpoints": (_FEWER_SAMPLES,),
+    "logits": ("--loss fused", _FEWER_SAMPLES),
 }
 """What makes an item of memory smaller."""
 _MOST = 6
@@ -45,13 +48,22 @@ class Alternative:
     memory: Bytes
 
 
-def largest(case: Case, memory: Mapping[str, Bytes]) -> str:
-    """The largest item of memory, and the option that makes it smaller, in a line."""
+def largest(prepared: Prepared) -> str:
+    """The largest item of memory, and what makes it smaller, in a line."""
+    memory, job = prepared.memory(), prepared.job
     name = max((item for item in memory if item != "total"), key=lambda item: memory[item])
-    given = {f"--recompute {case.recompute}", f"--loss {case.loss}"}
-    helps = [option for option in _WHAT_HELPS.get(name, ()) if option not in given]
-    less = f"; {' or '.join(helps)} makes it smaller" if helps else ""
-    return f"the largest item is {name} with {scaled(memory[name], 'B')}{less}"
+    idle = {f"--recompute {job.recompute}", f"--loss {job.loss}"}
+    if job.micro_batch == 1:
+        idle.add(_FEWER_SAMPLES)
+    whole = model_states(job)
+    if name in whole and memory[name] < whole[name]:
+        idle |= {option for option in _WHAT_HELPS[name] if option != _MORE_GPUS}
+    twice = prepared.cluster.resized(2 * prepared.cluster.layout.world_size)
+    if replace(prepared, cluster=twice).memory()[name] >= memory[name]:
+        idle.add(_MORE_GPUS)
+    helps = [option for option in _WHAT_HELPS.get(name, ()) if option not in idle]
+    less = f": less with {', or '.join(helps)}" if helps else ""
+    return f"the largest item is {name}, {scaled(memory[name], 'B')}{less}"
 
 
 def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> None:
@@ -62,6 +74,7 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
     asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
     prepared = replace(settle(case).prepare(), strategy=asked)  # what it leaves open stays open
     memory = prepared.cluster.gpu.memory
+    print_lines(out, largest(prepared), "")
     found = list(alternatives(prepared))
     fitting = _fewest_changes([one for one in found if one.memory <= memory])
     heading = f"what would fit in {scaled(memory, 'B')}"

@@ -190,7 +190,7 @@ def _noise(seed: int, jitter: float, straggle: float, node_speed: Iterable[str] 
     return Noise(node_speed=speeds, straggle=straggle, jitter=jitter, seed=seed)
 
 
-def _job(
+def _job(  # noqa: PLR0913 - one parameter per option
     model: Model,
     *,
     micro_batch: MicroBatch = 1,

@@ -8,7 +8,7 @@ from rich.text import Text
 from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.console import intervals, loss
-from co2sim.console.fitting import largest, print_fitting
+from co2sim.console.fitting import print_fitting
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.memory import GIB, OVERHEAD
 from co2sim.noise import QUIET, Noise
@@ -79,9 +79,7 @@ def print_simulated(
     """
     print_result(result, noise=case.noise, goal=goal)
     if not result.fits_in_memory:
-        out = console()
-        print_lines(out, largest(case, result.memory_bytes_per_gpu), "")
-        print_fitting(out, case, settle)
+        print_fitting(console(), case, settle)
 
 
 def _print_header(out: Console, r: Result, noise: Noise) -> None:

@@ -1,4 +1,4 @@
-"""Options that say what the training framework does with attention, activations, loss and states."""
+"""Options that say what the training framework does with attention, activations and loss."""
 
 from typing import Annotated
 

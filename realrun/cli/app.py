@@ -21,10 +21,8 @@ from realrun.cli import options as launching
 from realrun.cli.lab import lab
 from realrun.cli.probe import probe
 from realrun.cli.train import train
+from realrun.launch.lab import CLUSTER
 from realrun.resolve import resolve
-
-CLUSTER = "REALRUN_CLUSTER"
-"""Environment variable with the path of the cluster that the lab states."""
 
 _MOST_ROUNDS = 10_000
 """Every rank keeps the spans of all rounds: some 200 bytes for each op of each of them."""

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from co2sim.catalog import names
+from co2sim.catalog import load_cluster, names
 from co2sim.console import options
 from co2sim.errors import OptionError, UnitError, nearest
 from co2sim.files import check_writable, write_atomically
 from co2sim.schedule import DType
 from co2sim.units import duration, parse, percent, scaled
 from realrun.cli import options as launching
+from realrun.launch.lab import CLUSTER
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +30,8 @@ _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16",
 """Largest collective, and precisions."""
 
 _QUICK = ("1 MiB", "5 s")
+_STATED = ("64 KiB", "5 s")
+"""Latencies show in what passes with the burst of a lab."""
 _PRECISIONS = (DType.FP32, DType.FP16, DType.BF16)
 
 
@@ -71,6 +74,14 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
             help="About how long to measure; a longer time gives more exact numbers.",
         ),
     ] = "30 s",
+    stated: Annotated[  # noqa: FBT002 - an option
+        bool,
+        typer.Option(
+            "--stated",
+            help="In a lab: keep the rates that it states, and measure only what hosts add to them."
+            " Takes about 3 s with --gpu virtual.",
+        ),
+    ] = False,
     quick: Annotated[  # noqa: FBT002 - an option
         bool, typer.Option("--quick", help="Same as --budget '5 s' --max-size '1 MiB'.")
     ] = False,
@@ -87,7 +98,11 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         raise OptionError(f"--gpu is {gpu!r}; {nearest(gpu, names('gpus'))}")
     if gpu is not None and precision:
         raise OptionError("--precision does not apply with --gpu, which runs no kernels")
-    if quick:
+    if stated and CLUSTER not in os.environ:
+        raise OptionError("--stated needs a lab: only there are rates stated")
+    if stated:
+        size, seconds = max_size or _STATED[0], options.seconds("--budget", _STATED[1])
+    elif quick:
         size, seconds = max_size or _QUICK[0], options.seconds("--budget", _QUICK[1])
     else:
         size = max_size or _DEFAULTS[backend][0]
@@ -105,8 +120,10 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         raise OptionError(NOTHING)
     if nproc is not None:
         raise typer.Exit(ranks.start(settings, sys.argv[1:]))
-    plan = Plan(precisions, largest, seconds)
-    ranks.as_rank(settings, None, lambda rank: _measure(rank, plan, out, name, gpu))
+    plan = Plan(precisions, largest, seconds, means=stated)
+    ranks.as_rank(
+        settings, None, lambda rank: _measure(rank, plan, out, name, gpu, rates=not stated)
+    )
 
 
 def _precisions(given: list[str] | None, backend: str) -> tuple[str, ...]:
@@ -126,7 +143,15 @@ def _size(text: str) -> float:
     return found
 
 
-def _measure(rank: "Rank", plan: "Plan", out: Path, name: str | None, gpu: str | None) -> None:
+def _measure(
+    rank: "Rank",
+    plan: "Plan",
+    out: Path,
+    name: str | None,
+    gpu: str | None,
+    *,
+    rates: bool,
+) -> None:
     """Measure as one rank among others; rank 0 writes and prints."""
     from realrun.probe.measurement import probe as measure  # noqa: PLC0415 - torch
 
@@ -137,7 +162,8 @@ def _measure(rank: "Rank", plan: "Plan", out: Path, name: str | None, gpu: str |
     from realrun.probe.figure import draw  # noqa: PLC0415 - matplotlib
     from realrun.probe.fit import fit  # noqa: PLC0415 - scipy
 
-    fitted = fit(measured)
+    lab = os.environ.get(CLUSTER)
+    fitted = fit(measured, load_cluster(lab).value if lab else None, rates=rates)
     called = name or _name(measured)
     text = to_toml(measured, fitted, called, gpu)
     figure = out.with_suffix(".png")

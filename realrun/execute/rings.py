@@ -2,7 +2,7 @@
 
 Gloo's own reduce_scatter sends a whole all-reduce, its broadcast a tree, and a large message each
 way between two ranks goes one way after the other (torch 2.13). Here buffers travel in segments,
-around the ring or pairwise, and every receive is posted before its data can come.
+around the ring or pairwise. A receive is posted before its data can come, or about when it does.
 
 Tensors are flat and contiguous; parts are equal.
 """
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,15 +32,23 @@ class Exchange:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send to the member at place `to`, without waiting."""
-        work = dist.isend(tensor, group=self._at.group, group_dst=to, tag=tag)
-        assert work is not None
-        self._sends.append(work)
+        self._sends.append(self._at.group.send([tensor], to, tag))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
         """Receive from the member at place `source`, without waiting."""
-        work = dist.irecv(tensor, group=self._at.group, group_src=source, tag=tag)
-        assert work is not None
-        return work
+        return self._at.group.recv([tensor], source, tag)
+
+    def swap(self, given: Tensor, taken: Tensor) -> list[dist.Work]:
+        """Send a part to the next member while that of the previous one comes; its receives.
+
+        Segment by segment: bytes flow before everything is posted.
+        """
+        receives = []
+        pieces = zip(_tagged(0, given), segments(taken), strict=True)
+        for (tag, piece), into in pieces:
+            receives.append(self.receive(into, self._at.previous, tag))
+            self.send(piece, self._at.next, tag)
+        return receives
 
     def wait(self, work: dist.Work) -> None:
         """Wait for one message."""
@@ -62,19 +71,19 @@ def all_gather(source: Tensor, result: Tensor, at: RankCommunicator, deadline: S
     """Fill `result` with every member's `source`, in order of the members."""
     n, me = len(at.members), at.me
     parts = result.view(n, -1)
-    parts[me].copy_(source)
     exchange = Exchange(at, deadline)
-    receives = [
+    receives = [exchange.swap(source, parts[at.previous])]
+    receives += [
         [
             exchange.receive(piece, at.previous, tag)
             for tag, piece in _tagged(step, parts[(me - 1 - step) % n])
         ]
-        for step in range(n - 1)
+        for step in range(1, n - 1)
     ]
-    for step in range(n - 1):
+    parts[me].copy_(source)  # while the messages are on their way
+    for step in range(1, n - 1):
         for number, (tag, piece) in enumerate(_tagged(step, parts[(me - step) % n])):
-            if step:
-                exchange.wait(receives[step - 1][number])
+            exchange.wait(receives[step - 1][number])
             exchange.send(piece, at.next, tag)
     for work in receives[-1]:
         exchange.wait(work)
@@ -87,20 +96,19 @@ def reduce_scatter(source: Tensor, result: Tensor, at: RankCommunicator, deadlin
     parts = source.view(n, -1)
     received = parts.new_empty(n - 1, parts.shape[1])
     exchange = Exchange(at, deadline)
-    receives = [
+    receives = [exchange.swap(parts[at.previous], received[0])]
+    receives += [
         [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(step, received[step])]
-        for step in range(n - 1)
+        for step in range(1, n - 1)
     ]
-    for tag, piece in _tagged(0, parts[(me - 1) % n]):
-        exchange.send(piece, at.next, tag)
     for step in range(1, n):
         own = segments(parts[(me - 1 - step) % n])
+        total = own if step < n - 1 else segments(result)
         for number, new in enumerate(segments(received[step - 1])):
             exchange.wait(receives[step - 1][number])
-            own[number] += new
+            torch.add(own[number], new, out=total[number])
             if step < n - 1:
-                exchange.send(own[number], at.next, _tag(step, number))
-    result.copy_(parts[me])
+                exchange.send(total[number], at.next, _tag(step, number))
     exchange.finish()
 
 
@@ -108,17 +116,15 @@ def all_to_all(source: Tensor, result: Tensor, at: RankCommunicator, deadline: S
     """Send part i of `source` to member i; `result` gets the parts from all members, in order."""
     n, me = len(at.members), at.me
     gives, takes = source.view(n, -1), result.view(n, -1)
-    takes[me].copy_(gives[me])
     exchange = Exchange(at, deadline)
-    receives = [
-        exchange.receive(piece, (me - distance) % n, tag)
-        for distance in range(1, n)
-        for tag, piece in _tagged(0, takes[(me - distance) % n])
-    ]
-    for number in range(len(segments(gives[me]))):
+    parts = [(segments(give), segments(take)) for give, take in zip(gives, takes, strict=True)]
+    receives = []
+    for number in range(len(parts[me][0])):
         for distance in range(1, n):
-            to = (me + distance) % n
-            exchange.send(segments(gives[to])[number], to, _tag(0, number))
+            source_at, to, tag = (me - distance) % n, (me + distance) % n, _tag(0, number)
+            receives.append(exchange.receive(parts[source_at][1][number], source_at, tag))
+            exchange.send(parts[to][0][number], to, tag)
+    takes[me].copy_(gives[me])  # while the messages are on their way
     for work in receives:
         exchange.wait(work)
     exchange.finish()

@@ -33,13 +33,17 @@ from realrun.launch.local import (
     resolved,
 )
 from realrun.launch.namespaces import (
+    ACK,
     FRAME,
     LOOPBACK_FRAME,
     LOOPBACK_PAYLOAD,
     PAYLOAD,
     SWITCH,
+    burst,
     entering,
+    loopback_burst,
     make_nodes,
+    payload_share,
     run_tool,
 )
 from realrun.launch.processes import ranks_killed_at_end, start, started
@@ -49,9 +53,14 @@ from realrun.launch.supervise import supervise
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 """What has to be installed: iproute2 and util-linux."""
 
+_TWO = 2
+
 _UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child=SIGKILL")
 _UNSHARE_ALL = (*_UNSHARE, "--mount-proc")
 _CLUSTER_FILE = "/dev/shm/cluster.toml"  # noqa: S108 - a file system of our own is mounted there
+
+CLUSTER = "REALRUN_CLUSTER"
+"""Environment variable of the ranks with the path of the cluster that the lab states."""
 
 _RANKS_PER_CORE = 2
 """With more, the cores are the bottleneck, not the network."""
@@ -167,6 +176,8 @@ def check_machine() -> None:
 def stated_cluster(lab: Lab) -> str:
     """The lab as a cluster file of co2sim: predict with it what the lab will do."""
     rate, intra = (" ".join(text.split()) for text in (lab.rate, lab.intra_rate))
+    share = payload_share(lab.bandwidth, two=lab.nodes == _TWO)
+    near, far = loopback_burst(lab.loopback) / lab.gpus_per_node, burst(lab.bandwidth)
     return f"""\
 name = "lab: {lab.nodes} nodes of {lab.gpus_per_node} at {rate}"
 source = "how the lab is built"
@@ -181,13 +192,16 @@ efficiency = {{ value = {LOOPBACK_PAYLOAD / LOOPBACK_FRAME:.4f}, source = "TCP p
 frame of loopback, whose MTU is 65536: {LOOPBACK_PAYLOAD} of the {LOOPBACK_FRAME} bytes counted" }}
 latency = {{ value = "300 us", assumed = true, source = "`realrun probe` on a virtual machine of \
 two cores gave 0.2 to 0.5 ms; depends on the machine and its load" }}
+burst = {{ value = "{near:.0f} B", source = "burst of tc tbf there, by rank" }}
 
 [inter]
 bandwidth = {{ value = "{rate}", source = "rate of tc tbf at each node's eth0" }}
-efficiency = {{ value = {PAYLOAD / FRAME:.4f}, source = "TCP payload of an Ethernet frame: \
-1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} bytes that tbf counts" }}
+efficiency = {{ value = {share:.4f}, source = "TCP payload of an Ethernet \
+frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} bytes that tbf \
+counts, and {ACK} bytes to acknowledge every packet" }}
 latency = {{ value = "250 us", assumed = true, source = "`realrun probe` in labs of 1 and 3 Gbit/s \
 on a virtual machine of two cores gave 0.22 to 0.30 ms; depends on the machine and its load" }}
+burst = {{ value = "{far} B", source = "burst of tc tbf there: 2 ms at its rate, 512 KiB at most" }}
 """
 
 
@@ -232,7 +246,7 @@ def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) ->
                     port=store.port,
                 )
                 node = entering(holders[rank // lab.gpus_per_node])
-                own = {"GLOO_SOCKET_IFNAME": "eth0", "REALRUN_CLUSTER": _CLUSTER_FILE}
+                own = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
                 ranks.append(start(rank, [*node, *command], {**variables, **own}))
             return supervise(ranks, store, grace)
     except Co2simError as error:

@@ -53,6 +53,9 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
         "realrun makes a communicator for every stream and group",
     )
     yield _interference(measured, kernels=fitted.processor is not None)
+    if fitted.call_overhead:
+        source = "fitted to collectives that pass at once with the bursts that the lab states"
+        yield _fact("call_overhead", _text(quantity(fitted.call_overhead, "s")), source)
     if fitted.processor is None:
         if gpu is None:
             raise OptionError("no kernel was run: name a GPU of the catalog with --gpu")
@@ -159,12 +162,15 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
         yield ""
         yield f"[{place}]"
         source = fits if link else why[place]
+        rate = "what payload gets of the rate that the lab states" if fitted.stated else source
         yield _fact(
             "bandwidth",
             _text(quantity((link or other).bandwidth, "B/s")),
-            f"payload, {source}" if link else source,
+            f"payload, {rate}" if link and not fitted.stated else rate,
             assumed=link is None,
         )
+        if link and link.burst:
+            yield _fact("burst", _text(quantity(link.burst, "B")), "payload, as the lab states it")
         yield _fact(
             "latency", _text(quantity((link or other).latency, "s")), source, assumed=link is None
         )

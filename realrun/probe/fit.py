@@ -18,6 +18,7 @@ from co2sim.cost import compute_time, footprint
 from co2sim.errors import OptionError
 from co2sim.schedule import Compute, Group, Kind, Layout
 from co2sim.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds
+from realrun.probe.hosts import fit_hosts
 from realrun.probe.samples import ComputeSample, Measured, Sample, by_kind
 
 _OUTLIER = 0.2
@@ -108,11 +109,15 @@ def _weights(samples: Iterable[Sample | ComputeSample]) -> Vector:
     return weights
 
 
-def bare(layout: Layout, backend: Backend, intra: Link, inter: Link) -> Cluster:
-    """A cluster of which only the links matter."""
+def bare(
+    layout: Layout, backend: Backend, intra: Link, inter: Link, call_overhead: Seconds = 0.0
+) -> Cluster:
+    """A cluster of which only communication matters."""
     gpu = GPU("any", 1.0, 1.0, {"fp32": 1.0}, ((1.0, 1.0),))
     size = (layout.nodes, layout.gpus_per_node)
-    return Cluster("probed", gpu, *size, intra, inter, backend, "stream")
+    return Cluster(
+        "probed", gpu, *size, intra, inter, backend, "stream", call_overhead=call_overhead
+    )
 
 
 def predict(samples: Iterable[Sample], cluster: Cluster) -> list[Seconds]:
@@ -121,14 +126,14 @@ def predict(samples: Iterable[Sample], cluster: Cluster) -> list[Seconds]:
 
 
 def fit_links(
-    samples: Sequence[Sample], layout: Layout, backend: Backend
+    samples: Sequence[Sample], layout: Layout, backend: Backend, hosts: Cluster | None = None
 ) -> tuple[Link | None, Link | None]:
     """The links inside a node and between nodes with which predictions come closest.
 
     Minimizes Huber's loss of the errors of log time over latency and payload bandwidth of both
     links at once. Errors up to 0.2, about 20 %, count squared, larger ones linearly: `f_scale`.
-    None for a link that the layout does not have. Raises OptionError when no collective used one
-    that it has.
+    None for a link that the layout does not have. Bursts, and what hosts add to a call, are those
+    of `hosts`, if given. Raises OptionError when no collective used a link that is there.
     """
     present = [layout.gpus_per_node > 1, layout.nodes > 1]
     if not any(present):
@@ -136,15 +141,19 @@ def fit_links(
     times = np.log([sample.seconds for sample in samples])
     start = _bounds(samples, layout, backend)
     free = np.repeat(present, 2)
+    call = hosts.call_overhead if hosts else 0.0
+    near_burst, far_burst = (
+        (hosts.intra.payload_burst, hosts.inter.payload_burst) if hosts else (0.0, 0.0)
+    )
 
     def links(values: Vector) -> tuple[Link, Link]:
         every = start.copy()
         every[free] = values
         near_latency, near, far_latency, far = map(float, np.exp(every))
-        return Link(near, near_latency), Link(far, far_latency)
+        return Link(near, near_latency, burst=near_burst), Link(far, far_latency, burst=far_burst)
 
     def errors(values: Vector) -> Vector:
-        cluster = bare(layout, backend, *links(values))
+        cluster = bare(layout, backend, *links(values), call)
         off: Vector = np.log(predict(samples, cluster)) - times
         return off
 
@@ -192,7 +201,7 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
     numbers = []
     for place, count in enumerate((layout.gpus_per_node, layout.nodes)):
         links = [Link(1e18, float(place == 0)), Link(1e18, float(place == 1))]
-        cluster = bare(layout, backend, *links)
+        cluster = bare(layout, backend, links[0], links[1])
         costs = [(footprint(sample.work, cluster), sample.seconds) for sample in samples]
         steps = [seconds / cost.latency for cost, seconds in costs if cost.latency]
         speed = max((cost.loads(cluster)[place] / s for cost, s in costs), default=0.0)
@@ -247,8 +256,8 @@ class Fitted:
 
     `processor` is None if no kernel was run, a link if it joins no two ranks. `lines` fit every
     kind and group by itself; `misfit` says how far predictions from the links are off there, and
-    `overall` the same for all samples at once. The scatters are those of kernels and collectives,
-    None where none was measured.
+    `overall` the same for all samples at once. `stated` says that bandwidths were not fitted. The
+    scatters are those of kernels and collectives, None where none was measured.
     """
 
     processor: GPU | None
@@ -259,16 +268,27 @@ class Fitted:
     overall: Residuals | None
     compute_scatter: float | None = None
     communication_scatter: float | None = None
+    call_overhead: Seconds = 0.0
+    stated: bool = False
 
 
-def fit(measured: Measured) -> Fitted:
-    """Fit everything that was measured."""
+def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -> Fitted:
+    """Fit everything that was measured.
+
+    In a `lab` its bursts are taken as stated, and without `rates` its bandwidths, too.
+    """
     layout, backend, samples = measured.layout, measured.backend, measured.collectives
-    intra, inter = fit_links(samples, layout, backend)
+    hosts = fit_hosts(samples, lab) if lab else None
+    if hosts and not rates:
+        intra: Link | None = _payload(hosts.intra) if layout.gpus_per_node > 1 else None
+        inter: Link | None = _payload(hosts.inter) if layout.nodes > 1 else None
+    else:
+        intra, inter = fit_links(samples, layout, backend, hosts)
     here = intra or inter
     if here is None:
         return Fitted(fit_gpu(measured), None, None, {}, {}, None)
-    cluster = bare(layout, backend, intra or here, inter or here)
+    call = hosts.call_overhead if hosts else 0.0
+    cluster = bare(layout, backend, intra or here, inter or here, call)
 
     def off(some: Sequence[Sample]) -> Residuals:
         return residuals(predict(some, cluster), [sample.seconds for sample in some])
@@ -282,4 +302,11 @@ def fit(measured: Measured) -> Fitted:
         exact = [compute_time(sample.work, gpu, first) for sample in kernels]
         kernel_scatter = scatter(kernels, exact)
     spread = scatter(samples, predict(samples, cluster))
-    return Fitted(gpu, intra, inter, lines, misfit, off(samples), kernel_scatter, spread)
+    return Fitted(
+        gpu, intra, inter, lines, misfit, off(samples), kernel_scatter, spread, call, not rates
+    )
+
+
+def _payload(link: Link) -> Link:
+    """The same link by what payload gets of it."""
+    return Link(link.payload_bandwidth, link.latency, burst=link.payload_burst)

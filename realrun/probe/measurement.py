@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from statistics import median, stdev
+from statistics import fmean, median, stdev
 from typing import TypeVar
 
 import torch
@@ -57,11 +57,16 @@ _EMPTY_OPS = 200
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: no kernels if there is no precision. `budget` bounds the time, roughly."""
+    """What to measure: no kernels if there is no precision. `budget` bounds the time, roughly.
+
+    Of repetitions the median counts, or with `means` the mean: many small collectives take the sum
+    of their times, late wake-ups included.
+    """
 
     precisions: tuple[str, ...]
     max_size: Bytes
     budget: Seconds
+    means: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,8 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
             say(f"{task.label}, pass {turn + 1} of {_PASSES}")
             for op, found in _time(world, task).items():
                 times.setdefault(op, []).append(found)
-    seconds = {op: median(chain.from_iterable(passes)) for op, passes in times.items()}
+    middle = fmean if plan.means else median
+    seconds = {op: middle(chain.from_iterable(passes)) for op, passes in times.items()}
     drifts = {op: _drift(passes) for op, passes in times.items()}
     works = {op.name: op.work for task in tasks for op in task.schedule.body}
     collectives = tuple(

@@ -1,0 +1,92 @@
+"""Links with a shaper: a token bucket, whose burst passes at once after a pause.
+
+`tc tbf` in a lab is one, and so are the rate limits of clouds. A bucket holds at most `burst` bytes
+of credit, earned at the rate of the link while the link is not full. What is sent while there is
+credit takes no time on the link (tc-tbf(8); RFC 2697).
+
+So latency steps of a collective are not lost: what the link could not send meanwhile passes at once
+in the next step, as far as the burst holds it. The collective takes one step and its bytes, or all
+of its steps, whichever is longer.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from co2sim.cluster import Link
+from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+
+def hidden_share(link: Link, step: Seconds) -> float:
+    """The part of a latency step whose bytes the burst keeps for the next one, 0 to 1."""
+    lost = link.payload_bandwidth * step
+    return min(1.0, link.payload_burst / lost) if lost else 0.0
+
+
+def passed(times: Sequence[Seconds], links: Sequence[Link | None]) -> float:
+    """The fraction, 0 to 1, of a transfer alone that passes at once after a pause.
+
+    `times` are those that its bytes need on each of the links; it progresses on all together.
+    """
+    shares = [
+        link.payload_burst / link.payload_bandwidth / time
+        for time, link in zip(times, links, strict=True)
+        if link and link.burst and time
+    ]
+    return min(1.0, *shares) if shares else 0.0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The credit of one link in bytes; `used` is what its flows take, in B/s."""
+
+    depth: Bytes
+    rate: BytesPerSecond
+    level: Bytes
+    used: BytesPerSecond = 0.0
+    since: Seconds = 0.0
+
+    def settle(self, now: Seconds) -> Bytes:
+        """The credit at this moment."""
+        earned = (self.rate - self.used) * (now - self.since)
+        self.level = min(self.depth, max(0.0, self.level + earned))
+        self.since = now
+        return self.level
+
+
+class Buckets:
+    """The buckets of a network's links, full at the start."""
+
+    def __init__(
+        self, capacity: Mapping[Hashable, BytesPerSecond], bursts: Mapping[Hashable, Bytes]
+    ) -> None:
+        """Of the links that have a burst, in bytes of payload as their capacity is."""
+        self._buckets = {
+            link: _Bucket(burst, capacity[link], burst) for link, burst in bursts.items()
+        }
+
+    def __contains__(self, link: Hashable) -> bool:
+        """Whether a link is shaped."""
+        return link in self._buckets
+
+    def spend(self, flows: Sequence[Mapping[Hashable, Bytes]], now: Seconds) -> list[float]:
+        """The fraction of each flow that passes at once, of those that come at this moment.
+
+        Flows are given by their bytes on each link. Those on one link share its credit by these.
+        """
+        asked: dict[Hashable, Bytes] = {}
+        for loads in flows:
+            for link in loads.keys() & self._buckets.keys():
+                asked[link] = asked.get(link, 0.0) + loads[link]
+        shares = {link: self._buckets[link].settle(now) / size for link, size in asked.items()}
+        passing = [min(1.0, *(shares[link] for link in loads if link in asked)) for loads in flows]
+        for loads, fraction in zip(flows, passing, strict=True):
+            for link in loads.keys() & asked.keys():
+                self._buckets[link].level -= fraction * loads[link]
+        return passing
+
+    def use(self, loads: Mapping[Hashable, Bytes], change: float, now: Seconds) -> None:
+        """A flow changes its rate, in whole flows per second."""
+        for link in loads.keys() & self._buckets.keys():
+            bucket = self._buckets[link]
+            bucket.settle(now)
+            bucket.used += change * loads[link]

@@ -1,0 +1,183 @@
+"""Shaped links: token buckets, against the virtual-scheduling form of the same algorithm."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import TypeAlias
+
+import pytest
+import simpy
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim.cluster import Cluster, Link
+from co2sim.cost import footprint
+from co2sim.network import Network
+from co2sim.schedule import PEERS, WORLD, Collective, DType, Group, Kind, Op, Schedule
+from co2sim.simulator import execute
+
+Loads: TypeAlias = dict[Hashable, float]
+
+RATE = 10.0
+
+
+def ends(
+    flows: list[tuple[float, Loads]],
+    capacity: Loads,
+    bursts: Loads,
+    least: float = 0.0,
+) -> list[float]:
+    """When each flow (start, bytes on each link) ends."""
+    env = simpy.Environment()
+    network = Network(env, capacity, bursts)
+    found: dict[int, float] = {}
+
+    def begin(number: int, loads: Loads) -> None:
+        solo = max(size / capacity[link] for link, size in loads.items())
+
+        def done() -> None:
+            found[number] = env.now
+
+        network.transfer(loads, 0.0, solo, done, least=least)
+
+    for number, (start, loads) in enumerate(flows):
+        timer = env.timeout(start)
+        assert timer.callbacks is not None
+        timer.callbacks.append(lambda _, n=number, sizes=loads: begin(n, sizes))  # type: ignore[misc]
+    env.run()
+    return [found[number] for number in range(len(flows))]
+
+
+def test_a_burst_passes_at_once_and_is_earned_again_in_pauses() -> None:
+    """100 B at 10 B/s with a burst of 40: 6 s, then 10 s, and 8 s after a pause of 2 s."""
+    flows: list[tuple[float, Loads]] = [
+        (0.0, {"nic": 100.0}),
+        (6.0, {"nic": 100.0}),
+        (18.0, {"nic": 100.0}),
+    ]
+    assert ends(flows, {"nic": RATE}, {"nic": 40.0}) == pytest.approx([6.0, 16.0, 26.0])
+
+
+def test_flows_that_come_together_share_the_credit() -> None:
+    """Of 40 B of credit 100 B get 10 and 300 B get 30; 90 B at 5 B/s, then 180 B at 10."""
+    flows: list[tuple[float, Loads]] = [(0.0, {"nic": 100.0}), (0.0, {"nic": 300.0})]
+    assert ends(flows, {"nic": RATE}, {"nic": 40.0}) == pytest.approx([18.0, 36.0])
+
+
+def test_a_flow_held_back_elsewhere_leaves_credit_to_others() -> None:
+    """Held to 4 B/s by its GPU, whose burst is next to nothing: at 5 s all 40 B are left."""
+    flows: list[tuple[float, Loads]] = [(0.0, {"gpu": 40.0, "nic": 40.0}), (5.0, {"nic": 40.0})]
+    found = ends(flows, {"gpu": 4.0, "nic": RATE}, {"nic": 40.0, "gpu": 0.1})
+    assert found[1] == pytest.approx(5.0, abs=0.1)
+    assert found[0] == pytest.approx(10.0, abs=0.1)
+
+
+def test_what_passes_at_once_still_takes_its_latency_steps() -> None:
+    """A transfer ends no earlier than its least time, and what takes longer is not delayed."""
+    flows: list[tuple[float, Loads]] = [(0.0, {"nic": 10.0}), (20.0, {"nic": 100.0})]
+    assert ends(flows, {"nic": RATE}, {"nic": 40.0}, least=3.0) == pytest.approx([3.0, 26.0])
+
+
+@given(
+    st.floats(0.0, 60.0),
+    st.lists(st.tuples(st.floats(0.01, 12.0), st.floats(1.0, 200.0)), min_size=1, max_size=8),
+)
+def test_one_after_the_other_agrees_with_virtual_scheduling(
+    burst: float, sizes: list[tuple[float, float]]
+) -> None:
+    """The oracle is the generic cell rate algorithm (ITU-T I.371), which keeps no credit at all.
+
+    A byte may leave when the theoretical arrival time is at most burst / rate ahead.
+    """
+    due, now = 0.0, 0.0
+    flows: list[tuple[float, Loads]] = []
+    expected = []
+    for pause, size in sizes:
+        now += pause
+        flows.append((now, {"nic": size}))
+        due = max(due, now) + size / RATE
+        now = max(now, due - burst / RATE)
+        expected.append(now)
+    assert ends(flows, {"nic": RATE}, {"nic": burst} if burst else {}) == pytest.approx(expected)
+
+
+# --- collectives ---------------------------------------------------------------------------------
+
+LATENCY = 1e-3
+
+
+def shaped(nodes: int, burst: float, per_node: int = 1) -> Cluster:
+    """1 MB/s between nodes, 4 MB/s inside, 1 ms a step, Gloo, the same burst on every link."""
+    return tiny.cluster(
+        nodes,
+        per_node,
+        intra=Link(4e6, LATENCY, burst=burst),
+        inter=Link(1e6, LATENCY, burst=burst),
+        backend="gloo",
+    )
+
+
+def in_a_row(kind: Kind, size: int, cluster: Cluster, count: int, group: Group = WORLD) -> float:
+    """Seconds of some equal collectives, one right after the other."""
+    work = Collective(kind, "x", size, DType.INT8, group)
+    body = Schedule("row", tuple(Op(f"{number}", work, "comm") for number in range(count)))
+    trace = execute(body, cluster, precision="bf16", rounds=1, fold=False)
+    return max(span.end for span in trace.spans)
+
+
+@given(
+    st.sampled_from(list(Kind)),
+    st.integers(1, 200_000),
+    st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)]),
+    st.sampled_from([0.0, 300.0, 2_000.0, 50_000.0]),
+)
+def test_alone_is_what_the_simulation_takes_after_a_pause(
+    kind: Kind, size: int, layout: tuple[int, int], burst: float
+) -> None:
+    """The closed form of the cost model, and the network event by event; a burst slows nothing."""
+    cluster = shaped(layout[0], burst, layout[1])
+    work = Collective(kind, "x", size, DType.INT8, WORLD)
+    alone = footprint(work, cluster).alone(cluster)
+    assert in_a_row(kind, size, cluster, 1) == pytest.approx(alone, rel=1e-9)
+    plain = shaped(layout[0], 0.0, layout[1])
+    assert footprint(work, cluster).latency <= alone
+    assert alone <= footprint(work, plain).alone(plain) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("size", [100, 40_000])
+def test_a_burst_hides_all_latency_steps_but_one_behind_bytes(size: int) -> None:
+    """All-gathers around 4 nodes that follow each other: their bytes, or their three steps.
+
+    3/4 of 40 kB take 30 ms at 1 MB/s. The burst of 2 kB holds what a step of 1 ms keeps back, and
+    its 2 ms are saved once. Without a burst every step comes on top: 33 ms.
+    """
+    steps, bytes_ = 3 * LATENCY, 0.75 * size / 1e6
+    found = in_a_row(Kind.ALL_GATHER, size, shaped(4, 2_000.0), 5)
+    expected = 5 * steps if size == 100 else 5 * bytes_ + LATENCY - 2e-3
+    assert found == pytest.approx(expected, rel=1e-6)
+    plain = in_a_row(Kind.ALL_GATHER, size, shaped(4, 0.0), 5)
+    assert plain == pytest.approx(5 * (steps + bytes_), rel=1e-6)
+
+
+def test_every_collective_takes_the_overhead_of_a_call() -> None:
+    """On top of steps and bytes, in the closed form and simulated; a rank alone calls nobody."""
+    plain = shaped(4, 2_000.0)
+    slow = replace(plain, call_overhead=5e-3)
+    for size in (100, 40_000):
+        before, after = (in_a_row(Kind.ALL_GATHER, size, one, 1) for one in (plain, slow))
+        assert after == pytest.approx(before + 5e-3)
+    work = Collective(Kind.ALL_GATHER, "x", 100, DType.INT8, WORLD)
+    assert footprint(work, replace(shaped(1, 0.0), call_overhead=5e-3)).latency == 0
+
+
+def test_folded_and_unfolded_ranks_share_a_burst_alike() -> None:
+    """Two groups of peers leave through one NIC at the same instant: each gets half the credit."""
+    work = Collective(Kind.ALL_GATHER, "x", 10_000, DType.INT8, PEERS)
+    body = Schedule("peers", (Op("gather", work, "comm"),))
+    cluster = shaped(2, 3_000.0, 2)
+    times = [
+        {span.end for span in execute(body, cluster, precision="bf16", rounds=1, fold=f).spans}
+        for f in (True, False)
+    ]
+    assert len(times[0]) == len(times[1]) == 1
+    assert times[0].pop() == pytest.approx(times[1].pop())
