@@ -1,8 +1,8 @@
 """The plan of the long study: a few lines of the convergence study in trainings of other lengths.
 
 Its tuning goes on from the one at 768 steps. What belongs to a method, such as the outer step and
-what is kept, is the best of there. The learning rate is the better of `RATES` at 3,072 steps, by a
-run with the tuning seed; in longer runs it is the lower of the two for all.
+what is kept, is the best of there. The learning rate of longer runs is the lower of `RATES` for
+all; at 3,072 steps it is the better of the two once both were tried with the tuning seed.
 """
 
 from collections.abc import Iterator
@@ -57,11 +57,11 @@ class LongStudy:
             StudyBudget(),
             (
                 Part(768, LINES, SEEDS),
+                Part(3072, LINES, (0,)),
                 Part(6144, ("LocalSGD 12", "CO2 delay 4, tau 12"), (0,)),
                 Part(6144, ("AdamW-DDP", "CO2 12, gap", COMPARED[-1]), (0,)),
-                Part(3072, COMPARED, (0,), tunes=True),
+                Part(3072, COMPARED, (0, 1), tunes=True),
                 Part(12288, COMPARED, (0,)),
-                Part(3072, COMPARED, (1,), tunes=True),
             ),
         )
 
@@ -86,18 +86,27 @@ class LongStudy:
         """All runs, as far as the finished ones tell; those of the base have to be there."""
         for part in self.parts:
             for name in part.lines:
-                yield from self._of_line(part, self._tuned(name, known), known)
+                yield from self._of_line(part, self._best(name, known), known)
 
-    def of(self, steps: int, name: str, known: Known) -> list[Ask]:
-        """The runs of a line of one length that count, not those to tune by."""
-        return [
-            ask
+    def counted(self, steps: int, name: str, known: Known) -> list[Ask]:
+        """The finished runs of a line of one length that count: at the rate that came last."""
+        found = {
+            ask.key: ask
             for ask in self.asks(known)
             if (ask.budget.steps, ask.configuration.name) == (steps, name)
             and ask.seed != TUNING_SEED
-        ]
+            and ask.key in known
+        }
+        last = [ask.lr for ask in found.values()][-1:]
+        return [ask for ask in found.values() if [ask.lr] == last]
 
-    def _tuned(self, name: str, known: Known) -> Ask:
+    def tuned(self, known: Known) -> int:
+        """Of how many lines all runs to choose the rate by are there."""
+        trials = [ask for ask in self.asks(known) if ask.seed == TUNING_SEED]
+        lacking = {ask.configuration.name for ask in trials if ask.key not in known}
+        return len({ask.configuration.name for ask in trials} - lacking)
+
+    def _best(self, name: str, known: Known) -> Ask:
         """The best of the convergence study."""
         configuration = next(c for c in _all_lines() if c.name == name)
         if self.base.quick:

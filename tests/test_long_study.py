@@ -16,6 +16,7 @@ from convergence_plan import (  # type: ignore[import-not-found]
 from finished_runs import Known, read  # type: ignore[import-not-found]
 from long_study_plan import (  # type: ignore[import-not-found]
     COMPARED,
+    LINES,
     RATES,
     LongStudy,
 )
@@ -40,13 +41,25 @@ def test_the_rate_is_chosen_at_3072_steps_and_the_lower_one_in_longer_runs(bette
     asked, known = finished(better)
     for steps in STUDY.lengths:
         for name in COMPARED:
-            rates = {ask.lr for ask in STUDY.of(steps, name, known)}
+            rates = {ask.lr for ask in STUDY.counted(steps, name, known)}
             assert steps != 3072 or rates == {better}
-            assert steps <= 3072 or rates <= {min(RATES)}
+            assert steps <= 3072 or rates == {min(RATES)}
     tuned = [ask for ask in asked if ask.seed == TUNING_SEED]
     assert {ask.budget.steps for ask in tuned} == {3072}
     assert sorted({ask.lr for ask in tuned}) == sorted(RATES)
     assert len(tuned) == len(RATES) * len(COMPARED)
+    assert STUDY.tuned(known) == len(COMPARED)
+
+
+def test_before_the_rate_is_chosen_runs_of_the_lower_one_count() -> None:
+    """Of a study that was cut short the first runs of 3,072 steps are told."""
+    known = dict(BASE)
+    for ask in missing(STUDY.asks, known)[: len(LINES)]:
+        known[ask.key] = {"validation_loss": 2.0}
+    assert STUDY.tuned(known) == 0
+    for name in LINES:
+        (counted,) = STUDY.counted(3072, name, known)
+        assert (counted.seed, counted.lr) == (0, min(RATES))
 
 
 def test_runs_of_768_steps_are_those_of_the_convergence_study() -> None:
@@ -54,8 +67,9 @@ def test_runs_of_768_steps_are_those_of_the_convergence_study() -> None:
     asked, known = finished(RATES[0])
     assert 768 not in {ask.budget.steps for ask in asked}
     for name in COMPARED:
-        (choice,) = {ask.choice for ask in STUDY.of(768, name, known)}
-        assert [ask.seed for ask in STUDY.of(768, name, known)] == list(SEEDS)
+        counted = STUDY.counted(768, name, known)
+        (choice,) = {ask.choice for ask in counted}
+        assert [ask.seed for ask in counted] == list(SEEDS)
         assert {ask.choice for ask in asked if ask.configuration.name == name} == {choice}
 
 
