@@ -101,7 +101,7 @@ class Configuration:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Outer steps to choose from; where workers keep progress, how much. The usual is first."""
+        """Outer steps to choose from; where workers keep progress, how much; the usual is first."""
         if self.peer:
             return PEERS
         if not self.keeps:
