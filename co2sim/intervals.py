@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from co2sim.calibrations import CATALOG, Calibration, calibrations, replaced, squares
 from co2sim.cluster import Cluster, Link
-from co2sim.kinds import Kind, kind_of
+from co2sim.kinds import RunKind, kind_of
 from co2sim.strategies import Strategy
 from co2sim.units import counted
 from co2sim.workload import Model
@@ -141,7 +141,7 @@ def reaches(sums: tuple[float, float], scatter: float) -> tuple[float, float]:
     return math.sqrt(down + scatter**2), math.sqrt(up + scatter**2)
 
 
-def calibration_of(cluster: Cluster, kind: Kind) -> Calibration | None:
+def calibration_of(cluster: Cluster, kind: RunKind) -> Calibration | None:
     """The fit whose constants the cluster has, if it was fitted to runs of the kind."""
     fits = (fit for fit in calibrations().values() if str(kind) in fit.kinds)
     return next((fit for fit in fits if fit.holds_for(cluster)), None)
@@ -187,12 +187,12 @@ def undecided(one: Interval, other: Interval) -> bool:
 
 
 @cache
-def kind_errors() -> Mapping[Kind, KindErrors]:
+def kind_errors() -> Mapping[RunKind, KindErrors]:
     """The record of errors on published runs, by kind."""
     tree = tomllib.loads((CATALOG / ERRORS).read_text("utf-8"))
     return dict(map(_read, tree.get("kind", ())))
 
 
-def _read(entry: Mapping[str, Any]) -> tuple[Kind, KindErrors]:
-    kind = Kind(entry["gpu"], entry["exchange"], entry["extent"])
+def _read(entry: Mapping[str, Any]) -> tuple[RunKind, KindErrors]:
+    kind = RunKind(entry["gpu"], entry["exchange"], entry["extent"])
     return kind, KindErrors(entry["low"], entry["high"], entry["runs"])

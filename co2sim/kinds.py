@@ -29,7 +29,7 @@ _IN_WORDS: dict[Exchange, str] = {
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Kind:
+class RunKind:
     """GPU generation, what is exchanged (the family of the strategy), and one node or several."""
 
     gpu: str
@@ -50,7 +50,7 @@ def generation(gpu: str) -> str | None:
     return _GENERATIONS.get(found[1], found[1]) if found else None
 
 
-def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> Kind | None:
+def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> RunKind | None:
     """The kind of a run on all of the cluster; None where nothing that is published is like it.
 
     That is so for other GPUs, for strategies that are not ours, and for models of images.
@@ -60,4 +60,4 @@ def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> Kind | None:
     exchange = "averages" if local else _EXCHANGED.get(strategy.name)
     if gpu is None or exchange is None or model.unit != "token":
         return None
-    return Kind(gpu, exchange, "several nodes" if cluster.nodes > 1 else "one node")
+    return RunKind(gpu, exchange, "several nodes" if cluster.nodes > 1 else "one node")

@@ -676,8 +676,8 @@ def test_another_cluster_predicts_instead_of_the_recorded_one(cli: Run) -> None:
         (["runs/ddp", "--cluster", "dgx-h100"], ["2 x 2", "1 x 4", "nodes x GPUs per node"]),
         (["runs/ddp", "--cluster", "dgx-h10"], ["dgx-h10"]),
         (
-            ["runs/ddp", "--set", "inter.speed=1 us"],
-            ["unknown name 'inter.speed'; did you mean 'inter.burst'?"],
+            ["runs/ddp", "--set", "inter.bandwith=1 us"],
+            ["unknown name 'inter.bandwith'; did you mean 'inter.bandwidth'?"],
         ),
         (["runs/ddp", "--set", "gpu=h100"], ["gpu", "--cluster"]),
         (["runs/ddp", "--set", "inter.bandwidth=1"], ["inter.bandwidth", "no unit"]),

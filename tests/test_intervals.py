@@ -32,7 +32,7 @@ from co2sim.intervals import (
     kind_errors,
     undecided,
 )
-from co2sim.kinds import Kind, generation, kind_of
+from co2sim.kinds import RunKind, generation, kind_of
 from co2sim.strategies import parse
 
 CO2 = "co2(tau=12, worker=node, inner=zero2)"
@@ -67,9 +67,9 @@ def test_a_kind_is_generation_exchange_and_extent() -> None:
     """All strategies have one; a model of images, or a strategy that is not ours, has none."""
     cluster, model = load_cluster("a100-roce800").value, load_model("gpt2-small").value
     one = cluster.resized(8)
-    assert kind_of(cluster, parse("ddp"), model) == Kind("A100", "gradients", "several nodes")
-    assert kind_of(one, parse("zeropp"), model) == Kind("A100", "parameters", "one node")
-    assert kind_of(one, parse(CO2), model) == Kind("A100", "averages", "one node")
+    assert kind_of(cluster, parse("ddp"), model) == RunKind("A100", "gradients", "several nodes")
+    assert kind_of(one, parse("zeropp"), model) == RunKind("A100", "parameters", "one node")
+    assert kind_of(one, parse(CO2), model) == RunKind("A100", "averages", "one node")
     for name in co2sim.strategies.STRATEGIES:
         assert kind_of(cluster, parse(name), model) is not None, name
     assert kind_of(cluster, parse("ddp"), load_model("resnet-50").value) is None
@@ -101,7 +101,7 @@ def test_a_fit_says_nothing_of_a_cluster_with_other_constants() -> None:
     other = replaced(cluster, "inter.exchange_efficiency", 0.4)
     assert calibration_of(other, kind) is None
     assert calibration_of(replaced(cluster, "inter.bandwidth", 5e9), kind) is fit
-    assert calibration_of(cluster, Kind("V100", "gradients", "several nodes")) is None
+    assert calibration_of(cluster, RunKind("V100", "gradients", "several nodes")) is None
 
 
 def test_on_one_node_the_links_between_nodes_do_not_matter() -> None:
@@ -215,7 +215,7 @@ def test_where_nothing_is_near_there_is_no_interval(
 def test_elsewhere_the_interval_is_that_of_errors_on_published_runs() -> None:
     """As the record says for the kind, around the prediction, with the runs that are behind it."""
     result = co2sim.simulate("dgx2-ib1", "gpt-18b", "zero3", gpus=32)
-    known = kind_errors()[Kind("V100", "parameters", "several nodes")]
+    known = kind_errors()[RunKind("V100", "parameters", "several nodes")]
     assert result.tokens_per_s_low == pytest.approx(result.tokens_per_s * math.exp(known.low))
     assert result.tokens_per_s_high == pytest.approx(result.tokens_per_s * math.exp(known.high))
     assert known.low < 0 < known.high

@@ -19,6 +19,7 @@ _UNITS: dict[str, Unit] = {
     "latency": "s",
     "burst": "B",
     "call_overhead": "s",
+    "network_overhead": "s",
     "memory": "B",
     "memory_bandwidth": "B/s",
     "launch_overhead": "s",

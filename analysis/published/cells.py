@@ -9,7 +9,7 @@ from co2sim.calibrations import replaced
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError, nearest
-from co2sim.kinds import Kind, kind_of
+from co2sim.kinds import RunKind, kind_of
 from co2sim.published_cells import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
@@ -120,7 +120,7 @@ class Cell:
         return tuple(term.setup for term in (*self.terms, *self.over))
 
 
-def run_kind(setup: RunSetup) -> Kind | None:
+def run_kind(setup: RunSetup) -> RunKind | None:
     """The kind of a run; see `co2sim.kinds`."""
     model = model_of(setup.model, setup.model_overrides)
     return kind_of(setup.used_cluster(), setup.strategy, model)

@@ -17,7 +17,7 @@ from analysis.published.papers import Paper
 from analysis.published.predict import predict
 from co2sim.calibrations import CATALOG, calibrations
 from co2sim.intervals import ERRORS
-from co2sim.kinds import Kind
+from co2sim.kinds import RunKind
 
 _SPEEDS = {"tokens_per_s", "tflops_per_gpu"}
 
@@ -27,13 +27,13 @@ _HEAD = (
     "log(published / predicted) of a further run of the kind, 'runs' counts those known by source.",
 )
 
-KindSources: TypeAlias = Mapping[Kind, Mapping[str, Sequence[float]]]
+KindSources: TypeAlias = Mapping[RunKind, Mapping[str, Sequence[float]]]
 """log(published speed / predicted) by kind and source."""
 
 
 def errors_by_kind(cells: Sequence[Cell], sources: Mapping[str, Paper]) -> KindSources:
     """The errors of all cells that are speeds, by kind and source, sorted."""
-    found: dict[Kind, dict[str, list[float]]] = {}
+    found: dict[RunKind, dict[str, list[float]]] = {}
     known = _left_out(cells)
     for cell in cells:
         kind = None if cell.over else run_kind(cell.setup)
@@ -76,7 +76,7 @@ class KindCoverage:
     `runs` is how many there are by source; shares are None where too few runs are left.
     """
 
-    kind: Kind
+    kind: RunKind
     runs: Mapping[str, int]
     ends: tuple[float, float] | None
     by_run: float | None
@@ -134,7 +134,7 @@ def record_file(errors: KindSources) -> tuple[Path, bytes]:
     return Path(str(CATALOG / ERRORS)), tomlkit.dumps(document).encode()
 
 
-def _table(kind: Kind, sources: Mapping[str, Sequence[float]], ends: tuple[float, float]) -> Any:
+def _table(kind: RunKind, sources: Mapping[str, Sequence[float]], ends: tuple[float, float]) -> Any:
     import tomlkit  # noqa: PLC0415 - only to write
 
     table = tomlkit.table()
