@@ -17,7 +17,7 @@ from analysis.published.parameters import GROUPS, stated
 from analysis.published.predict import memory_of, predict
 from co2sim.calibrations import record
 from co2sim.errors import CatalogError
-from co2sim.schedule import After, Collective, Compute, DType, Kind, Op, Schedule
+from co2sim.schedule import WORLD, After, Collective, Compute, DType, Kind, Op, Schedule
 from co2sim.strategies.step import COMM, COMPUTE
 
 ROWS = Path(__file__).parent / "golden" / "fsdp-rows.csv"
@@ -134,7 +134,7 @@ def test_a_round_of_two_streams_by_hand() -> None:
     def compute(name: str) -> Compute:
         return Compute(name, 0.0, 0.0)
 
-    gather = Collective(Kind.ALL_GATHER, "x", 1, DType.BF16, next(iter(_group())))
+    gather = Collective(Kind.ALL_GATHER, "x", 1, DType.BF16, WORLD)
     body = (
         Op("gather", gather, COMM, (After("last", rounds_ago=1),)),
         Op("first", compute("first"), COMPUTE),
@@ -144,12 +144,6 @@ def test_a_round_of_two_streams_by_hand() -> None:
     assert round_time(lines, [2.0, 3.0, 1.0], 1.0) == pytest.approx(2 + 2 + 1)
     assert round_time(lines, [2.0, 3.0, 1.0], 0.0) == pytest.approx(3 + 1)
     assert round_time(lines, [5.0, 3.0, 1.0], 0.0) == pytest.approx(5 + 1)
-
-
-def _group() -> Sequence[object]:
-    from co2sim.schedule import WORLD  # noqa: PLC0415 - one name
-
-    return [WORLD]
 
 
 # --- fits ----------------------------------------------------------------------------------------
