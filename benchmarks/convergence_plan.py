@@ -140,7 +140,8 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
         ):
             name = f"CO2 {tau}, {words}"
             found.append(Configuration(name, f"co2:tau={tau}", {"gap": gap}, clips))
-    for tau, delay, parts in ((12, 1, 12), (3, 1, 3), (2, 1, 2), (1, 1, 1), (12, 4, 1)):
+    short = ((12, 1, 12), (3, 1, 3), (2, 1, 2), (1, 1, 1))
+    for tau, delay, parts in (*short, (12, 4, 1), (12, 4, 3), (12, 4, 12)):
         name = f"CO2 delay {delay}, tau {tau}" + (f", {parts} fragments" if parts > 1 else "")
         strategy = f"co2:tau={tau},delay={delay},fragments={parts}"
         found.append(Configuration(name, strategy))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import pairwise
 
-from co2sim.case import Prepared
+from co2sim.prepared import Prepared
 from co2sim.schedule import Layout
 from co2sim.strategies import LocalSteps, Strategy, with_options
 from co2sim.strategies.zero3 import Zero3

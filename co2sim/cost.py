@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from co2sim.cluster import AllReduce, Cluster
 from co2sim.compute import compute_time, efficiency, kernel_time, peak_flops
-from co2sim.errors import OptionError
 from co2sim.footprint import Footprint
+from co2sim.placement import Placement, placement
 from co2sim.protocols import Algorithm, Protocol, choices
 from co2sim.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
 from co2sim.tiers import crossings
@@ -54,27 +54,27 @@ def footprint(work: Collective, cluster: Cluster) -> Footprint:
 
 
 def _footprint(work: Collective, cluster: Cluster) -> Footprint:
-    spread = _spread(work.group, cluster)
+    at = placement(work.group, cluster)
     size = work.bytes
-    if spread.members == 1:
+    if at.members == 1:
         return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
     if work.group == LEADERS:
         return _led(replace(work, group=PEERS), cluster)
     match work.kind:
         case Kind.ALL_TO_ALL:
-            return _pairwise(size, spread, cluster)
+            return _pairwise(size, at, cluster)
         case Kind.BROADCAST | Kind.REDUCE:
-            return _chain(size, spread, cluster)
+            return _chain(size, at, cluster)
         case Kind.ALL_GATHER | Kind.REDUCE_SCATTER:
-            pushed = size * (spread.members - 1) / spread.members
+            pushed = size * (at.members - 1) / at.members
             return _quickest(
-                [_ring(pushed, 1, spread, cluster, by) for by in _by("ring", spread, cluster)],
+                [_ring(pushed, 1, at, cluster, by) for by in _by("ring", at, cluster)],
                 cluster,
             )
-    return _all_reduce(size, cluster.all_reduce, spread, cluster)
+    return _all_reduce(size, cluster.all_reduce, at, cluster)
 
 
-def _by(algorithm: Algorithm, at: "_Spread", cluster: Cluster) -> list[Protocol]:
+def _by(algorithm: Algorithm, at: Placement, cluster: Cluster) -> list[Protocol]:
     return choices(algorithm, cluster, nodes=at.nodes, members=at.members)
 
 
@@ -111,41 +111,6 @@ def _led(work: Collective, cluster: Cluster) -> Footprint:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """Ranks of a group: in all, on each of its nodes, at each of its sites."""
-
-    members: int
-    per_node: int
-    per_site: int
-
-    @property
-    def nodes(self) -> int:
-        return self.members // self.per_node
-
-    @property
-    def sites(self) -> int:
-        return self.members // self.per_site
-
-
-def _spread(group: Group, cluster: Cluster) -> _Spread:
-    layout = cluster.layout
-    members = group.members(0, layout)
-    per_node = max(1, min(len(members), layout.gpus_per_node // members.step))
-    on_site = layout.gpus_per_node * cluster.nodes_per_site // members.step
-    per_site = max(1, min(len(members), on_site))
-    block = group.ranks  # other groups are spread evenly on any layout
-    if block and not (
-        _divides(block, layout.gpus_per_node)
-        and _divides(block, layout.gpus_per_node * cluster.nodes_per_site)
-    ):
-        raise OptionError(
-            f"group {group} is not spread evenly over nodes of {layout.gpus_per_node} GPUs and"
-            f" sites of {cluster.nodes_per_site} nodes"
-        )
-    return _Spread(len(members), per_node, per_site)
-
-
 def _tree_out(size: Bytes, nodes: int) -> Bytes:
     """What the busiest node sends in two binary trees, each of half the buffer.
 
@@ -155,12 +120,7 @@ def _tree_out(size: Bytes, nodes: int) -> Bytes:
     return size * {1: 0.0, 2: 1.0, 3: 1.5}.get(nodes, 2.0)
 
 
-def _divides(one: int, other: int) -> bool:
-    """Whether the smaller number divides the larger."""
-    return max(one, other) % min(one, other) == 0
-
-
-def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster, by: Protocol) -> Footprint:
+def _ring(pushed: Bytes, passes: int, at: Placement, cluster: Cluster, by: Protocol) -> Footprint:
     """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once."""
     hops = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
     intra = pushed if at.per_node > 1 else 0.0
@@ -183,12 +143,12 @@ def _ring(pushed: Bytes, passes: int, at: _Spread, cluster: Cluster, by: Protoco
     return _carried(found, by, cluster)
 
 
-def _first_step(at: _Spread, by: Protocol) -> Seconds:
+def _first_step(at: Placement, by: Protocol) -> Seconds:
     """The latency of one message to the farthest member."""
     return _steps(at.nodes == 1, at.nodes > 1 and at.sites == 1, at.sites > 1, by)
 
 
-def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
+def _chain(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
     """A buffer passes every hop from end to end, in pieces; the slowest hop is busy with it all."""
     piece = min(size, PIECE * (cluster.channels if cluster.backend == "nccl" else 1))
     wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
@@ -203,7 +163,7 @@ def _chain(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
     return replace(ring, latency=ring.latency + sum(hops) - max(hops), step=None)
 
 
-def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
+def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
     """Every member sends an equal part of its buffer to each other one, one after the other."""
     m, k, q = at.members, at.per_node, at.per_site
     (by,) = _by("ring", at, replace(cluster, protocols="simple"))
@@ -224,7 +184,7 @@ def _pairwise(size: Bytes, at: _Spread, cluster: Cluster) -> Footprint:
     )
 
 
-def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster) -> Footprint:
+def _all_reduce(size: Bytes, algorithm: AllReduce, at: Placement, cluster: Cluster) -> Footprint:
     """An all-reduce by one of its algorithms.
 
     ring: around all ranks, twice. tree: up and down two trees of nodes (Sanders, Speck and Traeff
@@ -254,7 +214,7 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: _Spread, cluster: Cluster
     )
 
 
-def _tree(size: Bytes, pushed: Bytes, at: _Spread, cluster: Cluster, by: Protocol) -> Footprint:
+def _tree(size: Bytes, pushed: Bytes, at: Placement, cluster: Cluster, by: Protocol) -> Footprint:
     depth, far = (math.ceil(math.log2(many)) for many in (at.nodes // at.sites, at.sites))
     out = _tree_out(size, at.nodes)
     found = replace(

@@ -23,6 +23,7 @@ from co2sim import longest_path
 from co2sim.communicators import Meetings
 from co2sim.lowering import Communicator, Lowered, Times
 from co2sim.schedule import Collective, Group
+from co2sim.sharing import shared_works
 from co2sim.units import Seconds
 
 _Array: TypeAlias = NDArray[np.float64]
@@ -85,7 +86,7 @@ class _Clock(simpy.Environment):
 def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
     """Starts and ends of all rounds. Raises Overtaken where that takes a simulation."""
     alone = len(lowered.classes) == 1
-    sharing = _sharing(lowered)
+    sharing = shared_works(lowered)
     slows = lowered.contend and lowered.cluster.interference > 0
     if slows or (sharing and alone):
         raise Overtaken  # one class at a time is faster in SimPy alone
@@ -264,38 +265,3 @@ def _steps(lowered: Lowered, sharing: set[tuple[int, str]]) -> list[_Chain | _Me
         )
         for each in found
     ]
-
-
-def _sharing(lowered: Lowered) -> set[tuple[int, str]]:
-    """Works, by number and stream, that may meet others on a link or wait for their communicator.
-
-    Those of one communicator in one stream follow each other. NICs that attain less while their
-    node computes are shared with that; how much credit a shaped link has depends on what came
-    before. Free communication shares nothing.
-    """
-    if lowered.free:
-        return set()
-    schedule, users = lowered.schedule, dict[object, set[tuple[str, int]]]()
-    nics = {("nic", lowered.folding.node(index)) for index in range(len(lowered.classes))}
-    works = {
-        (number, op.stream): (lowered.communicators[op.work.group], transfers)
-        for op, number, transfers in zip(
-            schedule.body, schedule.work_numbers, lowered.transfers, strict=True
-        )
-        if isinstance(op.work, Collective)
-    }
-    for (_, stream), (together, transfers) in works.items():
-        for one, transfer in zip(together, transfers, strict=True):
-            for link in transfer.loads:
-                users.setdefault(link, set()).add((stream, one.number))
-    return {
-        key
-        for key, (together, transfers) in works.items()
-        if any(
-            (one.exclusive and (transfer.solo or transfer.latency))
-            or any(len(users[link]) > 1 for link in transfer.loads)
-            or (lowered.contend and any(link in nics for link in transfer.loads))
-            or any(link in lowered.bursts for link in transfer.loads)
-            for one, transfer in zip(together, transfers, strict=True)
-        )
-    }

@@ -5,28 +5,23 @@ from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, get_type_hints
 
 from co2sim import advice, convert, hiding, metrics, strategies
-from co2sim.case import Case, Prepared
+from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
-from co2sim.errors import OptionError, ResourceError, nearest
+from co2sim.errors import OptionError, nearest
 from co2sim.intervals import Predicted, Thoroughness
-from co2sim.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
-from co2sim.machine import require_memory
 from co2sim.noise import QUIET, Noise
+from co2sim.prepared import Prepared
 from co2sim.progress import Done, progress_bar
 from co2sim.result import Result
+from co2sim.rounds import executed, round_time, simulated
 from co2sim.schedule import Schedule
-from co2sim.simulator import execute
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.trace import Trace
 from co2sim.units import Seconds
 from co2sim.workload import AttentionKernel, Checkpointing, Loss, Model, Optimizer, Recompute
 
-_MOST_ROUNDS = 64
-"""Where the search for a steady state ends."""
-_ROUNDS_OF_JITTER = 10
-"""Averaged where nothing repeats, unless the user says how many."""
 _ROUNDS = "simulating rounds"
 _PATIENCE: Seconds = 1.0
 """What a simulation takes before it shows a bar."""
@@ -167,14 +162,14 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         case, notes = _settle(case, done)
         prepared = case.prepare()
-        found, rounds, steady = _simulate(case, prepared, done)
-        free = _execute(case, prepared, found.rounds, done, free=True)
+        found, rounds, steady = simulated(case, prepared, done)
+        free = executed(case, prepared, found.rounds, done, free=True)
         result = prepared.measure(found, rounds, steady, free)
         result = replace(result, notes=(*notes, *prepared.notes))
         cluster, nominal = prepared.cluster, result.round_time_s
         even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
-            nominal = _round_time(case, even, done)
+            nominal = round_time(case, even, done)
             delay = metrics.straggler_delay(result.round_time_s, nominal)
             result = replace(result, straggler_delay_s=delay)
 
@@ -183,9 +178,9 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             schedule = strategy.schedule(prepared.job, cluster.layout)
             other = replace(even, strategy=strategy, schedule=schedule)
             if schedule.steps > 1:
-                return result.step_time_s * _round_time(case, other, done) / nominal
+                return result.step_time_s * round_time(case, other, done) / nominal
             # a step begins when the one before has ended: the first is like all
-            first = _execute(replace(case, noise=QUIET), other, 1, done)
+            first = executed(replace(case, noise=QUIET), other, 1, done)
             return result.step_time_s * metrics.window(first, schedule, 1).round_time / nominal
 
         warnings = advice.warnings(prepared, result.step_time_s, tried)
@@ -193,18 +188,12 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
     return replace(result, warnings=warnings)
 
 
-def _round_time(case: Case, prepared: Prepared, done: Done | None) -> Seconds:
-    """How long a round takes where all ranks are equal."""
-    found, rounds, _ = _simulate(replace(case, noise=QUIET), prepared, done)
-    return metrics.window(found, prepared.schedule, rounds).round_time
-
-
 def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | None) -> Result:
     """The result with its interval; the schedule is the same on all clusters of one layout."""
 
     def again(cluster: Cluster) -> float:
         moved = replace(prepared, cluster=cluster)
-        found, rounds, _ = _simulate(case, moved, done)
+        found, rounds, _ = simulated(case, moved, done)
         during = metrics.window(found, prepared.schedule, rounds)
         return result.tokens_per_s * result.round_time_s / during.round_time
 
@@ -229,7 +218,7 @@ def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         case, _ = _settle(case, done)
         prepared = case.prepare()
-        return prepared.schedule, _simulate(case, prepared, done)[0]
+        return prepared.schedule, simulated(case, prepared, done)[0]
 
 
 def settle(case: Case) -> Case:
@@ -246,89 +235,14 @@ def _settle(case: Case, done: Done | None) -> tuple[Case, tuple[str, ...]]:
         return case, ()
     quiet = replace(case, noise=QUIET, rounds=None, fold=True)
 
-    def round_time(tried: Strategy, averages: bool) -> Seconds:  # noqa: FBT001
+    def time_of(tried: Strategy, averages: bool) -> Seconds:  # noqa: FBT001
         prepared = replace(quiet, strategy=tried).prepare()
         if not averages:
             bare = hiding.without_averages(prepared.schedule)
             prepared = replace(prepared, schedule=bare)
-        return _round_time(quiet, prepared, done)
+        return round_time(quiet, prepared, done)
 
-    chosen, notes = hiding.choose(strategy, round_time)
+    chosen, notes = hiding.choose(strategy, time_of)
     if case.noise != QUIET:
         notes = tuple(f"{note} (without jitter, stragglers and speeds of nodes)" for note in notes)
     return replace(case, strategy=chosen), notes
-
-
-def _simulate(case: Case, prepared: Prepared, done: Done | None) -> tuple[Trace, int, bool]:
-    """A trace, how many of its last rounds to measure, and whether they are a steady state."""
-    warm_up = max(prepared.schedule.lag, 1)
-    if case.noise.jitter:
-        measured = case.rounds or _ROUNDS_OF_JITTER
-        return _execute(case, prepared, warm_up + measured, done), measured, False
-    measured = case.rounds or 1
-    while True:
-        found = _execute(case, prepared, warm_up + measured, done)
-        steady = metrics.is_steady(found, prepared.schedule, measured)
-        end = warm_up >= _MOST_ROUNDS or not _fits(case, prepared, 2 * warm_up + measured)
-        if steady or end:
-            half = found.rounds // 2
-            return found, (measured if steady else max(measured, half)), steady
-        warm_up *= 2
-
-
-def _execute(
-    case: Case, prepared: Prepared, rounds: int, done: Done | None, *, free: bool = False
-) -> Trace:
-    """Rounds in the midst of a training: where computing slows communication down, others follow.
-
-    Else what is under way behind the last step would be faster than it ever is.
-    """
-    more = _further(prepared)
-    if not free:  # which comes second, and is counted with the first
-        _check_memory(case, prepared, rounds)
-    found = execute(
-        prepared.schedule,
-        prepared.cluster,
-        precision=prepared.job.precision,
-        rounds=rounds + more,
-        noise=case.noise,
-        fold=case.fold,
-        free_communication=free,
-        progress=(lambda share: done(round(share * rounds), rounds)) if done else None,
-    )
-    return found.first(rounds) if more else found
-
-
-def _further(prepared: Prepared) -> int:
-    """Rounds that are simulated behind those asked for; see `_execute`."""
-    return prepared.schedule.lag if prepared.cluster.inter.busy_efficiency < 1 else 0
-
-
-def _fits(case: Case, prepared: Prepared, rounds: int) -> bool:
-    """Whether so many rounds can be simulated here."""
-    try:
-        return _check_memory(case, prepared, rounds) <= MOST_SPANS
-    except ResourceError:
-        return False
-
-
-def _check_memory(case: Case, prepared: Prepared, rounds: int) -> int:
-    """The spans of so many rounds. Raises ResourceError if they need too much memory."""
-    schedule, cluster, noise = prepared.schedule, prepared.cluster, case.noise
-    rounds, ops = rounds + _further(prepared), len(schedule.body)
-    spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=case.fold)
-    ranks = spans // (rounds * ops)
-    in_arrays = ranks > 1 and not cluster.interference
-    given = case.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
-    advice = {
-        "fewer GPUs": cluster.layout.world_size > 1,
-        f"rounds below {given}": given > 1,
-        "no jitter": noise.jitter,
-        "folded ranks": not case.fold,
-    }
-    require_memory(
-        (LOCKSTEP_SPAN_BYTES if in_arrays else SPAN_BYTES) * spans,
-        f"ops of a round: {ops:,}, rounds with the warm-up: {rounds:,}, simulated ranks: {ranks:,}",
-        f"; take {' or '.join(words for words, helps in advice.items() if helps)}",
-    )
-    return spans

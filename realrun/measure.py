@@ -6,7 +6,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from co2sim.case import Case, Prepared
+from co2sim.case import Case
+from co2sim.prepared import Prepared
 from co2sim.cost import compute_time
 from co2sim.errors import Co2simError
 from co2sim.schedule import Compute, DType

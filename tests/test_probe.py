@@ -37,6 +37,7 @@ from co2sim.schedule import (
 from co2sim.trace import Span, Trace
 from co2sim.units import parse
 from realrun.probe import fit
+from realrun.probe.processor import fit_gpu
 from realrun.probe.cluster_file import quantity, to_toml
 from realrun.probe.hosts import fit_hosts
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
@@ -220,7 +221,7 @@ def test_residuals_are_relative_to_what_was_measured() -> None:
 def test_the_processor_predicts_the_kernels_that_it_was_fitted_to() -> None:
     """`compute_time` of the fitted processor gives every measured kernel back, and large copies."""
     seen = measured(Layout(1, 2))
-    found = fit.fit_gpu(seen)
+    found = fit_gpu(seen)
     assert found
     for precision, samples in seen.compute.items():
         for sample in [*samples, seen.copies[-1]]:

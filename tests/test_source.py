@@ -23,8 +23,10 @@ COMMAND_LINES = {
     "analysis/cli/bound.py": "bound",
     "analysis/cli/convergence.py": "tau",
     "analysis/cli/published.py": "validate_command",
+    "analysis/cli/measured.py": "lab",
+    "co2sim/study.py": "simulate",
 }
-"""Functions that may be longer: an argument for every option of a command, with its help."""
+"""Functions that may be longer: an argument for every option, with its help."""
 
 
 def sources(*folders: str) -> Iterator[Path]:

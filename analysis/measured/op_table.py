@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from analysis.measured.comparison import RunComparison, summarise
+from analysis.measured.comparison import RunComparison, RunSummary, summarise
 from analysis.measured.op_errors import OpError, by_label, by_op, causes, labels
 from co2sim.console.tables import print_table
 from co2sim.units import duration, percent
@@ -37,6 +37,25 @@ def print_all(out: Console, comparisons: Sequence[RunComparison]) -> None:
 
 def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
     """One line per run, communication first, then the figures over all of them."""
+    _print_communication(out, comparisons)
+    rounds = [
+        (
+            run.name,
+            run.predicted.strategy,
+            run.predicted.cluster,
+            str(run.predicted.gpus),
+            duration(run.predicted.round_time_s),
+            duration(run.measured["round_time_s"]),
+            percent(run.round_time_error, 1),
+        )
+        for run in comparisons
+    ]
+    named = ("run", "strategy", "cluster", "GPUs", "round", "measured round", "round error")
+    print_table(out, "rounds: predicted, then measured", named, rounds, left=3)
+    _print_errors(out, summarise(comparisons))
+
+
+def _print_communication(out: Console, comparisons: Sequence[RunComparison]) -> None:
     columns = (
         *("run", "busy", "measured busy", "busy error"),
         *("exposed", "measured exposed", "exposed error"),
@@ -57,46 +76,19 @@ def print_summary(out: Console, comparisons: Sequence[RunComparison]) -> None:
         )
         for run in comparisons
     ]
-    title = "communication per round: predicted, then measured"
-    print_table(out, title, columns, lines)
-    rounds = [
-        (
-            run.name,
-            run.predicted.strategy,
-            run.predicted.cluster,
-            str(run.predicted.gpus),
-            duration(run.predicted.round_time_s),
-            duration(run.measured["round_time_s"]),
-            percent(run.round_time_error, 1),
-        )
-        for run in comparisons
-    ]
-    named = ("run", "strategy", "cluster", "GPUs", "round", "measured round", "round error")
-    print_table(out, "rounds: predicted, then measured", named, rounds, left=3)
-    whole = summarise(comparisons)
-    figures = [
-        (
-            "error of communication busy time",
-            _share(whole.median_comm_busy_error),
-            _share(whole.largest_comm_busy_error),
-        ),
-        (
-            "error of exposed communication",
-            _share(whole.median_exposed_error),
-            _share(whole.largest_exposed_error),
-        ),
-        (
-            "difference of overlap ratio",
-            _points(whole.median_overlap_difference, ""),
-            _points(whole.largest_overlap_difference, ""),
-        ),
-        (
-            "error of round time",
-            _share(whole.median_round_time_error),
-            _share(whole.largest_round_time_error),
-        ),
-    ]
-    print_table(out, f"{whole.runs} runs, absolute", ("figure", "median", "largest"), figures)
+    print_table(out, "communication per round: predicted, then measured", columns, lines)
+
+
+def _print_errors(out: Console, whole: RunSummary) -> None:
+    errors = (
+        ("communication busy time", whole.median_comm_busy_error, whole.largest_comm_busy_error),
+        ("exposed communication", whole.median_exposed_error, whole.largest_exposed_error),
+        ("round time", whole.median_round_time_error, whole.largest_round_time_error),
+    )
+    lines = [(f"error of {what}", _share(middle), _share(most)) for what, middle, most in errors]
+    overlap = (whole.median_overlap_difference, whole.largest_overlap_difference)
+    lines.insert(2, ("difference of overlap ratio", *(_points(value, "") for value in overlap)))
+    print_table(out, f"{whole.runs} runs, absolute", ("figure", "median", "largest"), lines)
 
 
 def print_figures(out: Console, run: RunComparison) -> None:

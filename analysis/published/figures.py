@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analysis.published.errors import CellPrediction
-from analysis.published.fsdp_figure import fsdp_runs
+from analysis.published.fsdp_figure import fsdp_errors, fsdp_scaling
 from analysis.published.fsdp_rows import FsdpRow
 from analysis.published.paper_cells import PublishedRun, throughput_cell
 from analysis.published.papers import Paper, papers
@@ -45,7 +45,8 @@ def draw(rows: Sequence[CellPrediction], folder: Path) -> dict[str, bytes]:
     if "vtrain" in sources:
         found["a100-iteration-errors.png"] = scatter(rows, "png")
     if FsdpRow.source in sources:
-        found["fsdp-runs.png"] = fsdp_runs(rows, "png")
+        found["fsdp-errors.png"] = fsdp_errors(rows, "png")
+        found["fsdp-scaling.png"] = fsdp_scaling(rows, "png")
     return found
 
 

@@ -8,7 +8,8 @@ from typing import cast
 
 from rich.console import Console
 
-from co2sim.case import Case, Prepared
+from co2sim.case import Case
+from co2sim.prepared import Prepared
 from co2sim.console.tables import print_lines, print_table
 from co2sim.errors import Co2simError, OptionError
 from co2sim.memory import model_states

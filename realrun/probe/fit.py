@@ -17,8 +17,9 @@ from co2sim.cluster import GPU, Backend, Cluster, Link
 from co2sim.cost import compute_time, footprint
 from co2sim.errors import OptionError
 from co2sim.schedule import Compute, Group, Kind, Layout
-from co2sim.units import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds
+from co2sim.units import Bytes, BytesPerSecond, Seconds
 from realrun.probe.hosts import fit_hosts
+from realrun.probe.processor import fit_gpu
 from realrun.probe.samples import ComputeSample, Measured, Sample, by_kind
 
 _OUTLIER = 0.2
@@ -27,7 +28,6 @@ _OUTLIER = 0.2
 _TOLERANCE = 1e-10
 """Relative change of the loss, of the numbers and of the slope at which a fit of links ends."""
 _LEAST_LATENCY: Seconds = 1e-9
-_LEAST_SHARE = 0.1  # of a kernel's time is not launch overhead; if it seems so, that is noise
 _SLOWEST = 1e-3
 """A fitted bandwidth is at least this fraction of the one that the fastest sample needs."""
 
@@ -211,43 +211,6 @@ def _bounds(samples: Sequence[Sample], layout: Layout, backend: Backend) -> Vect
         numbers += [max(_LEAST_LATENCY, min(steps, default=0.0)), max(1.0, speed)]
     bounds: Vector = np.log(numbers)
     return bounds
-
-
-def attained(samples: Iterable[ComputeSample], launch: Seconds) -> dict[Flops, FlopsPerSecond]:
-    """Speed by size of a kernel, without the launch overhead that `cost.compute_time` adds."""
-    return {
-        sample.work.flops: sample.work.flops / _net(sample, launch)
-        for sample in sorted(samples, key=lambda sample: sample.work.flops)
-    }
-
-
-def fit_gpu(measured: Measured) -> GPU | None:
-    """The processor of a rank; None if no kernel was run.
-
-    Its peak is the best speed that was measured: nothing is known of what it could attain.
-    Efficiencies are those of the first precision. The bandwidth of its memory is that of the
-    largest copy, which no cache holds.
-    """
-    if not measured.compute:
-        return None
-    launch = measured.launch
-    found = {name: attained(samples, launch) for name, samples in measured.compute.items()}
-    peak = {name: max(speeds.values()) for name, speeds in found.items()}
-    first = next(iter(found))
-    copy = max(measured.copies, key=lambda sample: sample.work.memory_bytes)
-    return GPU(
-        measured.machine,
-        measured.memory,
-        copy.work.memory_bytes / _net(copy, launch),
-        peak,
-        tuple((flops, speed / peak[first]) for flops, speed in found[first].items()),
-        launch_overhead=launch,
-    )
-
-
-def _net(sample: ComputeSample, launch: Seconds) -> Seconds:
-    """The time without launch overhead."""
-    return max(sample.seconds - launch, _LEAST_SHARE * sample.seconds)
 
 
 @dataclass(frozen=True, slots=True)

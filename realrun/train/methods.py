@@ -8,31 +8,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from co2sim.errors import OptionError
-from co2sim.schedule import NODE, PEERS, WORLD, DType
-from co2sim.strategies import Strategy
+from co2sim.schedule import NODE, PEERS, WORLD
 from co2sim.strategies.co2 import CO2
-from co2sim.strategies.ddp import DDP
 from co2sim.strategies.diloco import DiLoCo
-from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps
-from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Seconds
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
 from realrun.execute.world import World
 from realrun.train import outer
 from realrun.train.log import OuterStats
-from realrun.train.settings import IN_EVERY_STEP, TrainSettings
-
-_TYPES = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
+from realrun.train.settings import TrainSettings
+from realrun.train.wrapping import shared
 
 _BETAS = (0.9, 0.95)
 """Of AdamW; the second is lower than torch's, as is usual for language models."""
@@ -181,14 +173,14 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
     strategy = settings.parsed
     if not isinstance(strategy, LocalSteps):
         among = world.group("training", WORLD)
-        wrapped = _shared(strategy, strategy.name, model, world, among)
+        wrapped = shared(strategy, strategy.name, model, world, among)
         optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
         stepper = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         return Method(wrapped, model, optimizer, stepper, None, None, 1)
     inside = strategy.worker == "node" and world.layout.gpus_per_node > 1
     peers = world.group("training", PEERS if inside else WORLD)
     node = world.group("training", NODE) if inside else None
-    wrapped = _shared(strategy, strategy.inner or "zero2", model, world, node) if node else model
+    wrapped = shared(strategy, strategy.inner or "zero2", model, world, node) if node else model
     optimizer = _optimizer(settings, model, shard=False)
     return Method(
         wrapped,
@@ -199,67 +191,6 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
         peers,
         peers.size(),
     )
-
-
-def _shared(
-    strategy: Strategy, name: str, model: nn.Module, world: World, among: dist.ProcessGroup
-) -> nn.Module:
-    """The model shared by the ranks of a group, by DDP or one of the stages of ZeRO.
-
-    Raises OptionError for a strategy that is neither.
-    """
-    if name not in IN_EVERY_STEP:
-        raise OptionError(f"{name} has no training algorithm")
-    if name in {"ddp", "zero1"}:
-        device = [world.device] if world.device.type == "cuda" else None
-        mib = (strategy if isinstance(strategy, DDP) else DDP()).bucket_mib
-        return DistributedDataParallel(
-            model,
-            device_ids=device,
-            process_group=among,
-            bucket_cap_mb=mib,
-            gradient_as_bucket_view=True,
-        )
-    if name == "fsdp":
-        return _fully_sharded(
-            strategy if isinstance(strategy, FSDP) else FSDP(), model, world, among
-        )
-    mesh = DeviceMesh.from_group(among, world.device.type)
-    # Whole layers stay on a rank between its forward and its backward pass in stage 2, not in 3.
-    for layer in (*getattr(model, "layers", ()), model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=name != "zero2")
-    if isinstance(strategy, ZeroPP):
-        algorithms.apply_zeropp(
-            model,
-            ranks_per_node=world.layout.gpus_per_node,
-            qwz=strategy.qwz,
-            hpz=strategy.hpz,
-            qgz=strategy.qgz,
-            block=strategy.scale_block,
-        )
-    return model
-
-
-def _fully_sharded(
-    strategy: FSDP, model: nn.Module, world: World, among: dist.ProcessGroup
-) -> nn.Module:
-    """Every layer a unit, and the rest of the model the root, which stays gathered."""
-    ranks = dist.get_process_group_ranks(among)
-    mesh = DeviceMesh.from_group(among, world.device.type)
-    if (groups := strategy.sharding(world.layout, WORLD)).replicas:
-        inside, between = (world.group("training", g) for g in (groups.among, groups.replicas))
-        mesh = DeviceMesh.from_group(
-            [between, inside],
-            world.device.type,
-            mesh=torch.tensor(ranks).view(-1, inside.size()),
-            mesh_dim_names=("replicate", "shard"),
-        )
-    policy = MixedPrecisionPolicy(reduce_dtype=_TYPES[strategy.reduce])
-    for layer in getattr(model, "layers", ()):
-        kept = strategy.reshard_after_forward
-        fully_shard(layer, mesh=mesh, reshard_after_forward=kept, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
 
 
 def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool) -> Optimizer:

@@ -1,0 +1,124 @@
+"""A case with everything loaded and sized, and what a simulation of it says."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from co2sim import metrics
+from co2sim.catalog import Fact
+from co2sim.cluster import Cluster
+from co2sim.cost import peak_flops, traffic
+from co2sim.errors import Co2simError, ScheduleError
+from co2sim.memory import activations, allocated, overhead
+from co2sim.result import Result
+from co2sim.schedule import Layout, Schedule
+from co2sim.strategies import Strategy
+from co2sim.strategies.step import title
+from co2sim.trace import Trace
+from co2sim.units import Bytes
+from co2sim.workload import Workload
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A case with everything loaded and sized."""
+
+    cluster: Cluster
+    job: Workload
+    strategy: Strategy
+    schedule: Schedule
+    assumed: tuple[Fact, ...]
+
+    def memory(self) -> dict[str, Bytes]:
+        """Bytes on one GPU by item, and in all."""
+        layout = self.cluster.layout
+        items = of_strategy(self.strategy, self.strategy.memory, self.job, layout)
+        items = items | activations(self.job)
+        if self.cluster.backend == "nccl":  # Gloo is for processors, which have no context
+            items = items | overhead(items, self.schedule.groups, layout)
+        return items | {"total": sum(items.values())}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Options that change nothing, and why."""
+        idle = (self.job.recompute, self.job.attention) == ("selective", "flash")
+        return ("recompute=selective repeats nothing: flash attention keeps no scores",) * idle
+
+    def measure(self, trace: Trace, rounds: int, steady: bool, free: Trace) -> Result:  # noqa: FBT001
+        """The figures of a trace, given the same rounds with free communication."""
+        cluster, job, schedule = self.cluster, self.job, self.schedule
+        during = metrics.window(trace, schedule, rounds)
+        round_time = during.round_time
+        exposed = max(0.0, round_time - metrics.window(free, schedule, rounds).round_time)
+        comm = metrics.communication(trace, schedule, during)
+        gpus = cluster.layout.world_size
+        step_time = round_time / schedule.steps
+        samples = gpus * job.samples_per_gpu / step_time
+        tokens = samples * job.model.tokens
+        model_flops = samples * job.model.flops_per_sample / gpus
+        sent = traffic(schedule, cluster)
+        memory = self.memory()
+        price = cluster.price_per_gpu
+        cost = price * gpus / tokens * 1e9 if price is not None else None
+        return Result(
+            cluster=cluster.name,
+            model=job.model.name,
+            unit=job.model.unit,
+            strategy=title(self.strategy),
+            gpus=gpus,
+            nodes=cluster.nodes,
+            micro_batch=job.micro_batch,
+            accumulation=job.accumulation,
+            tokens_per_gpu_per_step=job.samples_per_gpu * job.model.tokens,
+            precision=str(job.precision),
+            steps_per_round=schedule.steps,
+            round_time_s=round_time,
+            step_time_s=step_time,
+            samples_per_s=samples,
+            tokens_per_s=tokens,
+            tokens_per_s_per_gpu=tokens / gpus,
+            model_tflops_per_gpu=model_flops / 1e12,
+            hardware_tflops_per_gpu=samples * job.hardware_flops_per_sample / gpus / 1e12,
+            mfu=model_flops / peak_flops(cluster.gpu, job.precision),
+            comm_busy_s=comm.busy,
+            waiting_s=comm.waiting,
+            exposed_comm_s=exposed,
+            overlap_ratio=max(0.0, 1 - exposed / comm.busy) if comm.busy else None,
+            breakdown_s=metrics.breakdown(trace, schedule),
+            wire_bytes_per_gpu_per_step=sent.gpu / schedule.steps,
+            nic_bytes_per_node_per_step=sent.nic / schedule.steps,
+            wan_bytes_per_site_per_step=sent.wan / schedule.steps,
+            memory_bytes_per_gpu=memory,
+            allocated_bytes_per_gpu=allocated(memory),
+            gpu_memory_bytes=cluster.gpu.memory,
+            fits_in_memory=memory["total"] <= cluster.gpu.memory,
+            usd_per_billion_tokens=cost if cluster.currency == "USD" else None,
+            cost_per_billion_tokens=cost,
+            currency=cluster.currency if cost is not None else None,
+            steady=steady,
+            rounds_simulated=trace.rounds,
+            assumed=self.assumed,
+        )
+
+
+def of_strategy(
+    strategy: Strategy, ask: Callable[[Workload, Layout], _T], job: Workload, layout: Layout
+) -> _T:
+    """What a strategy answers. An error in its own code is one line, with its place in that code.
+
+    Raises ScheduleError for it.
+    """
+    try:
+        return ask(job, layout)
+    except (Co2simError, MemoryError):
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ScheduleError(
+            f"{title(strategy)} cannot be used here: {type(error).__name__}: {error}"
+            f" ({Path(place.filename).name}, line {place.lineno})"
+        ) from error
