@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from co2sim import convert, strategies
 from co2sim.assumptions import assumed, beyond_the_file, beyond_the_table
-from co2sim.catalog import Entry, Fact, load_cluster, load_model
+from co2sim.catalog import Entry, load_cluster, load_model
 from co2sim.catalog.facts import is_file
 from co2sim.cluster import Cluster
 from co2sim.convert import Within

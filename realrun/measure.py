@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias
 import torch
 
 from co2sim.case import Case
-from co2sim.prepared import Prepared
 from co2sim.cost import compute_time
 from co2sim.errors import Co2simError
+from co2sim.prepared import Prepared
 from co2sim.schedule import Compute, DType
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds

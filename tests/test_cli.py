@@ -53,7 +53,10 @@ SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
         ),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25"], ["25", "no unit"]),
         (["run", *SMALL, "-s", "ddp", "--set", "inter.latency=-1 us"], ["-1 us", "at least 0"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwith=1 us"], ["inter.bandwith", "bandwidth"]),
+        (
+            ["run", *SMALL, "-s", "ddp", "--set", "inter.bandwith=1 us"],
+            ["inter.bandwith", "bandwidth"],
+        ),
         (["run", *SMALL, "-s", "ddp", "--set", "model.layer=4"], ["layer", "layers"]),
         (["run", *SMALL, "-s", "ddp", "--set", "model.seq_len=4096"], ["4096", "1024"]),
         (["run", *SMALL, "-s", "ddp", "--set", "interference"], ["interference", "NAME=VALUE"]),

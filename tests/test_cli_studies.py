@@ -200,8 +200,8 @@ def test_studies_say_what_makes_ranks_differ(cli: Run, tmp_path: Path) -> None:
     drawn = " ".join(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))
     assert said in " ".join(drawn.split())
     _, out, _ = cli("sweep", *asked, "-g", "16", "--vary", "seed=1,2")
-    assert f"{words}, jitter 0.05 on every op strategy" not in out
-    assert f"{words}, jitter 0.05 on every op seed" in " ".join(out.split())
+    assert f"by seed; {words}, jitter 0.05 on every op" in " ".join(out.split())
+    assert "every op (seed" not in " ".join(out.split())
     _, out, _ = cli("sweep", *asked[:6], "-g", "16", "--jitter", "0.1", "--vary", "micro_batch=1,2")
     assert "by micro_batch; jitter 0.1 on every op (seed 0)" in " ".join(out.split())
 

@@ -74,7 +74,8 @@ def disturbed(cluster: Cluster) -> Cluster:
 
 def measured(strategy: str, change: Change = same, noise: Noise = QUIET, rounds: int = 2) -> Record:
     """A record whose measurement is a simulation on another cluster than the record says."""
-    cluster = replace(load_cluster("dgx-h100", {}).value, nodes=2, gpus_per_node=2)
+    dgx = load_cluster("dgx-h100", {}).value
+    cluster = replace(dgx, nodes=2, gpus_per_node=2, protocols="simple")
     model = load_model("gpt2-small", {}).value
     case = Case(cluster=cluster, model=model, strategy=strategy, precision="bf16")
     prepared = case.prepare()

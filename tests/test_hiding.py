@@ -195,13 +195,13 @@ def test_every_command_takes_auto_and_says_what_was_chosen(
     """`run` names the numbers and why; `scale` by size, `sweep` by case; a trace is of them."""
     monkeypatch.setenv("COLUMNS", "160")
     _, shown, _ = cli("run", *ON, "-g", "16", "-s", "co2:delay=auto,fragments=1")
-    assert shown.startswith("co2(tau=12, delay=6) on 16 GPUs")
-    assert "delay 6 chosen: 0.9% of a round exposed by the average; 5 would leave 8.2%" in shown
+    assert shown.startswith("co2(tau=12, delay=7) on 16 GPUs")
+    assert "delay 7 chosen: 0.0% of a round exposed by the average; 6 would leave 2.5%" in shown
     _, shown, _ = cli("scale", *ON, "-g", "8,64", "-s", "co2:delay=auto,fragments=1", "-s", "ddp")
     (row,) = (line for line in shown.splitlines() if line.startswith("co2") and "GB" in line)
     assert row.startswith("co2(tau=12, delay=auto, fragments=1) ")
     assert "co2(tau=12, delay=auto, fragments=1) at 8 GPUs: delay 1 chosen" in shown
-    assert "co2(tau=12, delay=auto, fragments=1) at 64 GPUs: delay 12 chosen" in shown
+    assert "fragments=1) at 64 GPUs: no delay within a round hides the average" in shown
     varied = "strategy=ddp, co2:tau=auto,delay=auto,fragments=1"
     _, shown, _ = cli("sweep", *ON, "-g", "16", "--jobs", "1", "--vary", varied)
     assert "chosen" in shown.splitlines()[1]
@@ -230,7 +230,7 @@ def test_what_would_fit_is_said_of_the_number_chosen(
             "co2:delay=auto,fragments=1",
         )
     )
-    assert "what would fit in 80 GB" in shown
+    assert "what would fit in 84.9 GB" in shown
     assert "--strategy co2:tau=12,delay=auto,fragments=1,worker=node,inner=zero2" in shown
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import co2sim
-from co2sim import Case, ResourceError, lowering, machine, progress, study
+from co2sim import Case, ResourceError, lowering, machine, progress, rounds, study
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
@@ -264,7 +264,7 @@ def test_the_simulator_reports_fractions_that_rise_to_the_end() -> None:
     """What the bar shows: from 0 to 1, never falling."""
     seen: list[tuple[int, int]] = []
     case = Case(**SMALL, strategy="zero3", rounds=200)
-    study._execute(case, case.prepare(), 200, lambda done, total: seen.append((done, total)))
+    rounds.executed(case, case.prepare(), 200, lambda done, total: seen.append((done, total)))
     assert len(seen) > 1
     assert seen == sorted(seen)
     assert all(0 <= done <= total == 200 for done, total in seen)

@@ -69,7 +69,7 @@ def test_on_random_schedules_lockstep_is_what_simpy_simulates(
 
 QUICK = [
     *("ddp(bucket_mib=0.001)", "zero1(bucket=700)", "zero2(bucket=700)", "local_sgd(tau=3)"),
-    *("co2(tau=9)", "co2(tau=9,worker=node)", "overlap_local_sgd(tau=3)"),
+    *("co2(tau=9)", "co2(tau=12,worker=node)", "overlap_local_sgd(tau=3)"),
     *("slowmo(tau=2,worker=node,inner=ddp)", "diloco(tau=4,fragments=2,delay=1)"),
 ]
 

@@ -37,9 +37,9 @@ from co2sim.schedule import (
 from co2sim.trace import Span, Trace
 from co2sim.units import parse
 from realrun.probe import fit
-from realrun.probe.processor import fit_gpu
 from realrun.probe.cluster_file import quantity, to_toml
 from realrun.probe.hosts import fit_hosts
+from realrun.probe.processor import fit_gpu
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import durations, groups, slowdown, sweep
 

@@ -312,8 +312,9 @@ def test_calibrate_writes_the_catalog_and_its_record(
     fits[0] = replace(fits[0], values={**fits[0].values, "exchange_efficiency": 0.25})
     CliRunner().invoke(app, ["calibrate", "--write", "--papers", str(PAPERS)])
     changed = [path for path in before if path.read_text() != before[path]]
-    assert changed == [tmp_path / "clusters" / "dgx2-calibrated.toml"]
-    old, new = before[changed[0]].splitlines(), changed[0].read_text().splitlines()
+    cluster = tmp_path / "clusters" / "dgx2-calibrated.toml"
+    assert set(changed) == {cluster, tmp_path / RECORD}
+    old, new = before[cluster].splitlines(), cluster.read_text().splitlines()
     (pair,) = (pair for pair in zip(old, new, strict=True) if pair[0] != pair[1])
     assert pair[1] == pair[0].replace("0.5016", "0.25")
 

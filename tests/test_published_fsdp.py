@@ -1,4 +1,4 @@
-"""LLM Foundry's rows: what they are read as, the ratios they state, and fits that share constants."""
+"""LLM Foundry's rows: what they are read as, their ratios, and fits that share constants."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +41,12 @@ def table(tmp_path: Path, *lines: str) -> Path:
 def test_a_row_is_the_run_that_it_describes(cells: list[Cell]) -> None:
     """Cluster, shape, batch, what is sharded and recomputed, and in which type gradients meet."""
     run = cells[0].setup
-    assert (run.cluster, run.gpus, run.micro_batch, run.accumulation) == ("h100-calibrated", 16, 4, 1)
+    assert (run.cluster, run.gpus, run.micro_batch, run.accumulation) == (
+        "h100-calibrated",
+        16,
+        4,
+        1,
+    )
     assert (run.recompute, run.attention, run.checkpointing) == ("none", "flash", "non_reentrant")
     assert cells[2].setup.recompute == "full"
     assert [getattr(c.setup.strategy, "reduce", None) for c in (cells[0], cells[3])] == [
@@ -58,7 +63,11 @@ def test_a_row_is_the_run_that_it_describes(cells: list[Cell]) -> None:
     ("old", "new", "words"),
     [
         (",64,800000", ",63,800000", "global_batch 63 is not 16 GPUs x micro_batch 4"),
-        (",510218240", ",520000000", "parameters is 520000000; a model of this shape has 510218240"),
+        (
+            ",510218240",
+            ",520000000",
+            "parameters is 520000000; a model of this shape has 510218240",
+        ),
         ("h100_80gb", "h200", "gpu is 'h200'; it must be one of h100_80gb, a100_80gb, a100_40gb"),
         ("DEFAULT", "FULL", "mp_mode is 'FULL'; it must be one of DEFAULT, PURE"),
         ("FULL_SHARD", "HYBRID_SHARD", "sharding is 'HYBRID_SHARD'; it must be one of FULL_SHARD"),
@@ -79,7 +88,7 @@ def test_a_row_that_is_wrong_is_refused_with_its_line(
 
 
 def test_ratios_are_of_rows_that_differ_in_gpus_only(tmp_path: Path, cells: list[Cell]) -> None:
-    """Per GPU, to the fewest GPUs of several nodes; a single node and other batches take no part."""
+    """Per GPU, to the fewest GPUs of several nodes; one node and other batches take no part."""
     (ratio,) = ratios(cells)
     assert ratio.source == RATIOS
     assert (ratio.over[0].setup.gpus, ratio.setup.gpus) == (16, 64)
@@ -95,7 +104,10 @@ def test_further_rows_make_ratios_with_known_ones(tmp_path: Path, cells: list[Ce
     """The known row is only compared with; a pair counts as fitted if both of its rows do."""
     known = [replace(cells[0], use="fit")]
     found = further_cells([table(tmp_path, LINES[1])], known, PAPERS, lambda _: None)
-    assert [(cell.source, cell.use) for cell in found] == [("llm_foundry", "check"), (RATIOS, "check")]
+    assert [(cell.source, cell.use) for cell in found] == [
+        ("llm_foundry", "check"),
+        (RATIOS, "check"),
+    ]
     again = further_cells([table(tmp_path, LINES[0])], known, PAPERS, lambda _: None)
     assert [cell.use for cell in again] == ["fit"]
 

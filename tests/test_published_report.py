@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from analysis.cli import app
 from analysis.published import ablation, consistency, diagnosis, errors, sensitivity
 from analysis.published.cells import Cell, with_strategy_options, with_values
-from analysis.published.csv_tables import from_csv, known_cells
+from analysis.published.csv_tables import known_cells
 from analysis.published.formats import signed
 from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE, tables_elsewhere
@@ -237,7 +237,9 @@ def test_mean_errors_do_not_rise(report: ValidationReport) -> None:
 def test_mean_errors_of_tables_elsewhere_do_not_rise(source: str) -> None:
     """The same for the tables that are only referred to, and for the ratios of their rows."""
     if TABLES_ELSEWHERE[source] not in DATA:
-        pytest.skip(f"{TABLES_ELSEWHERE[source]} is not at hand; {DATA_VARIABLE} may name its folder")
+        pytest.skip(
+            f"{TABLES_ELSEWHERE[source]} is not at hand; {DATA_VARIABLE} may name its folder"
+        )
     mine = [cell for cell in known_cells(PAPERS) if cell.source.startswith(source)]
     _guard(errors.validate(mine))
 

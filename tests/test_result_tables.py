@@ -110,7 +110,8 @@ def test_what_fits_is_offered_nothing(cli: Run) -> None:
 def test_alternatives_keep_a_global_batch_possible() -> None:
     """A smaller micro-batch keeps the number of GPUs and the samples of a step."""
     case = Case(cluster="dgx-h100", model="llama-7b", strategy="zero2", gpus=16, micro_batch=8)
-    for one in alternatives(case.prepare()):
+    prepared = case.prepare()
+    for one in alternatives(prepared, prepared.strategy):
         assert 1 <= int(one.changes.get("micro-batch", 8)) <= 8
         assert one.memory > 0
     assert run(case).fits_in_memory is False

@@ -346,7 +346,7 @@ def test_every_strategy_of_the_package_can_be_trained(methods: ModuleType) -> No
 def test_no_model_is_shared_in_the_way_of_another_strategy(methods: ModuleType) -> None:
     """An unknown name is refused where models are wrapped, too, whatever lets it in."""
     with pytest.raises(OptionError, match="mine has no training algorithm"):
-        shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
+        methods.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
 
 
 def test_bad_input_is_told_before_torch_is_loaded() -> None:

@@ -10,9 +10,10 @@ from analysis.convergence import bound
 from analysis.convergence.bound import Bound
 from analysis.convergence.lateness import Delay, Late
 from analysis.convergence.setting import Setting
-from co2sim.case import Case, Prepared
+from co2sim.case import Case
 from co2sim.errors import OptionError
 from co2sim.grid import vary
+from co2sim.prepared import Prepared
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps

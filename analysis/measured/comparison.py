@@ -7,10 +7,10 @@ from typing import Any
 
 from analysis.measured.attribution import Difference, attribute
 from analysis.measured.time_breakdown import TimeBreakdown, time_breakdown
-from co2sim.case import Prepared
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
 from co2sim.metrics import is_steady
+from co2sim.prepared import Prepared
 from co2sim.result import Result
 from co2sim.schedule import Schedule
 from co2sim.simulator import execute

@@ -85,7 +85,9 @@ def _print_errors(out: Console, whole: RunSummary) -> None:
         ("exposed communication", whole.median_exposed_error, whole.largest_exposed_error),
         ("round time", whole.median_round_time_error, whole.largest_round_time_error),
     )
-    lines = [(f"error of {what}", _share(middle), _share(most)) for what, middle, most in errors]
+    lines: list[tuple[str, ...]] = [
+        (f"error of {what}", _share(middle), _share(most)) for what, middle, most in errors
+    ]
     overlap = (whole.median_overlap_difference, whole.largest_overlap_difference)
     lines.insert(2, ("difference of overlap ratio", *(_points(value, "") for value in overlap)))
     print_table(out, f"{whole.runs} runs, absolute", ("figure", "median", "largest"), lines)

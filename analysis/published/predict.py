@@ -12,9 +12,9 @@ from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term, with_cons
 from analysis.published.event_loop import Lines, round_time
 from analysis.published.parameters import model_of
 from co2sim import metrics, study
-from co2sim.prepared import Prepared
 from co2sim.cluster import Cluster
 from co2sim.cost import compute_time, footprint
+from co2sim.prepared import Prepared
 from co2sim.schedule import Collective, Compute, Kind, Schedule
 from co2sim.simulator import execute, expected_slowdown
 from co2sim.units import Bytes, Seconds

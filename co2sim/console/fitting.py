@@ -9,10 +9,10 @@ from typing import cast
 from rich.console import Console
 
 from co2sim.case import Case
-from co2sim.prepared import Prepared
 from co2sim.console.tables import print_lines, print_table
 from co2sim.errors import Co2simError, OptionError
 from co2sim.memory import model_states
+from co2sim.prepared import Prepared
 from co2sim.schedule import Schedule
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
@@ -73,10 +73,10 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
     `settle` gives a case numbers for what it leaves open.
     """
     asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
-    prepared = replace(settle(case).prepare(), strategy=asked)  # what it leaves open stays open
+    prepared = settle(case).prepare()
     memory = prepared.cluster.gpu.memory
     print_lines(out, largest(prepared), "")
-    found = list(alternatives(prepared))
+    found = list(alternatives(prepared, asked))
     fitting = _fewest_changes([one for one in found if one.memory <= memory])
     heading = f"what would fit in {scaled(memory, 'B')}"
     if not fitting:
@@ -93,13 +93,16 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
         print_table(out, heading, ("instead", "memory per GPU"), rows)
 
 
-def alternatives(prepared: Prepared) -> Iterator[Alternative]:
+def alternatives(prepared: Prepared, asked: Strategy) -> Iterator[Alternative]:
     """Combinations of a sharded strategy, more recomputation, a smaller micro-batch, more GPUs.
 
-    Those with the fewest changes come first.
+    Those with the fewest changes come first. What the strategy `asked` for leaves open stays open.
     """
     job, layout = prepared.job, prepared.cluster.layout
-    strategies = {"": prepared.strategy, **{_text(s): s for s in _sharded(prepared.strategy)}}
+    strategies = {"": prepared.strategy}
+    for name in _SHARDED:
+        if (open_ := _sharded(asked, name)) and (settled := _sharded(prepared.strategy, name)):
+            strategies[_text(open_)] = settled
     eager = job.attention == "eager"
     attentions = ["", *(["flash"] if eager else [])]
     recomputes = ["", *(["selective"] if eager and job.recompute == "none" else [])]
@@ -138,19 +141,17 @@ def alternatives(prepared: Prepared) -> Iterator[Alternative]:
             continue
 
 
-def _sharded(strategy: Strategy) -> Iterator[Strategy]:
-    """The same strategy with a sharded inner one, or a sharded one in its place."""
+def _sharded(strategy: Strategy, name: str) -> Strategy | None:
+    """The same strategy with this inner one, or this one in its place; None if it is no other."""
     options = {option.name for option in fields(strategy)}  # type: ignore[arg-type]
-    for name in _SHARDED:
-        try:
-            if {"worker", "inner"} <= options:
-                found = with_options(strategy, {"worker": "node", "inner": name})
-            else:
-                found = STRATEGIES[name]()
-        except OptionError:  # another option rules it out
-            continue
-        if title(found) != title(strategy):
-            yield found
+    try:
+        if {"worker", "inner"} <= options:
+            found = with_options(strategy, {"worker": "node", "inner": name})
+        else:
+            found = STRATEGIES[name]()
+    except OptionError:  # another option rules it out
+        return None
+    return found if title(found) != title(strategy) else None
 
 
 def _text(strategy: Strategy) -> str:
