@@ -660,7 +660,7 @@ def test_figure_is_written_and_always_the_same(cli: Run, suffix: str, head: byte
 def test_another_cluster_predicts_instead_of_the_recorded_one(cli: Run) -> None:
     """`--set` changes the recorded cluster, `--cluster` replaces it; names say so."""
     rate = "inter.bandwidth=1066.66666666667 Gbit/s"
-    layout = ["--set", "nodes=2", "--set", "gpus_per_node=2"]
+    layout = [*("--set", "nodes=2", "--set", "gpus_per_node=2"), "--set", "protocols=simple"]
     for arguments in ([], ["--cluster", "dgx-h100", *layout]):
         code, out, _ = cli("compare", "runs/ddp", "--json", *arguments, "--set", rate)
         assert code == 0

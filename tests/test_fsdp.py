@@ -111,7 +111,7 @@ def test_a_step_takes_as_long_as_what_torch_issues_in_its_order(
     found = step_time(
         f"fsdp(version={version},reduce={reduce},clip=false)", chain(layers, flops), row(bandwidth)
     )
-    assert found == pytest.approx(ends["reduce 0"] + optimizer, rel=1e-9)
+    assert found == pytest.approx(ends["reduce 0"] + optimizer, rel=1e-7)
 
 
 def test_a_layer_takes_the_longer_of_compute_and_communication() -> None:
