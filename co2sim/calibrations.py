@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,11 @@ RECORD = "calibrations.toml"
 
 _MIDDLE = (0.05, 0.95)
 """The shares of its range between which a number that was measured elsewhere is moved."""
+_LINEAR = 0.2
+"""The share of its value by which a constant is moved at most; of a quarter of its range near 0."""
+
+Move: TypeAlias = tuple[dict[str, float], float]
+"""Values by path, and how many times their effect on a logarithm counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +122,10 @@ class Calibration:
 
         `predicted` takes values by path, and gives a positive number. The constants of the GPU move
         along each axis of their covariance, both ways, as far as the interval's level asks, but not
-        beyond their bounds. Communication that is hidden on one side may be exposed on the other,
-        so both sides are kept apart. External numbers move over the middle nine tenths of their
-        range.
+        beyond their bounds. The covariance is that of a linear model: where it would move a
+        constant by more than a fifth, which it says little about, the effect of a fifth is
+        extrapolated. Communication that is hidden on one side may be exposed on the other, so both
+        sides are kept apart. External numbers move over the middle nine tenths of their range.
         """
         mine = self.on(gpu)
         low, high = np.array([self.bounds[place] for place in mine]).T
@@ -127,25 +133,27 @@ class Calibration:
         covariance = np.array(self.covariance)[np.ix_(mine, mine)]
         variances, axes = np.linalg.eigh(covariance / np.outer(scales, scales))
         paths = [self.paths[place] for place in mine]
-        pairs = []
+        pairs: list[list[Move]] = []
         for variance, axis in zip(variances, axes.T, strict=True):
             step = axis * scales * self.factor * math.sqrt(max(0.0, float(variance)))
-            both = (np.clip(values + way * step, low, high) for way in (1, -1))
-            pairs.append([dict(zip(paths, map(float, v), strict=True)) for v in both])
+            furthest = _LINEAR * np.maximum(np.abs(values), scales / 4)
+            times = max(1.0, float(np.max(np.abs(step) / furthest)))
+            both = (np.clip(values + way * step / times, low, high) for way in (1, -1))
+            pairs.append([(dict(zip(paths, map(float, v), strict=True)), times) for v in both])
         for path, (least, most) in self.external.items():
-            pairs.append([{path: least + share * (most - least)} for share in _MIDDLE])
+            pairs.append([({path: least + share * (most - least)}, 1.0) for share in _MIDDLE])
         return squares(math.log(predicted({})), pairs, predicted)
 
 
 def squares(
     base: float,
-    pairs: list[list[dict[str, float]]],
+    pairs: list[list[Move]],
     predicted: Callable[[dict[str, float]], float],
 ) -> tuple[float, float]:
     """Sums over pairs of changes of the squares by which log(prediction) falls and rises most."""
     down = up = 0.0
     for pair in pairs:
-        found = [0.0, *(math.log(predicted(changes)) - base for changes in pair)]
+        found = [0.0, *((math.log(predicted(new)) - base) * times for new, times in pair)]
         down += min(found) ** 2
         up += max(found) ** 2
     return down, up

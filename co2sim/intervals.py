@@ -120,7 +120,7 @@ class Predicted:
             return self.again(faster(self.cluster, **factors))
 
         pairs = [
-            [{name: math.exp(way * TAIL * sigma)} for way in (1, -1)]
+            [({name: math.exp(way * TAIL * sigma)}, 1.0) for way in (1, -1)]
             for name, sigma in zip(("compute", "communication"), sigmas, strict=True)
         ]
         down, up = reaches(squares(math.log(self.tokens_per_s), pairs, predicted), 0.0)
