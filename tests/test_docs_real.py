@@ -51,7 +51,7 @@ def lab() -> None:
 def test_commands_of_the_lab_run(command: str, tmp_path: Path) -> None:
     """CO2 and DDP in a lab of four nodes, predicted beside measured, with figures; one round."""
     printed = shell(f"{command} --rounds 1", tmp_path)
-    assert "error of round time, median" in printed
+    assert "error of round time" in printed
     for name in ("ddp-bucket_mib=2.0", "co2-tau=4"):
         assert (tmp_path / "out" / f"timelines-{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -104,7 +104,7 @@ def test_commands_on_local_cores_run(tmp_path: Path) -> None:
         ("model.seq_len=256", "model.seq_len=64"),
         ("-s ddp --out", "-s ddp --rounds 1 --out"),
     )
-    assert "error of round time, median" in shell(script, tmp_path)
+    assert "error of round time" in shell(script, tmp_path)
 
 
 @pytest.mark.dist
@@ -120,7 +120,7 @@ def test_commands_of_torchrun_run(tmp_path: Path) -> None:
         ("probe ", SHORT_PROBE),
     )
     printed = shell(script, tmp_path)
-    assert "error of round time, median" in printed
+    assert "error of round time" in printed
     assert (tmp_path / "out" / "timelines-ddp.png").exists()
 
 

@@ -336,6 +336,7 @@ def test_every_part_of_the_report_is_a_section_with_a_row_for_each_item(
         "## Predicted against published",
         "## Analysis of the largest errors",
         "## Fitted constants",
+        "## Intervals",
         "## Mechanisms",
         "## CO2: sensitivity to tokens per GPU and step",
         "## CO2: sensitivity to communication assumptions",

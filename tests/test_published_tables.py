@@ -198,7 +198,7 @@ def test_without_the_iteration_times_one_line_says_so(
     monkeypatch.setattr("analysis.published.csv_tables.tables_elsewhere", lambda _data: [])
     code, out, err = cli("validate", "--cells", str(written(tmp_path, TIMES)), "--json")
     assert (code, err.count("\n")) == (0, 1)
-    assert "--data names their folder" in err
+    assert "--data names its folder" in err
     assert [row["use"] for row in json.loads(out)] == ["check", "check"]
     code, out, err = cli("validate", "--cells", str(written(tmp_path, CO2)), "--json")
     assert (code, err) == (0, "")

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from realrun.cli.ranks import Rank
     from realrun.probe.fit import Fitted, Residuals
     from realrun.probe.measurement import Plan
-    from realrun.probe.processor import attained
-from realrun.probe.samples import Measured
+    from realrun.probe.samples import Measured
 
 _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
 """Largest collective, and precisions."""
@@ -230,6 +229,7 @@ def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
 
 def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> None:
     from co2sim.console.tables import print_table  # noqa: PLC0415 - rich
+    from realrun.probe.processor import attained  # noqa: PLC0415 - only for this table
 
     for precision, samples in measured.compute.items():
         speeds = attained(samples, measured.launch)
