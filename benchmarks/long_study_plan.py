@@ -26,7 +26,7 @@ RATES = (5e-3, 1e-2)
 """Between these the learning rate is chosen; the best at 768 steps is one of them for each line."""
 
 COMPARED = ("AdamW-DDP", "LocalSGD 12", "CO2 12, gap", "CO2 delay 1, tau 12, 12 fragments")
-LINES = (*COMPARED, "CO2 delay 4, tau 12")
+LINES = (*COMPARED, "CO2 delay 4, tau 12, 12 fragments")
 """Names of the lines of the convergence study; the last not at all lengths."""
 
 _VALIDATIONS = 8
@@ -57,8 +57,8 @@ class LongStudy:
             StudyBudget(),
             (
                 Part(768, LINES, SEEDS),
+                Part(6144, ("LocalSGD 12", LINES[-1]), (0,)),
                 Part(3072, LINES, (0,)),
-                Part(6144, ("LocalSGD 12", "CO2 delay 4, tau 12"), (0,)),
                 Part(6144, ("AdamW-DDP", "CO2 12, gap", COMPARED[-1]), (0,)),
                 Part(3072, COMPARED, (0, 1), tunes=True),
                 Part(12288, COMPARED, (0,)),
