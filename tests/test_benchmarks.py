@@ -219,6 +219,7 @@ def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
     assert next_run(plan, read(tmp_path), tmp_path, "100 Mbit/s") == asks[1]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch, importing
 @pytest.mark.usefixtures("scripts")
 def test_a_step_at_a_pace_takes_that_long_before_anything_is_sent() -> None:
     """The rest of the time is waited for before the optimizer's step; slower ones are counted."""
