@@ -145,7 +145,7 @@ def follow(block: Block, project: Path) -> None:
 @pytest.mark.slow
 def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
     """Who follows the page gets a strategy that runs, its golden file, and tests that pass."""
-    tests = ("conftest.py", "tiny.py", "test_strategies.py")
+    tests = ("conftest.py", "commands.py", "tiny.py", "test_strategies.py")
     shutil.copytree(ROOT / "co2sim", tmp_path / "co2sim")
     (tmp_path / "tests" / "golden").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
