@@ -22,9 +22,11 @@ What goes into a prediction is known before the run begins:
 - the time of a local step: from a calibration in the lab before each seed, in which nothing is sent
   (local_sgd with a tau beyond its end): it holds the optimizer's step, too. Others are of the
   model inside DDP, and of CO2 with a delay whose workers average with nobody: what it does beside
-  the steps counts. A last one, in which something is sent all the time, tells how much that slows
-  the steps down: ranks send with the cores that they compute with;
-- all communication: from the rate at which the lab is built, by co2sim. It runs the model of
+  the steps counts. One in which something is sent all the time tells how much that slows the
+  steps down: ranks send with the cores that they compute with. One with an average after each step
+  tells what the network attains of its stated rate: a core that comes late loses it;
+- all communication: from the rate at which the lab is built, and what is attained of it, by
+  co2sim. It runs the model of
   `realrun train --describe` on a GPU that takes the calibrated time for a step. Methods of torch
   and torchft have the schedule of the strategy that does the same; torchft's LocalSGD averages
   every tensor by itself.

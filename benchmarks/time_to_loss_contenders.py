@@ -130,9 +130,10 @@ _STEPS_ALONE = f"local_sgd:tau={NEVER}"
 ALONE = Contender("calibration: nothing is sent", _STEPS_ALONE, "", 5e-3)
 IN_DDP = Contender("calibration: DDP that sends nothing", _STEPS_ALONE, "", 5e-3, peer="DDP alone")
 SENDING = Contender("calibration: always sending", _STEPS_ALONE, "", 5e-3, peer="sending")
-CALIBRATIONS = (ALONE, IN_DDP, SENDING)
+AVERAGING = Contender("calibration: an average after each step", "local_sgd:tau=1", "", 5e-3)
+CALIBRATIONS = (ALONE, IN_DDP, SENDING, AVERAGING)
 """How long local steps take where the ranks share the cores: the bare model's, torch's, and while
-the network is busy all the time."""
+the network is busy all the time. The last tells how long a blocking average takes there."""
 
 
 def alone(entry: Contender) -> Contender:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 from time_to_loss_contenders import (
     ALONE,
+    AVERAGING,
     CALIBRATIONS,
     REFERENCE,
     SENDING,
@@ -20,7 +21,7 @@ from time_to_loss_contenders import (
     alone,
     contenders,
 )
-from time_to_loss_predict import Place, shortest_round, with_delay
+from time_to_loss_predict import Calibrated, Place, network_efficiency, shortest_round, with_delay
 
 from co2sim.strategies.co2 import CO2
 from co2sim.units import Seconds
@@ -92,12 +93,14 @@ def step_of(plan: Plan, known: Known, calibration: Contender, where: str, seed: 
     return float(known[Ask(calibration, where, seed).key(plan)]["step_s"])
 
 
-def calibrated(plan: Plan, known: Known, ask: Ask) -> tuple[float, float]:
-    """For a run: seconds of a local step, and the share by which sending slows it down."""
-    own, bare, sending = (
-        step_of(plan, known, one, ask.where, ask.seed) for one in (alone(ask.entry), ALONE, SENDING)
+def calibrated(plan: Plan, known: Known, ask: Ask) -> Calibrated:
+    """For a run: what was measured there just before."""
+    own, bare, sending, averaging = (
+        step_of(plan, known, one, ask.where, ask.seed)
+        for one in (alone(ask.entry), ALONE, SENDING, AVERAGING)
     )
-    return own, max(0.0, sending / bare - 1)
+    efficiency = network_efficiency(plan.place(ask.where), bare, averaging)
+    return Calibrated(own, max(0.0, sending / bare - 1), efficiency)
 
 
 def delay_at(plan: Plan, rate: str, entry: Contender) -> int:
@@ -216,6 +219,7 @@ def read(out: Path) -> Known:
 _NUMBERS = (
     "local_step_s",
     "interference",
+    "efficiency",
     "predicted_step_s",
     "step_s",
     "waited",

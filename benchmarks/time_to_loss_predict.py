@@ -33,6 +33,19 @@ class Place:
     samples: int
 
 
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What a lab is found to be, just before a run: seconds of a local step alone.
+
+    `interference`: the share by which sending slows it down. `efficiency`: the fraction of its
+    stated rate that the network attains.
+    """
+
+    local_step: Seconds
+    interference: float = 0.0
+    efficiency: float = 1.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorByTensor(LocalSGD):
     """LocalSGD that averages every tensor of the model by itself, as torchft's does."""
@@ -55,23 +68,20 @@ class TensorByTensor(LocalSGD):
         return [replace(pieces[0], after=op.after), *pieces[1:]]
 
 
-def case(
-    place: Place, strategy: str | Strategy, local_step: Seconds, interference: float = 0.0
-) -> Case:
-    """The case on a GPU that takes `local_step` for the arithmetic of a step alone.
-
-    While something is sent, it takes longer by the share `interference`.
-    """
+def case(place: Place, strategy: str | Strategy, found: Calibrated) -> Case:
+    """The case on a GPU, and on a network, as they were found."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stated.toml"
         path.write_text(stated_cluster(Lab(place.nodes, 1, place.rate)))
         cluster = load_cluster(str(path)).value
     model = GPTS[place.size].model()
     job = Workload(model, place.samples, precision=DType.FP32, recompute="none")
-    speed = job.hardware_flops_per_sample * place.samples / local_step
+    speed = job.hardware_flops_per_sample * place.samples / found.local_step
     gpu = GPU("calibrated", 1e12, _ENOUGH, {"fp32": speed}, ((1.0, 1.0),))
+    inter = replace(cluster.inter, efficiency=cluster.inter.efficiency * found.efficiency)
+    cluster = replace(cluster, gpu=gpu, inter=inter, communicators="stream")
     return Case(
-        cluster=replace(cluster, gpu=gpu, communicators="stream", interference=interference),
+        cluster=replace(cluster, interference=found.interference),
         model=model,
         strategy=strategy,
         micro_batch=place.samples,
@@ -81,11 +91,18 @@ def case(
 
 
 @cache
-def predicted_step(
-    place: Place, strategy: str | Strategy, local_step: Seconds, interference: float = 0.0
-) -> Seconds:
+def predicted_step(place: Place, strategy: str | Strategy, found: Calibrated) -> Seconds:
     """Seconds of a step, communication included."""
-    return run(case(place, strategy, local_step, interference)).step_time_s
+    return run(case(place, strategy, found)).step_time_s
+
+
+def network_efficiency(place: Place, local_step: Seconds, averaging: Seconds) -> float:
+    """What the network attains of its stated rate, where a step with an average takes `averaging`.
+
+    At most 1. The model's average, one after each step, takes what is beyond the local step.
+    """
+    stated = predicted_step(place, "local_sgd:tau=1", Calibrated(local_step)) - local_step
+    return min(1.0, stated / max(stated, averaging - local_step))
 
 
 def shortest_round(place: Place, strategy: str, local_step: Seconds) -> int:
@@ -96,7 +113,7 @@ def shortest_round(place: Place, strategy: str, local_step: Seconds) -> int:
 @cache
 def with_delay(place: Place, strategy: str, local_step: Seconds) -> CO2:
     """The strategy with co2sim's numbers for tau=auto and delay=auto."""
-    chosen = settle(case(place, strategy, local_step)).strategy
+    chosen = settle(case(place, strategy, Calibrated(local_step))).strategy
     assert isinstance(chosen, CO2)
     return chosen
 

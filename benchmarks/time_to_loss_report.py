@@ -49,6 +49,7 @@ def lines(plan: Plan, known: Known, results: Path) -> Iterator[dict[str, Any]]:
                 "target": target,
                 "local_step_s": row["local_step_s"],
                 "interference": row["interference"],
+                "efficiency": row["efficiency"],
                 "steps": before[0] if before else None,
                 "measured_steps": after[0] if after else None,
                 "predicted_step_s": row["predicted_step_s"],
@@ -83,8 +84,8 @@ A GPT of {shape.parameters:,} parameters, {plan.nodes} nodes of one rank, {plan.
  {plan.pace * 1e3:g} ms, as on a device of a known speed: what its arithmetic leaves of that is\
  waited for ({frame["late_steps"].mean():.1%} of the steps took longer by themselves; at most\
  {frame["late_steps"].max():.1%} in a run). Predicted before: steps from a\
- run without a lab; a local step, and how much sending slows it down, from calibrations in the lab;\
- communication by co2sim from the stated rate.\
+ run without a lab; a local step, how much sending slows it down, and what the network attains of\
+ its stated rate, from calibrations in the lab; communication by co2sim.\
  Means over seeds, ± the standard deviation. torchft-nightly: {version("torchft-nightly")}.\
  {machine()}
 
@@ -120,6 +121,7 @@ def _times(frame: pd.DataFrame) -> Iterator[dict[str, str]]:
             "schedule": f"`{group['strategy'].iloc[0]}`",
             "steps": steps if len(whole) else "-",
             "local step ms": _ms(group["local_step_s"]),
+            "rate attained": f"{group['efficiency'].mean():.0%}",
             "step ms: predicted": _ms(group["predicted_step_s"]),
             "step ms: measured": _ms(group["measured_step_s"]),
             "time to loss: predicted s": _spread(whole["predicted_s"]),

@@ -77,13 +77,13 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     """What is predicted of a run in the lab: it is there before the run begins."""
     if ask.where == FREE or ask.entry.calibrates:
         return {}
-    free, (alone, interference) = free_ask(plan, ask), calibrated(plan, known, ask)
+    free, found = free_ask(plan, ask), calibrated(plan, known, ask)
     strategy: str | Strategy = settled(plan, ask.where, ask.entry)
     if ask.entry.peer == "torchft LocalSGD":
         strategy = TensorByTensor(tau=TAU, tensors=tensors(plan.size))
-    step = predicted_step(plan.place(ask.where), strategy, alone, interference)
-    told: dict[str, Any] = {"local_step_s": alone, "interference": interference}
-    told |= {"predicted_step_s": step, "stop": 0}
+    step = predicted_step(plan.place(ask.where), strategy, found)
+    told: dict[str, Any] = {"local_step_s": found.local_step, "interference": found.interference}
+    told |= {"efficiency": found.efficiency, "predicted_step_s": step, "stop": 0}
     point = reached(curve(known[free.key(plan)]), target_of(plan, known, results))
     if point is None:
         return told

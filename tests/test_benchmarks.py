@@ -285,27 +285,38 @@ def test_an_average_tensor_by_tensor_costs_the_latencies_of_each() -> None:
     Sending slows only what runs meanwhile: nothing under LocalSGD, the steps under a late CO2.
     """
     from time_to_loss_predict import (  # type: ignore[import-not-found]  # noqa: PLC0415
+        Calibrated,
         Place,
         TensorByTensor,
+        network_efficiency,
         predicted_step,
     )
 
     place = Place(4, "100 Mbit/s", "mini", 8)
     parameters = GPTS["mini"].model().parameters
     tensors = (parameters // 4,) * 3 + (parameters - 3 * (parameters // 4),)
-    whole = predicted_step(place, "local_sgd:tau=12", 0.027)
-    parts = predicted_step(place, TensorByTensor(tau=12, tensors=tensors), 0.027)
+    whole = predicted_step(place, "local_sgd:tau=12", Calibrated(0.027))
+    parts = predicted_step(place, TensorByTensor(tau=12, tensors=tensors), Calibrated(0.027))
     assert 12 * (parts - whole) == pytest.approx(3 * 6 * 250e-6, rel=0.01)
-    assert predicted_step(place, "local_sgd:tau=12", 0.027, 0.1) == pytest.approx(whole)
-    late = [predicted_step(place, "co2:tau=12,delay=4", 0.027, slow) for slow in (0, 0.1)]
+    slow = Calibrated(0.027, interference=0.1)
+    assert predicted_step(place, "local_sgd:tau=12", slow) == pytest.approx(whole)
+    late = [
+        predicted_step(place, "co2:tau=12,delay=4", found) for found in (Calibrated(0.027), slow)
+    ]
     average = 12 * (whole - 0.027)
     assert 12 * (late[1] - late[0]) == pytest.approx(0.1 / 1.1 * average, rel=0.02)
+    # A network that attains 4/5 of its rate, as one average after each step tells.
+    found = Calibrated(0.027, efficiency=0.8)
+    averaging = predicted_step(place, "local_sgd:tau=1", found)
+    assert network_efficiency(place, 0.027, averaging) == pytest.approx(0.8, rel=0.03)
+    assert network_efficiency(place, 0.027, 0.028) == 1
 
 
 @pytest.mark.usefixtures("scripts")
 def test_tau_and_delay_are_as_many_steps_as_an_average_takes() -> None:
     """Of 82 ms: 4 steps of 25.5 ms, since of 3 more than 1 % would be exposed; 3 of 28 ms."""
     from time_to_loss_predict import (  # noqa: PLC0415 - a folder of scripts
+        Calibrated,
         Place,
         predicted_step,
         shortest_round,
@@ -314,7 +325,8 @@ def test_tau_and_delay_are_as_many_steps_as_an_average_takes() -> None:
 
     place = Place(4, "100 Mbit/s", "mini", 8)
     for step, least in ((0.0255, 4), (0.028, 3)):
-        average = 12 * (predicted_step(place, "local_sgd:tau=12", step) - step)
+        whole = predicted_step(place, "local_sgd:tau=12", Calibrated(step))
+        average = 12 * (whole - step)
         assert (least - 1) * step < 0.99 * average < least * step
         assert with_delay(place, "co2:tau=12,delay=auto,fragments=1", step).delay == least
         assert shortest_round(place, "co2:tau=auto,delay=auto,fragments=1", step) == least
