@@ -230,7 +230,7 @@ def _draw_losses(axis: Axes, frame: pd.DataFrame, target: float) -> None:
             [loss for _, _, loss in points],
             label=name,
             color=_colour(name),
-            linestyle="--" if name.startswith("torch") else "-",
+            linestyle="--" if name.startswith("torch") else "-." if name.startswith("CO2") else "-",
             linewidth=1.2,
         )
     axis.axhline(target, color="grey", linestyle=":", linewidth=1)
