@@ -261,9 +261,17 @@ dist.destroy_process_group()
     ],
 )
 def test_rate_is_that_of_the_lab(lab: Lab, device: str, speed: float) -> None:
-    """Ranks reach each other, by Gloo and by TCP, at the rate that was asked for."""
-    (line,) = output(lab, [sys.executable, "-c", MEET, device])
-    assert float(line) == pytest.approx(speed, rel=0.1)
+    """Ranks reach each other, by Gloo and by TCP, at the rate that was asked for, never faster.
+
+    A machine that is busy with other things may be slower, so the best of three attempts counts.
+    """
+    best = 0.0
+    for _ in range(3):
+        (line,) = output(lab, [sys.executable, "-c", MEET, device])
+        best = max(best, float(line))
+        if best > 0.9 * speed:
+            break
+    assert best == pytest.approx(speed, rel=0.1)
 
 
 @pytest.mark.lab
