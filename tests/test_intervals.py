@@ -144,6 +144,26 @@ def test_moves_of_a_linear_model_are_those_of_error_propagation() -> None:
     assert fit.moves(gpu, predicted) == pytest.approx((expected, expected))
 
 
+def test_what_data_hardly_determine_moves_by_a_fifth_and_is_extrapolated() -> None:
+    """With a standard deviation of four times the value: error propagation, without a leap."""
+    fit = replace(
+        calibrations()["v100-zeropp"],
+        bounds=((0.0, 1.0), (0.0, 0.1)),
+        values=(0.5, 0.05),
+        covariance=((4.0, 0.0), (0.0, 1e-6)),
+        factor=1.5,
+    )
+
+    def predicted(values: Mapping[str, float]) -> float:
+        for path, at in zip(fit.paths, fit.values, strict=True):
+            assert abs(values.get(path, at) - at) <= 0.2 * at * (1 + 1e-9)
+        return math.exp(0.02 * values.get(fit.paths[0], 0.5) - 30 * values.get(fit.paths[1], 0.05))
+
+    expected = 1.5**2 * (0.02**2 * 4.0 + 30**2 * 1e-6)
+    (gpu,) = fit.gpus[0]
+    assert fit.moves(gpu, predicted) == pytest.approx((expected, expected))
+
+
 def test_constants_never_move_beyond_their_bounds() -> None:
     """A constant at its bound moves one way only, and so does the prediction."""
     fit: Calibration = calibrations()["v100-zeropp"]
