@@ -20,6 +20,10 @@ RoundTime: TypeAlias = Callable[[CO2, bool], Seconds]
 _LEFT = 0.01
 """Of a round: what may stay exposed of an average that counts as hidden."""
 
+_HALVES = 2
+"""Steps of the shortest round in fragments. In the study of benchmarks/convergence.py a round of
+two steps in two fragments learns as much as one of one step, and sends half as much."""
+
 
 def is_open(strategy: Any) -> bool:
     """Whether a number is still to be chosen."""
@@ -38,15 +42,17 @@ def choose(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]:
     """The strategy with numbers for "auto", and what speaks for each number.
 
     tau: the shortest round that hides its average, if it is used when the round ends, but no
-    shorter than a given delay or number of fragments. delay: the least that hides the average;
-    where none does, the least that is as good as waiting for a whole round. Hidden: at most 1 % of
-    a round is exposed. Raises OptionError where no round that can be simulated is long enough.
+    shorter than a given delay or number of fragments; two steps at least where the fragments are
+    chosen, too. delay: the least that hides the average; where none does, the least that is as good
+    as waiting for a whole round. Hidden: at most 1 % of a round is exposed. Raises OptionError
+    where no round that can be simulated is long enough.
     """
     times = cache(round_time)
     notes = []
     if strategy.tau == "auto":
         given = strategy.delay if isinstance(strategy.delay, int) else 1
-        least = max(given, strategy.fragments or 1)
+        shortest = _HALVES if strategy.delay == "auto" else 1
+        least = max(given, strategy.fragments or shortest)
         tau, note = _shortest_round(strategy, least, times)
         strategy = replace(strategy, tau=tau)
         notes.append(note)

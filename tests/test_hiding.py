@@ -265,6 +265,14 @@ def test_one_fragment_for_each_step_needs_a_delay_of_one(tau: int, busy: float) 
     assert found.exposed_share <= max(0.01, whole.exposed_share)
 
 
+def test_rounds_in_fragments_have_two_steps_at_least() -> None:
+    """Where tau and fragments are open: two halves of a round send half of what one step would."""
+    found = chosen("co2(tau=auto,delay=auto)", slow(0.5))
+    assert found.strategy == "co2(tau=2, delay=1, fragments=2)"
+    whole = chosen("co2(tau=auto,delay=auto,fragments=1)", slow(0.5))
+    assert whole.strategy == "co2(tau=1, delay=1)"
+
+
 def test_fragments_are_within_a_round() -> None:
     """No more than steps, and none without a delay."""
     with pytest.raises(OptionError, match="fragments is 13; it must be 1 to 12"):
