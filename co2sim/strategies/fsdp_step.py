@@ -82,7 +82,9 @@ class _MicroStep:
 
         A gather waits until a buffer is free: behind the last but one copy out of a buffer, in the
         backward pass behind the last one; without copies behind the last but one pass that used
-        gathered parameters. Gradients are copied into a buffer behind the reduction of the last.
+        gathered parameters, and the reduction of its gradient, which was issued before: a
+        communicator takes collectives in the order of issue. Gradients are copied into a buffer
+        behind the reduction of the last.
         """
         works = self.job.works()
         places = range(len(works))
@@ -119,6 +121,8 @@ class _MicroStep:
                 (row,) = renamed([row], name)
                 if self.how.copies:
                     reduction = tuple(After(op) for op, _, on in row if on == REDUCE)
+                elif gathered and row:
+                    freed[-1] = row[0][0]
             yield Use(passes, fetch, behind or None, [row] if row else [])
 
     @property
