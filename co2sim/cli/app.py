@@ -212,3 +212,49 @@ def sweep(  # noqa: PLR0917 - one argument per option
     cases = grid.cases_of(case, settings)
     goal = goals.goal(to_loss_steps, steps_factor)
     sweeping.sweep(cases, settings, csv, jobs, sort, goal, as_json=json_)
+
+
+@app.command()
+@options.job_options
+def solve(  # noqa: PLR0913, PLR0917 - one argument per option
+    job: Case,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="NUMBER",
+            help="What to solve for, as in `sweep --vary`: inter.bandwidth, inter.latency,"
+            " strategy.tau, gpus, micro_batch, or any other number.",
+        ),
+    ],
+    cluster: options.Cluster,
+    strategy: options.Strategies,
+    gpus: options.Gpus = None,
+    goal: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for",
+            metavar="TARGET",
+            help='What to reach: "efficiency=90%" (of one node\'s throughput per GPU),'
+            ' "utilization=90%" (of free communication), "exposed=5%", "tokens_per_s=1e6",'
+            ' "step=1.2 s", "days=30" or "cost=50000" (with --tokens), "fits". Repeatable;'
+            " default: efficiency at 50, 80, 90, 95 and 99 %.",
+        ),
+    ] = None,
+    low: Annotated[
+        str | None, typer.Option("--from", help="The lowest value to look at, with its unit.")
+    ] = None,
+    high: Annotated[str | None, typer.Option("--to", help="The highest.")] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            parser=options.number("--tokens"), metavar="N", help="Tokens to train, such as 1e12."
+        ),
+    ] = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Find the value of a number that reaches a target: how much bandwidth, how many GPUs."""
+    from co2sim.cli import solving  # noqa: PLC0415 - scipy and rich
+
+    _refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
+    solving.solving(cases, what, goal or ["efficiency"], low, high, tokens, as_json=json_)

@@ -1,0 +1,214 @@
+"""`co2sim solve`: which value of a number reaches a target, in words and as tables."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from co2sim import study
+from co2sim.case import Case
+from co2sim.console.result_tables import print_assumed, print_warnings
+from co2sim.console.tables import console, print_lines, print_table
+from co2sim.decide.axis import Axis, axis_of
+from co2sim.decide.command import command_of
+from co2sim.decide.levers import MORE, Lever, levers
+from co2sim.decide.solve import Answer, Solved, Span, solve
+from co2sim.decide.targets import target_of, tokens_of
+from co2sim.errors import OptionError
+from co2sim.grid import strategy_title
+from co2sim.progress import progress_bar
+from co2sim.step_factors import remark
+from co2sim.units import number, percent
+
+_USUAL = 0.9
+"""Of several values, that which the words are about."""
+
+_LITTLE = 0.001
+"""A gain that is not worth a word."""
+
+
+def solving(
+    cases: Sequence[Case],
+    path: str,
+    targets: Sequence[str],
+    low: str | None,
+    high: str | None,
+    tokens: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Solve for every case and target, and print."""
+    wanted = [target_of(text) for text in targets]
+    tokens = tokens_of(tokens)
+    _check(cases[0], path)
+    found: list[Solved] = []
+    for case in cases:
+        axis = axis_of(case, path, low, high)
+        for target in wanted:
+            with progress_bar(f"solving for {path}: {strategy_title(case.strategy)}") as done:
+                found.append(solve(case, axis, target, tokens=tokens, done=done))
+    titles = [strategy_title(case.strategy) for case in cases]
+    moved = dict(zip(titles, map(levers, cases), strict=True))
+    if as_json:
+        print(json.dumps([_plain(solved, moved) for solved in found], indent=2))
+        return
+    out = console()
+    print_lines(out, *(f"{words(solved)}." for solved in found), "")
+    results = [study.run(case) for case in cases]
+    print_warnings(out, zip(titles, results, strict=True))
+    for target in wanted:
+        _print_target(out, [solved for solved in found if solved.target == target])
+    _print_levers(out, moved)
+    if line := remark(titles):
+        print_lines(out, line, "")
+    print_assumed(out, results)
+    print_lines(out, f"the same without a search: {command_of(cases[0])}")
+
+
+def _check(case: Case, path: str) -> None:
+    """Refuse what is given, and solved for, too."""
+    if path in case.overrides:
+        raise OptionError(f"--set {path} is given, and solved for, too; leave it out")
+    given = getattr(case, path, None) if path in {"gpus", "global_batch"} else None
+    if given is not None:
+        flag = f"--{path.replace('_', '-')}"
+        raise OptionError(f"{flag} is given, and solved for, too; leave it out")
+
+
+def words(solved: Solved) -> str:
+    """The answer in a sentence."""
+    answer = next((a for a in solved.answers if a.value == _USUAL), solved.answers[-1])
+    metric, axis = solved.target.metric, solved.axis
+    strategy = strategy_title(solved.case.strategy)
+    limit = metric.shown(answer.value)
+    goal = f"{solved.target.name} of {'at least' if metric.more else 'at most'} {limit}"
+    if not answer.met:
+        best, figure = solved.best
+        ends = f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"
+        return (
+            f"{strategy}: no {axis.path} from {ends} gives {goal}; the best is"
+            f" {metric.shown(figure)}, at {axis.shown(best)}{_binding(solved)}"
+        )
+    reach = _told(answer, axis)
+    return f"{strategy}: {goal} takes {axis.path} of {reach}"
+
+
+def _binding(solved: Solved) -> str:
+    """What holds the best value back: the number of which a tenth more does most there."""
+    there = solved.axis.at(solved.case, solved.best[0])
+    others = [lever for lever in levers(there) if lever.change != solved.axis.path]
+    if not others or others[0].gain < _LITTLE:
+        return ""
+    first = others[0]
+    return f", where {first.change} binds: a tenth better gives {percent(first.gain, 1)} tokens/s"
+
+
+def _told(answer: Answer, axis: Axis) -> str:
+    """Where a target is met, with the interval of its edge if there is one edge."""
+    text = _spans(answer.met, axis)
+    if answer.sure is None or answer.hoped is None or len(answer.met) != 1:
+        return text
+    edges = [_edge(spans) for spans in (answer.hoped, answer.met, answer.sure)]
+    if edges[1] is None:
+        return text
+    ends = ["none" if edge is None else axis.shown(edge) for edge in (edges[0], edges[2])]
+    return f"{text} (90 % interval: {ends[0]} to {ends[1]})"
+
+
+def _edge(spans: Sequence[Span]) -> float | None:
+    """The one crossing of a range that is open to the other side."""
+    if len(spans) != 1 or spans[0].open_low == spans[0].open_high:
+        return None
+    return spans[0].low if spans[0].open_high else spans[0].high
+
+
+def _spans(spans: Sequence[Span], axis: Axis) -> str:
+    def one(span: Span) -> str:
+        if span.open_low and span.open_high:
+            return "any size"
+        if span.open_high:
+            return f"at least {axis.shown(span.low)}"
+        if span.open_low:
+            return f"at most {axis.shown(span.high)}"
+        return f"{axis.shown(span.low)} to {axis.shown(span.high)}"
+
+    return " and ".join(map(one, spans)) or "-"
+
+
+def _print_target(out: Console, found: Sequence[Solved]) -> None:
+    """A row for each strategy, a column for each value."""
+    target, axis = found[0].target, found[0].axis
+    metric = target.metric
+    title = f"{axis.path} for {target.name}: {metric.words}"
+    limits = [metric.shown(value) for value in target.values]
+    rows = [
+        [
+            strategy_title(solved.case.strategy),
+            *(_told(answer, axis) for answer in solved.answers),
+            f"{metric.shown(solved.best[1])} at {axis.shown(solved.best[0])}",
+        ]
+        for solved in found
+    ]
+    print_table(out, title, ["strategy", *limits, "best"], rows, left=1 + len(limits))
+    for solved in found:
+        name = strategy_title(solved.case.strategy)
+        if not solved.monotone:
+            print_lines(out, f"{name}: {target.name} rises and falls over the range")
+        if solved.failed:
+            print_lines(out, f"{name}: not all values can be simulated: {solved.failed}")
+    looked = len(found[0].points)
+    print_lines(
+        out,
+        f"looked at {looked} values from {axis.shown(axis.low)} to"
+        f" {axis.shown(axis.high)}, and between those where the answer changes",
+        "",
+    )
+
+
+def _print_levers(out: Console, found: dict[str, list[Lever]]) -> None:
+    """What a tenth more of each number buys."""
+    title = (
+        f"as it is, {MORE - 1:.0%} more bandwidth or speed, or {MORE - 1:.0%} less latency, buys"
+    )
+    rows = [
+        [
+            strategy,
+            lever.change,
+            percent(lever.gain, 2),
+            "-" if lever.gpus is None else number(lever.gpus),
+            "-"
+            if lever.worth_per_hour is None
+            else f"{lever.worth_per_hour:,.2f} {lever.currency}",
+        ]
+        for strategy, each in found.items()
+        for lever in each
+    ]
+    columns = ["strategy", "number", "tokens/s", "as so many GPUs", "worth per hour"]
+    print_table(out, title, columns, rows, left=2)
+
+
+def _money(lever: Lever) -> str:
+    worth = lever.worth_per_hour
+    return "-" if worth is None else f"{worth:,.2f} {lever.currency}"
+
+
+def _plain(solved: Solved, moved: dict[str, list[Lever]]) -> dict[str, Any]:
+    """As plain values for JSON."""
+    strategy = strategy_title(solved.case.strategy)
+    return {
+        "strategy": strategy,
+        "number": solved.axis.path,
+        "unit": solved.axis.unit,
+        "target": solved.target.name,
+        "meaning": solved.target.metric.words,
+        "answer": words(solved),
+        "answers": [asdict(answer) for answer in solved.answers],
+        "best": {"value": solved.best[0], "figure": solved.best[1]},
+        "monotone": solved.monotone,
+        "failed": solved.failed,
+        "points": [{"value": x, "figure": figure} for x, figure in solved.points],
+        "levers": [asdict(lever) for lever in moved[strategy]],
+        "command": command_of(solved.case),
+    }

@@ -1,0 +1,320 @@
+"""`co2sim solve` answers the inverse question: what it finds reaches the target, no less does."""
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tiny
+from commands import Command
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from co2sim import study
+from co2sim.case import Case
+from co2sim.decide.axis import Axis, axis_of
+from co2sim.decide.command import command_of
+from co2sim.decide.levers import MORE, levers
+from co2sim.decide.solve import Solved, solve, spans
+from co2sim.decide.targets import METRICS, Target, target_of
+from co2sim.errors import OptionError
+from co2sim.noise import Noise
+
+HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16")
+
+
+def tiny_case(strategy: str, **changes: object) -> Case:
+    """The tiny model on four nodes of one GPU, or what is said instead."""
+    fields = {"cluster": tiny.cluster(4, 1), "model": tiny.model(), "strategy": strategy}
+    return Case(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def found_for(case: Case, path: str, target: str, low: str, high: str, **more: float) -> Solved:
+    """The answer."""
+    return solve(case, axis_of(case, path, low, high), target_of(target), **more)
+
+
+# --- it inverts `run` ---------------------------------------------------------------------------
+
+STRATEGIES = ["ddp", "zero1", "zero3", "zeropp", "fsdp", "local_sgd(tau=3)", "co2(tau=2,delay=1)"]
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from(STRATEGIES),
+    st.floats(1e7, 1e10),
+    st.sampled_from([(4, 1), (2, 2), (3, 4)]),
+    st.sampled_from(["tokens_per_s", "step", "mfu", "exposed"]),
+)
+def test_what_it_finds_gives_the_target(
+    strategy: str, bandwidth: float, layout: tuple[int, int], name: str
+) -> None:
+    """The figure at a bandwidth, solved for, and run again: the same within 0.1 %."""
+    case = tiny_case(strategy, cluster=tiny.cluster(*layout))
+    axis = axis_of(case, "inter.bandwidth", f"{bandwidth / 20!r} B/s", f"{bandwidth * 20!r} B/s")
+    metric = METRICS[name]
+
+    def figure(value: float) -> float:
+        from co2sim.decide.targets import View  # noqa: PLC0415
+
+        return metric.of(View(study.run(axis.at(case, value))))
+
+    goal = figure(bandwidth)
+    if goal <= 0:  # nothing is exposed: any bandwidth beyond will do
+        return
+    answer = solve(case, axis, Target(name, (goal,))).answers[0]
+    assert answer.met, "the bandwidth itself meets it"
+    first = answer.met[0]
+    assert first.open_high
+    assert first.low <= bandwidth * (1 + 1e-6)
+    if not first.open_low:
+        assert figure(first.low) == pytest.approx(goal, rel=1e-3)
+
+
+@given(st.integers(1, 12), st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.99]))
+def test_a_blocking_average_needs_the_bandwidth_of_its_closed_form(tau: int, share: float) -> None:
+    """Four ranks, 2000 fp32 numbers: 2 (n-1)/n S / B is at most (1 - u) / u of the computing."""
+    case = tiny_case(f"local_sgd(tau={tau})")
+    free = study.run(replace(case, cluster=tiny.cluster(4, 1, inter=tiny.Link(1e30))))
+    expected = 1.5 * 8000 * share / ((1 - share) * free.round_time_s)
+    target = f"utilization={100 * share}%"
+    (answer,) = found_for(case, "inter.bandwidth", target, "1 MB/s", "1e6 GB/s").answers
+    (span,) = answer.met
+    assert span.low == pytest.approx(expected, rel=1e-6)
+    assert span.open_high
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 5))
+def test_whole_numbers_are_found_exactly(steps: int) -> None:
+    """The least tau that exposes at most 10 %, as a search from 1 on finds it."""
+    cluster = tiny.cluster(4, 1, inter=tiny.Link(1.5 * 8000 / (steps * tiny.local_step())))
+    case = tiny_case("local_sgd(tau=1)", cluster=cluster)
+    (answer,) = found_for(case, "strategy.tau", "exposed=10%", "1", "70").answers
+    shares = (
+        (tau, study.run(replace(case, strategy=f"local_sgd(tau={tau})")).exposed_share)
+        for tau in range(1, 71)
+    )
+    assert answer.met[0].low == next(tau for tau, share in shares if share <= 0.1)
+
+
+def test_gpus_are_full_nodes() -> None:
+    """Of nodes of four GPUs only multiples of four are looked at, and found."""
+    case = tiny_case("ddp", cluster=tiny.cluster(2, 4))
+    axis = axis_of(case, "gpus")
+    assert (axis.low, axis.step) == (4, 4)
+    solved = solve(case, axis, target_of("tokens_per_s=1e9"))
+    for count, _ in solved.points:
+        assert count % 4 == 0
+    (span,) = solved.answers[0].met
+    before, there = (
+        study.run(replace(case, gpus=round(n))).tokens_per_s for n in (span.low - 4, span.low)
+    )
+    assert before < 1e9 <= there
+
+
+# --- crossings ----------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=4, max_size=12),
+    st.floats(0.01, 0.99),
+    st.sampled_from(["mfu", "exposed"]),
+)
+def test_every_crossing_between_points_is_found(
+    heights: list[float | None], value: float, name: str
+) -> None:
+    """Against a dense look at a figure of straight pieces, some of which are missing."""
+    axis = Axis("x", "", 1.0, 100.0)
+    knots = np.geomspace(1, 100, len(heights))
+    target = Target(name, (value,))
+
+    def figure(x: float) -> float | None:
+        place = min(max(int(np.searchsorted(knots, x, side="right")) - 1, 0), len(knots) - 2)
+        low, high = heights[place], heights[place + 1]
+        if low is None or high is None:
+            return heights[int(np.argmin(np.abs(knots - x)))] if x in knots else None
+        part = math.log(x / knots[place]) / math.log(knots[place + 1] / knots[place])
+        return low + (high - low) * min(max(part, 0.0), 1.0)
+
+    found = list(spans(figure, [float(x) for x in knots], axis, target, value))
+    for one, other in pairwise(found):
+        assert one.low <= one.high < other.low <= other.high
+    for x in knots:
+        inside = any(span.low <= x <= span.high for span in found)
+        assert inside == target.met(figure(float(x)), value)
+    for span in found:
+        for edge in (span.low, span.high):
+            assert target.met(figure(edge), value), "the edge itself meets the target"
+
+
+def test_a_figure_that_rises_and_falls_is_said_to() -> None:
+    """Cost against GPUs: the fewest are not the cheapest, nor are the most."""
+    axis = Axis("x", "", 1.0, 1e4)
+    points = axis.points()
+
+    def figure(x: float) -> float:
+        return 1 - (math.log10(x) - 2) ** 2 / 4
+
+    found = list(spans(figure, points, axis, Target("mfu", (0.75,)), 0.75))
+    (span,) = found
+    assert (span.low, span.high) == pytest.approx((10, 1000), rel=1e-6)
+    assert (span.open_low, span.open_high) == (False, False)
+
+
+def test_a_jump_is_found_on_the_side_that_meets_the_target() -> None:
+    """Where a protocol changes, a figure may jump."""
+    axis = Axis("x", "", 1.0, 1e4)
+
+    def figure(x: float) -> float:
+        return 0.9 if x >= 123.456 else 0.1
+
+    (span,) = spans(figure, axis.points(), axis, Target("mfu", (0.5,)), 0.5)
+    assert span.low == pytest.approx(123.456, rel=1e-6)
+    assert figure(span.low) == 0.9
+
+
+def test_what_cannot_be_reached_says_the_best() -> None:
+    """No bandwidth between nodes makes up for a slow link inside them."""
+    cluster = tiny.cluster(2, 2, intra=tiny.Link(1e6))
+    case = tiny_case("ddp", cluster=cluster)
+    solved = found_for(case, "inter.bandwidth", "utilization=99%", "1 MB/s", "1e6 GB/s")
+    assert solved.answers[0].met == ()
+    assert solved.best[1] == max(figure for _, figure in solved.points if figure is not None)
+    assert solved.best[1] < 0.99
+
+
+def test_pessimists_need_more_than_optimists() -> None:
+    """The ends of the interval of tokens/s give an interval of the answer around it."""
+    case = Case(cluster="a100-tcp80-calibrated", model="transnormer-7b", strategy="zero2", gpus=64)
+    goal = f"tokens_per_s={study.run(case).tokens_per_s!r}"
+    solved = found_for(case, "inter.bandwidth", goal, "1 Gbit/s", "10 Tbit/s")
+    (answer,) = solved.answers
+    assert answer.sure is not None
+    assert answer.hoped is not None
+    assert answer.hoped[0].low < answer.met[0].low
+    assert not answer.sure or answer.met[0].low < answer.sure[0].low
+
+
+# --- levers and commands ------------------------------------------------------------------------
+
+
+def test_levers_are_what_a_tenth_more_gives() -> None:
+    """The same as a run with the number changed; the strongest is first."""
+    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
+    found = levers(case)
+    gains = [lever.gain for lever in found]
+    assert gains == sorted(gains, reverse=True)
+    by_name = {lever.change: lever for lever in found}
+    before = study.run(case).tokens_per_s
+    wider = replace(case, overrides={"inter.bandwidth": f"{80 * MORE} Gbit/s"})
+    gain = study.run(wider).tokens_per_s / before - 1
+    assert by_name["inter.bandwidth"].gain == pytest.approx(gain, rel=1e-6)
+    more = study.run(replace(case, gpus=24)).tokens_per_s
+    gpus = gain * before / ((more - before) / 8)
+    assert by_name["inter.bandwidth"].gpus == pytest.approx(gpus, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp"),
+        Case(
+            cluster="a100-tcp80",
+            model="gpt2-small",
+            strategy="co2(tau=12,worker=node)",
+            gpus=32,
+            micro_batch=2,
+            accumulation=3,
+            precision="fp16",
+            recompute="full",
+            overrides={"inter.bandwidth": "25 Gbit/s", "model.seq_len": "512"},
+            noise=Noise(jitter=0.1, seed=3, node_speed={1: 0.9}),
+            rounds=4,
+            fold=False,
+        ),
+    ],
+)
+def test_the_command_of_a_case_repeats_it(case: Case, cli: Command) -> None:
+    """What it prints is the result of the case, to the last digit."""
+    _, *arguments = shlex.split(command_of(case))
+    ended = cli(*arguments, "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out) == json.loads(json.dumps(study.run(case).to_dict()))
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_the_answer_comes_first_in_words(cli: Command) -> None:
+    """A sentence for each strategy, then a table of 50 to 99 %, then what a tenth more buys."""
+    strategies = ("-s", "zero3", "-s", "co2:tau=48,worker=node")
+    ended = cli("solve", "inter.bandwidth", *HERE, *strategies)
+    assert ended.code == 0, ended.err
+    text = " ".join(ended.out.split())
+    said = "zero3: efficiency of at least 90 % takes inter.bandwidth of at least"
+    assert text.startswith(said)
+    assert "co2(tau=48, worker=node): efficiency of at least 90 % takes" in text
+    for word in ("50 %", "99 %", "looked at 33 values", "as so many GPUs", "co2sim run"):
+        assert word in text
+
+
+def test_json_holds_all_that_is_printed(cli: Command) -> None:
+    """Answers in SI units, the curve, the levers, and the command."""
+    options = ("--for", "step=50 ms", "--from", "1 Gbit/s", "--to", "1 Tbit/s", "--json")
+    ended = cli("solve", "inter.bandwidth", *HERE, "-s", "ddp", *options)
+    (found,) = json.loads(ended.out)
+    assert found["unit"] == "B/s"
+    assert found["target"] == "step"
+    assert found["answers"][0]["value"] == 0.05
+    assert len(found["points"]) >= 13
+    assert {lever["change"] for lever in found["levers"]} >= {"inter.bandwidth", "gpu.peak"}
+    low = found["answers"][0]["met"][0]["low"]
+    again = cli(*shlex.split(found["command"])[1:], "--set", f"inter.bandwidth={low} B/s", "--json")
+    assert json.loads(again.out)["step_time_s"] == pytest.approx(0.05, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("inter.bandwith",), "nothing to solve for is called 'inter.bandwith'"),
+        (("cluster",), "nothing to solve for is called 'cluster'"),
+        (("backend",), "backend is no number"),
+        (("strategy.tau",), "ddp has no option 'tau'"),
+        (("inter.bandwidth", "--for", "speed=3"), "nothing to reach is called 'speed'"),
+        (("inter.bandwidth", "--for", "efficiency=90"), "write 90% for a share in per cent"),
+        (("inter.bandwidth", "--for", "efficiency=x"), "is no number such as 90%"),
+        (("inter.bandwidth", "--for", "efficiency=-5%"), "must be above 0"),
+        (("inter.bandwidth", "--for", "mfu"), "needs a value, such as mfu=90%"),
+        (("inter.bandwidth", "--for", "fits=3"), "fits takes no value"),
+        (("inter.bandwidth", "--for", "step=3"), "has no unit"),
+        (("inter.bandwidth", "--for", "tokens_per_s=5%"), "is a share; it must be a number"),
+        (("inter.bandwidth", "--for", "days=3"), "days needs the tokens to train"),
+        (("inter.bandwidth", "--for", "cost=3", "--tokens", "1e9"), "the cluster has no price"),
+        (("inter.bandwidth", "--tokens", "-1"), "tokens is -1.0; it must be 1 to 1e+18"),
+        (("inter.bandwidth", "--from", "1 s"), "does not fit"),
+        (("inter.bandwidth", "--from", "2 GB/s", "--to", "1 GB/s"), "the range has no values"),
+        (("inter.bandwidth", "--from", "0 GB/s"), "it must be above 0"),
+        (("gpus",), "--gpus is given, and solved for, too"),
+        (("inter.latency", "--set", "inter.latency=1 us"), "is given, and solved for, too"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: Sequence[str], said: str, cli: Command) -> None:
+    """What, what was given, and what is allowed."""
+    ended = cli("solve", *arguments, *HERE, "-s", "ddp")
+    assert ended.code == 2
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_targets_name_what_they_mean() -> None:
+    """Every figure has a value that can be asked for, and reads it as it shows it."""
+    assert target_of("fits") == Target("memory", (1.0,))
+    assert target_of("efficiency=90%, 95%").values == (0.9, 0.95)
+    assert target_of("usd=5e4").name == "cost"
+    with pytest.raises(OptionError, match="a value is given twice"):
+        target_of("exposed=5%,0.05")
