@@ -45,7 +45,7 @@ DiLoCo's first, with a gain of 7, gave 2.95 at the lowest rate.
 """
 
 
-KEPT = ("keep=1", "keep=0.5,predict=0.5", "keep=0.75,predict=0.25")
+KEPT = ("keep=1", "keep=0.5,predict=0.5", "keep=0.75,predict=0.25", "keep=0.25,predict=0.75")
 """What CO2 with a delay keeps and predicts, to choose from; its gain stays 1.
 
 The rate is tuned with the one that CO2 takes by itself in rounds of that length.
