@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from co2sim import study
 from co2sim.case import Case
+from co2sim.cluster import Cluster
 from co2sim.decide.axis import Axis, axis_of
 from co2sim.decide.command import command_of
 from co2sim.decide.levers import MORE, levers
@@ -23,17 +25,23 @@ from co2sim.decide.solve import Solved, solve, spans
 from co2sim.decide.targets import METRICS, Target, target_of
 from co2sim.errors import OptionError
 from co2sim.noise import Noise
+from co2sim.step_factors import Goal
 
 HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16")
 
 
+def roomy(nodes: int, per_node: int, **changes: Any) -> Cluster:
+    """The tiny cluster with GPUs that have room for the driver and NCCL."""
+    return tiny.cluster(nodes, per_node, gpu=tiny.gpu(memory=1e11), **changes)
+
+
 def tiny_case(strategy: str, **changes: object) -> Case:
     """The tiny model on four nodes of one GPU, or what is said instead."""
-    fields = {"cluster": tiny.cluster(4, 1), "model": tiny.model(), "strategy": strategy}
+    fields = {"cluster": roomy(4, 1), "model": tiny.model(), "strategy": strategy}
     return Case(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def found_for(case: Case, path: str, target: str, low: str, high: str, **more: float) -> Solved:
+def found_for(case: Case, path: str, target: str, low: str, high: str, **more: Any) -> Solved:
     """The answer."""
     return solve(case, axis_of(case, path, low, high), target_of(target), **more)
 
@@ -54,7 +62,7 @@ def test_what_it_finds_gives_the_target(
     strategy: str, bandwidth: float, layout: tuple[int, int], name: str
 ) -> None:
     """The figure at a bandwidth, solved for, and run again: the same within 0.1 %."""
-    case = tiny_case(strategy, cluster=tiny.cluster(*layout))
+    case = tiny_case(strategy, cluster=roomy(*layout))
     axis = axis_of(case, "inter.bandwidth", f"{bandwidth / 20!r} B/s", f"{bandwidth * 20!r} B/s")
     metric = METRICS[name]
 
@@ -79,7 +87,7 @@ def test_what_it_finds_gives_the_target(
 def test_a_blocking_average_needs_the_bandwidth_of_its_closed_form(tau: int, share: float) -> None:
     """Four ranks, 2000 fp32 numbers: 2 (n-1)/n S / B is at most (1 - u) / u of the computing."""
     case = tiny_case(f"local_sgd(tau={tau})")
-    free = study.run(replace(case, cluster=tiny.cluster(4, 1, inter=tiny.Link(1e30))))
+    free = study.run(replace(case, cluster=roomy(4, 1, inter=tiny.Link(1e30))))
     expected = 1.5 * 8000 * share / ((1 - share) * free.round_time_s)
     target = f"utilization={100 * share}%"
     (answer,) = found_for(case, "inter.bandwidth", target, "1 MB/s", "1e6 GB/s").answers
@@ -92,7 +100,7 @@ def test_a_blocking_average_needs_the_bandwidth_of_its_closed_form(tau: int, sha
 @given(st.integers(1, 5))
 def test_whole_numbers_are_found_exactly(steps: int) -> None:
     """The least tau that exposes at most 10 %, as a search from 1 on finds it."""
-    cluster = tiny.cluster(4, 1, inter=tiny.Link(1.5 * 8000 / (steps * tiny.local_step())))
+    cluster = roomy(4, 1, inter=tiny.Link(1.5 * 8000 / (steps * tiny.local_step())))
     case = tiny_case("local_sgd(tau=1)", cluster=cluster)
     (answer,) = found_for(case, "strategy.tau", "exposed=10%", "1", "70").answers
     shares = (
@@ -104,7 +112,7 @@ def test_whole_numbers_are_found_exactly(steps: int) -> None:
 
 def test_gpus_are_full_nodes() -> None:
     """Of nodes of four GPUs only multiples of four are looked at, and found."""
-    case = tiny_case("ddp", cluster=tiny.cluster(2, 4))
+    case = tiny_case("ddp", cluster=roomy(2, 4))
     axis = axis_of(case, "gpus")
     assert (axis.low, axis.step) == (4, 4)
     solved = solve(case, axis, target_of("tokens_per_s=1e9"))
@@ -180,10 +188,11 @@ def test_a_jump_is_found_on_the_side_that_meets_the_target() -> None:
 
 def test_what_cannot_be_reached_says_the_best() -> None:
     """No bandwidth between nodes makes up for a slow link inside them."""
-    cluster = tiny.cluster(2, 2, intra=tiny.Link(1e6))
+    cluster = roomy(2, 2, intra=tiny.Link(1e6))
     case = tiny_case("ddp", cluster=cluster)
     solved = found_for(case, "inter.bandwidth", "utilization=99%", "1 MB/s", "1e6 GB/s")
     assert solved.answers[0].met == ()
+    assert solved.best is not None
     assert solved.best[1] == max(figure for _, figure in solved.points if figure is not None)
     assert solved.best[1] < 0.99
 
@@ -198,6 +207,77 @@ def test_pessimists_need_more_than_optimists() -> None:
     assert answer.hoped is not None
     assert answer.hoped[0].low < answer.met[0].low
     assert not answer.sure or answer.met[0].low < answer.sure[0].low
+
+
+def test_what_does_not_fit_in_memory_is_no_answer() -> None:
+    """The micro-batches that give an MFU are those that fit, up to the largest that fits."""
+    case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="ddp", gpus=16)
+    fits = found_for(case, "micro_batch", "fits", "1", "64").answers[0].met[0].high
+    solved = found_for(case, "micro_batch", "mfu=10%", "1", "64")
+    assert solved.answers[0].met[-1].high == fits
+    assert solved.large > 0
+    assert solved.best is not None
+    assert solved.best[0] <= fits
+
+
+def test_where_nothing_fits_there_is_no_best(cli: Command) -> None:
+    """70 billion parameters on every GPU: no bandwidth helps, and the words say so."""
+    arguments = ("-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp")
+    ended = cli("solve", "inter.bandwidth", *arguments)
+    assert ended.code == 0
+    said = "ddp: nothing fits in memory with inter.bandwidth from"
+    assert said in " ".join(ended.out.split()), ended.out
+
+
+def test_what_binds_is_what_moves_the_figure() -> None:
+    """The number named raises the figure asked for, more than any other does."""
+    case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=64)
+    solved = found_for(case, "inter.bandwidth", "utilization=99.9%", "1 Gbit/s", "100 Tbit/s")
+    assert solved.binds is not None
+    assert solved.best is not None
+    name, better = solved.binds
+    assert better > solved.best[1]
+    assert name in {"intra.bandwidth", "intra.latency", "inter.latency"}
+
+
+def test_sizes_that_a_batch_does_not_divide_are_left_out() -> None:
+    """Of 8 to 512 GPUs those that divide 512 samples are looked at; no gap is told between them."""
+    case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="ddp", global_batch=512)
+    solved = found_for(case, "gpus", "tokens_per_s=1", "8", "512")
+    (span,) = solved.answers[0].met
+    assert (span.low, span.high) == (8, 512)
+    assert all(512 % count == 0 for count, _ in solved.points)
+    assert solved.failed is not None
+    assert "is not a multiple of" in solved.failed
+
+
+def test_local_updates_pay_for_what_their_steps_are_worth() -> None:
+    """Days to the tokens of ddp: 1.3 times as many where a step is worth so much less."""
+    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2(tau=12)", gpus=16)
+    days = [
+        figure
+        for factor in (1.0, 1.3)
+        for x, figure in found_for(
+            case,
+            "inter.bandwidth",
+            "days=1",
+            "10 Gbit/s",
+            "100 Gbit/s",
+            tokens=1e10,
+            goal=Goal(factors={"co2": factor}),
+        ).points[:1]
+    ]
+    assert days[1] == pytest.approx(1.3 * days[0])
+
+
+def test_prices_are_in_the_currency_of_the_cluster(cli: Command) -> None:
+    """EUR stays EUR, and is not asked for as USD."""
+    euro = (*HERE, "-s", "ddp", "--set", "price_per_gpu=2 EUR/h", "--tokens", "1e10")
+    ended = cli("solve", "inter.bandwidth", *euro, "--for", "cost=50000")
+    assert "cost of at most 50,000.00 EUR" in ended.out
+    refused = cli("solve", "inter.bandwidth", *euro, "--for", "usd=50000")
+    assert refused.code == 2
+    assert "prices of the cluster are in EUR, not in USD" in refused.err
 
 
 # --- levers and commands ------------------------------------------------------------------------
@@ -297,9 +377,14 @@ def test_json_holds_all_that_is_printed(cli: Command) -> None:
         (("inter.bandwidth", "--for", "cost=3", "--tokens", "1e9"), "the cluster has no price"),
         (("inter.bandwidth", "--tokens", "-1"), "tokens is -1.0; it must be 1 to 1e+18"),
         (("inter.bandwidth", "--from", "1 s"), "does not fit"),
-        (("inter.bandwidth", "--from", "2 GB/s", "--to", "1 GB/s"), "the range has no values"),
+        (
+            ("inter.bandwidth", "--from", "2 GB/s", "--to", "1 GB/s"),
+            "the first must be below the second",
+        ),
         (("inter.bandwidth", "--from", "0 GB/s"), "it must be above 0"),
         (("gpus",), "--gpus is given, and solved for, too"),
+        (("micro_batch", "--from", "2.5"), "it must be a whole number, at least 1"),
+        (("inter.bandwidth", "-s", "co2:tau=auto,delay=auto"), "tau=auto is chosen anew"),
         (("inter.latency", "--set", "inter.latency=1 us"), "is given, and solved for, too"),
     ],
 )

@@ -247,9 +247,12 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     tokens: Annotated[
         float | None,
         typer.Option(
-            parser=options.number("--tokens"), metavar="N", help="Tokens to train, such as 1e12."
+            parser=options.number("--tokens"),
+            metavar="N",
+            help="Tokens that ddp would train, such as 1e12; local updates need more.",
         ),
     ] = None,
+    steps_factor: goals.StepsFactor = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find the value of a number that reaches a target: how much bandwidth, how many GPUs."""
@@ -257,4 +260,5 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
 
     _refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
-    solving.solving(cases, what, goal or ["efficiency"], low, high, tokens, as_json=json_)
+    worth = goals.goal(None, steps_factor)
+    solving.solving(cases, what, goal or ["efficiency"], low, high, tokens, worth, as_json=json_)

@@ -1,7 +1,7 @@
 """`co2sim solve`: which value of a number reaches a target, in words and as tables."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,19 +14,16 @@ from co2sim.console.tables import console, print_lines, print_table
 from co2sim.decide.axis import Axis, axis_of
 from co2sim.decide.command import command_of
 from co2sim.decide.levers import MORE, Lever, levers
-from co2sim.decide.solve import Answer, Solved, Span, solve
+from co2sim.decide.solve import Answer, Solved, Span, check, solve
 from co2sim.decide.targets import target_of, tokens_of
 from co2sim.errors import OptionError
 from co2sim.grid import strategy_title
 from co2sim.progress import progress_bar
-from co2sim.step_factors import remark
+from co2sim.step_factors import Goal, remark
 from co2sim.units import number, percent
 
 _USUAL = 0.9
 """Of several values, that which the words are about."""
-
-_LITTLE = 0.001
-"""A gain that is not worth a word."""
 
 
 def solving(
@@ -36,6 +33,7 @@ def solving(
     low: str | None,
     high: str | None,
     tokens: float | None,
+    goal: Goal,
     *,
     as_json: bool,
 ) -> None:
@@ -43,12 +41,15 @@ def solving(
     wanted = [target_of(text) for text in targets]
     tokens = tokens_of(tokens)
     _check(cases[0], path)
+    for case in cases:
+        for target in wanted:
+            check(case, target, tokens)
     found: list[Solved] = []
     for case in cases:
         axis = axis_of(case, path, low, high)
         for target in wanted:
             with progress_bar(f"solving for {path}: {strategy_title(case.strategy)}") as done:
-                found.append(solve(case, axis, target, tokens=tokens, done=done))
+                found.append(solve(case, axis, target, tokens=tokens, goal=goal, done=done))
     titles = [strategy_title(case.strategy) for case in cases]
     moved = dict(zip(titles, map(levers, cases), strict=True))
     if as_json:
@@ -61,10 +62,10 @@ def solving(
     for target in wanted:
         _print_target(out, [solved for solved in found if solved.target == target])
     _print_levers(out, moved)
-    if line := remark(titles):
+    if line := remark(titles, goal):
         print_lines(out, line, "")
     print_assumed(out, results)
-    print_lines(out, f"the same without a search: {command_of(cases[0])}")
+    print_lines(out, *_checks(found))
 
 
 def _check(case: Case, path: str) -> None:
@@ -79,30 +80,40 @@ def _check(case: Case, path: str) -> None:
 
 def words(solved: Solved) -> str:
     """The answer in a sentence."""
-    answer = next((a for a in solved.answers if a.value == _USUAL), solved.answers[-1])
+    answer = _headline(solved)
     metric, axis = solved.target.metric, solved.axis
     strategy = strategy_title(solved.case.strategy)
-    limit = metric.shown(answer.value)
+    limit = metric.shown(answer.value, solved.currency)
     goal = f"{solved.target.name} of {'at least' if metric.more else 'at most'} {limit}"
-    if not answer.met:
-        best, figure = solved.best
-        ends = f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"
-        return (
-            f"{strategy}: no {axis.path} from {ends} gives {goal}; the best is"
-            f" {metric.shown(figure)}, at {axis.shown(best)}{_binding(solved)}"
-        )
-    reach = _told(answer, axis)
-    return f"{strategy}: {goal} takes {axis.path} of {reach}"
+    if answer.met:
+        return f"{strategy}: {goal} takes {axis.path} of {_told(answer, axis)}"
+    ends = f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"
+    if solved.best is None:
+        return f"{strategy}: nothing fits in memory with {axis.path} from {ends}; see `co2sim run`"
+    best, figure = solved.best
+    text = (
+        f"{strategy}: no {axis.path} from {ends} gives {goal}; the best is"
+        f" {metric.shown(figure, solved.currency)}, at {axis.shown(best)}"
+    )
+    if solved.binds is None:
+        return text
+    change, better = solved.binds
+    then = metric.shown(better, solved.currency)
+    return f"{text}, where {change} binds: a tenth better gives {then}"
 
 
-def _binding(solved: Solved) -> str:
-    """What holds the best value back: the number of which a tenth more does most there."""
-    there = solved.axis.at(solved.case, solved.best[0])
-    others = [lever for lever in levers(there) if lever.change != solved.axis.path]
-    if not others or others[0].gain < _LITTLE:
-        return ""
-    first = others[0]
-    return f", where {first.change} binds: a tenth better gives {percent(first.gain, 1)} tokens/s"
+def _headline(solved: Solved) -> Answer:
+    """The answer that the words are about."""
+    return next((a for a in solved.answers if a.value == _USUAL), solved.answers[-1])
+
+
+def _checks(found: Sequence[Solved]) -> Iterator[str]:
+    """The commands that show the figures at the answers."""
+    for solved in found:
+        answer = _headline(solved)
+        edge = _edge(answer.met)
+        case = solved.case if edge is None else solved.axis.at(solved.case, edge)
+        yield f"to check it: {command_of(case)}"
 
 
 def _told(answer: Answer, axis: Axis) -> str:
@@ -113,7 +124,9 @@ def _told(answer: Answer, axis: Axis) -> str:
     edges = [_edge(spans) for spans in (answer.hoped, answer.met, answer.sure)]
     if edges[1] is None:
         return text
-    ends = ["none" if edge is None else axis.shown(edge) for edge in (edges[0], edges[2])]
+    ends = [axis.shown(e) for e in sorted(e for e in (edges[0], edges[2]) if e is not None)]
+    if len(ends) < 2:  # noqa: PLR2004 - both ends
+        return f"{text} (90 % interval: {' '.join(ends)} to none)"
     return f"{text} (90 % interval: {ends[0]} to {ends[1]})"
 
 
@@ -127,7 +140,7 @@ def _edge(spans: Sequence[Span]) -> float | None:
 def _spans(spans: Sequence[Span], axis: Axis) -> str:
     def one(span: Span) -> str:
         if span.open_low and span.open_high:
-            return "any size"
+            return f"any from {axis.shown(span.low)} to {axis.shown(span.high)}"
         if span.open_high:
             return f"at least {axis.shown(span.low)}"
         if span.open_low:
@@ -142,12 +155,12 @@ def _print_target(out: Console, found: Sequence[Solved]) -> None:
     target, axis = found[0].target, found[0].axis
     metric = target.metric
     title = f"{axis.path} for {target.name}: {metric.words}"
-    limits = [metric.shown(value) for value in target.values]
+    limits = [metric.shown(value, found[0].currency) for value in target.values]
     rows = [
         [
             strategy_title(solved.case.strategy),
             *(_told(answer, axis) for answer in solved.answers),
-            f"{metric.shown(solved.best[1])} at {axis.shown(solved.best[0])}",
+            _best(solved),
         ]
         for solved in found
     ]
@@ -158,6 +171,12 @@ def _print_target(out: Console, found: Sequence[Solved]) -> None:
             print_lines(out, f"{name}: {target.name} rises and falls over the range")
         if solved.failed:
             print_lines(out, f"{name}: not all values can be simulated: {solved.failed}")
+        if solved.large:
+            print_lines(
+                out, f"{name}: {solved.large} of {len(solved.points)} values do not fit in memory"
+            )
+    if target.metric.needs == "alone" and not axis.path.startswith(("inter.", "wan.", "gpus")):
+        print_lines(out, f"{axis.path} changes the one node that is compared with, too")
     looked = len(found[0].points)
     print_lines(
         out,
@@ -189,6 +208,13 @@ def _print_levers(out: Console, found: dict[str, list[Lever]]) -> None:
     print_table(out, title, columns, rows, left=2)
 
 
+def _best(solved: Solved) -> str:
+    if solved.best is None:
+        return "does not fit"
+    figure = solved.target.metric.shown(solved.best[1], solved.currency)
+    return f"{figure} at {solved.axis.shown(solved.best[0])}"
+
+
 def _money(lever: Lever) -> str:
     worth = lever.worth_per_hour
     return "-" if worth is None else f"{worth:,.2f} {lever.currency}"
@@ -205,7 +231,10 @@ def _plain(solved: Solved, moved: dict[str, list[Lever]]) -> dict[str, Any]:
         "meaning": solved.target.metric.words,
         "answer": words(solved),
         "answers": [asdict(answer) for answer in solved.answers],
-        "best": {"value": solved.best[0], "figure": solved.best[1]},
+        "best": solved.best and {"value": solved.best[0], "figure": solved.best[1]},
+        "binds": solved.binds and {"number": solved.binds[0], "figure": solved.binds[1]},
+        "do_not_fit": solved.large,
+        "currency": solved.currency,
         "monotone": solved.monotone,
         "failed": solved.failed,
         "points": [{"value": x, "figure": figure} for x, figure in solved.points],

@@ -114,8 +114,10 @@ def axis_of(case: Case, path: str, low: str | None = None, high: str | None = No
             ends[name] = _read(found, f"the {'lowest' if name == 'low' else 'highest'}", text)
     found = replace(found, **ends)  # type: ignore[arg-type]
     if found.low >= found.high:
-        low_end, high_end = found.shown(found.low), found.shown(found.high)
-        raise OptionError(f"{path} from {low_end} to {high_end}: the range has no values")
+        raise OptionError(
+            f"{path} is searched from {found.shown(found.low)} to {found.shown(found.high)}; the"
+            " first must be below the second"
+        )
     return found
 
 
@@ -130,10 +132,8 @@ def _read(axis: Axis, which: str, text: str) -> float:
     if value <= 0:
         raise OptionError(f"{what} is {text!r}; it must be above 0")
     if axis.step and (value < axis.low or (value - axis.low) % axis.step):
-        raise OptionError(
-            f"{what} is {text!r}; it must be {axis.low:g}"
-            + (" or more" if axis.step == 1 else f", or more by a multiple of {axis.step}")
-        )
+        several = "a whole number" if axis.step == 1 else f"{axis.step}, or a multiple of it"
+        raise OptionError(f"{what} is {text!r}; it must be {several}, at least {axis.low:g}")
     return value
 
 
@@ -176,6 +176,9 @@ def _option(case: Case, path: str) -> Axis:
     if int in kinds:
         return Axis(path, "", 1, _MOST_WHOLE, 1)
     if float in kinds:
+        usual = getattr(strategy, name)
+        if isinstance(usual, float | int) and usual > 1:
+            return Axis(path, "", usual * _LEAST_SHARE, usual / _LEAST_SHARE)
         return Axis(path, "", _LEAST_SHARE, 1.0)
     raise OptionError(f"{path} is no number; solve for one of {EXAMPLES}, or any other number")
 

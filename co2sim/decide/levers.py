@@ -33,17 +33,26 @@ class Lever:
     currency: str | None
 
 
-def levers(case: Case) -> list[Lever]:
-    """All levers of a case, the strongest first; each takes a simulation."""
+def moved(case: Case) -> tuple[Case, list[tuple[str, Cluster]]]:
+    """The case with its numbers as objects, and its cluster with each number a tenth better."""
     case = study.settle(case)
     cluster, model = case.load()
     sized = cluster.value.resized(case.gpus) if case.gpus is not None else cluster.value
-    plain = replace(case, cluster=sized, model=model.value, overrides={}, gpus=None)
+    return replace(case, cluster=sized, model=model.value, overrides={}, gpus=None), list(
+        _moves(sized)
+    )
+
+
+def levers(case: Case) -> list[Lever]:
+    """All levers of a case, the strongest first; each takes a simulation."""
+    plain, moves = moved(case)
+    sized = plain.cluster
+    assert isinstance(sized, Cluster)
     before = study.run(plain)
     marginal = _marginal(plain, sized, before)
     found = []
-    for change, moved in _moves(sized):
-        gain = study.run(replace(plain, cluster=moved)).tokens_per_s / before.tokens_per_s - 1
+    for change, better in moves:
+        gain = study.run(replace(plain, cluster=better)).tokens_per_s / before.tokens_per_s - 1
         gpus = gain * before.tokens_per_s / marginal if marginal else None
         price = sized.price_per_gpu
         worth = None if gpus is None or price is None else gpus * price * 3600

@@ -11,13 +11,19 @@ from scipy.optimize import brentq
 from co2sim import study
 from co2sim.case import Case
 from co2sim.decide.axis import Axis
+from co2sim.decide.levers import moved
 from co2sim.decide.targets import End, Target, View
 from co2sim.errors import Co2simError, OptionError
 from co2sim.progress import Done
 from co2sim.result import Result
+from co2sim.step_factors import NO_GOAL, Goal, step_factor
+from co2sim.strategies import parse
 
 Figure: TypeAlias = Callable[[float], float | None]
 """A figure at a value of the axis; None where there is none."""
+
+_LITTLE = 1e-3
+"""A gain that is not worth a word."""
 
 _EXACT = 1e-7
 """How near to a crossing the search comes, relative to it."""
@@ -53,9 +59,12 @@ class Answer:
 class Solved:
     """The answers of one case.
 
-    `best` is the value of the axis where the figure is best, and that figure. `monotone` says that
-    the figure only grows, or only falls, over the `points` that were looked at. `failed` says why
-    some points have no figure.
+    `best` is the value of the axis where the figure is best, and that figure; None where nothing
+    fits in memory. `binds` is the number of the hardware that holds the best one back, and the
+    figure with a tenth more of it; None where an answer was found, or nothing helps. `monotone`
+    says that the figure only grows, or only falls, over the `points` that were looked at. `failed`
+    says why some of them cannot be simulated, `large` how many do not fit in memory: these meet no
+    target but memory. Prices are in `currency`.
     """
 
     case: Case
@@ -63,61 +72,91 @@ class Solved:
     target: Target
     answers: tuple[Answer, ...]
     points: tuple[tuple[float, float | None], ...]
-    best: tuple[float, float]
+    best: tuple[float, float] | None
+    binds: tuple[str, float] | None
     monotone: bool
     failed: str | None
+    large: int
+    currency: str | None
 
 
 def solve(
-    case: Case, axis: Axis, target: Target, *, tokens: float | None = None, done: Done | None = None
+    case: Case,
+    axis: Axis,
+    target: Target,
+    *,
+    tokens: float | None = None,
+    goal: Goal = NO_GOAL,
+    done: Done | None = None,
 ) -> Solved:
     """Which values of the axis reach each value of the target.
 
     The figure is looked at over the whole range; between two neighbours of which one meets the
     target and the other does not, the crossing is found to 1e-7 (whole numbers: exactly). Of
-    crossings that lie nearer to each other than the points, both are missed. Raises the error of
-    the first point where there is none without.
+    crossings that lie nearer to each other than the points, both are missed. `tokens` are those
+    that DDP would train; local updates need more, as `goal` or the measured step factors say.
+    Raises the error of the first point where none can be simulated.
     """
-    if target.metric.needs == "tokens" and tokens is None:
-        raise OptionError(f"{target.name} needs the tokens to train: --tokens 1e12, say")
-    curve = _Curve(case, axis, target, tokens)
+    check(case, target, tokens)
+    curve = _Curve(case, axis, target, tokens, goal)
     points = axis.points()
-    values = []
     for place, point in enumerate(points, 1):
-        values.append(curve.figure(point))
+        curve.figure(point)
         if done:
             done(place, len(points))
-    known = [(x, value) for x, value in zip(points, values, strict=True) if value is not None]
-    if not known:
+    points = [point for point in points if curve.known(point)]
+    if not points:
         assert curve.error is not None
         raise curve.error
-    answers = []
-    for value in target.values:
-
-        def reached(end: End, value: float = value) -> tuple[Span, ...]:
-            figure = curve.of(end)
-            return tuple(spans(figure, points, axis, target, value))
-
-        uncertain = curve.has_interval
-        answers.append(
-            Answer(
-                value=value,
-                met=reached("predicted"),
-                sure=reached("low") if uncertain else None,
-                hoped=reached("high") if uncertain else None,
-            )
-        )
-    figures = [value for _, value in known]
-    best = (max if target.metric.more else min)(known, key=lambda pair: pair[1])
+    values = [curve.figure(point) for point in points]
+    answers = tuple(_answer(curve, points, axis, target, value) for value in target.values)
+    found = [(x, value) for x, value in zip(points, values, strict=True) if value is not None]
+    best = None
+    if found:
+        best = (max if target.metric.more else min)(found, key=lambda pair: pair[1])
+    unmet = best is not None and not all(answer.met for answer in answers)
     return Solved(
         case=case,
         axis=axis,
         target=target,
-        answers=tuple(answers),
+        answers=answers,
         points=tuple(zip(points, values, strict=True)),
         best=best,
-        monotone=_monotone(figures),
+        binds=curve.binding(best[0]) if unmet and best else None,
+        monotone=_monotone([value for _, value in found]),
         failed=str(curve.error) if curve.error else None,
+        large=len(points) - len(found),
+        currency=curve.currency,
+    )
+
+
+def check(case: Case, target: Target, tokens: float | None) -> None:
+    """Refuse a target that lacks something, and a strategy whose rounds are still to be chosen."""
+    if target.metric.needs == "tokens" and tokens is None:
+        raise OptionError(f"{target.name} needs the tokens to train: --tokens 1e12, say")
+    strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+    if getattr(strategy, "tau", None) == "auto":
+        raise OptionError(
+            f"{strategy.name}: tau=auto is chosen anew for every value, which takes too long; give"
+            " a number, or solve for strategy.tau"
+        )
+    currency = case.load()[0].value.currency
+    if target.dollars and currency != "USD":
+        raise OptionError(f"prices of the cluster are in {currency}, not in USD; ask for cost")
+
+
+def _answer(
+    curve: "_Curve", points: Sequence[float], axis: Axis, target: Target, value: float
+) -> Answer:
+    def reached(end: End) -> tuple[Span, ...]:
+        return tuple(spans(curve.of(end), points, axis, target, value))
+
+    uncertain = curve.has_interval
+    return Answer(
+        value=value,
+        met=reached("predicted"),
+        sure=reached("low") if uncertain else None,
+        hoped=reached("high") if uncertain else None,
     )
 
 
@@ -190,6 +229,8 @@ class _UnknownError(Exception):
 
 def _monotone(figures: Sequence[float]) -> bool:
     """Whether they never turn, but for rounding."""
+    if not figures:
+        return True
     small = 1e-9 * max(map(abs, figures))
     steps = [b - a for a, b in pairwise(figures)]
     return all(step >= -small for step in steps) or all(step <= small for step in steps)
@@ -198,41 +239,78 @@ def _monotone(figures: Sequence[float]) -> bool:
 class _Curve:
     """The figure over the axis; every value is simulated once."""
 
-    def __init__(self, case: Case, axis: Axis, target: Target, tokens: float | None) -> None:
-        self._case, self._axis, self._target, self._tokens = case, axis, target, tokens
+    def __init__(
+        self, case: Case, axis: Axis, target: Target, tokens: float | None, goal: Goal
+    ) -> None:
+        self._case, self._axis, self._target = case, axis, target
+        self._tokens, self._goal = tokens, goal
         self._views: dict[float, View | None] = {}
         self._alone: dict[str, Result] = {}
         self.error: Co2simError | None = None
         self.has_interval = False
+        self.currency: str | None = None
 
     def figure(self, value: float) -> float | None:
-        """As predicted."""
+        """As predicted; None where it does not fit in memory, or cannot be simulated."""
         return self.of("predicted")(value)
+
+    def known(self, value: float) -> bool:
+        """Whether the value can be simulated."""
+        return self._view(value) is not None
 
     def of(self, end: End) -> Figure:
         """At an end of the interval."""
 
         def figure(value: float) -> float | None:
             view = self._view(value)
-            return None if view is None else self._target.metric.of(view.at(end))
+            if view is None:
+                return None
+            if not view.result.fits_in_memory and self._target.name != "memory":
+                return None
+            return self._target.metric.of(view.at(end))
 
         return figure
+
+    def binding(self, value: float) -> tuple[str, float] | None:
+        """The number of which a tenth more does most for the figure there, and what it gives."""
+        metric = self._target.metric
+        before = self.figure(value)
+        assert before is not None
+        plain, moves = moved(self._axis.at(self._case, value))
+        sign = 1 if metric.more else -1
+        best: tuple[str, float] | None = None
+        for change, cluster in moves:
+            if change == self._axis.path:
+                continue
+            found = metric.of(self._seen(replace(plain, cluster=cluster)))
+            if sign * (found - (best[1] if best else before)) > _LITTLE * abs(before):
+                best = change, found
+        return best
 
     def _view(self, value: float) -> View | None:
         if value not in self._views:
             try:
-                self._views[value] = self._simulated(value)
+                self._views[value] = self._seen(self._axis.at(self._case, value))
             except Co2simError as error:
                 self.error = self.error or error
                 self._views[value] = None
         return self._views[value]
 
-    def _simulated(self, value: float) -> View:
-        case = self._axis.at(self._case, value)
+    def _seen(self, case: Case) -> View:
         result = study.run(case)
         self.has_interval = self.has_interval or result.tokens_per_s_low is not None
+        self.currency = self.currency or result.currency
         alone = self._one_node(case) if self._target.metric.needs == "alone" else None
-        return View(result, alone, self._tokens)
+        tokens = self._tokens
+        if self._target.metric.needs == "tokens":
+            factor = step_factor(result.strategy, self._goal)
+            if factor is None or tokens is None:
+                raise OptionError(
+                    f"nobody knows what a step of {result.strategy} is worth; give"
+                    f" --steps-factor {result.strategy.partition('(')[0]}=1.3, say"
+                )
+            tokens *= factor.factor
+        return View(result, alone, tokens)
 
     def _one_node(self, case: Case) -> Result:
         """The result on one node: what is between nodes is not asked for again."""
@@ -242,5 +320,7 @@ class _Curve:
         key = f"{single.strategy} {single.micro_batch} {single.accumulation} {same}"
         if isinstance(single.cluster, str) and key in self._alone:
             return self._alone[key]
-        self._alone[key] = study.run(single)
-        return self._alone[key]
+        found = study.run(single)
+        if isinstance(single.cluster, str):
+            self._alone[key] = found
+        return found

@@ -20,7 +20,8 @@ _MOST_TOKENS = 1e18
 class View:
     """A result, with what figures need beside it.
 
-    `alone` is the result of the same case on one node. `tokens` is how many are to be trained.
+    `alone` is the result of the same case on one node. `tokens` is how many are to be trained, what
+    steps of local updates are worth included.
     """
 
     result: Result
@@ -62,12 +63,12 @@ class Metric:
     usual: tuple[float, ...] = ()
     needs: Literal["", "alone", "tokens", "price"] = ""
 
-    def shown(self, value: float, currency: str = "USD") -> str:
+    def shown(self, value: float, currency: str | None = None) -> str:
         """A value for people."""
         if self.unit == "share":
             return f"{100 * value:.4g} %"
         if self.unit == "money":
-            return f"{value:,.2f} {currency}"
+            return f"{value:,.2f} {currency or 'USD'}"
         if self.unit == "days":
             return f"{value:.4g} days"
         return duration(value) if self.unit == "s" else number(value)
@@ -166,10 +167,14 @@ ALIASES: Mapping[str, tuple[str, float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A figure, and values of it that are enough: at least or at most, as `metric.more` says."""
+    """A figure, and values of it that are enough: at least or at most, as `metric.more` says.
+
+    `dollars` says that its values are in USD, whatever the prices of the cluster are in.
+    """
 
     name: str
     values: tuple[float, ...]
+    dollars: bool = False
 
     @property
     def metric(self) -> Metric:
@@ -205,7 +210,7 @@ def target_of(text: str) -> Target:
         values = metric.usual if fixed is None else (fixed,)
     if not values:
         raise OptionError(f"--for {text!r} needs a value, such as {name}={_example(metric)}")
-    return Target(name, values)
+    return Target(name, values, dollars=given.strip().startswith("usd"))
 
 
 def tokens_of(value: float | None) -> float | None:
