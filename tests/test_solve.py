@@ -336,7 +336,7 @@ def test_the_answer_comes_first_in_words(cli: Command) -> None:
     ended = cli("solve", "inter.bandwidth", *HERE, *strategies)
     assert ended.code == 0, ended.err
     text = " ".join(ended.out.split())
-    said = "zero3: efficiency of at least 90 % takes inter.bandwidth of at least"
+    said = "zero3: efficiency of at least 90 % takes inter.bandwidth: at least"
     assert text.startswith(said)
     assert "co2(tau=48, worker=node): efficiency of at least 90 % takes" in text
     for word in ("50 %", "99 %", "looked at 33 values", "as so many GPUs", "co2sim run"):

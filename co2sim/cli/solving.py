@@ -86,7 +86,7 @@ def words(solved: Solved) -> str:
     limit = metric.shown(answer.value, solved.currency)
     goal = f"{solved.target.name} of {'at least' if metric.more else 'at most'} {limit}"
     if answer.met:
-        return f"{strategy}: {goal} takes {axis.path} of {_told(answer, axis)}"
+        return f"{strategy}: {goal} takes {axis.path}: {_told(answer, axis)}"
     ends = f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"
     if solved.best is None:
         return f"{strategy}: nothing fits in memory with {axis.path} from {ends}; see `co2sim run`"
