@@ -27,10 +27,13 @@ def warnings(
     largest = max(job.model.blocks, key=lambda block: block.parameters)
     samples = layout.world_size * job.samples_per_gpu * job.model.tokens
     given, instead = (f"{samples / time:,.0f}" for time in (step_time, tried(better)))
+    speed = f"{job.model.unit}s/s"
+    gain = f"gives {instead} {speed} instead of {given}"
+    if instead == given:
+        gain = f"gives no more than these {given} {speed}"
     line = (
         f"{budget}: {largest.name} has {counted(largest.parameters, 'parameter')}, more than the"
-        f" prefetch budget, so it is gathered only when it is needed; {options} gives {instead}"
-        f" {job.model.unit}s/s instead of {given}"
+        f" prefetch budget, so it is gathered only when it is needed; {options} {gain}"
     )
     return (line,)
 

@@ -113,6 +113,7 @@ def test_a_vector_is_cut_where_the_type_changes() -> None:
         ({"delay": 1.5}, "delay is 1.5; it must be a whole number"),
         ({"delay": "soon"}, "delay is 'soon'"),
         ({"delay": 2, "keep": 1.5}, "keep is 1.5; it must be 0 to 1"),
+        ({"delay": 2, "keep": "x"}, "keep is 'x'; it must be a number, 0 to 1"),
         ({"delay": 2, "predict": -1}, "predict is -1; it must be 0 to 1"),
         ({"delay": 2, "staleness": 2}, "staleness is 2, but delay=2 says when"),
         ({"delay": 2, "fragments": 13}, "fragments is 13; it must be 1 to 12"),

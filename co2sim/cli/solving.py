@@ -177,6 +177,9 @@ def _print_target(out: Console, found: Sequence[Solved]) -> None:
             )
     if target.metric.needs == "alone" and not axis.path.startswith(("inter.", "wan.", "gpus")):
         print_lines(out, f"{axis.path} changes the one node that is compared with, too")
+    if axis.path == "gpus":
+        size = found[0].case.load()[0].value.layout.world_size
+        print_lines(out, f"the cluster has {size:,} GPUs; more are a what-if")
     looked = len(found[0].points)
     print_lines(
         out,

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from co2sim.errors import OptionError
 from co2sim.late_averages import even_fragments, kept
-from co2sim.ranges import whole
+from co2sim.ranges import between, whole
 from realrun import checks
 from realrun.algorithms.late import Delay, LateAverages
 from realrun.algorithms.local_update import Common, LocalUpdate
@@ -55,6 +55,9 @@ class CO2Rule:
         object.__setattr__(self, "staleness", whole("staleness", self.staleness))
         if self.clip is not None:
             checks.limit("clip", self.clip)
+        for name in ("keep", "predict"):
+            if getattr(self, name) is not None:
+                between(name, getattr(self, name), 0, 1)
         if self.delay is not None and self.staleness != 1:
             raise OptionError(
                 f"staleness is {self.staleness}, but delay={self.delay} says when averages are used"
