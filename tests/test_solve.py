@@ -212,7 +212,9 @@ def test_pessimists_need_more_than_optimists() -> None:
 def test_what_does_not_fit_in_memory_is_no_answer() -> None:
     """The micro-batches that give an MFU are those that fit, up to the largest that fits."""
     case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="ddp", gpus=16)
-    fits = found_for(case, "micro_batch", "fits", "1", "64").answers[0].met[0].high
+    memory = found_for(case, "micro_batch", "fits", "1", "64").answers[0]
+    assert memory.sure is None, "the interval of tokens/s is none of memory"
+    fits = memory.met[0].high
     solved = found_for(case, "micro_batch", "mfu=10%", "1", "64")
     assert solved.answers[0].met[-1].high == fits
     assert solved.large > 0

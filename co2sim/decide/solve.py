@@ -151,7 +151,7 @@ def _answer(
     def reached(end: End) -> tuple[Span, ...]:
         return tuple(spans(curve.of(end), points, axis, target, value))
 
-    uncertain = curve.has_interval
+    uncertain = curve.has_interval and target.name != "memory"  # which has no interval
     return Answer(
         value=value,
         met=reached("predicted"),
