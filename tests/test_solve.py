@@ -20,8 +20,9 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.decide.axis import Axis, axis_of
 from co2sim.decide.command import command_of
+from co2sim.decide.crossings import spans
 from co2sim.decide.levers import MORE, levers
-from co2sim.decide.solve import Solved, solve, spans
+from co2sim.decide.solve import Solved, solve
 from co2sim.decide.targets import METRICS, Target, target_of
 from co2sim.errors import OptionError
 from co2sim.noise import Noise

@@ -13,8 +13,9 @@ from co2sim.console.result_tables import print_assumed, print_warnings
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.decide.axis import Axis, axis_of
 from co2sim.decide.command import command_of
+from co2sim.decide.crossings import Stretch
 from co2sim.decide.levers import MORE, Lever, levers
-from co2sim.decide.solve import Answer, Solved, Span, check, solve
+from co2sim.decide.solve import Answer, Solved, check, solve
 from co2sim.decide.targets import target_of, tokens_of
 from co2sim.errors import OptionError
 from co2sim.grid import strategy_title
@@ -130,15 +131,15 @@ def _told(answer: Answer, axis: Axis) -> str:
     return f"{text} (90 % interval: {ends[0]} to {ends[1]})"
 
 
-def _edge(spans: Sequence[Span]) -> float | None:
+def _edge(spans: Sequence[Stretch]) -> float | None:
     """The one crossing of a range that is open to the other side."""
     if len(spans) != 1 or spans[0].open_low == spans[0].open_high:
         return None
     return spans[0].low if spans[0].open_high else spans[0].high
 
 
-def _spans(spans: Sequence[Span], axis: Axis) -> str:
-    def one(span: Span) -> str:
+def _spans(spans: Sequence[Stretch], axis: Axis) -> str:
+    def one(span: Stretch) -> str:
         if span.open_low and span.open_high:
             return f"any from {axis.shown(span.low)} to {axis.shown(span.high)}"
         if span.open_high:
