@@ -1,6 +1,6 @@
 """Wall-clock to a given loss in the lab: predicted by co2sim before, measured after.
 
-    sudo python benchmarks/time_to_loss.py                # 45 minutes on two quiet cores
+    sudo python benchmarks/time_to_loss.py                # an hour on two quiet cores
     sudo python benchmarks/time_to_loss.py --seeds 2      # two thirds of it
     sudo python benchmarks/time_to_loss.py --quick        # a trial of seconds
 

@@ -20,10 +20,10 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.decide.axis import Axis, axis_of
 from co2sim.decide.command import command_of
-from co2sim.decide.crossings import spans
+from co2sim.decide.crossings import monotone, spans
 from co2sim.decide.levers import MORE, levers
 from co2sim.decide.solve import Solved, solve
-from co2sim.decide.targets import METRICS, Target, target_of
+from co2sim.decide.targets import METRICS, Target, View, target_of
 from co2sim.errors import OptionError
 from co2sim.noise import Noise
 from co2sim.step_factors import Goal
@@ -68,8 +68,6 @@ def test_what_it_finds_gives_the_target(
     metric = METRICS[name]
 
     def figure(value: float) -> float:
-        from co2sim.decide.targets import View  # noqa: PLC0415
-
         return metric.of(View(study.run(axis.at(case, value))))
 
     goal = figure(bandwidth)
@@ -82,6 +80,8 @@ def test_what_it_finds_gives_the_target(
     assert first.low <= bandwidth * (1 + 1e-6)
     if not first.open_low:
         assert figure(first.low) == pytest.approx(goal, rel=1e-3)
+        less = figure(first.low * (1 - 1e-5))
+        assert not Target(name, (goal,)).met(less, goal), "no less does"
 
 
 @given(st.integers(1, 12), st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.99]))
@@ -161,8 +161,8 @@ def test_every_crossing_between_points_is_found(
             assert target.met(figure(edge), value), "the edge itself meets the target"
 
 
-def test_a_figure_that_rises_and_falls_is_said_to() -> None:
-    """Cost against GPUs: the fewest are not the cheapest, nor are the most."""
+def test_a_target_may_be_met_from_one_value_to_another() -> None:
+    """A figure that rises and falls: both crossings are found, and that it turns."""
     axis = Axis("x", "", 1.0, 1e4)
     points = axis.points()
 
@@ -173,6 +173,9 @@ def test_a_figure_that_rises_and_falls_is_said_to() -> None:
     (span,) = found
     assert (span.low, span.high) == pytest.approx((10, 1000), rel=1e-6)
     assert (span.open_low, span.open_high) == (False, False)
+    assert not monotone([figure(x) for x in points])
+    assert monotone(points)
+    assert monotone([1.0, 1.0, 0.5])
 
 
 def test_a_jump_is_found_on_the_side_that_meets_the_target() -> None:
@@ -252,6 +255,14 @@ def test_sizes_that_a_batch_does_not_divide_are_left_out() -> None:
     assert all(512 % count == 0 for count, _ in solved.points)
     assert solved.failed is not None
     assert "is not a multiple of" in solved.failed
+
+
+def test_the_case_as_it_is_need_not_work(cli: Command) -> None:
+    """64 GPUs do not divide 96 samples; 8, 16, 24, 32, 48 and 96 do, and are answered."""
+    arguments = ("-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "--global-batch", "96")
+    ended = cli("solve", "gpus", *arguments, "--for", "tokens_per_s=1", "--to", "96")
+    assert ended.code == 0, ended.err
+    assert "takes gpus: any from 8 to 96" in " ".join(ended.out.split())
 
 
 def test_local_updates_pay_for_what_their_steps_are_worth() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -17,9 +18,10 @@ from co2sim.decide.crossings import Stretch
 from co2sim.decide.levers import MORE, Lever, levers
 from co2sim.decide.solve import Answer, Solved, check, solve
 from co2sim.decide.targets import target_of, tokens_of
-from co2sim.errors import OptionError
+from co2sim.errors import Co2simError, OptionError
 from co2sim.grid import strategy_title
 from co2sim.progress import progress_bar
+from co2sim.result import Result
 from co2sim.step_factors import Goal, remark
 from co2sim.units import number, percent
 
@@ -52,20 +54,24 @@ def solving(
             with progress_bar(f"solving for {path}: {strategy_title(case.strategy)}") as done:
                 found.append(solve(case, axis, target, tokens=tokens, goal=goal, done=done))
     titles = [strategy_title(case.strategy) for case in cases]
-    moved = dict(zip(titles, map(levers, cases), strict=True))
+    moved: dict[str, list[Lever]] = {}
+    results: dict[str, Result] = {}
+    for title, case in zip(titles, cases, strict=True):
+        moved[title] = []
+        with suppress(Co2simError):  # the case as it is need not work, only the answer
+            results[title], moved[title] = study.run(case), levers(case)
     if as_json:
         print(json.dumps([_plain(solved, moved) for solved in found], indent=2))
         return
     out = console()
     print_lines(out, *(f"{words(solved)}." for solved in found), "")
-    results = [study.run(case) for case in cases]
-    print_warnings(out, zip(titles, results, strict=True))
+    print_warnings(out, results.items())
     for target in wanted:
         _print_target(out, [solved for solved in found if solved.target == target])
     _print_levers(out, moved)
     if line := remark(titles, goal):
         print_lines(out, line, "")
-    print_assumed(out, results)
+    print_assumed(out, results.values())
     print_lines(out, *_checks(found))
 
 
@@ -192,6 +198,8 @@ def _print_target(out: Console, found: Sequence[Solved]) -> None:
 
 def _print_levers(out: Console, found: dict[str, list[Lever]]) -> None:
     """What a tenth more of each number buys."""
+    if not any(found.values()):
+        return
     title = (
         f"as it is, {MORE - 1:.0%} more bandwidth or speed, or {MORE - 1:.0%} less latency, buys"
     )

@@ -61,7 +61,7 @@ class Metric:
     more: bool
     of: Callable[[View], float]
     usual: tuple[float, ...] = ()
-    needs: Literal["", "alone", "tokens", "price"] = ""
+    needs: Literal["", "alone", "tokens"] = ""
 
     def shown(self, value: float, currency: str | None = None) -> str:
         """A value for people."""
