@@ -17,12 +17,13 @@ from co2sim.decide.command import command_of
 from co2sim.decide.crossings import Stretch
 from co2sim.decide.levers import MORE, Lever, levers
 from co2sim.decide.solve import Answer, Solved, check, solve
-from co2sim.decide.targets import target_of, tokens_of
+from co2sim.decide.targets import target_of
 from co2sim.errors import Co2simError, OptionError
 from co2sim.grid import strategy_title
 from co2sim.progress import progress_bar
 from co2sim.result import Result
 from co2sim.step_factors import Goal, remark
+from co2sim.totals import tokens_of
 from co2sim.units import number, percent
 
 _USUAL = 0.9
@@ -42,7 +43,8 @@ def solving(
 ) -> None:
     """Solve for every case and target, and print."""
     wanted = [target_of(text) for text in targets]
-    tokens = tokens_of(tokens)
+    if tokens is not None:
+        tokens_of(tokens)
     _check(cases[0], path)
     for case in cases:
         for target in wanted:

@@ -7,13 +7,11 @@ from typing import Literal, TypeAlias
 
 from co2sim.errors import OptionError, UnitError, nearest
 from co2sim.result import Result
+from co2sim.totals import DAY
 from co2sim.units import duration, number, parse
 
 End: TypeAlias = Literal["predicted", "low", "high"]
 """Of a figure: as predicted, or where tokens/s are at an end of their 90 % interval."""
-
-_DAY = 86400.0
-_MOST_TOKENS = 1e18
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ METRICS: Mapping[str, Metric] = {
         words="days to train all tokens",
         unit="days",
         more=False,
-        of=lambda view: _seconds(view) / _DAY,
+        of=lambda view: _seconds(view) / DAY,
         needs="tokens",
     ),
     "cost": Metric(
@@ -211,13 +209,6 @@ def target_of(text: str) -> Target:
     if not values:
         raise OptionError(f"--for {text!r} needs a value, such as {name}={_example(metric)}")
     return Target(name, values, dollars=given.strip().startswith("usd"))
-
-
-def tokens_of(value: float | None) -> float | None:
-    """The tokens to train, checked."""
-    if value is None or 1 <= value <= _MOST_TOKENS:
-        return value
-    raise OptionError(f"tokens is {value!r}; it must be 1 to {_MOST_TOKENS:g}")
 
 
 def _value(metric: Metric, text: str, part: str) -> float:
