@@ -2,7 +2,8 @@
 
 Three sources, the nearest first: the scatter of the probe that measured the cluster; the fit of the
 constants that the cluster has (`calibrations`); the errors on published runs of the same kind
-(`kinds`), of predictions that were not fitted to them. Where there is none there is no interval.
+(`kinds`), of predictions that were not fitted to them. Where no published run is of the kind, it is
+the errors on runs of all other kinds, each kind counted alike.
 """
 
 import math
@@ -27,7 +28,7 @@ Thoroughness: TypeAlias = Literal["quick", "full"]
 ERRORS = "published_errors.toml"
 """The record of errors on published runs by kind."""
 
-NOTHING_NEAR = "no published run is near this: no interval"
+NOTHING_NEAR = "no published run is near this: errors on published runs of all kinds, each alike"
 
 TAIL = 1.645
 """Standard deviations of a normal distribution that a 90 % interval reaches to both sides."""
@@ -35,7 +36,7 @@ TAIL = 1.645
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Ends of a 90 % interval, both None where nothing is known, and its source in words."""
+    """Ends of a 90 % interval, both None for what was measured, and its source in words."""
 
     low: float | None
     high: float | None
@@ -78,13 +79,11 @@ class Predicted:
         fit = None if kind is None else calibration_of(self.cluster, kind)
         if fit is not None:
             return self._of_fit(fit, full=full)
-        known = None if kind is None else kind_errors().get(kind)
-        if known is None:
-            return Interval(None, None, NOTHING_NEAR)
+        known, words = other_errors(), NOTHING_NEAR
+        if kind in kind_errors():
+            known, words = kind_errors()[kind], f"errors on published runs of the kind ({kind})"
         told = ", ".join(f"{source} {count}" for source, count in known.runs.items())
-        return self._from(
-            -known.low, known.high, f"errors on published runs of the kind ({kind}): {told}"
-        )
+        return self._from(-known.low, known.high, f"{words}: {told}")
 
     def _of_fit(self, fit: Calibration, *, full: bool) -> Interval:
         words = f"calibration {fit.group}: scatter of {counted(fit.cells, 'published run')}"
@@ -187,12 +186,23 @@ def undecided(one: Interval, other: Interval) -> bool:
 
 
 @cache
-def kind_errors() -> Mapping[RunKind, KindErrors]:
+def kind_errors() -> Mapping[RunKind | None, KindErrors]:
     """The record of errors on published runs, by kind."""
-    tree = tomllib.loads((CATALOG / ERRORS).read_text("utf-8"))
-    return dict(map(_read, tree.get("kind", ())))
+    return {
+        RunKind(entry["gpu"], entry["exchange"], entry["extent"]): _read(entry)
+        for entry in _record()["kind"]
+    }
 
 
-def _read(entry: Mapping[str, Any]) -> tuple[RunKind, KindErrors]:
-    kind = RunKind(entry["gpu"], entry["exchange"], entry["extent"])
-    return kind, KindErrors(entry["low"], entry["high"], entry["runs"])
+@cache
+def other_errors() -> KindErrors:
+    """Errors on a run of a kind that nobody has published: those of all kinds, each alike."""
+    return _read(_record()["other"])
+
+
+def _record() -> Mapping[str, Any]:
+    return tomllib.loads((CATALOG / ERRORS).read_text("utf-8"))
+
+
+def _read(entry: Mapping[str, Any]) -> KindErrors:
+    return KindErrors(entry["low"], entry["high"], entry["runs"])

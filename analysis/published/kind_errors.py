@@ -25,6 +25,7 @@ _HEAD = (
     "Errors on published runs by kind, of predictions that were not fitted to them; written by",
     "`co2analysis validate --write`. 'low' and 'high' are the ends of a 90 % interval of",
     "log(published / predicted) of a further run of the kind, 'runs' counts those known by source.",
+    "[other]: of a run of a kind that is not here, from all kinds, each of which counts alike.",
 )
 
 KindSources: TypeAlias = Mapping[RunKind, Mapping[str, Sequence[float]]]
@@ -131,6 +132,13 @@ def record_file(errors: KindSources) -> tuple[Path, bytes]:
         if ends is not None:
             tables.append(_table(kind, sources, ends))
     document.add("kind", tables)
+    pooled = interval([[e for some in kind.values() for e in some] for kind in errors.values()])
+    assert pooled is not None
+    counts: dict[str, list[float]] = {}
+    for sources in errors.values():
+        for name, some in sources.items():
+            counts.setdefault(name, []).extend(some)
+    document.add("other", _figures(tomlkit.table(), counts, pooled))
     return Path(str(CATALOG / ERRORS)), tomlkit.dumps(document).encode()
 
 
@@ -139,6 +147,13 @@ def _table(kind: RunKind, sources: Mapping[str, Sequence[float]], ends: tuple[fl
 
     table = tomlkit.table()
     table["gpu"], table["exchange"], table["extent"] = kind.gpu, kind.exchange, kind.extent
+    return _figures(table, sources, ends)
+
+
+def _figures(table: Any, sources: Mapping[str, Sequence[float]], ends: tuple[float, float]) -> Any:
+    """A table with the ends, and how many runs there are by source."""
+    import tomlkit  # noqa: PLC0415 - only to write
+
     for name, end in zip(("low", "high"), ends, strict=True):
         table[name] = tomlkit.value(f"{end:.4f}")
     runs = tomlkit.inline_table()
