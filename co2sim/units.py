@@ -41,6 +41,8 @@ bit = byte / 8 = bit
 second = [time] = s
 minute = 60 * second = min
 hour = 3600 * second = h
+day = 24 * hour
+week = 7 * day
 flop = [work] = FLOP
 dollar = [currency] = USD
 kilo- = 1e3 = k

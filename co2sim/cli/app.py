@@ -1,7 +1,6 @@
 """The commands of `co2sim`: their options, and what they print."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,9 @@ import typer
 
 from co2sim import __version__, grid, study
 from co2sim.case import Case
+from co2sim.cli import deciding
 from co2sim.console import goals, options
+from co2sim.console.repeated import refuse_twice
 from co2sim.errors import OptionError
 from co2sim.step_factors import to_dict
 from co2sim.strategies import parse
@@ -23,12 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Predict how CO2, ZeRO++, ZeRO, DDP and the local-update family scale on a cluster.",
 )
-
-
-def _refuse_twice(what: str, given: Iterable[str]) -> None:
-    repeated = [name for name, times in Counter(given).items() if times > 1]
-    if repeated:
-        raise OptionError(f"{what} {repeated[0]} is given twice")
 
 
 def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
@@ -92,7 +87,7 @@ def run(
 
     With several strategies --json prints a list.
     """
-    _refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     goal = goals.goal(to_loss_steps, steps_factor)
     if json_:
@@ -167,8 +162,8 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
     from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
 
-    _refuse_twice("strategy", (title(parse(text)) for text in strategy))
-    _refuse_twice("cluster", cluster)
+    refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    refuse_twice("cluster", cluster)
     cases = grid.over_sizes(job, cluster, strategy, gpus)
     goal = goals.goal(to_loss_steps, steps_factor)
     scaling.scale(cases, published, out, jobs, goal, as_json=json_)
@@ -214,51 +209,4 @@ def sweep(  # noqa: PLR0917 - one argument per option
     sweeping.sweep(cases, settings, csv, jobs, sort, goal, as_json=json_)
 
 
-@app.command()
-@options.job_options
-def solve(  # noqa: PLR0913, PLR0917 - one argument per option
-    job: Case,
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="NUMBER",
-            help="What to solve for, as in `sweep --vary`: inter.bandwidth, inter.latency,"
-            " strategy.tau, gpus, micro_batch, or any other number.",
-        ),
-    ],
-    cluster: options.Cluster,
-    strategy: options.Strategies,
-    gpus: options.Gpus = None,
-    goal: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--for",
-            metavar="TARGET",
-            help='What to reach: "efficiency=90%" (of one node\'s throughput per GPU),'
-            ' "utilization=90%" (of free communication), "exposed=5%", "tokens_per_s=1e6",'
-            ' "step=1.2 s", "days=30" or "cost=50000" (with --tokens), "fits". Repeatable;'
-            " default: efficiency at 50, 80, 90, 95 and 99 %.",
-        ),
-    ] = None,
-    low: Annotated[
-        str | None, typer.Option("--from", help="The lowest value to look at, with its unit.")
-    ] = None,
-    high: Annotated[str | None, typer.Option("--to", help="The highest.")] = None,
-    tokens: Annotated[
-        float | None,
-        typer.Option(
-            parser=options.number("--tokens"),
-            metavar="N",
-            help="Tokens that ddp would train, such as 1e12; local updates need more.",
-        ),
-    ] = None,
-    steps_factor: goals.StepsFactor = None,
-    json_: options.Json = False,  # noqa: FBT002
-) -> None:
-    """Find the value of a number that reaches a target: how much bandwidth, how many GPUs."""
-    from co2sim.cli import solving  # noqa: PLC0415 - scipy and rich
-
-    _refuse_twice("strategy", (title(parse(text)) for text in strategy))
-    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
-    worth = goals.goal(None, steps_factor)
-    solving.solving(cases, what, goal or ["efficiency"], low, high, tokens, worth, as_json=json_)
+deciding.add_to(app)

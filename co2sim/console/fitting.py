@@ -75,7 +75,7 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
     asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
     prepared = settle(case).prepare()
     memory = prepared.cluster.gpu.memory
-    print_lines(out, largest(prepared), "")
+    print_lines(out, largest(prepared), "`co2sim plan` finds what fits and costs least", "")
     found = list(alternatives(prepared, asked))
     fitting = _fewest_changes([one for one in found if one.memory <= memory])
     heading = f"what would fit in {scaled(memory, 'B')}"

@@ -1,0 +1,214 @@
+"""The commands that answer what a buyer asks: their options."""
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from co2sim import convert
+from co2sim.case import Case
+from co2sim.console import goals, options, training
+from co2sim.console.repeated import refuse_twice
+from co2sim.decide.candidates import RECOMPUTES, STRATEGIES, Space
+from co2sim.decide.wanted import Wanted
+from co2sim.errors import OptionError, UnitError
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+from co2sim.units import parse as quantity
+
+_DAY = 86400.0
+_WANTS = ("cheapest", "fastest", "least-energy")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add them to the command line."""
+    for command in (solve, plan):
+        app.command()(command)
+
+
+@options.job_options
+def solve(  # noqa: PLR0913, PLR0917 - one argument per option
+    job: Case,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="NUMBER",
+            help="What to solve for, as in `sweep --vary`: inter.bandwidth, inter.latency,"
+            " strategy.tau, gpus, micro_batch, or any other number.",
+        ),
+    ],
+    cluster: options.Cluster,
+    strategy: options.Strategies,
+    gpus: options.Gpus = None,
+    goal: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for",
+            metavar="TARGET",
+            help='What to reach: "efficiency=90%" (of one node\'s throughput per GPU),'
+            ' "utilization=90%" (of free communication), "exposed=5%", "tokens_per_s=1e6",'
+            ' "step=1.2 s", "days=30" or "cost=50000" (with --tokens), "fits". Repeatable;'
+            " default: efficiency at 50, 80, 90, 95 and 99 %.",
+        ),
+    ] = None,
+    low: Annotated[
+        str | None, typer.Option("--from", help="The lowest value to look at, with its unit.")
+    ] = None,
+    high: Annotated[str | None, typer.Option("--to", help="The highest.")] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            parser=options.number("--tokens"),
+            metavar="N",
+            help="Tokens that ddp would train, such as 1e12; local updates need more.",
+        ),
+    ] = None,
+    steps_factor: goals.StepsFactor = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Find the value of a number that reaches a target: how much bandwidth, how many GPUs."""
+    from co2sim.cli import solving  # noqa: PLC0415 - scipy and rich
+
+    refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
+    worth = goals.goal(None, steps_factor)
+    solving.solving(cases, what, goal or ["efficiency"], low, high, tokens, worth, as_json=json_)
+
+
+def plan(  # noqa: PLR0913, PLR0917 - one argument per option
+    model: options.Model,
+    cluster: Annotated[
+        list[str],
+        typer.Option("--cluster", "-c", help="Catalog name or TOML file: an offer. Repeatable."),
+    ],
+    tokens: Annotated[
+        float,
+        typer.Option(
+            parser=options.number("--tokens"),
+            metavar="N",
+            help="Tokens that ddp would train, such as 1e12; local updates need more.",
+        ),
+    ],
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help=f"What to try; repeatable. Default: {'; '.join(STRATEGIES)}.",
+        ),
+    ] = None,
+    want: Annotated[
+        str | None,
+        typer.Option(
+            help="cheapest, fastest or least-energy; default: cheapest, or fastest where no cluster"
+            " has a price."
+        ),
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option(help='The longest that training may take: "30 days".')
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            parser=options.number("--budget"),
+            metavar="N",
+            help="The most that it may cost, in the currency of the clusters' prices.",
+        ),
+    ] = None,
+    power: Annotated[
+        str | None,
+        typer.Option(help='The most power that it may draw at the meter: "500 kW".'),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", "-g", help="Counts, such as 64,128; default: one node, doubled up to all."
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        str | None,
+        typer.Option(help="Samples per GPU and micro-step, such as 1,2,4; default: powers of two."),
+    ] = None,
+    global_batch: options.GlobalBatch = None,
+    recompute: Annotated[
+        str, typer.Option(help="Activations to recompute: none, selective, full, or several.")
+    ] = ",".join(RECOMPUTES),
+    headroom: Annotated[
+        str,
+        typer.Option(
+            help="Memory to leave free. Measured peaks lie within 10 % of predicted ones."
+        ),
+    ] = "10%",
+    precision: options.Precision = None,
+    attention: training.Attention = "flash",
+    checkpointing: training.Checkpointing = "non_reentrant",
+    loss: training.Loss = "fused",
+    optimizer: training.Optimizer = "adamw",
+    overrides: options.Overrides = None,
+    steps_factor: goals.StepsFactor = None,
+    jobs: options.Jobs = 1,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Find what to buy, or how to run what there is: the best of all candidates."""
+    from co2sim.cli import planning  # noqa: PLC0415 - scipy and rich
+
+    refuse_twice("cluster", cluster)
+    job = Case(
+        cluster="",
+        model=model,
+        strategy="",
+        global_batch=global_batch,
+        precision=precision,
+        attention=attention,  # type: ignore[arg-type]
+        checkpointing=checkpointing,  # type: ignore[arg-type]
+        loss=loss,  # type: ignore[arg-type]
+        optimizer=optimizer,  # type: ignore[arg-type]
+        overrides=options.pairs(overrides, "--set"),
+    )
+    space = Space(
+        job=job,
+        clusters=tuple(cluster),
+        strategies=tuple(strategy) if strategy else STRATEGIES,
+        gpus=gpus,
+        micro_batches=_wholes("--micro-batch", micro_batch),
+        recomputes=tuple(part.strip() for part in recompute.split(",")),  # type: ignore[misc]
+        headroom=_share("--headroom", headroom),
+    )
+    wanted = Wanted(
+        want=_want(want, space),
+        tokens=tokens,
+        budget=budget,
+        deadline=None if deadline is None else options.seconds("--deadline", deadline) / _DAY,
+        power=None if power is None else _watts(power),
+        goal=goals.goal(None, steps_factor),
+    )
+    planning.planning(space, wanted, jobs, as_json=json_)
+
+
+def _want(given: str | None, space: Any) -> Any:
+    """What is wanted: by default the cheapest, where prices are known."""
+    if given is None:
+        loaded = replace(space.job, cluster=space.clusters[0]).load()[0].value
+        return "fastest" if loaded.price_per_gpu is None else "cheapest"
+    if given not in _WANTS:
+        raise OptionError(f"--want is {given!r}; it must be one of {', '.join(_WANTS)}")
+    return given
+
+
+def _wholes(flag: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    return tuple(sorted(convert.whole(flag, part.strip()) for part in text.split(",")))
+
+
+def _share(flag: str, text: str) -> float:
+    """A share as "10%" or 0.1."""
+    bare = text.strip().removesuffix("%")
+    return options.number(flag)(bare) / (100 if bare != text.strip() else 1)
+
+
+def _watts(text: str) -> float:
+    try:
+        return quantity(text, "W")
+    except UnitError as error:
+        raise OptionError(f"--power: {error}") from None

@@ -1,0 +1,281 @@
+"""`co2sim plan`: what to buy, or how to run what there is, in words and as tables."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from co2sim.console.result_tables import print_assumed
+from co2sim.console.tables import console, print_lines, print_table
+from co2sim.decide.break_even import BreakEven, break_even
+from co2sim.decide.candidates import Space
+from co2sim.decide.command import command_of
+from co2sim.decide.levers import Lever, levers
+from co2sim.decide.plan import Plan, plan
+from co2sim.decide.wanted import Option, Wanted
+from co2sim.errors import OptionError
+from co2sim.grid import label
+from co2sim.progress import progress_bar
+from co2sim.step_factors import remark
+from co2sim.units import counted, number, scaled
+
+_MOST_ROWS = 12
+"""Of the table of the best by cluster and strategy."""
+
+
+def planning(space: Space, wanted: Wanted, jobs: int, *, as_json: bool) -> None:
+    """Plan, and print."""
+    with progress_bar("looking at candidates") as done:
+        found = plan(space, wanted, jobs=jobs, done=done)
+    choice, other = found.choice, found.runner_up
+    turns: list[BreakEven] = []
+    held: list[Lever] = []
+    interrupted = found.interrupted
+    if choice and not interrupted:
+        try:
+            turns = break_even(choice, other, wanted) if other else []
+            held = levers(choice.case)
+        except KeyboardInterrupt:
+            interrupted = True
+    if as_json:
+        print(json.dumps(_plain(found, turns, held), indent=2))
+    else:
+        _print(console(), space, found, turns, held)
+    if interrupted:
+        raise KeyboardInterrupt
+    if choice is None:
+        raise OptionError(_nothing(found))
+
+
+def words(found: Plan, turns: Sequence[BreakEven], held: Sequence[Lever]) -> list[str]:
+    """The answer in sentences."""
+    choice = found.choice
+    if choice is None:
+        return [_nothing(found)]
+    told = [f"Take {_told(choice)}."]
+    told += list(_limits(found, choice))
+    told.append(_against(found, choice))
+    if held:
+        lever = held[0]
+        told.append(
+            f"What binds: {lever.change}; a tenth more of it gives {lever.gain:.1%} more"
+            f" {choice.result.unit}s/s."
+        )
+    for turn in turns:
+        side = "rises above" if turn.above else "falls below"
+        told.append(
+            f"The runner-up wins where {turn.what} {side} {turn.shown_at} (now {turn.shown_now})."
+        )
+    return told
+
+
+def _told(option: Option) -> str:
+    case, found = option.case, option.totals
+    days = f"{found.days:,.3g} days{_between(found.days_low, found.days_high)}"
+    text = (
+        f"{counted(option.result.gpus, 'GPU')} of {label(case.cluster)} with"
+        f" {option.result.strategy}, micro-batch {case.micro_batch} x"
+        f" {option.result.accumulation}"
+    )
+    text += f", recompute {case.recompute}" if case.recompute != "none" else ""
+    text += f": {_short(found.tokens)} {option.result.unit}s in {days}"
+    if found.cost is None:
+        return f"{text}, {found.gpu_hours:,.0f} GPU-hours"
+    return (
+        f"{text}, for {found.cost:,.0f} {found.currency}{_between(found.cost_low, found.cost_high)}"
+    )
+
+
+def _short(tokens: float) -> str:
+    """A large number as people type it: 1e12, 2.5e11."""
+    return f"{tokens:g}".replace("e+", "e")
+
+
+def _between(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return " (no interval known)"
+    shown = [f"{end:,.0f}" if high >= 1000 else f"{end:,.3g}" for end in (low, high)]  # noqa: PLR2004
+    return f" (90 %: {shown[0]} to {shown[1]})"
+
+
+def _limits(found: Plan, choice: Option) -> Iterator[str]:
+    """Whether limits hold at the bad end of the interval, too."""
+    wanted, total = found.wanted, choice.totals
+    for name, most, worst, unit in (
+        ("deadline", wanted.deadline, total.days_high, "days"),
+        ("budget", wanted.budget, total.cost_high, total.currency),
+    ):
+        if most is None:
+            continue
+        shown = f"the {name} of {most:,.6g} {unit}"
+        if worst is None:
+            yield f"How sure {shown} is, nobody knows: there is no interval."
+        elif worst <= most:
+            yield f"It keeps {shown} at the bad end of its interval, too."
+        else:
+            yield f"It may miss {shown}: the bad end of its interval is {worst:,.6g} {unit}."
+
+
+def _against(found: Plan, choice: Option) -> str:
+    other, want = found.runner_up, found.wanted.want
+    if other is None:
+        return "Nothing else is within the limits."
+    margin = other.score(want) / choice.score(want) - 1
+    what = {"cheapest": "dearer", "fastest": "slower", "least-energy": "more energy"}[want]
+    text = f"The runner-up is {margin:.1%} {what}: {_told(other)}."
+    if found.undecided:
+        return f"{text} Between the two it is undecided: their intervals overlap."
+    return f"{text} Their intervals do not overlap."
+
+
+def _nothing(found: Plan) -> str:
+    """Why there is no choice."""
+    wanted = found.wanted
+    limits = [
+        *([f"{wanted.deadline:g} days"] if wanted.deadline else []),
+        *([f"a budget of {wanted.budget:,.6g}"] if wanted.budget else []),
+        *([scaled(wanted.power, "W")] if wanted.power else []),
+    ]
+    if not found.front:
+        if found.failed:
+            return f"no candidate can be simulated: {found.failed[0]}"
+        return (
+            f"none of {found.large:,} candidates fits in memory; take more GPUs, another strategy"
+            " (-s fsdp) or --recompute full"
+        )
+    fastest, cheapest = found.front[0], found.front[-1]
+    text = f"nothing is within {' and '.join(limits)}; the fastest is {_told(fastest)}"
+    return text if fastest is cheapest else f"{text}; the cheapest is {_told(cheapest)}"
+
+
+def _print(
+    out: Console, space: Space, found: Plan, turns: Sequence[BreakEven], held: Sequence[Lever]
+) -> None:
+    if found.choice:
+        print_lines(out, *words(found, turns, held), "")
+    _print_options(out, "no other is both faster and cheaper", found.front)
+    best = found.best[:_MOST_ROWS]
+    more = f", the first {len(best)} of {len(found.best)}" if len(found.best) > len(best) else ""
+    _print_options(out, f"the best by cluster and strategy{more}", best)
+    print_lines(out, *_looked(space, found))
+    if line := remark((option.result.strategy for option in found.best), found.wanted.goal):
+        print_lines(out, line)
+    print_assumed(out, [option.result for option in found.best[:1]])
+    if found.choice:
+        for line in _commands(found.choice):  # to be copied: in one piece, whatever the width
+            out.print(Text(line), soft_wrap=True)
+
+
+def _print_options(out: Console, title: str, options: Sequence[Option]) -> None:
+    if not options:
+        return
+    money = options[0].totals.currency
+    energy = any(option.totals.energy_kwh is not None for option in options)
+    columns = [
+        "cluster",
+        "strategy",
+        "recompute",
+        "GPUs",
+        "micro-batch",
+        "days",
+        "90 %",
+        "GPU-hours",
+    ]
+    columns += [money] if money else []
+    columns += ["MWh"] if energy else []
+    rows = []
+    for option in options:
+        total, case = option.totals, option.case
+        ends = (total.days_low, total.days_high)
+        row = [
+            *(label(case.cluster), option.result.strategy, case.recompute),
+            *(f"{option.result.gpus:,}", f"{case.micro_batch} x {option.result.accumulation}"),
+            f"{total.days:,.3g}",
+            "-" if None in ends else " to ".join(f"{end:,.3g}" for end in ends),
+            f"{total.gpu_hours:,.0f}",
+        ]
+        row += [f"{total.cost:,.0f}"] if money else []
+        row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
+        rows.append(row)
+    print_table(out, title, columns, rows, left=3)
+
+
+def _looked(space: Space, found: Plan) -> Iterator[str]:
+    """What was looked at, and what was taken for granted."""
+    yield (
+        f"{found.candidates:,} candidates fit in memory with {space.headroom:.0%} to spare,"
+        f" {found.large:,} do not; {found.simulated:,} were simulated, the others cannot win"
+    )
+    given = space.job.global_batch is not None
+    why = "" if given else " (assumed: 4M tokens, as Llama 3 began with; --global-batch sets it)"
+    yield f"global batch: {space.global_batch:,} samples a step{why}"
+    for name, reason in list(found.impossible.items())[:3]:
+        yield f"left out: {name}: {reason}"
+    for reason in found.failed[:3]:
+        yield f"failed: {reason}"
+    for name in found.unknown:
+        yield f"left out: {name}: nobody has measured what its steps are worth; --steps-factor"
+    if found.interrupted:
+        yield "stopped before all candidates were looked at: a better one may be missing"
+
+
+def _commands(choice: Option) -> Iterator[str]:
+    """What repeats it, and what tests it on two nodes."""
+    yield f"to see it in full: {command_of(choice.case)}"
+    yield f"to test it on two nodes: {trial(choice)}"
+
+
+def trial(choice: Option) -> str:
+    """The command that runs the same on two real nodes, with the samples that a GPU has."""
+    case, cluster = choice.case, choice.cluster
+    nodes = min(2, cluster.nodes)
+    batch = nodes * cluster.gpus_per_node * case.micro_batch * choice.result.accumulation
+    asked = command_of(case, "run").replace("co2sim run", "-m realrun run --backend nccl", 1)
+    asked = asked.replace(f" --gpus {case.gpus}", "")
+    asked = asked.replace(f"--global-batch {case.global_batch}", f"--global-batch {batch}")
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {cluster.gpus_per_node} --rdzv-backend c10d"
+        f" --rdzv-endpoint first-node:29500 {asked} --out out"
+    )
+
+
+def _plain(found: Plan, turns: Sequence[BreakEven], held: Sequence[Lever]) -> dict[str, Any]:
+    """As plain values for JSON."""
+    choice = found.choice
+    return {
+        "answer": words(found, turns, held),
+        "want": found.wanted.want,
+        "choice": choice and _option(choice),
+        "runner_up": found.runner_up and _option(found.runner_up),
+        "undecided": found.undecided,
+        "break_even": [asdict(turn) for turn in turns],
+        "levers": [asdict(lever) for lever in held],
+        "front": [_option(option) for option in found.front],
+        "best": [_option(option) for option in found.best],
+        "candidates": found.candidates,
+        "simulated": found.simulated,
+        "do_not_fit": found.large,
+        "left_out": found.impossible,
+        "failed": list(found.failed),
+        "not_measured": list(found.unknown),
+        "interrupted": found.interrupted,
+        "commands": list(_commands(choice)) if choice else [],
+    }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    case = option.case
+    return {
+        "cluster": label(case.cluster),
+        "strategy": option.result.strategy,
+        "gpus": option.result.gpus,
+        "micro_batch": case.micro_batch,
+        "accumulation": option.result.accumulation,
+        "recompute": case.recompute,
+        "totals": asdict(option.totals),
+        "command": command_of(case),
+        "result": option.result.to_dict(),
+    }

@@ -1,0 +1,142 @@
+"""Where an answer changes: the price, bandwidth or step factor at which the runner-up wins."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from scipy.optimize import brentq
+
+from co2sim import study
+from co2sim.case import Case
+from co2sim.decide.axis import Axis, axis_of
+from co2sim.decide.wanted import Option, Wanted
+from co2sim.errors import Co2simError
+from co2sim.grid import label, strategy_title
+from co2sim.strategies import parse
+from co2sim.strategies.local import LocalSteps
+from co2sim.totals import totals
+
+_REACH = 100.0
+"""How far bandwidths are searched: from a hundredth to a hundred times what is there."""
+_POINTS = 13
+_NEAR = 1e-3
+"""How exactly they are found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEven:
+    """A number `what`, which is `now`, and the value `at` which the runner-up becomes the better.
+
+    Texts `shown_now` and `shown_at` have units. `above` says that it does so from there up.
+    """
+
+    what: str
+    now: float
+    at: float
+    shown_now: str
+    shown_at: str
+    above: bool
+
+
+def break_even(choice: Option, other: Option, wanted: Wanted) -> list[BreakEven]:
+    """All numbers that can turn the answer, each alone.
+
+    Prices and step factors by division; bandwidths between nodes and sites, of the chosen cluster,
+    by simulation of both options from a hundredth to a hundred times what is there.
+    """
+    ratio = other.score(wanted.want) / choice.score(wanted.want)
+    return [
+        *_prices(choice, other, wanted, ratio),
+        *_factors(choice, other, ratio),
+        *_bandwidths(choice, other, wanted),
+    ]
+
+
+def _prices(choice: Option, other: Option, wanted: Wanted, ratio: float) -> Iterator[BreakEven]:
+    """Of two clusters; those of one change together."""
+    same = label(choice.case.cluster) == label(other.case.cluster)
+    if wanted.want != "cheapest" or same:
+        return
+    for option, factor in ((choice, ratio), (other, 1 / ratio)):
+        price = option.cluster.price_per_gpu
+        if price:
+            now, at = price * 3600, price * 3600 * factor
+            yield BreakEven(
+                what=f"the price of a GPU of {label(option.case.cluster)}",
+                now=now,
+                at=at,
+                shown_now=f"{now:,.2f} {option.cluster.currency}/h",
+                shown_at=f"{at:,.2f} {option.cluster.currency}/h",
+                above=factor > 1,
+            )
+
+
+def _factors(choice: Option, other: Option, ratio: float) -> Iterator[BreakEven]:
+    """Of local updates: more steps to the same loss than was measured, or fewer."""
+    for option, factor in ((choice, ratio), (other, 1 / ratio)):
+        strategy = option.result.strategy
+        if isinstance(parse(strategy), LocalSteps):
+            now = option.totals.factor.factor
+            yield BreakEven(
+                what=f"the step factor of {strategy}",
+                now=now,
+                at=now * factor,
+                shown_now=f"{now:.3g}",
+                shown_at=f"{now * factor:.3g}",
+                above=factor > 1,
+            )
+
+
+def _bandwidths(choice: Option, other: Option, wanted: Wanted) -> Iterator[BreakEven]:
+    """Of the links between nodes, and between sites, of the cluster that was chosen."""
+    cluster = choice.cluster
+    paths = [
+        *(["inter.bandwidth"] if cluster.nodes > 1 else []),
+        *(["wan.bandwidth"] if cluster.wan and cluster.sites > 1 else []),
+    ]
+    both = label(choice.case.cluster) == label(other.case.cluster)
+    for path in paths:
+        axis = axis_of(choice.case, path)
+        link = cluster.inter if path.startswith("inter") else cluster.wan
+        assert link is not None
+        now = link.bandwidth
+
+        def behind(value: float, axis: Axis = axis) -> float:
+            """How far the choice is behind: above 0 where the other one is the better."""
+            mine = _score(choice, axis.at(choice.case, value), wanted)
+            its = _score(other, axis.at(other.case, value), wanted) if both else None
+            return math.log(mine / (other.score(wanted.want) if its is None else its))
+
+        for at in _turns(behind, now):
+            yield BreakEven(
+                what=f"{path} of {label(choice.case.cluster)}",
+                now=now,
+                at=at,
+                shown_now=axis.shown(now),
+                shown_at=axis.shown(at),
+                above=at > now,
+            )
+
+
+def _turns(behind: Callable[[float], float], now: float) -> Iterator[float]:
+    """The nearest values below and above at which it stops being below 0."""
+    for reach in (1 / _REACH, _REACH):
+        points = [now * float(step) for step in np.geomspace(1, reach, _POINTS)]
+        try:
+            for near, far in pairwise(points):
+                if behind(far) > 0:
+                    ends = math.log(near), math.log(far)
+                    yield math.exp(brentq(lambda x: behind(math.exp(x)), *ends, xtol=_NEAR))
+                    break
+        except (Co2simError, ValueError):  # one of them cannot be had there
+            continue
+
+
+def _score(option: Option, case: Case, wanted: Wanted) -> float:
+    """The score of an option where a number of its case is another."""
+    result = study.run(case)
+    found = totals(result, option.cluster, wanted.tokens, wanted.goal)
+    assert found is not None, strategy_title(case.strategy)
+    return replace(option, result=result, totals=found).score(wanted.want)

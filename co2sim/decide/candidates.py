@@ -1,0 +1,190 @@
+"""What could be trained on what: clusters, GPUs, strategies, micro-batches and recomputation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from co2sim import grid
+from co2sim.case import Case
+from co2sim.cluster import Cluster
+from co2sim.errors import Co2simError, OptionError
+from co2sim.hiding import is_open
+from co2sim.prepared import Prepared
+from co2sim.ranges import whole
+from co2sim.strategies import Strategy, parse
+from co2sim.workload import Recompute
+
+STRATEGIES = (
+    *("ddp", "zero1", "zero2", "fsdp", "zeropp"),
+    *("local_sgd:tau=12,worker=node", "local_sgd:tau=12,worker=node,inner=fsdp"),
+    *(
+        "co2:tau=2,delay=1,fragments=2,worker=node",
+        "co2:tau=2,delay=1,fragments=2,worker=node,inner=fsdp",
+    ),
+    *("co2:tau=12,delay=1,fragments=12,worker=node", "diloco:tau=12,worker=node"),
+)
+"""Tried where none are given: those that share a step, and local updates between nodes.
+
+Local updates have the τ and the delay whose steps were measured (`step_factors`).
+"""
+
+RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+"""Tried where none are given; selective helps eager attention only."""
+
+_BATCH_TOKENS = 2**22
+"""Of a global batch where none is given: 4M tokens, with which the training of Llama 3 began.
+
+Source: Grattafiori et al. 2024, arXiv 2407.21783, section 3.4.1.
+"""
+
+_MOST = 20_000
+"""Candidates of one plan."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is tried: all combinations that fit in memory.
+
+    `job` gives model, global batch and precision; its cluster, strategy, GPUs, micro-batch and
+    recomputation are replaced. `gpus` is as in `grid.counts`. `micro_batches` None stands for all
+    powers of two. A GPU's memory may be used but for the share `headroom`.
+    """
+
+    job: Case
+    clusters: tuple[str | Cluster, ...]
+    strategies: tuple[str | Strategy, ...] = STRATEGIES
+    gpus: Any = None
+    micro_batches: tuple[int, ...] | None = None
+    recomputes: tuple[Recompute, ...] = RECOMPUTES
+    headroom: float = 0.1
+
+    @cached_property
+    def global_batch(self) -> int:
+        """Samples of a step: given, or as many as make 4M tokens, to a power of two."""
+        if self.job.global_batch is not None:
+            return self.job.global_batch
+        model = replace(self.job, cluster=self.clusters[0]).load()[1].value
+        if model.unit != "token":
+            raise OptionError(
+                f"the samples of {model.name} are {model.unit}s; give --global-batch, the samples"
+                " per step over all GPUs"
+            )
+        return max(1, int(2.0 ** round(math.log2(_BATCH_TOKENS / model.tokens))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Cases to look at, and what was left out: too large for memory, or impossible, and why."""
+
+    cases: tuple[Case, ...]
+    large: int
+    impossible: dict[str, str]
+
+
+def candidates(space: Space) -> Candidates:
+    """All cases of a space whose memory fits.
+
+    Raises OptionError for a space without any case that can be, or with too many.
+    """
+    check(space)
+    found: list[Case] = []
+    impossible: dict[str, str] = {}
+    large = 0
+    for cluster in space.clusters:
+        for count in grid.counts(replace(space.job, cluster=cluster), space.gpus):
+            if space.global_batch % count:
+                reason = f"they do not divide the global batch of {space.global_batch:,} samples"
+                impossible[f"{count:,} GPUs"] = reason
+                continue
+            for strategy in space.strategies:
+                case = replace(space.job, cluster=cluster, strategy=strategy, gpus=count)
+                case = replace(case, global_batch=space.global_batch)
+                try:
+                    cases, over = _fitting(space, case)
+                except Co2simError as error:
+                    name = f"{grid.strategy_title(strategy)} on {count:,} GPUs"
+                    impossible.setdefault(name, str(error))
+                    continue
+                found += cases
+                large += over
+                if len(found) > _MOST:
+                    raise OptionError(f"these are more than {_MOST:,} candidates; give fewer")
+    if not found and not large:
+        name, reason = next(iter(impossible.items()), ("", "no candidate is left"))
+        raise OptionError(f"{name}: {reason}" if name else reason)
+    return Candidates(cases=tuple(found), large=large, impossible=impossible)
+
+
+def check(space: Space) -> None:
+    """Refuse what is given twice, or is out of range; load every input once."""
+    if not 0 <= space.headroom < 1:
+        raise OptionError(f"headroom is {space.headroom:g}; it must be 0 or more, and below 1")
+    if not space.recomputes:
+        raise OptionError("no recomputation is given; it is none, selective or full")
+    for what, values in (
+        ("micro-batch", space.micro_batches or ()),
+        ("recomputation", space.recomputes),
+    ):
+        if len(set(values)) < len(values):
+            raise OptionError(f"a {what} is given twice: {', '.join(map(str, values))}")
+    for micro in space.micro_batches or ():
+        whole("micro_batch", micro, 1)
+    for recompute in space.recomputes:
+        replace(space.job, recompute=recompute)
+    grid.over_sizes(space.job, space.clusters, space.strategies, space.gpus)
+
+
+def _fitting(space: Space, case: Case) -> tuple[list[Case], int]:
+    """The cases of one cluster, size and strategy that fit, and how many do not."""
+    gpus = case.gpus
+    assert gpus is not None
+    samples = space.global_batch // gpus
+    micros = [m for m in space.micro_batches or _powers(samples) if samples % m == 0]
+    if not micros:
+        raise OptionError(
+            f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
+        )
+    if is_open(_parsed(case)):  # its memory is known once its numbers are
+        sizes = [(recompute, micro) for recompute in space.recomputes for micro in micros]
+        return [replace(case, micro_batch=m, recompute=r) for r, m in sizes], 0
+    prepared = _small(case, samples)
+    kept, large = [], 0
+    for recompute in space.recomputes:
+        if recompute == "full" and not any(b.boundary_bytes for b in prepared.job.model.blocks):
+            continue
+        for place, micro in enumerate(micros):
+            if not _fits(space, prepared, micro, recompute):
+                large += len(micros) - place  # more samples never take less
+                break
+            kept.append(replace(case, micro_batch=micro, recompute=recompute))
+    return kept, large
+
+
+def _parsed(case: Case) -> Strategy:
+    return parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
+
+
+def _small(case: Case, samples: int) -> Prepared:
+    """The case prepared with few micro-steps: who meets whom is the same with more."""
+    return replace(case, global_batch=None, accumulation=min(samples, 2)).prepare()
+
+
+def _fits(space: Space, prepared: Prepared, micro: int, recompute: Recompute) -> bool:
+    samples = space.global_batch // prepared.cluster.layout.world_size
+    job = replace(
+        prepared.job, micro_batch=micro, recompute=recompute, accumulation=samples // micro
+    )
+    memory = replace(prepared, job=job).memory()["total"]
+    return fits(memory, prepared.cluster.gpu.memory, space.headroom)
+
+
+def fits(memory: float, room: float, headroom: float) -> bool:
+    """Whether so many bytes leave the headroom."""
+    return memory <= room * (1 - headroom)
+
+
+def _powers(most: int) -> Sequence[int]:
+    """Powers of two that divide it, from 1 on."""
+    return [2**k for k in range(most.bit_length()) if most % 2**k == 0]

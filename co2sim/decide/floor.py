@@ -1,0 +1,32 @@
+"""What no strategy can be faster than: the time of the computation alone."""
+
+from dataclasses import replace
+
+from co2sim import study
+from co2sim.case import Case
+
+
+class Floor:
+    """The highest throughput by case; every kind of micro-step is simulated once, on one GPU.
+
+    A strategy adds communication, an optimizer's step and waiting to it, and takes nothing off.
+    """
+
+    def __init__(self) -> None:
+        self._speeds: dict[object, float] = {}
+
+    def tokens_per_s(self, case: Case) -> float:
+        """Of all GPUs of a case, if they did nothing but their micro-steps."""
+        assert case.gpus is not None
+        cluster = case.cluster if isinstance(case.cluster, str) else id(case.cluster)
+        key = (cluster, case.micro_batch, case.recompute)
+        if key not in self._speeds:
+            self._speeds[key] = _one_gpu(case)
+        return case.gpus * self._speeds[key]
+
+
+def _one_gpu(case: Case) -> float:
+    """Tokens/s of what a second micro-step adds to a step of one GPU."""
+    one = study.run(replace(case, strategy="ddp", gpus=1, global_batch=None, accumulation=1))
+    two = study.run(replace(case, strategy="ddp", gpus=1, global_batch=None, accumulation=2))
+    return one.tokens_per_gpu_per_step / (two.step_time_s - one.step_time_s)

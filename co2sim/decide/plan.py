@@ -1,0 +1,122 @@
+"""What to buy, or how to run what there is: the best of all candidates, and what comes near it."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from co2sim.decide.candidates import Space, candidates
+from co2sim.decide.search import Search
+from co2sim.decide.wanted import Option, Want, Wanted
+from co2sim.errors import OptionError
+from co2sim.grid import strategy_title
+from co2sim.progress import Done
+from co2sim.step_factors import step_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer.
+
+    `choice` is the best option within the limits, `runner_up` the best one on another cluster or
+    with another strategy (where there is but one of each: with another number of GPUs), `best` the
+    best of each cluster and strategy, `front` the options that none beats in both days and cost,
+    from the fastest on. `undecided` says that the intervals of the first two overlap. Where nothing
+    is within the limits, `choice` is None, and `best` and `front` show what there is without them.
+
+    `simulated` of `candidates` cases were simulated; others cannot win, as computing alone takes
+    them too long. `large` do not fit in memory, `failed` and `impossible` say what else was left
+    out, and `unknown` names strategies whose steps nobody has measured.
+    """
+
+    wanted: Wanted
+    choice: Option | None
+    runner_up: Option | None
+    undecided: bool
+    best: tuple[Option, ...]
+    front: tuple[Option, ...]
+    candidates: int
+    simulated: int
+    large: int
+    failed: tuple[str, ...]
+    impossible: dict[str, str]
+    unknown: tuple[str, ...]
+    interrupted: bool
+
+
+def plan(space: Space, wanted: Wanted, *, jobs: int = 1, done: Done | None = None) -> Plan:
+    """The best candidates of a space.
+
+    Gives what simulating all of them would give, but leaves out those whose computation alone is
+    too slow or too dear. At control-C it answers with what it has. Raises OptionError for a space
+    that lacks prices that are wanted, and Co2simError where no candidate can be simulated.
+    """
+    _check_prices(space, wanted)
+    tried = candidates(space)
+    names = dict.fromkeys(strategy_title(case.strategy) for case in tried.cases)
+    unknown = tuple(
+        name for name in names if "auto" not in name and step_factor(name, wanted.goal) is None
+    )
+    cases = [case for case in tried.cases if strategy_title(case.strategy) not in unknown]
+    if unknown and not cases:
+        raise OptionError(
+            f"nobody knows what a step of {unknown[0]} is worth; give"
+            f" --steps-factor {unknown[0].partition('(')[0]}=1.3, say"
+        )
+    search = Search(cases, wanted, space.headroom)
+    complete = search.run(jobs, done)
+    inside = bool(search.options)
+    if not inside and complete and wanted.limited:
+        search.lift_limits()
+        complete = search.run(jobs, done)
+    best = search.best()
+    choice = best[0] if best and inside else None
+    runner_up = best[1] if choice and len(best) > 1 else None
+    return Plan(
+        wanted=wanted,
+        choice=choice,
+        runner_up=runner_up,
+        undecided=bool(choice and runner_up and overlap(choice, runner_up, wanted.want)),
+        best=tuple(best),
+        front=tuple(front(option for _, option in search.options)),
+        candidates=len(cases),
+        simulated=search.simulated,
+        large=tried.large + search.large,
+        failed=tuple(dict.fromkeys(search.failed)),
+        impossible=tried.impossible,
+        unknown=unknown,
+        interrupted=not complete,
+    )
+
+
+def front(options: Iterable[Option]) -> Iterator[Option]:
+    """Those that none beats in days and in money, from the fastest on."""
+    least = float("inf")
+    for option in sorted(options, key=lambda option: (option.totals.days, option.spent)):
+        if option.spent < least:
+            least = option.spent
+            yield option
+
+
+def overlap(choice: Option, other: Option, want: Want) -> bool:
+    """Whether their intervals do; without intervals nobody can tell."""
+    ends, others = choice.ends(want), other.ends(want)
+    return ends is None or others is None or ends[1] >= others[0]
+
+
+def _check_prices(space: Space, wanted: Wanted) -> None:
+    """Refuse a wish that prices would have to answer, where they are not known."""
+    loaded = [replace(space.job, cluster=c).load()[0].value for c in space.clusters]
+    unpriced = [cluster.name for cluster in loaded if cluster.price_per_gpu is None]
+    currencies = {cluster.currency for cluster in loaded if cluster.price_per_gpu is not None}
+    if len(currencies) > 1:
+        raise OptionError(
+            f"prices are in {' and '.join(sorted(currencies))}; give them in one currency"
+        )
+    if currencies and unpriced:
+        raise OptionError(
+            f"{unpriced[0]!r} has no price_per_gpu, and others have; give all or none"
+        )
+    if unpriced and wanted.budget is not None:
+        raise OptionError(
+            f"a budget needs prices, and {unpriced[0]!r} has none; give one:"
+            " --set price_per_gpu='2.5 USD/h', say"
+        )

@@ -1,0 +1,168 @@
+"""The search behind `plan`: candidates by their promise, without those that cannot win."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from co2sim.batch import Failure, Interrupted, Outcome, run_all
+from co2sim.case import Case
+from co2sim.cluster import Cluster
+from co2sim.decide.candidates import fits
+from co2sim.decide.floor import Floor
+from co2sim.decide.wanted import Option, Wanted
+from co2sim.errors import Co2simError
+from co2sim.grid import label, strategy_title
+from co2sim.progress import Done
+from co2sim.result import Result
+from co2sim.step_factors import step_factor
+from co2sim.totals import DAY, Totals, totals
+
+_WAVE = 16
+"""Cases for each process at a time; between waves, those that cannot win any more are dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Promise:
+    """A candidate, what it is compared with, and what it takes if computing is all it does."""
+
+    case: Case
+    cluster: Cluster
+    group: object
+    score: float
+    days: float
+    spent: float
+
+
+class Search:
+    """All candidates, one wave after the other, for one wish.
+
+    `options` are those within the limits, with their group: the best of each group is wanted, and
+    all that none beats in both days and money. `simulated` counts cases, `large` those of them that
+    did not fit after all; `failed` says why others have no figures.
+    """
+
+    def __init__(self, cases: Sequence[Case], wanted: Wanted, headroom: float) -> None:
+        """Nothing is simulated yet, but for micro-steps of one GPU."""
+        self._wanted, self._headroom = wanted, headroom
+        self._promises = list(_promises(cases, wanted))
+        self._left = sorted(
+            self._promises, key=lambda one: (one.score, one.days, one.cluster.layout.world_size)
+        )
+        self._outside: list[tuple[object, Option]] = []
+        self.options: list[tuple[object, Option]] = []
+        self.failed: list[str] = []
+        self.large = 0
+        self.simulated = 0
+
+    def run(self, jobs: int, done: Done | None) -> bool:
+        """Look at all cases; False if somebody stopped it."""
+        total, size = len(self._promises), 1 if jobs == 1 else _WAVE * jobs
+        try:
+            while hopeful := [one for one in self._left if not self._hopeless(one)]:
+                now, self._left = hopeful[:size], hopeful[size:]
+                for promise, outcome in zip(now, _outcomes(now, jobs), strict=True):
+                    self._note(promise, outcome)
+                if done:
+                    done(total - len(self._left), total)
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    def lift_limits(self) -> None:
+        """Forget the limits; what was left out because of them is looked at again."""
+        self._wanted = replace(self._wanted, budget=None, deadline=None, power=None)
+        self.options += self._outside
+        self._outside = []
+        seen = {id(option.case) for _, option in self.options}
+        self._left = [one for one in self._promises if id(one.case) not in seen]
+
+    def best(self) -> list[Option]:
+        """The best option of every group, the best of all first."""
+        found: dict[object, Option] = {}
+
+        def rank(pair: tuple[object, Option]) -> tuple[float, float, int]:
+            option = pair[1]
+            return option.score(self._wanted.want), option.totals.days, option.result.gpus
+
+        for group, option in sorted(self.options, key=rank):
+            found.setdefault(group, option)
+        return list(found.values())
+
+    def _hopeless(self, one: _Promise) -> bool:
+        """Whether even at its best a case is out of the limits, or beaten in all that counts."""
+        wanted = self._wanted
+        if wanted.deadline is not None and one.days > wanted.deadline:
+            return True
+        if wanted.budget is not None and one.spent > wanted.budget:
+            return True
+        in_group = (o.score(wanted.want) for group, o in self.options if group == one.group)
+        return any(score <= one.score for score in in_group) and any(
+            o.totals.days <= one.days and o.spent <= one.spent for _, o in self.options
+        )
+
+    def _note(self, one: _Promise, outcome: Outcome) -> None:
+        self.simulated += 1
+        if isinstance(outcome, Failure):
+            self.failed.append(outcome.reason)
+            return
+        used, room = outcome.memory_bytes_per_gpu["total"], outcome.gpu_memory_bytes
+        if not fits(used, room, self._headroom):
+            self.large += 1
+            return
+        found = self._totals(outcome, one.cluster)
+        if found is None:
+            self.failed.append(f"nobody knows what a step of {outcome.strategy} is worth")
+            return
+        option = Option(case=one.case, cluster=one.cluster, result=outcome, totals=found)
+        inside = option.within(self._wanted)
+        (self.options if inside else self._outside).append((one.group, option))
+
+    def _totals(self, result: Result, cluster: Cluster) -> Totals | None:
+        return totals(result, cluster, self._wanted.tokens, self._wanted.goal)
+
+
+def _promises(cases: Sequence[Case], wanted: Wanted) -> Iterator[_Promise]:
+    """Every case with the least that it can take."""
+    floor, group_of = Floor(), _grouping(cases)
+    loaded: dict[object, Cluster] = {}
+    for case in cases:
+        key = (label(case.cluster), case.gpus)
+        if key not in loaded:
+            assert case.gpus is not None
+            loaded[key] = case.load()[0].value.resized(case.gpus)
+        cluster = loaded[key]
+        factor = step_factor(strategy_title(case.strategy), wanted.goal)
+        trained = wanted.tokens * (1.0 if factor is None else factor.factor)
+        days = trained / floor.tokens_per_s(case) / DAY
+        price, gpus = cluster.price_per_gpu, cluster.layout.world_size
+        spent = days * gpus * (24 if price is None else DAY * price)
+        score = {"fastest": days, "cheapest": spent, "least-energy": 0.0}[wanted.want]
+        yield _Promise(
+            case=case,
+            cluster=cluster,
+            group=group_of(case),
+            score=score,
+            days=days,
+            spent=spent,
+        )
+
+
+def _grouping(cases: Sequence[Case]) -> Callable[[Case], object]:
+    """By cluster and strategy; by GPUs where there is but one of each."""
+
+    def pair(case: Case) -> object:
+        return label(case.cluster), strategy_title(case.strategy)
+
+    if len({pair(case) for case in cases}) > 1:
+        return pair
+    return lambda case: case.gpus
+
+
+def _outcomes(promises: Sequence[_Promise], jobs: int) -> Sequence[Outcome]:
+    """A result or a failure for each."""
+    cases = [one.case for one in promises]
+    try:
+        return run_all(cases, jobs, progress=False)
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    except Co2simError as error:  # all of them
+        return [Failure(case.title, error) for case in cases]

@@ -1,0 +1,366 @@
+"""`co2sim plan` finds what simulating every candidate would find, and says what would change it."""
+
+import json
+import math
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from commands import Command
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from co2sim import study
+from co2sim.case import Case
+from co2sim.cluster import Cluster, Link
+from co2sim.decide import search as search_module
+from co2sim.decide.break_even import break_even
+from co2sim.decide.candidates import Space, candidates, fits
+from co2sim.decide.plan import Plan, front, plan
+from co2sim.decide.wanted import Option, Want, Wanted
+from co2sim.errors import OptionError
+from co2sim.grid import label, strategy_title
+from co2sim.step_factors import Goal
+from co2sim.totals import totals
+
+OFFER = """\
+name = "{name}"
+source = "an offer"
+nodes = {nodes}
+gpus_per_node = 8
+gpu = "h100"
+price_per_gpu = "{price} USD/h"
+[intra]
+bandwidth = "450 GB/s"
+efficiency = 0.8
+latency = "3 us"
+[inter]
+bandwidth = "{rate} Gbit/s"
+efficiency = 0.9
+latency = "20 us"
+"""
+
+
+@pytest.fixture
+def offers(tmp_path: Path) -> tuple[str, str]:
+    """A dear fast network and a cheap slow one."""
+    found = []
+    for name, price, rate in (("fast", 3.0, 1600), ("slow", 2.0, 25)):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(OFFER.format(name=name, price=price, rate=rate, nodes=4), "utf-8")
+        found.append(str(path))
+    return found[0], found[1]
+
+
+def offer(name: str, price: float | None, bandwidth: float, memory: float = 1e11) -> Cluster:
+    """A tiny cluster of four nodes of two GPUs, at a price in USD per hour."""
+    return tiny.cluster(
+        4,
+        2,
+        name=name,
+        gpu=tiny.gpu(memory=memory),
+        inter=Link(bandwidth),
+        price_per_gpu=None if price is None else price / 3600,
+    )
+
+
+STRATEGIES = ("ddp", "zero1", "zero3", "local_sgd(tau=12)", "diloco(tau=12,worker=node)")
+
+
+def space_of(*clusters: Cluster, **changes: Any) -> Space:
+    """Everything of two tiny offers."""
+    fields: dict[str, Any] = {
+        "job": Case(cluster="", model=tiny.model(), strategy="", global_batch=16),
+        "clusters": clusters,
+        "strategies": STRATEGIES,
+        "gpus": [2, 4, 8],
+    }
+    return Space(**fields | changes)
+
+
+def brute_force(space: Space, wanted: Wanted) -> list[Option]:
+    """All candidates within the limits, each simulated."""
+    found = []
+    for case in candidates(space).cases:
+        result = study.run(case)
+        cluster = case.load()[0].value.resized(result.gpus)
+        total = totals(result, cluster, wanted.tokens, wanted.goal)
+        assert total is not None
+        option = Option(case=case, cluster=cluster, result=result, totals=total)
+        used = result.memory_bytes_per_gpu["total"]
+        if option.within(wanted) and fits(used, result.gpu_memory_bytes, space.headroom):
+            found.append(option)
+    return found
+
+
+# --- it is the best there is --------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prices=st.tuples(st.floats(0.5, 5), st.floats(0.5, 5)),
+    bandwidths=st.tuples(st.floats(1e5, 1e9), st.floats(1e5, 1e9)),
+    want=st.sampled_from(["cheapest", "fastest"]),
+    deadline=st.one_of(st.none(), st.floats(0.01, 1.0)),
+    budget=st.one_of(st.none(), st.floats(0.5, 50.0)),
+)
+def test_it_finds_what_simulating_all_candidates_finds(
+    prices: tuple[float, float],
+    bandwidths: tuple[float, float],
+    want: Want,
+    deadline: float | None,
+    budget: float | None,
+) -> None:
+    """The choice, the best of every group, and the front; without simulating all."""
+    space = space_of(offer("a", prices[0], bandwidths[0]), offer("b", prices[1], bandwidths[1]))
+    wanted = Wanted(want=want, tokens=1e9, deadline=deadline, budget=budget)
+    found, all_ = plan(space, wanted), brute_force(space, wanted)
+    if not all_:
+        assert found.choice is None
+        all_ = brute_force(space, replace(wanted, deadline=None, budget=None))
+    else:
+        assert found.choice is not None
+        assert found.choice.score(want) == min(option.score(want) for option in all_)
+    groups: dict[object, float] = {}
+    for option in all_:
+        key = label(option.case.cluster), strategy_title(option.case.strategy)
+        groups[key] = min(groups.get(key, math.inf), option.score(want))
+    assert sorted(option.score(want) for option in found.best) == sorted(groups.values())
+    shown = [(option.totals.days, option.spent) for option in found.front]
+    assert shown == [(option.totals.days, option.spent) for option in front(all_)]
+
+
+def test_it_leaves_out_what_cannot_win() -> None:
+    """Whoever computes twice for a slower end is not simulated."""
+    found = plan(space_of(offer("a", 1.0, 1e9)), Wanted(want="cheapest", tokens=1e9))
+    assert found.simulated < found.candidates
+
+
+def test_several_processes_give_the_same(offers: tuple[str, str]) -> None:
+    """Two processes look at more candidates at a time, and find the same."""
+    space = Space(
+        job=Case(cluster="", model="gpt2-small", strategy="", global_batch=64),
+        clusters=offers,
+        strategies=("ddp", "fsdp"),
+        gpus="8,16",
+    )
+    wanted = Wanted(want="cheapest", tokens=1e9)
+    one, two = plan(space, wanted), plan(space, wanted, jobs=2)
+    assert one.choice is not None
+    assert two.choice is not None
+    assert one.choice.case == two.choice.case
+    assert [o.case for o in one.front] == [o.case for o in two.front]
+
+
+def test_the_front_is_of_those_that_none_beats() -> None:
+    """Every option is dearer or slower than one of it; faster ones of it are dearer."""
+    space = space_of(offer("a", 1.0, 1e7), offer("b", 2.0, 1e8))
+    wanted = Wanted(want="cheapest", tokens=1e9)
+    found = plan(space, wanted)
+    for option in brute_force(space, wanted):
+        assert any(
+            one.totals.days <= option.totals.days and one.spent <= option.spent
+            for one in found.front
+        )
+    days = [one.totals.days for one in found.front]
+    spent = [one.spent for one in found.front]
+    assert days == sorted(days)
+    assert spent == sorted(spent, reverse=True)
+
+
+def test_memory_is_kept_free() -> None:
+    """With more headroom fewer candidates fit; what fits has it."""
+    few = space_of(offer("a", 1.0, 1e8, memory=1.42e9), headroom=0.02)
+    cases = candidates(few)
+    for case in cases.cases:
+        result = study.run(case)
+        assert result.memory_bytes_per_gpu["total"] <= 0.98 * result.gpu_memory_bytes
+    less = candidates(replace(few, headroom=0.5))
+    assert len(less.cases) < len(cases.cases) or not cases.cases
+    assert len(cases.cases) + cases.large == len(less.cases) + less.large
+
+
+def test_local_updates_pay_their_steps_and_can_lose_by_it() -> None:
+    """On a slow network local SGD wins at a factor of 1, and loses at one of 1,000."""
+    space = space_of(offer("a", 1.0, 1e5), gpus=[8])
+
+    def winner(factor: float) -> str:
+        goal = Goal(factors={"local_sgd": factor, "diloco": 1000.0})
+        found = plan(space, Wanted(want="fastest", tokens=1e9, goal=goal))
+        assert found.choice is not None
+        return found.choice.result.strategy
+
+    assert winner(1.0).startswith("local_sgd")
+    assert not winner(1000.0).startswith("local_sgd")
+
+
+# --- what would change it -----------------------------------------------------------------------
+
+
+def two(offers: tuple[str, str], **changes: Any) -> tuple[Plan, Wanted]:
+    """A plan between the two offers."""
+    space = Space(
+        job=Case(cluster="", model="gpt2-xl", strategy="", global_batch=128),
+        clusters=offers,
+        strategies=("ddp", "zero1"),
+        gpus="32",
+    )
+    wanted = Wanted(want="cheapest", tokens=1e11, **changes)
+    return plan(space, wanted), wanted
+
+
+def test_at_the_break_even_price_both_cost_the_same(offers: tuple[str, str]) -> None:
+    """With the price that is named, in the file, the two best cost the same."""
+    found, wanted = two(offers)
+    choice = found.choice
+    assert choice is not None
+    other = next(o for o in found.best if label(o.case.cluster) != label(choice.case.cluster))
+    turns = [t for t in break_even(choice, other, wanted) if t.what.startswith("the price")]
+    assert len(turns) == 2
+    mine, its = turns
+    assert mine.above
+    assert not its.above
+    dearer = replace(choice.case, overrides={"price_per_gpu": f"{mine.at!r} USD/h"})
+    cost = totals(study.run(dearer), choice.cluster, wanted.tokens)
+    assert cost is not None
+    assert cost.cost == pytest.approx(other.totals.cost, rel=1e-6)
+
+
+def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]) -> None:
+    """With the bandwidth that is named both options of one cluster cost the same."""
+    space = Space(
+        job=Case(cluster="", model="gpt2-xl", strategy="", global_batch=128),
+        clusters=(offers[0],),
+        strategies=("fsdp", "zero2"),
+        gpus="32",
+    )
+    wanted = Wanted(want="fastest", tokens=1e11)
+    found = plan(space, wanted)
+    assert found.choice is not None
+    assert found.runner_up is not None
+    turns = [
+        turn
+        for turn in break_even(found.choice, found.runner_up, wanted)
+        if turn.what.startswith("inter.bandwidth")
+    ]
+    for turn in turns:
+        days = []
+        for option in (found.choice, found.runner_up):
+            moved = replace(option.case, overrides={"inter.bandwidth": f"{turn.at!r} B/s"})
+            days.append(study.run(moved).step_time_s)
+        assert days[0] == pytest.approx(days[1], rel=5e-3)
+
+
+def test_overlapping_intervals_are_undecided(offers: tuple[str, str]) -> None:
+    """The words say so, and `undecided` is what the ends of the intervals say."""
+    found, wanted = two(offers)
+    assert found.choice is not None
+    assert found.runner_up is not None
+    mine, its = found.choice.ends(wanted.want), found.runner_up.ends(wanted.want)
+    assert mine is not None
+    assert its is not None
+    assert found.undecided == (mine[1] >= its[0])
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def arguments(offers: tuple[str, str], *more: str) -> tuple[str, ...]:
+    """A small plan."""
+    small = ("-m", "gpt2-small", "--global-batch", "64", "-s", "ddp", "-s", "fsdp")
+    return ("plan", "--tokens", "1e10", "-c", offers[0], "-c", offers[1], *small, *more)
+
+
+def test_the_answer_comes_in_words_and_its_commands_run(
+    cli: Command, offers: tuple[str, str]
+) -> None:
+    """The choice first; the command that repeats it gives the same tokens/s."""
+    found = json.loads(cli(*arguments(offers, "--json")).out)
+    assert found["answer"][0].startswith("Take ")
+    choice = found["choice"]
+    again = json.loads(cli(*shlex.split(choice["command"])[1:], "--json").out)
+    assert again["tokens_per_s"] == choice["result"]["tokens_per_s"]
+    shown = cli(*arguments(offers))
+    assert shown.code == 0
+    assert shown.out.startswith("Take ")
+    assert f"to see it in full: {choice['command']}" in shown.out
+    assert "torchrun --nnodes" in shown.out
+
+
+def test_where_nothing_is_fast_enough_it_says_what_there_is(
+    cli: Command, offers: tuple[str, str]
+) -> None:
+    """One line with the fastest and the cheapest, exit code 2, and the table of the front."""
+    ended = cli(*arguments(offers, "--deadline", "1 min"))
+    assert ended.code == 2
+    assert "nothing is within" in ended.err
+    assert "the fastest is" in ended.err
+    assert "no other is both faster and cheaper" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--want", "best"), "--want is 'best'; it must be one of cheapest, fastest, least-energy"),
+        (("--deadline", "30"), "--deadline: '30' has no unit"),
+        (("--budget", "-5"), "the budget is -5; it must be above 0"),
+        (("--headroom", "120%"), "headroom is 1.2; it must be 0 or more, and below 1"),
+        (("--micro-batch", "1,1"), "a micro-batch is given twice: 1, 1"),
+        (("--micro-batch", "0"), "micro_batch is 0"),
+        (("--recompute", "all"), "recompute is 'all'"),
+        (("--tokens", "0"), "--tokens is given 2 times"),
+        (("-s", "ddp"), "a strategy is given twice"),
+        (("--gpus", "12"), "12 GPUs do not fill nodes of 8"),
+    ],
+)
+def test_bad_input_is_one_line(
+    cli: Command, offers: tuple[str, str], more: tuple[str, ...], said: str
+) -> None:
+    """What, what was given, and what is allowed."""
+    ended = cli(*arguments(offers, *more))
+    assert ended.code == 2
+    assert said in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
+
+
+def test_a_budget_needs_prices(cli: Command) -> None:
+    """A catalog cluster without a price: the line says how to give one."""
+    plain = ("plan", "--tokens", "1e9", "-c", "dgx-h100", "-m", "gpt2-small", "--budget", "5")
+    ended = cli(*plain)
+    assert ended.code == 2
+    assert "price_per_gpu" in ended.err
+
+
+def test_prices_in_two_currencies_are_refused() -> None:
+    """Money of two kinds cannot be compared."""
+    euro = replace(offer("b", 1.0, 1e8), currency="EUR")
+    with pytest.raises(OptionError, match="prices are in EUR and USD"):
+        plan(space_of(offer("a", 1.0, 1e8), euro), Wanted(want="cheapest", tokens=1e9))
+
+
+def test_control_c_answers_with_what_there_is(
+    cli: Command, offers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the third candidate: an answer, a line that more was to come, exit code 130."""
+    real, calls = search_module.run_all, []
+
+    def stopping(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return real(*given, **named)
+
+    monkeypatch.setattr(search_module, "run_all", stopping)
+    ended = cli(*arguments(offers))
+    assert ended.code == 130
+    assert ended.out.startswith("Take ")
+    assert "stopped before all candidates were looked at" in ended.out
+
+
+def test_a_model_that_does_not_fit_points_to_plan(cli: Command) -> None:
+    """`run` names the command that searches further."""
+    ended = cli("run", "-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp", "-g", "8")
+    assert "co2sim plan" in ended.out
