@@ -7,7 +7,7 @@ methods train more tokens (`step_factors`). For the power see `power`.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from co2sim import power
+from co2sim import power, step_factors
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.ranges import between, fraction
@@ -116,14 +116,21 @@ def totals(
     )
 
 
-def of_case(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
+def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
     """`totals` of a case and its result."""
     return totals(result, case.load()[0].value.resized(result.gpus), tokens, goal)
 
 
-def to_dict(found: Totals | None) -> dict[str, Any]:
-    """As plain values for JSON, under `totals`; None where no step factor is known."""
-    return {"totals": None if found is None else asdict(found)}
+def to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:
+    """A result as plain values for JSON, with `totals` (None: no step factor is known) for tokens.
+
+    With `to_loss` where the goal has steps.
+    """
+    values = step_factors.to_dict(result, goal)
+    if tokens is None:
+        return values
+    found = totals_of(case, result, tokens, goal)
+    return values | {"totals": None if found is None else asdict(found)}
 
 
 def tokens_of(value: float) -> float:

@@ -21,8 +21,9 @@ _FIELDS: Mapping[RateKind, tuple[str, str, str]] = {
 DEFAULT_PUE = {
     "value": 1.58,
     "assumed": True,
-    "source": "default: average of data centres, Uptime Institute, Global Data Center Survey 2023;"
-    " 1.55 to 1.59 in every year since 2020 (Uptime Intelligence, update 221, 23 November 2023)",
+    "source": "average of data centres in 2023: default; Uptime Institute, Global Data Center"
+    " Survey 2023, and 1.55 to 1.59 since about 2020 (Uptime Intelligence, update 221,"
+    " 23 November 2023)",
 }
 DEFAULT_GRID = "world"
 
