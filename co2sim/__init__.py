@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from co2sim.strategies.zero3 import Zero3
     from co2sim.strategies.zeropp import ZeroPP
     from co2sim.study import run, simulate
+    from co2sim.totals import Totals, totals_of
     from co2sim.trace import Span, Trace
     from co2sim.workload import Block, MatMul, Model
 
@@ -56,6 +57,7 @@ _EXPORTS = {
         *("Zero1", "Zero2", "Zero3", "ZeroPP"),
     ),
     "study": ("run", "simulate"),
+    "totals": ("Totals", "totals_of"),
     "trace": ("Span", "Trace"),
     "workload": ("Block", "MatMul", "Model"),
 }
@@ -91,6 +93,7 @@ __all__ = [
     "Span",
     "Strategy",
     "ToLoss",
+    "Totals",
     "Trace",
     "UnitError",
     "Zero1",
@@ -102,6 +105,7 @@ __all__ = [
     "simulate",
     "sweep",
     "to_loss",
+    "totals_of",
 ]
 __version__ = "0.1.0"
 

@@ -8,6 +8,8 @@ from co2sim.cluster import GPU, Cluster
 from co2sim.units import scaled
 from co2sim.workload import Model, Workload
 
+_OF_TOTALS = {"gpu.tdp", "gpu.idle_power", "node_power", "pue", "grid_intensity"}
+"""Numbers of a cluster that no speed rests on: `totals` names those that it used."""
 _NEGLIGIBLE = 0.01
 """A probe measures passes of other shapes than a model's: sizes so near each other are the same."""
 
@@ -18,7 +20,12 @@ def assumed(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
 
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
-    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]
+    used = (
+        f
+        for f in entry.assumed
+        if f.path.removesuffix("_low").removesuffix("_high") not in _OF_TOTALS
+    )
+    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in used]
 
 
 def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:

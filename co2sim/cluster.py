@@ -1,30 +1,29 @@
-"""GPUs, links and clusters: the hardware in plain numbers, in SI units."""
+"""Links and clusters, with their GPUs (`gpu`): the hardware in plain numbers, in SI units."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from co2sim.errors import OptionError
+from co2sim.gpu import GPU, KernelTimes
 from co2sim.quantities import (
     Bandwidth,
     Burst,
     Count,
     Factor,
     Fraction,
+    Intensity,
     Multiple,
+    Power,
     Price,
-    Size,
-    Speed,
     Spread,
     Time,
     check,
+    in_order,
 )
-from co2sim.ranges import at_least, fraction, whole
 from co2sim.schedule import Layout
-from co2sim.units import Bytes, BytesPerSecond, Flops
+from co2sim.units import Bytes, BytesPerSecond
+
+__all__ = ["GPU", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]
 
 Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
@@ -42,82 +41,6 @@ AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 Protocols = Literal["simple", "nvlink", "pci"]
 """Which protocols of NCCL carry a message. simple: always Simple, whose hops take the `latency` of
 the links. nvlink, pci: the fastest of those that nodes with such links have; see `protocols`."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelTimes:
-    """How fast the kernels of a training step run, as fitted to published runs.
-
-    Matrix products attain `gemm_efficiency` of peak where arithmetic bounds them, and move their
-    operands at `operand_efficiency` of the memory bandwidth where that does; those over a
-    vocabulary attain `vocabulary_efficiency` of peak. Flash attention attains
-    `attention_efficiency` of it, counting the FLOP that it executes: one fraction, or fractions by
-    length of the sequences, between which it is interpolated over log length (None: not known, and
-    taken to be that of other products). Its backward pass attains `attention_backward` of that:
-    between 0.58 and 0.66 in Triton of 2023 (triton-lang/triton pull request 1917). `call_overhead`
-    is what the host needs to issue an operation, `kernel_gap` what the GPU loses between two.
-    """
-
-    gemm_efficiency: Fraction
-    operand_efficiency: Fraction = 1.0
-    vocabulary_efficiency: Fraction | None = None
-    attention_efficiency: float | tuple[tuple[int, float], ...] | None = None
-    attention_backward: Fraction = 1.0
-    call_overhead: Time = 0.0
-    kernel_gap: Time = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuse what no GPU can be."""
-        check(self, "kernels")
-        name, given = "kernels: attention_efficiency", self.attention_efficiency
-        if given is None:
-            return
-        points = given if isinstance(given, tuple) else ((1, given),)
-        for length, attained in points:
-            whole(f"{name}: length", length, 1)
-            fraction(f"{name} at {length}", attained)
-        if not points or sorted(dict(points)) != [length for length, _ in points]:
-            raise OptionError(f"{name} must be listed by rising length, at least one")
-
-    def attention(self, length: int) -> float:
-        """Fraction of peak that flash attention over sequences of `length` attains."""
-        given = self.attention_efficiency
-        if not isinstance(given, tuple):
-            return self.gemm_efficiency if given is None else given
-        lengths = [math.log(one) for one, _ in given]
-        return float(np.interp(math.log(length), lengths, [attained for _, attained in given]))
-
-
-@dataclass(frozen=True, slots=True)
-class GPU:
-    """One accelerator.
-
-    `peak` is the dense speed by precision. `efficiency` lists (FLOP of an op, attained fraction of
-    peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
-    Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`.
-    """
-
-    name: str
-    memory: Size
-    memory_bandwidth: Bandwidth
-    peak: Mapping[str, Speed]
-    efficiency: tuple[tuple[Flops, float], ...]
-    memory_efficiency: Fraction = 1.0
-    launch_overhead: Time = 0.0
-    kernels: KernelTimes | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what no GPU can be."""
-        if not self.peak or not self.efficiency:
-            raise OptionError(f"{self.name} needs a peak and an efficiency")
-        check(self, self.name)
-        for precision, speed in self.peak.items():
-            at_least(f"{self.name}: peak {precision} in FLOP/s", speed, 1)
-        for size, attained in self.efficiency:
-            at_least(f"{self.name}: size of an efficiency in FLOP", size, 1)
-            fraction(f"{self.name}: efficiency at {size}", attained)
-        if sorted(self.efficiency) != list(self.efficiency):
-            raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +137,10 @@ class Cluster:
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
     in a collective waits for the expected slowest (`spread`).
+
+    `node_power` is what a node draws but for its GPUs, `pue` what the site draws for each watt of
+    the nodes, `grid_intensity` the CO2 equivalents of its electricity. Prices and intensities have
+    a range, `_low` to `_high`, where one is published.
     """
 
     name: str
@@ -236,12 +163,22 @@ class Cluster:
     sites: Count = 1
     wan: Link | None = None
     price_per_gpu: Price | None = None
+    price_low: Price | None = None
+    price_high: Price | None = None
     currency: str = "USD"
+    node_power: Power | None = None
+    pue: Multiple | None = None
+    grid_intensity: Intensity | None = None
+    grid_intensity_low: Intensity | None = None
+    grid_intensity_high: Intensity | None = None
     scatter: Scatter | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""
         check(self, self.name)
+        in_order(self, self.name, "price_low", "price_per_gpu", "price_high")
+        ends = "grid_intensity_low", "grid_intensity", "grid_intensity_high"
+        in_order(self, self.name, *ends)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
             if link and link != Link(
                 link.bandwidth, link.latency, link.efficiency, burst=link.burst

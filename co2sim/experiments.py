@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 from co2sim import grid
 from co2sim.batch import run_all
 from co2sim.cluster import Cluster
-from co2sim.convert import Count, Reference, shown
+from co2sim.convert import Count, Number, Reference, number, shown
 from co2sim.errors import OptionError
 from co2sim.noise import QUIET, Noise
 from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.strategies import Strategy
 from co2sim.study import JobOptions, Options, describe
+from co2sim.totals import tokens_of
 from co2sim.workload import Model
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def sweep(
     vary: grid.Grid,
     sort: str | None = None,
     goal: Goal = NO_GOAL,
+    tokens: Number | None = None,
     jobs: Count = 1,
     progress: bool | None = None,
     **options: Unpack[Options],
@@ -43,6 +45,9 @@ def sweep(
         sort: A column to sort the rows by, "-column" for falling values.
         goal: A loss to reach; adds the columns `steps_factor`, `steps_to_loss`, `time_to_loss_s`
             and `cost_to_loss`, empty where no factor is known.
+        tokens: Tokens that ddp would train, such as 1e12; adds the columns `trained`, `days`,
+            `gpu_hours`, `cost`, `power_w`, `energy_kwh` and `co2e_kg`, with the ends of their
+            intervals (`Totals`), empty where a number is missing.
         jobs: Processes, -1: one per core; never more than cases, or than two per core.
         progress: Show a bar on stderr; default: if it is a terminal.
         options: The further keywords of `simulate`.
@@ -71,11 +76,13 @@ def sweep(
             raise OptionError(f"give {name}, or vary it" if value is None else both)
     _refuse_both(vary, options)
     settings = grid.settings(vary)
+    tokens = None if tokens is None else tokens_of(number("tokens", tokens))
     if sort is not None:
-        frames.check_column(sort, settings, goal)
+        frames.check_column(sort, settings, goal, tokens)
     base: dict[str, Any] = {k: "" if value is None else value for k, value in given.items()}
     cases = grid.cases_of(describe(**base, **options), settings)
-    frame = frames.to_frame(cases, run_all(cases, jobs, progress=progress), settings, goal)
+    outcomes = run_all(cases, jobs, progress=progress)
+    frame = frames.to_frame(cases, outcomes, settings, goal, tokens)
     if sort is None:
         return frame
     return frame.iloc[frames.order(frame, sort)].reset_index(drop=True)
@@ -88,6 +95,7 @@ def scale(
     *,
     gpus: Any = None,
     goal: Goal = NO_GOAL,
+    tokens: Number | None = None,
     jobs: Count = 1,
     progress: bool | None = None,
     **options: Unpack[JobOptions],
@@ -100,6 +108,7 @@ def scale(
         strategies: One, or several; as in `simulate`.
         gpus: Counts, such as [8, 16] or "8, 16"; default: one node, doubled up to all.
         goal: As in `sweep`.
+        tokens: As in `sweep`.
         jobs: As in `sweep`.
         progress: As in `sweep`.
         options: The further keywords of `simulate`.
@@ -118,8 +127,10 @@ def scale(
     from co2sim import frames  # noqa: PLC0415 - pandas
 
     job = describe("", model, "", **options)
+    tokens = None if tokens is None else tokens_of(number("tokens", tokens))
     cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)
-    return frames.to_frame(cases, run_all(cases, jobs, progress=progress), goal=goal)
+    outcomes = run_all(cases, jobs, progress=progress)
+    return frames.to_frame(cases, outcomes, goal=goal, tokens=tokens)
 
 
 def _refuse_both(vary: grid.Grid, options: Options) -> None:

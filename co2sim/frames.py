@@ -12,6 +12,7 @@ from co2sim.errors import OptionError, nearest
 from co2sim.grid import Setting, label
 from co2sim.result import Result
 from co2sim.step_factors import NO_GOAL, Goal, to_loss
+from co2sim.totals import Totals, totals_of
 
 _VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
@@ -21,6 +22,10 @@ _DERIVED = ("efficiency_vs_free_communication",)
 _TOTAL = "memory_total_bytes"
 TO_LOSS = ("steps_factor", "steps_to_loss", "time_to_loss_s", "cost_to_loss")
 """Columns of what it takes to the loss of a goal."""
+TOTALS = tuple(
+    f.name for f in fields(Totals) if f.name not in {"factor", "goodput", "currency", "missing"}
+)
+"""Columns of what it takes to train so many tokens."""
 _IN_TABLES = {
     "per GPU": "tokens_per_s_per_gpu",
     "90 % interval": "tokens_per_s_low",
@@ -32,6 +37,10 @@ _IN_TABLES = {
     "memory": _TOTAL,
     "to loss": "time_to_loss_s",
     "cost to loss": "cost_to_loss",
+    "GPU-hours": "gpu_hours",
+    "kW": "power_w",
+    "kWh": "energy_kwh",
+    "kg CO2e": "co2e_kg",
 }
 """Names in the table of `co2sim sweep`, with their columns; see `_meant` for the others."""
 _COUNTS = [name for name, hint in get_type_hints(Result).items() if hint is int]
@@ -42,14 +51,15 @@ def to_frame(
     outcomes: Sequence[Outcome],
     settings: Sequence[Setting] | None = None,
     goal: Goal = NO_GOAL,
+    tokens: float | None = None,
 ) -> pd.DataFrame:
     """One row per case; memory items in columns of their own, `settings` in the first columns.
 
     A case that failed has its reason in `error`, and no figures. Columns of `TO_LOSS` only if the
-    goal has steps; None where no factor is known.
+    goal has steps, of `TOTALS` only with `tokens` to train; None where no factor is known.
     """
     rows = [
-        _row(case, outcome) | _loss(outcome, goal)
+        _row(case, outcome) | _loss(outcome, goal) | _totals(case, outcome, goal, tokens)
         for case, outcome in zip(cases, outcomes, strict=True)
     ]
     frame = pd.DataFrame(rows)
@@ -90,17 +100,31 @@ def _loss(outcome: Outcome, goal: Goal) -> dict[str, object]:
     return dict(zip(TO_LOSS, values, strict=True))
 
 
+def _totals(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:
+    """What it takes to train so many tokens."""
+    if tokens is None:
+        return {}
+    found = totals_of(case, outcome, tokens, goal) if isinstance(outcome, Result) else None
+    return {name: getattr(found, name, None) for name in TOTALS}
+
+
 def sortable() -> list[str]:
     """Columns of every table, in order."""
     return [*(f.name for f in fields(Result) if f.name not in _NESTED), *_DERIVED, _TOTAL]
 
 
-def check_column(column: str, settings: Sequence[Setting], goal: Goal = NO_GOAL) -> None:
+def check_column(
+    column: str,
+    settings: Sequence[Setting],
+    goal: Goal = NO_GOAL,
+    tokens: float | None = None,
+) -> None:
     """Raise OptionError unless a table has the column; "-" before it turns the order round.
 
     A name of the table that `co2sim sweep` prints will do, such as "per GPU".
     """
     known = [*sortable(), *settings[0], *(TO_LOSS if goal.steps is not None else ())]
+    known += TOTALS if tokens is not None else ()
     name = column.removeprefix("-")
     if name not in known and _meant(name).removeprefix("-") not in known:
         said = nearest(name, [*known, *_IN_TABLES])

@@ -26,10 +26,9 @@ _MOST_CASES = 10_000
 """Of one study: hours of simulation, and what a reader can still sort."""
 _OF_A_CASE = ("cluster", "model", "strategy", *convert.plain_fields(Case))
 _OF_NOISE = convert.plain_fields(Noise)
-_OF_A_CLUSTER = tuple(
-    name
-    for name, hint in get_type_hints(Cluster).items()
-    if hint is not Link and Link not in get_args(hint)
+_OF_A_CLUSTER = (
+    *(n for n, hint in get_type_hints(Cluster).items() if Link not in {hint, *get_args(hint)}),
+    "grid",
 )
 """What `vary` changes by a single name; what is inside a link or a GPU has a dot in its path."""
 

@@ -6,17 +6,21 @@ catalog gives it as a text with a unit (`co2sim.catalog.specs`).
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from co2sim.errors import OptionError
 from co2sim.ranges import above, at_least, between, fraction, whole
 from co2sim.units import (
     Bytes,
     BytesPerSecond,
     FlopsPerSecond,
+    KgPerKwh,
     Seconds,
     Unit,
     UsdPerSecond,
+    Watts,
 )
 
 
@@ -51,6 +55,8 @@ Bandwidth = Annotated[BytesPerSecond, Quantity(unit="B/s", least=1)]
 Speed = Annotated[FlopsPerSecond, Quantity(unit="FLOP/s", least=1)]
 Time = Annotated[Seconds, Quantity(unit="s", least=0)]
 Price = Annotated[UsdPerSecond, Quantity(unit="USD/s", least=0)]
+Power = Annotated[Watts, Quantity(unit="W", least=0)]
+Intensity = Annotated[KgPerKwh, Quantity(unit="kg/kWh", least=0)]
 Fraction = Annotated[float, Quantity(most=1)]
 Factor = Annotated[float, Quantity(least=0)]
 Multiple = Annotated[float, Quantity(least=1)]
@@ -72,6 +78,14 @@ def check(thing: Any, what: str) -> None:
             object.__setattr__(thing, name, whole(f"{what}: {name}", value, least, most))
         else:
             quantity.checked(f"{what}: {name}", value)
+
+
+def in_order(thing: Any, what: str, *names: str) -> None:
+    """Check that of these fields those that are known do not fall. Raises OptionError."""
+    known = [(name, getattr(thing, name)) for name in names if getattr(thing, name) is not None]
+    for (low, least), (high, most) in pairwise(known):
+        if least > most:
+            raise OptionError(f"{what}: {low} is {least:g}, above {high}, which is {most:g}")
 
 
 @cache

@@ -1,15 +1,19 @@
 """What it takes to train so many tokens: time, GPU-hours, money, energy, carbon.
 
 Pure functions over results. A step of local updates is worth less than one of DDP, so that these
-methods train more tokens (`step_factors`).
+methods train more tokens (`step_factors`). For the power see `power`.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+from co2sim import power, step_factors
+from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.ranges import between, fraction
 from co2sim.result import Result
 from co2sim.step_factors import NO_GOAL, Goal, StepFactor, step_factor
+from co2sim.units import Watts
 
 DAY = 86400.0
 """In seconds."""
@@ -22,10 +26,12 @@ class Totals:
 
     `tokens` are those that DDP would train, `trained` those that this strategy trains: times
     `factor`. `goodput` is the share of the time that is useful work; 1 where failures are not
-    counted. The ends `_low` and `_high` are those of a 90 % interval of the speed, with the range
-    of a price where one is known; None where no interval is known. `cost` is in `currency`; both
-    are None without a price. `power_w` is the average of all nodes at the meter: with what cooling
-    and distribution take (PUE). What rests on a number that is not known is None.
+    counted. `cost` is in `currency`; both are None without a price. `power_w` is the average of all
+    nodes at the meter: with what cooling and distribution take (PUE).
+
+    `_low` and `_high` are the ends of an interval: of the 90 % interval of the speed, taken
+    together with the range of the price for the cost, and of the grid for carbon. None where
+    neither is known. `missing` are the numbers of the cluster without which a figure is None.
     """
 
     tokens: float
@@ -40,13 +46,14 @@ class Totals:
     cost_low: float | None
     cost_high: float | None
     currency: str | None
-    power_w: float | None
+    power_w: Watts | None
     energy_kwh: float | None
     energy_kwh_low: float | None
     energy_kwh_high: float | None
     co2e_kg: float | None
     co2e_kg_low: float | None
     co2e_kg_high: float | None
+    missing: tuple[str, ...] = ()
 
 
 def totals(
@@ -58,51 +65,100 @@ def totals(
 ) -> Totals | None:
     """What it takes to train `tokens`; None where no step factor is known.
 
-    `cluster` is the one of the result, resized to its GPUs. Raises OptionError for tokens or a
-    goodput out of range.
+    `cluster` is that of the result, with its number of GPUs. All the time GPUs are paid for and
+    draw the power of training, whatever the goodput: work that is lost is done again. Raises
+    OptionError for tokens or a goodput out of range.
     """
-    tokens_of(tokens)
-    fraction("goodput", goodput)
+    tokens = tokens_of(tokens)
+    goodput = fraction("goodput", goodput)
     assert cluster.layout.world_size == result.gpus
     factor = step_factor(result.strategy, goal)
     if factor is None:
         return None
     trained = tokens * factor.factor
-
-    def days_at(speed: float | None) -> float | None:
-        return None if speed is None else trained / speed / goodput / DAY
-
     days = trained / result.tokens_per_s / goodput / DAY
-    low, high = days_at(result.tokens_per_s_high), days_at(result.tokens_per_s_low)
-    billion = result.cost_per_billion_tokens
+    ends = [
+        None if speed is None else result.tokens_per_s / speed
+        for speed in (result.tokens_per_s_high, result.tokens_per_s_low)
+    ]
+    billion, price = result.cost_per_billion_tokens, cluster.price_per_gpu
     cost = None if billion is None else billion * trained / 1e9 / goodput
-
-    def cost_at(end: float | None) -> float | None:
-        return None if cost is None or end is None else cost * end / days
-
+    watts = power.power(result, cluster)
+    energy = None if watts is None else watts / 1000 * days * 24
+    grid = cluster.grid_intensity
+    carbon = None if energy is None or grid is None else energy * grid
+    days_low, days_high = _ends(days, ends)
+    cost_low, cost_high = _ends(cost, ends, price, (cluster.price_low, cluster.price_high))
+    energy_low, energy_high = _ends(energy, ends)
+    grids = cluster.grid_intensity_low, cluster.grid_intensity_high
+    carbon_low, carbon_high = _ends(carbon, ends, grid, grids)
     return Totals(
         tokens=tokens,
         trained=trained,
         factor=factor,
         goodput=goodput,
         days=days,
-        days_low=low,
-        days_high=high,
+        days_low=days_low,
+        days_high=days_high,
         gpu_hours=days * 24 * result.gpus,
         cost=cost,
-        cost_low=cost_at(low),
-        cost_high=cost_at(high),
+        cost_low=cost_low,
+        cost_high=cost_high,
         currency=None if cost is None else result.currency,
-        power_w=None,
-        energy_kwh=None,
-        energy_kwh_low=None,
-        energy_kwh_high=None,
-        co2e_kg=None,
-        co2e_kg_low=None,
-        co2e_kg_high=None,
+        power_w=watts,
+        energy_kwh=energy,
+        energy_kwh_low=energy_low,
+        energy_kwh_high=energy_high,
+        co2e_kg=carbon,
+        co2e_kg_low=carbon_low,
+        co2e_kg_high=carbon_high,
+        missing=_missing(cluster),
     )
+
+
+def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
+    """`totals` of a case and its result."""
+    return totals(result, case.load()[0].value.resized(result.gpus), tokens, goal)
+
+
+def to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:
+    """A result as plain values for JSON, with `totals` (None: no step factor is known) for tokens.
+
+    With `to_loss` where the goal has steps.
+    """
+    values = step_factors.to_dict(result, goal)
+    if tokens is None:
+        return values
+    found = totals_of(case, result, tokens, goal)
+    return values | {"totals": None if found is None else asdict(found)}
 
 
 def tokens_of(value: float) -> float:
     """The tokens to train, checked."""
     return between("tokens", value, 1, _MOST_TOKENS)
+
+
+def _missing(cluster: Cluster) -> tuple[str, ...]:
+    price = () if cluster.price_per_gpu is not None else ("price_per_gpu",)
+    grid = () if cluster.grid_intensity is not None else ("grid_intensity",)
+    return (*price, *power.missing(cluster), *grid)
+
+
+def _ends(
+    value: float | None,
+    times: list[float | None],
+    rate: float | None = None,
+    rates: tuple[float | None, float | None] = (None, None),
+) -> tuple[float | None, float | None]:
+    """The ends of a figure that grows with time and a rate; `times` are relative to 1.
+
+    Where only one of the two has a range, the other counts as exact.
+    """
+    found: list[float | None] = []
+    for time, end in zip(times, rates, strict=True):
+        if value is None or (time is None and end is None):
+            found.append(None)
+        else:
+            scale = 1.0 if end is None or not rate else end / rate
+            found.append(value * (1.0 if time is None else time) * scale)
+    return found[0], found[1]

@@ -22,8 +22,11 @@ Flops: TypeAlias = float
 FlopsPerSecond: TypeAlias = float
 UsdPerSecond: TypeAlias = float
 """Or another currency's, where `Cluster.currency` says so."""
+Watts: TypeAlias = float
+KgPerKwh: TypeAlias = float
+"""Kilograms of CO2 equivalents per kilowatt-hour."""
 
-Unit: TypeAlias = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "USD/s", ""]
+Unit: TypeAlias = Literal["s", "B", "B/s", "FLOP", "FLOP/s", "USD/s", "W", "kg/kWh", ""]
 
 EXAMPLES: dict[Unit, str] = {
     "s": "a time such as '5 us'",
@@ -32,6 +35,8 @@ EXAMPLES: dict[Unit, str] = {
     "FLOP": "an amount of work such as '2 TFLOP'",
     "FLOP/s": "a speed such as '312 TFLOP/s'",
     "USD/s": "a price such as '2.5 USD/h' or '2.2 EUR/h'",
+    "W": "a power such as '700 W' or '2.8 kW'",
+    "kg/kWh": "a carbon intensity such as '56 g/kWh'",
     "": "a plain number",
 }
 
@@ -45,6 +50,9 @@ day = 24 * hour
 week = 7 * day
 flop = [work] = FLOP
 dollar = [currency] = USD
+watt = [power] = W
+watt_hour = [energy] = Wh
+gram = [mass] = g
 kilo- = 1e3 = k
 mega- = 1e6 = M
 giga- = 1e9 = G

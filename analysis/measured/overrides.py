@@ -8,12 +8,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from co2sim.catalog.facts import override, plain
+from co2sim.catalog.rates import put_rates
 from co2sim.catalog.specs import ClusterSpec
 from co2sim.cluster import GPU, Cluster
 from co2sim.errors import OptionError
 from co2sim.units import Unit
 from co2sim.validation import Place, first_problem, names_at
 
+_INTENSITIES = "grid_intensity", "grid_intensity_low", "grid_intensity_high"
 _UNITS: dict[str, Unit] = {
     "bandwidth": "B/s",
     "latency": "s",
@@ -23,6 +25,8 @@ _UNITS: dict[str, Unit] = {
     "memory": "B",
     "memory_bandwidth": "B/s",
     "launch_overhead": "s",
+    **dict.fromkeys(("tdp", "idle_power", "node_power"), "W"),
+    **dict.fromkeys(_INTENSITIES, "kg/kWh"),
 }
 """Units of the numbers that have one; the others are plain."""
 
@@ -35,12 +39,15 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     if "gpu" in changes:
         raise OptionError("--set gpu: name a whole cluster with --cluster as well, or set gpu.NAME")
     tree = _texts(asdict(cluster)) | {"gpu": _gpu(cluster.gpu)}
+    shown = ", ".join(f"{p}={t}" for p, t in changes.items())
     currency = tree.pop("currency")  # a file says it with the price
-    if cluster.price_per_gpu is not None:
-        tree["price_per_gpu"] = f"{cluster.price_per_gpu!r} {currency}/s"
+    for name in ("price_per_gpu", "price_low", "price_high"):
+        if name in tree:
+            tree[name] = f"{tree[name]!r} {currency}/s"
+    changes = put_rates(tree, changes)
     for path, text in changes.items():
         override(tree, path, text)
-    tree["name"] = f"{cluster.name}, with " + ", ".join(f"{p}={t}" for p, t in changes.items())
+    tree["name"] = f"{cluster.name}, with {shown}"
     try:
         return ClusterSpec.model_validate(plain(tree)).build()
     except ValidationError as error:

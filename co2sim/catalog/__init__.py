@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from co2sim.catalog import huggingface
 from co2sim.catalog.facts import Fact, Tree, facts, names, override, plain, read
+from co2sim.catalog.rates import put_rates
 from co2sim.cluster import Cluster
 from co2sim.errors import CatalogError, OptionError
 from co2sim.validation import Place, first_problem, names_at
@@ -80,6 +81,7 @@ def load_cluster(reference: str, overrides: Mapping[str, str] | None = None) -> 
         ("step_spread", _EVEN_STEPS),
     ):
         tree.setdefault(name, fact)
+    changes = put_rates(tree, changes)
     _apply(tree, reference, changes, overrides)
     spec = _checked(ClusterSpec, plain(tree), reference)
     try:

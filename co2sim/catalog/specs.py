@@ -133,14 +133,22 @@ class _Cluster(_Built):
             return given
         if "currency" in given:
             raise ValueError("currency: it stands with the price, as in price_per_gpu = '2 EUR/h'")
-        price = given.get("price_per_gpu")
-        if price is None:
-            return given
-        try:
-            value, currency = parse_price(price)
-        except UnitError as error:
-            raise ValueError(f"price_per_gpu: {error}") from error
-        return {**given, "price_per_gpu": f"{value!r} USD/s", "currency": currency}
+        found: dict[str, str] = {}
+        currencies: set[str] = set()
+        for name in ("price_per_gpu", "price_low", "price_high"):
+            if given.get(name) is None:
+                continue
+            try:
+                value, currency = parse_price(given[name])
+            except UnitError as error:
+                raise ValueError(f"{name}: {error}") from error
+            found[name] = f"{value!r} USD/s"
+            currencies.add(currency)
+        if len(currencies) > 1:
+            raise ValueError(
+                f"price_per_gpu and its range are in {' and '.join(sorted(currencies))}"
+            )
+        return {**given, **found, **({"currency": currencies.pop()} if currencies else {})}
 
     @model_validator(mode="after")
     def _sites_need_a_wan(self) -> "_Cluster":

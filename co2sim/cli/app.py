@@ -11,12 +11,12 @@ import typer
 from co2sim import __version__, grid, study
 from co2sim.case import Case
 from co2sim.cli import deciding
-from co2sim.console import goals, options
+from co2sim.console import budgets, goals, options
 from co2sim.console.repeated import refuse_twice
 from co2sim.errors import OptionError
-from co2sim.step_factors import to_dict
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
+from co2sim.totals import to_dict
 
 app = typer.Typer(
     add_completion=False,
@@ -56,7 +56,9 @@ def _root(
 def list_(
     what: Annotated[
         str | None,
-        typer.Argument(help="clusters, gpus, models, strategies, or one name from them."),
+        typer.Argument(
+            help="clusters, gpus, models, strategies, prices, grids, or one name from them."
+        ),
     ] = None,
 ) -> None:
     """List what the catalog holds, or every number of one entry with its source."""
@@ -74,13 +76,14 @@ def show(case: Case) -> None:
 
 @app.command()
 @options.job_options
-def run(
+def run(  # noqa: PLR0917 - one argument per option
     job: Case,
     cluster: options.Cluster,
     strategy: options.Strategies,
     gpus: options.Gpus = None,
     to_loss_steps: goals.ToLossSteps = None,
     steps_factor: goals.StepsFactor = None,
+    tokens: budgets.Tokens = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Simulate configurations: times, breakdown, traffic, memory.
@@ -91,13 +94,13 @@ def run(
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     goal = goals.goal(to_loss_steps, steps_factor)
     if json_:
-        found = [to_dict(study.run(case, progress=None), goal) for case in cases]
+        found = [to_dict(case, study.run(case, progress=None), goal, tokens) for case in cases]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
     from co2sim.console.result_tables import print_simulated  # noqa: PLC0415 - rich
 
     for case in cases:
-        print_simulated(case, study.run(case, progress=None), study.settle, goal)
+        print_simulated(case, study.run(case, progress=None), study.settle, goal, tokens)
 
 
 @app.command()
@@ -157,6 +160,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     jobs: options.Jobs = 1,
     to_loss_steps: goals.ToLossSteps = None,
     steps_factor: goals.StepsFactor = None,
+    tokens: budgets.Tokens = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
@@ -166,12 +170,12 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     refuse_twice("cluster", cluster)
     cases = grid.over_sizes(job, cluster, strategy, gpus)
     goal = goals.goal(to_loss_steps, steps_factor)
-    scaling.scale(cases, published, out, jobs, goal, as_json=json_)
+    scaling.scale(cases, published, out, jobs, goal, tokens, as_json=json_)
 
 
 @app.command()
 @options.sweep_options
-def sweep(  # noqa: PLR0917 - one argument per option
+def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     context: typer.Context,
     case: Case,
     over: Annotated[
@@ -196,6 +200,7 @@ def sweep(  # noqa: PLR0917 - one argument per option
     jobs: options.Jobs = -1,
     to_loss_steps: goals.ToLossSteps = None,
     steps_factor: goals.StepsFactor = None,
+    tokens: budgets.Tokens = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Vary any parameter over values, in parallel."""
@@ -206,7 +211,7 @@ def sweep(  # noqa: PLR0917 - one argument per option
     settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
     goal = goals.goal(to_loss_steps, steps_factor)
-    sweeping.sweep(cases, settings, csv, jobs, sort, goal, as_json=json_)
+    sweeping.sweep(cases, settings, csv, jobs, sort, goal, tokens, as_json=json_)
 
 
 deciding.add_to(app)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
 from co2sim.catalog.facts import Kind, facts, is_file, read
+from co2sim.catalog.rates import Rate, RateKind, rates
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.errors import CatalogError, nearest
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
@@ -22,6 +23,8 @@ def print_catalog(what: str | None) -> None:
         kind: partial(_print_names, out, kind) for kind in kinds
     }
     everything["strategies"] = partial(_print_strategies, out)
+    named: tuple[RateKind, ...] = get_args(RateKind)
+    everything |= {kind: partial(_print_rates, out, kind) for kind in named}
     if what is None:
         for show in everything.values():
             show()
@@ -35,8 +38,12 @@ def print_catalog(what: str | None) -> None:
         _print_entry(out, kind, what)
     else:
         found = [kind for kind in kinds if what in names(kind)]
-        if not found:
+        rated = [kind for kind in named if what in rates(kind)]
+        for one in rated:
+            _print_rates(out, one, what)
+        if not found and not rated:
             known = [*everything, *STRATEGIES, *(name for kind in kinds for name in names(kind))]
+            known += [name for one in named for name in rates(one)]
             raise CatalogError(f"nothing is called {what!r}; {nearest(what, known)}")
         for kind in found:
             _print_entry(out, kind, what)
@@ -57,6 +64,21 @@ def _print_names(out: Console, kind: Kind) -> None:
         assumed = sum(fact.assumed for fact in facts(tree))
         rows.append((name, str(tree["name"]), f"{assumed or ''}"))
     print_table(out, kind, ("name", "what it is", "assumed numbers"), rows, left=2)
+
+
+def _print_rates(out: Console, kind: RateKind, only: str | None = None) -> None:
+    """Prices or grids, with range, date and source."""
+    rows = [
+        (name, rate.value, _ends(rate), rate.date, rate.source)
+        for name, rate in rates(kind).items()
+        if only in {None, name}
+    ]
+    columns = ("name", "value", "range", "date", "source")
+    print_table(out, kind, columns, rows, left=5)
+
+
+def _ends(rate: Rate) -> str:
+    return f"{rate.low} to {rate.high}" if rate.low and rate.high else ""
 
 
 def _print_strategy(out: Console, name: str) -> None:

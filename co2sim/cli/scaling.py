@@ -12,7 +12,7 @@ from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.figure import draw
-from co2sim.console import intervals, loss
+from co2sim.console import budgets, intervals, loss
 from co2sim.console.result_tables import (
     print_assumed,
     print_chosen,
@@ -27,7 +27,8 @@ from co2sim.metrics import scalability_ratio
 from co2sim.noise import Noise
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.result import Result
-from co2sim.step_factors import Goal, to_dict
+from co2sim.step_factors import Goal
+from co2sim.totals import to_dict
 from co2sim.units import counted, percent, scaled
 from co2sim.units import figures as shown
 
@@ -38,6 +39,7 @@ def scale(
     out: Path,
     jobs: int,
     goal: Goal,
+    tokens: float | None,
     *,
     as_json: bool,
 ) -> None:
@@ -54,11 +56,13 @@ def scale(
 
         def keep(places: Sequence[int]) -> str:
             own = [i for i in places if i < len(cases)]
-            write_atomically(_csv(out, [cases[i] for i in own], [done[i] for i in own], goal))
+            write_atomically(
+                _csv(out, [cases[i] for i in own], [done[i] for i in own], goal, tokens)
+            )
             return f"those of the study are in {out / 'scale.csv'}"
 
         end_interrupted(interrupt, keep)
-    files = _csv(out, cases, outcomes[: len(cases)], goal)
+    files = _csv(out, cases, outcomes[: len(cases)], goal, tokens)
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         write_atomically(files)
         names = [case.title for case in everything]
@@ -76,7 +80,7 @@ def scale(
     if as_json:
         report = {
             "results": [
-                {"cluster_key": str(case.cluster), **to_dict(result, goal)}
+                {"cluster_key": str(case.cluster), **to_dict(case, result, goal, tokens)}
                 for case, result in zip(cases, results, strict=True)
             ],
             "published": [comparison.to_dict() for comparison in comparisons],
@@ -84,7 +88,7 @@ def scale(
         }
         print(json.dumps(report, indent=2))
         return
-    _print(cases, results, comparisons, published, out, goal)
+    _print(cases, results, comparisons, published, out, goal, tokens)
 
 
 def _print(
@@ -94,6 +98,7 @@ def _print(
     published: Path | None,
     out: Path,
     goal: Goal,
+    tokens: float | None,
 ) -> None:
     terminal = console()
     pairs = zip(cases, results, strict=True)
@@ -101,6 +106,8 @@ def _print(
         asked = [(strategy_title(case.strategy), result) for case, result in group]
         _print_cluster(terminal, str(cluster), asked, goal, cases[0].noise)
     loss.print_remark(terminal, results, goal, "")
+    if tokens is not None:
+        _print_totals(terminal, cases, results, tokens, goal)
     if comparisons:
         _print_published(terminal, comparisons)
     elif published:
@@ -115,9 +122,32 @@ def _print(
 
 
 def _csv(
-    out: Path, cases: Sequence[Case], outcomes: Sequence[Outcome], goal: Goal
+    out: Path,
+    cases: Sequence[Case],
+    outcomes: Sequence[Outcome],
+    goal: Goal,
+    tokens: float | None,
 ) -> dict[Path, bytes]:
-    return {out / "scale.csv": to_frame(cases, outcomes, goal=goal).to_csv(index=False).encode()}
+    frame = to_frame(cases, outcomes, goal=goal, tokens=tokens)
+    return {out / "scale.csv": frame.to_csv(index=False).encode()}
+
+
+def _print_totals(
+    terminal: Console,
+    cases: Sequence[Case],
+    results: Sequence[Result],
+    tokens: float,
+    goal: Goal,
+) -> None:
+    found = budgets.totals_for(cases, results, tokens, goal)
+    texts = [
+        (str(case.cluster), strategy_title(case.strategy), str(result.gpus))
+        for case, result in zip(cases, results, strict=True)
+    ]
+    head = f"to train {tokens:.4g} {results[0].unit}s"
+    named = list(zip(texts, found, strict=True))
+    budgets.print_totals(terminal, head, ("cluster", "strategy", "GPUs"), named, 2)
+    budgets.print_basis(terminal, cases, found, "")
 
 
 def _print_cluster(

@@ -9,14 +9,15 @@ from rich.console import Console
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
-from co2sim.console import intervals, loss
+from co2sim.console import budgets, intervals, loss
 from co2sim.console.result_tables import print_assumed, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
 from co2sim.grid import Setting, label
 from co2sim.result import Result
-from co2sim.step_factors import Goal, to_dict
+from co2sim.step_factors import Goal
+from co2sim.totals import to_dict
 from co2sim.units import counted, duration, scaled
 
 
@@ -27,6 +28,7 @@ def sweep(
     jobs: int,
     sort: str | None,
     goal: Goal,
+    tokens: float | None,
     *,
     as_json: bool,
 ) -> None:
@@ -35,7 +37,7 @@ def sweep(
     At control-C those that are done are shown, and written.
     """
     if sort is not None:
-        check_column(sort, settings, goal)
+        check_column(sort, settings, goal, tokens)
     try:
         outcomes = run_all(cases, jobs)
     except Interrupted as interrupt:
@@ -43,11 +45,11 @@ def sweep(
 
         def keep(places: Sequence[int]) -> str:
             part = [cases[i] for i in places], [settings[i] for i in places]
-            _show(*part, [done[i] for i in places], csv, sort, goal, as_json=as_json)
+            _show(*part, [done[i] for i in places], csv, sort, goal, tokens, as_json=as_json)
             return "they are above" if csv is None else f"they are in {csv}"
 
         end_interrupted(interrupt, keep)
-    settings, shown = _show(cases, settings, outcomes, csv, sort, goal, as_json=as_json)
+    settings, shown = _show(cases, settings, outcomes, csv, sort, goal, tokens, as_json=as_json)
     if any(isinstance(outcome, Failure) for outcome in shown):
         names = (
             ", ".join(f"{path}={label(value)}" for path, value in setting.items())
@@ -64,11 +66,12 @@ def _show(
     csv: Path | None,
     sort: str | None,
     goal: Goal,
+    tokens: float | None,
     *,
     as_json: bool,
 ) -> tuple[Sequence[Setting], Sequence[Outcome]]:
     """Write the CSV file and print; gives the settings and the outcomes as they are sorted."""
-    frame = to_frame(cases, outcomes, settings, goal)
+    frame = to_frame(cases, outcomes, settings, goal, tokens)
     if sort is not None:
         places = order(frame, sort)
         frame = frame.iloc[places]
@@ -78,25 +81,29 @@ def _show(
         write_atomically({csv: frame.to_csv(index=False).encode()})
     if as_json:
         rows = [
-            {"setting": dict(setting), **_figures(outcome, goal)}
-            for setting, outcome in zip(settings, outcomes, strict=True)
+            {"setting": dict(setting), **_figures(case, outcome, goal, tokens)}
+            for case, setting, outcome in zip(cases, settings, outcomes, strict=True)
         ]
         print(json.dumps(rows, indent=2))
     else:
-        _print(cases, settings, outcomes, goal)
+        _print(cases, settings, outcomes, goal, tokens)
         if csv is not None:
             print_lines(console(), f"table   {csv}")
     return settings, outcomes
 
 
-def _figures(outcome: Outcome, goal: Goal) -> dict[str, object]:
+def _figures(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:
     if isinstance(outcome, Failure):
         return {"error": outcome.reason}
-    return to_dict(outcome, goal)
+    return to_dict(case, outcome, goal, tokens)
 
 
 def _print(
-    cases: Sequence[Case], settings: Sequence[Setting], outcomes: Sequence[Outcome], goal: Goal
+    cases: Sequence[Case],
+    settings: Sequence[Setting],
+    outcomes: Sequence[Outcome],
+    goal: Goal,
+    tokens: float | None,
 ) -> None:
     results = [outcome for outcome in outcomes if isinstance(outcome, Result)]
     unit = results[0].unit
@@ -128,6 +135,13 @@ def _print(
     title += f"; {uneven}" if uneven else ""
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
+    if tokens is not None:
+        found = budgets.totals_for(cases, outcomes, tokens, goal)
+        texts = [[*map(label, setting.values())] for setting in settings]
+        head = f"to train {tokens:.4g} {unit}s"
+        pairs = list(zip(texts, found, strict=True))
+        budgets.print_totals(terminal, head, list(settings[0]), pairs, len(settings[0]))
+        budgets.print_basis(terminal, cases, found, "")
     named = [
         (" ".join(f"{path}={label(value)}" for path, value in setting.items()), outcome)
         for setting, outcome in zip(settings, outcomes, strict=True)

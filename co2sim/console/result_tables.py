@@ -1,13 +1,13 @@
 """The figures of a configuration, simulated or measured, on the terminal."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from co2sim.case import Case
 from co2sim.catalog import Fact
-from co2sim.console import intervals, loss
+from co2sim.console import budgets, intervals, loss
 from co2sim.console.fitting import print_fitting
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.memory import GIB, OVERHEAD
@@ -15,6 +15,7 @@ from co2sim.noise import QUIET, Noise
 from co2sim.result import Result
 from co2sim.schedule import Layout
 from co2sim.step_factors import NO_GOAL, Goal
+from co2sim.totals import totals_of
 from co2sim.units import counted, duration, figures, scaled
 
 _NAMED = 4
@@ -22,17 +23,23 @@ _NAMED = 4
 
 
 def print_result(
-    result: Result, *, measured: bool = False, noise: Noise = QUIET, goal: Goal | None = None
+    result: Result,
+    *,
+    measured: bool = False,
+    noise: Noise = QUIET,
+    goal: Goal | None = None,
+    more: Sequence[tuple[str, str]] = (),
 ) -> None:
     """All figures of one configuration, simulated or measured; `noise` is named in the header.
 
-    With a goal, even one without steps, it says what the steps of local updates are worth.
+    With a goal, even one without steps, it says what the steps of local updates are worth. `more`
+    are further rows of the table of figures.
     """
     out = console()
     r = result
     _print_header(out, r, noise)
     print_chosen(out, [("", result)])
-    rows = [*_figures(r, measured=measured), *(loss.figures(r, goal) if goal else [])]
+    rows = [*_figures(r, measured=measured), *(loss.figures(r, goal) if goal else []), *more]
     print_table(out, "figures", ("figure", "value"), rows)
     if r.interval_source:
         intervals.print_sources(out, [r], "")
@@ -71,13 +78,22 @@ def _print_memory(out: Console, r: Result) -> None:
 
 
 def print_simulated(
-    case: Case, result: Result, settle: Callable[[Case], Case], goal: Goal = NO_GOAL
+    case: Case,
+    result: Result,
+    settle: Callable[[Case], Case],
+    goal: Goal = NO_GOAL,
+    tokens: float | None = None,
 ) -> None:
     """All figures of a simulated case, and what would fit if it does not.
 
-    `settle` gives a case numbers for what it leaves open.
+    `settle` gives a case numbers for what it leaves open. With `tokens` it says what it takes to
+    train these.
     """
-    print_result(result, noise=case.noise, goal=goal)
+    found = None if tokens is None else totals_of(case, result, tokens, goal)
+    more = [] if tokens is None else budgets.rows_of(found, result.unit)
+    print_result(result, noise=case.noise, goal=goal, more=more)
+    if tokens is not None:
+        budgets.print_basis(console(), [case], [found])
     if not result.fits_in_memory:
         print_fitting(console(), case, settle)
 

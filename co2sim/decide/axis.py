@@ -78,7 +78,10 @@ class Axis:
     def at(self, case: Case, value: float) -> Case:
         """The case with this value."""
         if isinstance(case.cluster, Cluster) and _of_cluster(self.path):
-            return replace(case, cluster=replaced(case.cluster, self.path, value))
+            cluster = case.cluster
+            if self.path == "price_per_gpu":  # another price has not the range of the one given
+                cluster = replace(cluster, price_low=None, price_high=None)
+            return replace(case, cluster=replaced(cluster, self.path, value))
         return vary(case, self.path, self.text(value))
 
     def text(self, value: float) -> str:

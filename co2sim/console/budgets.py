@@ -1,0 +1,173 @@
+"""What it takes to train so many tokens, on the terminal: rows, a table, and lines on both."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, TypeAlias
+
+import typer
+from rich.console import Console
+
+from co2sim.case import Case
+from co2sim.catalog import Fact
+from co2sim.console.options import number
+from co2sim.console.tables import print_lines, print_table
+from co2sim.power import COMPUTING, NEEDED
+from co2sim.result import Result
+from co2sim.step_factors import Goal
+from co2sim.totals import Totals, tokens_of, totals_of
+from co2sim.units import figures, scaled
+
+Tokens = Annotated[
+    float | None,
+    typer.Option(
+        parser=lambda text: tokens_of(number("--tokens")(text)),
+        metavar="N",
+        help="Add what it takes to train N tokens, such as 1e12: days, GPU-hours, money, kWh and kg"
+        " of CO2e. N are those that ddp would train; local updates need more.",
+    ),
+]
+Named: TypeAlias = Sequence[tuple[Sequence[str], Totals | None]]
+"""Totals behind the texts that name their cases."""
+
+_EXAMPLES = {"price_per_gpu": "2.5 USD/h", **NEEDED, "grid_intensity": "56 g/kWh"}
+_NAMED = 3
+"""Values of one number that are named."""
+
+
+def rows_of(found: Totals | None, unit: str) -> list[tuple[str, str]]:
+    """The totals as rows of a single result."""
+    if found is None:
+        return [("days, cost and energy", "steps factor not known")]
+    more = f", {found.trained:.4g} trained" if found.trained != found.tokens else ""
+    rows = [
+        (f"days for {found.tokens:.4g} {unit}s{more}", _days(found)),
+        ("GPU-hours", figures(found.gpu_hours)),
+    ]
+    if found.cost is not None:
+        rows.append((str(found.currency), _cost(found)))
+    if found.power_w is not None:
+        rows += [("average power, at the meter", scaled(found.power_w, "W"))]
+        rows += [("kWh", _energy(found))]
+    if found.co2e_kg is not None:
+        rows.append(("kg CO2e", _carbon(found)))
+    return rows
+
+
+def print_totals(
+    out: Console, title: str, columns: Sequence[str], named: Named, left: int = 1
+) -> None:
+    """A table of the totals of many cases; columns that no case knows are left out."""
+    known = [found for _, found in named if found is not None]
+    currencies = {found.currency for found in known if found.currency}
+    shown = {
+        "days": _days,
+        "GPU-hours": lambda found: figures(found.gpu_hours),
+        " or ".join(sorted(currencies)): lambda found: _cost(found, named=len(currencies) > 1),
+        "kW": lambda found: "-" if found.power_w is None else figures(found.power_w / 1000),
+        "kWh": _energy,
+        "kg CO2e": _carbon,
+    }
+    cells = {
+        head: ["-" if found is None else cell(found) for _, found in named]
+        for head, cell in shown.items()
+    }
+    kept = {head: column for head, column in cells.items() if set(column) - {"-"}}
+    rows = [[*texts, *(c[i] for c in kept.values())] for i, (texts, _) in enumerate(named)]
+    print_table(out, title, [*columns, *kept], rows, left=left)
+
+
+def print_basis(
+    out: Console, cases: Sequence[Case], found: Iterable[Totals | None], *after: str
+) -> None:
+    """What totals rest on, and which numbers are missing, in a few lines; then those `after`."""
+    known = [one for one in found if one is not None]
+    facts = _facts(cases)
+    lines = ["totals count no failures: all the time is useful work"]
+    if any(one.power_w is not None for one in known):
+        said = {name: _said(facts, name) for name in NEEDED}
+        lines.append(
+            f"energy: {COMPUTING:.0%} of the TDP{said['gpu.tdp']} while a GPU computes, its idle"
+            f" power{said['gpu.idle_power']} while it waits for others; the rest of a"
+            f" node{said['node_power']}; PUE{said['pue']}"
+        )
+    if any(one.co2e_kg is not None for one in known):
+        lines.append(f"carbon: grid_intensity{_said(facts, 'grid_intensity')}; others: list grids")
+    if any(one.cost is not None for one in known):
+        lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
+    missing = [name for name in _EXAMPLES if any(name in one.missing for one in known)]
+    print_lines(out, *lines, *_lacking(missing), *after)
+
+
+def totals_for(
+    cases: Sequence[Case], outcomes: Sequence[object], tokens: float, goal: Goal
+) -> list[Totals | None]:
+    """The totals of cases by their outcomes; None where one is no result."""
+    return [
+        totals_of(case, outcome, tokens, goal) if isinstance(outcome, Result) else None
+        for case, outcome in zip(cases, outcomes, strict=True)
+    ]
+
+
+def _lacking(missing: Sequence[str]) -> list[str]:
+    lines = []
+    power = [name for name in missing if name in NEEDED]
+    for names, what in (
+        ([name for name in missing if name == "price_per_gpu"], "cost"),
+        (power, "energy"),
+        ([name for name in missing if name == "grid_intensity"], "carbon"),
+    ):
+        if names:
+            sets = " ".join(f"--set {name}={_EXAMPLES[name]!r}" for name in names)
+            are = "is" if len(names) == 1 else "are"
+            lines.append(f"no {what}: {' and '.join(names)} {are} not known; give {sets}, say")
+    return lines
+
+
+def _facts(cases: Sequence[Case]) -> Mapping[str, list[Fact]]:
+    """The numbers of all cases that totals rest on, each once."""
+    found: dict[str, dict[Fact, None]] = {}
+    for case in cases:
+        for fact in case.load()[0].facts:
+            if fact.path in _EXAMPLES:
+                found.setdefault(fact.path, {})[fact] = None
+    return {path: list(those) for path, those in found.items()}
+
+
+def _said(facts: Mapping[str, Sequence[Fact]], path: str) -> str:
+    """The values of a number, each with the first words on where it comes from."""
+    said = [f"{fact.value}{_why(fact)}" for fact in facts.get(path, ())]
+    more = len(said) - _NAMED
+    others = f" or {more} others" if more > 0 else ""
+    return f" {' or '.join(said[:_NAMED])}{others}" if said else ""
+
+
+def _why(fact: Fact) -> str:
+    name = fact.source.partition(":")[0]
+    if fact.assumed:
+        return " (assumed)" if name.startswith("assumed") else f" (assumed: {name})"
+    return f" ({name})" if fact.path in {"price_per_gpu", "grid_intensity", "pue"} and name else ""
+
+
+def _days(found: Totals) -> str:
+    return _range(found.days, found.days_low, found.days_high)
+
+
+def _cost(found: Totals, *, named: bool = False) -> str:
+    said = _range(found.cost, found.cost_low, found.cost_high)
+    return f"{said} {found.currency}" if named and found.currency else said
+
+
+def _energy(found: Totals) -> str:
+    return _range(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high)
+
+
+def _carbon(found: Totals) -> str:
+    return _range(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high)
+
+
+def _range(value: float | None, low: float | None, high: float | None) -> str:
+    if value is None:
+        return "-"
+    if low is None and high is None:
+        return figures(value)
+    ends = " to ".join("?" if end is None else figures(end) for end in (low, high))
+    return f"{figures(value)} ({ends})"
