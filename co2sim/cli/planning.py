@@ -97,8 +97,12 @@ def _short(tokens: float) -> str:
 def _between(low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return " (no interval known)"
-    shown = [f"{end:,.0f}" if high >= 1000 else f"{end:,.3g}" for end in (low, high)]  # noqa: PLR2004
-    return f" (90 %: {shown[0]} to {shown[1]})"
+    return f" (90 %: {_amount(low)} to {_amount(high)})"
+
+
+def _amount(value: float) -> str:
+    """Days or money: three digits, and all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # noqa: PLR2004
 
 
 def _limits(found: Plan, choice: Option) -> Iterator[str]:
@@ -110,13 +114,13 @@ def _limits(found: Plan, choice: Option) -> Iterator[str]:
     ):
         if most is None:
             continue
-        shown = f"the {name} of {most:,.6g} {unit}"
+        shown = f"the {name} of {_amount(most)} {unit}"
         if worst is None:
             yield f"How sure {shown} is, nobody knows: there is no interval."
         elif worst <= most:
             yield f"It keeps {shown} at the bad end of its interval, too."
         else:
-            yield f"It may miss {shown}: the bad end of its interval is {worst:,.6g} {unit}."
+            yield f"It may miss {shown}: the bad end of its interval is {_amount(worst)} {unit}."
 
 
 def _against(found: Plan, choice: Option) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from co2sim import power
 from co2sim.decide.candidates import Space, candidates
 from co2sim.decide.search import Search
 from co2sim.decide.wanted import Option, Want, Wanted
@@ -47,7 +48,7 @@ def plan(space: Space, wanted: Wanted, *, jobs: int = 1, done: Done | None = Non
 
     Gives what simulating all of them would give, but leaves out those whose computation alone is
     too slow or too dear. At control-C it answers with what it has. Raises OptionError for a space
-    that lacks prices that are wanted, and Co2simError where no candidate can be simulated.
+    that lacks prices or power that are wanted, and Co2simError where no candidate can be simulated.
     """
     _check_prices(space, wanted)
     tried = candidates(space)
@@ -103,7 +104,7 @@ def overlap(choice: Option, other: Option, want: Want) -> bool:
 
 
 def _check_prices(space: Space, wanted: Wanted) -> None:
-    """Refuse a wish that prices would have to answer, where they are not known."""
+    """Refuse a wish that prices or power would have to answer, where they are not known."""
     loaded = [replace(space.job, cluster=c).load()[0].value for c in space.clusters]
     unpriced = [cluster.name for cluster in loaded if cluster.price_per_gpu is None]
     currencies = {cluster.currency for cluster in loaded if cluster.price_per_gpu is not None}
@@ -115,6 +116,14 @@ def _check_prices(space: Space, wanted: Wanted) -> None:
         raise OptionError(
             f"{unpriced[0]!r} has no price_per_gpu, and others have; give all or none"
         )
+    for cluster in loaded:
+        lacking = power.missing(cluster)
+        if lacking and (wanted.power is not None or wanted.want == "least-energy"):
+            sets = " ".join(f"--set {name}={power.NEEDED[name]!r}" for name in lacking)
+            raise OptionError(
+                f"energy needs the power of {cluster.name!r}; {' and '.join(lacking)}"
+                f" {'is' if len(lacking) == 1 else 'are'} not known; give {sets}, say"
+            )
     if unpriced and wanted.budget is not None:
         raise OptionError(
             f"a budget needs prices, and {unpriced[0]!r} has none; give one:"
