@@ -19,8 +19,8 @@ from co2sim.cluster import Cluster, Link
 from co2sim.decide import search as search_module
 from co2sim.decide.break_even import break_even
 from co2sim.decide.candidates import Space, candidates, fits
-from co2sim.decide.plan import Plan, front, plan
-from co2sim.decide.wanted import Option, Want, Wanted
+from co2sim.decide.plan import Recommendation, front, plan
+from co2sim.decide.wanted import Candidate, Want, Wanted
 from co2sim.errors import OptionError
 from co2sim.grid import label, strategy_title
 from co2sim.step_factors import Goal
@@ -81,7 +81,7 @@ def space_of(*clusters: Cluster, **changes: Any) -> Space:
     return Space(**fields | changes)
 
 
-def brute_force(space: Space, wanted: Wanted) -> list[Option]:
+def brute_force(space: Space, wanted: Wanted) -> list[Candidate]:
     """All candidates within the limits, each simulated."""
     found = []
     for case in candidates(space).cases:
@@ -89,7 +89,7 @@ def brute_force(space: Space, wanted: Wanted) -> list[Option]:
         cluster = case.load()[0].value.resized(result.gpus)
         total = totals(result, cluster, wanted.tokens, wanted.goal)
         assert total is not None
-        option = Option(case=case, cluster=cluster, result=result, totals=total)
+        option = Candidate(case=case, cluster=cluster, result=result, totals=total)
         used = result.memory_bytes_per_gpu["total"]
         if option.within(wanted) and fits(used, result.gpu_memory_bytes, space.headroom):
             found.append(option)
@@ -200,7 +200,7 @@ def test_local_updates_pay_their_steps_and_can_lose_by_it() -> None:
 # --- what would change it -----------------------------------------------------------------------
 
 
-def two(offers: tuple[str, str], **changes: Any) -> tuple[Plan, Wanted]:
+def two(offers: tuple[str, str], **changes: Any) -> tuple[Recommendation, Wanted]:
     """A plan between the two offers."""
     space = Space(
         job=Case(cluster="", model="gpt2-xl", strategy="", global_batch=128),

@@ -25,6 +25,7 @@ COMMAND_LINES = {
     "analysis/cli/published.py": "validate_command",
     "analysis/cli/measured.py": "lab",
     "co2sim/study.py": "simulate",
+    "co2sim/cli/deciding.py": "plan",
 }
 """Functions that may be longer: an argument for every option, with its help."""
 

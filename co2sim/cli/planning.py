@@ -14,8 +14,8 @@ from co2sim.decide.break_even import BreakEven, break_even
 from co2sim.decide.candidates import Space
 from co2sim.decide.command import command_of
 from co2sim.decide.levers import Lever, levers
-from co2sim.decide.plan import Plan, plan
-from co2sim.decide.wanted import Option, Wanted
+from co2sim.decide.plan import Recommendation, plan
+from co2sim.decide.wanted import Candidate, Wanted
 from co2sim.errors import OptionError
 from co2sim.grid import label
 from co2sim.progress import progress_bar
@@ -27,7 +27,7 @@ _MOST_ROWS = 12
 
 
 def planning(space: Space, wanted: Wanted, jobs: int, *, as_json: bool) -> None:
-    """Plan, and print."""
+    """Recommendation, and print."""
     with progress_bar("looking at candidates") as done:
         found = plan(space, wanted, jobs=jobs, done=done)
     choice, other = found.choice, found.runner_up
@@ -50,7 +50,7 @@ def planning(space: Space, wanted: Wanted, jobs: int, *, as_json: bool) -> None:
         raise OptionError(_nothing(found))
 
 
-def words(found: Plan, turns: Sequence[BreakEven], held: Sequence[Lever]) -> list[str]:
+def words(found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Lever]) -> list[str]:
     """The answer in sentences."""
     choice = found.choice
     if choice is None:
@@ -72,7 +72,7 @@ def words(found: Plan, turns: Sequence[BreakEven], held: Sequence[Lever]) -> lis
     return told
 
 
-def _told(option: Option) -> str:
+def _told(option: Candidate) -> str:
     case, found = option.case, option.totals
     days = f"{found.days:,.3g} days{_between(found.days_low, found.days_high)}"
     text = (
@@ -105,7 +105,7 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # noqa: PLR2004
 
 
-def _limits(found: Plan, choice: Option) -> Iterator[str]:
+def _limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
     """Whether limits hold at the bad end of the interval, too."""
     wanted, total = found.wanted, choice.totals
     for name, most, worst, unit in (
@@ -123,7 +123,7 @@ def _limits(found: Plan, choice: Option) -> Iterator[str]:
             yield f"It may miss {shown}: the bad end of its interval is {_amount(worst)} {unit}."
 
 
-def _against(found: Plan, choice: Option) -> str:
+def _against(found: Recommendation, choice: Candidate) -> str:
     other, want = found.runner_up, found.wanted.want
     if other is None:
         return "Nothing else is within the limits."
@@ -135,7 +135,7 @@ def _against(found: Plan, choice: Option) -> str:
     return f"{text} Their intervals do not overlap."
 
 
-def _nothing(found: Plan) -> str:
+def _nothing(found: Recommendation) -> str:
     """Why there is no choice."""
     wanted = found.wanted
     limits = [
@@ -156,7 +156,11 @@ def _nothing(found: Plan) -> str:
 
 
 def _print(
-    out: Console, space: Space, found: Plan, turns: Sequence[BreakEven], held: Sequence[Lever]
+    out: Console,
+    space: Space,
+    found: Recommendation,
+    turns: Sequence[BreakEven],
+    held: Sequence[Lever],
 ) -> None:
     if found.choice:
         print_lines(out, *words(found, turns, held), "")
@@ -173,7 +177,7 @@ def _print(
             out.print(Text(line), soft_wrap=True)
 
 
-def _print_options(out: Console, title: str, options: Sequence[Option]) -> None:
+def _print_options(out: Console, title: str, options: Sequence[Candidate]) -> None:
     if not options:
         return
     money = options[0].totals.currency
@@ -207,7 +211,7 @@ def _print_options(out: Console, title: str, options: Sequence[Option]) -> None:
     print_table(out, title, columns, rows, left=3)
 
 
-def _looked(space: Space, found: Plan) -> Iterator[str]:
+def _looked(space: Space, found: Recommendation) -> Iterator[str]:
     """What was looked at, and what was taken for granted."""
     yield (
         f"{found.candidates:,} candidates fit in memory with {space.headroom:.0%} to spare,"
@@ -226,13 +230,13 @@ def _looked(space: Space, found: Plan) -> Iterator[str]:
         yield "stopped before all candidates were looked at: a better one may be missing"
 
 
-def _commands(choice: Option) -> Iterator[str]:
+def _commands(choice: Candidate) -> Iterator[str]:
     """What repeats it, and what tests it on two nodes."""
     yield f"to see it in full: {command_of(choice.case)}"
     yield f"to test it on two nodes: {trial(choice)}"
 
 
-def trial(choice: Option) -> str:
+def trial(choice: Candidate) -> str:
     """The command that runs the same on two real nodes, with the samples that a GPU has."""
     case, cluster = choice.case, choice.cluster
     nodes = min(2, cluster.nodes)
@@ -246,7 +250,9 @@ def trial(choice: Option) -> str:
     )
 
 
-def _plain(found: Plan, turns: Sequence[BreakEven], held: Sequence[Lever]) -> dict[str, Any]:
+def _plain(
+    found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Lever]
+) -> dict[str, Any]:
     """As plain values for JSON."""
     choice = found.choice
     return {
@@ -270,7 +276,7 @@ def _plain(found: Plan, turns: Sequence[BreakEven], held: Sequence[Lever]) -> di
     }
 
 
-def _option(option: Option) -> dict[str, Any]:
+def _option(option: Candidate) -> dict[str, Any]:
     case = option.case
     return {
         "cluster": label(case.cluster),

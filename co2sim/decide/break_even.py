@@ -11,7 +11,7 @@ from scipy.optimize import brentq
 from co2sim import study
 from co2sim.case import Case
 from co2sim.decide.axis import Axis, axis_of
-from co2sim.decide.wanted import Option, Wanted
+from co2sim.decide.wanted import Candidate, Wanted
 from co2sim.errors import Co2simError
 from co2sim.grid import label, strategy_title
 from co2sim.strategies import parse
@@ -40,7 +40,7 @@ class BreakEven:
     above: bool
 
 
-def break_even(choice: Option, other: Option, wanted: Wanted) -> list[BreakEven]:
+def break_even(choice: Candidate, other: Candidate, wanted: Wanted) -> list[BreakEven]:
     """All numbers that can turn the answer, each alone.
 
     Prices and step factors by division; bandwidths between nodes and sites, of the chosen cluster,
@@ -54,7 +54,9 @@ def break_even(choice: Option, other: Option, wanted: Wanted) -> list[BreakEven]
     ]
 
 
-def _prices(choice: Option, other: Option, wanted: Wanted, ratio: float) -> Iterator[BreakEven]:
+def _prices(
+    choice: Candidate, other: Candidate, wanted: Wanted, ratio: float
+) -> Iterator[BreakEven]:
     """Of two clusters; those of one change together."""
     same = label(choice.case.cluster) == label(other.case.cluster)
     if wanted.want != "cheapest" or same:
@@ -73,7 +75,7 @@ def _prices(choice: Option, other: Option, wanted: Wanted, ratio: float) -> Iter
             )
 
 
-def _factors(choice: Option, other: Option, ratio: float) -> Iterator[BreakEven]:
+def _factors(choice: Candidate, other: Candidate, ratio: float) -> Iterator[BreakEven]:
     """Of local updates: more steps to the same loss than was measured, or fewer."""
     for option, factor in ((choice, ratio), (other, 1 / ratio)):
         strategy = option.result.strategy
@@ -89,7 +91,7 @@ def _factors(choice: Option, other: Option, ratio: float) -> Iterator[BreakEven]
             )
 
 
-def _bandwidths(choice: Option, other: Option, wanted: Wanted) -> Iterator[BreakEven]:
+def _bandwidths(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator[BreakEven]:
     """Of the links between nodes, and between sites, of the cluster that was chosen."""
     cluster = choice.cluster
     paths = [
@@ -134,7 +136,7 @@ def _turns(behind: Callable[[float], float], now: float) -> Iterator[float]:
             continue
 
 
-def _score(option: Option, case: Case, wanted: Wanted) -> float:
+def _score(option: Candidate, case: Case, wanted: Wanted) -> float:
     """The score of an option where a number of its case is another."""
     result = study.run(case)
     found = totals(result, option.cluster, wanted.tokens, wanted.goal)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from co2sim import power
 from co2sim.decide.candidates import Space, candidates
 from co2sim.decide.search import Search
-from co2sim.decide.wanted import Option, Want, Wanted
+from co2sim.decide.wanted import Candidate, Want, Wanted
 from co2sim.errors import OptionError
 from co2sim.grid import strategy_title
 from co2sim.progress import Done
@@ -14,7 +14,7 @@ from co2sim.step_factors import step_factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Recommendation:
     """The answer.
 
     `choice` is the best option within the limits, `runner_up` the best one on another cluster or
@@ -29,11 +29,11 @@ class Plan:
     """
 
     wanted: Wanted
-    choice: Option | None
-    runner_up: Option | None
+    choice: Candidate | None
+    runner_up: Candidate | None
     undecided: bool
-    best: tuple[Option, ...]
-    front: tuple[Option, ...]
+    best: tuple[Candidate, ...]
+    front: tuple[Candidate, ...]
     candidates: int
     simulated: int
     large: int
@@ -43,7 +43,9 @@ class Plan:
     interrupted: bool
 
 
-def plan(space: Space, wanted: Wanted, *, jobs: int = 1, done: Done | None = None) -> Plan:
+def plan(
+    space: Space, wanted: Wanted, *, jobs: int = 1, done: Done | None = None
+) -> Recommendation:
     """The best candidates of a space.
 
     Gives what simulating all of them would give, but leaves out those whose computation alone is
@@ -71,7 +73,7 @@ def plan(space: Space, wanted: Wanted, *, jobs: int = 1, done: Done | None = Non
     best = search.best()
     choice = best[0] if best and inside else None
     runner_up = best[1] if choice and len(best) > 1 else None
-    return Plan(
+    return Recommendation(
         wanted=wanted,
         choice=choice,
         runner_up=runner_up,
@@ -88,7 +90,7 @@ def plan(space: Space, wanted: Wanted, *, jobs: int = 1, done: Done | None = Non
     )
 
 
-def front(options: Iterable[Option]) -> Iterator[Option]:
+def front(options: Iterable[Candidate]) -> Iterator[Candidate]:
     """Those that none beats in days and in money, from the fastest on."""
     least = float("inf")
     for option in sorted(options, key=lambda option: (option.totals.days, option.spent)):
@@ -97,7 +99,7 @@ def front(options: Iterable[Option]) -> Iterator[Option]:
             yield option
 
 
-def overlap(choice: Option, other: Option, want: Want) -> bool:
+def overlap(choice: Candidate, other: Candidate, want: Want) -> bool:
     """Whether their intervals do; without intervals nobody can tell."""
     ends, others = choice.ends(want), other.ends(want)
     return ends is None or others is None or ends[1] >= others[0]

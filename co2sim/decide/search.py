@@ -8,7 +8,7 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.decide.candidates import fits
 from co2sim.decide.floor import Floor
-from co2sim.decide.wanted import Option, Wanted
+from co2sim.decide.wanted import Candidate, Wanted
 from co2sim.errors import Co2simError
 from co2sim.grid import label, strategy_title
 from co2sim.progress import Done
@@ -47,8 +47,8 @@ class Search:
         self._left = sorted(
             self._promises, key=lambda one: (one.score, one.days, one.cluster.layout.world_size)
         )
-        self._outside: list[tuple[object, Option]] = []
-        self.options: list[tuple[object, Option]] = []
+        self._outside: list[tuple[object, Candidate]] = []
+        self.options: list[tuple[object, Candidate]] = []
         self.failed: list[str] = []
         self.large = 0
         self.simulated = 0
@@ -75,11 +75,11 @@ class Search:
         seen = {id(option.case) for _, option in self.options}
         self._left = [one for one in self._promises if id(one.case) not in seen]
 
-    def best(self) -> list[Option]:
+    def best(self) -> list[Candidate]:
         """The best option of every group, the best of all first."""
-        found: dict[object, Option] = {}
+        found: dict[object, Candidate] = {}
 
-        def rank(pair: tuple[object, Option]) -> tuple[float, float, int]:
+        def rank(pair: tuple[object, Candidate]) -> tuple[float, float, int]:
             option = pair[1]
             return option.score(self._wanted.want), option.totals.days, option.result.gpus
 
@@ -112,7 +112,7 @@ class Search:
         if found is None:
             self.failed.append(f"nobody knows what a step of {outcome.strategy} is worth")
             return
-        option = Option(case=one.case, cluster=one.cluster, result=outcome, totals=found)
+        option = Candidate(case=one.case, cluster=one.cluster, result=outcome, totals=found)
         inside = option.within(self._wanted)
         (self.options if inside else self._outside).append((one.group, option))
 

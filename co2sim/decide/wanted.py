@@ -42,7 +42,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Candidate:
     """A candidate that was simulated, on its sized cluster."""
 
     case: Case
