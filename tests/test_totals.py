@@ -290,9 +290,12 @@ def test_a_recorded_cluster_keeps_what_it_draws_and_costs() -> None:
         ({"gpu.tdp": "700"}, "'700' has no unit; expected a power such as '700 W'"),
         ({"node_power": "3 GB"}, "does not fit; expected a power"),
         ({"grid_intensity": "56 kg"}, "does not fit; expected a carbon intensity"),
-        ({"gpu.idle_power": "900 W"}, "idle_power is 900, above tdp, which is 700"),
+        ({"gpu.idle_power": "900 W"}, "idle_power is 900 W, above tdp, which is 700 W"),
         ({"node_power": "-1 W"}, "node_power is '-1 W'; it must be at least 0 W"),
-        ({"price_per_gpu": "1 USD/h", "price_low": "2 USD/h"}, "price_low is 0.000555556, above"),
+        (
+            {"price_per_gpu": "1 USD/h", "price_low": "2 USD/h"},
+            "price_low is 0.000555556 USD/s, above",
+        ),
         ({"price_per_gpu": "1 USD/h", "price_low": "0.5 EUR/h"}, "are in EUR and USD"),
         ({"price_low": "cheap"}, "price_low: 'cheap' is not a price"),
     ],
@@ -331,7 +334,10 @@ def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> No
     code, text, _ = cli("run", *common, "-s", "ddp", "-g", "16", "--json")
     assert code == 0
     said = json.loads(text)["totals"]
+    basis = {fact["path"]: fact for fact in said.pop("basis")}
     assert said == json.loads(json.dumps(expected))
+    assert basis["grid_intensity"]["source"].startswith("france, 2023: Our World in Data")
+    assert (basis["pue"]["value"], basis["pue"]["assumed"]) == ("1.2", False)
     assert cli("sweep", *common, "--vary", "strategy=ddp", "-g", "16", "--csv", str(table))[0] == 0
     assert cli("scale", *common, "-s", "ddp", "-g", "16", "--out", str(out))[0] == 0
     frames = [
@@ -359,7 +365,7 @@ def test_the_words_name_what_totals_rest_on(cli: Run) -> None:
     assert "totals count no failures" in text
     assert "85% of the TDP 700 W while a GPU computes, its idle power 105 W" in text
     assert "PUE 1.2 (set by the user)" in text
-    assert "56 g/kWh (france, 2023)" in text
+    assert "56 g/kWh (france, 2023); others: co2sim list grids" in text
     assert "2.95 USD/h (h100-median-2026-05, 2026-05-20)" in text
     usual = " ".join(cli("run", *ON, "-s", "ddp", "--tokens", "1e10")[1].split())
     assert "PUE 1.58 (assumed: average of data centres in 2023)" in usual
@@ -386,7 +392,9 @@ def test_tables_have_the_columns_and_sort_by_them(cli: Run) -> None:
     assert part[1] == heads
     assert [line[0] for line in part[2:5]] == ["zero3", "ddp", "co2:tau=3,staleness=3"]
     assert set(part[4][1:]) == {"-"}
-    assert cli("sweep", *ON, *vary, "--sort", "kWh")[0] == 2
+    for column in ("days", "USD", "kW", "kWh", "kg CO2e", "gpu_hours", "co2e_kg_high"):
+        assert cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", column)[0] == 0
+        assert cli("sweep", *ON, *vary, "--sort", column)[0] == 2
 
 
 def test_a_case_that_fails_has_no_totals() -> None:
