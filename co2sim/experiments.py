@@ -1,7 +1,7 @@
 """Many configurations at once, as tables: any parameter over values, strategies over sizes."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -45,9 +45,8 @@ def sweep(
         sort: A column to sort the rows by, "-column" for falling values.
         goal: A loss to reach; adds the columns `steps_factor`, `steps_to_loss`, `time_to_loss_s`
             and `cost_to_loss`, empty where no factor is known.
-        tokens: Tokens that ddp would train, such as 1e12; adds the columns `trained`, `days`,
-            `gpu_hours`, `cost`, `power_w`, `energy_kwh` and `co2e_kg`, with the ends of their
-            intervals (`Totals`), empty where a number is missing.
+        tokens: Tokens that ddp would train, such as 1e12; adds what that takes, as columns with
+            the names of `Totals`, empty where a number is missing.
         jobs: Processes, -1: one per core; never more than cases, or than two per core.
         progress: Show a bar on stderr; default: if it is a terminal.
         options: The further keywords of `simulate`.
@@ -70,13 +69,9 @@ def sweep(
     grid.check(vary)
     if sort is not None and not isinstance(sort, str):
         raise OptionError(f"sort is {shown(sort)}; it must be the name of a column")
-    for name, value in given.items():
-        if (value is None) != (name in vary):
-            both = f"{name} is given, and varied, too; leave one of them out"
-            raise OptionError(f"give {name}, or vary it" if value is None else both)
-    _refuse_both(vary, options)
+    _refuse_both(vary, given, options)
     settings = grid.settings(vary)
-    tokens = None if tokens is None else tokens_of(number("tokens", tokens))
+    tokens = _tokens(tokens)
     if sort is not None:
         frames.check_column(sort, settings, goal, tokens)
     base: dict[str, Any] = {k: "" if value is None else value for k, value in given.items()}
@@ -127,14 +122,26 @@ def scale(
     from co2sim import frames  # noqa: PLC0415 - pandas
 
     job = describe("", model, "", **options)
-    tokens = None if tokens is None else tokens_of(number("tokens", tokens))
+    tokens = _tokens(tokens)
     cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)
     outcomes = run_all(cases, jobs, progress=progress)
     return frames.to_frame(cases, outcomes, goal=goal, tokens=tokens)
 
 
-def _refuse_both(vary: grid.Grid, options: Options) -> None:
-    """Raise OptionError for what is given, and varied, too: one of them would be dropped."""
+def _tokens(value: Any) -> float | None:
+    """Tokens to train, checked."""
+    return None if value is None else tokens_of(number("tokens", value))
+
+
+def _refuse_both(vary: grid.Grid, needed: Mapping[str, Any], options: Options) -> None:
+    """Raise OptionError for what is given, and varied, too: one of them would be dropped.
+
+    What is `needed` has to be either.
+    """
+    for name, value in needed.items():
+        if (value is None) != (name in vary):
+            both = f"{name} is given, and varied, too; leave one of them out"
+            raise OptionError(f"give {name}, or vary it" if value is None else both)
     given = {name for name, value in options.items() if value is not None}
     noise = options.get("noise")
     if isinstance(noise, Noise):

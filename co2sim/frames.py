@@ -13,6 +13,7 @@ from co2sim.grid import Setting, label
 from co2sim.result import Result
 from co2sim.step_factors import NO_GOAL, Goal, to_loss
 from co2sim.totals import Totals, totals_of
+from co2sim.units import CURRENCIES
 
 _VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
@@ -137,6 +138,8 @@ def _meant(name: str) -> str:
         return "tokens_per_s"
     if " per billion " in name:
         return "cost_per_billion_tokens"
+    if set(name.split(" or ")) <= set(CURRENCIES):
+        return "cost"
     return _IN_TABLES.get(name, name)
 
 

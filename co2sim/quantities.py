@@ -82,10 +82,14 @@ def check(thing: Any, what: str) -> None:
 
 def in_order(thing: Any, what: str, *names: str) -> None:
     """Check that of these fields those that are known do not fall. Raises OptionError."""
+    kind: Any = type(thing)
+    unit = f" {_quantities(kind)[names[0]][1].unit}".rstrip()
     known = [(name, getattr(thing, name)) for name in names if getattr(thing, name) is not None]
     for (low, least), (high, most) in pairwise(known):
         if least > most:
-            raise OptionError(f"{what}: {low} is {least:g}, above {high}, which is {most:g}")
+            raise OptionError(
+                f"{what}: {low} is {least:g}{unit}, above {high}, which is {most:g}{unit}"
+            )
 
 
 @cache

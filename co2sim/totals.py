@@ -9,6 +9,7 @@ from typing import Any
 
 from co2sim import power, step_factors
 from co2sim.case import Case
+from co2sim.catalog import Fact
 from co2sim.cluster import Cluster
 from co2sim.ranges import between, fraction
 from co2sim.result import Result
@@ -18,6 +19,9 @@ from co2sim.units import Watts
 DAY = 86400.0
 """In seconds."""
 _MOST_TOKENS = 1e18
+
+EXAMPLES = {"price_per_gpu": "2.5 USD/h", **power.NEEDED, "grid_intensity": "56 g/kWh"}
+"""The numbers of a cluster that totals need, with an example of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +128,20 @@ def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -
 def to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:
     """A result as plain values for JSON, with `totals` (None: no step factor is known) for tokens.
 
-    With `to_loss` where the goal has steps.
+    With `to_loss` where the goal has steps. `totals` has a `basis`: see `basis`.
     """
     values = step_factors.to_dict(result, goal)
     if tokens is None:
         return values
     found = totals_of(case, result, tokens, goal)
-    return values | {"totals": None if found is None else asdict(found)}
+    if found is None:
+        return values | {"totals": None}
+    return values | {"totals": {**asdict(found), "basis": [asdict(fact) for fact in basis(case)]}}
+
+
+def basis(case: Case) -> tuple[Fact, ...]:
+    """The numbers that totals rest on but for the speed: none of a cluster that is an object."""
+    return tuple(fact for fact in case.load()[0].facts if fact.path in EXAMPLES)
 
 
 def tokens_of(value: float) -> float:

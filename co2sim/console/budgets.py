@@ -13,7 +13,7 @@ from co2sim.console.tables import print_lines, print_table
 from co2sim.power import COMPUTING, NEEDED
 from co2sim.result import Result
 from co2sim.step_factors import Goal
-from co2sim.totals import Totals, tokens_of, totals_of
+from co2sim.totals import EXAMPLES, Totals, basis, tokens_of, totals_of
 from co2sim.units import figures, scaled
 
 Tokens = Annotated[
@@ -28,7 +28,6 @@ Tokens = Annotated[
 Named: TypeAlias = Sequence[tuple[Sequence[str], Totals | None]]
 """Totals behind the texts that name their cases."""
 
-_EXAMPLES = {"price_per_gpu": "2.5 USD/h", **NEEDED, "grid_intensity": "56 g/kWh"}
 _NAMED = 3
 """Values of one number that are named."""
 
@@ -90,10 +89,12 @@ def print_basis(
             f" node{said['node_power']}; PUE{said['pue']}"
         )
     if any(one.co2e_kg is not None for one in known):
-        lines.append(f"carbon: grid_intensity{_said(facts, 'grid_intensity')}; others: list grids")
+        lines.append(
+            f"carbon: grid_intensity{_said(facts, 'grid_intensity')}; others: co2sim list grids"
+        )
     if any(one.cost is not None for one in known):
         lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
-    missing = [name for name in _EXAMPLES if any(name in one.missing for one in known)]
+    missing = [name for name in EXAMPLES if any(name in one.missing for one in known)]
     print_lines(out, *lines, *_lacking(missing), *after)
 
 
@@ -116,7 +117,7 @@ def _lacking(missing: Sequence[str]) -> list[str]:
         ([name for name in missing if name == "grid_intensity"], "carbon"),
     ):
         if names:
-            sets = " ".join(f"--set {name}={_EXAMPLES[name]!r}" for name in names)
+            sets = " ".join(f"--set {name}={EXAMPLES[name]!r}" for name in names)
             are = "is" if len(names) == 1 else "are"
             lines.append(f"no {what}: {' and '.join(names)} {are} not known; give {sets}, say")
     return lines
@@ -125,10 +126,10 @@ def _lacking(missing: Sequence[str]) -> list[str]:
 def _facts(cases: Sequence[Case]) -> Mapping[str, list[Fact]]:
     """The numbers of all cases that totals rest on, each once."""
     found: dict[str, dict[Fact, None]] = {}
-    for case in cases:
-        for fact in case.load()[0].facts:
-            if fact.path in _EXAMPLES:
-                found.setdefault(fact.path, {})[fact] = None
+    apart = {(str(case.cluster), *case.overrides.items()): case for case in cases}
+    for case in apart.values():
+        for fact in basis(case):
+            found.setdefault(fact.path, {})[fact] = None
     return {path: list(those) for path, those in found.items()}
 
 

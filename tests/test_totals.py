@@ -1,0 +1,427 @@
+"""What it takes to train so many tokens: time, GPU-hours, money, energy, carbon."""
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.measured.overrides import changed
+from co2sim import Case, Cluster, Goal, Result, power, run, scale, sweep, totals_of
+from co2sim.catalog import load_cluster
+from co2sim.catalog.rates import rates
+from co2sim.decide.targets import METRICS, View
+from co2sim.decide.totals import Totals, tokens_of, totals
+from co2sim.errors import CatalogError, OptionError
+from co2sim.metrics import window
+from co2sim.schedule import Compute
+from co2sim.study import trace
+from co2sim.units import parse
+
+Run = Callable[..., tuple[int, str, str]]
+ON = ("-c", "dgx-h100", "-m", "gpt2-small")
+PRICED = ("--set", "price_per_gpu=h100-median-2026-05", "--set", "grid=france", "--set", "pue=1.2")
+CASE = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=16)
+RESULT = run(CASE)
+DRAWS = st.floats(0.0, 1.0)
+
+
+def cluster(**changes: object) -> Cluster:
+    """Two nodes of eight GPUs with round numbers for all that costs."""
+    whole = load_cluster("dgx-h100").value.resized(16)
+    gpu = replace(whole.gpu, tdp=400.0, idle_power=100.0)
+    numbers = {
+        "gpu": gpu,
+        "price_per_gpu": 1 / 3600,
+        "node_power": 1000.0,
+        "pue": 1.5,
+        "grid_intensity": 0.1,
+        "grid_intensity_low": None,
+        "grid_intensity_high": None,
+    }
+    return replace(whole, **(numbers | changes))  # type: ignore[arg-type]
+
+
+def result(exposed: float = 0.25, **changes: object) -> Result:
+    """1,000 tokens/s on 16 GPUs at 1 USD an hour each; a part of the round is exposed."""
+    numbers = {
+        "tokens_per_s": 1000.0,
+        "round_time_s": 2.0,
+        "exposed_comm_s": 2.0 * exposed,
+        "straggler_delay_s": None,
+        "cost_per_billion_tokens": 16 / 3600 / 1000 * 1e9,
+        "currency": "USD",
+    }
+    return replace(RESULT, **(numbers | changes))  # type: ignore[arg-type]
+
+
+def known(found: Totals | None) -> Totals:
+    """Totals that are known."""
+    assert found is not None
+    return found
+
+
+def test_a_day_worked_out_by_hand() -> None:
+    """Every figure of one case, from numbers that fit on a slip of paper.
+
+    86.4 million tokens at 1,000 a second take a day. 16 GPUs for 24 hours are 384 GPU-hours, at
+    1 USD each. A GPU computes for 3/4 of the time at 85 % of 400 W and waits at 100 W: 280 W. 16
+    of them and twice 1,000 W are 6,480 W, times 1.5: 9,720 W, in 24 h 233.28 kWh, at 0.1 kg each.
+    """
+    found = known(totals(result(), cluster(), 86.4e6))
+    assert (found.tokens, found.trained, found.goodput) == (86.4e6, 86.4e6, 1.0)
+    assert found.days == pytest.approx(1.0)
+    assert found.gpu_hours == pytest.approx(384.0)
+    assert found.cost == pytest.approx(384.0)
+    assert found.power_w == pytest.approx(9720.0)
+    assert found.energy_kwh == pytest.approx(233.28)
+    assert found.co2e_kg == pytest.approx(23.328)
+    assert (found.currency, found.missing) == ("USD", ())
+    assert {found.days_low, found.cost_low, found.energy_kwh_high, found.co2e_kg_low} == {None}
+
+
+def test_intervals_join_that_of_the_speed_with_the_range_of_the_rate() -> None:
+    """Fast and cheap is the low end, slow and dear the high one."""
+    uncertain = result(tokens_per_s_low=500.0, tokens_per_s_high=2000.0)
+    wide = cluster(price_low=0.5 / 3600, price_high=3 / 3600, grid_intensity_high=0.4)
+    found = known(totals(uncertain, wide, 86.4e6))
+    assert (found.days_low, found.days_high) == pytest.approx((0.5, 2.0))
+    assert (found.cost_low, found.cost_high) == pytest.approx((384 / 4, 384 * 6))
+    assert (found.energy_kwh_low, found.energy_kwh_high) == pytest.approx((116.64, 466.56))
+    assert (found.co2e_kg_low, found.co2e_kg_high) == pytest.approx((11.664, 186.624))
+    exact = known(totals(result(), wide, 86.4e6))  # no interval of the speed: the price's alone
+    assert (exact.days_low, exact.days_high) == (None, None)
+    assert (exact.cost_low, exact.cost_high) == pytest.approx((192.0, 1152.0))
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "co2(tau=3)", "diloco(tau=2)"]
+)
+@pytest.mark.parametrize("bandwidth", ["10 Gbit/s", "3200 Gbit/s"])
+def test_the_power_is_that_of_the_trace_integrated(strategy: str, bandwidth: str) -> None:
+    """Watts times seconds over the spans of one GPU, computing or not, give the same average."""
+    overrides = {"inter.bandwidth": bandwidth}
+    case = replace(CASE, strategy=strategy, overrides=overrides)
+    schedule, spans = trace(case)
+    found = run(case)
+    during = window(spans, schedule, 1)
+    computes = {op.name for op in schedule.body if isinstance(op.work, Compute)}
+    own = [s for s in spans.spans if s.rank == 0 and s.op in computes]
+    busy = sum(max(0.0, s.end - max(s.start, during.start)) for s in own)
+    length = during.round_time
+    assert length == pytest.approx(found.round_time_s)
+    gpu = case.load()[0].value.gpu
+    joules = busy * 0.85 * 700 + (length - busy) * 105
+    share = power.computing_share(found)
+    assert power.gpu_power(gpu, share) == pytest.approx(joules / length, rel=1e-6)
+
+
+def test_power_reaches_its_limits() -> None:
+    """Nothing exposed: 85 % of the TDP exactly. All exposed: idle power exactly."""
+    rest = cluster(node_power=0.0, pue=1.0)
+    assert power.power(result(0.0), rest) == pytest.approx(16 * 340.0)
+    assert power.power(result(1.0), rest) == pytest.approx(16 * 100.0)
+
+
+def test_waiting_for_slower_nodes_is_no_computing() -> None:
+    """A GPU that waits for a straggler draws idle power for that part of the round."""
+    assert power.computing_share(result(0.25, straggler_delay_s=0.5)) == pytest.approx(0.5)
+    assert power.computing_share(result(0.75, straggler_delay_s=1.0)) == 0.0
+
+
+@given(exposed=DRAWS, more=DRAWS, straggled=DRAWS)
+def test_power_lies_between_idle_and_computing(
+    exposed: float, more: float, straggled: float
+) -> None:
+    """And never rises with what is exposed."""
+    rest = cluster(node_power=0.0, pue=1.0)
+    low, high = sorted((exposed, more))
+    first, second = (
+        power.power(result(share, straggler_delay_s=straggled), rest) for share in (low, high)
+    )
+    assert first is not None
+    assert second is not None
+    assert 16 * 100.0 * (1 - 1e-12) <= second <= first * (1 + 1e-12)
+    assert first <= 16 * 340.0 * (1 + 1e-12)
+
+
+@given(tokens=st.floats(1, 1e18), goodput=st.floats(0.01, 1.0), factor=st.floats(0.1, 10.0))
+def test_all_grows_with_tokens_and_steps_and_falls_with_goodput(
+    tokens: float, goodput: float, factor: float
+) -> None:
+    """Time, money, energy and carbon are in proportion to tokens times factor over goodput."""
+    one = known(totals(result(), cluster(), 1e6))
+    goal = Goal(factors={"co2(tau=48)": factor})
+    found = known(totals(result(strategy="co2(tau=48)"), cluster(), tokens, goal, goodput))
+    times = tokens / 1e6 * factor / goodput
+    for name in ("days", "gpu_hours", "cost", "energy_kwh", "co2e_kg"):
+        assert getattr(found, name) == pytest.approx(times * getattr(one, name), rel=1e-9)
+    assert found.power_w == one.power_w
+    assert found.trained == pytest.approx(tokens * factor)
+
+
+def test_local_updates_pay_their_measured_step_factor() -> None:
+    """And where none was measured, nothing is claimed."""
+    found = known(totals(result(strategy="co2(tau=48)"), cluster(), 1e9))
+    assert found.factor.factor > 1
+    assert found.trained == pytest.approx(1e9 * found.factor.factor)
+    assert totals(result(strategy="co2(tau=auto)"), cluster(), 1e9) is None
+
+
+def test_days_and_cost_are_those_that_solve_reaches_for() -> None:
+    """Both commands count alike."""
+    found = known(totals(result(), cluster(), 1e9))
+    view = View(result(), tokens=found.trained)
+    assert METRICS["days"].of(view) == pytest.approx(found.days)
+    assert METRICS["cost"].of(view) == pytest.approx(found.cost)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "gone"),
+    [
+        ("price_per_gpu", {"cost", "currency"}),
+        ("node_power", {"power_w", "energy_kwh", "co2e_kg"}),
+        ("pue", {"power_w", "energy_kwh", "co2e_kg"}),
+        ("grid_intensity", {"co2e_kg"}),
+    ],
+)
+def test_a_number_that_is_not_known_is_named_and_nothing_rests_on_it(
+    lacks: str, gone: set[str]
+) -> None:
+    """No figure is made up, and the others stay."""
+    bare = cluster(**{lacks: None})
+    price = {"cost_per_billion_tokens": None, "currency": None} if lacks == "price_per_gpu" else {}
+    found = known(totals(result(**price), bare, 1e9))
+    whole = known(totals(result(), cluster(), 1e9))
+    assert found.missing == (lacks,)
+    for name in ("days", "gpu_hours", "cost", "currency", "power_w", "energy_kwh", "co2e_kg"):
+        assert getattr(found, name) == (None if name in gone else getattr(whole, name))
+    gpu = replace(bare.gpu, tdp=None, idle_power=None)
+    assert {"gpu.tdp", "gpu.idle_power"} <= set(
+        known(totals(result(**price), replace(bare, gpu=gpu), 1e9)).missing
+    )
+
+
+def test_a_node_of_h100_draws_what_was_measured_elsewhere() -> None:
+    """Within 5 % of 76 % of 10.2 kW (Newkirk et al., arXiv 2506.14551), which no constant uses."""
+    node = load_cluster("dgx-h100", {"pue": "1"}).value.resized(8)
+    found = power.power(result(0.0, gpus=8), node)
+    assert found == pytest.approx(0.76 * 10_200, rel=0.05)
+
+
+def test_published_rates_have_a_date_a_source_and_ends_around_the_value() -> None:
+    """Prices and grids alike; no two entries of one kind say the same of the same place."""
+    for kind, unit in (("prices", "USD/s"), ("grids", "kg/kWh")):
+        found = rates(kind)  # type: ignore[arg-type]
+        assert found
+        for rate in found.values():
+            value = parse(rate.value, unit)  # type: ignore[arg-type]
+            assert rate.date[:2] == "20"
+            assert len(rate.source) > 20
+            low, high = (
+                value if end is None else parse(end, unit)  # type: ignore[arg-type]
+                for end in (rate.low, rate.high)
+            )
+            assert low <= value <= high
+
+
+@pytest.mark.parametrize("name", sorted(rates("grids")))
+def test_a_grid_is_set_by_name(name: str) -> None:
+    """Its intensity, and its range if it has one, become those of the cluster."""
+    found = load_cluster("dgx-h100", {"grid": name}).value
+    assert found.grid_intensity == pytest.approx(parse(rates("grids")[name].value, "kg/kWh"))
+    assert (found.grid_intensity_low is None) == (rates("grids")[name].low is None)
+
+
+def test_a_price_is_set_by_name_and_what_a_user_gives_has_no_range() -> None:
+    """A range belongs to the price that was published with it."""
+    named = load_cluster("dgx-h100", {"price_per_gpu": "h100-median-2026-05"}).value
+    assert (named.price_per_gpu, named.price_low, named.price_high, named.currency) == (
+        pytest.approx(2.95 / 3600),
+        pytest.approx(1.99 / 3600),
+        pytest.approx(5 / 3600),
+        "USD",
+    )
+    own = load_cluster("dgx-h100", {"price_per_gpu": "2 EUR/h"}).value
+    assert (own.price_low, own.price_high, own.currency) == (None, None, "EUR")
+    both = {"price_per_gpu": "2 EUR/h", "price_low": "1 EUR/h", "price_high": "3 EUR/h"}
+    assert load_cluster("dgx-h100", both).value.price_high == pytest.approx(3 / 3600)
+    grid = load_cluster("dgx-h100", {"grid_intensity": "20 g/kWh"}).value
+    assert (grid.grid_intensity, grid.grid_intensity_high) == (pytest.approx(0.02), None)
+
+
+def test_a_file_may_name_its_grid_and_its_price(tmp_path: Path) -> None:
+    """As --set does; the command line comes first."""
+    text = Path("examples/my-cluster.toml").read_text("utf-8")
+    text = text.replace('price_per_gpu = "1.10 USD/h"', 'price_per_gpu = "a100-40-aws-2026-06"')
+    path = tmp_path / "mine.toml"
+    path.write_text(f'grid = "norway"\npue = 1.1\nnode_power = "600 W"\n{text}')
+    found = load_cluster(str(path)).value
+    assert found.price_per_gpu == pytest.approx(4.1 / 3600)
+    assert (found.grid_intensity, found.pue, found.node_power) == (pytest.approx(0.03), 1.1, 600)
+    other = load_cluster(str(path), {"grid": "india", "price_per_gpu": "1 USD/h"}).value
+    assert other.grid_intensity == pytest.approx(0.713)
+    assert other.price_per_gpu == pytest.approx(1 / 3600)
+    assert load_cluster(str(path), {"grid_intensity": "1 g/kWh"}).value.grid_intensity == 0.001
+
+
+def test_a_recorded_cluster_keeps_what_it_draws_and_costs() -> None:
+    """A change of another number leaves power, grid and the range of the price as they were."""
+    rich = load_cluster("dgx-h100", {"price_per_gpu": "h100-median-2026-05", "grid": "world"}).value
+    found = changed(rich, {"inter.latency": "5 us"})
+    kept = ("price_low", "price_high", "node_power", "pue", "grid_intensity", "grid_intensity_high")
+    assert [getattr(found, n) for n in kept] == pytest.approx([getattr(rich, n) for n in kept])
+    assert (found.gpu.tdp, found.gpu.idle_power) == (700.0, 105.0)
+    assert changed(rich, {"grid": "france"}).grid_intensity == pytest.approx(0.056)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"grid": "atlantis"}, "unknown grid 'atlantis'; known: "),
+        ({"grid": "frence"}, "did you mean 'france'?"),
+        ({"grid": "france", "grid_intensity": "5 g/kWh"}, "leave one of them out"),
+        ({"price_per_gpu": "cheap"}, "unknown price 'cheap'"),
+        ({"pue": "0.9"}, "pue is '0.9'; it must be at least 1"),
+        ({"gpu.tdp": "700"}, "'700' has no unit; expected a power such as '700 W'"),
+        ({"node_power": "3 GB"}, "does not fit; expected a power"),
+        ({"grid_intensity": "56 kg"}, "does not fit; expected a carbon intensity"),
+        ({"gpu.idle_power": "900 W"}, "idle_power is 900 W, above tdp, which is 700 W"),
+        ({"node_power": "-1 W"}, "node_power is '-1 W'; it must be at least 0 W"),
+        (
+            {"price_per_gpu": "1 USD/h", "price_low": "2 USD/h"},
+            "price_low is 0.000555556 USD/s, above",
+        ),
+        ({"price_per_gpu": "1 USD/h", "price_low": "0.5 EUR/h"}, "are in EUR and USD"),
+        ({"price_low": "cheap"}, "price_low: 'cheap' is not a price"),
+    ],
+)
+def test_wrong_rates_are_refused_in_one_line(changes: dict[str, str], said: str) -> None:
+    """What, what was given, and what is allowed."""
+    with pytest.raises(CatalogError) as caught:
+        load_cluster("dgx-h100", changes)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tokens", [0, -1.0, 1e19, float("nan"), float("inf"), True, "many"])
+def test_tokens_out_of_range_are_refused(tokens: float) -> None:
+    """From 1 to 1e18, in Python as on the command line."""
+    with pytest.raises(OptionError, match="tokens is"):
+        tokens_of(tokens)
+    with pytest.raises(OptionError, match="tokens is"):
+        sweep("dgx-h100", "gpt2-small", "ddp", vary={"gpus": [8]}, tokens=tokens)
+
+
+@pytest.mark.parametrize("goodput", [0.0, -0.1, 1.1, float("nan")])
+def test_a_goodput_out_of_range_is_refused(goodput: float) -> None:
+    """It is a share of the time, and nothing is trained at 0."""
+    with pytest.raises(OptionError, match="goodput is"):
+        totals(result(), cluster(), 1e9, goodput=goodput)
+
+
+def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> None:
+    """JSON, both CSV files, both frames and `totals_of` have the same figures."""
+    table, out = tmp_path / "sweep.csv", tmp_path / "out"
+    overrides = {"price_per_gpu": "h100-median-2026-05", "grid": "france", "pue": "1.2"}
+    case = replace(CASE, overrides=overrides)
+    expected = asdict(known(totals_of(case, run(case), 1e10)))
+    common = (*ON, *PRICED, "--tokens", "1e10")
+    code, text, _ = cli("run", *common, "-s", "ddp", "-g", "16", "--json")
+    assert code == 0
+    said = json.loads(text)["totals"]
+    basis = {fact["path"]: fact for fact in said.pop("basis")}
+    assert said == json.loads(json.dumps(expected))
+    assert basis["grid_intensity"]["source"].startswith("france, 2023: Our World in Data")
+    assert (basis["pue"]["value"], basis["pue"]["assumed"]) == ("1.2", False)
+    assert cli("sweep", *common, "--vary", "strategy=ddp", "-g", "16", "--csv", str(table))[0] == 0
+    assert cli("scale", *common, "-s", "ddp", "-g", "16", "--out", str(out))[0] == 0
+    frames = [
+        sweep(*ON[1::2], vary={"strategy": "ddp"}, gpus=16, overrides=overrides, tokens=1e10),
+        scale(*ON[1::2], "ddp", gpus=[16], overrides=overrides, tokens="1e10"),
+    ]
+    files = (table, out / "scale.csv")
+    rows = [next(csv.DictReader(path.read_text().splitlines())) for path in files]
+    for name in ("trained", "days", "gpu_hours", "cost", "cost_low", "energy_kwh", "co2e_kg"):
+        for row in (*rows, *(frame.iloc[0] for frame in frames)):
+            assert float(row[name]) == pytest.approx(expected[name])
+
+
+def test_without_tokens_nothing_is_added(cli: Run) -> None:
+    """Who does not ask sees no totals, no columns, and none of the numbers behind them."""
+    found = json.loads(cli("run", *ON, "-s", "ddp", "-g", "8", "--json")[1])
+    assert "totals" not in found
+    assert not {f["path"] for f in found["assumed"]} & {"cluster.pue", "cluster.grid_intensity"}
+    assert "days" not in sweep(*ON[1::2], "ddp", vary={"gpus": [8]}).columns
+
+
+def test_the_words_name_what_totals_rest_on(cli: Run) -> None:
+    """Failures, power, PUE, grid and price, each with where it comes from."""
+    text = " ".join(cli("run", *ON, *PRICED, "-s", "ddp", "--tokens", "1e10")[1].split())
+    assert "totals count no failures" in text
+    assert "85% of the TDP 700 W while a GPU computes, its idle power 105 W" in text
+    assert "PUE 1.2 (set by the user)" in text
+    assert "56 g/kWh (france, 2023); others: co2sim list grids" in text
+    assert "2.95 USD/h (h100-median-2026-05, 2026-05-20)" in text
+    usual = " ".join(cli("run", *ON, "-s", "ddp", "--tokens", "1e10")[1].split())
+    assert "PUE 1.58 (assumed: average of data centres in 2023)" in usual
+    assert "481 g/kWh (assumed: world, 2023)" in usual
+    assert "no cost: price_per_gpu is not known; give --set price_per_gpu='2.5 USD/h'" in usual
+
+
+def test_a_cluster_without_power_prints_no_energy_and_says_why(cli: Run) -> None:
+    """The number that is missing is named, with how to give it; giving it is enough."""
+    on = ("run", "-c", "cloud-400g", "-m", "gpt2-small", "-s", "ddp", "--tokens", "1e10")
+    text = cli(*on)[1]
+    assert "no energy: node_power is not known; give --set node_power='2.8 kW', say" in text
+    assert "kWh  " not in text
+    assert "no energy" not in cli(*on, "--set", "node_power=2.8 kW")[1]
+
+
+def test_tables_have_the_columns_and_sort_by_them(cli: Run) -> None:
+    """A case whose factor is not known has a dash in each, and comes last."""
+    vary = ("--vary", "strategy=co2:tau=3,staleness=3, ddp, zero3", "-g", "16")
+    code, text, err = cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", "kWh")
+    assert (code, err) == (0, "")
+    part = [line.split() for line in text.partition("to train 1e+10 tokens")[2].splitlines()]
+    heads = ["strategy", "days", "GPU-hours", "USD", "kW", "kWh", "kg", "CO2e"]
+    assert part[1] == heads
+    assert [line[0] for line in part[2:5]] == ["zero3", "ddp", "co2:tau=3,staleness=3"]
+    assert set(part[4][1:]) == {"-"}
+    for column in ("days", "USD", "kW", "kWh", "kg CO2e", "gpu_hours", "co2e_kg_high"):
+        assert cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", column)[0] == 0
+        assert cli("sweep", *ON, *vary, "--sort", column)[0] == 2
+
+
+def test_a_case_that_fails_has_no_totals() -> None:
+    """Its columns are empty, those of the others are not."""
+    found = sweep("dgx-h100", "gpt2-small", "ddp", vary={"gpus": [8, 12]}, tokens=1e9)
+    assert found["days"].notna().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("given", ["0", "many", "1e30", "nan"])
+def test_wrong_tokens_end_with_one_line(cli: Run, given: str) -> None:
+    """On every command that takes them."""
+    for command in (
+        ("run", *ON, "-s", "ddp"),
+        ("scale", *ON, "-s", "ddp"),
+        ("sweep", *ON, "-s", "ddp", "--vary", "gpus=8"),
+    ):
+        code, out, err = cli(*command, "--tokens", given)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "tokens" in err
+
+
+def test_prices_and_grids_are_listed(cli: Run) -> None:
+    """All of a kind, and one by its name, with its source."""
+    everything = cli("list")[1]
+    for kind in ("prices", "grids"):
+        code, text, _ = cli("list", kind)
+        assert code == 0
+        assert all(name in text and name in everything for name in rates(kind))  # type: ignore[arg-type]
+    assert "Our World in Data" in cli("list", "france")[1]
+    assert "did you mean 'france'?" in cli("list", "frence")[2]
