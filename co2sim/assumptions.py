@@ -13,12 +13,16 @@ _NEGLIGIBLE = 0.01
 
 
 def assumed(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
-    """The assumed numbers of both, which no source supports."""
+    """The assumed numbers of both, which no source supports; no step depends on failures."""
     return (*_under("cluster", cluster), *_under("model", model))
 
 
 def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
-    return [replace(fact, path=f"{prefix}.{fact.path}") for fact in entry.assumed]
+    return [
+        replace(fact, path=f"{prefix}.{fact.path}")
+        for fact in entry.assumed
+        if not fact.path.startswith("failures.")
+    ]
 
 
 def beyond_the_file(stated: Cluster, sized: Cluster) -> list[Fact]:

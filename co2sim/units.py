@@ -41,6 +41,8 @@ bit = byte / 8 = bit
 second = [time] = s
 minute = 60 * second = min
 hour = 3600 * second = h
+day = 86400 * second = d
+year = 365.25 * day
 flop = [work] = FLOP
 dollar = [currency] = USD
 kilo- = 1e3 = k
@@ -203,6 +205,14 @@ def duration(seconds: Seconds) -> str:
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def timespan(seconds: Seconds) -> str:
+    """A time of minutes to years in the unit that suits it: 11_134 -> "3.09 h"."""
+    for factor, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if abs(seconds) >= factor:
+            return f"{number(seconds / factor)} {unit}"
+    return duration(seconds)
 
 
 def counted(number: int, noun: str) -> str:

@@ -11,6 +11,7 @@ import typer
 
 from co2sim import __version__, grid, study
 from co2sim.case import Case
+from co2sim.cli.goodput import goodput
 from co2sim.console import goals, options
 from co2sim.errors import OptionError
 from co2sim.step_factors import to_dict
@@ -61,7 +62,7 @@ def _root(
 def list_(
     what: Annotated[
         str | None,
-        typer.Argument(help="clusters, gpus, models, strategies, or one name from them."),
+        typer.Argument(help="clusters, gpus, models, failures, strategies, or one name from them."),
     ] = None,
 ) -> None:
     """List what the catalog holds, or every number of one entry with its source."""
@@ -262,3 +263,6 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     worth = goals.goal(None, steps_factor)
     solving.solving(cases, what, goal or ["efficiency"], low, high, tokens, worth, as_json=json_)
+
+
+app.command()(goodput)
