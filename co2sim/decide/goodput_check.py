@@ -14,7 +14,7 @@ import simpy
 
 from co2sim.decide.goodput import Shares
 from co2sim.decide.goodput_events import Account, Job
-from co2sim.decide.goodput_parts import Goodput, FailingWorkers
+from co2sim.decide.goodput_parts import FailingWorkers, Goodput
 from co2sim.units import Seconds
 
 NAMES = tuple(field.name for field in fields(Shares))

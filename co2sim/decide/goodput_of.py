@@ -4,7 +4,14 @@ from dataclasses import dataclass, replace
 
 from co2sim.cluster import Cluster
 from co2sim.decide.goodput import Rates, Restart, Saving, apart, best_interval
-from co2sim.decide.goodput_parts import Goodput, WholeJob, FailingWorkers, missing, shares_of
+from co2sim.decide.goodput_parts import (
+    FailingWorkers,
+    Goodput,
+    Trained,
+    WholeJob,
+    missing,
+    shares_of,
+)
 from co2sim.errors import OptionError
 from co2sim.failures import READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.ranges import above
@@ -47,22 +54,30 @@ def goodput_of(
     failures = cluster.failures
     if failures is None:
         return None
-    if every is not None:
-        above("the work between two checkpoints in s", every, 0)
     strategy = parse(result.strategy) if strategy is None else strategy
     workers = 1
     if isinstance(strategy, LocalSteps):
         layout = Layout(result.nodes, result.gpus // result.nodes)
         workers = Replica.of(strategy).workers(layout)
-    setting = _Setting(
-        result=result,
-        cluster=cluster,
-        failures=failures,
-        workers=workers,
+    link = cluster.inter if result.nodes > 1 else cluster.intra
+    trained = Trained(
+        gpus=result.gpus,
+        nodes=result.nodes,
         parameters=model.parameters,
-        outer=result.memory_bytes_per_gpu.get("outer", 0.0) * result.gpus / workers,
+        round_time=result.round_time_s,
+        workers=workers,
+        outer_bytes=result.memory_bytes_per_gpu.get("outer", 0.0) * result.gpus / workers,
+        peer_bandwidth=link.payload_bandwidth,
         optimizer=optimizer,
     )
+    return goodput_where(failures, trained, every)
+
+
+def goodput_where(failures: Failures, trained: Trained, every: Seconds | None = None) -> Goodput:
+    """As `goodput_of`, of a training that is given in numbers."""
+    if every is not None:
+        above("the work between two checkpoints in s", every, 0)
+    setting = _Setting(failures=failures, trained=trained)
     whole, parts = setting.parts(1.0, failures.restart, every)
     shares = shares_of(whole, parts)
     low, high = (
@@ -97,32 +112,24 @@ def _end(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setting:
-    """What the shares follow from; `workers` is 1 where every failure stops all.
+    """What the shares follow from."""
 
-    `parameters` are those of the model, `outer` the bytes of outer state of local updates in all:
-    anchor, momentum, and an average under way.
-    """
-
-    result: Result
-    cluster: Cluster
     failures: Failures
-    workers: int
-    parameters: int
-    outer: Bytes
-    optimizer: Optimizer
+    trained: Trained
 
     @property
     def checkpoint_bytes(self) -> Bytes:
         """Parameters and moments in fp32; of local updates the moments of one worker."""
-        return self.parameters * OPTIMIZER_BYTES[self.optimizer] + self.outer
+        trained = self.trained
+        return trained.parameters * OPTIMIZER_BYTES[trained.optimizer] + trained.outer_bytes
 
     def saving(self) -> Saving:
         """All GPUs write in parallel; moments of local updates are those of one worker's GPUs."""
-        failures, gpus = self.failures, self.result.gpus
-        bandwidth = failures.checkpoint_bandwidth or WRITE_PER_NODE * self.result.nodes
-        moments = self.parameters * (OPTIMIZER_BYTES[self.optimizer] - _MASTER)
+        failures, trained, gpus = self.failures, self.trained, self.trained.gpus
+        bandwidth = failures.checkpoint_bandwidth or WRITE_PER_NODE * trained.nodes
+        moments = trained.parameters * (OPTIMIZER_BYTES[trained.optimizer] - _MASTER)
         shared = self.checkpoint_bytes - moments
-        copy = (shared / gpus + moments / (gpus / self.workers)) / failures.host_bandwidth
+        copy = (shared / gpus + moments / (gpus / trained.workers)) / failures.host_bandwidth
         write = self.checkpoint_bytes / bandwidth
         if failures.checkpoint == "blocking":
             return Saving(blocking=max(copy, write))
@@ -143,52 +150,53 @@ class _Setting:
         self, factor: float, restart: Seconds, every: Seconds | None
     ) -> tuple[WholeJob, FailingWorkers | None]:
         """What stops all, and what stops one worker, where rates are `factor` times those given."""
-        failures, result = self.failures, self.result
+        failures, trained = self.failures, self.trained
         rates = _rates(failures, factor)
-        switches = _of(result.gpus, failures.gpus_per_switch)
-        total = rates.of(result.gpus, result.nodes, switches)
-        if self.workers == 1:
+        switches = _of(trained.gpus, failures.gpus_per_switch)
+        total = rates.of(trained.gpus, trained.nodes, switches)
+        if trained.workers == 1:
             workers, rate, broken = None, total, 1 - rates.job / total
         else:
             # a part that all workers depend on stops all of them
             alone = replace(
                 rates,
-                node=rates.node if result.nodes > 1 else 0.0,
+                node=rates.node if trained.nodes > 1 else 0.0,
                 switch=rates.switch if switches > 1 else 0.0,
                 job=0.0,
             )
-            apart_ = alone.of(result.gpus, result.nodes, switches)
+            apart_ = alone.of(trained.gpus, trained.nodes, switches)
             workers = self._workers(alone, apart_, restart)
             rate, broken = total - apart_ + _last(workers), 0.0
             rate = rate if rate > _NEVER else 0.0
         saving = self.saving()
         if every is None:
-            least = max(saving.writing - saving.blocking, result.round_time_s)
+            least = max(saving.writing - saving.blocking, trained.round_time)
             every = max(best_interval(rate, saving), least)
-        bandwidth = failures.reload_bandwidth or READ_PER_NODE * result.nodes
+        bandwidth = failures.reload_bandwidth or READ_PER_NODE * trained.nodes
         after = self.after(restart, self.checkpoint_bytes / bandwidth, broken)
         return WholeJob(rate=rate, every=every, saving=saving, after=after), workers
 
     def _workers(self, rates: Rates, all_of_them: float, restart: Seconds) -> FailingWorkers:
         """Of local updates: a worker stops with any of its GPUs, nodes and switches."""
-        failures, result, cluster = self.failures, self.result, self.cluster
-        gpus = result.gpus // self.workers
-        nodes = -(-gpus * result.nodes // result.gpus)
+        failures, trained = self.failures, self.trained
+        gpus = trained.gpus // trained.workers
+        nodes = -(-gpus * trained.nodes // trained.gpus)
         rate = rates.of(gpus, nodes, _of(gpus, failures.gpus_per_switch))
-        link = cluster.inter if result.nodes > 1 else cluster.intra
-        state = self.parameters * _MASTER + self.outer
-        wait, round_time = failures.detection, result.round_time_s
+        state = trained.parameters * _MASTER + trained.outer_bytes
+        wait, round_time = failures.detection, trained.round_time
         # a worker fails anywhere in a round; the others reach its end and wait until it is noticed
         early = min(wait, round_time)
         stall = failures.regroup + early**2 / (2 * round_time) + (wait - early)
-        together_ = all_of_them / (rate * self.workers) if rate else 1.0
+        together_ = all_of_them / (rate * trained.workers) if rate else 1.0
         return FailingWorkers(
             rate=rate,
-            count=self.workers,
+            count=trained.workers,
             round_time=round_time,
-            after=self.after(restart, state / link.payload_bandwidth, 1.0),
+            after=self.after(restart, state / trained.peer_bandwidth, 1.0),
             stall=stall * min(1.0, together_),  # those that fail at once stop the others once
-            absent=min(1.0, missing(all_of_them * failures.repair, failures.spares) / result.nodes),
+            absent=min(
+                1.0, missing(all_of_them * failures.repair, failures.spares) / trained.nodes
+            ),
         )
 
 

@@ -6,7 +6,27 @@ from dataclasses import dataclass
 from scipy.special import gammainc
 
 from co2sim.decide.goodput import Restart, Saving, Shares, apart, inside, together
-from co2sim.units import Bytes, Seconds
+from co2sim.units import Bytes, BytesPerSecond, Seconds
+from co2sim.workload import Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What is trained, in numbers.
+
+    `workers` go on without one of them; with 1 every failure stops all. `round_time` is that of a
+    round of local updates, or of a step. `outer_bytes` is the outer state of local updates: anchor,
+    momentum, and an average under way. A worker reads the state of a peer at `peer_bandwidth`.
+    """
+
+    gpus: int
+    nodes: int
+    parameters: int
+    round_time: Seconds
+    workers: int = 1
+    outer_bytes: Bytes = 0.0
+    peer_bandwidth: BytesPerSecond = math.inf
+    optimizer: Optimizer = "adamw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
