@@ -207,10 +207,14 @@ def duration(seconds: Seconds) -> str:
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
 
 
+_LONG = ((172800.0, 86400.0, "days"), (3600.0, 3600.0, "h"), (60.0, 60.0, "min"))
+"""From how many seconds on which unit is used, and its seconds."""
+
+
 def timespan(seconds: Seconds) -> str:
     """A time of minutes to years in the unit that suits it: 11_134 -> "3.09 h"."""
-    for factor, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if abs(seconds) >= factor:
+    for least, factor, unit in _LONG:
+        if abs(seconds) >= least:
             return f"{number(seconds / factor)} {unit}"
     return duration(seconds)
 

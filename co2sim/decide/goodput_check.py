@@ -96,14 +96,13 @@ def _book(
         books.useful += time
         return
     work, stalls, outages = _outages(workers, time, rng)
-    present = (
-        1 - workers.absent
-    ) / workers.count  # who is absent for want of a node: not simulated
+    present = (1 - workers.absent) / workers.count  # who has no node is not simulated
     lost = present * sum(out.lost for out in outages)
     down = present * sum(min(out.ready, work) - out.began for out in outages)
     waits = present * sum(max(0.0, min(out.back, work) - out.ready) for out in outages)
-    absent = workers.absent * work
-    books.useful += work - lost - down - waits - absent
+    stalls *= 1 - workers.absent
+    absent = workers.absent * time
+    books.useful += time - lost - down - waits - stalls - absent
     books.lost += lost
     books.restart += down + stalls
     books.waiting += waits + absent
