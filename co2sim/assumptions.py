@@ -15,7 +15,7 @@ _NEGLIGIBLE = 0.01
 
 
 def assumed(cluster: Entry[Cluster], model: Entry[Model]) -> tuple[Fact, ...]:
-    """The assumed numbers of both, which no source supports."""
+    """The assumed numbers of both, which no source supports; no step depends on failures."""
     return (*_under("cluster", cluster), *_under("model", model))
 
 
@@ -24,6 +24,7 @@ def _under(prefix: str, entry: Entry[Any]) -> list[Fact]:
         f
         for f in entry.assumed
         if f.path.removesuffix("_low").removesuffix("_high") not in _OF_TOTALS
+        and not f.path.startswith("failures.")
     )
     return [replace(fact, path=f"{prefix}.{fact.path}") for fact in used]
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from co2sim.errors import OptionError
+from co2sim.failures import Failures
 from co2sim.gpu import GPU, KernelTimes
 from co2sim.quantities import (
     Bandwidth,
@@ -132,7 +133,7 @@ class Cluster:
     `network_overhead` is what the host of a node needs to post a message (`protocols`), and
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
     and notice its end. `currency` is that of `price_per_gpu`. `scatter` is known where a probe
-    measured the cluster.
+    measured the cluster, `failures` where it is known how often its parts fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -172,6 +173,7 @@ class Cluster:
     grid_intensity_low: Intensity | None = None
     grid_intensity_high: Intensity | None = None
     scatter: Scatter | None = None
+    failures: Failures | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""

@@ -54,6 +54,8 @@ Burst = Annotated[Bytes, Quantity(unit="B", least=0)]
 Bandwidth = Annotated[BytesPerSecond, Quantity(unit="B/s", least=1)]
 Speed = Annotated[FlopsPerSecond, Quantity(unit="FLOP/s", least=1)]
 Time = Annotated[Seconds, Quantity(unit="s", least=0)]
+Between = Annotated[Seconds, Quantity(unit="s")]
+"""The mean time between failures."""
 Price = Annotated[UsdPerSecond, Quantity(unit="USD/s", least=0)]
 Power = Annotated[Watts, Quantity(unit="W", least=0)]
 Intensity = Annotated[KgPerKwh, Quantity(unit="kg/kWh", least=0)]
@@ -64,6 +66,9 @@ Spread = Annotated[float, Quantity(least=0, most=1)]
 """Sigma of a lognormal factor."""
 Count = Annotated[int, Quantity(least=1, most=1_000_000)]
 """Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
+
+Natural = Annotated[int, Quantity(least=0, most=1_000_000)]
+"""What there may be none of."""
 
 
 def check(thing: Any, what: str) -> None:

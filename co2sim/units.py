@@ -46,8 +46,9 @@ bit = byte / 8 = bit
 second = [time] = s
 minute = 60 * second = min
 hour = 3600 * second = h
-day = 24 * hour
+day = 24 * hour = d
 week = 7 * day
+year = 365.25 * day
 flop = [work] = FLOP
 dollar = [currency] = USD
 watt = [power] = W
@@ -213,6 +214,18 @@ def duration(seconds: Seconds) -> str:
         if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+_LONG = ((172800.0, 86400.0, "days"), (3600.0, 3600.0, "h"), (60.0, 60.0, "min"))
+"""From how many seconds on which unit is used, and its seconds."""
+
+
+def timespan(seconds: Seconds) -> str:
+    """A time of minutes to years in the unit that suits it: 11_134 -> "3.09 h"."""
+    for least, factor, unit in _LONG:
+        if abs(seconds) >= least:
+            return f"{number(seconds / factor)} {unit}"
+    return duration(seconds)
 
 
 def counted(number: int, noun: str) -> str:

@@ -69,7 +69,7 @@ def test_every_model_has_its_published_number_of_parameters(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "key"),
-    [(kind, key) for kind in ("clusters", "gpus", "models") for key in names(kind)],  # type: ignore[arg-type]
+    [(kind, key) for kind in ("clusters", "gpus", "models", "failures") for key in names(kind)],  # type: ignore[arg-type]
 )
 def test_every_number_has_a_source_and_assumed_ones_say_why(kind: str, key: str) -> None:
     """No fact is without a source; what is assumed says so and why; units stand with the number."""

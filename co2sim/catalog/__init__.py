@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from co2sim.catalog import huggingface
-from co2sim.catalog.facts import Fact, Tree, facts, names, override, plain, read
+from co2sim.catalog.facts import Fact, Kind, Tree, facts, names, override, plain, read
 from co2sim.catalog.rates import put_rates
 from co2sim.cluster import Cluster
 from co2sim.errors import CatalogError, OptionError
+from co2sim.failures import ORIGINS
 from co2sim.validation import Place, first_problem, names_at
 from co2sim.workload import Model
 
@@ -66,15 +67,8 @@ def load_cluster(reference: str, overrides: Mapping[str, str] | None = None) -> 
 
     tree = read("clusters", reference)
     changes = dict(overrides or {})
-    gpu = changes.pop("gpu", tree.get("gpu"))
-    chosen: list[Fact] = []
-    if isinstance(gpu, dict) and isinstance(gpu.get("value"), str):
-        chosen, gpu = list(facts({"gpu": gpu})), gpu["value"]
-    if isinstance(gpu, str):
-        beside = Path(reference).parent / gpu  # a file of the user's may name its neighbour
-        tree["gpu"] = read(
-            "gpus", str(beside) if gpu.endswith(".toml") and beside.exists() else gpu
-        )
+    chosen = _named(tree, reference, changes, "gpu", "gpus")
+    chosen += _named(tree, reference, changes, "failures", "failures")
     for name, fact in (
         ("interference", _NO_PROBE),
         ("node_spread", _EVEN_NODES),
@@ -83,11 +77,32 @@ def load_cluster(reference: str, overrides: Mapping[str, str] | None = None) -> 
         tree.setdefault(name, fact)
     changes = put_rates(tree, changes)
     _apply(tree, reference, changes, overrides)
+    if isinstance(tree.get("failures"), dict):
+        chosen += [
+            Fact(f"failures.{name}", value, source, assumed=True)
+            for name, (value, source) in ORIGINS.items()
+            if name not in tree["failures"]
+        ]
     spec = _checked(ClusterSpec, plain(tree), reference)
     try:
         return Entry(spec.build(), (*chosen, *facts(tree)))
     except OptionError as error:
         raise CatalogError(f"{reference}: {error}") from error
+
+
+def _named(
+    tree: Tree, reference: str, changes: dict[str, str], name: str, kind: Kind
+) -> list[Fact]:
+    """Put the entry of the catalog in place of its name, if a name is given; its facts, if any."""
+    given = changes.pop(name, tree.get(name))
+    chosen: list[Fact] = []
+    if isinstance(given, dict) and isinstance(given.get("value"), str):
+        chosen, given = list(facts({name: given})), given["value"]
+    if isinstance(given, str):
+        beside = Path(reference).parent / given  # a file of the user's may name its neighbour
+        found = str(beside) if given.endswith(".toml") and beside.exists() else given
+        tree[name] = read(kind, found)
+    return chosen
 
 
 def _apply(

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from co2sim.errors import CatalogError, nearest
 from co2sim.files import text_of
 
-Kind: TypeAlias = Literal["clusters", "gpus", "models"]
+Kind: TypeAlias = Literal["clusters", "gpus", "models", "failures"]
 Tree: TypeAlias = dict[str, Any]
 
 

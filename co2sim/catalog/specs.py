@@ -21,6 +21,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from co2sim.catalog.fields import Spec, no_truth, number
 from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
 from co2sim.errors import UnitError
+from co2sim.failures import Failures
 from co2sim.quantities import Quantity
 from co2sim.units import parse_price
 
@@ -189,6 +190,9 @@ LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 
 ScatterSpec = _spec(Scatter, _Built)
 """`scatter` of a cluster that was probed."""
+
+FailuresSpec = _spec(Failures, _Built)
+"""`failures/*.toml`, and `failures` of a cluster."""
 
 ClusterSpec = _spec(Cluster, _Cluster)
 """`clusters/*.toml`; `gpu` is the table of a GPU."""

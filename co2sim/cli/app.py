@@ -57,7 +57,8 @@ def list_(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="clusters, gpus, models, strategies, prices, grids, or one name from them."
+            help="clusters, gpus, models, failures, strategies, prices, grids, or one name from"
+            " them."
         ),
     ] = None,
 ) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from co2sim import convert
 from co2sim.case import Case
+from co2sim.cli.goodput import goodput
 from co2sim.console import goals, options, training
 from co2sim.console.repeated import refuse_twice
 from co2sim.decide.candidates import RECOMPUTES, STRATEGIES, Space
@@ -22,7 +23,7 @@ _WANTS = ("cheapest", "fastest", "least-energy")
 
 def add_to(app: typer.Typer) -> None:
     """Add them to the command line."""
-    for command in (solve, plan):
+    for command in (solve, plan, goodput):
         app.command()(command)
 
 

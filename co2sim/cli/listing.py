@@ -35,6 +35,11 @@ def print_catalog(what: str | None) -> None:
     elif is_file(what):
         tree = read("models", what)
         kind: Kind = "clusters" if "nodes" in tree else "gpus" if "peak" in tree else "models"
+        kind = (
+            "failures"
+            if {"gpu", "node", "switch", "job"} & tree.keys() and kind == "models"
+            else kind
+        )
         _print_entry(out, kind, what)
     else:
         found = [kind for kind in kinds if what in names(kind)]
@@ -101,7 +106,7 @@ def _with_range(allowed: str, bounds: str) -> str:
 def _print_entry(out: Console, kind: Kind, what: str) -> None:
     counted: list[tuple[str, str, str, str]] = []
     name = str(read(kind, what).get("name", ""))
-    if kind == "gpus":
+    if kind in {"gpus", "failures"}:
         entries: Iterable[Fact] = facts(read(kind, what))
     elif kind == "clusters":
         entries = load_cluster(what).facts

@@ -213,3 +213,20 @@ def apart(
         restart=(down + stall * workers) * part,
         waiting=waiting * part,
     )
+
+
+def inside(outer: Shares, inner: Shares) -> Shares:
+    """Where the work that `outer` calls useful is divided as `inner` says.
+
+    Of local updates: `outer` is what stops all of them, `inner` what stops one worker. What all
+    lose is lost whatever it was. Exact where the workers are as often away after a restart of all
+    as ever; they all begin anew there, so it is pessimistic by about a failure of one for each.
+    """
+    part = outer.useful
+    return Shares(
+        useful=part * inner.useful,
+        checkpoint=outer.checkpoint + part * inner.checkpoint,
+        lost=outer.lost + part * inner.lost,
+        restart=outer.restart + part * inner.restart,
+        waiting=outer.waiting + part * inner.waiting,
+    )

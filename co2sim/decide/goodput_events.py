@@ -30,7 +30,7 @@ class Account:
 
 
 @dataclass
-class _Job:
+class Job:
     """One job of which all stop at a failure."""
 
     env: simpy.Environment
@@ -64,10 +64,10 @@ class _Job:
             books.lost += since_safe + fails
             books.failures += 1
             since_safe = 0.0
-            yield from self._replace()
-            yield from self._restart()
+            yield from self.replace()
+            yield from self.restart()
 
-    def _restart(self) -> Generator[simpy.Event, Any, None]:
+    def restart(self) -> Generator[simpy.Event, Any, None]:
         """Detection, restart and reload, begun anew where something fails meanwhile."""
         while True:
             fails = self.failure()
@@ -78,9 +78,9 @@ class _Job:
             yield self.env.timeout(fails)
             self.account.restart += fails
             self.account.failures += 1
-            yield from self._replace()
+            yield from self.replace()
 
-    def _replace(self) -> Generator[simpy.Event, Any, None]:
+    def replace(self) -> Generator[simpy.Event, Any, None]:
         """Take a spare node, or wait until one is back."""
         if not self.after.repair:
             return
@@ -103,7 +103,7 @@ def together(
     """
     env = simpy.Environment()
     spares = simpy.Container(env, init=after.spares)
-    job = _Job(env, np.random.default_rng(seed), rate, every, saving, after, spares)
+    job = Job(env, np.random.default_rng(seed), rate, every, saving, after, spares)
     env.process(job.run())
     env.run(until)
     return job.account

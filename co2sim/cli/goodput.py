@@ -1,0 +1,43 @@
+"""The command `co2sim goodput` with its options."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from co2sim.case import Case
+from co2sim.console import options
+from co2sim.console.repeated import refuse_twice
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+
+Every = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help='Work between two checkpoints, such as "30 min"; default: what leaves most useful'
+        " time.",
+    ),
+]
+Check = Annotated[
+    bool, typer.Option("--check", help="Simulate failures event by event, too (with --seed).")
+]
+
+
+@options.job_options
+def goodput(
+    job: Case,
+    cluster: options.Cluster,
+    strategy: options.Strategies,
+    gpus: options.Gpus = None,
+    every: Every = None,
+    check: Check = False,  # noqa: FBT002
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Say what part of the time is useful where parts fail: --set failures=meta-rsc-1."""
+    from co2sim.cli import goodput_answer  # noqa: PLC0415 - scipy, simpy and rich
+
+    refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
+    interval = None if every is None else options.seconds("--every", every)
+    goodput_answer.answer(cases, interval, check=check, as_json=json_)

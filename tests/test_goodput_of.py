@@ -1,0 +1,315 @@
+"""Goodput of a simulated training: by strategy, against events, and against what is known."""
+
+import math
+from dataclasses import astuple, replace
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from scipy.stats import poisson
+
+from co2sim import study
+from co2sim.case import Case
+from co2sim.decide.goodput import Restart, Saving, together
+from co2sim.decide.goodput_check import simulated
+from co2sim.decide.goodput_of import goodput_of, goodput_where
+from co2sim.decide.goodput_parts import (
+    FailingWorkers,
+    Goodput,
+    Trained,
+    WholeJob,
+    missing,
+    shares_of,
+)
+from co2sim.errors import OptionError
+from co2sim.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
+
+DAY, HOUR = 86400.0, 3600.0
+PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)
+JOB = Trained(gpus=64, nodes=8, parameters=7_000_000_000, round_time=1.0)
+
+
+def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: int = 2) -> Goodput:
+    """Of the tiny model on a tiny cluster."""
+    cluster = replace(tiny.cluster(nodes, per_node), failures=failures)
+    result = study.run(Case(cluster=cluster, model=tiny.model(), strategy=strategy))
+    found = goodput_of(result, cluster, tiny.model())
+    assert found is not None
+    return found
+
+
+# --- by strategy --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+def test_shares_of_every_strategy_sum_to_one(strategy: str) -> None:
+    """Of all strategies; those with local steps, and only they, have workers that stop alone."""
+    found = of_case(strategy, replace(PLAIN, job=HOUR, gpu=30 * DAY))
+    assert sum(astuple(found.shares)) == pytest.approx(1, abs=1e-9)
+    assert min(astuple(found.shares)) >= 0
+    local = "tau" in strategy
+    assert (found.workers is not None) == local
+    if found.workers:
+        assert found.workers.count == (4 if "worker=node" in strategy else 8)
+
+
+def test_without_failures_there_is_no_goodput() -> None:
+    """None, and not 1: nothing is known."""
+    cluster = tiny.cluster(4, 1)
+    result = study.run(Case(cluster=cluster, model=tiny.model(), strategy="ddp"))
+    assert goodput_of(result, cluster, tiny.model()) is None
+
+
+def test_what_is_synchronous_goes_back_to_a_checkpoint() -> None:
+    """Rate, checkpoint, restart and reload, each worked out by hand."""
+    failures = Failures(
+        gpu=1000 * DAY,
+        node=500 * DAY,
+        switch=2000 * DAY,
+        gpus_per_switch=32,
+        job=10 * DAY,
+        detection=60.0,
+        restart=240.0,
+        pause=2.0,
+    )
+    found = goodput_where(failures, JOB)
+    rate = (64 / 1000 + 8 / 500 + 2 / 2000 + 1 / 10) / DAY
+    assert found.whole.rate == pytest.approx(rate)
+    assert found.failures_per_second == pytest.approx(rate)
+    state = 7e9 * 12
+    assert found.checkpoint_bytes == state
+    written = state / (8 * WRITE_PER_NODE)
+    assert found.whole.saving == Saving(blocking=2.0, writing=written)
+    assert found.whole.after.down == pytest.approx(300 + state / (8 * READ_PER_NODE))
+    assert found.useful == pytest.approx(
+        together(rate, found.whole.every, found.whole.saving, found.whole.after).useful
+    )
+    large = goodput_where(replace(failures, host_bandwidth=1e8), JOB)
+    assert large.whole.saving.blocking == pytest.approx(state / 64 / 1e8)
+    blocking = goodput_where(replace(failures, checkpoint="blocking"), JOB)
+    assert blocking.whole.saving == Saving(blocking=written)
+
+
+def test_a_checkpoint_is_what_the_optimizer_needs() -> None:
+    """Adam: 12 bytes for a parameter; SGD with momentum: 8; local updates: the outer state, too."""
+    assert goodput_where(PLAIN, JOB).checkpoint_bytes == 84e9
+    assert goodput_where(PLAIN, replace(JOB, optimizer="sgd")).checkpoint_bytes == 56e9
+    parameters = tiny.model().parameters
+    diloco = of_case("diloco(tau=2,worker=node)", PLAIN).checkpoint_bytes
+    anchor, momentum, average = 4, 4, 4
+    assert diloco == pytest.approx((12 + anchor + momentum + average) * parameters, rel=0.01)
+    of_gpus = of_case("diloco(tau=2)", PLAIN).checkpoint_bytes
+    assert of_gpus == pytest.approx(diloco, rel=0.01)
+
+
+def test_one_worker_is_no_local_update() -> None:
+    """Where there are no others to go on, all stop: a single node that is the worker."""
+    alone = of_case("local_sgd(tau=2,worker=node)", PLAIN, nodes=1, per_node=4)
+    assert alone.workers is None
+    assert alone.whole.rate == pytest.approx(1 / (100 * DAY))
+
+
+def test_what_all_workers_depend_on_stops_all() -> None:
+    """The only node, or the only switch, of several workers."""
+    on_one_node = of_case("local_sgd(tau=2)", replace(PLAIN, gpu=DAY), nodes=1, per_node=4)
+    assert on_one_node.workers is not None
+    assert on_one_node.workers.rate == pytest.approx(1 / DAY)
+    assert on_one_node.whole.rate >= 1 / (100 * DAY)
+    switched = Failures(switch=50 * DAY, gpus_per_switch=64, node=100 * DAY)
+    several = replace(JOB, workers=8)
+    assert goodput_where(switched, several).whole.rate == pytest.approx(1 / (50 * DAY))
+    apart = goodput_where(replace(switched, gpus_per_switch=16), several)
+    assert apart.whole.rate == 0
+    assert apart.workers is not None
+    assert apart.workers.rate == pytest.approx((1 / 100 + 1 / 50) / DAY)
+
+
+def test_workers_that_fail_with_their_node_stop_the_others_once() -> None:
+    """8 workers on a node: as many stalls as failures of nodes, not 8 for each."""
+    found = goodput_where(replace(PLAIN, regroup=7.0, detection=0.0), replace(JOB, workers=64))
+    assert found.workers is not None
+    per_second = found.workers.rate * found.workers.count * found.workers.stall
+    assert per_second == pytest.approx(8 / (100 * DAY) * 7.0)
+
+
+@given(st.floats(0.0, 500.0), st.floats(1.0, 300.0))
+def test_the_others_wait_until_a_failure_is_noticed(detection: float, round_time: float) -> None:
+    """The mean over when in the round it happens of what detection takes beyond the round."""
+    found = goodput_where(
+        replace(PLAIN, detection=detection), replace(JOB, round_time=round_time, workers=8)
+    )
+    left = (np.arange(100_000) + 0.5) / 100_000 * round_time  # of the round, after the failure
+    expected = float(np.maximum(0, detection - left).mean())
+    assert found.workers is not None
+    assert found.workers.stall == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_local_updates_need_no_checkpoint_where_nothing_stops_all() -> None:
+    """Only rates of parts of workers: no interval, no stops; with a rate of the job, both."""
+    apart = goodput_where(PLAIN, replace(JOB, workers=8))
+    assert math.isinf(apart.whole.every)
+    assert apart.shares.checkpoint == 0
+    with_job = goodput_where(replace(PLAIN, job=DAY), replace(JOB, workers=8))
+    assert 0 < with_job.whole.every < DAY
+    assert with_job.shares.checkpoint > 0
+    assert with_job.useful < apart.useful
+
+
+def test_the_last_worker_with_the_state_stops_all() -> None:
+    """Two workers that are away half of the time: a failure often finds no peer."""
+    failures = Failures(node=HOUR, detection=0.0, restart=HOUR)
+    found = goodput_where(failures, replace(JOB, gpus=16, nodes=2, workers=2))
+    # each works an hour and is away an hour: a failure, twice an hour of both, finds the other away
+    assert found.whole.rate == pytest.approx(2 / HOUR * 0.5, rel=0.01)
+
+
+# --- the interval -------------------------------------------------------------------------------
+
+
+@given(
+    st.floats(1.0, 300.0),
+    st.floats(0.0, 60.0),
+    st.floats(0.0, 600.0),
+    st.floats(0.0, 600.0),
+)
+def test_the_interval_is_the_best_for_copies_in_the_background_too(
+    hours: float, pause: float, write: float, down: float
+) -> None:
+    """No better one is found by a bounded search over all that are allowed."""
+    failures = Failures(
+        job=hours * HOUR,
+        detection=0.0,
+        restart=down,
+        pause=pause,
+        checkpoint_bandwidth=84e9 / max(write, 1e-3),
+        reload_bandwidth=1e18,
+    )
+    found = goodput_where(failures, JOB)
+    whole = found.whole
+    least = max(whole.saving.writing - whole.saving.blocking, JOB.round_time)
+
+    def useless(every: float) -> float:
+        return -together(whole.rate, every, whole.saving, whole.after).useful
+
+    high = 10 * hours * HOUR + 10 * least
+    best = minimize_scalar(useless, bounds=(least, high), method="bounded")
+    assert found.useful >= max(-best.fun, -useless(least)) - 1e-9
+    assert whole.every >= least * (1 - 1e-12)
+
+
+def test_an_interval_that_is_given_is_kept_and_too_short_a_one_refused() -> None:
+    """The share is that of the interval; the write has to end before the next begins."""
+    fixed = goodput_where(PLAIN, JOB, every=1800.0)
+    assert fixed.whole.every == 1800
+    assert fixed.useful < goodput_where(PLAIN, JOB).useful
+    with pytest.raises(OptionError, match="write less often"):
+        goodput_where(PLAIN, JOB, every=1.0)
+    with pytest.raises(OptionError, match="it must be above 0"):
+        goodput_where(PLAIN, JOB, every=0.0)
+
+
+# --- ranges and limits --------------------------------------------------------------------------
+
+
+@given(st.floats(0.1, 1.0), st.floats(1.0, 10.0), st.sampled_from([1, 8]))
+def test_the_range_of_rates_and_restarts_is_one_of_goodput(
+    low: float, high: float, workers: int
+) -> None:
+    """The nominal share lies in it; without a range it has none."""
+    failures = replace(PLAIN, job=20 * DAY, rate_low=low, rate_high=high, restart_high=600.0)
+    found = goodput_where(failures, replace(JOB, workers=workers))
+    assert found.low < found.useful <= found.high
+    none = goodput_where(replace(PLAIN, job=20 * DAY), replace(JOB, workers=workers))
+    assert none.low == none.useful == none.high
+
+
+def test_where_nothing_gets_done_it_says_so() -> None:
+    """An error for the rates themselves, and 0 for the end of their range."""
+    with pytest.raises(OptionError, match="nothing gets done"):
+        goodput_where(Failures(node=60.0), replace(JOB, nodes=512, gpus=4096))
+    hopeless = goodput_where(replace(PLAIN, node=20 * HOUR, rate_high=1e6), JOB)
+    assert hopeless.low == 0 < hopeless.useful
+
+
+@given(st.floats(1e-3, 50.0), st.integers(0, 60))
+def test_missing_nodes_are_the_excess_of_a_poisson_count(load: float, spares: int) -> None:
+    """Beside the sum over the distribution of SciPy."""
+    counts = np.arange(spares, 400)
+    expected = float(((counts - spares) * poisson.pmf(counts, load)).sum())
+    assert missing(load, spares) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@given(st.sampled_from([1, 8, 64]), st.floats(1.01, 5.0))
+def test_better_parts_and_faster_storage_never_cost(workers: int, better: float) -> None:
+    """Of every number of failures, in the direction that is better."""
+    given_ = replace(PLAIN, job=30 * DAY, gpu=300 * DAY, repair=HOUR, spares=1)
+    job = replace(JOB, workers=workers)
+    before = goodput_where(given_, job).useful
+    for name in ("node", "gpu", "job", "host_bandwidth"):
+        moved = replace(given_, **{name: getattr(given_, name) * better})
+        assert goodput_where(moved, job).useful >= before - 1e-12, name
+    for name in ("detection", "restart", "repair", "pause"):
+        moved = replace(given_, **{name: getattr(given_, name) / better})
+        assert goodput_where(moved, job).useful >= before - 1e-12, name
+    assert goodput_where(replace(given_, spares=2), job).useful >= before
+    assert HOST_BANDWIDTH == 32e9
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_events_agree_with_failures_of_all_and_of_workers_together(number: int) -> None:
+    """30 settings drawn at random: the useful share is within 3 standard errors.
+
+    Workers fail up to ten times as often as all, and are away for up to a tenth of their life.
+    """
+    rng = np.random.default_rng(1000 + number)
+    mean = 10 ** rng.uniform(4, 5.5)
+    every = mean * 10 ** rng.uniform(-2, -0.5)
+    count = int(rng.integers(2, 65))
+    whole = WholeJob(
+        rate=1 / mean,
+        every=every,
+        saving=Saving(blocking=every * rng.uniform(0, 0.1), writing=every * rng.uniform(0, 1)),
+        after=Restart(detection=mean * rng.uniform(0, 0.05), restart=mean * rng.uniform(0, 0.05)),
+    )
+    life = mean * count * 10 ** rng.uniform(-1, 1)
+    workers = FailingWorkers(
+        rate=1 / life,
+        count=count,
+        round_time=min(mean, life) * 10 ** rng.uniform(-4, -2),
+        after=Restart(restart=min(mean, life) * rng.uniform(0, 0.02)),
+        stall=life / count * rng.uniform(0, 0.05),
+        absent=0.1 * float(rng.integers(2)),
+    )
+    alone = number % 3 == 0
+    parts = (whole, None if alone else workers)
+    shares = shares_of(*parts)
+    found = Goodput(
+        shares=shares,
+        low=0.0,
+        high=1.0,
+        whole=parts[0],
+        workers=parts[1],
+        checkpoint_bytes=0.0,
+    )
+    events = simulated(found, seed=1000 + number, runs=40, failures=200)
+    for name, estimate in events.items():
+        most = 3 if name == "useful" else 4
+        off = abs(estimate.mean - getattr(shares, name))
+        assert off <= most * estimate.error + 2e-5, (name, estimate, getattr(shares, name))
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 2**31))
+def test_events_repeat_with_their_seed(seed: int) -> None:
+    """The same seed, the same shares; they account for all of the time."""
+    found = goodput_where(replace(PLAIN, job=DAY), replace(JOB, workers=8))
+    first, again = simulated(found, seed, runs=3), simulated(found, seed, runs=3)
+    assert first == again
+    assert sum(one.mean for one in first.values()) == pytest.approx(1, abs=1e-9)
+    assert first != simulated(found, seed + 1, runs=3)
