@@ -273,7 +273,8 @@ def assumed(seen: Measured, folder: Path, gpu: str | None = None) -> set[str]:
     path = folder / "probed.toml"
     path.write_text(to_toml(seen, fit.fit(seen), "probed", gpu))
     found = {fact.path for fact in load_cluster(str(path)).assumed}
-    return found - {"node_spread", "step_spread"}  # which no probe measures
+    rates = {"pue", "grid_intensity", "grid_intensity_low", "grid_intensity_high"}
+    return found - {"node_spread", "step_spread", *rates}  # which no probe measures
 
 
 def test_what_was_not_measured_is_marked_as_assumed(tmp_path: Path) -> None:

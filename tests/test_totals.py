@@ -14,12 +14,14 @@ from analysis.measured.overrides import changed
 from co2sim import Case, Cluster, Goal, Result, power, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
 from co2sim.catalog.rates import rates
+from co2sim.decide.axis import axis_of
 from co2sim.decide.targets import METRICS, View
 from co2sim.decide.totals import Totals, tokens_of, totals
 from co2sim.errors import CatalogError, OptionError
 from co2sim.metrics import window
 from co2sim.schedule import Compute
 from co2sim.study import trace
+from co2sim.totals import basis
 from co2sim.units import parse
 
 Run = Callable[..., tuple[int, str, str]]
@@ -425,3 +427,16 @@ def test_prices_and_grids_are_listed(cli: Run) -> None:
         assert all(name in text and name in everything for name in rates(kind))  # type: ignore[arg-type]
     assert "Our World in Data" in cli("list", "france")[1]
     assert "did you mean 'france'?" in cli("list", "frence")[2]
+
+
+def test_a_cluster_may_be_an_object() -> None:
+    """Its totals are those of its numbers; another price than its own has not the range of that."""
+    own = cluster(price_low=0.5 / 3600, price_high=3 / 3600)
+    case = replace(CASE, cluster=own)
+    found = run(case)
+    assert totals_of(case, found, 1e9) == totals(found, own, 1e9)
+    assert basis(case) == ()
+    axis = axis_of(case, "price_per_gpu", "1 USD/h", "9 USD/h")
+    dearer = axis.at(case, 9 / 3600)
+    assert isinstance(dearer.cluster, Cluster)
+    assert (dearer.cluster.price_per_gpu, dearer.cluster.price_high) == (9 / 3600, None)
