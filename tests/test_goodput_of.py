@@ -13,6 +13,7 @@ from scipy.stats import poisson
 
 from co2sim import study
 from co2sim.case import Case
+from co2sim.cluster import Link
 from co2sim.decide.goodput import Restart, Saving, together
 from co2sim.decide.goodput_check import simulated
 from co2sim.decide.goodput_of import goodput_of, goodput_where
@@ -166,6 +167,19 @@ def test_the_last_worker_with_the_state_stops_all() -> None:
     assert found.whole.rate == pytest.approx(2 / HOUR * 0.5, rel=0.01)
 
 
+def test_a_worker_that_is_a_site_reads_from_another_site() -> None:
+    """Over the WAN; with several workers at a site, over the network of the site."""
+    wan = Link(1e6)
+    for nodes, bandwidth in ((2, 1e6), (4, 1e9)):
+        failing = replace(tiny.cluster(nodes, 2, sites=2, wan=wan), failures=PLAIN)
+        case = Case(cluster=failing, model=tiny.model(), strategy="local_sgd(tau=2,worker=node)")
+        found = goodput_of(study.run(case), failing, tiny.model())
+        assert found is not None
+        assert found.workers is not None
+        state = 4 * 2000 + found.checkpoint_bytes - 12 * 2000
+        assert found.workers.after.reload == pytest.approx(state / bandwidth)
+
+
 # --- the interval -------------------------------------------------------------------------------
 
 
@@ -222,6 +236,8 @@ def test_the_range_of_rates_and_restarts_is_one_of_goodput(
     failures = replace(PLAIN, job=20 * DAY, rate_low=low, rate_high=high, restart_high=600.0)
     found = goodput_where(failures, replace(JOB, workers=workers))
     assert found.low < found.useful <= found.high
+    nominal = goodput_where(failures, replace(JOB, workers=workers), ends=False)
+    assert nominal == replace(found, low=found.useful, high=found.useful)
     none = goodput_where(replace(PLAIN, job=20 * DAY), replace(JOB, workers=workers))
     assert none.low == none.useful == none.high
 
