@@ -41,8 +41,8 @@ def goodput_of(
 ) -> Goodput | None:
     """The goodput of a training that was simulated; None where the cluster has no failures.
 
-    `result.tokens_per_s` times `.useful` is what training makes on average. Nothing is simulated: it
-    takes about half a millisecond, and a third of that with `ends=False`, which leaves `low` and
+    `result.tokens_per_s` times `.useful` is what training makes on average. Nothing is simulated:
+    it takes about half a millisecond, and a third of that with `ends=False`, which leaves `low` and
     `high` at `useful`, and with `strategy`, which saves reading `result.strategy`. `cluster` and
     `model` are those of the case (`Case.load`), of any size: that of the result counts. `every` is
     the work between two checkpoints in seconds; default: what leaves most useful time. Raises
