@@ -14,7 +14,7 @@ from scipy.stats import poisson
 from co2sim import study
 from co2sim.case import Case
 from co2sim.cluster import Link
-from co2sim.decide.goodput import Restart, Saving, together
+from co2sim.decide.goodput import Restart, Saving, erlang_loss, together
 from co2sim.decide.goodput_check import simulated
 from co2sim.decide.goodput_of import goodput_of, goodput_where
 from co2sim.decide.goodput_parts import (
@@ -146,6 +146,28 @@ def test_the_others_wait_until_a_failure_is_noticed(detection: float, round_time
     expected = float(np.maximum(0, detection - left).mean())
     assert found.workers is not None
     assert found.workers.stall == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_one_worker_copies_its_moments_and_all_the_rest() -> None:
+    """The stop is that of the worker whose moments are saved: 8 bytes of 12 on its 8 GPUs."""
+    found = goodput_where(replace(PLAIN, job=DAY, pause=0.0), replace(JOB, workers=8))
+    expected = (7e9 * 4 / 64 + 7e9 * 8 / 8) / HOST_BANDWIDTH
+    assert found.whole.saving.blocking == pytest.approx(expected)
+
+
+def test_only_broken_parts_need_another_node() -> None:
+    """A failure of the job takes no spare; one of a GPU or a node takes a node."""
+    failures = replace(PLAIN, node=4 * DAY, job=HOUR * 20, spares=1, repair=10 * HOUR)
+    hardware = 8 / (4 * DAY)
+    all_stop = goodput_where(failures, JOB)
+    assert all_stop.shares.waiting == pytest.approx(erlang_loss(2, hardware * 10 * HOUR))
+    apart = goodput_where(failures, replace(JOB, workers=8))
+    assert apart.workers is not None
+    assert apart.workers.absent == pytest.approx(missing(hardware * 10 * HOUR, 1) / 8)
+    assert apart.workers.after.repair == 10 * HOUR
+    assert apart.shares.waiting > apart.workers.absent * 0.9
+    job_only = goodput_where(replace(failures, node=None), replace(JOB, workers=8))
+    assert job_only.shares.waiting == 0
 
 
 def test_local_updates_need_no_checkpoint_where_nothing_stops_all() -> None:
