@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         UnitError,
     )
     from co2sim.experiments import scale, sweep
+    from co2sim.failures import Failures
     from co2sim.noise import Noise
     from co2sim.result import Result
     from co2sim.schedule import Layout, Schedule
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "case": ("Case",),
     "cluster": ("GPU", "Cluster", "KernelTimes", "Link"),
+    "failures": ("Failures",),
     "errors": (
         *("CatalogError", "Co2simError", "OptionError", "ResourceError", "ScheduleError"),
         "UnitError",
@@ -75,6 +77,7 @@ __all__ = [
     "Cluster",
     "Co2simError",
     "DiLoCo",
+    "Failures",
     "Goal",
     "KernelTimes",
     "Layout",

@@ -13,7 +13,8 @@ from scipy.stats import poisson
 
 from co2sim import study
 from co2sim.case import Case
-from co2sim.decide.goodput import Restart, Saving, together
+from co2sim.cluster import Link
+from co2sim.decide.goodput import Restart, Saving, erlang_loss, together
 from co2sim.decide.goodput_check import simulated
 from co2sim.decide.goodput_of import goodput_of, goodput_where
 from co2sim.decide.goodput_parts import (
@@ -147,6 +148,28 @@ def test_the_others_wait_until_a_failure_is_noticed(detection: float, round_time
     assert found.workers.stall == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+def test_one_worker_copies_its_moments_and_all_the_rest() -> None:
+    """The stop is that of the worker whose moments are saved: 8 bytes of 12 on its 8 GPUs."""
+    found = goodput_where(replace(PLAIN, job=DAY, pause=0.0), replace(JOB, workers=8))
+    expected = (7e9 * 4 / 64 + 7e9 * 8 / 8) / HOST_BANDWIDTH
+    assert found.whole.saving.blocking == pytest.approx(expected)
+
+
+def test_only_broken_parts_need_another_node() -> None:
+    """A failure of the job takes no spare; one of a GPU or a node takes a node."""
+    failures = replace(PLAIN, node=4 * DAY, job=HOUR * 20, spares=1, repair=10 * HOUR)
+    hardware = 8 / (4 * DAY)
+    all_stop = goodput_where(failures, JOB)
+    assert all_stop.shares.waiting == pytest.approx(erlang_loss(2, hardware * 10 * HOUR))
+    apart = goodput_where(failures, replace(JOB, workers=8))
+    assert apart.workers is not None
+    assert apart.workers.absent == pytest.approx(missing(hardware * 10 * HOUR, 1) / 8)
+    assert apart.workers.after.repair == 10 * HOUR
+    assert apart.shares.waiting > apart.workers.absent * 0.9
+    job_only = goodput_where(replace(failures, node=None), replace(JOB, workers=8))
+    assert job_only.shares.waiting == 0
+
+
 def test_local_updates_need_no_checkpoint_where_nothing_stops_all() -> None:
     """Only rates of parts of workers: no interval, no stops; with a rate of the job, both."""
     apart = goodput_where(PLAIN, replace(JOB, workers=8))
@@ -164,6 +187,19 @@ def test_the_last_worker_with_the_state_stops_all() -> None:
     found = goodput_where(failures, replace(JOB, gpus=16, nodes=2, workers=2))
     # each works an hour and is away an hour: a failure, twice an hour of both, finds the other away
     assert found.whole.rate == pytest.approx(2 / HOUR * 0.5, rel=0.01)
+
+
+def test_a_worker_that_is_a_site_reads_from_another_site() -> None:
+    """Over the WAN; with several workers at a site, over the network of the site."""
+    wan = Link(1e6)
+    for nodes, bandwidth in ((2, 1e6), (4, 1e9)):
+        failing = replace(tiny.cluster(nodes, 2, sites=2, wan=wan), failures=PLAIN)
+        case = Case(cluster=failing, model=tiny.model(), strategy="local_sgd(tau=2,worker=node)")
+        found = goodput_of(study.run(case), failing, tiny.model())
+        assert found is not None
+        assert found.workers is not None
+        state = 4 * 2000 + found.checkpoint_bytes - 12 * 2000
+        assert found.workers.after.reload == pytest.approx(state / bandwidth)
 
 
 # --- the interval -------------------------------------------------------------------------------
@@ -222,6 +258,8 @@ def test_the_range_of_rates_and_restarts_is_one_of_goodput(
     failures = replace(PLAIN, job=20 * DAY, rate_low=low, rate_high=high, restart_high=600.0)
     found = goodput_where(failures, replace(JOB, workers=workers))
     assert found.low < found.useful <= found.high
+    nominal = goodput_where(failures, replace(JOB, workers=workers), ends=False)
+    assert nominal == replace(found, low=found.useful, high=found.useful)
     none = goodput_where(replace(PLAIN, job=20 * DAY), replace(JOB, workers=workers))
     assert none.low == none.useful == none.high
 

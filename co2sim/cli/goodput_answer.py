@@ -92,6 +92,12 @@ def words(result: Result, found: Goodput) -> str:
     losses = {name: getattr(found.shares, name) for name in _LOSSES}
     largest = max(losses, key=lambda name: losses[name])
     binds = f"the largest loss is {_LOSSES[largest]}, {_percent(losses[largest])}"
+    if largest == "restart":
+        after = found.workers.after if found.workers else found.whole.after
+        steps = {"detection": after.detection, "restart": after.restart, "reading": after.reload}
+        if found.workers:
+            steps["all others standing still"] = found.workers.stall
+        binds += f" ({', '.join(f'{name} {timespan(time)}' for name, time in steps.items())})"
     return f"{result.strategy}: {share}, {speed}. {_stops(result, found)}; {binds}"
 
 
