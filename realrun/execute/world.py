@@ -22,6 +22,7 @@ from co2sim.schedule import Collective, Group, Layout, Schedule
 from co2sim.units import Seconds
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.clock import Clock, synchronize
+from realrun.launch.local import SITES
 from realrun.launch.watch import Place, Store, Watch
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -49,7 +50,10 @@ class RankCommunicator:
 
 @dataclass(eq=False)
 class World:
-    """This process among the others. `deadline` bounds every wait for others."""
+    """This process among the others. `deadline` bounds every wait for others.
+
+    Sites of `layout` are those that REALRUN_SITES says, or those of the cluster at hand (`place`).
+    """
 
     rank: int
     layout: Layout
@@ -72,6 +76,12 @@ class World:
             for op in schedule.body:
                 if isinstance(op.work, Collective):
                     self._connect(op.stream, op.work.group)
+
+    def place(self, layout: Layout) -> None:
+        """Take over the sites of a cluster with as many ranks. All ranks call this."""
+        if layout != self.layout:
+            self.layout = layout
+            self._made.clear()  # groups may have other members now
 
     def communicator(self, stream: str, group: Group) -> RankCommunicator | None:
         """The communicator of a connected schedule; None if this rank is alone in the group."""
@@ -185,10 +195,18 @@ def join(
         )
     except RuntimeError as error:
         raise watch.lost(Place(-1, 0, "start-up"), range(size), error) from error
-    layout = Layout(size // per_node, per_node)
+    layout = Layout(size // per_node, per_node, sites_of(env))
     world = World(rank, layout, backend, device, deadline, store, watch)
     world.clock = synchronize(rank, size, _machine())
     return world
+
+
+def sites_of(environment: Mapping[str, str]) -> int:
+    """The number of sites that REALRUN_SITES says: 1 if it says nothing. Raises OptionError."""
+    text = environment.get(SITES, "1")
+    if not text.isdecimal() or not int(text):
+        raise OptionError(f"{SITES} is {text!r}; it must be the number of sites, 1 or more")
+    return int(text)
 
 
 def end(code: int = 0) -> NoReturn:
