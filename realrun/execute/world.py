@@ -20,9 +20,9 @@ from co2sim.cluster import Backend
 from co2sim.errors import OptionError
 from co2sim.schedule import Collective, Group, Layout, Schedule
 from co2sim.units import Seconds
+from realrun.checks import sites_of
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.clock import Clock, synchronize
-from realrun.launch.local import SITES
 from realrun.launch.watch import Place, Store, Watch
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -82,6 +82,7 @@ class World:
         if layout != self.layout:
             self.layout = layout
             self._made.clear()  # groups may have other members now
+            self._groups.clear()
 
     def communicator(self, stream: str, group: Group) -> RankCommunicator | None:
         """The communicator of a connected schedule; None if this rank is alone in the group."""
@@ -199,14 +200,6 @@ def join(
     world = World(rank, layout, backend, device, deadline, store, watch)
     world.clock = synchronize(rank, size, _machine())
     return world
-
-
-def sites_of(environment: Mapping[str, str]) -> int:
-    """The number of sites that REALRUN_SITES says: 1 if it says nothing. Raises OptionError."""
-    text = environment.get(SITES, "1")
-    if not text.isdecimal() or not int(text):
-        raise OptionError(f"{SITES} is {text!r}; it must be the number of sites, 1 or more")
-    return int(text)
 
 
 def end(code: int = 0) -> NoReturn:

@@ -25,11 +25,11 @@ from typing import Any
 from co2sim.errors import Co2simError, UnitError
 from co2sim.ranges import whole
 from co2sim.units import BytesPerSecond, Seconds, parse
+from realrun.checks import SITES
 from realrun.errors import LabError
 from realrun.launch.local import (
     GRACE,
     MAX_RANKS,
-    SITES,
     host_store,
     rank_environment,
     resolved,
@@ -107,12 +107,19 @@ class Lab:
                 f"sites is {self.sites} and the rate between sites is {self.wan}: several sites"
                 " need one, and one has none"
             )
+        if self.wan is not None:
+            _bandwidth("rate between sites", self.wan)
 
     @property
     def rates(self) -> Rates:
         """What is sent at most."""
         far = None if self.wan is None else _bandwidth("rate between sites", self.wan)
         return Rates(self.bandwidth, self.loopback, far)
+
+    @property
+    def uplink(self) -> dict[str, str]:
+        """The link of a site to others as a cluster states it, by key; empty for one site."""
+        return wan_facts(self.rates, self.sites, self.wan)
 
     @property
     def world_size(self) -> int:
@@ -225,7 +232,7 @@ counts, and {ACK} bytes to acknowledge every packet" }}
 latency = {{ value = "250 us", assumed = true, source = "`realrun probe` in labs of 1 and 3 Gbit/s \
 on a virtual machine of two cores gave 0.22 to 0.30 ms; depends on the machine and its load" }}
 burst = {{ value = "{far} B", source = "burst of tc tbf there: 2 ms at its rate, 512 KiB at most" }}
-{stated_wan(wan_facts(lab.rates, lab.sites, lab.wan))}"""
+{stated_wan(lab.uplink)}"""
 
 
 def _end(outer: subprocess.Popen[bytes]) -> None:

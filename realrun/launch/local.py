@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 GRACE: Seconds = 5.0
 """How long other ranks may take to stop after one failed, unless said otherwise."""
 
-SITES = "REALRUN_SITES"
-"""Environment variable of the ranks with the number of sites, which they fill in order: 1 if it is
-not set."""
-
 MAX_RANKS = 256
 """More than any machine can run at a useful speed."""
 
