@@ -24,6 +24,7 @@ from realrun.checks import one_of
 from realrun.launch.lab import INTRA_RATE, Lab
 from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 from realrun.launch.processes import started
+from realrun.launch.uplinks import overrides
 from realrun.record import folder_name
 
 FP32 = DType.FP32
@@ -150,9 +151,7 @@ def _sites_of(lab: Lab, probed: str) -> list[str]:
     """What a probe of the same nodes at one site does not say of several, as options."""
     if lab.sites == 1:
         return []
-    late = load_cluster(probed).value.inter.latency
-    facts = {"sites": str(lab.sites), "wan.latency": f"{late:.4g} s"}
-    facts |= {f"wan.{key}": text for key, text in lab.uplink.items()}
+    facts = overrides(lab.uplink, lab.sites, load_cluster(probed).value.inter.latency)
     return [word for key, text in facts.items() for word in ("--set", f"{key}={text}")]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from co2sim.units import Seconds
 from realrun.launch.namespaces import Rates, payload_share, site_burst
 
 _TWO = 2
@@ -23,6 +24,14 @@ def wan_facts(rates: Rates, sites: int, text: str | None) -> dict[str, str]:
         "efficiency": f"{payload_share(rates.node, two=sites == _TWO):.4f}",
         "burst": f"{site_burst(rates.site, rates.node)} B",
     }
+
+
+def overrides(uplink: Mapping[str, str], sites: int, latency: Seconds) -> dict[str, str]:
+    """Those that give a cluster of as many nodes at one site its sites; empty for one site."""
+    if not uplink:
+        return {}
+    link = {f"wan.{key}": text for key, text in uplink.items()}
+    return {"sites": str(sites), "wan.latency": f"{latency:.4g} s"} | link
 
 
 def stated_wan(facts: Mapping[str, str]) -> str:
