@@ -37,6 +37,7 @@ from reports import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
+from co2sim.result import Result
 from realrun.launch.lab import Lab
 from realrun.launch.uplinks import overrides
 from realrun.record import folder_name
@@ -100,29 +101,34 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
             json.loads((Path(folder) / folder_name(text) / "run.json").read_text())["figures"]
             for text in job.strategies
         ]
-    lab, rows = job.lab, []
-    for number, seen in enumerate(found):
-        row: LabRow = {
-            "nodes": lab.nodes,
-            "gpus_per_node": lab.gpus_per_node,
-            "rate": f"{lab.rate}, {lab.wan} between sites" if lab.wan else lab.rate,
-            "model": Path(job.model).stem,
-            "strategy": seen["strategy"],
-            "measured_s": seen["round_time_s"],
-            "measured_busy_s": seen["comm_busy_s"],
-            "measured_exposed_s": seen["exposed_comm_s"],
-            "measured_overlap": seen["overlap_ratio"],
-        }
-        for source, results in predictions.items():
-            result = results[number]
-            row[f"{source}_s"] = result.round_time_s
-            row[f"{source}_busy_s"] = result.comm_busy_s
-            row[f"{source}_busy_error"] = result.comm_busy_s / seen["comm_busy_s"] - 1
-            row[f"{source}_error"] = result.round_time_s / seen["round_time_s"] - 1
-            row[f"{source}_exposed_s"] = result.exposed_comm_s
-            row[f"{source}_overlap"] = result.overlap_ratio
-        rows.append(row)
-    return rows
+    return [
+        _row(job, seen, {source: results[number] for source, results in predictions.items()})
+        for number, seen in enumerate(found)
+    ]
+
+
+def _row(job: LabJob, seen: dict[str, Any], predicted: dict[str, Result]) -> LabRow:
+    """What was seen, beside what each source predicted."""
+    lab = job.lab
+    row: LabRow = {
+        "nodes": lab.nodes,
+        "gpus_per_node": lab.gpus_per_node,
+        "rate": f"{lab.rate}, {lab.wan} between sites" if lab.wan else lab.rate,
+        "model": Path(job.model).stem,
+        "strategy": seen["strategy"],
+        "measured_s": seen["round_time_s"],
+        "measured_busy_s": seen["comm_busy_s"],
+        "measured_exposed_s": seen["exposed_comm_s"],
+        "measured_overlap": seen["overlap_ratio"],
+    }
+    for source, result in predicted.items():
+        row[f"{source}_s"] = result.round_time_s
+        row[f"{source}_busy_s"] = result.comm_busy_s
+        row[f"{source}_busy_error"] = result.comm_busy_s / seen["comm_busy_s"] - 1
+        row[f"{source}_error"] = result.round_time_s / seen["round_time_s"] - 1
+        row[f"{source}_exposed_s"] = result.exposed_comm_s
+        row[f"{source}_overlap"] = result.overlap_ratio
+    return row
 
 
 def summary(frame: pd.DataFrame, source: str) -> str:

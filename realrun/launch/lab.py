@@ -41,7 +41,7 @@ from realrun.launch.namespaces import (
     LOOPBACK_PAYLOAD,
     PAYLOAD,
     SWITCH,
-    Rates,
+    SendRates,
     burst,
     entering,
     loopback_burst,
@@ -111,10 +111,10 @@ class Lab:
             _bandwidth("rate between sites", self.wan)
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> SendRates:
         """What is sent at most."""
         far = None if self.wan is None else _bandwidth("rate between sites", self.wan)
-        return Rates(self.bandwidth, self.loopback, far)
+        return SendRates(self.bandwidth, self.loopback, far)
 
     @property
     def uplink(self) -> dict[str, str]:

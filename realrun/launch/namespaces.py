@@ -43,7 +43,7 @@ _WINDOW = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class SendRates:
     """What is sent at most, with all headers, in bytes a second.
 
     `node`: by a node to others, `loopback`: by the ranks of a node to each other, all together,
@@ -55,7 +55,7 @@ class Rates:
     site: BytesPerSecond | None = None
 
 
-def make_nodes(count: int, rates: Rates, sites: int = 1) -> list[int]:
+def make_nodes(count: int, rates: SendRates, sites: int = 1) -> list[int]:
     """Make the bridge, and nodes on it; the processes that hold the nodes.
 
     Several sites have a bridge each, which a limited link joins to the first one. Raises LabError
@@ -130,7 +130,7 @@ def loopback_burst(bandwidth: BytesPerSecond) -> int:
     return max(int(bandwidth * _LOOPBACK_TIMER), 2 * LOOPBACK_FRAME)
 
 
-def _node(index: int, rates: Rates, bridge: str) -> int:
+def _node(index: int, rates: SendRates, bridge: str) -> int:
     """Make one node on a bridge; the process that holds it."""
     holder = subprocess.Popen(
         ["unshare", "--net", "cat"],  # noqa: S607 - found on PATH before

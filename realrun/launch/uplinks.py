@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from co2sim.units import Seconds
-from realrun.launch.namespaces import Rates, payload_share, site_burst
+from realrun.launch.namespaces import SendRates, payload_share, site_burst
 
 _TWO = 2
 
@@ -15,7 +15,7 @@ _SOURCES = {
 }
 
 
-def wan_facts(rates: Rates, sites: int, text: str | None) -> dict[str, str]:
+def wan_facts(rates: SendRates, sites: int, text: str | None) -> dict[str, str]:
     """What `text`, the rate of a site, gives, by key, with units; empty for one site."""
     if text is None or rates.site is None:
         return {}
