@@ -16,6 +16,7 @@ from co2sim.catalog import load_cluster
 from co2sim.errors import OptionError
 from co2sim.schedule import Layout
 from realrun.checks import sites_of
+from realrun.cli import main as realrun_main
 from realrun.errors import LabError
 from realrun.launch.lab import Lab, check_machine, stated_cluster
 from realrun.launch.namespaces import FRAME, PAYLOAD, queue, site_burst
@@ -96,6 +97,19 @@ def test_the_number_of_sites_is_one_unless_it_is_said() -> None:
     for text in ("0", "-1", "1.5", ""):
         with pytest.raises(OptionError, match="it must be the number of sites, 1 or more"):
             sites_of({"REALRUN_SITES": text})
+
+
+def test_a_probe_over_sites_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would take the link between sites for one between nodes: one line, exit code 2."""
+    monkeypatch.setenv("REALRUN_SITES", "2")
+    monkeypatch.setattr(sys, "argv", ["realrun", "probe", "--nproc", "2", "--out", "here.toml"])
+    with pytest.raises(SystemExit) as ended:
+        realrun_main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a probe measures one speed between nodes, and REALRUN_SITES is 2" in line
 
 
 # --- the lab ------------------------------------------------------------------------------------
