@@ -44,6 +44,7 @@ fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py flops $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py hiding $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py invented $(QUICK)
+	$(BIN)/python benchmarks/fidelity.py sites $(QUICK)
 	$(BIN)/python benchmarks/collectives.py $(QUICK)
 
 verify: $(STAMP)-dev

@@ -3,14 +3,17 @@
     sudo python benchmarks/fidelity.py sleep        # 90 configurations, about half an hour
     sudo python benchmarks/fidelity.py flops        # real matrix products
     sudo python benchmarks/fidelity.py hiding       # CO2 beside blocking strategies
+    sudo python benchmarks/fidelity.py sites        # two sites with a slow link between
     sudo python benchmarks/fidelity.py invented --seed 7 --labs 8   # 16 that nobody ran before
     sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
 `sleep` predicts twice, from what was measured in the same lab just before: from its stated
 rates and latencies that take five seconds to measure, and from a whole probe. `flops` predicts from
-the probe. `invented` draws labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, models and
-options from the seed, and predicts from stated rates and measured latencies. Nothing is fitted to
-what is compared. Writes fidelity-KIND.csv and fidelity-KIND.md, after every lab.
+the probe. `sites` predicts the link between sites from its stated rate, with latencies that were
+measured in a lab of the same nodes at one site. `invented` draws labs of 2 to 4 nodes, rates of
+250 Mbit/s to 2.2 Gbit/s, models and options from the seed, and predicts from stated rates and
+measured latencies. Nothing is fitted to what is compared. Writes fidelity-KIND.csv and
+fidelity-KIND.md, after every lab.
 
 Compute of sleep kernels is exact by construction, so errors of communication come first.
 """
@@ -24,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +36,10 @@ from lab_jobs import JOBS, LabJob, invented_jobs, quick_jobs
 from reports import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
+from co2sim.catalog import load_cluster
+from co2sim.result import Result
 from realrun.launch.lab import Lab
+from realrun.launch.uplinks import overrides
 from realrun.record import folder_name
 
 LabRow: TypeAlias = dict[str, Any]
@@ -47,6 +54,7 @@ SHORT_PROBE = ("--budget", "2 s", "--max-size", "1 MiB")
 def realrun(lab: Lab, *arguments: str) -> None:
     """Run a command as the ranks of a lab."""
     build = ("--nodes", str(lab.nodes), "--gpus-per-node", str(lab.gpus_per_node))
+    build += ("--sites", str(lab.sites), "--wan", lab.wan) if lab.wan else ()
     inside = [*("lab", "run", *build, "--rate", lab.rate), "--", "realrun", *arguments]
     subprocess.run([sys.executable, "-m", "realrun", *inside], check=True, stdout=sys.stderr)
 
@@ -58,9 +66,23 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
     late wake-up weighs less where rounds are short.
     """
     options: dict[str, Any] = {"precision": "fp32"} if kernels == "flops" else {}
+    sites = {
+        source: overrides(
+            job.lab.uplink, job.lab.sites, load_cluster(str(path)).value.inter.latency
+        )
+        for source, path in clusters.items()
+    }
     predictions = {
         source: [
-            run(Case(cluster=str(path), model=job.model, strategy=text, **options))
+            run(
+                Case(
+                    cluster=str(path),
+                    model=job.model,
+                    strategy=text,
+                    overrides=sites[source],
+                    **options,
+                )
+            )
             for text in job.strategies
         ]
         for source, path in clusters.items()
@@ -68,9 +90,10 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
     usual = statistics.median(found.round_time_s for found in next(iter(predictions.values())))
     rounds = rounds or min(max(3, math.ceil(5.0 / usual)), 30)
     with tempfile.TemporaryDirectory() as folder:
-        first = str(next(iter(clusters.values())))
-        arguments = ["run", "-c", first, "-m", job.model, "--kernels", kernels]
+        source, first = next(iter(clusters.items()))
+        arguments = ["run", "-c", str(first), "-m", job.model, "--kernels", kernels]
         arguments += [item for text in job.strategies for item in ("-s", text)]
+        arguments += [word for pair in sites[source].items() for word in ("--set", "=".join(pair))]
         arguments += ["--rounds", str(rounds), "--out", folder, "--json"]
         arguments += [item for pair in options.items() for item in (f"--{pair[0]}", pair[1])]
         realrun(job.lab, *arguments)
@@ -78,29 +101,34 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
             json.loads((Path(folder) / folder_name(text) / "run.json").read_text())["figures"]
             for text in job.strategies
         ]
-    lab, rows = job.lab, []
-    for number, seen in enumerate(found):
-        row: LabRow = {
-            "nodes": lab.nodes,
-            "gpus_per_node": lab.gpus_per_node,
-            "rate": lab.rate,
-            "model": Path(job.model).stem,
-            "strategy": seen["strategy"],
-            "measured_s": seen["round_time_s"],
-            "measured_busy_s": seen["comm_busy_s"],
-            "measured_exposed_s": seen["exposed_comm_s"],
-            "measured_overlap": seen["overlap_ratio"],
-        }
-        for source, results in predictions.items():
-            result = results[number]
-            row[f"{source}_s"] = result.round_time_s
-            row[f"{source}_busy_s"] = result.comm_busy_s
-            row[f"{source}_busy_error"] = result.comm_busy_s / seen["comm_busy_s"] - 1
-            row[f"{source}_error"] = result.round_time_s / seen["round_time_s"] - 1
-            row[f"{source}_exposed_s"] = result.exposed_comm_s
-            row[f"{source}_overlap"] = result.overlap_ratio
-        rows.append(row)
-    return rows
+    return [
+        _row(job, seen, {source: results[number] for source, results in predictions.items()})
+        for number, seen in enumerate(found)
+    ]
+
+
+def _row(job: LabJob, seen: dict[str, Any], predicted: dict[str, Result]) -> LabRow:
+    """What was seen, beside what each source predicted."""
+    lab = job.lab
+    row: LabRow = {
+        "nodes": lab.nodes,
+        "gpus_per_node": lab.gpus_per_node,
+        "rate": f"{lab.rate}, {lab.wan} between sites" if lab.wan else lab.rate,
+        "model": Path(job.model).stem,
+        "strategy": seen["strategy"],
+        "measured_s": seen["round_time_s"],
+        "measured_busy_s": seen["comm_busy_s"],
+        "measured_exposed_s": seen["exposed_comm_s"],
+        "measured_overlap": seen["overlap_ratio"],
+    }
+    for source, result in predicted.items():
+        row[f"{source}_s"] = result.round_time_s
+        row[f"{source}_busy_s"] = result.comm_busy_s
+        row[f"{source}_busy_error"] = result.comm_busy_s / seen["comm_busy_s"] - 1
+        row[f"{source}_error"] = result.round_time_s / seen["round_time_s"] - 1
+        row[f"{source}_exposed_s"] = result.exposed_comm_s
+        row[f"{source}_overlap"] = result.overlap_ratio
+    return row
 
 
 def summary(frame: pd.DataFrame, source: str) -> str:
@@ -180,7 +208,8 @@ def in_lab(
         virtual = ("--gpu", "virtual") if kernels == "sleep" else ()
         clusters = {}
         if kernels == "sleep":
-            realrun(lab, "probe", "--stated", "--out", str(stated), *virtual)
+            near = replace(lab, sites=1, wan=None)
+            realrun(near, "probe", "--stated", "--out", str(stated), *virtual)
             clusters["stated"] = stated
         if probe:
             realrun(lab, "probe", *(SHORT_PROBE if quick else ()), "--out", str(probed), *virtual)
@@ -221,10 +250,10 @@ def main() -> None:
     rows: list[LabRow] = []
     with folder(given) as out, tempfile.TemporaryDirectory() as models:
         for lab, group in itertools.groupby(jobs(given, Path(models)), key=lambda job: job.lab):
-            name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}"
+            name = f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}" + f"+{lab.wan}" * bool(lab.wan)
             if given.only not in name:
                 continue
-            probe = given.kind != "invented"
+            probe = given.kind not in {"invented", "sites"}
             rows += in_lab(lab, list(group), kernels, rounds, name, probe=probe, quick=given.quick)
             pd.DataFrame(rows).to_csv(out / f"fidelity-{given.kind}.csv", index=False)
             (out / f"fidelity-{given.kind}.md").write_text(report(rows, kernels))

@@ -57,12 +57,30 @@ def hiding_jobs() -> Iterator[LabJob]:
     yield LabJob(Lab(4, 1, "300 Mbit/s"), "tiny-5m", ("co2:tau=8", "local_sgd:tau=8", "ddp"))
 
 
+SITES = (
+    "co2:tau=8,worker=site",
+    "co2:tau=8,delay=4,worker=site,inner=fsdp",
+    "diloco:tau=8,worker=site,inner=zero3",
+    "diloco:tau=8,fragments=4,delay=2,worker=site,inner=fsdp",
+    "local_sgd:tau=8,worker=site,inner=ddp",
+    "co2:tau=8",
+    "zero2",
+)
+"""With a site, or a GPU, as the worker, and one strategy over both sites."""
+
+
+def sites_jobs() -> Iterator[LabJob]:
+    """Two sites of two nodes, at two rates between them."""
+    for wan in ("50 Mbit/s", "200 Mbit/s"):
+        yield LabJob(Lab(4, 1, "1 Gbit/s", sites=2, wan=wan), "tiny-5m", SITES)
+
+
 def quick_jobs() -> Iterator[LabJob]:
     """One small lab."""
     yield LabJob(Lab(2, 1, "3 Gbit/s"), "tiny-5m", ("ddp", "co2:tau=4"))
 
 
-JOBS = {"sleep": sleep_jobs, "flops": flops_jobs, "hiding": hiding_jobs}
+JOBS = {"sleep": sleep_jobs, "flops": flops_jobs, "hiding": hiding_jobs, "sites": sites_jobs}
 
 INVENTED = (
     "ddp:bucket_mib={bucket}",

@@ -6,6 +6,7 @@ from itertools import pairwise
 from co2sim.prepared import Prepared
 from co2sim.schedule import Layout
 from co2sim.strategies import LocalSteps, Strategy, with_options
+from co2sim.strategies.local import Replica
 from co2sim.strategies.zero3 import Zero3
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Seconds, counted
@@ -51,10 +52,10 @@ def _ahead(strategy: Strategy, job: Workload, layout: Layout) -> tuple[str, Stra
             options["max_live"] = str(both)
         text = ",".join(f"{name}={value}" for name, value in options.items())
         return f"prefetch={strategy.prefetch}", with_options(strategy, options), text
-    if not isinstance(strategy, LocalSteps) or layout.gpus_per_node == 1:
+    if not isinstance(strategy, LocalSteps):
         return None
-    budget = Zero3().prefetch
-    if (strategy.worker, strategy.inner) != ("node", "zero3") or largest <= budget:
+    budget, ranks = Zero3().prefetch, Replica.of(strategy).ranks(layout)
+    if ranks == 1 or strategy.inner != "zero3" or largest <= budget:
         return None
     better = with_options(strategy, {"inner": "fsdp"})
     return f"inner=zero3 has prefetch={budget}", better, "inner=fsdp"

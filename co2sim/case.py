@@ -17,7 +17,7 @@ from co2sim.intervals import Thoroughness
 from co2sim.noise import QUIET, Noise
 from co2sim.prepared import Prepared, of_strategy
 from co2sim.schedule import DType
-from co2sim.strategies import Strategy
+from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title
 from co2sim.workload import (
     AttentionKernel,
@@ -111,6 +111,7 @@ class Case:
         strategy = self.strategy
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
+        _check_sites(strategy, cluster.value)
         return Prepared(
             cluster=sized,
             job=job,
@@ -157,6 +158,18 @@ class Case:
                 f"{self.micro_batch} = {per_micro_step}"
             )
         return self.global_batch // per_micro_step
+
+
+def _check_sites(strategy: Strategy, cluster: Cluster) -> None:
+    """Refuse sites as workers where there are none; a part of a cluster may lie at one of several.
+
+    Raises OptionError.
+    """
+    if isinstance(strategy, LocalSteps) and strategy.worker == "site" and cluster.sites == 1:
+        raise OptionError(
+            f"{strategy.name}: worker=site needs a cluster of 2 sites or more, and {cluster.name}"
+            " has 1; use worker=node, or give sites and [wan] in its file, as two-sites-wan has"
+        )
 
 
 def _entry(

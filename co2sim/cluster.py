@@ -199,7 +199,7 @@ class Cluster:
     @property
     def layout(self) -> Layout:
         """Placement of one rank per GPU."""
-        return Layout(self.nodes, self.gpus_per_node)
+        return Layout(self.nodes, self.gpus_per_node, self.sites)
 
     @property
     def nodes_per_site(self) -> int:

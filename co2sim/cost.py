@@ -127,7 +127,7 @@ def _ring(pushed: Bytes, passes: int, at: Placement, cluster: Cluster, by: Proto
     before = 0.0
     if cluster.hops == "in_turn" and at.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
-    tiers = crossings(cluster, at.members, at.per_node, pushed)
+    tiers = crossings(cluster, at.members, at.per_node, at.per_site, pushed)
     found = Footprint(
         latency=passes * hops + before,
         intra=intra,
@@ -168,7 +168,7 @@ def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
     m, k, q = at.members, at.per_node, at.per_site
     (by,) = _by("ring", at, replace(cluster, protocols="simple"))
     inter = size * k * (m - k) / m
-    tiers = crossings(cluster, m, k, inter, exchanged=size)
+    tiers = crossings(cluster, m, k, q, inter, exchanged=size)
     slowdown = max((one.slowdown for one in tiers), default=1.0)
     return Footprint(
         latency=_steps(k - 1, q - k, m - q, by),
@@ -210,7 +210,7 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: Placement, cluster: Clust
         intra=2 * size * (at.per_node - 1) / at.per_node,
         inter=between,
         wan=between if at.sites > 1 else 0.0,
-        tiers=crossings(cluster, at.members, at.per_node, between),
+        tiers=crossings(cluster, at.members, at.per_node, at.per_site, between),
     )
 
 
@@ -224,7 +224,7 @@ def _tree(size: Bytes, pushed: Bytes, at: Placement, cluster: Cluster, by: Proto
         intra=2 * size if at.per_node > 1 else 0.0,
         inter=out,
         wan=_tree_out(size, at.sites),
-        tiers=crossings(cluster, at.members, at.per_node, out),
+        tiers=crossings(cluster, at.members, at.per_node, at.per_site, out),
     )
     return _carried(found, by, cluster)
 

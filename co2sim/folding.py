@@ -6,7 +6,7 @@ Where the first ranks of all nodes do something alone, they stand for the others
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from co2sim.schedule import LEADERS, NODE, Collective, Group, Layout, Op, Schedule
+from co2sim.schedule import LEADERS, NODE, SITE, SITE_PEERS, Collective, Group, Layout, Op, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,21 @@ def _folds(
 ) -> bool:
     """Whether one rank can stand for all on nodes of equal slowdown.
 
-    Blocks of several nodes mix slow and fast ones in ways of their own, and who does not wait for
-    the first rank of its node may be ahead of it: then every rank stands for itself.
+    Blocks and sites of several nodes mix slow and fast ones in ways of their own, and who does not
+    wait for the first rank of its node may be ahead of it: then every rank stands for itself.
     """
     equal = len(set(slowdowns)) == 1
-    mixed = any(group.ranks and leaves_node(group, layout) for group in schedule.groups)
+    mixed = any(_mixes(group, layout) for group in schedule.groups)
     led = layout.gpus_per_node > 1 and LEADERS in schedule.groups
     ahead = led and not _await_leaders(schedule)
     return allowed and not ahead and (equal or not mixed)
+
+
+def _mixes(group: Group, layout: Layout) -> bool:
+    """Whether only some nodes meet in a group, and not those of one place in every node."""
+    if group in {SITE, SITE_PEERS}:
+        return 1 < layout.sites < layout.nodes
+    return bool(group.ranks) and leaves_node(group, layout)
 
 
 def _await_leaders(schedule: Schedule) -> bool:

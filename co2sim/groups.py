@@ -8,20 +8,32 @@ from co2sim.ranges import whole
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How ranks are placed: `nodes` nodes of `gpus_per_node` ranks, filled node by node."""
+    """How ranks are placed: `nodes` nodes of `gpus_per_node` ranks, filled node by node.
+
+    The nodes are those of all `sites` together, filled site by site, as many at each.
+    """
 
     nodes: int
     gpus_per_node: int
+    sites: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse an empty layout."""
+        """Refuse an empty layout, and unequal sites."""
         whole("nodes", self.nodes, 1, error=ScheduleError)
         whole("gpus_per_node", self.gpus_per_node, 1, error=ScheduleError)
+        whole("sites", self.sites, 1, error=ScheduleError)
+        if self.nodes % self.sites:
+            raise ScheduleError(f"{self.nodes} nodes do not divide into {self.sites} equal sites")
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def ranks_per_site(self) -> int:
+        """Number of ranks at one site."""
+        return self.world_size // self.sites
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +44,24 @@ class Group:
     ranks: int = 0
 
     def __str__(self) -> str:
-        """`world`, `node`, `peers`, `leaders`, `block(4)` or `peers(4)`."""
+        """`world`, `node`, `site`, `peers`, `site_peers`, `leaders`, `block(4)` or `peers(4)`."""
         return f"{self.name}({self.ranks})" if self.ranks else self.name
 
     def members(self, rank: int, layout: Layout) -> range:
         """Ranks of the group that `rank` belongs to, in ring order."""
         g, n = layout.gpus_per_node, layout.world_size
+        size = self.ranks or (layout.ranks_per_site if self.name.startswith("site") else g)
         match self.name:
             case "world":
                 return range(n)
-            case "node":
-                return range(rank // g * g, rank // g * g + g)
-            case "peers" if n % (self.ranks or g) == 0:
-                return range(rank % (self.ranks or g), n, self.ranks or g)
+            case "node" | "site":
+                return range(rank // size * size, rank // size * size + size)
+            case "peers" | "site_peers" if n % size == 0:
+                return range(rank % size, n, size)
             case "leaders":
                 return range(rank, rank + 1) if rank % g else range(0, n, g)
-            case "block" if self.ranks and n % self.ranks == 0:
-                return range(rank // self.ranks * self.ranks, (rank // self.ranks + 1) * self.ranks)
+            case "block" if self.ranks and n % size == 0:
+                return range(rank // size * size, rank // size * size + size)
         raise ScheduleError(f"group {self} does not divide {n} ranks")
 
 
@@ -60,6 +73,10 @@ PEERS = Group("peers")
 """The ranks with the same place in every node."""
 LEADERS = Group("leaders")
 """The first rank of every node; all others are alone."""
+SITE = Group("site")
+"""The ranks of one site."""
+SITE_PEERS = Group("site_peers")
+"""The ranks with the same place at every site."""
 
 
 def block(ranks: int) -> Group:

@@ -17,7 +17,18 @@ from functools import cached_property
 from typing import NamedTuple
 
 from co2sim.errors import ScheduleError, nearest
-from co2sim.groups import LEADERS, NODE, PEERS, WORLD, Group, Layout, block, peers_of_blocks
+from co2sim.groups import (
+    LEADERS,
+    NODE,
+    PEERS,
+    SITE,
+    SITE_PEERS,
+    WORLD,
+    Group,
+    Layout,
+    block,
+    peers_of_blocks,
+)
 from co2sim.ranges import whole
 from co2sim.work import (
     SCALE_BYTES,
@@ -36,6 +47,8 @@ __all__ = [
     "NODE",
     "PEERS",
     "SCALE_BYTES",
+    "SITE",
+    "SITE_PEERS",
     "WORLD",
     "After",
     "Collective",

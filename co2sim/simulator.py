@@ -71,7 +71,7 @@ def expected_slowdown(
 
     Its speed and its steps spread as the cluster says. A round takes as long as on that node, which
     is exact as long as the spread changes nothing else: nodes that wait for each other in turn
-    (blocks of nodes only) count as if all of them met. 1 where no collective leaves its node.
+    (blocks of nodes, or sites) count as if all of them met. 1 where no collective leaves its node.
     Raises OptionError where `noise` makes nodes differ, too.
     """
     if not (cluster.node_spread or cluster.step_spread):

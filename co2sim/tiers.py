@@ -37,16 +37,23 @@ class Crossing:
 
 
 def crossings(
-    cluster: Cluster, members: int, per_node: int, inter: Bytes, exchanged: Bytes | None = None
+    cluster: Cluster,
+    members: int,
+    per_node: int,
+    per_site: int,
+    inter: Bytes,
+    exchanged: Bytes | None = None,
 ) -> tuple[Crossing, ...]:
     """The tiers that a group crosses whose busiest node sends `inter` bytes to others.
 
     `exchanged` is the buffer of an all-to-all. A group of consecutive ranks is taken to fill pods
-    from the first on, or to lie inside one.
+    from the first on, or to lie inside one; one that meets `per_site` ranks of each site has no
+    more of them in a pod of that site.
     """
     found = []
     for tier in cluster.inter.tiers:
-        here = per_node * tier.nodes
+        sites = -(-tier.nodes // cluster.nodes_per_site)  # that a pod reaches
+        here = min(per_node * tier.nodes, per_site * sites)
         if here >= members:
             continue
         if exchanged is None:

@@ -176,6 +176,7 @@ class Trace:
                 "schedule": self.schedule,
                 "nodes": self.layout.nodes,
                 "gpus_per_node": self.layout.gpus_per_node,
+                **({"sites": self.layout.sites} if self.layout.sites > 1 else {}),
                 "rounds": self.rounds,
                 "ranks": {str(rank): count for rank, count in self.ranks.items()},
             }
@@ -190,7 +191,7 @@ def read_json_lines(path: Path) -> Trace:
         header, *rows = (json.loads(line) for line in path.read_text().splitlines())
         return Trace(
             schedule=header["schedule"],
-            layout=Layout(header["nodes"], header["gpus_per_node"]),
+            layout=Layout(header["nodes"], header["gpus_per_node"], header.get("sites", 1)),
             rounds=header["rounds"],
             ranks={int(rank): count for rank, count in header["ranks"].items()},
             spans=tuple(Span(**row) for row in rows),

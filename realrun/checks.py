@@ -4,7 +4,7 @@ Needs no torch, so that a command line refuses its input before it loads any. Al
 OptionError with one line that says what, what was given and what is allowed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from co2sim.errors import OptionError, nearest
@@ -56,3 +56,15 @@ def one_of(name: str, given: str, allowed: Sequence[str]) -> None:
 def _below_one(name: str, value: float, allowed: str) -> None:
     if value >= 1:
         raise OptionError(f"{name} is {value}; it must be {allowed}")
+
+
+SITES = "REALRUN_SITES"
+"""Environment variable of the ranks with the number of sites, which they fill in order."""
+
+
+def sites_of(environment: Mapping[str, str]) -> int:
+    """The number of sites that REALRUN_SITES says: 1 if it says nothing. Raises OptionError."""
+    text = environment.get(SITES, "1")
+    if not text.isdecimal() or not int(text):
+        raise OptionError(f"{SITES} is {text!r}; it must be the number of sites, 1 or more")
+    return int(text)

@@ -40,7 +40,8 @@ def measure(
 ) -> Record | None:
     """Run a case on all ranks; every rank calls this, and rank 0 gets the record.
 
-    Layout and backend of the cluster are those of `world`, whatever the case says. At least one
+    Layout and backend of the cluster are those of `world`, whatever the case says, but for its
+    sites. At least one
     round warms up, and as many as the schedule looks back. Raises as `execute` does, and
     MismatchError when the trace breaks a rule of the schedule.
     """
@@ -48,6 +49,7 @@ def measure(
     prepared = case.prepare()
     prepared = replace(prepared, assumed=(*assumed, *prepared.assumed))
     schedule = prepared.schedule
+    world.place(prepared.cluster.layout)
     warm_up = max(schedule.lag, 1)
     doing = make_kernels(kernels, prepared, world)
     total = warm_up + rounds

@@ -12,8 +12,8 @@ from co2sim.schedule import Layout
 def resolve(case: Case, layout: Layout, backend: Backend) -> tuple[Case, tuple[Fact, ...]]:
     """The case with its cluster and model as objects, and those of their numbers without a source.
 
-    The cluster gets this layout and backend, and a communicator for every stream and group, as the
-    executor makes them.
+    The cluster gets these nodes and backend, keeps its sites, and has a communicator for every
+    stream and group, as the executor makes them.
     """
     cluster, model = case.load()
     here = replace(

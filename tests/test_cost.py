@@ -16,6 +16,8 @@ from co2sim.errors import OptionError
 from co2sim.schedule import (
     NODE,
     PEERS,
+    SITE,
+    SITE_PEERS,
     WORLD,
     Collective,
     Compute,
@@ -147,7 +149,7 @@ def shaped(nodes: int, gpus: int, sites: int) -> Cluster:
     )
 
 
-GROUPS = [WORLD, NODE, PEERS, block(1), block(2), block(4)]
+GROUPS = [WORLD, NODE, PEERS, SITE, SITE_PEERS, block(1), block(2), block(4)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -172,7 +174,7 @@ def test_a_footprint_counts_the_bytes_on_the_busiest_link(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("group", [WORLD, NODE, PEERS], ids=str)
+@pytest.mark.parametrize("group", [WORLD, NODE, PEERS, SITE, SITE_PEERS], ids=str)
 def test_a_hierarchical_all_reduce_counts_its_three_phases(
     shape: tuple[int, int, int], group: Group
 ) -> None:

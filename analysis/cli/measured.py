@@ -21,9 +21,10 @@ from co2sim.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
 from realrun.checks import one_of
-from realrun.launch.lab import INTRA_RATE
-from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate
+from realrun.launch.lab import INTRA_RATE, Lab
+from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 from realrun.launch.processes import started
+from realrun.launch.uplinks import overrides
 from realrun.record import folder_name
 
 FP32 = DType.FP32
@@ -82,6 +83,8 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     gpus_per_node: GpusPerNode = 1,
     rate: Rate = "1 Gbit/s",
     intra_rate: IntraRate = INTRA_RATE,
+    sites: Sites = 1,
+    wan: Wan = None,
     kernels: Annotated[
         str,
         typer.Option(
@@ -114,13 +117,15 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
 ) -> None:
     """Execute strategies in a lab on this machine (root), and compare them with their prediction.
 
-    Further options, such as --rounds, are those of `realrun run`.
+    Further options, such as --rounds, are those of `realrun run`. The link between sites is
+    predicted from its stated rate, with the latency that is measured between nodes.
     """
     for text in strategy:
         parse(text)
     _check_kernels(kernels, cluster, probe=probe)
     load_model(model)
     check_writable(out)
+    built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)
     inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
     inside += ["--intra-rate", intra_rate]
     strategies = [item for text in strategy for item in ("--strategy", text)]
@@ -132,10 +137,22 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
             run = ["--gpu", "virtual"] if kernels == "sleep" else ["--precision", precision or FP32]
             run += [] if probe else ["--stated"]
             _in_lab(inside, ["probe", *run, "--out", cluster])
-        on = ["--cluster", cluster] if cluster else []
+            on = ["--cluster", cluster, *_sites_of(built, cluster)]
+        else:
+            on = ["--cluster", cluster] if cluster else []
+        if wan is not None:
+            inside += ["--sites", str(sites), "--wan", wan]
         _in_lab(inside, ["run", *on, *asked, *context.args])
         folders = [out / folder_name(text) for text in strategy]
         _report(_compared(folders), figure=figure)
+
+
+def _sites_of(lab: Lab, probed: str) -> list[str]:
+    """What a probe of the same nodes at one site does not say of several, as options."""
+    if lab.sites == 1:
+        return []
+    facts = overrides(lab.uplink, lab.sites, load_cluster(probed).value.inter.latency)
+    return [word for key, text in facts.items() for word in ("--set", f"{key}={text}")]
 
 
 def _check_kernels(kernels: str, cluster: str | None, *, probe: bool) -> None:

@@ -16,7 +16,7 @@ from co2sim.grid import vary
 from co2sim.prepared import Prepared
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
-from co2sim.strategies.local import round_steps
+from co2sim.strategies.local import Replica, round_steps
 from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.strategies.slowmo import SlowMo
 from co2sim.study import run
@@ -143,7 +143,7 @@ def _timing(
         tau=round_steps(strategy),
         round_time=round_time,
         exposed=exposed,
-        workers=layout.nodes if strategy.worker == "node" else layout.world_size,
+        workers=Replica.of(strategy).workers(layout),
         delay=strategy.staleness if isinstance(strategy, CO2) else 0,
         source=source,
         late=late_of(strategy),

@@ -131,6 +131,11 @@ def _fitting(name: str, cluster: Cluster, trace: Trace) -> Cluster:
         raise OptionError(
             f"{name} ran on {layout.nodes} x {layout.gpus_per_node} ranks (nodes x GPUs per node);"
             f" {cluster.name} would place them {sized.nodes} x {sized.gpus_per_node}"
+            + (
+                ""
+                if layout.sites == sized.sites
+                else f"; at {layout.sites} sites, not {sized.sites}"
+            )
         )
     return sized
 

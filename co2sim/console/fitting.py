@@ -146,7 +146,8 @@ def _sharded(strategy: Strategy, name: str) -> Strategy | None:
     options = {option.name for option in fields(strategy)}  # type: ignore[arg-type]
     try:
         if {"worker", "inner"} <= options:
-            found = with_options(strategy, {"worker": "node", "inner": name})
+            worker = "site" if strategy.worker == "site" else "node"  # type: ignore[attr-defined]
+            found = with_options(strategy, {"worker": worker, "inner": name})
         else:
             found = STRATEGIES[name]()
     except OptionError:  # another option rules it out

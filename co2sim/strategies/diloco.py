@@ -30,8 +30,8 @@ class DiLoCo:
     With `fragments` > 1 parts of the model are averaged at evenly spread steps of the round, and
     `delay` local steps run before an average is used ("streaming"). dtype int8 and int4 are
     block-quantized (one fp32 scale for `scale_block` elements) and averaged by all-to-all, sum in
-    fp32, and all-gather; a flat all-to-all sends most of it between sites, so let nodes be the
-    workers there. Sources: Douillard et al. 2023, arXiv 2311.08105; Douillard et al. 2025,
+    fp32, and all-gather; a flat all-to-all sends most of it between sites, so let nodes or sites be
+    the workers there. Sources: Douillard et al. 2023, arXiv 2311.08105; Douillard et al. 2025,
     Streaming DiLoCo, arXiv 2501.18512.
     """
 

@@ -1,9 +1,10 @@
 """Shared parts of the local-update family: workers, their local steps, and their averages.
 
 Local updates make replicas diverge, so only ranks that hold the same parameters can share
-optimizer states. A worker is therefore one GPU, or one node: inside the node DDP or ZeRO works over
-the fast links in every step, and each rank averages its share with its peers on other nodes; or
-the first rank of each node averages everything, and broadcasts it inside.
+optimizer states. A worker is therefore one GPU, one node, or one site: inside of it DDP or ZeRO
+works over the fast links in every step, and each rank averages its share with its peers in other
+nodes or at other sites; or the first rank of each node averages everything, and broadcasts it
+inside.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from co2sim.schedule import (
     LEADERS,
     NODE,
     PEERS,
+    SITE,
+    SITE_PEERS,
     WORLD,
     After,
     Collective,
@@ -36,7 +39,7 @@ from co2sim.strategies.zero3 import Zero3
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
-Worker: TypeAlias = Literal["gpu", "node"]
+Worker: TypeAlias = Literal["gpu", "node", "site"]
 Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Averaged: TypeAlias = Literal["shares", "leader"]
 Unquantized: TypeAlias = Literal[DType.FP32, DType.FP16, DType.BF16]
@@ -81,7 +84,9 @@ def check(strategy: LocalSteps, quantized: frozenset[DType] = frozenset()) -> No
     if strategy.tau != "auto":
         whole_options(strategy, "tau", most=MOST_STEPS)
     if strategy.worker == "gpu" and strategy.inner is not None:
-        raise OptionError(f"inner={strategy.inner} does not apply to worker=gpu; use worker=node")
+        raise OptionError(
+            f"inner={strategy.inner} does not apply to worker=gpu; use worker=node or worker=site"
+        )
     if strategy.dtype in QUANTIZED - quantized:
         allowed = ", ".join([DType.FP32, DType.BF16, DType.FP16, *sorted(quantized)])
         raise OptionError(f"{strategy.name}: dtype is {strategy.dtype}; it is one of {allowed}")
@@ -110,37 +115,43 @@ class Replica:
 
     @classmethod
     def of(cls, strategy: LocalSteps) -> "Replica":
-        """The worker of a strategy; inside a node zero2 runs by default."""
-        inside = strategy.worker == "node"
+        """The worker of a strategy; inside a node or a site zero2 runs by default."""
+        inside = strategy.worker != "gpu"
         return cls(strategy.worker, _INNER[strategy.inner or "zero2"] if inside else None)
+
+    @property
+    def inside(self) -> Group:
+        """The ranks of one worker that has several."""
+        return SITE if self.worker == "site" else NODE
 
     @property
     def peers(self) -> Group:
         """The ranks that average the same share."""
-        return PEERS if self.worker == "node" else WORLD
+        return {"gpu": WORLD, "node": PEERS, "site": SITE_PEERS}[self.worker]
 
     def workers(self, layout: Layout) -> int:
         """Number of workers."""
-        return layout.nodes if self.worker == "node" else layout.world_size
+        return layout.world_size // self.ranks(layout)
 
     def ranks(self, layout: Layout) -> int:
         """Ranks that share one copy of the outer state."""
-        return layout.gpus_per_node if self.worker == "node" else 1
+        sizes = {"gpu": 1, "node": layout.gpus_per_node, "site": layout.ranks_per_site}
+        return sizes[self.worker]
 
     def step(self, job: Workload, layout: Layout) -> Step:
         """One local step."""
         if self.inner is None:
             return DDP().step(job, Layout(1, 1), NODE)
-        return self.inner.step(job, layout, NODE)
+        return self.inner.step(job, layout, self.inside)
 
     def publish(self, job: Workload, layout: Layout, after: str, elements: int) -> list[Op]:
-        """Gather updated shares inside the node, where the parameters are whole on every rank.
+        """Gather updated shares inside the worker, where the parameters are whole on every rank.
 
         It brings what the gathers of the local step before would have brought: `chain` drops them.
         """
         if self.ranks(layout) == 1 or isinstance(self.inner, Zero3 | FSDP):
             return []
-        work = Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, NODE)
+        work = Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, self.inside)
         return [Op(after.replace("outer", "publish"), work, COMM, (After(after),))]
 
     def memory(self, job: Workload, layout: Layout, copies: float) -> dict[str, Bytes]:
@@ -148,7 +159,7 @@ class Replica:
         if self.inner is None:
             states = model_states(job)
         else:
-            states = self.inner.memory(job, Layout(1, layout.gpus_per_node))
+            states = self.inner.memory(job, Layout(1, self.ranks(layout)))
         return states | {
             "outer": copies * -(-job.parameters // self.ranks(layout)) * DType.FP32.bytes
         }

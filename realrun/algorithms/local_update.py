@@ -64,7 +64,7 @@ class LocalUpdate:
     *Options.*
     - `worker`: "gpu": every rank is a worker; pass the bare module, not DDP. "node": the
       LOCAL_WORLD_SIZE ranks of a node are, with DDP or FSDP2 over `Workers.per_node().inner`, and
-      each rank averages its share. Or a Workers.
+      each rank averages its share. "site": so are those of REALRUN_SITES sites. Or a Workers.
     - `dtype`: what averages travel as: "fp32", "bf16", "int8", "int4", or torch.bfloat16.
     - `bucket_mib`: MiB of fp32 in one collective, above 0.
     - `check_every`: rounds between comparisons of a hash of the anchor over all workers; 0: none.
@@ -122,7 +122,7 @@ class LocalUpdate:
             )
         workers = workers_of(worker)
         refuse_wider_ddp(model, workers)
-        self._links = Links(workers, seconds, owns=worker == "node")
+        self._links = Links(workers, seconds, owns=worker in {"node", "site"})
         self._trained = {id(one) for _, one in parameters}
         self._optimizer = optimizer
         flat = Flat.of(parameters, self._links.gather)

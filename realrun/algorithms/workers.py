@@ -1,4 +1,4 @@
-"""Who is a worker: one rank, or all ranks of a node; and the communicators between them."""
+"""Who is a worker: a rank, or all ranks of a node or a site; and the communicators between them."""
 
 import contextlib
 import hashlib
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.errors import OptionError
+from realrun.checks import SITES, sites_of
 from realrun.errors import MismatchError, RankFailure
 
 
@@ -73,6 +74,27 @@ class Workers:
                 f"rank {me} has LOCAL_RANK {os.environ['LOCAL_RANK']}; ranks must be numbered node"
                 f" by node, so that it is {me % size}"
             )
+        return cls._blocks(size)
+
+    @classmethod
+    def per_site(cls) -> "Workers":
+        """The ranks of a site are a worker: of REALRUN_SITES equal ones. All ranks call this.
+
+        Ranks are numbered site by site. Give `inner` to DDP or FSDP2 as with `per_node`.
+        """
+        sites = sites_of(os.environ)
+        size = dist.get_world_size() if dist.is_initialized() else 0
+        if sites < 2 or not size or size % sites:  # noqa: PLR2004 - one averages with nobody
+            raise OptionError(
+                f"worker='site' needs torch.distributed initialized, and {SITES} set to 2 sites or"
+                f" more of as many ranks; there are {size} ranks, and {SITES} is {sites}"
+            )
+        return cls._blocks(size // sites)
+
+    @classmethod
+    def _blocks(cls, size: int) -> "Workers":
+        """Every `size` consecutive ranks are a worker."""
+        world, me = dist.get_world_size(), dist.get_rank()
         inner = peers = None
         for first in range(0, world, size):
             made = dist.new_group(list(range(first, first + size)))
@@ -93,7 +115,7 @@ class Workers:
         return sorted(dist.get_process_group_ranks(self.inner)) if self.inner else [_me()]
 
 
-Worker: TypeAlias = Literal["gpu", "node"] | Workers
+Worker: TypeAlias = Literal["gpu", "node", "site"] | Workers
 
 
 def workers_of(worker: Worker) -> Workers:
@@ -105,7 +127,9 @@ def workers_of(worker: Worker) -> Workers:
             return Workers.per_gpu()
         case "node":
             return Workers.per_node()
-    raise OptionError(f"worker is {worker!r}; it must be 'gpu', 'node' or a Workers")
+        case "site":
+            return Workers.per_site()
+    raise OptionError(f"worker is {worker!r}; it must be 'gpu', 'node', 'site' or a Workers")
 
 
 class Links:

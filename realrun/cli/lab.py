@@ -6,7 +6,7 @@ import typer
 
 from co2sim.console import options
 from realrun.launch.lab import INTRA_RATE, Lab, run_lab, stated_cluster
-from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate
+from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 
 lab = typer.Typer(
     rich_markup_mode=None,
@@ -16,7 +16,7 @@ lab = typer.Typer(
 
 
 @lab.command(context_settings={"allow_interspersed_args": False})
-def run(
+def run(  # noqa: PLR0917 - one argument per option
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -27,6 +27,8 @@ def run(
     gpus_per_node: GpusPerNode = 1,
     rate: Rate = "1 Gbit/s",
     intra_rate: IntraRate = INTRA_RATE,
+    sites: Sites = 1,
+    wan: Wan = None,
     grace: Annotated[
         str,
         typer.Option(
@@ -36,10 +38,12 @@ def run(
 ) -> None:
     """Build the lab, run a command as every rank in it, and take it down again.
 
-    Ranks have torchrun's environment; REALRUN_CLUSTER names a file that states this cluster.
+    Ranks have torchrun's environment; REALRUN_CLUSTER names a file that states this cluster, and
+    REALRUN_SITES is the number of sites, if there are several.
     """
     time = options.seconds("--grace", grace)
-    code = run_lab(command or [], Lab(nodes, gpus_per_node, rate, intra_rate), grace=time)
+    built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)
+    code = run_lab(command or [], built, grace=time)
     raise typer.Exit(code)
 
 
@@ -49,6 +53,8 @@ def cluster(
     gpus_per_node: GpusPerNode = 1,
     rate: Rate = "1 Gbit/s",
     intra_rate: IntraRate = INTRA_RATE,
+    sites: Sites = 1,
+    wan: Wan = None,
 ) -> None:
     """Print the lab as a cluster file, to predict with: co2sim run -c lab.toml ..."""
-    print(stated_cluster(Lab(nodes, gpus_per_node, rate, intra_rate)), end="")
+    print(stated_cluster(Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)), end="")

@@ -14,6 +14,7 @@ from co2sim.errors import OptionError, UnitError, nearest
 from co2sim.files import check_writable, write_atomically
 from co2sim.schedule import DType
 from co2sim.units import duration, parse, percent, scaled
+from realrun.checks import SITES, sites_of
 from realrun.cli import options as launching
 from realrun.launch.lab import CLUSTER
 
@@ -98,6 +99,11 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         raise OptionError(f"--gpu is {gpu!r}; {nearest(gpu, names('gpus'))}")
     if gpu is not None and precision:
         raise OptionError("--precision does not apply with --gpu, which runs no kernels")
+    if (sites := sites_of(os.environ)) > 1:
+        raise OptionError(
+            f"a probe measures one speed between nodes, and {SITES} is {sites}: probe the nodes of"
+            " one site"
+        )
     if stated and CLUSTER not in os.environ:
         raise OptionError("--stated needs a lab: only there are rates stated")
     if stated:

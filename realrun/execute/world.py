@@ -20,6 +20,7 @@ from co2sim.cluster import Backend
 from co2sim.errors import OptionError
 from co2sim.schedule import Collective, Group, Layout, Schedule
 from co2sim.units import Seconds
+from realrun.checks import sites_of
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.clock import Clock, synchronize
 from realrun.launch.watch import Place, Store, Watch
@@ -49,7 +50,10 @@ class RankCommunicator:
 
 @dataclass(eq=False)
 class World:
-    """This process among the others. `deadline` bounds every wait for others."""
+    """This process among the others. `deadline` bounds every wait for others.
+
+    Sites of `layout` are those that REALRUN_SITES says, or those of the cluster at hand (`place`).
+    """
 
     rank: int
     layout: Layout
@@ -72,6 +76,13 @@ class World:
             for op in schedule.body:
                 if isinstance(op.work, Collective):
                     self._connect(op.stream, op.work.group)
+
+    def place(self, layout: Layout) -> None:
+        """Take over the sites of a cluster with as many ranks. All ranks call this."""
+        if layout != self.layout:
+            self.layout = layout
+            self._made.clear()  # groups may have other members now
+            self._groups.clear()
 
     def communicator(self, stream: str, group: Group) -> RankCommunicator | None:
         """The communicator of a connected schedule; None if this rank is alone in the group."""
@@ -185,7 +196,7 @@ def join(
         )
     except RuntimeError as error:
         raise watch.lost(Place(-1, 0, "start-up"), range(size), error) from error
-    layout = Layout(size // per_node, per_node)
+    layout = Layout(size // per_node, per_node, sites_of(env))
     world = World(rank, layout, backend, device, deadline, store, watch)
     world.clock = synchronize(rank, size, _machine())
     return world

@@ -1,9 +1,10 @@
 """A cluster of network namespaces on one machine, with known bandwidths.
 
-Each node is a network namespace whose `eth0` is plugged into one bridge. `tc tbf` limits what it
-sends there, and what its ranks send each other over loopback. All of it is in a network, process
-and mount namespace of its own: the network of the machine does not change, and everything is gone
-when the first process of the namespace ends.
+Each node is a network namespace whose `eth0` is plugged into the bridge of its site. `tc tbf`
+limits what it sends there, what its ranks send each other over loopback, and, of several sites,
+what each sends to others. All of it is in a network, process and mount namespace of its own: the
+network of the machine does not change, and everything is gone when the first process of the
+namespace ends.
 
     launcher - unshare - first process (reaps) - lab process - one holder a node, and the ranks
 """
@@ -24,6 +25,7 @@ from typing import Any
 from co2sim.errors import Co2simError, UnitError
 from co2sim.ranges import whole
 from co2sim.units import BytesPerSecond, Seconds, parse
+from realrun.checks import SITES
 from realrun.errors import LabError
 from realrun.launch.local import (
     GRACE,
@@ -39,6 +41,7 @@ from realrun.launch.namespaces import (
     LOOPBACK_PAYLOAD,
     PAYLOAD,
     SWITCH,
+    SendRates,
     burst,
     entering,
     loopback_burst,
@@ -49,6 +52,7 @@ from realrun.launch.namespaces import (
 from realrun.launch.processes import ranks_killed_at_end, start, started
 from realrun.launch.signals import Stopped, stoppable
 from realrun.launch.supervise import supervise
+from realrun.launch.uplinks import stated_wan, wan_facts
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 """What has to be installed: iproute2 and util-linux."""
@@ -74,13 +78,16 @@ class Lab:
     """What to build: `rate` is what each node sends at most, such as "1 Gbit/s".
 
     `intra_rate` is what each rank sends at most inside its node; the ranks of a node share the sum.
-    Raises LabError when it cannot be built anywhere.
+    `sites` divide the nodes, in order; `wan` is what each sends to others at most. Raises LabError
+    when it cannot be built anywhere.
     """
 
     nodes: int
     gpus_per_node: int
     rate: str
     intra_rate: str = INTRA_RATE
+    sites: int = 1
+    wan: str | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
@@ -92,6 +99,27 @@ class Lab:
             )
         _bandwidth("rate", self.rate)
         _bandwidth("rate inside a node", self.intra_rate)
+        whole("sites", self.sites, 1, error=LabError)
+        if self.nodes % self.sites:
+            raise LabError(f"{self.nodes} nodes do not divide into {self.sites} equal sites")
+        if (self.sites > 1) != (self.wan is not None):
+            raise LabError(
+                f"sites is {self.sites} and the rate between sites is {self.wan}: several sites"
+                " need one, and one has none"
+            )
+        if self.wan is not None:
+            _bandwidth("rate between sites", self.wan)
+
+    @property
+    def rates(self) -> SendRates:
+        """What is sent at most."""
+        far = None if self.wan is None else _bandwidth("rate between sites", self.wan)
+        return SendRates(self.bandwidth, self.loopback, far)
+
+    @property
+    def uplink(self) -> dict[str, str]:
+        """The link of a site to others as a cluster states it, by key; empty for one site."""
+        return wan_facts(self.rates, self.sites, self.wan)
 
     @property
     def world_size(self) -> int:
@@ -123,7 +151,8 @@ def _bandwidth(what: str, text: str) -> BytesPerSecond:
 def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
 
-    Ranks have torchrun's environment, and REALRUN_CLUSTER, the path of the lab's `stated_cluster`.
+    Ranks have torchrun's environment, REALRUN_CLUSTER, the path of the lab's `stated_cluster`, and
+    REALRUN_SITES, if there are several.
     Control-C gives 130 and SIGTERM 143; a reader that closes the output ends all with 0. Call it
     from the main thread. Raises LabError when the lab cannot be built here, LaunchError when there
     is no such command, ModuleNotFoundError without torch, whose store the ranks meet in.
@@ -175,6 +204,7 @@ def check_machine() -> None:
 
 def stated_cluster(lab: Lab) -> str:
     """The lab as a cluster file of co2sim: predict with it what the lab will do."""
+    sites = f"sites = {lab.sites}\n" if lab.sites > 1 else ""
     rate, intra = (" ".join(text.split()) for text in (lab.rate, lab.intra_rate))
     share = payload_share(lab.bandwidth, two=lab.nodes == _TWO)
     near, far = loopback_burst(lab.loopback) / lab.gpus_per_node, burst(lab.bandwidth)
@@ -183,7 +213,7 @@ name = "lab: {lab.nodes} nodes of {lab.gpus_per_node} at {rate}"
 source = "how the lab is built"
 nodes = {lab.nodes}
 gpus_per_node = {lab.gpus_per_node}
-gpu = "virtual"
+{sites}gpu = "virtual"
 backend = "gloo"
 
 [intra]
@@ -202,7 +232,7 @@ counts, and {ACK} bytes to acknowledge every packet" }}
 latency = {{ value = "250 us", assumed = true, source = "`realrun probe` in labs of 1 and 3 Gbit/s \
 on a virtual machine of two cores gave 0.22 to 0.30 ms; depends on the machine and its load" }}
 burst = {{ value = "{far} B", source = "burst of tc tbf there: 2 ms at its rate, 512 KiB at most" }}
-"""
+{stated_wan(lab.uplink)}"""
 
 
 def _end(outer: subprocess.Popen[bytes]) -> None:
@@ -234,7 +264,7 @@ def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) ->
     lab = Lab(**asked)
     try:
         _state(lab)
-        holders = make_nodes(lab.nodes, lab.bandwidth, lab.loopback)
+        holders = make_nodes(lab.nodes, lab.rates, lab.sites)
         with ranks_killed_at_end() as ranks:
             store = host_store(SWITCH)
             for rank in range(lab.world_size):
@@ -247,6 +277,7 @@ def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) ->
                 )
                 node = entering(holders[rank // lab.gpus_per_node])
                 own = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
+                own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
                 ranks.append(start(rank, [*node, *command], {**variables, **own}))
             return supervise(ranks, store, grace)
     except Co2simError as error:

@@ -1,7 +1,8 @@
-"""Nodes as network namespaces, plugged into one bridge, with limited rates. Needs root."""
+"""Nodes as network namespaces, plugged into bridges, with limited rates. Needs root."""
 
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from co2sim.units import BytesPerSecond, Seconds
 from realrun.errors import LabError
@@ -37,11 +38,28 @@ _SYSCTLS = {
 }
 
 
-def make_nodes(count: int, bandwidth: BytesPerSecond, loopback: BytesPerSecond) -> list[int]:
+_WINDOW = 256 * 1024
+"""Bytes that a connection may have under way between sites: what waits there delays all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendRates:
+    """What is sent at most, with all headers, in bytes a second.
+
+    `node`: by a node to others, `loopback`: by the ranks of a node to each other, all together,
+    `site`: by a site to others; None where all nodes are at one.
+    """
+
+    node: BytesPerSecond
+    loopback: BytesPerSecond
+    site: BytesPerSecond | None = None
+
+
+def make_nodes(count: int, rates: SendRates, sites: int = 1) -> list[int]:
     """Make the bridge, and nodes on it; the processes that hold the nodes.
 
-    `bandwidth` is what each node sends to others at most, `loopback` what its ranks send to each
-    other at most, all together; both with all headers. Raises LabError when a tool fails.
+    Several sites have a bridge each, which a limited link joins to the first one. Raises LabError
+    when a tool fails.
     """
     _ip(
         "link set lo up",
@@ -49,7 +67,29 @@ def make_nodes(count: int, bandwidth: BytesPerSecond, loopback: BytesPerSecond) 
         f"addr add {SWITCH}/16 dev br0",
         "link set br0 up",
     )
-    return [_node(index, bandwidth, loopback) for index in range(count)]
+    bridges = ["br0"]
+    if rates.site is not None:
+        bridges = [_site(number, rates.node, rates.site) for number in range(sites)]
+    return [_node(index, rates, bridges[index * sites // count]) for index in range(count)]
+
+
+def _site(number: int, node: BytesPerSecond, bandwidth: BytesPerSecond) -> str:
+    """Make the bridge of a site, and its limited link to the others; its name."""
+    bridge, uplink, other = f"site{number}", f"wan{number}", f"from{number}"
+    _ip(
+        f"link add {bridge} type bridge stp_state 0 forward_delay 0",
+        f"link add {uplink} type veth peer name {other}",
+        f"link set {other} master br0 up",
+        f"link set {uplink} master {bridge} up",
+        f"link set {bridge} up",
+    )
+    _limit((), uplink, bandwidth, site_burst(bandwidth, node))
+    return bridge
+
+
+def site_burst(bandwidth: BytesPerSecond, node: BytesPerSecond) -> int:
+    """Bytes that may leave a site at once after a pause: whole packets of its nodes, too."""
+    return max(burst(bandwidth), 2 * queue(node)[1])
 
 
 def burst(bandwidth: BytesPerSecond) -> int:
@@ -90,8 +130,8 @@ def loopback_burst(bandwidth: BytesPerSecond) -> int:
     return max(int(bandwidth * _LOOPBACK_TIMER), 2 * LOOPBACK_FRAME)
 
 
-def _node(index: int, bandwidth: BytesPerSecond, loopback: BytesPerSecond) -> int:
-    """Make one node; the process that holds it."""
+def _node(index: int, rates: SendRates, bridge: str) -> int:
+    """Make one node on a bridge; the process that holds it."""
     holder = subprocess.Popen(
         ["unshare", "--net", "cat"],  # noqa: S607 - found on PATH before
         stdin=subprocess.PIPE,
@@ -103,20 +143,23 @@ def _node(index: int, bandwidth: BytesPerSecond, loopback: BytesPerSecond) -> in
     holder.stdin.flush()
     if not holder.stdout.read(1):  # what cat gives back, once it is in its namespace
         raise LabError(f"cannot make node {index}")
-    waiting, longest = queue(bandwidth)
+    waiting, longest = queue(rates.node)
     port, enter = f"node{index}", entering(holder.pid)
     _ip(f"link add {port} type veth peer name eth0 netns {holder.pid}")
-    _ip(f"link set {port} gso_max_size {longest} master br0 up")
+    _ip(f"link set {port} gso_max_size {longest} master {bridge} up")
     # A short queue in front of the rate limit: answers to what comes in wait behind it.
-    _sysctl(enter, _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(waiting)})
+    values = _SYSCTLS | {"ipv4/tcp_limit_output_bytes": str(waiting)}
+    if rates.site is not None:
+        values |= {"ipv4/tcp_wmem": f"4096 65536 {_WINDOW}"}
+    _sysctl(enter, values)
     _ip(
         "link set lo up",
         f"addr add 10.77.{index // 250}.{index % 250 + 1}/16 dev eth0",
         f"link set eth0 gso_max_size {longest} up",
         enter=enter,
     )
-    _limit(enter, "eth0", bandwidth, burst(bandwidth))
-    _limit(enter, "lo", loopback, loopback_burst(loopback))
+    _limit(enter, "eth0", rates.node, burst(rates.node))
+    _limit(enter, "lo", rates.loopback, loopback_burst(rates.loopback))
     return holder.pid
 
 

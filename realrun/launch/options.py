@@ -19,6 +19,18 @@ GpusPerNode = Annotated[
 Rate = Annotated[
     str, typer.Option(metavar="RATE", help="What each node sends at most, such as '1 Gbit/s'.")
 ]
+Sites = Annotated[
+    int,
+    typer.Option(
+        parser=options.whole("--sites"), metavar="N", help="Sites that share the nodes, in order."
+    ),
+]
+Wan = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE", help="What each site sends to others at most, such as '50 Mbit/s'."
+    ),
+]
 IntraRate = Annotated[
     str, typer.Option(metavar="RATE", help="What each rank sends at most inside its node.")
 ]

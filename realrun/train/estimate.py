@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from co2sim.schedule import NODE
+from co2sim.strategies.local import LocalSteps, Replica
 from realrun.errors import TrainingError
 from realrun.execute.world import World
 from realrun.train.constants import Estimates, Point, length, moments
@@ -158,8 +158,9 @@ class Estimator:
         """Nothing was measured yet."""
         self._method, self._last = method, settings.last
         size = world.layout.world_size
-        nodes = settings.local and method.workers < size
-        node = world.group("training", NODE) if nodes else None
+        strategy, node = settings.parsed, None
+        if isinstance(strategy, LocalSteps) and method.workers < size:
+            node = world.group("training", Replica.of(strategy).inside)
 
         def loss(number: int) -> Tensor:
             samples = settings.batch * (1 if number else CURVED)

@@ -13,10 +13,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from co2sim.schedule import NODE, PEERS, WORLD
+from co2sim.schedule import WORLD
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.diloco import DiLoCo
-from co2sim.strategies.local import LocalSteps
+from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.units import Seconds
 from realrun import algorithms
 from realrun.algorithms.workers import Workers
@@ -177,17 +177,18 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
         optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
         stepper = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         return Method(wrapped, model, optimizer, stepper, None, None, 1)
-    inside = strategy.worker == "node" and world.layout.gpus_per_node > 1
-    peers = world.group("training", PEERS if inside else WORLD)
-    node = world.group("training", NODE) if inside else None
-    wrapped = shared(strategy, strategy.inner or "zero2", model, world, node) if node else model
+    replica = Replica.of(strategy)
+    several = replica.ranks(world.layout) > 1
+    peers = world.group("training", replica.peers if several else WORLD)
+    inner = world.group("training", replica.inside) if several else None
+    wrapped = shared(strategy, strategy.inner or "zero2", model, world, inner) if inner else model
     optimizer = _optimizer(settings, model, shard=False)
     return Method(
         wrapped,
         model,
         optimizer,
         optimizer,
-        _outer(settings, strategy, wrapped, optimizer, Workers(peers, node), world.deadline),
+        _outer(settings, strategy, wrapped, optimizer, Workers(peers, inner), world.deadline),
         peers,
         peers.size(),
     )

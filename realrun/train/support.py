@@ -7,8 +7,9 @@ from co2sim.errors import OptionError
 from co2sim.schedule import WORLD, DType, Layout
 from co2sim.strategies import Strategy
 from co2sim.strategies.fsdp import FSDP
-from co2sim.strategies.local import LocalSteps
+from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.zeropp import ZeroPP
+from realrun.checks import SITES
 from realrun.train.settings import TrainSettings
 
 _FETCHED = {
@@ -60,6 +61,11 @@ def check(settings: TrainSettings, layout: Layout) -> None:
         )
     if isinstance(strategy, FSDP):
         strategy.sharding(layout, WORLD)
+    if isinstance(strategy, LocalSteps) and strategy.worker == "site" and layout.sites == 1:
+        raise OptionError(
+            f"{strategy.name}: worker=site needs 2 sites or more, and there is 1: set {SITES} to"
+            " their number for every rank, or train in a lab with --sites"
+        )
     ranks = layout.world_size
     if settings.batch % ranks:
         raise OptionError(
@@ -72,7 +78,7 @@ def check_estimate(settings: TrainSettings, layout: Layout, *, resume: bool) -> 
     strategy = settings.parsed
     sharded = strategy.name
     if isinstance(strategy, LocalSteps):
-        inside = strategy.worker == "node" and layout.gpus_per_node > 1
+        inside = Replica.of(strategy).ranks(layout) > 1
         sharded = (strategy.inner or "zero2") if inside else ""
     if sharded in _SHARDED:
         raise OptionError(

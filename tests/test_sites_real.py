@@ -1,0 +1,244 @@
+"""Sites as workers on real processes: who meets, what is learned, and a lab of two sites."""
+
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from test_lab import MEET, output
+from test_sites import VARIANTS
+from together import together
+
+from analysis.cli import main, measured
+from co2sim.catalog import load_cluster
+from co2sim.errors import OptionError
+from co2sim.schedule import Layout
+from realrun.checks import sites_of
+from realrun.cli import main as realrun_main
+from realrun.errors import LabError
+from realrun.launch.lab import Lab, check_machine, stated_cluster
+from realrun.launch.namespaces import FRAME, PAYLOAD, queue, site_burst
+from realrun.train import TrainSettings
+from realrun.train.support import check
+
+LEARNED = ["local_sgd:tau=2,inner=ddp", "co2:tau=4,delay=3,inner=zero2", "diloco:tau=4,inner=fsdp"]
+
+
+@pytest.fixture(scope="module")
+def four_nodes() -> dict[str, list[object]]:
+    """What four nodes of one rank gave, by function."""
+    calls = {
+        "met": {},
+        "workers": {},
+        "measured": {"strategies": VARIANTS},
+        "learned": {"strategies": LEARNED},
+    }
+    return together("site_workers", 4, calls, gpus_per_node=1)
+
+
+@pytest.mark.dist
+def test_ranks_meet_inside_their_site_and_across(four_nodes: dict[str, list[object]]) -> None:
+    """Sites {0, 1} and {2, 3}; peers {0, 2} and {1, 3}; what each adds up to."""
+    assert four_nodes["met"] == [
+        [[0, 1, 3.0], [0, 2, 4.0]],
+        [[0, 1, 3.0], [1, 3, 6.0]],
+        [[2, 3, 7.0], [0, 2, 4.0]],
+        [[2, 3, 7.0], [1, 3, 6.0]],
+    ]
+
+
+@pytest.mark.dist
+def test_every_schedule_over_sites_runs(four_nodes: dict[str, list[object]]) -> None:
+    """A trace of all ranks that breaks no rule, and keeps the sites of the cluster."""
+    found = four_nodes["measured"][0]
+    assert isinstance(found, list)
+    assert len(found) == len(VARIANTS)
+    assert all(one[:2] == [2, [0, 1, 2, 3]] and one[2] for one in found)
+
+
+@pytest.mark.dist
+def test_a_site_learns_as_a_node_of_as_many_ranks(four_nodes: dict[str, list[object]]) -> None:
+    """Bit for bit: losses of training and validation, and bytes that averages sent."""
+    for one in four_nodes["learned"]:
+        assert isinstance(one, dict)
+        for text in LEARNED:
+            by_node, by_site = one[text]
+            assert by_node == by_site
+            assert by_site[-1][2]
+
+
+@pytest.mark.dist
+def test_algorithms_take_sites_from_the_environment(four_nodes: dict[str, list[object]]) -> None:
+    """REALRUN_SITES of 4 ranks: two sites, four of one rank; one, and unequal ones, are refused."""
+    for rank, found in enumerate(four_nodes["workers"]):
+        assert isinstance(found, list)
+        two, four, one, three, words = found
+        assert two == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]]
+        assert four == [[rank], [0, 1, 2, 3]]
+        assert "set to 2 sites or more of as many ranks; there are 4 ranks" in one
+        assert "REALRUN_SITES is 3" in three
+        assert "REALRUN_SITES is 'two'; it must be the number of sites" in words
+
+
+def test_training_at_one_site_is_refused() -> None:
+    """In one line that says how sites are told; nothing else is asked of them."""
+    settings = TrainSettings(strategy="co2:tau=2,worker=site")
+    with pytest.raises(OptionError, match="co2: worker=site needs 2 sites or more, and there is 1"):
+        check(settings, Layout(2, 2))
+    check(settings, Layout(2, 2, 2))
+
+
+def test_the_number_of_sites_is_one_unless_it_is_said() -> None:
+    """A whole number, at least 1."""
+    assert sites_of({}) == 1
+    assert sites_of({"REALRUN_SITES": "3"}) == 3
+    for text in ("0", "-1", "1.5", ""):
+        with pytest.raises(OptionError, match="it must be the number of sites, 1 or more"):
+            sites_of({"REALRUN_SITES": text})
+
+
+def test_a_probe_over_sites_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would take the link between sites for one between nodes: one line, exit code 2."""
+    monkeypatch.setenv("REALRUN_SITES", "2")
+    monkeypatch.setattr(sys, "argv", ["realrun", "probe", "--nproc", "2", "--out", "here.toml"])
+    with pytest.raises(SystemExit) as ended:
+        realrun_main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a probe measures one speed between nodes, and REALRUN_SITES is 2" in line
+
+
+# --- the lab ------------------------------------------------------------------------------------
+
+
+def test_a_lab_states_its_sites_and_the_link_between_them(tmp_path: Path) -> None:
+    """Two sites of two nodes: the rate of a site's uplink, its burst, and what headers leave."""
+    file = tmp_path / "lab.toml"
+    file.write_text(stated_cluster(Lab(4, 1, "1 Gbit/s", sites=2, wan="50 Mbit/s")))
+    cluster = load_cluster(str(file)).value
+    assert (cluster.sites, cluster.nodes_per_site) == (2, 2)
+    assert cluster.wan is not None
+    assert cluster.wan.bandwidth == pytest.approx(50e6 / 8)
+    assert cluster.wan.efficiency == pytest.approx(PAYLOAD / FRAME, abs=1e-4)
+    assert cluster.wan.burst == site_burst(50e6 / 8, 1e9 / 8) >= 2 * queue(1e9 / 8)[1]
+    one = tomllib.loads(stated_cluster(Lab(4, 1, "1 Gbit/s")))
+    assert {"sites", "wan"}.isdisjoint(one)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sites", "wan", "message"),
+    [
+        (4, 3, "50 Mbit/s", "4 nodes do not divide into 3 equal sites"),
+        (4, 2, None, "sites is 2 and the rate between sites is None"),
+        (4, 1, "50 Mbit/s", "sites is 1 and the rate between sites is 50 Mbit/s"),
+        (4, 0, None, "sites is 0; it must be at least 1"),
+        (4, 2, "slow", "the rate between sites of a lab: 'slow' is not a bandwidth"),
+        (4, 2, "1 kbit/s", "the rate between sites is '1 kbit/s'; it must be 1 Mbit/s"),
+    ],
+)
+def test_sites_that_cannot_be_built_are_refused(
+    nodes: int, sites: int, wan: str | None, message: str
+) -> None:
+    """One line says what was given and what is allowed."""
+    with pytest.raises(LabError, match=message) as caught:
+        Lab(nodes, 1, "1 Gbit/s", sites=sites, wan=wan)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_lab_command_predicts_the_link_between_sites_from_its_rate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The probe runs at one site; the run has sites, and the latency that the probe measured."""
+    seen: list[tuple[list[str], list[str]]] = []
+
+    def record(lab: Sequence[str], command: Sequence[str]) -> None:
+        seen.append((list(lab), list(command)))
+        if command[0] == "probe":
+            Path("out").mkdir()
+            stated = stated_cluster(Lab(4, 1, "1 Gbit/s")).replace('"250 us"', '"123 us"')
+            Path("out/probe.toml").write_text(stated)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(measured, "_in_lab", record)
+    monkeypatch.setattr(measured, "_compared", lambda _: [])
+    monkeypatch.setattr(measured, "_report", lambda *_, **__: None)
+    asked = ["lab", "--sites", "2", "--wan", "50 Mbit/s", "--model", "tiny-5m"]
+    monkeypatch.setattr(sys, "argv", ["co2analysis", *asked, "-s", "co2:worker=site"])
+    with pytest.raises(SystemExit):
+        main()
+    (flat, probe), (sited, run) = seen
+    assert (probe[0], run[0]) == ("probe", "run")
+    assert "--sites" not in flat
+    assert sited[-4:] == ["--sites", "2", "--wan", "50 Mbit/s"]
+    changes = dict(
+        word.split("=", 1) for word, before in zip(run[1:], run, strict=False) if before == "--set"
+    )
+    cluster = load_cluster("out/probe.toml", changes).value
+    assert cluster.sites == 2
+    assert cluster.wan is not None
+    assert (cluster.wan.bandwidth, cluster.wan.latency) == pytest.approx((50e6 / 8, 123e-6))
+
+
+@pytest.fixture
+def machine() -> None:
+    """Skip where no lab can be built, and say why."""
+    try:
+        check_machine()
+    except LabError as error:
+        pytest.skip(str(error))
+
+
+SEE = """
+import json, os, socket, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, times = dist.get_rank(), []
+pairs = (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+groups = [[dist.new_group(ranks) for ranks in pair] for pair in pairs]
+buffer = torch.ones(500_000)
+for pair, group in ((rank // 2, groups[0]), (rank % 2, groups[1])):
+    dist.all_reduce(buffer[:1].clone(), group=group[pair])
+    dist.barrier()
+    begin = time.perf_counter()
+    dist.all_reduce(buffer.clone(), group=group[pair])
+    times.append(time.perf_counter() - begin)
+print(json.dumps([os.environ["REALRUN_SITES"], *times]), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
+def test_only_what_leaves_a_site_is_slow() -> None:
+    """2 MB between two ranks: at 1 Gbit/s in a site; both pairs share 50 Mbit/s across, never less.
+
+    4 MB with headers, less what bursts let pass, at 6.25 MB/s take 0.65 s.
+    """
+    lab = Lab(4, 1, "1 Gbit/s", sites=2, wan="50 Mbit/s")
+    lines = output(lab, [sys.executable, "-c", SEE])
+    found = [json.loads(line[line.index('["') :]) for line in lines]
+    assert len(found) == 4
+    for sites, inside, across in found:
+        assert sites == "2"
+        assert inside < 0.3
+        least = (2 * 2e6 * FRAME / PAYLOAD - 2 * site_burst(50e6 / 8, 1e9 / 8)) / (50e6 / 8)
+        assert across > 0.95 * least
+
+
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
+def test_the_rate_between_sites_is_that_of_the_lab() -> None:
+    """By TCP between two sites of one node, never faster; the best of three attempts counts."""
+    lab, speed = Lab(2, 1, "1 Gbit/s", sites=2, wan="100 Mbit/s"), 100e6 / 8 * PAYLOAD / FRAME
+    best = 0.0
+    for _ in range(3):
+        (line,) = output(lab, [sys.executable, "-c", MEET, "eth0"])
+        best = max(best, float(line))
+        if best > 0.9 * speed:
+            break
+    assert best == pytest.approx(speed, rel=0.1)
