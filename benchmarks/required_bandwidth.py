@@ -43,15 +43,16 @@ def main() -> None:
     text = f"""\
 # The bandwidth that a compute utilization needs
 
-Two workers of one GPU, the model in equal layers, 2 bytes per parameter and gradient, no latency. Computation takes the published
-step time, a third of it the forward pass. Data parallel: gradients of a layer travel behind the backward pass of the layers
-before it (`ddp` with a bucket for each layer). DiLoCo: {_LOCAL_STEPS} local steps, then an average that all wait for.
-One step of the published grid is a factor of {GRID:.3f}: {near} of {len(rows)} are within one.
+Two workers of one GPU, the model in equal layers, 2 bytes per parameter and gradient, no latency.
+Computation takes the published step time, a third of it the forward pass. Data parallel: gradients
+of a layer travel behind the backward pass of the layers before it (`ddp` with a bucket for each
+layer). DiLoCo: {_LOCAL_STEPS} local steps, then an average that all wait for. One step of the
+published grid is a factor of {GRID:.3f}: {near} of {len(rows)} are within one.
 
 {table(rows)}
 
-In the published simulation the average of DiLoCo, too, travels behind a backward pass; in ours it begins when the round has ended.
-That matters where little may be exposed, at 99 %.
+In the published simulation the average of DiLoCo, too, travels behind a backward pass; in ours it
+begins when the round has ended. That matters most where little may be exposed.
 
 {made_by()}
 """

@@ -19,6 +19,8 @@ from co2sim.units import Watts
 DAY = 86400.0
 """In seconds."""
 _MOST_TOKENS = 1e18
+_NOTHING = 1e-6
+"""A goodput below which nothing gets done."""
 
 EXAMPLES = {"price_per_gpu": "2.5 USD/h", **power.NEEDED, "grid_intensity": "56 g/kWh"}
 """The numbers of a cluster that totals need, with an example of each."""
@@ -29,8 +31,8 @@ class Totals:
     """What it takes to train so many tokens, or what the model calls its units.
 
     `tokens` are those that DDP would train, `trained` those that this strategy trains: times
-    `factor`. `goodput` is the share of the time that is useful work; 1 where failures are not
-    counted. `cost` is in `currency`; both are None without a price. `power_w` is the average of all
+    `factor`. `goodput` is the share of the time that is useful work; 1 where no failures are named.
+    `cost` is in `currency`; both are None without a price. `power_w` is the average of all
     nodes at the meter: with what cooling and distribution take (PUE).
 
     `_low` and `_high` are the ends of an interval: of the 90 % interval of the speed, taken
@@ -66,12 +68,14 @@ def totals(
     tokens: float,
     goal: Goal = NO_GOAL,
     goodput: float = 1.0,
+    goodput_ends: tuple[float, float] | None = None,
 ) -> Totals | None:
     """What it takes to train `tokens`; None where no step factor is known.
 
     `cluster` is that of the result, with its number of GPUs. All the time GPUs are paid for and
-    draw the power of training, whatever the goodput: work that is lost is done again. Raises
-    OptionError for tokens or a goodput out of range.
+    draw the power of training, whatever the goodput: work that is lost is done again.
+    `goodput_ends` are the least and the most that it may be. Raises OptionError for tokens or a
+    goodput out of range.
     """
     tokens = tokens_of(tokens)
     goodput = fraction("goodput", goodput)
@@ -81,9 +85,10 @@ def totals(
         return None
     trained = tokens * factor.factor
     days = trained / result.tokens_per_s / goodput / DAY
+    least, most = goodput_ends or (goodput, goodput)
     ends = [
-        None if speed is None else result.tokens_per_s / speed
-        for speed in (result.tokens_per_s_high, result.tokens_per_s_low)
+        None if speed is None else result.tokens_per_s / speed * (goodput / max(share, _NOTHING))
+        for speed, share in ((result.tokens_per_s_high, most), (result.tokens_per_s_low, least))
     ]
     billion, price = result.cost_per_billion_tokens, cluster.price_per_gpu
     cost = None if billion is None else billion * trained / 1e9 / goodput
@@ -121,8 +126,20 @@ def totals(
 
 
 def totals_of(case: Case, result: Result, tokens: float, goal: Goal = NO_GOAL) -> Totals | None:
-    """`totals` of a case and its result."""
-    return totals(result, case.load()[0].value.resized(result.gpus), tokens, goal)
+    """`totals` of a case and its result; failures of its cluster count.
+
+    Raises OptionError where they leave no time for work.
+    """
+    entries = case.load()
+    cluster, model = entries[0].value, entries[1].value
+    sized = cluster.resized(result.gpus)
+    if cluster.failures is None:
+        return totals(result, sized, tokens, goal)
+    from co2sim.goodput.of_result import goodput_of  # noqa: PLC0415 - scipy, only when needed
+
+    found = goodput_of(result, cluster, model, optimizer=case.optimizer)
+    assert found is not None
+    return totals(result, sized, tokens, goal, found.useful, (found.low, found.high))
 
 
 def to_dict(case: Case, result: Result, goal: Goal, tokens: float | None) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from co2sim.catalog import load_cluster, names
-from co2sim.decide.goodput_of import goodput_where
-from co2sim.decide.goodput_parts import Trained
 from co2sim.errors import Co2simError, OptionError
 from co2sim.failures import ORIGINS, Failures
+from co2sim.goodput.of_result import goodput_where
+from co2sim.goodput.parts import Trained
 from co2sim.units import parse, timespan
 
 DAY = 86400.0

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from co2sim.decide import goodput_events as events
-from co2sim.decide.goodput import (
+from co2sim.errors import OptionError
+from co2sim.goodput import events
+from co2sim.goodput.closed_forms import (
     Rates,
     Restart,
     Saving,
@@ -20,7 +21,6 @@ from co2sim.decide.goodput import (
     together,
     young,
 )
-from co2sim.errors import OptionError
 
 HOUR = 3600.0
 RUNS = 30

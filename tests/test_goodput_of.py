@@ -14,10 +14,12 @@ from scipy.stats import poisson
 from co2sim import study
 from co2sim.case import Case
 from co2sim.cluster import Link
-from co2sim.decide.goodput import Restart, Saving, erlang_loss, together
-from co2sim.decide.goodput_check import simulated
-from co2sim.decide.goodput_of import goodput_of, goodput_where
-from co2sim.decide.goodput_parts import (
+from co2sim.errors import OptionError
+from co2sim.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
+from co2sim.goodput.check import simulated
+from co2sim.goodput.closed_forms import Restart, Saving, erlang_loss, together
+from co2sim.goodput.of_result import goodput_of, goodput_where
+from co2sim.goodput.parts import (
     FailingWorkers,
     Goodput,
     Trained,
@@ -25,8 +27,6 @@ from co2sim.decide.goodput_parts import (
     missing,
     shares_of,
 )
-from co2sim.errors import OptionError
-from co2sim.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
 
 DAY, HOUR = 86400.0, 3600.0
 PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)

@@ -16,12 +16,11 @@ from co2sim.catalog import load_cluster
 from co2sim.catalog.rates import rates
 from co2sim.decide.axis import axis_of
 from co2sim.decide.targets import METRICS, View
-from co2sim.decide.totals import Totals, tokens_of, totals
 from co2sim.errors import CatalogError, OptionError
 from co2sim.metrics import window
 from co2sim.schedule import Compute
 from co2sim.study import trace
-from co2sim.totals import basis
+from co2sim.totals import Totals, basis, tokens_of, totals
 from co2sim.units import parse
 
 Run = Callable[..., tuple[int, str, str]]

@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, Val
 
 from analysis.published.papers import PAPERS
 from co2sim.catalog import load_cluster
-from co2sim.decide.goodput import Restart, Saving, apart, together
-from co2sim.decide.goodput_of import goodput_where
-from co2sim.decide.goodput_parts import Trained
 from co2sim.errors import CatalogError, UnitError
 from co2sim.failures import Failures
 from co2sim.files import text_of
+from co2sim.goodput.closed_forms import Restart, Saving, apart, together
+from co2sim.goodput.of_result import goodput_where
+from co2sim.goodput.parts import Trained
 from co2sim.units import Seconds, parse, timespan
 from co2sim.validation import first_problem
 

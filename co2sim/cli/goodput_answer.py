@@ -14,10 +14,10 @@ from co2sim.catalog import Fact
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.decide.command import command_of
-from co2sim.decide.goodput_check import SimulatedShare, simulated
-from co2sim.decide.goodput_of import goodput_of
-from co2sim.decide.goodput_parts import FailingWorkers, Goodput
 from co2sim.errors import OptionError
+from co2sim.goodput.check import SimulatedShare, simulated
+from co2sim.goodput.of_result import goodput_of
+from co2sim.goodput.parts import FailingWorkers, Goodput
 from co2sim.grid import strategy_title
 from co2sim.result import Result
 from co2sim.units import Seconds, counted, scaled, timespan

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from co2sim.console import budgets
+from co2sim.console.answers import amount, in_words
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.decide.break_even import BreakEven, break_even
@@ -74,35 +76,13 @@ def words(found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Leve
 
 def _told(option: Candidate) -> str:
     case, found = option.case, option.totals
-    days = f"{found.days:,.3g} days{_between(found.days_low, found.days_high)}"
     text = (
         f"{counted(option.result.gpus, 'GPU')} of {label(case.cluster)} with"
         f" {option.result.strategy}, micro-batch {case.micro_batch} x"
         f" {option.result.accumulation}"
     )
     text += f", recompute {case.recompute}" if case.recompute != "none" else ""
-    text += f": {_short(found.tokens)} {option.result.unit}s in {days}"
-    if found.cost is None:
-        return f"{text}, {found.gpu_hours:,.0f} GPU-hours"
-    return (
-        f"{text}, for {found.cost:,.0f} {found.currency}{_between(found.cost_low, found.cost_high)}"
-    )
-
-
-def _short(tokens: float) -> str:
-    """A large number as people type it: 1e12, 2.5e11."""
-    return f"{tokens:g}".replace("e+", "e")
-
-
-def _between(low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        return " (no interval known)"
-    return f" (90 %: {_amount(low)} to {_amount(high)})"
-
-
-def _amount(value: float) -> str:
-    """Days or money: three digits, and all before the point."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"  # noqa: PLR2004
+    return f"{text}: {in_words(found, option.result.unit)}"
 
 
 def _limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
@@ -114,13 +94,13 @@ def _limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
     ):
         if most is None:
             continue
-        shown = f"the {name} of {_amount(most)} {unit}"
+        shown = f"the {name} of {amount(most)} {unit}"
         if worst is None:
             yield f"How sure {shown} is, nobody knows: there is no interval."
         elif worst <= most:
             yield f"It keeps {shown} at the bad end of its interval, too."
         else:
-            yield f"It may miss {shown}: the bad end of its interval is {_amount(worst)} {unit}."
+            yield f"It may miss {shown}: the bad end of its interval is {amount(worst)} {unit}."
 
 
 def _against(found: Recommendation, choice: Candidate) -> str:
@@ -171,7 +151,9 @@ def _print(
     print_lines(out, *_looked(space, found))
     if line := remark((option.result.strategy for option in found.best), found.wanted.goal):
         print_lines(out, line)
-    print_assumed(out, [option.result for option in found.best[:1]])
+    shown = found.best[:1]
+    budgets.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
+    print_assumed(out, [option.result for option in shown])
     if found.choice:
         for line in _commands(found.choice):  # to be copied: in one piece, whatever the width
             out.print(Text(line), soft_wrap=True)

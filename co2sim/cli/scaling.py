@@ -12,7 +12,7 @@ from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.figure import draw
-from co2sim.console import budgets, intervals, loss
+from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.result_tables import (
     print_assumed,
     print_chosen,
@@ -101,6 +101,8 @@ def _print(
     tokens: float | None,
 ) -> None:
     terminal = console()
+    if tokens is not None:
+        answers.print_answer(terminal, _trainings(cases, results, tokens, goal))
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         asked = [(strategy_title(case.strategy), result) for case, result in group]
@@ -130,6 +132,17 @@ def _csv(
 ) -> dict[Path, bytes]:
     frame = to_frame(cases, outcomes, goal=goal, tokens=tokens)
     return {out / "scale.csv": frame.to_csv(index=False).encode()}
+
+
+def _trainings(
+    cases: Sequence[Case], results: Sequence[Result], tokens: float, goal: Goal
+) -> answers.Trainings:
+    """The cases by strategy, GPUs and cluster."""
+    found = budgets.totals_for(cases, results, tokens, goal)
+    return [
+        (f"{answers.where(result)} of {case.cluster}", result, total)
+        for case, result, total in zip(cases, results, found, strict=True)
+    ]
 
 
 def _print_totals(

@@ -9,7 +9,7 @@ from rich.console import Console
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
-from co2sim.console import budgets, intervals, loss
+from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.result_tables import print_assumed, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
@@ -18,6 +18,7 @@ from co2sim.grid import Setting, label
 from co2sim.result import Result
 from co2sim.step_factors import Goal
 from co2sim.totals import to_dict
+from co2sim.totals import Totals
 from co2sim.units import counted, duration, scaled
 
 
@@ -133,10 +134,12 @@ def _print(
     title = ", ".join([*_shared(cases, outcomes), f"by {' and '.join(settings[0])}"])
     uneven = speeds(cases[0].noise, varied=settings[0])
     title += f"; {uneven}" if uneven else ""
+    found = None if tokens is None else budgets.totals_for(cases, outcomes, tokens, goal)
+    if found is not None:
+        answers.print_answer(terminal, _trainings(settings, outcomes, found))
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
-    if tokens is not None:
-        found = budgets.totals_for(cases, outcomes, tokens, goal)
+    if found is not None:
         texts = [[*map(label, setting.values())] for setting in settings]
         head = f"to train {tokens:.4g} {unit}s"
         pairs = list(zip(texts, found, strict=True))
@@ -149,6 +152,21 @@ def _print(
     ]
     print_warnings(terminal, named)
     print_assumed(terminal, results)
+
+
+def _trainings(
+    settings: Sequence[Setting], outcomes: Sequence[Outcome], found: Sequence[Totals | None]
+) -> answers.Trainings:
+    """The cases with figures, by what varies."""
+    names = (
+        ", ".join(f"{path}={label(value)}" for path, value in setting.items())
+        for setting in settings
+    )
+    return [
+        (name, outcome, total)
+        for name, outcome, total in zip(names, outcomes, found, strict=True)
+        if isinstance(outcome, Result)
+    ]
 
 
 def _shared(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from co2sim.case import Case
 from co2sim.catalog import Fact
+from co2sim.cluster import Cluster
 from co2sim.console.options import number
 from co2sim.console.tables import print_lines, print_table
 from co2sim.power import COMPUTING, NEEDED
@@ -80,7 +81,7 @@ def print_basis(
     """What totals rest on, and which numbers are missing, in a few lines; then those `after`."""
     known = [one for one in found if one is not None]
     facts = _facts(cases)
-    lines = ["totals count no failures: all the time is useful work"]
+    lines = [_useful(cases, known)]
     if any(one.power_w is not None for one in known):
         said = {name: _said(facts, name) for name in NEEDED}
         lines.append(
@@ -96,6 +97,20 @@ def print_basis(
         lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
     missing = [name for name in EXAMPLES if any(name in one.missing for one in known)]
     print_lines(out, *lines, *_lacking(missing), *after)
+
+
+def _useful(cases: Sequence[Case], known: Sequence[Totals]) -> str:
+    """What is said of failures."""
+    names = {c.failures.name or "as given" for c in _clusters(cases) if c.failures}
+    if not names:
+        return "totals count no failures: all the time is useful work; --set failures=meta-rsc-1"
+    least, most = (end(one.goodput for one in known) for end in (min, max))
+    share = f"{least:.1%}" if least == most else f"{least:.1%} to {most:.1%}"
+    return f"totals count failures ({', '.join(sorted(names))}): {share} of the time is useful work"
+
+
+def _clusters(cases: Sequence[Case]) -> list[Cluster]:
+    return [case.load()[0].value for case in cases]
 
 
 def totals_for(

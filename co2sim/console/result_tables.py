@@ -7,7 +7,7 @@ from rich.text import Text
 
 from co2sim.case import Case
 from co2sim.catalog import Fact
-from co2sim.console import budgets, intervals, loss
+from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.fitting import print_fitting
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.memory import GIB, OVERHEAD
@@ -91,6 +91,8 @@ def print_simulated(
     """
     found = None if tokens is None else totals_of(case, result, tokens, goal)
     more = [] if tokens is None else budgets.rows_of(found, result.unit)
+    if tokens is not None:
+        answers.print_answer(console(), [(answers.where(result), result, found)])
     print_result(result, noise=case.noise, goal=goal, more=more)
     if tokens is not None:
         budgets.print_basis(console(), [case], [found])

@@ -16,7 +16,7 @@ from co2sim.errors import Co2simError
 from co2sim.grid import label, strategy_title
 from co2sim.strategies import parse
 from co2sim.strategies.local import LocalSteps
-from co2sim.totals import totals
+from co2sim.totals import totals_of
 
 _REACH = 100.0
 """How far bandwidths are searched: from a hundredth to a hundred times what is there."""
@@ -44,13 +44,15 @@ def break_even(choice: Candidate, other: Candidate, wanted: Wanted) -> list[Brea
     """All numbers that can turn the answer, each alone.
 
     Prices and step factors by division; bandwidths between nodes and sites, of the chosen cluster,
-    by simulation of both options from a hundredth to a hundred times what is there.
+    by simulation of both options from a hundredth to a hundred times what is there; how often its
+    parts fail, from a hundredth to a hundred times as often.
     """
     ratio = other.score(wanted.want) / choice.score(wanted.want)
     return [
         *_prices(choice, other, wanted, ratio),
         *_factors(choice, other, ratio),
         *_bandwidths(choice, other, wanted),
+        *_failures(choice, other, wanted),
     ]
 
 
@@ -122,6 +124,42 @@ def _bandwidths(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator
             )
 
 
+def _failures(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator[BreakEven]:
+    """How many times as often parts of the chosen cluster would have to fail, or as seldom."""
+    if choice.cluster.failures is None:
+        return
+    both = label(choice.case.cluster) == label(other.case.cluster)
+
+    def behind(times: float) -> float:
+        mine = _failing(choice, times, wanted)
+        its = _failing(other, times, wanted) if both else other.score(wanted.want)
+        return math.log(mine / its)
+
+    for at in _turns(behind, 1.0):
+        yield BreakEven(
+            what=f"how often parts of {label(choice.case.cluster)} fail",
+            now=1.0,
+            at=at,
+            shown_now="as stated",
+            shown_at=f"{at:.3g} times as often",
+            above=at > 1,
+        )
+
+
+def _failing(option: Candidate, times: float, wanted: Wanted) -> float:
+    """The score where parts fail so many times as often."""
+    failures = option.cluster.failures
+    assert failures is not None
+    means = {name: getattr(failures, name) for name in ("gpu", "node", "switch", "job")}
+    shorter = {name: mean / times for name, mean in means.items() if mean is not None}
+    cluster = replace(option.cluster, failures=replace(failures, **shorter))
+    model = option.case.load()[1].value
+    case = replace(option.case, cluster=cluster, model=model, overrides={}, gpus=None)
+    found = totals_of(case, option.result, wanted.tokens, wanted.goal)
+    assert found is not None
+    return replace(option, totals=found).score(wanted.want)
+
+
 def _turns(behind: Callable[[float], float], now: float) -> Iterator[float]:
     """The nearest values below and above at which it stops being below 0."""
     for reach in (1 / _REACH, _REACH):
@@ -139,6 +177,6 @@ def _turns(behind: Callable[[float], float], now: float) -> Iterator[float]:
 def _score(option: Candidate, case: Case, wanted: Wanted) -> float:
     """The score of an option where a number of its case is another."""
     result = study.run(case)
-    found = totals(result, option.cluster, wanted.tokens, wanted.goal)
+    found = totals_of(case, result, wanted.tokens, wanted.goal)
     assert found is not None, strategy_title(case.strategy)
     return replace(option, result=result, totals=found).score(wanted.want)

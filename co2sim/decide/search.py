@@ -9,12 +9,11 @@ from co2sim.cluster import Cluster
 from co2sim.decide.candidates import fits
 from co2sim.decide.floor import Floor
 from co2sim.decide.wanted import Candidate, Wanted
-from co2sim.errors import Co2simError
+from co2sim.errors import Co2simError, OptionError
 from co2sim.grid import label, strategy_title
 from co2sim.progress import Done
-from co2sim.result import Result
 from co2sim.step_factors import step_factor
-from co2sim.totals import DAY, Totals, totals
+from co2sim.totals import DAY, totals_of
 
 _WAVE = 16
 """Cases for each process at a time; between waves, those that cannot win any more are dropped."""
@@ -108,16 +107,17 @@ class Search:
         if not fits(used, room, self._headroom):
             self.large += 1
             return
-        found = self._totals(outcome, one.cluster)
+        try:
+            found = totals_of(one.case, outcome, self._wanted.tokens, self._wanted.goal)
+        except OptionError as error:  # failures leave no time
+            self.failed.append(f"{one.case.title}: {error}")
+            return
         if found is None:
             self.failed.append(f"nobody knows what a step of {outcome.strategy} is worth")
             return
         option = Candidate(case=one.case, cluster=one.cluster, result=outcome, totals=found)
         inside = option.within(self._wanted)
         (self.options if inside else self._outside).append((one.group, option))
-
-    def _totals(self, result: Result, cluster: Cluster) -> Totals | None:
-        return totals(result, cluster, self._wanted.tokens, self._wanted.goal)
 
 
 def _promises(cases: Sequence[Case], wanted: Wanted) -> Iterator[_Promise]:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 
 from co2sim.cluster import Cluster
-from co2sim.decide.goodput import Rates, Restart, Saving, apart, best_interval
-from co2sim.decide.goodput_parts import (
+from co2sim.errors import OptionError
+from co2sim.failures import READ_PER_NODE, WRITE_PER_NODE, Failures
+from co2sim.goodput.closed_forms import Rates, Restart, Saving, apart, best_interval
+from co2sim.goodput.parts import (
     FailingWorkers,
     Goodput,
     Trained,
@@ -12,8 +14,6 @@ from co2sim.decide.goodput_parts import (
     missing,
     shares_of,
 )
-from co2sim.errors import OptionError
-from co2sim.failures import READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.ranges import above
 from co2sim.result import Result
 from co2sim.schedule import Layout

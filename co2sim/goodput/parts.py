@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scipy.special import gammainc
 
-from co2sim.decide.goodput import Restart, Saving, Shares, apart, inside, together
+from co2sim.goodput.closed_forms import Restart, Saving, Shares, apart, inside, together
 from co2sim.units import Bytes, BytesPerSecond, Seconds
 from co2sim.workload import Optimizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from co2sim.decide.goodput import Restart, Saving
+from co2sim.goodput.closed_forms import Restart, Saving
 from co2sim.units import Seconds
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import simpy
 
-from co2sim.decide.goodput import Shares
-from co2sim.decide.goodput_events import Account, Job
-from co2sim.decide.goodput_parts import FailingWorkers, Goodput
+from co2sim.goodput.closed_forms import Shares
+from co2sim.goodput.events import Account, Job
+from co2sim.goodput.parts import FailingWorkers, Goodput
 from co2sim.units import Seconds
 
 NAMES = tuple(field.name for field in fields(Shares))

@@ -2,7 +2,7 @@
 
 Failures come at random, independently of each other, at a constant rate (exponential times between
 them), as counted in published logs of clusters (Kokolis et al., HPCA 2025, arXiv 2410.21680). The
-formulas here are exact for that; `goodput_events` simulates the same, event by event.
+formulas here are exact for that; `events` simulates the same, event by event.
 """
 
 import math

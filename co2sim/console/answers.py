@@ -1,0 +1,78 @@
+"""What it takes to train so many tokens, in a sentence: the answer before the tables."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from co2sim.console.tables import print_lines
+from co2sim.result import Result
+from co2sim.totals import Totals
+from co2sim.units import counted, number
+
+Trainings = Sequence[tuple[str, Result, Totals | None]]
+"""What is trained how, in words; the figures, and what it takes."""
+
+_LONG = 1000
+
+
+def in_words(found: Totals, unit: str) -> str:
+    """Days, money (or GPU-hours), energy and carbon, as far as they are known, with intervals.
+
+    `unit` is what the model calls its tokens.
+    """
+    text = f"{_short(found.tokens)} {unit}s in {found.days:,.3g} days"
+    text += _between(found.days_low, found.days_high)
+    if found.cost is None:
+        text += f", {found.gpu_hours:,.0f} GPU-hours"
+    else:
+        ends = _between(found.cost_low, found.cost_high)
+        text += f", for {found.cost:,.0f} {found.currency}{ends}"
+    if found.energy_kwh is not None:
+        text += f", {number(found.energy_kwh / 1000)} MWh"
+    return text if found.co2e_kg is None else f"{text}, {number(found.co2e_kg / 1000)} t CO2e"
+
+
+def print_answer(out: Console, trainings: Trainings) -> None:
+    """The training of a single case; of several that fit in memory, the cheapest and fastest."""
+    known = [(name, result, found) for name, result, found in trainings if found is not None]
+    if not known:
+        print_lines(out, "nobody knows what its steps are worth: --steps-factor sets that", "")
+        return
+    fitting = [one for one in known if one[1].fits_in_memory]
+    if not fitting:
+        lost = "it does" if len(known) == 1 else "none of these does"
+        print_lines(out, f"{lost} not fit in memory; if it did:")
+    chosen = fitting or known
+    fastest = min(chosen, key=lambda one: one[2].days)
+    lines = [("Fastest: ", fastest)]
+    priced = [(one[2].cost, one) for one in chosen if one[2].cost is not None]
+    if len(priced) == len(chosen) and len({one[2].currency for one in chosen}) == 1:
+        cheapest = min(priced, key=lambda pair: pair[0])[1]
+        same = cheapest is fastest
+        lines = [("Cheapest and fastest: " if same else "Cheapest: ", cheapest)]
+        lines += [] if same else [("Fastest: ", fastest)]
+    for head, (name, result, found) in lines:
+        start = "" if len(known) == 1 else head
+        print_lines(out, f"{start}{name}: {in_words(found, result.unit)}.")
+    print_lines(out, "")
+
+
+def where(result: Result) -> str:
+    """A single case: its strategy and its GPUs."""
+    return f"{result.strategy} on {counted(result.gpus, 'GPU')}"
+
+
+def amount(value: float) -> str:
+    """Days or money: three digits, and all before the point."""
+    return f"{value:,.0f}" if value >= _LONG else f"{value:.3g}"
+
+
+def _short(tokens: float) -> str:
+    """A large number as people type it: 1e12, 2.5e11."""
+    return f"{tokens:g}".replace("e+", "e")
+
+
+def _between(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return " (no interval known)"
+    return f" (90 %: {amount(low)} to {amount(high)})"

@@ -1,0 +1,1 @@
+"""What part of the time training gets on with its work where parts fail."""
