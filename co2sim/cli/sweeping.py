@@ -17,8 +17,7 @@ from co2sim.frames import check_column, order, to_frame
 from co2sim.grid import Setting, label
 from co2sim.result import Result
 from co2sim.step_factors import Goal
-from co2sim.totals import to_dict
-from co2sim.totals import Totals
+from co2sim.totals import Totals, to_dict
 from co2sim.units import counted, duration, scaled
 
 
