@@ -30,6 +30,7 @@ SCRIPTS = {
     "long_study.py": [pytest.mark.dist],
     "overhead.py": [],
     "peers.py": [pytest.mark.lab],
+    "required_bandwidth.py": [],
     "speed.py": [],
     "step_factors.py": [],
     "time_to_loss.py": [pytest.mark.lab],

@@ -20,7 +20,7 @@ def in_words(found: Totals, unit: str) -> str:
 
     `unit` is what the model calls its tokens.
     """
-    text = f"{_short(found.tokens)} {unit}s in {found.days:,.3g} days"
+    text = f"{_short(found.tokens)} {unit}s in {amount(found.days)} days"
     text += _between(found.days_low, found.days_high)
     if found.cost is None:
         text += f", {found.gpu_hours:,.0f} GPU-hours"
