@@ -25,6 +25,7 @@ from co2sim.decide.levers import MORE, levers
 from co2sim.decide.solve import Solved, solve
 from co2sim.decide.targets import METRICS, Target, View, target_of
 from co2sim.errors import OptionError
+from co2sim.goodput.of_result import goodput_of
 from co2sim.noise import Noise
 from co2sim.step_factors import Goal
 
@@ -417,3 +418,39 @@ def test_targets_name_what_they_mean() -> None:
     assert target_of("usd=5e4").name == "cost"
     with pytest.raises(OptionError, match="a value is given twice"):
         target_of("exposed=5%,0.05")
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+def test_a_goodput_is_solved_for_and_inverted() -> None:
+    """At the mean time between failures that is found, the useful share is the one asked for."""
+    case = Case(
+        cluster="dgx-h100",
+        model="gpt2-small",
+        strategy="ddp",
+        gpus=64,
+        overrides={"failures": "meta-rsc-1"},
+    )
+    solved = found_for(case, "failures.node", "goodput=90%", "1 h", "1000 days")
+    (span,) = solved.answers[0].met
+    assert span.open_high
+    there = solved.axis.at(case, span.low)
+    cluster, model = there.load()
+    found = goodput_of(study.run(there), cluster.value, model.value)
+    assert found is not None
+    assert found.useful == pytest.approx(0.9, rel=1e-3)
+
+
+def test_failures_make_training_longer(cli: Command) -> None:
+    """Days are longer by the share that is lost; without failures a goodput cannot be asked for."""
+    arguments = ("-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "-g", "64")
+    days = []
+    for more in ((), ("--set", "failures=meta-rsc-1", "--set", "failures.node=1 day")):
+        found = cli("run", *arguments, "--tokens", "1e11", *more, "--json")
+        days.append(json.loads(found.out)["totals"])
+    assert days[1]["days"] == pytest.approx(days[0]["days"] / days[1]["goodput"])
+    assert days[1]["goodput"] < 1
+    refused = cli("solve", "gpus", "--for", "goodput", *arguments[:-2])
+    assert refused.code == 2
+    assert "goodput needs failures" in refused.err

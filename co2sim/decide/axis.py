@@ -39,6 +39,7 @@ _MOST_WHOLE = 1000
 """Of other whole numbers, by default: a round of so many steps is still simulated in seconds."""
 
 _LEAST_SHARE = 1e-3
+_MINUTE, _DAY = 60.0, 86400.0
 _PER_DECADE = 4
 _MOST_POINTS = 129
 _ALL = 8
@@ -101,7 +102,7 @@ class Axis:
         if self.unit == "B/s" and self.path.startswith(("inter.", "wan.")):
             return scaled(8 * value, "bit/s")
         if self.unit == "s":
-            return duration(value)
+            return duration(value) if value < _MINUTE else f"{number(value / _DAY)} days"
         return scaled(value, self.unit) if self.unit else number(value)
 
 
@@ -160,6 +161,8 @@ def _declared(case: Case, path: str) -> Axis:
     if base is int:
         return Axis(path, "", 1, quantity.most or _MOST_WHOLE, 1)
     low, high = _SEARCHED.get(quantity.unit, (_LEAST_SHARE, 1 / _LEAST_SHARE))
+    if path.startswith("failures.") and quantity.unit == "s":
+        low, high = _MINUTE, 1000 * 365.25 * _DAY
     high = min(high, quantity.most or high)
     low = max(low, quantity.least or low)
     return Axis(path, quantity.unit, low, high, currency=cluster.currency)

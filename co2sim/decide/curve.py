@@ -9,8 +9,12 @@ from co2sim.decide.crossings import Figure
 from co2sim.decide.levers import moved
 from co2sim.decide.targets import End, Target, View
 from co2sim.errors import Co2simError, OptionError
+from co2sim.goodput.of_result import goodput_of
 from co2sim.result import Result
 from co2sim.step_factors import Goal, step_factor
+
+_LEAST = 1e-6
+"""Of the time: where less is useful, nothing gets done."""
 
 _LITTLE = 1e-3
 """A gain that is not worth a word."""
@@ -90,7 +94,17 @@ class Curve:
                     f" --steps-factor {result.strategy.partition('(')[0]}=1.3, say"
                 )
             tokens *= factor.factor
-        return View(result, alone, tokens)
+        return View(result, alone, tokens, self._goodput(case, result))
+
+    def _goodput(self, case: Case, result: Result) -> tuple[float, float, float] | None:
+        """The useful share of the time, and its ends, where the target asks for it."""
+        entries = case.load()
+        cluster, model = entries[0].value, entries[1].value
+        if cluster.failures is None or self._target.metric.needs not in {"tokens", "failures"}:
+            return None
+        found = goodput_of(result, cluster, model, optimizer=case.optimizer)
+        assert found is not None
+        return (found.useful, max(found.low, _LEAST), found.high)
 
     def _one_node(self, case: Case) -> Result:
         """The result on one node: what is between nodes is not asked for again."""

@@ -106,6 +106,8 @@ def check(case: Case, target: Target, tokens: float | None) -> None:
     """Refuse a target that lacks something, and a strategy whose rounds are still to be chosen."""
     if target.metric.needs == "tokens" and tokens is None:
         raise OptionError(f"{target.name} needs the tokens to train: --tokens 1e12, say")
+    if target.metric.needs == "failures" and case.load()[0].value.failures is None:
+        raise OptionError(f"{target.name} needs failures: --set failures=meta-rsc-1, say")
     strategy = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
     if getattr(strategy, "tau", None) == "auto":
         raise OptionError(

@@ -19,12 +19,19 @@ class View:
     """A result, with what figures need beside it.
 
     `alone` is the result of the same case on one node. `tokens` is how many are to be trained, what
-    steps of local updates are worth included.
+    steps of local updates are worth included. `goodput` is the useful share of the time, with the
+    least and the most that it may be; None where nothing fails.
     """
 
     result: Result
     alone: Result | None = None
     tokens: float | None = None
+    goodput: tuple[float, float, float] | None = None
+
+    @property
+    def useful(self) -> float:
+        """The useful share of the time."""
+        return self.goodput[0] if self.goodput else 1.0
 
     def at(self, end: End) -> "View":
         """The view where tokens/s are at that end; itself where there is no interval."""
@@ -32,6 +39,9 @@ class View:
         value = {"low": found.tokens_per_s_low, "high": found.tokens_per_s_high}.get(end)
         if value is None:
             return self
+        goodput = self.goodput
+        if goodput:
+            goodput = ({"low": goodput[1], "high": goodput[2]}[end], *goodput[1:])
         ratio = value / found.tokens_per_s
         billion, usd = found.cost_per_billion_tokens, found.usd_per_billion_tokens
         moved = replace(
@@ -44,7 +54,7 @@ class View:
             cost_per_billion_tokens=None if billion is None else billion / ratio,
             usd_per_billion_tokens=None if usd is None else usd / ratio,
         )
-        return replace(self, result=moved)
+        return replace(self, result=moved, goodput=goodput)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +69,7 @@ class Metric:
     more: bool
     of: Callable[[View], float]
     usual: tuple[float, ...] = ()
-    needs: Literal["", "alone", "tokens"] = ""
+    needs: Literal["", "alone", "tokens", "failures"] = ""
 
     def shown(self, value: float, currency: str | None = None) -> str:
         """A value for people."""
@@ -79,7 +89,7 @@ def _efficiency(view: View) -> float:
 
 def _seconds(view: View) -> float:
     assert view.tokens is not None
-    return view.tokens / view.result.tokens_per_s
+    return view.tokens / view.result.tokens_per_s / view.useful
 
 
 def _cost(view: View) -> float:
@@ -144,6 +154,14 @@ METRICS: Mapping[str, Metric] = {
     ),
     "cost_per_billion_tokens": Metric(
         words="cost of a billion tokens", unit="money", more=False, of=_billion
+    ),
+    "goodput": Metric(
+        words="share of the time that is useful work, where parts fail",
+        unit="share",
+        more=True,
+        of=lambda view: view.useful,
+        usual=_TABLE,
+        needs="failures",
     ),
     "memory": Metric(
         words="share of a GPU's memory that is used",
