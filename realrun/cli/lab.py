@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from co2sim import ranges
 from co2sim.console import options
 from realrun.launch.lab import INTRA_RATE, Lab, run_lab, stated_cluster
 from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate
@@ -33,13 +34,24 @@ def run(
             metavar="TIME", help="How long other ranks may take to stop after one failed."
         ),
     ] = "5 s",
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.whole("--restarts"),
+            metavar="N",
+            help="Start ranks that die anew, N times all together: for `realrun train --elastic`.",
+        ),
+    ] = None,
 ) -> None:
     """Build the lab, run a command as every rank in it, and take it down again.
 
     Ranks have torchrun's environment; REALRUN_CLUSTER names a file that states this cluster.
     """
     time = options.seconds("--grace", grace)
-    code = run_lab(command or [], Lab(nodes, gpus_per_node, rate, intra_rate), grace=time)
+    built = Lab(nodes, gpus_per_node, rate, intra_rate)
+    if restarts is not None:
+        ranges.whole("--restarts", restarts, 0)
+    code = run_lab(command or [], built, grace=time, restarts=restarts)
     raise typer.Exit(code)
 
 
