@@ -50,9 +50,7 @@ class ElasticAverage:
     let all `take` what others have got already, and `launch_again`.
     """
 
-    def __init__(
-        self, average: Average, kept: int, recover: Callable[[str], None]
-    ) -> None:
+    def __init__(self, average: Average, kept: int, recover: Callable[[str], None]) -> None:
         """`kept`: how many averages are under way at most."""
         self._inner, self._kept, self._recover = average, kept, recover
         self._under_way: deque[ElasticFlight] = deque()

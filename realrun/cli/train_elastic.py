@@ -1,4 +1,4 @@
-"""`realrun train --elastic`: what is refused, and what a rank does that may be lost and come back."""
+"""`realrun train --elastic`: what is refused, and what a rank does that may come back."""
 
 import os
 import sys
@@ -54,8 +54,7 @@ def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: 
     from realrun.train.elastic_loop import train_elastic  # noqa: PLC0415 - torch
 
     rank, size, per_node, port = (
-        int(os.environ[name])
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     )
     layout, me = Layout(size // per_node, per_node), Member(rank, int(os.environ[LIFE]))
     check(settings, layout)

@@ -16,7 +16,7 @@ No torch is needed here; every wait ends after the deadline.
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -207,10 +207,10 @@ class Membership:
         """Whether others wait for the next generation."""
         return self.roll.store.add(_key("arrivals", self.generation.number + 1), 0) > 0
 
-    def come_in(self) -> Generation | None:
+    def come_in(self, leave: Callable[[], bool] = lambda: False) -> Generation | None:
         """Wait, as a rank that was started anew, until the others let it in.
 
-        None: they have finished.
+        None: they have finished, or it is to `leave`.
         """
         self.roll.write("waiting", self.me)
         number = 0
@@ -221,7 +221,7 @@ class Membership:
                 return found
             number += found is not None
             if found is None:
-                if self.roll.flag("finished"):
+                if leave() or self.roll.flag("finished"):
                     return None
                 time.sleep(self.pause)
 
@@ -255,9 +255,7 @@ class Membership:
     def others_left(self, name: str) -> list[Member]:
         """Members that have not left a note of this name, and whose processes have not ended."""
         members = self.generation.members
-        return [
-            one for one in members if not (self.roll.noted(name, one) or self.roll.ended(one))
-        ]
+        return [one for one in members if not (self.roll.noted(name, one) or self.roll.ended(one))]
 
 
 def _key(*parts: object) -> str:

@@ -59,11 +59,11 @@ class Crew:
         self.patience: Seconds = 0.0
         """A round of others, who only see at its end that somebody is lost."""
 
-    def start(self) -> bool:
-        """Meet the others for the first time; whether they still train."""
+    def start(self, leave: Callable[[], bool]) -> bool:
+        """Meet the others for the first time; whether there is something to train with them."""
         noticed = time.time()
         if self.membership.me.life:
-            if self.membership.come_in() is None:
+            if self.membership.come_in(leave) is None:
                 return False
         else:
             self.membership.next()
@@ -117,9 +117,7 @@ class Crew:
         links.agree("training", self._described, across="")
         self._outer.connect(links)
 
-    def _share(
-        self, generation: Generation, before: tuple[Member, ...], noticed: float
-    ) -> Meeting:
+    def _share(self, generation: Generation, before: tuple[Member, ...], noticed: float) -> Meeting:
         """Give state to who has none, and averages to who has not got them; compare anchors."""
         fresh, waited = zip(*_all((self._fresh, self.average.waited)), strict=True)
         source = fresh.index(False) if False in fresh else 0

@@ -31,7 +31,7 @@ _WRITING: Seconds = 60.0
 """What writing the results may take, beyond the deadline, before others do it again."""
 
 
-def train_elastic(  # noqa: PLR0913 - what a rank is told
+def train_elastic(
     settings: TrainSettings,
     membership: Membership,
     store: Any,
@@ -76,25 +76,26 @@ class _ElasticTraining:
     log: Log | None = None
     last_validation: float | None = None
     round_began: float = 0.0
+    outer: LocalUpdate = field(init=False)
+    local: LocalStep = field(init=False)
+    crew: Crew = field(init=False)
 
     def __post_init__(self) -> None:
         """Alone so far."""
         outer = self.method.outer
         assert isinstance(outer, LocalUpdate)
-        self.outer, self.ranks = outer, self.layout.world_size
+        self.outer, ranks = outer, self.layout.world_size
         self.local = LocalStep(
-            self.settings, self.task, self.method, self.membership.me.rank, self.ranks
+            self.settings, self.task, self.method, self.membership.me.rank, ranks
         )
         identity = {**self.settings.identity(), "data": self.task.facts["sha256"]}
         described = json.dumps(identity, indent=1)
-        self.crew = Crew(
-            self.membership, self.store, outer, described, self._give, self._take
-        )
+        self.crew = Crew(self.membership, self.store, outer, described, self._give, self._take)
 
     def go(self, progress: OnStep | None, stop: Callable[[], bool]) -> History | None:
         """All steps that are left."""
         self.local.warm_up()
-        if not self.crew.start():
+        if not self.crew.start(stop):
             return None
         self._write_meetings()
         self.round_began = time.monotonic()
@@ -119,7 +120,7 @@ class _ElasticTraining:
     @property
     def _share(self) -> int:
         """Tokens (images) that a member sees in a step."""
-        return self.settings.batch // self.ranks * self.task.units
+        return self.settings.batch // self.layout.world_size * self.task.units
 
     @property
     def _round(self) -> int:
@@ -279,7 +280,7 @@ class _ElasticTraining:
         )
         with self.outer.consensus():
             whole = self.method.whole()
-        outcome.write_files(self.folder, history, self.task, whole, self.ranks)
+        outcome.write_files(self.folder, history, self.task, whole, layout.world_size)
         self.log.close()
         return history
 
@@ -287,5 +288,3 @@ class _ElasticTraining:
         """Those who came to the end."""
         members = self.membership.generation.members
         return [one for one in members if self.membership.roll.noted("done", one)]
-
-
