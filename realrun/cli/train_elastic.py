@@ -5,6 +5,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from co2sim import ranges
 from co2sim.cluster import Backend
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import Layout
@@ -21,6 +22,8 @@ def check_launcher(*, elastic: bool, nproc: int | None, restarts: int | None) ->
     """Raise OptionError unless the launcher starts ranks anew just where --elastic is given."""
     if restarts is not None and not elastic:
         raise OptionError("--restarts needs --elastic")
+    if restarts is not None:
+        ranges.whole("--restarts", restarts, 0)
     if nproc is not None:
         return
     if restarts is not None:
@@ -66,7 +69,7 @@ def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: 
         store = TCPStore(address, port, size, False, limit, False)  # noqa: FBT003
         membership = Membership(store, me, size, deadline)
         out.mkdir(parents=True, exist_ok=True)
-        with asked_to_stop(rank) as asked:
+        with asked_to_stop(rank, "") as asked:
             history = train_elastic(
                 settings,
                 membership,

@@ -84,14 +84,14 @@ def _estimates(history: History) -> dict[str, Any]:
 
 
 @contextmanager
-def asked_to_stop(rank: int) -> Iterator[list[int]]:
+def asked_to_stop(rank: int, how: str = ", with a checkpoint") -> Iterator[list[int]]:
     """The signals that asked this process to stop: it shall do so in good order."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def ask(number: int, _: object) -> None:
         if not asked and not rank:
-            print("asked to stop: ends some steps later", file=sys.stderr)
+            print(f"asked to stop: ends some steps later{how}", file=sys.stderr)
         asked.append(number)
 
     before = [signal.signal(number, ask) for number in numbers]

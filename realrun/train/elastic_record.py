@@ -52,9 +52,9 @@ def names(members: Iterable[Member]) -> str:
 
 
 def append(folder: Path, row: GenerationRow) -> None:
-    """Add a row: each is there once it is added, whoever leads next."""
+    """Add a row: each is there once it is added, whoever leads next. The first begins the file."""
     path = folder / RECORD_OF_MEMBERS
-    with path.open("a", encoding="utf-8", newline="") as file:
+    with path.open("a" if row.generation else "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, _NAMES, lineterminator="\n")
         if not file.tell():
             writer.writeheader()
