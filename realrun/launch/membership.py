@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from co2sim.units import Seconds
@@ -119,9 +120,9 @@ class Roll:
 
     def listed(self, name: str, start: int = 0) -> list[Member]:
         """Members of a list, "waiting" or "late", in the order in which they were written."""
-        count = self.store.add(_key(name, "count"), 0)
-        keys = [_key(name, index) for index in range(start, count)]
-        return [Member.of(self.store.get(key).decode()) for key in keys if self.store.check([key])]
+        keys = [_key(name, index) for index in range(start, self.store.add(_key(name, "count"), 0))]
+        there = takewhile(lambda key: self.store.check([key]), keys)  # the last may be on its way
+        return [Member.of(self.store.get(key).decode()) for key in there]
 
     def write(self, name: str, member: Member) -> None:
         """Add a member to a list."""
