@@ -1,6 +1,6 @@
 """Kill workers of a training in a lab at random times: the others go on, and the lost come back.
 
-    python benchmarks/elastic.py            # as root; a quarter of an hour
+    python benchmarks/elastic.py            # as root; half an hour on two busy cores
     python benchmarks/elastic.py --quick    # one kill
 
 Writes benchmarks/results/elastic.csv, elastic.md and elastic.png.
