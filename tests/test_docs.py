@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -195,7 +196,7 @@ def test_scripts_name_targets_extras_and_options_that_exist(page: Path, script: 
         else:
             ours = [n for n, w in enumerate(words) if w in {"co2sim", "realrun", "co2analysis"}]
             assert ours or words[0].startswith("NODES="), line
-            for start, until in zip(ours, [*ours[1:], len(words)], strict=True):
+            for start, until in pairwise([*ours, len(words)]):
                 own = words[start:until]  # `realrun lab run ... -- realrun train ...` are two
                 given = {word for word in own if re.match(r"--?[a-z]", word)}
                 assert given <= options_of(own), line
