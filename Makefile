@@ -1,7 +1,7 @@
 # make run: the main job. make check: format, lint, types and unit tests, in about a minute. make test: all tests.
 # make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
 # make bench: the speed of the simulator. make verify: the convergence bound, checked.
-# Measurements of the real backend: fidelity (root, 30 min), failures, convergence and long-study (an hour or
+# Measurements of the real backend: fidelity (root, 30 min), failures, elastic (root), convergence and long-study (an hour or
 # more), time-to-loss and peers (root), overhead. QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3
 QUICK ?=
@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
-.PHONY: run check test docs bench fidelity verify failures convergence long-study time-to-loss peers overhead \
+.PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
   mutants golden format lint clean
 
 run: $(STAMP)
@@ -52,6 +52,9 @@ verify: $(STAMP)-dev
 
 failures: $(STAMP)-dev
 	$(BIN)/python benchmarks/failures.py $(QUICK)
+
+elastic: $(STAMP)-dev
+	$(BIN)/python benchmarks/elastic.py $(QUICK)
 
 convergence: $(STAMP)-dev
 	$(BIN)/python benchmarks/convergence.py $(QUICK)

@@ -78,7 +78,7 @@ def measure(
         trace=trace,
         clock_error=tolerance,
         figures=prepared.measure(trace, rounds, False, merge(baselines)).to_dict(),  # noqa: FBT003
-        environment=describe(world),
+        environment=describe(world.device, world.backend),
     )
 
 

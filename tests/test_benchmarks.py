@@ -25,6 +25,7 @@ FOLDER = ROOT / "benchmarks"
 SCRIPTS = {
     "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
+    "elastic.py": [pytest.mark.lab],
     "failures.py": [pytest.mark.dist],
     "fidelity.py": [pytest.mark.lab],
     "long_study.py": [pytest.mark.dist],

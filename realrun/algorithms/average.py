@@ -113,6 +113,12 @@ class Average:
         self._stream: torch.cuda.Stream | None = None
         self.sent = 0
 
+    def among(self, group: dist.ProcessGroup | None) -> "Average":
+        """The same over other ranks; it goes on counting what is sent."""
+        made = Average(group, self._wire, self._deadline, 4 * self._elements)
+        made.sent = self.sent
+        return made
+
     def launch(self, vector: Tensor, number: int) -> Flight:
         """Start averaging `vector` in place, for round `number`."""
         flight = Flight(number, vector, deadline=self._deadline)
@@ -192,6 +198,11 @@ class Average:
         """End the thread. No average may be under way."""
         if self._owner is not None:
             self._owner.shutdown()
+
+    def abandon(self) -> None:
+        """Give up averages under way, without waiting for them."""
+        if self._owner is not None:
+            self._owner.shutdown(wait=False, cancel_futures=True)
 
 
 def _event() -> torch.cuda.Event:

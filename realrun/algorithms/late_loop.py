@@ -111,6 +111,15 @@ class LateLoop(OuterLoop):
             self.rule.move(part)
         return after.anchor
 
+    def start_at_anchor(self) -> None:
+        """No offset; where a fragment is under way, as if this worker had launched its anchor."""
+        super().start_at_anchor()
+        self._own.zero_()
+        if self._late.keeps == "launched":
+            for launch, _ in self._under_way:
+                span = self._spans[launch.fragment]
+                self.flat.read(self._own[span], span.start)
+
     def under_way(self) -> Iterable[Flight]:
         """Averages under way."""
         return [flight for _, flight in self._under_way]

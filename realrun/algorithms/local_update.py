@@ -21,6 +21,7 @@ from realrun.algorithms.flat import Flat
 from realrun.algorithms.late_loop import LateLoop
 from realrun.algorithms.options import Wire, wait_of, wire_of
 from realrun.algorithms.outer_loop import OuterLoop, RoundLoop, mark_of
+from realrun.algorithms.regroup import Regrouping
 from realrun.algorithms.rule import Rule
 from realrun.algorithms.start import (
     describe,
@@ -49,7 +50,7 @@ class Common(TypedDict, total=False):
     timeout: Seconds | timedelta | None
 
 
-class LocalUpdate:
+class LocalUpdate(Regrouping):
     """Close a round after every `tau` optimizer steps, by the rule of an algorithm.
 
     Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or as a context manager. The
@@ -128,14 +129,10 @@ class LocalUpdate:
         flat = Flat.of(parameters, self._links.gather)
         self._layout = describe(parameters, workers, rule, self._tau)
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
-        lines = [
-            self._layout,
-            *describe_others(model, parameters),
-            *describe_settings(optimizer, rule, settings),
-        ]
-        self._links.agree(
-            "model, optimizer or setting", "\n".join(lines), across="\n".join(flat.describe())
-        )
+        others = describe_others(model, parameters)
+        own = describe_settings(optimizer, rule, settings)
+        self._described = text = "\n".join([self._layout, *others, *own])
+        self._links.agree("model, optimizer or setting", text, across="\n".join(flat.describe()))
         self._links.share(*first_tensors(model))
         average = Average(self._links.average, wire, seconds, int(bucket_mib * 2**20))
         self._outer: OuterLoop = (

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from realrun.algorithms.average import Average, Flight
 from realrun.algorithms.counters import Counters, Stats
+from realrun.algorithms.elastic import ElasticAverage
 from realrun.algorithms.finite import finite_norm
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.rule import Rule, State
@@ -35,7 +36,8 @@ class OuterLoop(ABC):
         self, model: nn.Module, rule: Rule, flat: Flat, links: Links, average: Average
     ) -> None:
         """The state before round 0: the anchor is what the model holds."""
-        self.rule, self.flat, self.links, self.average = rule, flat, links, average
+        self.rule, self.flat, self.links = rule, flat, links
+        self.average: Average | ElasticAverage = average
         # FSDP2 may keep parameters gathered, after a forward without backward.
         self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
         vectors = {
@@ -140,6 +142,10 @@ class OuterLoop(ABC):
         self.counters = Counters(**{one.name: numbers[one.name] for one in fields(Counters)})
         self.average.sent = numbers["bytes_sent"]
         self.go_on(numbers)
+
+    def start_at_anchor(self) -> None:
+        """Stand where all stand, with no progress of one's own; all of it is in the state."""
+        self.publish(self.state.anchor)
 
     @abstractmethod
     def under_way(self) -> Iterable[Flight]:

@@ -178,6 +178,11 @@ class Links:
                 dist.destroy_process_group(made)
         self._made, self._own = {}, ()
 
+    def let_go(self) -> None:
+        """Forget the communicators: a rank of them is lost, and who made them destroys them."""
+        self._made, self._own = {}, ()
+        self.average = self._peers = self.gather = self._inner = None
+
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Sums of numbers over this worker's ranks."""
         if self._inner is None:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from co2sim import ranges
 from co2sim.console import options
 from realrun.launch.lab import INTRA_RATE, Lab, run_lab, stated_cluster
 from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
@@ -35,6 +36,14 @@ def run(  # noqa: PLR0917 - one argument per option
             metavar="TIME", help="How long other ranks may take to stop after one failed."
         ),
     ] = "5 s",
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.whole("--restarts"),
+            metavar="N",
+            help="Start ranks that die anew, N times all together: for `realrun train --elastic`.",
+        ),
+    ] = None,
 ) -> None:
     """Build the lab, run a command as every rank in it, and take it down again.
 
@@ -43,7 +52,9 @@ def run(  # noqa: PLR0917 - one argument per option
     """
     time = options.seconds("--grace", grace)
     built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)
-    code = run_lab(command or [], built, grace=time)
+    if restarts is not None:
+        ranges.whole("--restarts", restarts, 0)
+    code = run_lab(command or [], built, grace=time, restarts=restarts)
     raise typer.Exit(code)
 
 

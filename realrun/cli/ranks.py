@@ -40,28 +40,40 @@ class RankSettings:
     nproc: int | None
 
 
-def start(settings: RankSettings, arguments: Sequence[str], *, training: bool = False) -> int:
+def start(
+    settings: RankSettings,
+    arguments: Sequence[str],
+    *,
+    training: bool = False,
+    restarts: int | None = None,
+) -> int:
     """Run this same command as `nproc` local ranks; gives the exit code.
 
-    A training is asked to stop before it is killed, and draws its progress itself.
+    A training is asked to stop before it is killed, and draws its progress itself; with `restarts`
+    ranks that die are started anew.
     """
     assert settings.nproc is not None
     if settings.backend == "nccl":
         need_gpus(settings.nproc)
     command = [sys.executable, "-m", "realrun", *without_nproc(arguments)]
     return run_local(
-        command, settings.nproc, grace=_GRACE, ask_first=training, own_terminal=training
+        command,
+        settings.nproc,
+        grace=_GRACE,
+        ask_first=training,
+        own_terminal=training and restarts is None,
+        restarts=restarts,
     )
 
 
 def without_nproc(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a rank: those given, but for --nproc."""
+    """The arguments of a rank: those given, but for those of the launcher."""
     kept: list[str] = []
     rest = iter(arguments)
     for argument in rest:
-        if argument == "--nproc":
+        if argument in {"--nproc", "--restarts"}:
             next(rest, None)
-        elif not argument.startswith("--nproc="):
+        elif not argument.startswith(("--nproc=", "--restarts=")):
             kept.append(argument)
     return kept
 

@@ -50,25 +50,30 @@ def run(
                 f" learn in the last {left} enters only the final mean",
                 file=sys.stderr,
             )
-    with _asked(rank.world.rank) as asked, _shown(rank, settings) as show:
+    with asked_to_stop(rank.world.rank) as asked, _shown(rank, settings) as shown:
         history = train_(
             settings,
             rank.world,
             out,
             resume=resume,
             estimate=estimate,
-            progress=show,
+            progress=shown,
             stop=lambda: bool(asked),
         )
     if rank.world.rank == 0:
-        if as_json:
-            print(json.dumps({**history.figures, **_estimates(history)}, indent=2))
-        else:
-            _print(history, out)
-            if history.estimates:
-                from realrun.cli.estimate_report import print_estimates  # noqa: PLC0415 - rich
+        show(history, out, as_json=as_json)
 
-                print_estimates(history, out)
+
+def show(history: History, out: Path, *, as_json: bool) -> None:
+    """Tell how a training went."""
+    if as_json:
+        print(json.dumps({**history.figures, **_estimates(history)}, indent=2))
+        return
+    _print(history, out)
+    if history.estimates:
+        from realrun.cli.estimate_report import print_estimates  # noqa: PLC0415 - rich
+
+        print_estimates(history, out)
 
 
 def _estimates(history: History) -> dict[str, Any]:
@@ -79,14 +84,14 @@ def _estimates(history: History) -> dict[str, Any]:
 
 
 @contextmanager
-def _asked(rank: int) -> Iterator[list[int]]:
+def asked_to_stop(rank: int, how: str = ", with a checkpoint") -> Iterator[list[int]]:
     """The signals that asked this process to stop: it shall do so in good order."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def ask(number: int, _: object) -> None:
         if not asked and not rank:
-            print("asked to stop: ends some steps later, with a checkpoint", file=sys.stderr)
+            print(f"asked to stop: ends some steps later{how}", file=sys.stderr)
         asked.append(number)
 
     before = [signal.signal(number, ask) for number in numbers]
@@ -103,20 +108,32 @@ def _shown(rank: "Rank", settings: TrainSettings) -> "Iterator[OnStep | None]":
     if rank.progress is None:
         yield None
         return
-    unit = "tokens" if settings.task == "text" else "images"
-
-    def words(at: "Standing") -> str:
-        seen = "" if at.validation_loss is None else f", validation {at.validation_loss:.4f}"
-        return f"loss {at.loss:.4f}{seen}, {scaled(at.tokens_per_s, unit)}/s"
-
     if not sys.stderr.isatty():
         line = rank.progress
-        yield lambda at: line(f"{settings.name}: step {at.step} of {at.steps}, {words(at)}")
+        yield lambda at: line(_line(settings, at))
         return
     with progress_bar(settings.name, shown=True) as bar:
         assert bar is not None
         bar(0, settings.last)
-        yield lambda at: bar(at.step, settings.last, words(at))
+        yield lambda at: bar(at.step, settings.last, _words(settings, at))
+
+
+def lines_of_progress(settings: TrainSettings) -> "OnStep":
+    """A line every few seconds, whichever rank it is that tells."""
+    from realrun.cli.ranks import news  # noqa: PLC0415 - torch
+
+    line = news()
+    return lambda at: line(_line(settings, at))
+
+
+def _line(settings: TrainSettings, at: "Standing") -> str:
+    return f"{settings.name}: step {at.step} of {at.steps}, {_words(settings, at)}"
+
+
+def _words(settings: TrainSettings, at: "Standing") -> str:
+    unit = "tokens" if settings.task == "text" else "images"
+    seen = "" if at.validation_loss is None else f", validation {at.validation_loss:.4f}"
+    return f"loss {at.loss:.4f}{seen}, {scaled(at.tokens_per_s, unit)}/s"
 
 
 def _print(history: History, out: Path) -> None:
@@ -143,6 +160,12 @@ def _print(history: History, out: Path) -> None:
             f" sent {scaled(found['bytes_sent'], 'B')} per rank; last penalty"
             f" {found['penalty']:.3f}, {found['clipped']:.2%} of elements clipped"
         )
+    if members := facts.get("elastic"):
+        print(
+            f"{counted(members['losses'], 'worker')} lost, {members['rejoins']} came back; stood"
+            f" still {duration(members['seconds_stood_still'])} for that; anchors"
+            f" {'equal' if members['anchors_equal'] else 'DIFFER'}"
+        )
     print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
-    if history.stopped:
+    if history.stopped and not members:
         print(f"stopped after step {found['step']}; go on with --resume")

@@ -261,15 +261,15 @@ def gather_objects(world: World, value: object) -> list[object] | None:
     return found
 
 
-def describe(world: World) -> dict[str, str]:
+def describe(device: torch.device, backend: Backend) -> dict[str, str]:
     """Versions and hardware of this run, in words."""
     hardware = "CPU"
-    if world.device.type == "cuda":
-        hardware = torch.cuda.get_device_name(world.device)
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
     cores = os.cpu_count()
     return {
         "torch": torch.__version__,
-        "backend": world.backend,
+        "backend": backend,
         "hardware": hardware,
         "host": json.dumps({"cores": cores, "threads": torch.get_num_threads()}),
     }

@@ -27,6 +27,7 @@ from co2sim.ranges import whole
 from co2sim.units import BytesPerSecond, Seconds, parse
 from realrun.checks import SITES
 from realrun.errors import LabError
+from realrun.launch.elastic import supervise_elastic
 from realrun.launch.local import (
     GRACE,
     MAX_RANKS,
@@ -34,6 +35,7 @@ from realrun.launch.local import (
     rank_environment,
     resolved,
 )
+from realrun.launch.membership import LIFE
 from realrun.launch.namespaces import (
     ACK,
     FRAME,
@@ -49,7 +51,7 @@ from realrun.launch.namespaces import (
     payload_share,
     run_tool,
 )
-from realrun.launch.processes import ranks_killed_at_end, start, started
+from realrun.launch.processes import RankProcess, ranks_killed_at_end, start, started
 from realrun.launch.signals import Stopped, stoppable
 from realrun.launch.supervise import supervise
 from realrun.launch.uplinks import stated_wan, wan_facts
@@ -148,8 +150,12 @@ def _bandwidth(what: str, text: str) -> BytesPerSecond:
     return value
 
 
-def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
+def run_lab(
+    command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE, restarts: int | None = None
+) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
+
+    With `restarts` it is that of `supervise_elastic`, and ranks that die are started anew.
 
     Ranks have torchrun's environment, REALRUN_CLUSTER, the path of the lab's `stated_cluster`, and
     REALRUN_SITES, if there are several.
@@ -167,7 +173,7 @@ def run_lab(command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE) -> int:
             " inside a node, may be slower than the stated rate",
             file=sys.stderr,
         )
-    inside = json.dumps([asdict(lab), grace, program])
+    inside = json.dumps([asdict(lab), grace, program, restarts])
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from realrun.launch.lab import _first; _first()"
     )
@@ -259,7 +265,9 @@ def _first() -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) -> int:
+def _inside(
+    asked: Mapping[str, Any], grace: Seconds, command: Sequence[str], restarts: int | None
+) -> int:
     """Build the lab around this process and run the ranks; the exit code."""
     lab = Lab(**asked)
     try:
@@ -267,7 +275,8 @@ def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) ->
         holders = make_nodes(lab.nodes, lab.rates, lab.sites)
         with ranks_killed_at_end() as ranks:
             store = host_store(SWITCH)
-            for rank in range(lab.world_size):
+
+            def begin(rank: int, life: int = 0) -> RankProcess:
                 variables = rank_environment(
                     rank,
                     lab.world_size,
@@ -278,8 +287,14 @@ def _inside(asked: Mapping[str, Any], grace: Seconds, command: Sequence[str]) ->
                 node = entering(holders[rank // lab.gpus_per_node])
                 own = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
                 own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
+                own |= {} if restarts is None else {LIFE: str(life)}
                 ranks.append(start(rank, [*node, *command], {**variables, **own}))
-            return supervise(ranks, store, grace)
+                return ranks[-1]
+
+            first = [begin(rank) for rank in range(lab.world_size)]
+            if restarts is None:
+                return supervise(first, store, grace)
+            return supervise_elastic(first, store, begin, restarts)
     except Co2simError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the launcher only sees the code
         return 2

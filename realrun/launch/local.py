@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from co2sim.units import Seconds
 from realrun.errors import LaunchError
+from realrun.launch.elastic import supervise_elastic
+from realrun.launch.membership import LIFE
 from realrun.launch.processes import (
     RankProcess,
     guard_process,
@@ -42,13 +44,15 @@ def run_local(
     environment: Mapping[str, str] | None = None,
     ask_first: bool = False,
     own_terminal: bool = False,
+    restarts: int | None = None,
 ) -> int:
     """Run `command` as `nproc` ranks on this machine, and give the exit code of `supervise`.
 
     `environment` is added to this process's own. Killing this process kills all ranks, and what
     they started; control-C gives 130 and SIGTERM 143. With `ask_first` the first of them only tells
     the ranks, by SIGTERM, to come to an end, and the second kills. With `own_terminal` rank 0
-    writes its errors to this process's terminal itself, if there is one: it may draw there. Call it
+    writes its errors to this process's terminal itself, if there is one: it may draw there. With
+    `restarts` the code is that of `supervise_elastic`, and ranks that die are started anew. Call it
     from the main thread. Raises LaunchError when the ranks cannot be started.
     """
     if not 1 <= nproc <= MAX_RANKS:
@@ -70,15 +74,23 @@ def run_local(
             ranks_killed_at_end() as ranks,
         ):
             store = host_store("127.0.0.1")
-            for rank in range(nproc):
+
+            def begin(rank: int, life: int = 0) -> RankProcess:
                 variables = rank_environment(
                     rank, nproc, local_world_size=nproc, address="127.0.0.1", port=store.port
                 )
-                given = {**variables, **(environment or {})}
+                own = {} if restarts is None else {LIFE: str(life)}
+                given = {**variables, **own, **(environment or {})}
                 ranks.append(start(rank, program, given, errors=rank > 0 or not draws))
                 put_under(guard, ranks[-1].process.pid)
                 alive.append(ranks[-1])
-            code = supervise(ranks, store, grace, lambda: asked)
+                return ranks[-1]
+
+            first = [begin(rank) for rank in range(nproc)]
+            if restarts is None:
+                code = supervise(first, store, grace, lambda: asked)
+            else:
+                code = supervise_elastic(first, store, begin, restarts, lambda: asked)
             return 128 + asked[0] if asked and not code else code
     except Stopped as stopped:
         return stopped.exit_code

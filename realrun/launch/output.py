@@ -18,15 +18,20 @@ _LONGEST_LINE = 1 << 16
 class RankOutput:
     """The pipes of all ranks."""
 
-    def __init__(self, ranks: Iterable[RankProcess]) -> None:
-        self._selector = selectors.DefaultSelector()
+    def __init__(self, ranks: Iterable[RankProcess], *, plain: bool = False) -> None:
+        """With `plain` the stdout of all is passed on as it is, not only that of rank 0."""
+        self._selector, self._plain = selectors.DefaultSelector(), plain
         for one in ranks:
-            prefix = f"[rank {one.rank}] ".encode()
-            for pipe, sink in ((one.process.stdout, sys.stdout), (one.process.stderr, sys.stderr)):
-                if pipe:
-                    plain = one.rank == 0 and sink is sys.stdout
-                    stream = _Stream(pipe, sink, b"" if plain else prefix)
-                    self._selector.register(pipe, selectors.EVENT_READ, stream)
+            self.add(one)
+
+    def add(self, one: RankProcess) -> None:
+        """One that was started later."""
+        prefix = f"[rank {one.rank}] ".encode()
+        for pipe, sink in ((one.process.stdout, sys.stdout), (one.process.stderr, sys.stderr)):
+            if pipe:
+                plain = sink is sys.stdout and (self._plain or one.rank == 0)
+                stream = _Stream(pipe, sink, b"" if plain else prefix)
+                self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def forward(self, timeout: Seconds) -> bool:
         """Wait for output, and pass on what is there; whether there was any."""

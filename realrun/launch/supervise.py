@@ -44,7 +44,7 @@ def supervise(
                 first = min(failed, key=lambda one: (one.process.returncode > 0, one.rank))
                 deadline = time.monotonic() + grace
                 with suppress(RuntimeError):
-                    tell(store, first.rank, _ending(first))
+                    tell(store, first.rank, ending(first))
                     silent = set(gone(store))
                     late = [one for one in running if one.rank in silent]
                     _kill(late)
@@ -53,7 +53,7 @@ def supervise(
                 _kill(running)
     if first is None:
         return 0
-    words = f"error: rank {first.rank} {_ending(first)}"
+    words = f"error: rank {first.rank} {ending(first)}"
     if late:
         words += f"; {_named(late)} did not stop and had to be killed"
     print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it ended
@@ -65,7 +65,7 @@ def _kill(ranks: Sequence[RankProcess]) -> None:
         one.kill()
 
 
-def _ending(one: RankProcess) -> str:
+def ending(one: RankProcess) -> str:
     """How a process ended: "was killed by SIGKILL"."""
     code = one.process.returncode
     if code >= 0:

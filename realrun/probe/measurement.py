@@ -129,7 +129,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
 
 def machine(world: World) -> str:
     """What this ran on, in words: hardware, torch, threads."""
-    about = describe(world)
+    about = describe(world.device, world.backend)
     hardware = about["hardware"]
     if world.device.type == "cpu":
         lines = Path("/proc/cpuinfo").read_text().splitlines() if _is_linux() else []

@@ -1,7 +1,6 @@
 """The training loop: one for all strategies."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,10 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 from co2sim.units import Seconds
-from realrun.errors import TrainingError
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
@@ -22,10 +19,11 @@ from realrun.train.digits import digits
 from realrun.train.estimate import Estimator
 from realrun.train.folder import LOG, check_identity, checkpoints
 from realrun.train.guard import guarded
+from realrun.train.local_step import LocalStep
 from realrun.train.log import History, Log, LogRow, read
 from realrun.train.methods import Method, build
 from realrun.train.settings import TrainSettings
-from realrun.train.task import Task, loss_of
+from realrun.train.task import Task
 from realrun.train.text import text
 from realrun.train.validation import Validation
 from realrun.train.votes import Votes
@@ -117,11 +115,17 @@ class _Training:
     losses: list[float] = field(default_factory=list)
     log: Log = field(default_factory=lambda: Log(None))
 
+    @property
+    def local(self) -> LocalStep:
+        """This rank's steps."""
+        ranks = self.world.layout.world_size
+        return LocalStep(self.settings, self.task, self.method, self.world.rank, ranks)
+
     def begin(self, *, resume: bool) -> None:
         """Make ready: warm up, load the last checkpoint, open the log."""
         rows: tuple[LogRow, ...] = ()
         with guarded(self.world, Place(-1, 0, "start of the training")):
-            self._warm_up()
+            self.local.warm_up()
             found = checkpoints(self.folder)[-1:] if self.folder and resume else []
             if resume:
                 self.world.agree("last checkpoint", str(found))
@@ -144,7 +148,7 @@ class _Training:
             self.step += 1
             with self._place("local step" if settings.local else "step"):
                 began = time.monotonic()
-                self._train()
+                self.losses.append(self.local.take(self.step))
                 stopping = votes is not None and votes.take(self.step)
                 if settings.evaluate == "after" and settings.evaluates(self.step):
                     self.validation.keep(self.step)
@@ -165,41 +169,6 @@ class _Training:
             if votes:
                 votes.close()
             return self._end()
-
-    def _train(self) -> None:
-        """One step; a loss that is no number never reaches the parameters."""
-        settings, method, world = self.settings, self.method, self.world
-        method.set_rate(settings.learning_rate(self.step))
-        self._backward(self.step)
-        if settings.clip_grad:
-            clip_grad_norm_(method.bare.parameters(), settings.clip_grad)
-        if not math.isfinite(self.losses[-1]):
-            raise TrainingError(
-                f"the loss of step {self.step} is {self.losses[-1]} on rank {world.rank}: training"
-                " cannot go on; a lower lr, a longer warmup or a lower clip_grad may help"
-            )
-        method.optimizer.step()
-
-    def _backward(self, step: int) -> None:
-        """The gradients of this rank's share of the step's samples; notes the loss."""
-        self.method.optimizer.zero_grad()
-        size = self.world.layout.world_size
-        batch = self.task.batch(
-            self.settings.seed, step, self.settings.batch, self.world.rank, size
-        )
-        loss = loss_of(self.method.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.losses.append(loss.item())
-
-    def _warm_up(self) -> None:
-        """One pass that changes nothing, off the clock.
-
-        What is made in a first pass is there afterwards: above all, DDP has its final buckets, and
-        a resumed run sums in the same order as one that was not interrupted.
-        """
-        self._backward(0)
-        self.losses.clear()
-        self.method.optimizer.zero_grad()
 
     def _note(self, *, last: bool) -> None:
         """Add a row to the log, if one is due."""

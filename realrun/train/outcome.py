@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from co2sim.files import write_atomically
 from co2sim.units import counted
@@ -22,15 +23,23 @@ from realrun.train.task import Task
 
 def facts(task: Task, method: Method, world: World) -> Mapping[str, Any]:
     """Facts about the data, the model and the machine."""
+    layout = world.layout
+    return {
+        **facts_of(task, method, layout.nodes, layout.gpus_per_node),
+        **describe(world.device, world.backend),
+    }
+
+
+def facts_of(task: Task, method: Method, nodes: int, ranks_per_node: int) -> dict[str, Any]:
+    """Facts about the data, the model and the software."""
     return {
         **task.facts,
         "parameters": sum(p.numel() for p in method.bare.parameters()),
-        "nodes": world.layout.nodes,
-        "ranks_per_node": world.layout.gpus_per_node,
+        "nodes": nodes,
+        "ranks_per_node": ranks_per_node,
         "co2sim": _own_version(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        **describe(world),
     }
 
 
@@ -38,15 +47,21 @@ def write(folder: Path, history: History, task: Task, method: Method, world: Wor
     """Write parameters, figure and record. All ranks call this; rank 0 writes."""
     with method.mean():
         whole = method.whole()
-    if world.rank:
-        return
+    if world.rank == 0:
+        write_files(folder, history, task, whole, world.layout.world_size)
+
+
+def write_files(
+    folder: Path, history: History, task: Task, whole: Mapping[str, Tensor], ranks: int
+) -> None:
+    """Write the parameters of the whole model, the figure and the record."""
     from realrun.train.figure import draw  # noqa: PLC0415 - matplotlib
 
     out = io.BytesIO()
     torch.save(whole, out)
     runs = {history.settings.name: history.rows}
-    ranks = counted(world.layout.world_size, "rank")
-    title = f"{task.name}, {history.facts['parameters']:,} parameters, {ranks}"
+    parameters = f"{history.facts['parameters']:,} parameters"
+    title = f"{task.name}, {parameters}, {counted(ranks, 'rank')}"
     files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit)}
     if history.estimates:
         delay = history.rows[-1].delay

@@ -1,0 +1,110 @@
+"""Watch ranks that may come and go: one that dies is started anew, and the others go on."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from realrun.launch.membership import Generation, Member, MemberStore, Roll
+from realrun.launch.output import TICK, RankOutput
+from realrun.launch.processes import RankProcess
+from realrun.launch.supervise import ending
+
+_MISTAKE = 2
+"""The exit code of a command with options that are not allowed: starting it anew is no help."""
+
+
+def supervise_elastic(
+    ranks: Sequence[RankProcess],
+    store: MemberStore,
+    start: Callable[[int, int], RankProcess],
+    restarts: int,
+    asked: Callable[[], object] = lambda: False,
+) -> int:
+    """Pass on what the ranks print until all have ended: 0 if they finished the training, else 1.
+
+    A rank that dies is started anew by `start`, with its number and how often it was started
+    before, `restarts` times at most for all ranks together. A rank that the others left out is
+    killed, and then treated so, too. When no rank is left that holds the model, all end.
+    """
+    watched = _Watched(ranks, Roll(store), start, restarts)
+    with RankOutput(ranks, plain=True) as output:
+        while watched.running:
+            output.forward(TICK)
+            watched.kill_late()
+            for member, one in watched.ended():
+                if not one.process.returncode or watched.finished:
+                    continue
+                if one.process.returncode == _MISTAKE:
+                    watched.kill_all()
+                elif not watched.trains():
+                    watched.say(one, "no rank is left that holds the model: the training is lost")
+                    watched.kill_all()
+                elif asked():
+                    continue
+                elif begun := watched.start_anew(member, one):
+                    output.add(begun)
+    return int(not watched.finished)
+
+
+class _Watched:
+    """The processes that run, as members."""
+
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        roll: Roll,
+        start: Callable[[int, int], RankProcess],
+        restarts: int,
+    ) -> None:
+        self._roll, self._start, self._restarts, self._used = roll, start, restarts, 0
+        self.running = {Member(one.rank): one for one in ranks}
+        self._late = 0
+        self._latest = Generation(-1, tuple(self.running))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the results are written."""
+        return self._roll.flag("finished")
+
+    def kill_late(self) -> None:
+        """Kill those that the others left out: they may hang."""
+        found = self._roll.listed("late", self._late)
+        self._late += len(found)
+        for member in found:
+            if member in self.running:
+                self.running[member].kill()
+
+    def ended(self) -> list[tuple[Member, RankProcess]]:
+        """Those that have ended since; all others are told."""
+        found = [pair for pair in self.running.items() if pair[1].process.poll() is not None]
+        for member, one in found:
+            one.kill()  # what it started and left behind
+            del self.running[member]
+            self._roll.end(member)
+        return found
+
+    def trains(self) -> bool:
+        """Whether a member of the latest generation runs, or one of the first that is to come."""
+        while next_ := self._roll.decided(self._latest.number + 1):
+            self._latest = next_
+        return any(member in self.running for member in self._latest.members)
+
+    def start_anew(self, member: Member, one: RankProcess) -> RankProcess | None:
+        """Start it once more, if it may be."""
+        if self._used == self._restarts:
+            self.say(one, f"the others go on without it: {self._restarts} restarts are used up")
+            return None
+        self._used += 1
+        again = Member(member.rank, member.life + 1)
+        self.say(one, f"the others go on, it starts anew ({self._used} of {self._restarts})")
+        self.running[again] = begun = self._start(again.rank, again.life)
+        return begun
+
+    def kill_all(self) -> None:
+        """Kill all that run."""
+        for one in self.running.values():
+            one.kill()
+
+    def say(self, one: RankProcess, what: str) -> None:
+        """A line on what became of a rank."""
+        words = f"rank {one.rank} {ending(one)}; {what}"
+        print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it goes
