@@ -34,7 +34,7 @@ from realrun.cli import ranks
 from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Sleep
 from realrun.execute.world import gather_objects
-from realrun.launch.lab import Lab
+from realrun.launch.lab_plan import Lab
 from realrun.measure import merge
 from realrun.probe.tasks import groups
 

@@ -38,7 +38,7 @@ from reports import folder, machine, made_by, parser, table
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.result import Result
-from realrun.launch.lab import Lab
+from realrun.launch.lab_plan import Lab
 from realrun.launch.uplinks import overrides
 from realrun.record import folder_name
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from realrun.launch.lab import Lab
+from realrun.launch.lab_plan import Lab
 
 MODELS = ("tiny-5m", "tiny-23m")
 LAYOUTS = ((2, 1), (4, 1), (2, 2))

@@ -49,7 +49,8 @@ from pathlib import Path
 from reports import RESULTS, folder, parser
 from time_to_loss_plan import FREE, Plan, next_run, read
 
-from realrun.launch.lab import Lab, run_lab
+from realrun.launch.lab import run_lab
+from realrun.launch.lab_plan import Lab
 from realrun.launch.local import run_local
 
 

@@ -16,7 +16,8 @@ from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.study import settle
 from co2sim.units import Seconds, parse
 from co2sim.workload import Workload
-from realrun.launch.lab import Lab, stated_cluster
+from realrun.launch.lab import stated_cluster
+from realrun.launch.lab_plan import Lab
 from realrun.train.shapes import GPTS
 
 _ENOUGH = 1e15

@@ -20,13 +20,15 @@ from co2sim.cost import footprint
 from co2sim.schedule import WORLD, Collective, DType, Kind
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
-from realrun.launch.lab import TOOLS, Lab, check_machine, run_lab, stated_cluster
+from realrun.launch.lab import TOOLS, check_machine, run_lab, stated_cluster
+from realrun.launch.lab_plan import Lab
 from realrun.launch.namespaces import FRAME, PAYLOAD, burst, payload_share, queue
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
 import json, sys
-from realrun.launch.lab import Lab, run_lab
+from realrun.launch.lab import run_lab
+from realrun.launch.lab_plan import Lab
 lab, grace, *command = sys.argv[1:]
 sys.exit(run_lab(command, Lab(**json.loads(lab)), grace=float(grace)))
 """

@@ -18,7 +18,8 @@ from co2sim.schedule import Layout
 from realrun.checks import sites_of
 from realrun.cli import main as realrun_main
 from realrun.errors import LabError
-from realrun.launch.lab import Lab, check_machine, stated_cluster
+from realrun.launch.lab import check_machine, stated_cluster
+from realrun.launch.lab_plan import Lab
 from realrun.launch.namespaces import FRAME, PAYLOAD, queue, site_burst
 from realrun.train import TrainSettings
 from realrun.train.support import check

@@ -21,7 +21,7 @@ from co2sim.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
 from realrun.checks import one_of
-from realrun.launch.lab import INTRA_RATE, Lab
+from realrun.launch.lab_plan import INTRA_RATE, Lab
 from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 from realrun.launch.processes import started
 from realrun.launch.uplinks import overrides

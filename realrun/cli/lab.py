@@ -6,7 +6,8 @@ import typer
 
 from co2sim import ranges
 from co2sim.console import options
-from realrun.launch.lab import INTRA_RATE, Lab, run_lab, stated_cluster
+from realrun.launch.lab import run_lab, stated_cluster
+from realrun.launch.lab_plan import INTRA_RATE, Lab
 from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 
 lab = typer.Typer(

@@ -17,20 +17,19 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from co2sim.errors import Co2simError, UnitError
-from co2sim.ranges import whole
-from co2sim.units import BytesPerSecond, Seconds, parse
+from co2sim.errors import Co2simError
+from co2sim.units import Seconds
 from realrun.checks import SITES
 from realrun.errors import LabError
 from realrun.launch.elastic import supervise_elastic
+from realrun.launch.lab_plan import Lab
 from realrun.launch.local import (
     GRACE,
-    MAX_RANKS,
     host_store,
     rank_environment,
     resolved,
@@ -43,7 +42,6 @@ from realrun.launch.namespaces import (
     LOOPBACK_PAYLOAD,
     PAYLOAD,
     SWITCH,
-    SendRates,
     burst,
     entering,
     loopback_burst,
@@ -54,7 +52,7 @@ from realrun.launch.namespaces import (
 from realrun.launch.processes import RankProcess, ranks_killed_at_end, start, started
 from realrun.launch.signals import Stopped, stoppable
 from realrun.launch.supervise import supervise
-from realrun.launch.uplinks import stated_wan, wan_facts
+from realrun.launch.uplinks import stated_wan
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 """What has to be installed: iproute2 and util-linux."""
@@ -70,84 +68,6 @@ CLUSTER = "REALRUN_CLUSTER"
 
 _RANKS_PER_CORE = 2
 """With more, the cores are the bottleneck, not the network."""
-
-INTRA_RATE = "3 Gbit/s"
-"""A rate that loopback reaches for every rank, even if two ranks share a core and both send."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lab:
-    """What to build: `rate` is what each node sends at most, such as "1 Gbit/s".
-
-    `intra_rate` is what each rank sends at most inside its node; the ranks of a node share the sum.
-    `sites` divide the nodes, in order; `wan` is what each sends to others at most. Raises LabError
-    when it cannot be built anywhere.
-    """
-
-    nodes: int
-    gpus_per_node: int
-    rate: str
-    intra_rate: str = INTRA_RATE
-    sites: int = 1
-    wan: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
-            whole(name, count, 1, error=LabError)
-        if self.world_size > MAX_RANKS:
-            raise LabError(
-                f"{self.nodes} nodes of {self.gpus_per_node} are {self.world_size} ranks;"
-                f" a lab has at most {MAX_RANKS}"
-            )
-        _bandwidth("rate", self.rate)
-        _bandwidth("rate inside a node", self.intra_rate)
-        whole("sites", self.sites, 1, error=LabError)
-        if self.nodes % self.sites:
-            raise LabError(f"{self.nodes} nodes do not divide into {self.sites} equal sites")
-        if (self.sites > 1) != (self.wan is not None):
-            raise LabError(
-                f"sites is {self.sites} and the rate between sites is {self.wan}: several sites"
-                " need one, and one has none"
-            )
-        if self.wan is not None:
-            _bandwidth("rate between sites", self.wan)
-
-    @property
-    def rates(self) -> SendRates:
-        """What is sent at most."""
-        far = None if self.wan is None else _bandwidth("rate between sites", self.wan)
-        return SendRates(self.bandwidth, self.loopback, far)
-
-    @property
-    def uplink(self) -> dict[str, str]:
-        """The link of a site to others as a cluster states it, by key; empty for one site."""
-        return wan_facts(self.rates, self.sites, self.wan)
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self.nodes * self.gpus_per_node
-
-    @property
-    def bandwidth(self) -> BytesPerSecond:
-        """What each node sends to others at most, with all headers."""
-        return _bandwidth("rate", self.rate)
-
-    @property
-    def loopback(self) -> BytesPerSecond:
-        """What the ranks of a node send to each other at most, all together, with all headers."""
-        return self.gpus_per_node * _bandwidth("rate inside a node", self.intra_rate)
-
-
-def _bandwidth(what: str, text: str) -> BytesPerSecond:
-    try:
-        value = parse(text, "B/s")
-    except UnitError as error:
-        raise LabError(f"the {what} of a lab: {error}") from error
-    slowest, fastest = 1e6 / 8, 1e11 / 8
-    if not slowest <= value <= fastest:
-        raise LabError(f"the {what} is {text!r}; it must be 1 Mbit/s to 100 Gbit/s")
-    return value
 
 
 def run_lab(

@@ -1,0 +1,89 @@
+"""What a lab is to be: nodes, rates, sites."""
+
+from dataclasses import dataclass
+
+from co2sim.errors import UnitError
+from co2sim.ranges import whole
+from co2sim.units import BytesPerSecond, parse
+from realrun.errors import LabError
+from realrun.launch.local import MAX_RANKS
+from realrun.launch.namespaces import SendRates
+from realrun.launch.uplinks import wan_facts
+
+INTRA_RATE = "3 Gbit/s"
+"""A rate that loopback reaches for every rank, even if two ranks share a core and both send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """What to build: `rate` is what each node sends at most, such as "1 Gbit/s".
+
+    `intra_rate` is what each rank sends at most inside its node; the ranks of a node share the sum.
+    `sites` divide the nodes, in order; `wan` is what each sends to others at most. Raises LabError
+    when it cannot be built anywhere.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    rate: str
+    intra_rate: str = INTRA_RATE
+    sites: int = 1
+    wan: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
+            whole(name, count, 1, error=LabError)
+        if self.world_size > MAX_RANKS:
+            raise LabError(
+                f"{self.nodes} nodes of {self.gpus_per_node} are {self.world_size} ranks;"
+                f" a lab has at most {MAX_RANKS}"
+            )
+        _bandwidth("rate", self.rate)
+        _bandwidth("rate inside a node", self.intra_rate)
+        whole("sites", self.sites, 1, error=LabError)
+        if self.nodes % self.sites:
+            raise LabError(f"{self.nodes} nodes do not divide into {self.sites} equal sites")
+        if (self.sites > 1) != (self.wan is not None):
+            raise LabError(
+                f"sites is {self.sites} and the rate between sites is {self.wan}: several sites"
+                " need one, and one has none"
+            )
+        if self.wan is not None:
+            _bandwidth("rate between sites", self.wan)
+
+    @property
+    def rates(self) -> SendRates:
+        """What is sent at most."""
+        far = None if self.wan is None else _bandwidth("rate between sites", self.wan)
+        return SendRates(self.bandwidth, self.loopback, far)
+
+    @property
+    def uplink(self) -> dict[str, str]:
+        """The link of a site to others as a cluster states it, by key; empty for one site."""
+        return wan_facts(self.rates, self.sites, self.wan)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def bandwidth(self) -> BytesPerSecond:
+        """What each node sends to others at most, with all headers."""
+        return _bandwidth("rate", self.rate)
+
+    @property
+    def loopback(self) -> BytesPerSecond:
+        """What the ranks of a node send to each other at most, all together, with all headers."""
+        return self.gpus_per_node * _bandwidth("rate inside a node", self.intra_rate)
+
+
+def _bandwidth(what: str, text: str) -> BytesPerSecond:
+    try:
+        value = parse(text, "B/s")
+    except UnitError as error:
+        raise LabError(f"the {what} of a lab: {error}") from error
+    slowest, fastest = 1e6 / 8, 1e11 / 8
+    if not slowest <= value <= fastest:
+        raise LabError(f"the {what} is {text!r}; it must be 1 Mbit/s to 100 Gbit/s")
+    return value
