@@ -85,42 +85,32 @@ def totals(
         return None
     trained = tokens * factor.factor
     days = trained / result.tokens_per_s / goodput / DAY
-    least, most = goodput_ends or (goodput, goodput)
-    ends = [
-        None if speed is None else result.tokens_per_s / speed * (goodput / max(share, _NOTHING))
-        for speed, share in ((result.tokens_per_s_high, most), (result.tokens_per_s_low, least))
-    ]
+    least, most = (share / goodput for share in goodput_ends or (goodput, goodput))
+    ends = [_longer(result, result.tokens_per_s_high, most)]
+    ends.append(_longer(result, result.tokens_per_s_low, least))
     billion, price = result.cost_per_billion_tokens, cluster.price_per_gpu
     cost = None if billion is None else billion * trained / 1e9 / goodput
-    watts = power.power(result, cluster)
+    watts, grid = power.power(result, cluster), cluster.grid_intensity
     energy = None if watts is None else watts / 1000 * days * 24
-    grid = cluster.grid_intensity
     carbon = None if energy is None or grid is None else energy * grid
-    days_low, days_high = _ends(days, ends)
-    cost_low, cost_high = _ends(cost, ends, price, (cluster.price_low, cluster.price_high))
-    energy_low, energy_high = _ends(energy, ends)
+    prices = cluster.price_low, cluster.price_high
     grids = cluster.grid_intensity_low, cluster.grid_intensity_high
-    carbon_low, carbon_high = _ends(carbon, ends, grid, grids)
     return Totals(
         tokens=tokens,
         trained=trained,
         factor=factor,
         goodput=goodput,
         days=days,
-        days_low=days_low,
-        days_high=days_high,
+        **_ends("days", days, ends),
         gpu_hours=days * 24 * result.gpus,
         cost=cost,
-        cost_low=cost_low,
-        cost_high=cost_high,
+        **_ends("cost", cost, ends, price, prices),
         currency=None if cost is None else result.currency,
         power_w=watts,
         energy_kwh=energy,
-        energy_kwh_low=energy_low,
-        energy_kwh_high=energy_high,
+        **_ends("energy_kwh", energy, ends),
         co2e_kg=carbon,
-        co2e_kg_low=carbon_low,
-        co2e_kg_high=carbon_high,
+        **_ends("co2e_kg", carbon, ends, grid, grids),
         missing=_missing(cluster),
     )
 
@@ -172,13 +162,19 @@ def _missing(cluster: Cluster) -> tuple[str, ...]:
     return (*price, *power.missing(cluster), *grid)
 
 
+def _longer(result: Result, speed: float | None, share: float) -> float | None:
+    """How many times as long it takes at this speed, with this share of the goodput."""
+    return None if speed is None else result.tokens_per_s / speed / max(share, _NOTHING)
+
+
 def _ends(
+    name: str,
     value: float | None,
     times: list[float | None],
     rate: float | None = None,
     rates: tuple[float | None, float | None] = (None, None),
-) -> tuple[float | None, float | None]:
-    """The ends of a figure that grows with time and a rate; `times` are relative to 1.
+) -> dict[str, float | None]:
+    """The ends of a figure that grows with time and a rate, by name; `times` are relative to 1.
 
     Where only one of the two has a range, the other counts as exact.
     """
@@ -189,4 +185,4 @@ def _ends(
         else:
             scale = 1.0 if end is None or not rate else end / rate
             found.append(value * (1.0 if time is None else time) * scale)
-    return found[0], found[1]
+    return {f"{name}_low": found[0], f"{name}_high": found[1]}

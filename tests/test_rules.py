@@ -130,7 +130,11 @@ def test_clip_bounds_every_element_and_counts_what_it_changed(
         ("CO2", {"timeout": timedelta()}, "timeout is 0.0; it must be above 0"),
         ("CO2", {"timeout": "soon"}, "timeout is 'soon'; it must be a number, above 0"),
         ("CO2", {"deadline": 5, "timeout": 5}, "deadline=5 and timeout=5 are the same option"),
-        ("CO2", {"worker": "rack"}, "worker is 'rack'; it must be 'gpu', 'node' or a Workers"),
+        (
+            "CO2",
+            {"worker": "rack"},
+            "worker is 'rack'; it must be 'gpu', 'node', 'site' or a Workers",
+        ),
         ("CO2", {"worker": "node"}, "worker='node' needs torch.distributed initialized"),
         ("SlowMo", {"outer_momentum": 1.5}, "outer_momentum is 1.5"),
         ("SlowMo", {"outer_lr": -1}, "outer_lr is -1"),

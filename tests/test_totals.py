@@ -54,6 +54,8 @@ def result(exposed: float = 0.25, **changes: object) -> Result:
         "round_time_s": 2.0,
         "exposed_comm_s": 2.0 * exposed,
         "straggler_delay_s": None,
+        "tokens_per_s_low": None,
+        "tokens_per_s_high": None,
         "cost_per_billion_tokens": 16 / 3600 / 1000 * 1e9,
         "currency": "USD",
     }
