@@ -92,7 +92,7 @@ def member(
 
 def hold(roll: Roll) -> None:
     """Wait until a rank that was started anew waits to come in."""
-    limit = time.monotonic() + DEADLINE
+    limit = time.monotonic() + 60
     while not roll.listed("waiting"):
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -136,7 +136,7 @@ def elastic(
         return ranks[-1]
 
     kill: Callable[[], Any] = lambda: [one.kill() for one in ranks]  # noqa: E731
-    late = threading.Timer(120.0, kill)
+    late = threading.Timer(180.0, kill)
     try:
         late.start()
         first = [start(rank) for rank in range(nproc)]
