@@ -18,7 +18,7 @@ from ranks import LOADED, Forked
 
 from realrun.launch.elastic import supervise_elastic
 from realrun.launch.local import host_store, rank_environment
-from realrun.launch.membership import LIFE, Member, Membership, Roll
+from realrun.launch.membership import LIFE, ElasticMember, Membership, Roll
 from realrun.launch.processes import RankProcess
 from realrun.train.elastic_record import GenerationRow, read_generations
 
@@ -68,7 +68,7 @@ def member(
     from realrun.train.settings import TrainSettings  # noqa: PLC0415
 
     torch.set_num_threads(1)
-    me = Member(int(environment["RANK"]), int(environment[LIFE]))
+    me = ElasticMember(int(environment["RANK"]), int(environment[LIFE]))
     size, port = int(environment["WORLD_SIZE"]), int(environment["MASTER_PORT"])
     limit = timedelta(seconds=60)
     store = TCPStore("127.0.0.1", port, size, False, limit, False)  # noqa: FBT003
@@ -92,7 +92,7 @@ def member(
 
 def hold(roll: Roll) -> None:
     """Wait until a rank that was started anew waits to come in."""
-    limit = time.monotonic() + DEADLINE
+    limit = time.monotonic() + 60
     while not roll.listed("waiting"):
         assert time.monotonic() < limit
         time.sleep(0.01)
@@ -136,7 +136,7 @@ def elastic(
         return ranks[-1]
 
     kill: Callable[[], Any] = lambda: [one.kill() for one in ranks]  # noqa: E731
-    late = threading.Timer(120.0, kill)
+    late = threading.Timer(180.0, kill)
     try:
         late.start()
         first = [start(rank) for rank in range(nproc)]

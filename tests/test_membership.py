@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from realrun.errors import RankFailure
-from realrun.launch.membership import Change, Generation, Member, Membership, Roll
+from realrun.launch.membership import Change, ElasticMember, Generation, Membership, Roll
 
 
 class MemoryStore:
@@ -47,7 +47,9 @@ class MemoryStore:
             return self.values[key]
 
 
-def membership(store: MemoryStore, member: Member, ranks: int, deadline: float = 5) -> Membership:
+def membership(
+    store: MemoryStore, member: ElasticMember, ranks: int, deadline: float = 5
+) -> Membership:
     """One that looks often."""
     return Membership(store, member, ranks, deadline, pause=0.001)
 
@@ -68,7 +70,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def crew(ranks: int, deadline: float = 5) -> tuple[MemoryStore, list[Membership]]:
     """Members of the first generation."""
     store = MemoryStore()
-    made = [membership(store, Member(rank), ranks, deadline) for rank in range(ranks)]
+    made = [membership(store, ElasticMember(rank), ranks, deadline) for rank in range(ranks)]
     together(*(one.next for one in made))
     return store, made
 
@@ -76,7 +78,7 @@ def crew(ranks: int, deadline: float = 5) -> tuple[MemoryStore, list[Membership]
 def test_the_first_generation_is_all_who_were_started() -> None:
     """None of them holds a state."""
     _, made = crew(3)
-    everybody = tuple(map(Member, range(3)))
+    everybody = tuple(map(ElasticMember, range(3)))
     assert [one.generation for one in made] == 3 * [Generation(0, everybody, everybody)]
     assert [one.leads for one in made] == [True, False, False]
 
@@ -90,7 +92,7 @@ def test_those_who_are_left_agree_whoever_dies_when(seed: int) -> None:
     alive = [one for one in made if one.me.rank not in dead]
 
     def end(rank: int) -> Callable[[], Any]:
-        return lambda: (time.sleep(rng.random() / 50), Roll(store).end(Member(rank)))
+        return lambda: (time.sleep(rng.random() / 50), Roll(store).end(ElasticMember(rank)))
 
     def arrive(one: Membership) -> Callable[[], Any]:
         return lambda: (time.sleep(rng.random() / 50), one.next())[1]
@@ -107,8 +109,8 @@ def test_who_does_not_come_is_left_out_and_reported() -> None:
     began = time.monotonic()
     found = together(first.next, third.next)
     assert time.monotonic() - began >= 0.05
-    assert found[0].members == found[1].members == (Member(0), Member(2))
-    assert Roll(store).listed("late") == [Member(1)]
+    assert found[0].members == found[1].members == (ElasticMember(0), ElasticMember(2))
+    assert Roll(store).listed("late") == [ElasticMember(1)]
     with pytest.raises(RankFailure, match=r"rank 1 came more than 0\.05 s after the others"):
         second.next()
 
@@ -118,17 +120,17 @@ def test_others_may_need_a_round_to_see_that_somebody_is_lost() -> None:
     _, (first, second) = crew(2, deadline=0.05)
     late = threading.Timer(0.2, second.next)
     late.start()
-    assert first.next(patience=5.0).members == (Member(0), Member(1))
+    assert first.next(patience=5.0).members == (ElasticMember(0), ElasticMember(1))
     late.join()
 
 
 def test_who_waits_comes_in_where_it_was_announced() -> None:
     """At the end of that round, for all; behind the others, and without a state."""
     store, (first, second) = crew(2)
-    again = Member(1, 1)
-    Roll(store).end(Member(1))
+    again = ElasticMember(1, 1)
+    Roll(store).end(ElasticMember(1))
     del second
-    assert first.next().members == (Member(0),)
+    assert first.next().members == (ElasticMember(0),)
     waiting = membership(store, again, 2)
     Roll(store).write("waiting", again)
     first.announce(7)
@@ -138,16 +140,16 @@ def test_who_waits_comes_in_where_it_was_announced() -> None:
     assert change == Change(7, (again,), stop=False)
     assert first.due(8) is None  # it is seen once
     one, other = together(lambda: first.next(change), waiting.come_in)
-    assert one == other == Generation(2, (Member(0), again), (again,), changed=True)
+    assert one == other == Generation(2, (ElasticMember(0), again), (again,), changed=True)
 
 
 def test_nobody_comes_in_while_one_is_here_for_a_loss() -> None:
     """The state is then not the same on all."""
     store, made = crew(2)
-    joining = Member(5, 1)
+    joining = ElasticMember(5, 1)
     change = Change(3, (joining,), stop=False)
     found = together(lambda: made[0].next(change), made[1].next)
-    assert found[0] == found[1] == Generation(1, (Member(0), Member(1)))
+    assert found[0] == found[1] == Generation(1, (ElasticMember(0), ElasticMember(1)))
     assert membership(store, joining, 2).roll.decided(2) is None
 
 
@@ -157,9 +159,9 @@ def test_all_stop_where_it_was_announced() -> None:
     second.roll.raise_flag("stop")
     second.announce(1)
     assert second.due(1) == Change(1, (), stop=True)
-    assert membership(store, Member(0, 1), 2).come_in(lambda: True) is None
+    assert membership(store, ElasticMember(0, 1), 2).come_in(lambda: True) is None
     first.roll.raise_flag("finished")
-    assert membership(store, Member(0, 2), 2).come_in() is None
+    assert membership(store, ElasticMember(0, 2), 2).come_in() is None
 
 
 def test_who_left_a_note_or_died_is_not_waited_for() -> None:

@@ -10,7 +10,7 @@ from co2sim.cluster import Backend
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import Layout
 from realrun.cli.train_rank import asked_to_stop, check_out, lines_of_progress, show
-from realrun.launch.membership import LIFE, Member, Membership
+from realrun.launch.membership import LIFE, ElasticMember, Membership
 from realrun.train.settings import TrainSettings
 from realrun.train.support import check, check_elastic
 
@@ -59,7 +59,7 @@ def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: 
     rank, size, per_node, port = (
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     )
-    layout, me = Layout(size // per_node, per_node), Member(rank, int(os.environ[LIFE]))
+    layout, me = Layout(size // per_node, per_node), ElasticMember(rank, int(os.environ[LIFE]))
     check(settings, layout)
     check_elastic(settings, layout)
     if not me.life and not rank:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 
-from realrun.launch.membership import Generation, Member, MemberStore, Roll
+from realrun.launch.membership import ElasticMember, Generation, MemberStore, Roll
 from realrun.launch.output import TICK, RankOutput
 from realrun.launch.processes import RankProcess
 from realrun.launch.supervise import ending
@@ -56,7 +56,7 @@ class _Watched:
         restarts: int,
     ) -> None:
         self._roll, self._start, self._restarts, self._used = roll, start, restarts, 0
-        self.running = {Member(one.rank): one for one in ranks}
+        self.running = {ElasticMember(one.rank): one for one in ranks}
         self._late = 0
         self._latest = Generation(-1, tuple(self.running))
 
@@ -73,7 +73,7 @@ class _Watched:
             if member in self.running:
                 self.running[member].kill()
 
-    def ended(self) -> list[tuple[Member, RankProcess]]:
+    def ended(self) -> list[tuple[ElasticMember, RankProcess]]:
         """Those that have ended since; all others are told."""
         found = [pair for pair in self.running.items() if pair[1].process.poll() is not None]
         for member, one in found:
@@ -88,13 +88,13 @@ class _Watched:
             self._latest = next_
         return any(member in self.running for member in self._latest.members)
 
-    def start_anew(self, member: Member, one: RankProcess) -> RankProcess | None:
+    def start_anew(self, member: ElasticMember, one: RankProcess) -> RankProcess | None:
         """Start it once more, if it may be."""
         if self._used == self._restarts:
             self.say(one, f"the others go on without it: {self._restarts} restarts are used up")
             return None
         self._used += 1
-        again = Member(member.rank, member.life + 1)
+        again = ElasticMember(member.rank, member.life + 1)
         self.say(one, f"the others go on, it starts anew ({self._used} of {self._restarts})")
         self.running[again] = begun = self._start(again.rank, again.life)
         return begun

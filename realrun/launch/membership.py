@@ -42,7 +42,7 @@ class MemberStore(Store, Protocol):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Member:
+class ElasticMember:
     """A process: which rank it is, and how often that rank was started before. As in "2.1"."""
 
     rank: int
@@ -53,7 +53,7 @@ class Member:
         return f"{self.rank}.{self.life}"
 
     @classmethod
-    def of(cls, text: str) -> "Member":
+    def of(cls, text: str) -> "ElasticMember":
         """The other way round."""
         rank, life = text.split(".")
         return cls(int(rank), int(life))
@@ -68,12 +68,12 @@ class Generation:
     """
 
     number: int
-    members: tuple[Member, ...]
-    joined: tuple[Member, ...] = ()
+    members: tuple[ElasticMember, ...]
+    joined: tuple[ElasticMember, ...] = ()
     changed: bool = False
 
     @property
-    def lead(self) -> Member:
+    def lead(self) -> ElasticMember:
         """Who writes."""
         return self.members[0]
 
@@ -86,7 +86,9 @@ class Generation:
     def of(cls, number: int, text: bytes) -> "Generation":
         """The other way round."""
         told = json.loads(text)
-        members, joined = (tuple(map(Member.of, told[name])) for name in ("members", "joined"))
+        members, joined = (
+            tuple(map(ElasticMember.of, told[name])) for name in ("members", "joined")
+        )
         return cls(number, members, joined, told["changed"])
 
 
@@ -95,7 +97,7 @@ class Change:
     """Announced for the end of a round: these come in, or all stop."""
 
     round: int
-    joining: tuple[Member, ...]
+    joining: tuple[ElasticMember, ...]
     stop: bool
 
 
@@ -105,11 +107,11 @@ class Roll:
     def __init__(self, store: MemberStore) -> None:
         self.store = store
 
-    def end(self, member: Member) -> None:
+    def end(self, member: ElasticMember) -> None:
         """The process of a member has ended."""
         self.store.set(_key("ended", member), "1")
 
-    def ended(self, member: Member) -> bool:
+    def ended(self, member: ElasticMember) -> bool:
         """Whether it has."""
         return self.store.check([_key("ended", member)])
 
@@ -118,13 +120,13 @@ class Roll:
         key = _key("decided", number)
         return Generation.of(number, self.store.get(key)) if self.store.check([key]) else None
 
-    def listed(self, name: str, start: int = 0) -> list[Member]:
+    def listed(self, name: str, start: int = 0) -> list[ElasticMember]:
         """Members of a list, "waiting" or "late", in the order in which they were written."""
         keys = [_key(name, index) for index in range(start, self.store.add(_key(name, "count"), 0))]
         there = takewhile(lambda key: self.store.check([key]), keys)  # the last may be on its way
-        return [Member.of(self.store.get(key).decode()) for key in there]
+        return [ElasticMember.of(self.store.get(key).decode()) for key in there]
 
-    def write(self, name: str, member: Member) -> None:
+    def write(self, name: str, member: ElasticMember) -> None:
         """Add a member to a list."""
         index = self.store.add(_key(name, "count"), 1) - 1
         self.store.set(_key(name, index), str(member))
@@ -137,11 +139,11 @@ class Roll:
         """Whether somebody did."""
         return self.store.check([_key(name)])
 
-    def note(self, name: str, member: Member, text: str) -> None:
+    def note(self, name: str, member: ElasticMember, text: str) -> None:
         """Leave a text for the others."""
         self.store.set(_key(name, member), text)
 
-    def noted(self, name: str, member: Member) -> str | None:
+    def noted(self, name: str, member: ElasticMember) -> str | None:
         """The text that a member left."""
         key = _key(name, member)
         return self.store.get(key).decode() if self.store.check([key]) else None
@@ -151,11 +153,16 @@ class Membership:
     """What one member knows: its generation, and how many announced changes it has seen."""
 
     def __init__(
-        self, store: MemberStore, me: Member, ranks: int, deadline: Seconds, pause: Seconds = _PAUSE
+        self,
+        store: MemberStore,
+        me: ElasticMember,
+        ranks: int,
+        deadline: Seconds,
+        pause: Seconds = _PAUSE,
     ) -> None:
         """Before the first generation, of which all ranks shall be that were started."""
         self.roll, self.me, self.deadline, self.pause = Roll(store), me, deadline, pause
-        self.generation = Generation(-1, tuple(Member(rank) for rank in range(ranks)))
+        self.generation = Generation(-1, tuple(ElasticMember(rank) for rank in range(ranks)))
         self.changes = 0
 
     @property
@@ -191,7 +198,7 @@ class Membership:
         self.generation = found
         return found
 
-    def _propose(self, number: int, here: Sequence[Member], change: Change | None) -> None:
+    def _propose(self, number: int, here: Sequence[ElasticMember], change: Change | None) -> None:
         """The first proposal counts; whoever is alive and not in it is reported as late."""
         store = self.roll.store
         for_change = all(store.get(_key("here", number, one)) == b"change" for one in here)
@@ -251,9 +258,9 @@ class Membership:
         if told["round"] > number:
             return None
         self.changes += 1
-        return Change(told["round"], tuple(map(Member.of, told["joining"])), told["stop"])
+        return Change(told["round"], tuple(map(ElasticMember.of, told["joining"])), told["stop"])
 
-    def others_left(self, name: str) -> list[Member]:
+    def others_left(self, name: str) -> list[ElasticMember]:
         """Members that have not left a note of this name, and whose processes have not ended."""
         members = self.generation.members
         return [one for one in members if not (self.roll.noted(name, one) or self.roll.ended(one))]
@@ -263,5 +270,5 @@ def _key(*parts: object) -> str:
     return "/".join(map(str, (_PREFIX, *parts)))
 
 
-def _texts(members: Iterable[Member]) -> list[str]:
+def _texts(members: Iterable[ElasticMember]) -> list[str]:
     return [str(one) for one in members]

@@ -14,7 +14,7 @@ from co2sim.units import Seconds
 from realrun.algorithms.regroup import Regrouping
 from realrun.algorithms.workers import Links, Workers
 from realrun.errors import MismatchError, RankFailure
-from realrun.launch.membership import Change, Generation, Member, Membership
+from realrun.launch.membership import Change, ElasticMember, Generation, Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Meeting:
     """
 
     generation: Generation
-    before: tuple[Member, ...]
+    before: tuple[ElasticMember, ...]
     noticed: float
     anchor: str
     same: int
@@ -93,7 +93,7 @@ class Crew:
             with suppress(RuntimeError):
                 dist.destroy_process_group()
 
-    def _met(self, before: tuple[Member, ...], noticed: float) -> bool:
+    def _met(self, before: tuple[ElasticMember, ...], noticed: float) -> bool:
         """Connect to the members of the generation; whether all of them were there."""
         generation = self.membership.generation
         try:
@@ -117,7 +117,9 @@ class Crew:
         links.agree("training", self._described, across="")
         self._outer.connect(links)
 
-    def _share(self, generation: Generation, before: tuple[Member, ...], noticed: float) -> Meeting:
+    def _share(
+        self, generation: Generation, before: tuple[ElasticMember, ...], noticed: float
+    ) -> Meeting:
         """Give state to who has none, and averages to who has not got them; compare anchors."""
         fresh, waited = zip(*_all((self._fresh, self.average.waited)), strict=True)
         source = fresh.index(False) if False in fresh else 0

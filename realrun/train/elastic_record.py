@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.units import Seconds
-from realrun.launch.membership import Member
+from realrun.launch.membership import ElasticMember
 
 RECORD_OF_MEMBERS = "elastic.csv"
 
@@ -46,7 +46,7 @@ _WHOLE = {"generation", "step", "round", "same", "standing"}
 _REAL = {"noticed", "went_on"}
 
 
-def names(members: Iterable[Member]) -> str:
+def names(members: Iterable[ElasticMember]) -> str:
     """As in "0.0 2.1"."""
     return " ".join(map(str, members))
 
