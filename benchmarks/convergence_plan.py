@@ -29,7 +29,10 @@ OUTER = {
         *("momentum=0.5,lr=0.5", "momentum=0.2,lr=0.8", "momentum=0,lr=1"),
         *("momentum=0.5,lr=1", "momentum=0,lr=0.5"),
     ),
-    "slowmo": ("momentum=0.5,lr=1", "momentum=0.2,lr=1", "momentum=0.7,lr=1"),
+    "slowmo": (
+        *("momentum=0.5,lr=1", "momentum=0.2,lr=1", "momentum=0.7,lr=1"),
+        "momentum=0.2,lr=0.9",
+    ),
     "diloco": ("momentum=0.9,lr=0.7", "momentum=0.5,lr=1", "momentum=0.9,lr=0.3"),
     "overlap_local_sgd": ("pull=0.6,momentum=0.7", "pull=0.6,momentum=0", "pull=0.3,momentum=0.7"),
 }
@@ -45,11 +48,22 @@ DiLoCo's first, with a gain of 7, gave 2.95 at the lowest rate.
 """
 
 
-KEPT = ("keep=1", "keep=0.5,predict=0.5", "keep=0.75,predict=0.25", "keep=0.25,predict=0.75")
-"""What CO2 with a delay keeps and predicts, to choose from; its gain stays 1.
+KEPT = (
+    *("keep=1", "keep=0.5,predict=0.5", "keep=0.75,predict=0.25", "keep=0.25,predict=0.75"),
+    "keep=0.25,predict=1",
+    *(f"{kept},momentum=0.2,lr=0.9" for kept in ("keep=1", "keep=0.25,predict=1")),
+)
+"""What CO2 with a delay keeps and predicts, to choose from, and outer steps other than x <- mean.
 
-The rate is tuned with the one that CO2 takes by itself in rounds of that length.
+The rate is tuned with what CO2 takes by itself in rounds of that length.
 """
+
+
+def split(choice: str) -> tuple[str, str]:
+    """The options of a choice that are part of a strategy, and those of the outer step."""
+    options = [one for one in choice.split(",") if one]
+    kept = [one for one in options if one.partition("=")[0] in {"keep", "predict"}]
+    return ",".join(kept), ",".join(one for one in options if one not in kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +115,17 @@ class Configuration:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Outer steps to choose from; where workers keep progress, how much; the usual is first."""
+        """Outer steps to choose from; where workers keep progress, how much, too.
+
+        The usual is first.
+        """
         if self.peer:
             return PEERS
         if not self.keeps:
             return OUTER.get(self.kind, ("",))
-        usual = f"keep={kept(self.tau, None, None)[0]:g}"
-        return tuple(sorted(KEPT, key=lambda choice: choice.partition(",")[0] != usual))
+        share, rest = kept(self.tau, None, None)
+        usual = f"keep={share:g}" + (f",predict={rest:g}" if rest else "")
+        return tuple(sorted(KEPT, key=lambda choice: choice != usual))
 
     @property
     def keeps(self) -> bool:
@@ -116,12 +134,14 @@ class Configuration:
         return isinstance(strategy, CO2) and strategy.delay is not None
 
     def trained(self, choice: str) -> str:
-        """The strategy with a choice that is part of it."""
-        return f"{self.strategy},{choice}" if self.keeps else self.strategy
+        """The strategy with what of a choice is part of it."""
+        kept, _ = split(choice)
+        return f"{self.strategy},{kept}" if kept else self.strategy
 
     def outer(self, choice: str, lr: float) -> str:
         """The options of the outer step in full."""
-        options = [choice] if choice and not self.keeps else []
+        _, chosen = split(choice)
+        options = [chosen] if chosen else []
         options += [f"{name}={value}" for name, value in self.extra.items()]
         if self.clips:
             options.append(f"clip={CLIP * lr * self.tau:.4g}")

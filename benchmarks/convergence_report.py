@@ -60,7 +60,7 @@ def summary(budget: StudyBudget, known: Known) -> pd.DataFrame:
                 "accuracy": mean(float(row["accuracy"]) for row in rows),
                 "seeds": len(rows),
                 "lr": float(rows[0]["lr"]),
-                "outer": rows[0]["outer"] or rows[0]["choice"],
+                "outer": rows[0]["choice"] if configuration.keeps else rows[0]["outer"],
                 "penalty": mean(float(row["penalty"]) for row in rows),
                 "clipped": mean(float(row["clipped"]) for row in rows),
                 "tuning_runs": len(asks) - len(rows),

@@ -51,7 +51,7 @@ def run_ranks(plan: Plan, path: Path) -> None:
             minutes = left * (time.monotonic() - began) / count / 60
             print(
                 f"{budget.label}, {ask.configuration.name}, lr {ask.lr:g},"
-                f" {row['outer'] or 'no outer step'}, seed {ask.seed}:"
+                f" {ask.choice or 'no outer step'}, seed {ask.seed}:"
                 f" {row['validation_loss']:.4f} in {row['wall']:.0f} s; about {left} steps left,"
                 f" {minutes:.0f} min",
                 flush=True,

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
+from convergence_plan import split
 
 TAU = 12
 
@@ -119,7 +120,8 @@ def _tuned(entry: Contender, number: int, frame: pd.DataFrame) -> Contender:
         if len(lines):
             lr, outer = float(lines.iloc[0]["lr"]), str(lines.iloc[0]["outer"])
     if entry.measures_delay:  # what is kept is part of the strategy
-        return replace(entry, strategy=f"{entry.strategy},{outer}", lr=lr, outer="")
+        kept, outer = split(outer)
+        return replace(entry, strategy=f"{entry.strategy},{kept}", lr=lr, outer=outer)
     return replace(entry, lr=lr, outer=outer)
 
 

@@ -267,10 +267,13 @@ def test_contenders_are_tuned_as_in_the_study(tmp_path: Path) -> None:
         '"CO2 12, plain",2.2,0.03,"momentum=0,lr=1"\n'
         '"CO2 12, gap",2.1,0.04,"momentum=0.5,lr=1"\n'
         '"CO2 delay 1, tau 12",1.91,0.05,keep=1\n'
-        '"CO2 delay 4, tau 12",1.95,0.06,"keep=0.5,predict=0.5"\n'
+        '"CO2 delay 4, tau 12",1.95,0.06,"keep=0.25,predict=1,momentum=0.2,lr=0.9"\n'
         '"CO2 delay 1, tau 2",1.8,0.07,keep=0.25\n'
     )
-    for number, kept, lr in ((1, "keep=1", 0.05), (3, "keep=0.5,predict=0.5", 0.06)):
+    for number, kept, outer, lr in (
+        (1, "keep=1", "", 0.05),
+        (3, "keep=0.25,predict=1", "momentum=0.2,lr=0.9", 0.06),
+    ):
         choose = functools.partial(lambda entry, number: (entry, number), number=number)
         found = {one.name: one for one in contenders((), tmp_path, choose)}
         assert found["torch post-local SGD"].lr == found["LocalSGD"].lr == 0.02
@@ -278,6 +281,7 @@ def test_contenders_are_tuned_as_in_the_study(tmp_path: Path) -> None:
         assert (published.lr, published.outer) == (0.04, "momentum=0.5,lr=1")
         late = found["CO2, delay auto"]
         assert (late.lr, late.strategy) == (lr, f"co2:tau=12,delay=auto,{kept}")
+        assert late.outer == outer
         assert found["DiLoCo"].lr == 5e-3  # the study has no line: as stated in the script
 
 

@@ -95,3 +95,18 @@ def test_clips_grow_with_what_a_round_can_move() -> None:
     """A quarter of lr x tau, so that the share that is clipped can be compared."""
     clipped = next(c for c in configurations(BUDGET) if c.name == "CO2 48, clip")
     assert clipped.outer("momentum=0.5,lr=1", 0.01) == "momentum=0.5,lr=1,gap=constant,clip=0.12"
+
+
+def test_a_choice_is_split_between_strategy_and_outer_step() -> None:
+    """CO2 with a delay: what is kept belongs to the strategy, momentum and lr to the outer step."""
+    late = next(c for c in configurations(BUDGET) if c.name == "CO2 delay 4, tau 12")
+    choice = "keep=0.25,predict=1,momentum=0.2,lr=0.9"
+    assert choice in late.choices
+    strategy = late.trained(choice)
+    assert strategy == "co2:tau=12,delay=4,fragments=1,keep=0.25,predict=1"
+    assert late.outer(choice, 0.01) == "momentum=0.2,lr=0.9"
+    assert (late.trained("keep=1"), late.outer("keep=1", 0.01)) == (f"{late.strategy},keep=1", "")
+    assert late.choices[0] == "keep=0.5,predict=0.5"  # that of CO2 itself, in rounds of 12
+    slow = next(c for c in configurations(BUDGET) if c.kind == "slowmo")
+    assert slow.trained("momentum=0.5,lr=1") == slow.strategy
+    assert slow.outer("momentum=0.5,lr=1", 0.01) == "momentum=0.5,lr=1"
