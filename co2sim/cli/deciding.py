@@ -83,13 +83,21 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option("--cluster", "-c", help="Catalog name or TOML file: an offer. Repeatable."),
     ],
     tokens: Annotated[
-        float,
+        float | None,
         typer.Option(
             parser=options.number("--tokens"),
             metavar="N",
             help="Tokens that ddp would train, such as 1e12; local updates need more.",
         ),
-    ],
+    ] = None,
+    to_loss_steps: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.whole("--to-loss-steps"),
+            metavar="N",
+            help="Instead of --tokens: the steps after which ddp has the loss.",
+        ),
+    ] = None,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
@@ -177,13 +185,26 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     )
     wanted = Wanted(
         want=_want(want, space),
-        tokens=tokens,
+        tokens=_tokens(tokens, to_loss_steps, space),
         budget=budget,
         deadline=None if deadline is None else options.seconds("--deadline", deadline) / _DAY,
         power=None if power is None else _watts(power),
         goal=goals.goal(None, steps_factor),
     )
     planning.planning(space, wanted, jobs, as_json=json_)
+
+
+def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:
+    """What ddp would train: given, or so many steps of the global batch."""
+    if (tokens is None) == (steps is None):
+        raise OptionError("give --tokens 1e12, say, or --to-loss-steps; not both")
+    if tokens is not None:
+        return tokens
+    assert steps is not None
+    if steps < 1:
+        raise OptionError(f"--to-loss-steps is {steps}; it must be 1 or more")
+    model = replace(space.job, cluster=space.clusters[0]).load()[1].value
+    return float(steps) * space.global_batch * model.tokens
 
 
 def _want(given: str | None, space: Any) -> Any:
