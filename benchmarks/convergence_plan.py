@@ -30,8 +30,8 @@ OUTER = {
         *("momentum=0.5,lr=1", "momentum=0,lr=0.5"),
     ),
     "slowmo": (
-        *("momentum=0.5,lr=1", "momentum=0.2,lr=1", "momentum=0.7,lr=1"),
-        "momentum=0.2,lr=0.9",
+        *("momentum=0.2,lr=0.9", "momentum=0.5,lr=1"),
+        *("momentum=0.2,lr=1", "momentum=0.7,lr=1"),
     ),
     "diloco": ("momentum=0.9,lr=0.7", "momentum=0.5,lr=1", "momentum=0.9,lr=0.3"),
     "overlap_local_sgd": ("pull=0.6,momentum=0.7", "pull=0.6,momentum=0", "pull=0.3,momentum=0.7"),

@@ -109,7 +109,7 @@ def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
         if (found := step_factor(strategy, goal))
     }
     assert list(factors.values())[:3] == [1.3, 2, 1.1]
-    assert factors["slowmo(tau=12)"] == 1.76
+    assert factors["slowmo(tau=12)"] == 1.67
     assert "co2: 1.3 (given)" in remark(["co2(tau=12)"], goal)
 
 
