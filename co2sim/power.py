@@ -56,7 +56,19 @@ def gpu_power(gpu: GPU, computing: float) -> Watts | None:
 
 def power(result: Result, cluster: Cluster) -> Watts | None:
     """The average power of all nodes, at the meter of the site; None where a number is missing."""
-    one = gpu_power(cluster.gpu, computing_share(result))
+    return _at_the_meter(cluster, computing_share(result))
+
+
+def all_computing(cluster: Cluster) -> Watts | None:
+    """The power while all GPUs compute; with uneven nodes that of waiting, as some always wait.
+
+    Times the time of computing alone it is the least energy that a training takes.
+    """
+    return _at_the_meter(cluster, 0.0 if cluster.node_spread or cluster.step_spread else 1.0)
+
+
+def _at_the_meter(cluster: Cluster, computing: float) -> Watts | None:
+    one = gpu_power(cluster.gpu, computing)
     if one is None or cluster.node_power is None or cluster.pue is None:
         return None
     layout = cluster.layout

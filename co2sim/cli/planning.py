@@ -5,16 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
+from co2sim.cli.planning_tables import print_options
 from co2sim.console import budgets
 from co2sim.console.answers import amount, in_words
 from co2sim.console.result_tables import print_assumed
-from co2sim.console.tables import console, print_lines, print_table
+from co2sim.console.tables import console, print_lines
 from co2sim.decide.break_even import BreakEven, break_even
 from co2sim.decide.candidates import Space
-from co2sim.decide.command import command_of
+from co2sim.decide.command import command_of, with_tokens
 from co2sim.decide.levers import Lever, levers
 from co2sim.decide.plan import Recommendation, plan
 from co2sim.decide.wanted import Candidate, Wanted
@@ -22,7 +24,7 @@ from co2sim.errors import OptionError
 from co2sim.grid import label
 from co2sim.progress import progress_bar
 from co2sim.step_factors import remark
-from co2sim.units import counted, number, scaled
+from co2sim.units import counted, scaled
 
 _MOST_ROWS = 12
 """Of the table of the best by cluster and strategy."""
@@ -33,6 +35,8 @@ def planning(space: Space, wanted: Wanted, jobs: int, *, as_json: bool) -> None:
     with progress_bar("looking at candidates") as done:
         found = plan(space, wanted, jobs=jobs, done=done)
     choice, other = found.choice, found.runner_up
+    if not found.front and not found.interrupted:
+        raise OptionError(_nothing(found))
     turns: list[BreakEven] = []
     held: list[Lever] = []
     interrupted = found.interrupted
@@ -47,9 +51,9 @@ def planning(space: Space, wanted: Wanted, jobs: int, *, as_json: bool) -> None:
     else:
         _print(console(), space, found, turns, held)
     if interrupted:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("what was found until then is above")
     if choice is None:
-        raise OptionError(_nothing(found))
+        raise typer.Exit(1)
 
 
 def words(found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Lever]) -> list[str]:
@@ -58,6 +62,12 @@ def words(found: Recommendation, turns: Sequence[BreakEven], held: Sequence[Leve
     if choice is None:
         return [_nothing(found)]
     told = [f"Take {_told(choice)}."]
+    if found.interrupted:
+        seen = f"{found.simulated:,} of {found.candidates:,} candidates"
+        told = [
+            f"Stopped after {seen}: there may be a better one.",
+            f"So far the best: {_told(choice)}.",
+        ]
     told += list(_limits(found, choice))
     told.append(_against(found, choice))
     if held:
@@ -101,15 +111,33 @@ def _limits(found: Recommendation, choice: Candidate) -> Iterator[str]:
             yield f"It keeps {shown} at the bad end of its interval, too."
         else:
             yield f"It may miss {shown}: the bad end of its interval is {amount(worst)} {unit}."
+            yield from _safer(found, name, most)
+
+
+def _safer(found: Recommendation, name: str, most: float) -> Iterator[str]:
+    """The best one of those shown that keeps a limit at the bad end, too."""
+
+    def worst(option: Candidate) -> float | None:
+        return option.totals.days_high if name == "deadline" else option.totals.cost_high
+
+    sure = [o for o in (*found.best, *found.front) if (w := worst(o)) is not None and w <= most]
+    if sure:
+        best = min(sure, key=lambda option: option.score(found.wanted.want))
+        yield f"The best of those below that keeps it at the bad end, too: {_told(best)}."
 
 
 def _against(found: Recommendation, choice: Candidate) -> str:
     other, want = found.runner_up, found.wanted.want
     if other is None:
-        return "Nothing else is within the limits."
+        return "No other cluster, strategy or number of GPUs was tried that is within the limits."
     margin = other.score(want) / choice.score(want) - 1
-    what = {"cheapest": "dearer", "fastest": "slower", "least-energy": "more energy"}[want]
-    text = f"The runner-up is {margin:.1%} {what}: {_told(other)}."
+    verb, what = {
+        "cheapest": ("is", "dearer"),
+        "fastest": ("is", "slower"),
+        "least-energy": ("takes", "more energy"),
+    }[want]
+    much = f"{margin:.1%}" if margin < 1 else f"{margin + 1:,.3g} times"
+    text = f"The runner-up {verb} {much} {what}: {_told(other)}."
     if found.undecided:
         return f"{text} Between the two it is undecided: their intervals overlap."
     return f"{text} Their intervals do not overlap."
@@ -128,7 +156,7 @@ def _nothing(found: Recommendation) -> str:
             return f"no candidate can be simulated: {found.failed[0]}"
         return (
             f"none of {found.large:,} candidates fits in memory; take more GPUs, another strategy"
-            " (-s fsdp) or --recompute full"
+            " (-s fsdp), --recompute full or less --headroom"
         )
     fastest, cheapest = found.front[0], found.front[-1]
     text = f"nothing is within {' and '.join(limits)}; the fastest is {_told(fastest)}"
@@ -142,12 +170,11 @@ def _print(
     turns: Sequence[BreakEven],
     held: Sequence[Lever],
 ) -> None:
-    if found.choice:
-        print_lines(out, *words(found, turns, held), "")
-    _print_options(out, "no other is both faster and cheaper", found.front)
+    print_lines(out, *words(found, turns, held), "")
+    print_options(out, "no other is both faster and cheaper", found.front)
     best = found.best[:_MOST_ROWS]
     more = f", the first {len(best)} of {len(found.best)}" if len(found.best) > len(best) else ""
-    _print_options(out, f"the best by cluster and strategy{more}", best)
+    print_options(out, f"the best by cluster and strategy{more}", best)
     print_lines(out, *_looked(space, found))
     if line := remark((option.result.strategy for option in found.best), found.wanted.goal):
         print_lines(out, line)
@@ -155,49 +182,18 @@ def _print(
     budgets.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
     print_assumed(out, [option.result for option in shown])
     if found.choice:
-        for line in _commands(found.choice):  # to be copied: in one piece, whatever the width
+        for line in _commands(
+            found.choice, found.wanted
+        ):  # to be copied: in one piece, whatever the width
             out.print(Text(line), soft_wrap=True)
-
-
-def _print_options(out: Console, title: str, options: Sequence[Candidate]) -> None:
-    if not options:
-        return
-    money = options[0].totals.currency
-    energy = any(option.totals.energy_kwh is not None for option in options)
-    columns = [
-        "cluster",
-        "strategy",
-        "recompute",
-        "GPUs",
-        "micro-batch",
-        "days",
-        "90 %",
-        "GPU-hours",
-    ]
-    columns += [money] if money else []
-    columns += ["MWh"] if energy else []
-    rows = []
-    for option in options:
-        total, case = option.totals, option.case
-        ends = (total.days_low, total.days_high)
-        row = [
-            *(label(case.cluster), option.result.strategy, case.recompute),
-            *(f"{option.result.gpus:,}", f"{case.micro_batch} x {option.result.accumulation}"),
-            f"{total.days:,.3g}",
-            "-" if None in ends else " to ".join(f"{end:,.3g}" for end in ends),
-            f"{total.gpu_hours:,.0f}",
-        ]
-        row += [f"{total.cost:,.0f}"] if money else []
-        row += ["-" if total.energy_kwh is None else number(total.energy_kwh / 1000)] * energy
-        rows.append(row)
-    print_table(out, title, columns, rows, left=3)
 
 
 def _looked(space: Space, found: Recommendation) -> Iterator[str]:
     """What was looked at, and what was taken for granted."""
     yield (
         f"{found.candidates:,} candidates fit in memory with {space.headroom:.0%} to spare,"
-        f" {found.large:,} do not; {found.simulated:,} were simulated, the others cannot win"
+        f" {found.large:,} do not; {found.simulated:,} were simulated, the others"
+        f" {'were not looked at' if found.interrupted else 'cannot win'}"
     )
     given = space.job.global_batch is not None
     why = "" if given else " (assumed: 4M tokens, as Llama 3 began with; --global-batch sets it)"
@@ -208,14 +204,18 @@ def _looked(space: Space, found: Recommendation) -> Iterator[str]:
         yield f"failed: {reason}"
     for name in found.unknown:
         yield f"left out: {name}: nobody has measured what its steps are worth; --steps-factor"
-    if found.interrupted:
-        yield "stopped before all candidates were looked at: a better one may be missing"
 
 
-def _commands(choice: Candidate) -> Iterator[str]:
+def _commands(choice: Candidate, wanted: Wanted) -> Iterator[str]:
     """What repeats it, and what tests it on two nodes."""
-    yield f"to see it in full: {command_of(choice.case)}"
-    yield f"to test it on two nodes: {trial(choice)}"
+    yield f"to see it in full: {in_full(choice, wanted)}"
+    nodes = "two nodes" if choice.cluster.nodes > 1 else "one node"
+    yield f"to test it on {nodes}: {trial(choice)}"
+
+
+def in_full(choice: Candidate, wanted: Wanted) -> str:
+    """The command that gives the same totals."""
+    return with_tokens(command_of(choice.case), wanted.tokens, wanted.goal)
 
 
 def trial(choice: Candidate) -> str:
@@ -240,13 +240,13 @@ def _plain(
     return {
         "answer": words(found, turns, held),
         "want": found.wanted.want,
-        "choice": choice and _option(choice),
-        "runner_up": found.runner_up and _option(found.runner_up),
+        "choice": choice and _option(choice, found.wanted),
+        "runner_up": found.runner_up and _option(found.runner_up, found.wanted),
         "undecided": found.undecided,
         "break_even": [asdict(turn) for turn in turns],
         "levers": [asdict(lever) for lever in held],
-        "front": [_option(option) for option in found.front],
-        "best": [_option(option) for option in found.best],
+        "front": [_option(option, found.wanted) for option in found.front],
+        "best": [_option(option, found.wanted) for option in found.best],
         "candidates": found.candidates,
         "simulated": found.simulated,
         "do_not_fit": found.large,
@@ -254,11 +254,11 @@ def _plain(
         "failed": list(found.failed),
         "not_measured": list(found.unknown),
         "interrupted": found.interrupted,
-        "commands": list(_commands(choice)) if choice else [],
+        "commands": list(_commands(choice, found.wanted)) if choice else [],
     }
 
 
-def _option(option: Candidate) -> dict[str, Any]:
+def _option(option: Candidate, wanted: Wanted) -> dict[str, Any]:
     case = option.case
     return {
         "cluster": label(case.cluster),
@@ -268,6 +268,6 @@ def _option(option: Candidate) -> dict[str, Any]:
         "accumulation": option.result.accumulation,
         "recompute": case.recompute,
         "totals": asdict(option.totals),
-        "command": command_of(case),
+        "command": in_full(option, wanted),
         "result": option.result.to_dict(),
     }

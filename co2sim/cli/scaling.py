@@ -154,7 +154,7 @@ def _print_totals(
 ) -> None:
     found = budgets.totals_for(cases, results, tokens, goal)
     texts = [
-        (str(case.cluster), strategy_title(case.strategy), str(result.gpus))
+        budgets.marked([str(case.cluster), strategy_title(case.strategy), str(result.gpus)], result)
         for case, result in zip(cases, results, strict=True)
     ]
     head = f"to train {tokens:.4g} {results[0].unit}s"

@@ -3,17 +3,18 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from co2sim import study
 from co2sim.case import Case
 from co2sim.console.result_tables import print_assumed, print_warnings
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.decide.axis import Axis, axis_of
-from co2sim.decide.command import command_of
+from co2sim.decide.command import command_of, with_tokens
 from co2sim.decide.crossings import Stretch
 from co2sim.decide.levers import MORE, Lever, levers
 from co2sim.decide.solve import Answer, Solved, check, solve
@@ -22,7 +23,7 @@ from co2sim.errors import Co2simError, OptionError
 from co2sim.grid import strategy_title
 from co2sim.progress import progress_bar
 from co2sim.result import Result
-from co2sim.step_factors import Goal, remark
+from co2sim.step_factors import NO_GOAL, Goal, remark
 from co2sim.totals import tokens_of
 from co2sim.units import number, percent
 
@@ -74,7 +75,7 @@ def solving(
     if line := remark(titles, goal):
         print_lines(out, line, "")
     print_assumed(out, results.values())
-    print_lines(out, *_checks(found))
+    _print_checks(out, found, tokens, goal)
 
 
 def _check(case: Case, path: str) -> None:
@@ -116,13 +117,33 @@ def _headline(solved: Solved) -> Answer:
     return next((a for a in solved.answers if a.value == _USUAL), solved.answers[-1])
 
 
-def _checks(found: Sequence[Solved]) -> Iterator[str]:
+def _check_of(case: Case, solved: Solved, tokens: float | None, goal: Goal) -> str:
+    """The command that shows the figure; a throughput relative to one node by `scale`."""
+    if solved.target.metric.needs == "failures":
+        return command_of(case, "goodput")
+    if solved.target.metric.needs == "alone":
+        cluster = case.load()[0].value
+        most = case.gpus or cluster.layout.world_size
+        both = dict.fromkeys((cluster.gpus_per_node, most))
+        shown = ",".join(map(str, both))
+        return f"{command_of(replace(case, gpus=None), 'scale')} --gpus {shown}"
+    wanted = tokens if solved.target.metric.needs == "tokens" else None
+    return with_tokens(command_of(case), wanted, goal if wanted else NO_GOAL)
+
+
+def _print_checks(out: Console, found: Sequence[Solved], tokens: float | None, goal: Goal) -> None:
+    """Commands, each in one piece whatever the width: they are to be copied."""
+    for line in _checks(found, tokens, goal):
+        out.print(Text(line), soft_wrap=True)
+
+
+def _checks(found: Sequence[Solved], tokens: float | None, goal: Goal) -> Iterator[str]:
     """The commands that show the figures at the answers."""
     for solved in found:
         answer = _headline(solved)
         edge = _edge(answer.met)
         case = solved.case if edge is None else solved.axis.at(solved.case, edge)
-        yield f"to check it: {command_of(case)}"
+        yield f"to check it: {_check_of(case, solved, tokens, goal)}"
 
 
 def _told(answer: Answer, axis: Axis) -> str:
@@ -135,7 +156,7 @@ def _told(answer: Answer, axis: Axis) -> str:
         return text
     ends = [axis.shown(e) for e in sorted(e for e in (edges[0], edges[2]) if e is not None)]
     if len(ends) < 2:  # noqa: PLR2004 - both ends
-        return f"{text} (90 % interval: {' '.join(ends)} to none)"
+        return f"{text} (90 % interval: from {' '.join(ends)}; at its bad end none is enough)"
     return f"{text} (90 % interval: {ends[0]} to {ends[1]})"
 
 

@@ -139,7 +139,10 @@ def _print(
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
     if found is not None:
-        texts = [[*map(label, setting.values())] for setting in settings]
+        texts = [
+            budgets.marked([*map(label, setting.values())], outcome)
+            for setting, outcome in zip(settings, outcomes, strict=True)
+        ]
         head = f"to train {tokens:.4g} {unit}s"
         pairs = list(zip(texts, found, strict=True))
         budgets.print_totals(terminal, head, list(settings[0]), pairs, len(settings[0]))

@@ -7,7 +7,7 @@ from rich.console import Console
 from co2sim.console.tables import print_lines
 from co2sim.result import Result
 from co2sim.totals import Totals
-from co2sim.units import counted, number
+from co2sim.units import counted
 
 Trainings = Sequence[tuple[str, Result, Totals | None]]
 """What is trained how, in words; the figures, and what it takes."""
@@ -22,14 +22,20 @@ def in_words(found: Totals, unit: str) -> str:
     """
     text = f"{_short(found.tokens)} {unit}s in {amount(found.days)} days"
     text += _between(found.days_low, found.days_high)
+    if found.factor.measured is not None:
+        text += f" or more, as {found.factor.factor:.3g} steps or more are worth one of ddp"
     if found.cost is None:
         text += f", {found.gpu_hours:,.0f} GPU-hours"
     else:
         ends = _between(found.cost_low, found.cost_high)
         text += f", for {found.cost:,.0f} {found.currency}{ends}"
-    if found.energy_kwh is not None:
-        text += f", {number(found.energy_kwh / 1000)} MWh"
-    return text if found.co2e_kg is None else f"{text}, {number(found.co2e_kg / 1000)} t CO2e"
+    for value, low, high, unit_ in (
+        (found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high, "MWh"),
+        (found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high, "t CO2e"),
+    ):
+        if value is not None:
+            text += f", {amount(value / 1000)} {unit_}{_between(low, high, 1000)}"
+    return text
 
 
 def print_answer(out: Console, trainings: Trainings) -> None:
@@ -72,7 +78,7 @@ def _short(tokens: float) -> str:
     return f"{tokens:g}".replace("e+", "e")
 
 
-def _between(low: float | None, high: float | None) -> str:
+def _between(low: float | None, high: float | None, unit: float = 1) -> str:
     if low is None or high is None:
-        return " (no interval known)"
-    return f" (90 %: {amount(low)} to {amount(high)})"
+        return ""
+    return f" (90 %: {amount(low / unit)} to {amount(high / unit)})"

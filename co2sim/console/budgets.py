@@ -99,6 +99,12 @@ def print_basis(
     print_lines(out, *lines, *_lacking(missing), *after)
 
 
+def marked(texts: list[str], outcome: object) -> list[str]:
+    """The texts of a row, with a star where the case does not fit in memory."""
+    lost = isinstance(outcome, Result) and not outcome.fits_in_memory
+    return [*texts[:-1], f"{texts[-1]}*"] if lost else texts
+
+
 def _useful(cases: Sequence[Case], known: Sequence[Totals]) -> str:
     """What is said of failures."""
     names = {c.failures.name or "as given" for c in _clusters(cases) if c.failures}

@@ -8,6 +8,7 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
 from co2sim.noise import QUIET
+from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.strategies.step import title
 from co2sim.workload import Model
 
@@ -24,6 +25,14 @@ def command_of(case: Case, command: str = "run") -> str:
         if isinstance(thing, Cluster | Model):
             raise OptionError(f"{thing.name} is an object; a command line takes names and files")
     return shlex.join(["co2sim", command, *_options(case)])
+
+
+def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str:
+    """The command with the tokens to train, and with the user's own step factors."""
+    more = [] if tokens is None else ["--tokens", f"{tokens!r}"]
+    for name, factor in goal.factors.items():
+        more += ["--steps-factor", f"{name}={factor!r}"]
+    return f"{command} {shlex.join(more)}" if more else command
 
 
 def _options(case: Case) -> Iterator[str]:

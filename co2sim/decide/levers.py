@@ -14,6 +14,9 @@ from co2sim.result import Result
 MORE = 1.1
 """How many times better each number is made: more bandwidth, or less latency."""
 
+_ROUNDING = 1e-9
+"""A gain that is nothing."""
+
 _LINKS = ("intra", "inter", "wan")
 
 
@@ -53,6 +56,7 @@ def levers(case: Case) -> list[Lever]:
     found = []
     for change, better in moves:
         gain = study.run(replace(plain, cluster=better)).tokens_per_s / before.tokens_per_s - 1
+        gain = gain if abs(gain) > _ROUNDING else 0.0
         gpus = gain * before.tokens_per_s / marginal if marginal else None
         price = sized.price_per_gpu
         worth = None if gpus is None or price is None else gpus * price * 3600

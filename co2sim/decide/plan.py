@@ -19,9 +19,10 @@ class Recommendation:
 
     `choice` is the best option within the limits, `runner_up` the best one on another cluster or
     with another strategy (where there is but one of each: with another number of GPUs), `best` the
-    best of each cluster and strategy, `front` the options that none beats in both days and cost,
-    from the fastest on. `undecided` says that the intervals of the first two overlap. Where nothing
-    is within the limits, `choice` is None, and `best` and `front` show what there is without them.
+    best of each cluster and strategy that was simulated, `front` the options that none beats in
+    both days and cost, from the fastest on. `undecided` says that the intervals of the first two
+    overlap. Where nothing is within the limits, `choice` is None, and `best` and `front` show what
+    there is without them.
 
     `simulated` of `candidates` cases were simulated; others cannot win, as computing alone takes
     them too long. `large` do not fit in memory, `failed` and `impossible` say what else was left
@@ -126,6 +127,11 @@ def _check_prices(space: Space, wanted: Wanted) -> None:
                 f"energy needs the power of {cluster.name!r}; {' and '.join(lacking)}"
                 f" {'is' if len(lacking) == 1 else 'are'} not known; give {sets}, say"
             )
+    if unpriced and wanted.want == "cheapest":
+        raise OptionError(
+            f"the cheapest needs prices, and {unpriced[0]!r} has none; give one:"
+            " --set price_per_gpu='2.5 USD/h', say, or --want fastest"
+        )
     if unpriced and wanted.budget is not None:
         raise OptionError(
             f"a budget needs prices, and {unpriced[0]!r} has none; give one:"

@@ -1,8 +1,11 @@
 """The search behind `plan`: candidates by their promise, without those that cannot win."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+from co2sim import power
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cluster import Cluster
@@ -14,6 +17,9 @@ from co2sim.grid import label, strategy_title
 from co2sim.progress import Done
 from co2sim.step_factors import step_factor
 from co2sim.totals import DAY, totals_of
+
+_Leaders: TypeAlias = tuple[tuple[object, float] | None, tuple[object, float] | None]
+"""The best group and the next one, each with the score of its best option."""
 
 _WAVE = 16
 """Cases for each process at a time; between waves, those that cannot win any more are dropped."""
@@ -34,9 +40,9 @@ class _Promise:
 class Search:
     """All candidates, one wave after the other, for one wish.
 
-    `options` are those within the limits, with their group: the best of each group is wanted, and
-    all that none beats in both days and money. `simulated` counts cases, `large` those of them that
-    did not fit after all; `failed` says why others have no figures.
+    `options` are those within the limits, with their group: the best is wanted, the best of another
+    group, and all that none beats in both days and money. `simulated` counts cases, `large` those
+    of them that did not fit after all; `failed` says why others have no figures.
     """
 
     def __init__(self, cases: Sequence[Case], wanted: Wanted, headroom: float) -> None:
@@ -48,6 +54,7 @@ class Search:
         )
         self._outside: list[tuple[object, Candidate]] = []
         self.options: list[tuple[object, Candidate]] = []
+        self._leaders: _Leaders = (None, None)
         self.failed: list[str] = []
         self.large = 0
         self.simulated = 0
@@ -70,6 +77,8 @@ class Search:
         """Forget the limits; what was left out because of them is looked at again."""
         self._wanted = replace(self._wanted, budget=None, deadline=None, power=None)
         self.options += self._outside
+        for group, option in self._outside:
+            self._lead(group, option.score(self._wanted.want))
         self._outside = []
         seen = {id(option.case) for _, option in self.options}
         self._left = [one for one in self._promises if id(one.case) not in seen]
@@ -87,16 +96,35 @@ class Search:
         return list(found.values())
 
     def _hopeless(self, one: _Promise) -> bool:
-        """Whether even at its best a case is out of the limits, or beaten in all that counts."""
+        """Whether even at its best a case is out of the limits, or beaten in all that counts.
+
+        What counts is to be the best, or the best of another group (the runner-up), or on the
+        front.
+        """
         wanted = self._wanted
         if wanted.deadline is not None and one.days > wanted.deadline:
             return True
         if wanted.budget is not None and one.spent > wanted.budget:
             return True
-        in_group = (o.score(wanted.want) for group, o in self.options if group == one.group)
-        return any(score <= one.score for score in in_group) and any(
+        return one.score >= self._to_beat(one.group) and any(
             o.totals.days <= one.days and o.spent <= one.spent for _, o in self.options
         )
+
+    def _to_beat(self, group: object) -> float:
+        """The score of the best option, for its own group; of the runner-up for all others."""
+        first, second = self._leaders
+        if first is None:
+            return math.inf
+        if group == first[0]:
+            return first[1]
+        return math.inf if second is None else second[1]
+
+    def _lead(self, group: object, score: float) -> None:
+        """Keep the best two groups, with the scores of their best options."""
+        known = dict(pair for pair in self._leaders if pair)
+        known[group] = min(score, known.get(group, math.inf))
+        ranked = sorted(known.items(), key=lambda pair: pair[1])
+        self._leaders = ranked[0], ranked[1] if len(ranked) > 1 else None
 
     def _note(self, one: _Promise, outcome: Outcome) -> None:
         self.simulated += 1
@@ -116,8 +144,11 @@ class Search:
             self.failed.append(f"nobody knows what a step of {outcome.strategy} is worth")
             return
         option = Candidate(case=one.case, cluster=one.cluster, result=outcome, totals=found)
-        inside = option.within(self._wanted)
-        (self.options if inside else self._outside).append((one.group, option))
+        if option.within(self._wanted):
+            self.options.append((one.group, option))
+            self._lead(one.group, option.score(self._wanted.want))
+        else:
+            self._outside.append((one.group, option))
 
 
 def _promises(cases: Sequence[Case], wanted: Wanted) -> Iterator[_Promise]:
@@ -135,7 +166,9 @@ def _promises(cases: Sequence[Case], wanted: Wanted) -> Iterator[_Promise]:
         days = trained / floor.tokens_per_s(case) / DAY
         price, gpus = cluster.price_per_gpu, cluster.layout.world_size
         spent = days * gpus * (24 if price is None else DAY * price)
-        score = {"fastest": days, "cheapest": spent, "least-energy": 0.0}[wanted.want]
+        watts = power.all_computing(cluster)  # the least energy: nobody waits
+        energy = 0.0 if watts is None else watts / 1000 * days * 24
+        score = {"fastest": days, "cheapest": spent, "least-energy": energy}[wanted.want]
         yield _Promise(
             case=case,
             cluster=cluster,
