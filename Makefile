@@ -1,6 +1,7 @@
 # make run: the main job. make check: format, lint, types and unit tests, in about a minute. make test: all tests.
 # make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
-# make bench: the speed of the simulator. make verify: the convergence bound, checked.
+# make bench: the speed of the simulator, and published bandwidths beside those of `co2sim solve`.
+# make verify: the convergence bound, checked.
 # Measurements of the real backend: fidelity (root, 30 min), failures, elastic (root), convergence and long-study (an hour or
 # more), time-to-loss and peers (root), overhead. QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3
@@ -38,6 +39,7 @@ docs: $(STAMP)-docs
 
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py $(QUICK)
+	$(BIN)/python benchmarks/required_bandwidth.py $(QUICK)
 
 fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)
