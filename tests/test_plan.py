@@ -87,7 +87,7 @@ def space_of(*clusters: Cluster, **changes: Any) -> Space:
 def brute_force(space: Space, wanted: Wanted) -> list[Candidate]:
     """All candidates within the limits, each simulated."""
     found = []
-    for case in candidates(space).cases:
+    for case in (one.case for one in candidates(space).fitting):
         result = study.run(case)
         cluster = case.load()[0].value.resized(result.gpus)
         total = totals(result, cluster, wanted.tokens, wanted.goal)
@@ -182,12 +182,12 @@ def test_memory_is_kept_free() -> None:
     """With more headroom fewer candidates fit; what fits has it."""
     few = space_of(offer("a", 1.0, 1e8, memory=1.42e9), headroom=0.02)
     cases = candidates(few)
-    for case in cases.cases:
+    for case in (one.case for one in cases.fitting):
         result = study.run(case)
         assert result.memory_bytes_per_gpu["total"] <= 0.98 * result.gpu_memory_bytes
     less = candidates(replace(few, headroom=0.5))
-    assert len(less.cases) < len(cases.cases) or not cases.cases
-    assert len(cases.cases) + cases.large == len(less.cases) + less.large
+    assert len(less.fitting) < len(cases.fitting) or not cases.fitting
+    assert len(cases.fitting) + cases.large == len(less.fitting) + less.large
 
 
 def test_local_updates_pay_their_steps_and_can_lose_by_it() -> None:

@@ -20,7 +20,7 @@ from co2sim.totals import totals_of
 
 _REACH = 100.0
 """How far bandwidths are searched: from a hundredth to a hundred times what is there."""
-_POINTS = 13
+_POINTS = 7
 _NEAR = 1e-3
 """How exactly they are found."""
 

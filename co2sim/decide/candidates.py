@@ -9,11 +9,13 @@ from typing import Any
 from co2sim import grid
 from co2sim.case import Case
 from co2sim.cluster import Cluster
+from co2sim.cost import traffic
 from co2sim.errors import Co2simError, OptionError
 from co2sim.hiding import is_open
 from co2sim.prepared import Prepared
 from co2sim.ranges import whole
 from co2sim.strategies import Strategy, parse
+from co2sim.units import Seconds
 from co2sim.workload import Recompute
 
 STRATEGIES = (
@@ -75,10 +77,18 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """A case that fits in memory; its step keeps the busiest link busy for `link_time`."""
+
+    case: Case
+    link_time: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
     """Cases to look at, and what was left out: too large for memory, or impossible, and why."""
 
-    cases: tuple[Case, ...]
+    fitting: tuple[Fitting, ...]
     large: int
     impossible: dict[str, str]
 
@@ -89,7 +99,7 @@ def candidates(space: Space) -> Candidates:
     Raises OptionError for a space without any case that can be, or with too many.
     """
     check(space)
-    found: list[Case] = []
+    found: list[Fitting] = []
     impossible: dict[str, str] = {}
     large = 0
     for cluster in space.clusters:
@@ -102,19 +112,19 @@ def candidates(space: Space) -> Candidates:
                 case = replace(space.job, cluster=cluster, strategy=strategy, gpus=count)
                 case = replace(case, global_batch=space.global_batch)
                 try:
-                    cases, over = _fitting(space, case)
+                    fitting, over = _fitting(space, case)
                 except Co2simError as error:
                     name = f"{grid.strategy_title(strategy)} on {count:,} GPUs"
                     impossible.setdefault(name, str(error))
                     continue
-                found += cases
+                found += fitting
                 large += over
                 if len(found) > _MOST:
                     raise OptionError(f"these are more than {_MOST:,} candidates; give fewer")
     if not found and not large:
         name, reason = next(iter(impossible.items()), ("", "no candidate is left"))
         raise OptionError(f"{name}: {reason}" if name else reason)
-    return Candidates(cases=tuple(found), large=large, impossible=impossible)
+    return Candidates(fitting=tuple(found), large=large, impossible=impossible)
 
 
 def check(space: Space) -> None:
@@ -136,7 +146,7 @@ def check(space: Space) -> None:
     grid.over_sizes(space.job, space.clusters, space.strategies, space.gpus)
 
 
-def _fitting(space: Space, case: Case) -> tuple[list[Case], int]:
+def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
     """The cases of one cluster, size and strategy that fit, and how many do not."""
     gpus = case.gpus
     assert gpus is not None
@@ -148,8 +158,11 @@ def _fitting(space: Space, case: Case) -> tuple[list[Case], int]:
         )
     if is_open(_parsed(case)):  # its memory is known once its numbers are
         sizes = [(recompute, micro) for recompute in space.recomputes for micro in micros]
-        return [replace(case, micro_batch=m, recompute=r) for r, m in sizes], 0
-    prepared = _small(case, samples)
+        open_ = [replace(case, micro_batch=m, recompute=r) for r, m in sizes]
+        return [Fitting(case=one, link_time=0.0) for one in open_], 0
+    # who meets whom is the same with more micro-steps, and what is sent no less
+    prepared = replace(case, global_batch=None, accumulation=1).prepare()
+    link_time = _link_time(prepared)
     kept, large = [], 0
     for recompute in space.recomputes:
         if recompute == "full" and not any(b.boundary_bytes for b in prepared.job.model.blocks):
@@ -158,7 +171,8 @@ def _fitting(space: Space, case: Case) -> tuple[list[Case], int]:
             if not _fits(space, prepared, micro, recompute):
                 large += len(micros) - place  # more samples never take less
                 break
-            kept.append(replace(case, micro_batch=micro, recompute=recompute))
+            one = replace(case, micro_batch=micro, recompute=recompute)
+            kept.append(Fitting(case=one, link_time=link_time))
     return kept, large
 
 
@@ -166,9 +180,17 @@ def _parsed(case: Case) -> Strategy:
     return parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
 
 
-def _small(case: Case, samples: int) -> Prepared:
-    """The case prepared with few micro-steps: who meets whom is the same with more."""
-    return replace(case, global_batch=None, accumulation=min(samples, 2)).prepare()
+def _link_time(prepared: Prepared) -> Seconds:
+    """Seconds for which the bytes of a step keep the links of a node, or of a site, busy.
+
+    0 where a link is shaped, and lets bursts pass.
+    """
+    cluster, schedule = prepared.cluster, prepared.schedule
+    sent = traffic(schedule, cluster)
+    if cluster.inter.burst or (cluster.wan and cluster.wan.burst):
+        return 0.0
+    far = sent.wan / cluster.wan.payload_bandwidth if cluster.wan else 0.0
+    return max(sent.nic / cluster.inter.payload_bandwidth, far) / schedule.steps
 
 
 def _fits(space: Space, prepared: Prepared, micro: int, recompute: Recompute) -> bool:

@@ -49,23 +49,24 @@ def plan(
 ) -> Recommendation:
     """The best candidates of a space.
 
-    Gives what simulating all of them would give, but leaves out those whose computation alone is
-    too slow or too dear. At control-C it answers with what it has. Raises OptionError for a space
-    that lacks prices or power that are wanted, and Co2simError where no candidate can be simulated.
+    Gives what simulating all of them would give, but leaves out those whose computation alone, or
+    whose communication alone, is too slow or too dear. At control-C it answers with what it has.
+    Raises OptionError for a space that lacks prices or power that are wanted, and Co2simError where
+    no candidate can be simulated.
     """
     _check_prices(space, wanted)
     tried = candidates(space)
-    names = dict.fromkeys(strategy_title(case.strategy) for case in tried.cases)
+    names = dict.fromkeys(strategy_title(one.case.strategy) for one in tried.fitting)
     unknown = tuple(
         name for name in names if "auto" not in name and step_factor(name, wanted.goal) is None
     )
-    cases = [case for case in tried.cases if strategy_title(case.strategy) not in unknown]
-    if unknown and not cases:
+    kept = [one for one in tried.fitting if strategy_title(one.case.strategy) not in unknown]
+    if unknown and not kept:
         raise OptionError(
             f"nobody knows what a step of {unknown[0]} is worth; give"
             f" --steps-factor {unknown[0].partition('(')[0]}=1.3, say"
         )
-    search = Search(cases, wanted, space.headroom)
+    search = Search(kept, wanted, space.headroom)
     complete = search.run(jobs, done)
     inside = bool(search.options)
     if not inside and complete and wanted.limited:
@@ -81,7 +82,7 @@ def plan(
         undecided=bool(choice and runner_up and overlap(choice, runner_up, wanted.want)),
         best=tuple(best),
         front=tuple(front(option for _, option in search.options)),
-        candidates=len(cases),
+        candidates=len(kept),
         simulated=search.simulated,
         large=tried.large + search.large,
         failed=tuple(dict.fromkeys(search.failed)),

@@ -9,7 +9,7 @@ from co2sim import power
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cluster import Cluster
-from co2sim.decide.candidates import fits
+from co2sim.decide.candidates import Fitting, fits
 from co2sim.decide.floor import Floor
 from co2sim.decide.wanted import Candidate, Wanted
 from co2sim.errors import Co2simError, OptionError
@@ -27,7 +27,10 @@ _WAVE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Promise:
-    """A candidate, what it is compared with, and what it takes if computing is all it does."""
+    """A candidate, what it is compared with, and the least that it can take.
+
+    That is what its computation alone takes, or its busiest link alone.
+    """
 
     case: Case
     cluster: Cluster
@@ -45,10 +48,10 @@ class Search:
     of them that did not fit after all; `failed` says why others have no figures.
     """
 
-    def __init__(self, cases: Sequence[Case], wanted: Wanted, headroom: float) -> None:
+    def __init__(self, fitting: Sequence[Fitting], wanted: Wanted, headroom: float) -> None:
         """Nothing is simulated yet, but for micro-steps of one GPU."""
         self._wanted, self._headroom = wanted, headroom
-        self._promises = list(_promises(cases, wanted))
+        self._promises = list(_promises(fitting, wanted))
         self._left = sorted(
             self._promises, key=lambda one: (one.score, one.days, one.cluster.layout.world_size)
         )
@@ -151,23 +154,28 @@ class Search:
             self._outside.append((one.group, option))
 
 
-def _promises(cases: Sequence[Case], wanted: Wanted) -> Iterator[_Promise]:
+def _promises(fitting: Sequence[Fitting], wanted: Wanted) -> Iterator[_Promise]:
     """Every case with the least that it can take."""
-    floor, group_of = Floor(), _grouping(cases)
-    loaded: dict[object, Cluster] = {}
-    for case in cases:
+    floor, group_of = Floor(), _grouping([one.case for one in fitting])
+    loaded: dict[object, tuple[Cluster, int]] = {}
+    for one in fitting:
+        case = one.case
         key = (label(case.cluster), case.gpus)
         if key not in loaded:
             assert case.gpus is not None
-            loaded[key] = case.load()[0].value.resized(case.gpus)
-        cluster = loaded[key]
+            assert case.global_batch is not None
+            entries = case.load()
+            tokens = case.global_batch * entries[1].value.tokens
+            loaded[key] = entries[0].value.resized(case.gpus), tokens
+        cluster, tokens = loaded[key]
         factor = step_factor(strategy_title(case.strategy), wanted.goal)
         trained = wanted.tokens * (1.0 if factor is None else factor.factor)
-        days = trained / floor.tokens_per_s(case) / DAY
+        computing = trained / floor.tokens_per_s(case) / DAY
+        days = max(computing, trained / tokens * one.link_time / DAY)
         price, gpus = cluster.price_per_gpu, cluster.layout.world_size
         spent = days * gpus * (24 if price is None else DAY * price)
         watts = power.all_computing(cluster)  # the least energy: nobody waits
-        energy = 0.0 if watts is None else watts / 1000 * days * 24
+        energy = 0.0 if watts is None else watts / 1000 * computing * 24
         score = {"fastest": days, "cheapest": spent, "least-energy": energy}[wanted.want]
         yield _Promise(
             case=case,
