@@ -354,7 +354,7 @@ def test_the_answer_comes_first_in_words(cli: Command) -> None:
     said = "zero3: efficiency of at least 90 % takes inter.bandwidth: at least"
     assert text.startswith(said)
     assert "co2(tau=48, worker=node): efficiency of at least 90 % takes" in text
-    for word in ("50 %", "99 %", "looked at 33 values", "as so many GPUs", "co2sim run"):
+    for word in ("50 %", "99 %", "looked at 33 values", "as so many GPUs", "co2sim scale"):
         assert word in text
 
 

