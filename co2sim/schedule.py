@@ -167,8 +167,11 @@ class Schedule:
     @cached_property
     def _works(self) -> tuple[tuple[Work, ...], tuple[int, ...]]:
         places: dict[Work, int] = {}
-        numbers = tuple([places.setdefault(op.work, len(places)) for op in self.body])
-        return tuple(places), numbers
+        known: dict[int, int] = {}  # by identity: steps share their works, which are slow to hash
+        for op in self.body:
+            if id(op.work) not in known:
+                known[id(op.work)] = places.setdefault(op.work, len(places))
+        return tuple(places), tuple([known[id(op.work)] for op in self.body])
 
     @cached_property
     def groups(self) -> frozenset[Group]:
