@@ -385,8 +385,11 @@ def test_a_cluster_without_power_prints_no_energy_and_says_why(cli: Run) -> None
     assert "no energy" not in cli(*on, "--set", "node_power=2.8 kW")[1]
 
 
-def test_tables_have_the_columns_and_sort_by_them(cli: Run) -> None:
+def test_tables_have_the_columns_and_sort_by_them(
+    cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A case whose factor is not known has a dash in each, and comes last."""
+    monkeypatch.setenv("COLUMNS", "250")
     vary = ("--vary", "strategy=co2:tau=3,staleness=3, ddp, zero3", "-g", "16")
     code, text, _ = cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", "kWh")
     assert code == 0
