@@ -24,7 +24,7 @@ from co2sim.decide.wanted import Candidate, Want, Wanted
 from co2sim.errors import OptionError
 from co2sim.grid import label, strategy_title
 from co2sim.step_factors import Goal
-from co2sim.totals import totals
+from co2sim.totals import totals, totals_of
 
 OFFER = """\
 name = "{name}"
@@ -261,6 +261,45 @@ def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]
             moved = replace(option.case, overrides={"inter.bandwidth": f"{turn.at!r} B/s"})
             days.append(study.run(moved).step_time_s)
         assert days[0] == pytest.approx(days[1], rel=5e-3)
+
+
+def test_at_the_break_even_rate_of_failures_both_take_as_long(offers: tuple[str, str]) -> None:
+    """DDP wins while little fails; so many times as often both take equally long."""
+    space = Space(
+        job=Case(
+            cluster="",
+            model="gpt2-small",
+            strategy="",
+            global_batch=128,
+            overrides={"failures": "meta-rsc-1", "failures.node": "5 days"},
+        ),
+        clusters=(offers[0],),
+        strategies=("zero1", "local_sgd(tau=12,worker=node)"),
+        gpus="32",
+    )
+    wanted = Wanted(want="fastest", tokens=1e11, goal=Goal(factors={"local_sgd": 1.2}))
+    found = plan(space, wanted)
+    assert found.choice is not None
+    assert found.runner_up is not None
+    turns = break_even(found.choice, found.runner_up, wanted)
+    (turn,) = (turn for turn in turns if turn.what.startswith("the rate of failures"))
+    days = []
+    for option in (found.choice, found.runner_up):
+        more = {"failures.node": f"{5 / turn.at!r} days"}
+        case = replace(option.case, overrides={**option.case.overrides, **more})
+        there = totals_of(case, option.result, wanted.tokens, wanted.goal)
+        assert there is not None
+        days.append(there.days)
+    assert days[0] == pytest.approx(days[1], rel=5e-3)
+
+
+def test_what_is_outside_the_limits_is_simulated_once() -> None:
+    """Where nothing is within the limits they are lifted, and no case is simulated again."""
+    space = space_of(offer("a", 1.0, 1e8))
+    found = plan(space, Wanted(want="fastest", tokens=1e9, power=1.0))
+    assert found.choice is None
+    assert found.front
+    assert 0 < found.simulated <= found.candidates
 
 
 def test_overlapping_intervals_are_undecided(offers: tuple[str, str]) -> None:

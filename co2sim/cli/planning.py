@@ -31,11 +31,13 @@ _MOST_ROWS = 12
 
 
 def planning(space: Space, wanted: Wanted, jobs: int, *, as_json: bool) -> None:
-    """Recommendation, and print."""
+    """Plan, and print."""
     with progress_bar("looking at candidates") as done:
         found = plan(space, wanted, jobs=jobs, done=done)
     choice, other = found.choice, found.runner_up
-    if not found.front and not found.interrupted:
+    if not found.front:
+        if found.interrupted:
+            raise KeyboardInterrupt("no candidate was done")
         raise OptionError(_nothing(found))
     turns: list[BreakEven] = []
     held: list[Lever] = []
@@ -182,9 +184,8 @@ def _print(
     budgets.print_basis(out, [option.case for option in shown], [o.totals for o in shown])
     print_assumed(out, [option.result for option in shown])
     if found.choice:
-        for line in _commands(
-            found.choice, found.wanted
-        ):  # to be copied: in one piece, whatever the width
+        # to be copied: in one piece, whatever the width
+        for line in _commands(found.choice, found.wanted):
             out.print(Text(line), soft_wrap=True)
 
 

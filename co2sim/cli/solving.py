@@ -250,11 +250,6 @@ def _best(solved: Solved) -> str:
     return f"{figure} at {solved.axis.shown(solved.best[0])}"
 
 
-def _money(lever: Lever) -> str:
-    worth = lever.worth_per_hour
-    return "-" if worth is None else f"{worth:,.2f} {lever.currency}"
-
-
 def _plain(solved: Solved, moved: dict[str, list[Lever]]) -> dict[str, Any]:
     """As plain values for JSON."""
     strategy = strategy_title(solved.case.strategy)

@@ -137,11 +137,11 @@ def _failures(choice: Candidate, other: Candidate, wanted: Wanted) -> Iterator[B
 
     for at in _turns(behind, 1.0):
         yield BreakEven(
-            what=f"how often parts of {label(choice.case.cluster)} fail",
+            what=f"the rate of failures on {label(choice.case.cluster)}",
             now=1.0,
             at=at,
             shown_now="as stated",
-            shown_at=f"{at:.3g} times as often",
+            shown_at=f"{at:.3g} times the stated one",
             above=at > 1,
         )
 

@@ -1,8 +1,10 @@
 """The search behind `plan`: candidates by their promise, without those that cannot win."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
 from co2sim import power
@@ -52,9 +54,10 @@ class Search:
         """Nothing is simulated yet, but for micro-steps of one GPU."""
         self._wanted, self._headroom = wanted, headroom
         self._promises = list(_promises(fitting, wanted))
-        self._left = sorted(
-            self._promises, key=lambda one: (one.score, one.days, one.cluster.layout.world_size)
-        )
+        self._promises.sort(key=lambda one: (one.score, one.days, one.cluster.layout.world_size))
+        self._left = deque(self._promises)
+        self._seen: set[int] = set()
+        self._front: list[tuple[float, float]] = []
         self._outside: list[tuple[object, Candidate]] = []
         self.options: list[tuple[object, Candidate]] = []
         self._leaders: _Leaders = (None, None)
@@ -66,8 +69,7 @@ class Search:
         """Look at all cases; False if somebody stopped it."""
         total, size = len(self._promises), 1 if jobs == 1 else _WAVE * jobs
         try:
-            while hopeful := [one for one in self._left if not self._hopeless(one)]:
-                now, self._left = hopeful[:size], hopeful[size:]
+            while now := list(islice(self._hopeful(), size)):
                 for promise, outcome in zip(now, _outcomes(now, jobs), strict=True):
                     self._note(promise, outcome)
                 if done:
@@ -76,15 +78,20 @@ class Search:
             return False
         return True
 
+    def _hopeful(self) -> Iterator[_Promise]:
+        """Those that are left, the most promising first, but for the hopeless."""
+        while self._left:
+            one = self._left.popleft()
+            if not self._hopeless(one):
+                yield one
+
     def lift_limits(self) -> None:
         """Forget the limits; what was left out because of them is looked at again."""
         self._wanted = replace(self._wanted, budget=None, deadline=None, power=None)
-        self.options += self._outside
         for group, option in self._outside:
-            self._lead(group, option.score(self._wanted.want))
+            self._keep(group, option)
         self._outside = []
-        seen = {id(option.case) for _, option in self.options}
-        self._left = [one for one in self._promises if id(one.case) not in seen]
+        self._left = deque(one for one in self._promises if id(one) not in self._seen)
 
     def best(self) -> list[Candidate]:
         """The best option of every group, the best of all first."""
@@ -110,7 +117,7 @@ class Search:
         if wanted.budget is not None and one.spent > wanted.budget:
             return True
         return one.score >= self._to_beat(one.group) and any(
-            o.totals.days <= one.days and o.spent <= one.spent for _, o in self.options
+            days <= one.days and spent <= one.spent for days, spent in self._front
         )
 
     def _to_beat(self, group: object) -> float:
@@ -122,6 +129,15 @@ class Search:
             return first[1]
         return math.inf if second is None else second[1]
 
+    def _keep(self, group: object, option: Candidate) -> None:
+        """Note an option within the limits."""
+        self.options.append((group, option))
+        self._lead(group, option.score(self._wanted.want))
+        days, spent = option.totals.days, option.spent
+        if not any(d <= days and s <= spent for d, s in self._front):
+            self._front = [(d, s) for d, s in self._front if d < days or s < spent]
+            self._front.append((days, spent))
+
     def _lead(self, group: object, score: float) -> None:
         """Keep the best two groups, with the scores of their best options."""
         known = dict(pair for pair in self._leaders if pair)
@@ -131,6 +147,7 @@ class Search:
 
     def _note(self, one: _Promise, outcome: Outcome) -> None:
         self.simulated += 1
+        self._seen.add(id(one))
         if isinstance(outcome, Failure):
             self.failed.append(outcome.reason)
             return
@@ -148,8 +165,7 @@ class Search:
             return
         option = Candidate(case=one.case, cluster=one.cluster, result=outcome, totals=found)
         if option.within(self._wanted):
-            self.options.append((one.group, option))
-            self._lead(one.group, option.score(self._wanted.want))
+            self._keep(one.group, option)
         else:
             self._outside.append((one.group, option))
 
