@@ -62,8 +62,10 @@ def _attention_time(
 def compute_time(work: Compute, gpu: GPU, precision: str) -> Seconds:
     """Roofline: the slower of arithmetic and memory traffic, plus the launch overhead.
 
-    Where both say what kernels a pass consists of, `kernel_time` instead.
+    Where both say what kernels a pass consists of, `kernel_time` instead; parts take their sum.
     """
+    if work.parts:
+        return sum(compute_time(part, gpu, precision) for part in work.parts)
     if work.kernels and gpu.kernels:
         return kernel_time(work.kernels, gpu, gpu.kernels, precision)
     arithmetic = 0.0

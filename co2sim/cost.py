@@ -264,10 +264,7 @@ class Traffic:
 def traffic(schedule: Schedule, cluster: Cluster) -> Traffic:
     """What one round of `schedule` sends."""
     known = footprints(schedule, cluster)
-    found = [cost for number in schedule.work_numbers if (cost := known[number])]
-    loads = [footprint.loads(cluster) for footprint in found]
-    return Traffic(
-        gpu=sum(footprint.sent for footprint in found),
-        nic=sum(nic for _, nic, _ in loads),
-        wan=sum(wan for _, _, wan in loads),
-    )
+    each = [(cost.sent, *cost.loads(cluster)[1:]) if cost else None for cost in known]
+    found = [sent for number in schedule.work_numbers if (sent := each[number])]
+    gpu, nic, wan = (sum(one) for one in zip(*found, strict=True)) if found else (0.0, 0.0, 0.0)
+    return Traffic(gpu, nic, wan)

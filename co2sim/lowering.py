@@ -189,9 +189,11 @@ def _communicators(
 ) -> dict[Group, tuple[Communicator, ...]]:
     """The communicators of every group. One stream alone never needs the lock."""
     streams: dict[Group, set[str]] = {}
-    for op in schedule.body:
-        if isinstance(op.work, Collective):
-            streams.setdefault(op.work.group, set()).add(op.stream)
+    numbers = zip(schedule.work_numbers, (op.stream for op in schedule.body), strict=True)
+    for number, stream in dict.fromkeys(numbers):
+        work = schedule.works[number]
+        if isinstance(work, Collective):
+            streams.setdefault(work.group, set()).add(stream)
     found: dict[Group, tuple[Communicator, ...]] = {}
     number = 0
     for group, used in streams.items():

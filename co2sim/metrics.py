@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.schedule import LEADERS, Collective, Compute, Group, Op, Schedule
+from co2sim.schedule import LEADERS, Collective, Compute, Schedule, Work
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
 
@@ -34,7 +34,8 @@ class Window:
 
 def window(trace: Trace, schedule: Schedule, rounds: int) -> Window:
     """The last `rounds` rounds. A trace of just as many rounds starts at 0."""
-    last = max(n for n, op in enumerate(schedule.body) if isinstance(op.work, Compute))
+    body = schedule.body
+    last = next(n for n in range(len(body) - 1, -1, -1) if isinstance(body[n].work, Compute))
     ends = np.fmax.reduce(trace.grid(schedule).ends[:, last], axis=-1, initial=0.0)
     before = trace.rounds - rounds - 1
     return Window(float(ends[before]) if before >= 0 else 0.0, float(ends[-1]), rounds)
@@ -87,33 +88,28 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
     The busiest and the longest waiting rank count; where the first ranks of nodes do something
     alone, the others wait for what these do, so that only the waits of these count.
     """
-    groups = {op.work.group for op in schedule.body if isinstance(op.work, Collective)}
     totals = [
         (_busy(come, ends, during), _busy(starts, come, during))
-        for starts, come, ends in _meetings(trace, schedule, groups, during.start)
+        for starts, come, ends in _meetings(trace, schedule, during.start)
     ]
     return Communication(
         busy=max(moving for moving, _ in totals),
         waiting=max(
             waiting
             for rank, (_, waiting) in zip(trace.ranks, totals, strict=True)
-            if LEADERS not in groups or not rank % trace.layout.gpus_per_node
+            if LEADERS not in schedule.groups or not rank % trace.layout.gpus_per_node
         ),
     )
 
 
-def _meetings(
-    trace: Trace, schedule: Schedule, groups: Iterable[Group], after: Seconds
-) -> list[_Array]:
+def _meetings(trace: Trace, schedule: Schedule, after: Seconds) -> list[_Array]:
     """By rank: when it comes to each collective that ends after `after`, the last does, it ends."""
     grid = trace.grid(schedule)
     found = [[np.empty((3, 0))] for _ in trace.ranks]
-    for group in groups:
-        here = [
-            place
-            for place, op in enumerate(schedule.body)
-            if isinstance(op.work, Collective) and op.work.group == group
-        ]
+    numbers = np.array(schedule.work_numbers)
+    for group in schedule.groups:
+        meet = [isinstance(work, Collective) and work.group == group for work in schedule.works]
+        here = np.flatnonzero(np.array(meet)[numbers])
         together: dict[range, list[int]] = {}
         for index, rank in enumerate(trace.ranks):
             together.setdefault(group.members(rank, trace.layout), []).append(index)
@@ -144,15 +140,17 @@ def breakdown(trace: Trace, schedule: Schedule) -> dict[str, Seconds]:
     """Seconds per round of each kernel and collective, summed over the last round of one rank."""
     starts, ends = (times[-1, :, 0] for times in trace.grid(schedule))
     found: dict[str, Seconds] = {}
+    labels = [_label(work) for work in schedule.works]
+    numbers, taken = schedule.work_numbers, (ends - starts).tolist()
     for place in np.argsort(ends, kind="stable").tolist():
-        if not math.isnan(ends[place]):
-            label = _label(schedule.body[place])
-            found[label] = found.get(label, 0.0) + float(ends[place]) - float(starts[place])
+        if not math.isnan(taken[place]):
+            label = labels[numbers[place]]
+            found[label] = found.get(label, 0.0) + taken[place]
     return found
 
 
-def _label(op: Op) -> str:
-    return f"{op.work.kind} {op.work.group}" if isinstance(op.work, Collective) else op.work.kernel
+def _label(work: Work) -> str:
+    return f"{work.kind} {work.group}" if isinstance(work, Collective) else work.kernel
 
 
 def scalability_ratio(per_gpu: float, reference_per_gpu: float) -> float:

@@ -128,7 +128,12 @@ class Schedule:
                     f"{self.name}: two ops are called {op.name!r}; names must be unique"
                 )
             place[op.name] = index
-        offsets = tuple(self._lower(index, op, place) for index, op in enumerate(self.body))
+        offsets = tuple(
+            [
+                self._lower(index, op, place) if op.after else ()
+                for index, op in enumerate(self.body)
+            ]
+        )
         object.__setattr__(self, "offsets", offsets)
 
     def _lower(self, index: int, op: Op, place: dict[str, int]) -> tuple[int, ...]:
@@ -183,10 +188,15 @@ class Schedule:
         """The farthest round, counted back, that a round waits for."""
         return max((wait.rounds_ago for op in self.body for wait in op.after), default=0)
 
-    @property
+    @cached_property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """The name and the stream of every op."""
+        return tuple([(op.name, op.stream) for op in self.body])
+
+    @cached_property
     def streams(self) -> tuple[str, ...]:
         """Streams in order of first use."""
-        return tuple(dict.fromkeys(op.stream for op in self.body))
+        return tuple(dict.fromkeys(stream for _, stream in self.places))
 
     def instances(self, rounds: int) -> Iterator[Instance]:
         """Every op of every round in issue order: a legal serial execution.

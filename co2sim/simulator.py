@@ -58,8 +58,7 @@ def execute(
         slowdown=expected_slowdown(schedule, cluster, precision=precision, noise=noise),
     )
     times = _run(lowered, progress)
-    ops = tuple((op.name, op.stream) for op in schedule.body)
-    spans = SpanTable(ops, tuple(c.rank for c in lowered.classes), *times)
+    spans = SpanTable(schedule.places, tuple(c.rank for c in lowered.classes), *times)
     ranks = {c.rank: c.count for c in lowered.classes}
     return Trace(schedule.name, cluster.layout, rounds, ranks, spans)
 

@@ -104,13 +104,15 @@ class Kernels:
 class Compute:
     """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic.
 
-    `kernels` says what it consists of, for GPUs whose kernels are known (`co2sim.cost`).
+    `kernels` says what it consists of, for GPUs whose kernels are known (`co2sim.cost`). `parts`
+    are works that it does one after the other; the other fields then hold their sums.
     """
 
     kernel: str
     flops: Flops
     memory_bytes: Bytes = 0.0
     kernels: Kernels | None = None
+    parts: tuple["Compute", ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse negative or infinite work."""

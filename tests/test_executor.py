@@ -104,6 +104,16 @@ def test_a_flops_kernel_does_the_work_that_it_states(flops: float) -> None:
     assert counter.get_total_flops() == pytest.approx(flops, abs=2 * 512 * 512)
 
 
+def test_a_flops_kernel_does_every_part_of_its_work() -> None:
+    """Parts that multiply and parts that copy, each as if it stood alone."""
+    operands = Operands.of(torch.device("cpu"), torch.float32)
+    parts = (Compute("forward", 1e9, 1e7), Compute("forward", 1.0, 1e7))
+    with FlopCounterMode(display=False) as flops, _Copied() as copied:
+        burn(Compute("forward", 1e9 + 1, 2e7, parts=parts), operands)
+    assert flops.get_total_flops() == pytest.approx(1e9, abs=2 * 512 * 512)
+    assert copied.bytes == pytest.approx(1e7, abs=2)
+
+
 @pytest.mark.parametrize("size", [1e3, 1e7, 1.5e8, 4e8])
 def test_a_flops_kernel_moves_the_bytes_that_it_states(size: float) -> None:
     """Work with little arithmetic reads and writes memory instead."""

@@ -23,7 +23,7 @@ from co2sim.schedule import (
     Schedule,
     block,
 )
-from co2sim.strategies.step import prefixed
+from co2sim.strategies.chaining import prefixed
 
 WORK = Compute("step", 1e6)
 

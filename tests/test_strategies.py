@@ -15,8 +15,9 @@ from co2sim.cost import traffic
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
+from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import prefetch_waits
-from co2sim.strategies.step import Bucket, Step, buckets, chain, pieces, title
+from co2sim.strategies.step import Bucket, Step, buckets, pieces, title
 from co2sim.study import simulate
 from co2sim.workload import Block, MatMul, Model, Workload
 
@@ -542,7 +543,11 @@ def test_counts_given_as_objects_are_whole_numbers(kind: str, option: str) -> No
         ("ddp", {"accumulation": 10_000, "layers": 200}, "blocks in each of 10000 micro-steps"),
         ("zero3", {"accumulation": 10_000, "layers": 30}, "blocks in each of 10000 micro-steps"),
         ("zeropp(gathers=100)", {"accumulation": 500}, "blocks in each of 500 micro-steps"),
-        ("co2(tau=10000)", {"layers": 100}, "ops in each of 10000 local steps"),
+        (
+            "co2(tau=10000,worker=node,inner=zero3)",
+            {"layers": 30},
+            "ops in each of 10000 local steps",
+        ),
     ],
 )
 def test_a_schedule_beyond_memory_is_refused_before_it_is_built(

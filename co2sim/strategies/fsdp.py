@@ -6,9 +6,10 @@ from typing import ClassVar, Literal, TypeAlias
 from co2sim.errors import OptionError
 from co2sim.schedule import PEERS, WORLD, Group, Layout, Schedule, peers_of_blocks
 from co2sim.schedule import DType as D
+from co2sim.strategies.chaining import chain
 from co2sim.strategies.fsdp_step import Sharding, fsdp_step, units
 from co2sim.strategies.sharded import consecutive
-from co2sim.strategies.step import Step, chain, group_size, title, whole_options
+from co2sim.strategies.step import Step, group_size, title, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import MASTER_BYTES, OPTIMIZER_BYTES, Workload
 

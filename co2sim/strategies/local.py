@@ -29,10 +29,11 @@ from co2sim.schedule import (
     Op,
     Schedule,
 )
+from co2sim.strategies.chaining import chain
 from co2sim.strategies.ddp import DDP
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.quantized import QUANTIZED, SCALE_BLOCK, recode, sum_received
-from co2sim.strategies.step import COMM, COMPUTE, Step, chain, cut, title, whole_options
+from co2sim.strategies.step import COMM, COMPUTE, Step, cut, title, whole_options
 from co2sim.strategies.zero1 import Zero1
 from co2sim.strategies.zero2 import Zero2
 from co2sim.strategies.zero3 import Zero3

@@ -1,6 +1,6 @@
-"""Building blocks of an optimizer step: passes over blocks, gradient buckets, chains of steps."""
+"""Building blocks of an optimizer step: passes over blocks, and gradient buckets."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -206,56 +206,3 @@ def bucketed_step(
         ops.append(Op(f"gather{number}", work, COMM, (After("optimizer"),)))
     gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
     return Step(ops, (first,), gathers[-1:], gathers)
-
-
-def prefixed(body: Sequence[Op], prefix: str) -> list[Op]:
-    """The same ops with `prefix` before every name; their works are shared."""
-    return [
-        Op(
-            prefix + op.name,
-            op.work,
-            op.stream,
-            tuple([After(prefix + w.op, w.rounds_ago) for w in op.after]),
-        )
-        for op in body
-    ]
-
-
-def chain(step: Step, times: int = 1, extras: Mapping[int, Step] | None = None) -> tuple[Op, ...]:
-    """`step` repeated, with `extras[k]` after repetition k; every step waits for the one before.
-
-    The first waits for what ended the previous round. Names get the prefix `s{k}.` if `times` > 1.
-    """
-    check_ops(len(step.ops) * times, f"{len(step.ops)} ops in each of {times} local steps")
-    nothing = Step(())
-    pairs = [
-        (step.without_gathers() if extra.regathers else step, extra)
-        for extra in ((extras or {}).get(k, nothing) for k in range(times))
-    ]
-    prefixes = [f"s{k}." if times > 1 else "" for k in range(times)]
-    tails = [
-        extra.ends or tuple(prefix + end for end in inner.ends)
-        for prefix, (inner, extra) in zip(prefixes, pairs, strict=True)
-    ]
-    before = tuple(After(name, rounds_ago=1) for name in tails[-1])
-    body: list[Op] = []
-    for prefix, (inner, extra), tail in zip(prefixes, pairs, tails, strict=True):
-        ops = prefixed(inner.ops, prefix) if prefix else inner.ops
-        body += _waiting(ops, {prefix + need for need in inner.needs}, before)
-        ends = tuple(After(prefix + end) for end in inner.ends)
-        body += _waiting(extra.ops, set(extra.needs), ends)
-        before = tuple(After(name) for name in tail)
-    streams = {op.name: op.stream for op in body}
-    return tuple(_without_implied(op, streams) for op in body)
-
-
-def _waiting(ops: Iterable[Op], needs: set[str], before: tuple[After, ...]) -> list[Op]:
-    return [
-        Op(op.name, op.work, op.stream, op.after + before) if op.name in needs else op for op in ops
-    ]
-
-
-def _without_implied(op: Op, streams: Mapping[str, str]) -> Op:
-    """Drop waits for the op's own stream: order implies them."""
-    kept = tuple([wait for wait in op.after if streams[wait.op] != op.stream])
-    return op if len(kept) == len(op.after) else Op(op.name, op.work, op.stream, kept)

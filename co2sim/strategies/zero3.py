@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from co2sim.memory import model_states
 from co2sim.schedule import WORLD, Collective, Group, Kind, Layout, Schedule
+from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import (
     GATHER,
     KEPT,
@@ -16,7 +17,7 @@ from co2sim.strategies.sharded import (
     sharded_step,
     transient,
 )
-from co2sim.strategies.step import Step, chain, group_size, title
+from co2sim.strategies.step import Step, group_size, title
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 

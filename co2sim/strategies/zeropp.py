@@ -17,6 +17,7 @@ from co2sim.schedule import (
     Layout,
     Schedule,
 )
+from co2sim.strategies.chaining import chain
 from co2sim.strategies.quantized import recode, sum_received
 from co2sim.strategies.sharded import (
     GATHER,
@@ -31,7 +32,7 @@ from co2sim.strategies.sharded import (
     sharded_step,
     transient,
 )
-from co2sim.strategies.step import Step, chain, cut, title, whole_options
+from co2sim.strategies.step import Step, cut, title, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 

@@ -135,7 +135,11 @@ def multiplies(work: Compute) -> bool:
 
 
 def burn(work: Compute, on: Operands) -> None:
-    """Do as many FLOP, or read and write as many bytes, as the work states."""
+    """Do as many FLOP, or read and write as many bytes, as the work states, part by part."""
+    for part in work.parts:
+        burn(part, on)
+    if work.parts:
+        return
     if multiplies(work):
         width = len(on.right)
         rows = max(1, round(work.flops / (2 * width * width)))
