@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -197,6 +198,31 @@ def test_one_worker_needs_no_process_group(inner: str, tau: int, k: int, gap: An
             np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)
     stats = co2.stats()
     assert stats == Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 1}], ids=str)
+def test_what_saving_waits_for_is_no_wait_of_training(options: dict[str, Any]) -> None:
+    """An average on its way takes 0.05 s: counted where it is due, not where a state is saved."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    with CO2(model, optim, tau=2, **options) as co2:
+        launch = co2._outer.average.launch
+
+        def slow(values: torch.Tensor, number: int) -> Flight:
+            flight = launch(values, number)
+            flight.waits.append(lambda _: time.sleep(0.05))
+            flight.polls.append(lambda: False)
+            return flight
+
+        co2._outer.average.launch = slow  # type: ignore[method-assign]
+        train(model, optim, 0, range(2))
+        co2.state_dict()
+        with co2.consensus():
+            pass
+        assert co2.stats().waited == 0
+        train(model, optim, 0, range(2, 6))
+        assert 0.05 <= co2.stats().waited < 1
+        assert co2.stats().late > 0
 
 
 @pytest.mark.parametrize("name", ["CO2", "SlowMo", "LocalSGD", "DiLoCo", "OverlapLocalSGD"])

@@ -10,9 +10,10 @@ class Stats:
     """What an algorithm has done so far, on this rank.
 
     `late` counts averages that were not there when they were to be used, `waited` the seconds in
-    which training stood still for them, `bytes_sent` the bytes that this rank sent to other workers
-    for averages. `delay` is how many local steps after its launch an average is used, None where
-    that is at the end of a round.
+    which training stood still for those that were due, not those that an evaluation or a checkpoint
+    waited for. `bytes_sent` are the bytes that this rank sent to other workers for averages.
+    `delay` is how many local steps after its launch an average is used, None where that is at the
+    end of a round.
     `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
     elements of the momentum that were clipped, over all averages used and the whole model.
     """

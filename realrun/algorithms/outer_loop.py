@@ -107,9 +107,9 @@ class OuterLoop(ABC):
         return self.state.anchor
 
     def drain(self) -> None:
-        """Wait for all averages under way, without applying them."""
+        """Wait for all averages under way, without applying them, as evaluating and saving do."""
         for flight in self.under_way():
-            self.counters.waited += flight.wait()
+            flight.wait()
 
     def stats(self, tau: int) -> Stats:
         """What was done so far."""
