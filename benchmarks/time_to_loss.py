@@ -24,7 +24,9 @@ What goes into a prediction is known before the run begins:
   model inside DDP, and of CO2 with a delay whose workers average with nobody: what it does beside
   the steps counts. One in which something is sent all the time tells how much that slows the
   steps down: ranks send with the cores that they compute with. One with an average after each step
-  tells what the network attains of its stated rate: a core that comes late loses it;
+  tells what the network attains of its stated rate: a core that comes late loses it. torchft's
+  LocalSGD averages every tensor by itself: what that takes beside the messages is found with
+  tensors of one element;
 - all communication: from the rate at which the lab is built, and what is attained of it, by
   co2sim. It runs the model of
   `realrun train --describe` on a GPU that takes the calibrated time for a step. Methods of torch

@@ -39,6 +39,11 @@ class Contender:
         return self.strategy == "ddp" or self.peer == "torch post-local SGD"
 
     @property
+    def tensor_by_tensor(self) -> bool:
+        """Whether every tensor is averaged by itself."""
+        return self.peer == "torchft LocalSGD"
+
+    @property
     def calibrates(self) -> bool:
         """Whether it is none of those that are compared."""
         return not self.lines
@@ -133,9 +138,19 @@ ALONE = Contender("calibration: nothing is sent", _STEPS_ALONE, "", 5e-3)
 IN_DDP = Contender("calibration: DDP that sends nothing", _STEPS_ALONE, "", 5e-3, peer="DDP alone")
 SENDING = Contender("calibration: always sending", _STEPS_ALONE, "", 5e-3, peer="sending")
 AVERAGING = Contender("calibration: an average after each step", "local_sgd:tau=1", "", 5e-3)
+SMALL_AVERAGES = Contender(
+    "calibration: torchft averages next to nothing", _LOCAL, "", 5e-3, peer="torchft small"
+)
 CALIBRATIONS = (ALONE, IN_DDP, SENDING, AVERAGING)
 """How long local steps take where the ranks share the cores: the bare model's, torch's, and while
-the network is busy all the time. The last tells how long a blocking average takes there."""
+the network is busy all the time. The last tells how long a blocking average takes there. Before
+torchft's LocalSGD comes `SMALL_AVERAGES`: as many tensors as the model has, of one element each."""
+
+
+def calibrations(chosen: Collection[Contender]) -> list[Contender]:
+    """What is measured before these run, in this order."""
+    small = [SMALL_AVERAGES] if any(entry.tensor_by_tensor for entry in chosen) else []
+    return list(dict.fromkeys([*CALIBRATIONS, *small, *map(alone, chosen)]))
 
 
 def alone(entry: Contender) -> Contender:

@@ -82,6 +82,14 @@ def always_sending(
         work.wait()
 
 
+@contextmanager
+def torchft_small(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
+    """Local steps of the model, and torchft's averages of one element for each of its tensors."""
+    small = nn.ParameterList(torch.zeros(1) for _ in model.parameters())
+    with torchft_local(small, optimizer, world, tau=TAU):
+        yield Attached(model, optimizer)
+
+
 def attach_of(entry: Contender, sent: int) -> Attach | None:
     """How others than ours are attached; None for those. `sent`: elements that SENDING sends."""
     if entry.peer == "torchft DiLoCo":
@@ -98,6 +106,7 @@ def attach_of(entry: Contender, sent: int) -> Attach | None:
         "alone": None,
         "torch post-local SGD": partial(torch_post_local, tau=TAU),
         "torchft LocalSGD": partial(torchft_local, tau=TAU),
+        "torchft small": torchft_small,
         "DDP alone": partial(torch_post_local, tau=NEVER),
         "sending": partial(always_sending, elements=sent),
     }[entry.peer]

@@ -13,15 +13,23 @@ import pandas as pd
 from time_to_loss_contenders import (
     ALONE,
     AVERAGING,
-    CALIBRATIONS,
     REFERENCE,
     SENDING,
+    SMALL_AVERAGES,
     TAU,
     Contender,
     alone,
+    calibrations,
     contenders,
 )
-from time_to_loss_predict import Calibrated, Place, network_efficiency, shortest_round, with_delay
+from time_to_loss_predict import (
+    Calibrated,
+    Place,
+    beside_messages,
+    network_efficiency,
+    shortest_round,
+    with_delay,
+)
 
 from co2sim.strategies.co2 import CO2
 from co2sim.units import Seconds
@@ -99,8 +107,12 @@ def calibrated(plan: Plan, known: Known, ask: Ask) -> Calibrated:
         step_of(plan, known, one, ask.where, ask.seed)
         for one in (alone(ask.entry), ALONE, SENDING, AVERAGING)
     )
-    efficiency = network_efficiency(plan.place(ask.where), bare, averaging)
-    return Calibrated(own, max(0.0, sending / bare - 1), efficiency)
+    place = plan.place(ask.where)
+    efficiency, host = network_efficiency(place, bare, averaging), 0.0
+    if ask.entry.tensor_by_tensor:
+        small = step_of(plan, known, SMALL_AVERAGES, ask.where, ask.seed)
+        host = beside_messages(place, bare, small, TAU)
+    return Calibrated(own, max(0.0, sending / bare - 1), efficiency, host)
 
 
 def delay_at(plan: Plan, rate: str, entry: Contender) -> int:
@@ -148,7 +160,7 @@ def lab_asks(plan: Plan, known: Known, results: Path, rate: str) -> Iterator[Ask
     """Runs at a rate, interleaved: all contenders with a seed, then with the next one."""
     chosen = tuned(plan, results, rate)
     for seed in plan.seeds:
-        for entry in dict.fromkeys([*CALIBRATIONS, *map(alone, chosen)]):
+        for entry in calibrations(chosen):
             yield Ask(entry, rate, seed)
         for ask in (Ask(entry, rate, seed) for entry in chosen):
             if not known[free_ask(plan, ask).key(plan)]["error"]:

@@ -39,12 +39,14 @@ class Calibrated:
     """What a lab is found to be, just before a run: seconds of a local step alone.
 
     `interference`: the share by which sending slows it down. `efficiency`: the fraction of its
-    stated rate that the network attains.
+    stated rate that the network attains. `host`: seconds of a step that averages take beside their
+    messages, where every tensor is averaged by itself.
     """
 
     local_step: Seconds
     interference: float = 0.0
     efficiency: float = 1.0
+    host: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,27 @@ def case(place: Place, strategy: str | Strategy, found: Calibrated) -> Case:
 @cache
 def predicted_step(place: Place, strategy: str | Strategy, found: Calibrated) -> Seconds:
     """Seconds of a step, communication included."""
-    return run(case(place, strategy, found)).step_time_s
+    return run(case(place, strategy, found)).step_time_s + found.host
+
+
+def beside_messages(place: Place, local_step: Seconds, averaging: Seconds, tau: int) -> Seconds:
+    """Seconds of a step that averages of one element for each tensor take, beside their messages.
+
+    `averaging` is a step with them. At least 0.
+    """
+    small = TensorByTensor(tau=tau, tensors=(1,) * len(tensors(place.size)))
+    return max(0.0, averaging - predicted_step(place, small, Calibrated(local_step)))
+
+
+@cache
+def tensors(size: str) -> tuple[int, ...]:
+    """Elements of each parameter of the model."""
+    import torch  # noqa: PLC0415 - only where somebody averages tensor by tensor
+
+    from realrun.train.gpt import GPT  # noqa: PLC0415
+
+    with torch.device("meta"):
+        return tuple(p.numel() for p in GPT(GPTS[size]).parameters())
 
 
 def network_efficiency(place: Place, local_step: Seconds, averaging: Seconds) -> float:

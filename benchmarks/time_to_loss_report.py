@@ -85,7 +85,8 @@ A GPT of {shape.parameters:,} parameters, {plan.nodes} nodes of one rank, {plan.
  waited for ({frame["late_steps"].mean():.1%} of the steps took longer by themselves; at most\
  {frame["late_steps"].max():.1%} in a run). Predicted before: steps from a\
  run without a lab; a local step, how much sending slows it down, and what the network attains of\
- its stated rate, from calibrations in the lab; communication by co2sim.\
+ its stated rate, from calibrations in the lab, as are the averages of torchft's LocalSGD beside\
+ their messages; communication by co2sim.\
  Means over seeds, ± the standard deviation. torchft-nightly: {version("torchft-nightly")}.\
  {machine()}
 

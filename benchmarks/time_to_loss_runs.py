@@ -3,12 +3,11 @@
 import json
 import os
 import sys
-from functools import cache, partial
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from time_to_loss_contenders import ALONE, REFERENCE, SENDING, TAU
 from time_to_loss_methods import Pace, attach_of, build_alone, build_with, paced, said
@@ -30,16 +29,14 @@ from time_to_loss_plan import (
     step_of,
     target_of,
 )
-from time_to_loss_predict import TensorByTensor, elements_of_a_step, predicted_step
+from time_to_loss_predict import TensorByTensor, elements_of_a_step, predicted_step, tensors
 
 from co2sim.strategies import Strategy
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
-from realrun.train.gpt import GPT
 from realrun.train.loop import Build, Standing, train
 from realrun.train.methods import build
 from realrun.train.outer import pairs
-from realrun.train.shapes import GPTS
 
 _SPARE = 1.1
 """Where training chooses a delay in the lab, so many times the steps of the run without may do."""
@@ -79,7 +76,7 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
         return {}
     free, found = free_ask(plan, ask), calibrated(plan, known, ask)
     strategy: str | Strategy = settled(plan, ask.where, ask.entry)
-    if ask.entry.peer == "torchft LocalSGD":
+    if ask.entry.tensor_by_tensor:
         strategy = TensorByTensor(tau=TAU, tensors=tensors(plan.size))
     step = predicted_step(plan.place(ask.where), strategy, found)
     told: dict[str, Any] = {"local_step_s": found.local_step, "interference": found.interference}
@@ -91,13 +88,6 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     stop = min((int(most) // plan.every + 2) * plan.every, plan.steps)
     words = f"predicted: {ask.entry.name} in {point[0]:.0f} steps, {point[0] * step:.2f} s"
     return {**told, "stop": stop, "words": words}
-
-
-@cache
-def tensors(size: str) -> tuple[int, ...]:
-    """Elements of each parameter of the model."""
-    with torch.device("meta"):
-        return tuple(p.numel() for p in GPT(GPTS[size]).parameters())
 
 
 def _words(row: dict[str, Any]) -> str:

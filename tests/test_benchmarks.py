@@ -187,6 +187,7 @@ def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
         CALIBRATIONS,
         CONTENDERS,
         REFERENCE,
+        SMALL_AVERAGES,
     )
     from time_to_loss_plan import (  # noqa: PLC0415 - a folder of scripts
         FREE,
@@ -214,7 +215,10 @@ def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
     assert target_of(plan, known, tmp_path) == 2.0 + count / 100
 
     asks = list(lab_asks(plan, known, tmp_path, "100 Mbit/s"))
-    each = len(CALIBRATIONS) + 2 + methods  # 2: CO2 that chooses its delay, which sends nothing
+    small = any(ask.entry == SMALL_AVERAGES for ask in asks)
+    assert small == any(ask.entry.tensor_by_tensor for ask in asks)
+    # 2: CO2 that chooses its delay, which sends nothing
+    each = len(CALIBRATIONS) + small + 2 + methods
     assert [ask.seed for ask in asks] == [0] * each + [1] * each
     assert [ask.entry for ask in asks[: len(CALIBRATIONS)]] == list(CALIBRATIONS)
     assert next_run(plan, known, tmp_path, "100 Mbit/s") == asks[0]
@@ -317,6 +321,32 @@ def test_an_average_tensor_by_tensor_costs_the_latencies_of_each() -> None:
     averaging = predicted_step(place, "local_sgd:tau=1", found)
     assert network_efficiency(place, 0.027, averaging) == pytest.approx(0.8, rel=0.03)
     assert network_efficiency(place, 0.027, 0.028) == 1
+
+
+@pytest.mark.usefixtures("scripts")
+def test_what_averages_take_beside_their_messages_is_added_to_a_step() -> None:
+    """Found with tensors of one element, whose messages the simulation knows; at least 0."""
+    from time_to_loss_predict import (  # noqa: PLC0415 - a folder of scripts
+        Calibrated,
+        Place,
+        TensorByTensor,
+        beside_messages,
+        predicted_step,
+        tensors,
+    )
+
+    place, local = Place(4, "100 Mbit/s", "mini", 8), 0.1
+    sizes = tensors("mini")
+    assert sum(sizes) == GPTS["mini"].model().parameters
+    messages = predicted_step(
+        place, TensorByTensor(tau=12, tensors=(1,) * len(sizes)), Calibrated(local)
+    )
+    assert messages > local
+    assert beside_messages(place, local, messages + 0.004, 12) == pytest.approx(0.004)
+    assert beside_messages(place, local, local, 12) == 0
+    whole = TensorByTensor(tau=12, tensors=sizes)
+    slower = predicted_step(place, whole, Calibrated(local, host=0.004))
+    assert slower - predicted_step(place, whole, Calibrated(local)) == pytest.approx(0.004)
 
 
 @pytest.mark.usefixtures("scripts")
