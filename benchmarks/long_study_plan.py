@@ -60,8 +60,8 @@ class LongStudy:
                 Part(6144, ("LocalSGD 12", LINES[-1]), (0,)),
                 Part(3072, LINES, (0,)),
                 Part(6144, ("AdamW-DDP", "CO2 12, gap", COMPARED[-1]), (0,)),
-                Part(3072, COMPARED, (0, 1), tunes=True),
                 Part(12288, COMPARED, (0,)),
+                Part(3072, COMPARED, (0, 1), tunes=True),
             ),
         )
 

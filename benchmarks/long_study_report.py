@@ -86,14 +86,16 @@ def bounded(ask: Ask, constants: Mapping[str, Any]) -> float:
     """The bound of the mean of E|grad f|^2 for a method, at the step that is best for it.
 
     Fragments and the gap penalty are left out, since the bound knows neither of them: all of the
-    model is late, and the penalty is 1.
+    model is late, and the penalty is 1. NaN where nothing is proven: for predict = 1.
     """
     strategy, tau = parse(ask.configuration.strategy), ask.configuration.tau
     options = {name: float(value) for name, value in pairs(ask.choice).items()}
     late = None
     if isinstance(strategy, CO2) and isinstance(strategy.delay, int):
-        late = Late(steps=strategy.delay, **options)
-        options = {}
+        kept = {name: options.pop(name) for name in ("keep", "predict") if name in options}
+        if kept.get("predict") == 1:
+            return math.nan
+        late = Late(steps=strategy.delay, **kept)
     setting = Setting(
         smoothness=constants["smoothness"],
         noise=constants["noise"]["value"],
@@ -127,7 +129,7 @@ def report(
             "seeds": str(line["seeds"]),
             "lr": f"{line['lr']:g}",
             "outer step": str(line["kept"]) or "-",
-            "bound": f"{line['bound']:.3g}",
+            "bound": "-" if math.isnan(line["bound"]) else f"{line['bound']:.3g}",
         }
         for _, line in frame.iterrows()
     ]
@@ -145,7 +147,7 @@ Model, data, batch and warm-up are those of [the convergence study](convergence.
  plain SGD with the inner step that is best for each line, with L = {constants["smoothness"]:.4g},\
  σ² = {constants["noise"]["value"]:.4g}, Δ = {constants["gap"]["value"]:.4g}, ζ = 0, as\
  `realrun train --estimate` finds them with LocalSGD in {base.steps:,} steps. It knows no\
- fragments, no gap penalty and no Adam.
+ fragments, no gap penalty and no Adam, and it is not proven for `predict=1`.
 
 {table(rows)}
 
