@@ -1,5 +1,6 @@
 """The training loop: one for all strategies."""
 
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -88,7 +89,22 @@ def train(
         estimator = Estimator(settings, task, method, world) if estimate else None
         run = _Training(settings, task, world, method, validation, identity, folder, estimator)
         run.begin(resume=resume)
-        return run.go(progress, stop)
+        with _short_collections():
+            return run.go(progress, stop)
+
+
+@contextmanager
+def _short_collections() -> Iterator[None]:
+    """Within, the garbage collector leaves alone what is there already: modules, above all.
+
+    Looking through these takes 0.3 to 0.5 s, at another moment on each rank: all others wait.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def make_task(settings: TrainSettings, device: torch.device) -> Task:
