@@ -15,11 +15,11 @@ STAMP := $(VENV)/.installed
 .PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
   mutants golden format lint clean
 
-run: $(STAMP)
+run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
 	  --set gpu=a100-80-transnormer --strategy co2:tau=48,worker=node,inner=zero2,dtype=bf16,average=leader \
 	  --strategy zeropp --strategy zero2:owners=true,bucket=8388608 --strategy ddp \
-	  --gpus 8,16,32,64,128 --published papers/co2/results.toml --out out
+	  --gpus 8,16,32,64,128 --published papers/co2/results.toml --out out --report out/report.html
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff format --check .
@@ -97,6 +97,10 @@ $(BIN)/python:
 $(STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
+
+$(STAMP)-report: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[report]'
+	touch $@ $(STAMP)
 
 $(STAMP)-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'

@@ -107,12 +107,16 @@ def cases_of(case: Case, found: Sequence[Setting]) -> list[Case]:
 
     Clusters and models are loaded, each once: what cannot be read is better said before any run.
     """
-    both = case.overrides.keys() & found[0].keys()
-    if both:
-        raise OptionError(f"{both.pop()} is both overridden (--set) and varied (--vary)")
+    _refuse_both(case, found[0])
     cases = [varied(case, setting) for setting in found]
     check_inputs(cases)
     return cases
+
+
+def _refuse_both(case: Case, setting: Setting) -> None:
+    both = case.overrides.keys() & setting.keys()
+    if both:
+        raise OptionError(f"{both.pop()} is both overridden (--set) and varied (--vary)")
 
 
 def check_inputs(cases: Sequence[Case]) -> None:
@@ -154,6 +158,32 @@ def over_sizes(
         raise OptionError(f"these are {len(cases)} cases; at most {_MOST_CASES} are run")
     check_inputs(cases)
     return cases
+
+
+def panels(
+    job: Case,
+    clusters: Sequence[str],
+    strategies: Sequence[Any],
+    gpus: Any,
+    found: Sequence[Setting],
+) -> list[tuple[str, Case]]:
+    """As `over_sizes` for each cluster at every setting: the name of its panel with every case.
+
+    Raises OptionError for paths of what is compared inside of a panel, too.
+    """
+    for path in found[0]:
+        if path in {"cluster", "strategy", "gpus"} or path.startswith("strategy."):
+            flag = path.partition(".")[0]
+            raise OptionError(f"--vary {path}: here give --{flag} as often as it takes")
+    _refuse_both(job, found[0])
+    made = []
+    for cluster, setting in product(clusters, found):
+        name = ", ".join([cluster, *(f"{path}={label(value)}" for path, value in setting.items())])
+        cases = over_sizes(varied(job, setting), [cluster], strategies, gpus)
+        made += [(name, case) for case in cases]
+    if len(made) > _MOST_CASES:
+        raise OptionError(f"these are {len(made)} cases; at most {_MOST_CASES} are run")
+    return made
 
 
 def counts(case: Case, given: Any = None) -> list[int]:

@@ -10,10 +10,11 @@ import typer
 
 from co2sim import __version__, grid, study
 from co2sim.case import Case
-from co2sim.cli import deciding
-from co2sim.console import budgets, goals, options
+from co2sim.cli import deciding, reporting
+from co2sim.console import budgets, goals, options, over_sizes
 from co2sim.console.repeated import refuse_twice
 from co2sim.errors import OptionError
+from co2sim.files import write_atomically
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.totals import to_dict
@@ -85,6 +86,7 @@ def run(  # noqa: PLR0917 - one argument per option
     to_loss_steps: goals.ToLossSteps = None,
     steps_factor: goals.StepsFactor = None,
     tokens: budgets.Tokens = None,
+    report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Simulate configurations: times, breakdown, traffic, memory.
@@ -94,14 +96,21 @@ def run(  # noqa: PLR0917 - one argument per option
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     goal = goals.goal(to_loss_steps, steps_factor)
+    reporting.check("--report", report)
+    results = [study.run(case, progress=None) for case in cases]
+    if report:
+        write_atomically({report: reporting.page(cases, results, goal, tokens)})
+    pairs = list(zip(cases, results, strict=True))
     if json_:
-        found = [to_dict(case, study.run(case, progress=None), goal, tokens) for case in cases]
+        found = [to_dict(case, result, goal, tokens) for case, result in pairs]
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
     from co2sim.console.result_tables import print_simulated  # noqa: PLC0415 - rich
 
-    for case in cases:
-        print_simulated(case, study.run(case, progress=None), study.settle, goal, tokens)
+    for case, result in pairs:
+        print_simulated(case, result, study.settle, goal, tokens)
+    if report:
+        print(f"report  {report}")
 
 
 @app.command()
@@ -134,27 +143,10 @@ def trace(
 @options.job_options
 def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
-    cluster: Annotated[
-        list[str],
-        typer.Option(
-            "--cluster", "-c", help="Catalog name or TOML file. Repeatable: one panel each."
-        ),
-    ],
-    strategy: Annotated[
-        list[str], typer.Option("--strategy", "-s", help="As in `run`. Repeatable: one line each.")
-    ],
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            "--gpus", "-g", help="Counts, such as 8,16,32; default: one node, doubled up to all."
-        ),
-    ] = None,
-    published: Annotated[
-        Path | None,
-        typer.Option(
-            help="Published cells to compare with the prediction (papers/*/results.toml)."
-        ),
-    ] = None,
+    cluster: over_sizes.Clusters,
+    strategy: over_sizes.Strategies,
+    gpus: over_sizes.Counts = None,
+    published: over_sizes.Published = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")
     ] = Path("out"),
@@ -162,6 +154,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     to_loss_steps: goals.ToLossSteps = None,
     steps_factor: goals.StepsFactor = None,
     tokens: budgets.Tokens = None,
+    report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Compare strategies over GPU counts: a table, a CSV file and a figure."""
@@ -171,7 +164,8 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     refuse_twice("cluster", cluster)
     cases = grid.over_sizes(job, cluster, strategy, gpus)
     goal = goals.goal(to_loss_steps, steps_factor)
-    scaling.scale(cases, published, out, jobs, goal, tokens, as_json=json_)
+    reporting.check("--report", report)
+    scaling.scale(cases, published, out, jobs, goal, tokens, report, as_json=json_)
 
 
 @app.command()
@@ -216,3 +210,4 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
 
 
 deciding.add_to(app)
+app.command()(reporting.report)

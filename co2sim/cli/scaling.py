@@ -12,6 +12,7 @@ from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.figure import draw
+from co2sim.cli.reporting import page
 from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.result_tables import (
     print_assumed,
@@ -40,15 +41,55 @@ def scale(
     jobs: int,
     goal: Goal,
     tokens: float | None,
+    report: Path | None,
     *,
     as_json: bool,
 ) -> None:
     """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print.
 
-    At control-C scale.csv holds what is done.
+    `report` is an HTML page to write besides. At control-C scale.csv holds what is done.
     """
     cells = read_speeds(published) if published else []
     everything = [*cases, *cases_of(cells, cases)]
+    outcomes = _outcomes(cases, everything, out, jobs, goal, tokens)
+    files = _csv(out, cases, outcomes[: len(cases)], goal, tokens)
+    found = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    results = found[: len(cases)]
+    comparisons = compare(cells, everything, found)
+    named = [
+        replace(result, strategy=strategy_title(case.strategy))
+        for case, result in zip(cases, results, strict=True)
+    ]
+    figures = draw(cases, named, comparisons)
+    files |= {out / f"scale.{kind}": content for kind, content in figures.items()}
+    if report:
+        files[report] = page(cases, results, goal, tokens, comparisons)
+    write_atomically(files)
+    if as_json:
+        printed = {
+            "results": [
+                {"cluster_key": str(case.cluster), **to_dict(case, result, goal, tokens)}
+                for case, result in zip(cases, results, strict=True)
+            ],
+            "published": [comparison.to_dict() for comparison in comparisons],
+            "files": [str(path) for path in files],
+        }
+        print(json.dumps(printed, indent=2))
+        return
+    _print(cases, results, comparisons, published, out, goal, tokens)
+    if report:
+        print_lines(console(), f"report  {report}")
+
+
+def _outcomes(
+    cases: Sequence[Case],
+    everything: Sequence[Case],
+    out: Path,
+    jobs: int,
+    goal: Goal,
+    tokens: float | None,
+) -> list[Outcome]:
+    """Of everything; where one fails, or at control-C, scale.csv holds the others of the study."""
     try:
         outcomes = run_all(everything, jobs)
     except Interrupted as interrupt:
@@ -62,33 +103,11 @@ def scale(
             return f"those of the study are in {out / 'scale.csv'}"
 
         end_interrupted(interrupt, keep)
-    files = _csv(out, cases, outcomes[: len(cases)], goal, tokens)
     if any(isinstance(outcome, Failure) for outcome in outcomes):
-        write_atomically(files)
+        write_atomically(_csv(out, cases, outcomes[: len(cases)], goal, tokens))
         names = [case.title for case in everything]
         end_with_failures(names, outcomes, f"no figure; the others are in {out / 'scale.csv'}")
-    found = [outcome for outcome in outcomes if isinstance(outcome, Result)]
-    results = found[: len(cases)]
-    comparisons = compare(cells, everything, found)
-    named = [
-        replace(result, strategy=strategy_title(case.strategy))
-        for case, result in zip(cases, results, strict=True)
-    ]
-    figures = draw(cases, named, comparisons)
-    files |= {out / f"scale.{kind}": content for kind, content in figures.items()}
-    write_atomically(files)
-    if as_json:
-        report = {
-            "results": [
-                {"cluster_key": str(case.cluster), **to_dict(case, result, goal, tokens)}
-                for case, result in zip(cases, results, strict=True)
-            ],
-            "published": [comparison.to_dict() for comparison in comparisons],
-            "files": [str(path) for path in files],
-        }
-        print(json.dumps(report, indent=2))
-        return
-    _print(cases, results, comparisons, published, out, goal, tokens)
+    return outcomes
 
 
 def _print(

@@ -1,0 +1,118 @@
+"""A study as one HTML page: `co2sim report`, and --report of other commands."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from co2sim import grid
+from co2sim.batch import run_all
+from co2sim.case import Case
+from co2sim.cli.failures import end_with_failures
+from co2sim.console import budgets, goals, options, over_sizes
+from co2sim.console.repeated import refuse_twice
+from co2sim.errors import OptionError
+from co2sim.files import check_writable, write_atomically
+from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.result import Result
+from co2sim.step_factors import Goal
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+
+if TYPE_CHECKING:
+    from co2sim.report.study import Study
+
+
+@options.job_options
+def report(  # noqa: PLR0913, PLR0917 - one argument per option
+    job: Case,
+    cluster: over_sizes.Clusters,
+    strategy: over_sizes.Strategies,
+    gpus: over_sizes.Counts = None,
+    over: over_sizes.Varied = None,
+    published: over_sizes.Published = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE.html", help="The page to write.")
+    ] = Path("out/report.html"),
+    jobs: options.Jobs = 1,
+    to_loss_steps: goals.ToLossSteps = None,
+    steps_factor: goals.StepsFactor = None,
+    tokens: budgets.Tokens = None,
+) -> None:
+    """Compare strategies over GPU counts: one HTML page to hand on, with all data inside."""
+    check("--out", out)
+    refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    refuse_twice("cluster", cluster)
+    goal = goals.goal(to_loss_steps, steps_factor)
+    varied = options.pairs(over, "--vary")
+    named = grid.panels(job, cluster, strategy, gpus, grid.settings(varied) if varied else [{}])
+    cases = [case for _, case in named]
+    cells = read_speeds(published) if published else []
+    everything = [*cases, *cases_of(cells, cases)]
+    outcomes = run_all(everything, jobs)
+    found = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    if len(found) < len(outcomes):
+        names = [case.title for case in everything]
+        end_with_failures(names, outcomes, "nothing was written")
+    results, comparisons = found[: len(cases)], compare(cells, everything, found)
+    names = [name for name, _ in named]
+    study = study_of(cases, results, goal, tokens, comparisons, names)
+    write_atomically({out: render(study)})
+    for text in (*study.answer(), *study.doubts()):
+        print(text)
+    print(f"report  {out}")
+
+
+def check(flag: str, path: Path | None) -> None:
+    """Refuse, before anything is simulated, what is no page or cannot be written."""
+    if path is None:
+        return
+    if path.suffix != ".html":
+        raise OptionError(f"{flag} {path}: the file must end in .html")
+    from co2sim.report.bundle import check_installed  # noqa: PLC0415 - only where it is asked for
+
+    check_installed()
+    check_writable(path.parent)
+
+
+def page(
+    cases: Sequence[Case],
+    results: Sequence[Result],
+    goal: Goal,
+    tokens: float | None,
+    comparisons: Sequence[SpeedComparison] = (),
+) -> bytes:
+    """The page about these."""
+    return render(study_of(cases, results, goal, tokens, comparisons))
+
+
+def render(study: "Study") -> bytes:
+    """The page."""
+    from co2sim.report import page as pages  # noqa: PLC0415 - Altair
+
+    return pages.render(study)
+
+
+def study_of(
+    cases: Sequence[Case],
+    results: Sequence[Result],
+    goal: Goal,
+    tokens: float | None,
+    comparisons: Sequence[SpeedComparison] = (),
+    panels: Sequence[str] = (),
+) -> "Study":
+    """What a page is about, with the command line of this process."""
+    from co2sim.report.study import Study  # noqa: PLC0415 - rich
+
+    return Study(
+        cases=cases,
+        results=results,
+        goal=goal,
+        tokens=tokens,
+        comparisons=comparisons,
+        panels=panels,
+        command=shlex.join(["co2sim", *sys.argv[1:]]),
+    )

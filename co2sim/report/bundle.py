@@ -1,0 +1,40 @@
+"""Vega, Vega-Lite and Vega-Embed in one script, as vl-convert brings them."""
+
+import os
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from co2sim.errors import OptionError
+from co2sim.files import write_atomically
+
+MISSING = "a report needs Altair: pip install 'co2sim[report]'"
+_SHOWN = "window.vegaEmbed = vegaEmbed;"
+
+
+def check_installed() -> None:
+    """Raise OptionError, with the command that installs it, where the extra is missing."""
+    if not all(map(find_spec, ("altair", "vl_convert"))):
+        raise OptionError(MISSING)
+
+
+def vega() -> str:
+    """The script; it defines `window.vegaEmbed`.
+
+    Bundling takes seconds, so that the script is kept in the user's cache for the next report.
+    """
+    import vl_convert  # noqa: PLC0415 - an extra
+
+    kept = _cache() / f"vega-{version('vl-convert-python')}.js"
+    if kept.is_file():
+        return kept.read_text("utf-8")
+    text = str(vl_convert.javascript_bundle(_SHOWN)).replace("</script", "<\\/script")
+    with suppress(OptionError):  # a home that cannot be written: it takes the time again
+        write_atomically({kept: text.encode()})
+    return text
+
+
+def _cache() -> Path:
+    """The folder of the user's cache, as the XDG base directories have it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "co2sim"

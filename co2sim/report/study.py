@@ -1,0 +1,136 @@
+"""What a report is about: cases with their results, and the answer in words."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+from co2sim.case import Case
+from co2sim.console import answers, budgets, intervals
+from co2sim.grid import label, strategy_title
+from co2sim.published_speeds import SpeedComparison
+from co2sim.result import Result
+from co2sim.step_factors import Goal
+from co2sim.totals import Totals
+from co2sim.units import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A case, its result, and what it takes to train the tokens that were asked for, if any.
+
+    `cluster` is its name or file, as it was given, with what was varied.
+    """
+
+    cluster: str
+    case: Case
+    result: Result
+    totals: Totals | None
+
+    @property
+    def strategy(self) -> str:
+        """The strategy, as it was given."""
+        return strategy_title(self.case.strategy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Cases with their results, in order; those of one cluster follow each other.
+
+    `panels` names the cluster of each case, with what was varied; without, it is as it was given.
+    `tokens` are those to train, None where nobody asked. `command` is what a user types to repeat
+    it all.
+    """
+
+    cases: Sequence[Case]
+    results: Sequence[Result]
+    goal: Goal
+    tokens: float | None
+    comparisons: Sequence[SpeedComparison]
+    command: str
+    panels: Sequence[str] = ()
+
+    @cached_property
+    def all(self) -> tuple[Answered, ...]:
+        """Every case with its figures."""
+        if self.tokens is None:
+            found: Sequence[Totals | None] = [None] * len(self.cases)
+        else:
+            found = budgets.totals_for(self.cases, self.results, self.tokens, self.goal)
+        names = self.panels or [label(case.cluster) for case in self.cases]
+        return tuple(map(Answered, names, self.cases, self.results, found))
+
+    @cached_property
+    def clusters(self) -> dict[str, list[Answered]]:
+        """The cases by cluster."""
+        return {name: list(group) for name, group in groupby(self.all, lambda one: one.cluster)}
+
+    @cached_property
+    def largest(self) -> dict[str, list[Answered]]:
+        """By cluster, the cases with the most GPUs."""
+        found = {}
+        for name, group in self.clusters.items():
+            most = max(one.result.gpus for one in group)
+            found[name] = [one for one in group if one.result.gpus == most]
+        return found
+
+    @cached_property
+    def best(self) -> Answered:
+        """The case that the answer names first."""
+        named = answers.chosen(self._trainings()) if self.tokens is not None else {}
+        if named:
+            result = next(iter(named.values()))[1]
+            return next(one for one in self.all if one.result is result)
+        fitting = [one for one in self.all if one.result.fits_in_memory] or list(self.all)
+        return max(fitting, key=lambda one: one.result.tokens_per_s)
+
+    def answer(self) -> list[str]:
+        """The answer, a sentence each; the first one stands for all."""
+        if self.tokens is None:
+            return list(self._fastest())
+        trainings = self._trainings()
+        known = answers.chosen(trainings).items()
+        if not known:
+            return answers.sentences(trainings)
+        return [f"{head}: {_words(*one)}" for head, one in known]
+
+    def doubts(self) -> list[str]:
+        """What the intervals do not tell apart, by cluster."""
+        found = []
+        for name, group in self.largest.items():
+            said = intervals.not_told_apart([(one.strategy, one.result) for one in group])
+            if said:
+                found.append(f"On {name}: {said}.")
+        return found
+
+    def _fastest(self) -> Iterator[str]:
+        for name, group in self.largest.items():
+            fitting = [one for one in group if one.result.fits_in_memory]
+            size = counted(group[0].result.gpus, "GPU")
+            if not fitting:
+                yield f"On {size} of {name} nothing of this fits in memory."
+                continue
+            first = max(fitting, key=lambda one: one.result.tokens_per_s)
+            result = first.result
+            text = f"On {size} of {name}, {first.strategy}"
+            text += " is the fastest at" if len(group) > 1 else " runs at"
+            text += f" {result.tokens_per_s:,.0f} {result.unit}s/s"
+            if result.tokens_per_s_low is not None:
+                text += f" (90 %: {intervals.ends(result)})"
+            yield f"{text}."
+
+    def _trainings(self) -> answers.Trainings:
+        return [
+            (
+                f"{one.strategy} on {counted(one.result.gpus, 'GPU')} of {one.cluster}",
+                one.result,
+                one.totals,
+            )
+            for one in self.all
+        ]
+
+
+def _words(name: str, result: Result, found: Totals | None) -> str:
+    assert found is not None
+    lost = "" if result.fits_in_memory else "; it does not fit in memory"
+    return f"{name}, {answers.in_short(found, result.unit)}{lost}."

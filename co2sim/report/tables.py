@@ -1,0 +1,209 @@
+"""The tables of a report: names of columns, and texts."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from co2sim.catalog import Fact
+from co2sim.console import answers, intervals
+from co2sim.decide.levers import Lever
+from co2sim.grid import label
+from co2sim.intervals import kind_errors
+from co2sim.kinds import RunKind
+from co2sim.report.study import Answered, Study
+from co2sim.units import duration, figures, percent, scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells in rows; the first `texts` columns are texts, the others figures."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: int = 1
+
+
+def speeds(group: Sequence[Answered]) -> Table:
+    """What every case of a cluster gives."""
+    unit = group[0].result.unit
+    columns = (
+        "strategy",
+        "GPUs",
+        f"{unit}s/s",
+        "90 % interval",
+        "step",
+        "exposed",
+        "MFU",
+        "memory",
+    )
+    return Table(columns, [_speed(one) for one in group])
+
+
+def _speed(one: Answered) -> list[str]:
+    result = one.result
+    fits = "" if result.fits_in_memory else ", DOES NOT FIT"
+    return [
+        one.strategy,
+        str(result.gpus),
+        f"{result.tokens_per_s:,.0f}",
+        intervals.ends(result),
+        duration(result.step_time_s),
+        f"{result.exposed_share:.1%}",
+        f"{result.mfu:.1%}",
+        f"{scaled(result.memory_bytes_per_gpu['total'], 'B')}{fits}",
+    ]
+
+
+def trainings(study: Study) -> Table | None:
+    """What it takes to train the tokens that were asked for; None where nobody asked."""
+    if study.tokens is None:
+        return None
+    rows = []
+    for one in study.all:
+        found = one.totals
+        named = [one.cluster, one.strategy, str(one.result.gpus)]
+        if found is None:
+            rows.append([*named, *["nobody knows what a step is worth"], "-", "-", "-", "-"])
+            continue
+        rows.append(
+            [
+                *named,
+                _ranged(found.days, found.days_low, found.days_high),
+                _ranged(found.cost, found.cost_low, found.cost_high, found.currency or ""),
+                _ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high),
+                _ranged(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high),
+                f"{found.goodput:.1%}",
+            ]
+        )
+    return Table(
+        ("cluster", "strategy", "GPUs", "days", "cost", "kWh", "kg CO2e", "useful time"), rows, 2
+    )
+
+
+def _ranged(value: float | None, low: float | None, high: float | None, unit: str = "") -> str:
+    if value is None:
+        return "-"
+    text = f"{answers.amount(value)}{f' {unit}' if unit else ''}"
+    if low is None or high is None:
+        return text
+    return f"{text} ({answers.amount(low)} to {answers.amount(high)})"
+
+
+def times(group: Sequence[Answered]) -> Table:
+    """Spans of the last round on one rank by kernel or collective: they overlap."""
+    names = list(dict.fromkeys(name for one in group for name in one.result.breakdown_s))
+    rows = [[name, *(_time(one.result.breakdown_s.get(name)) for one in group)] for name in names]
+    return Table(("work", *(one.strategy for one in group)), rows)
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else duration(seconds)
+
+
+def memory(group: Sequence[Answered]) -> Table:
+    """Bytes of a GPU by item."""
+    names = list(dict.fromkeys(name for one in group for name in one.result.memory_bytes_per_gpu))
+    names = [*(name for name in names if name != "total"), "total"]
+    rows = [
+        [
+            name,
+            *(
+                scaled(found, "B") if (found := one.result.memory_bytes_per_gpu.get(name)) else "-"
+                for one in group
+            ),
+        ]
+        for name in names
+    ]
+    return Table(("item", *(one.strategy for one in group)), rows)
+
+
+def gains(found: Iterable[Lever]) -> Table:
+    """What a tenth more of each number buys."""
+    rows = [
+        [
+            lever.change,
+            percent(lever.gain),
+            "-" if lever.gpus is None else figures(lever.gpus),
+            "-"
+            if lever.worth_per_hour is None
+            else f"{lever.worth_per_hour:,.2f} {lever.currency}",
+        ]
+        for lever in found
+    ]
+    return Table(("a tenth better", "more tokens/s", "as so many GPUs", "worth an hour"), rows)
+
+
+def published(study: Study) -> Table | None:
+    """Published speeds beside their predictions; None where there are none."""
+    rows = [
+        [
+            one.cell.cluster,
+            one.strategy,
+            one.cell.quantity.replace("_per_s", "/s").replace("_", " "),
+            "->".join(map(str, one.cell.sizes)),
+            figures(one.cell.value),
+            figures(one.predicted),
+            percent(one.error),
+        ]
+        for one in study.comparisons
+    ]
+    columns = ("cluster", "strategy", "quantity", "GPUs", "published", "predicted", "error")
+    return Table(columns, rows, 3) if rows else None
+
+
+def sources(study: Study) -> Table:
+    """Where the intervals come from, and for which strategies."""
+    found: dict[str, dict[str, None]] = {}
+    for one in study.all:
+        found.setdefault(one.result.interval_source or "no interval", {})[one.strategy] = None
+    return Table(
+        ("where the 90 % interval comes from", "of"),
+        [[source, ", ".join(names)] for source, names in found.items()],
+        2,
+    )
+
+
+def errors(study: Study) -> Table | None:
+    """How far published runs were from predictions that were not fitted to them, by kind."""
+    said = " ".join(one.result.interval_source for one in study.all)
+    known = {kind: found for kind, found in kind_errors().items() if kind is not None}
+    near = {kind: found for kind, found in known.items() if f"({kind})" in said} or known
+    rows = [
+        [
+            str(kind),
+            f"{percent(_grown(found.low))} to {percent(_grown(found.high))}",
+            ", ".join(f"{source} {count}" for source, count in found.runs.items()),
+        ]
+        for kind, found in sorted(near.items(), key=_first)
+    ]
+    columns = ("kind of run", "published against predicted, 90 %", "runs")
+    return Table(columns, rows, 1) if rows else None
+
+
+def _first(pair: tuple[RunKind, object]) -> RunKind:
+    return pair[0]
+
+
+def _grown(logarithm: float) -> float:
+    return math.expm1(logarithm)
+
+
+def inputs(study: Study) -> list[tuple[str, Table]]:
+    """Every number of the clusters and models with its source, under their names."""
+    found: dict[str, Table] = {}
+    for cluster, group in study.clusters.items():
+        case = group[0].case
+        hardware, model = case.load()
+        heads = {
+            f"{cluster}: {hardware.value.name}": hardware.facts,
+            f"{label(case.model)}: {model.value.name}": model.facts,
+        }
+        for head, entries in heads.items():
+            if entries:
+                found.setdefault(head, _facts(entries))
+    return list(found.items())
+
+
+def _facts(entries: Iterable[Fact]) -> Table:
+    rows = [[f.path, f.value, "assumed" if f.assumed else "", f.source] for f in entries]
+    return Table(("number", "value", "status", "source"), rows, 4)

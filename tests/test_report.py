@@ -1,0 +1,252 @@
+"""The page of `co2sim report`: one file that says what the simulator said, and loads nothing."""
+
+import base64
+import hashlib
+import html
+import io
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+
+from commands import Command, in_process
+
+from co2sim import simulate
+from co2sim.case import Case
+from co2sim.cli import main
+from co2sim.grid import over_sizes
+from co2sim.report import bar_charts, bundle, page, rounds
+from co2sim.report.study import Study
+from co2sim.step_factors import NO_GOAL
+from co2sim.study import run
+
+PRICED = {"price_per_gpu": "2 USD/h"}
+STRATEGIES = ["ddp", "zero3", "co2:tau=4,delay=1,worker=node"]
+
+
+def study_of(
+    clusters: list[str] | None = None, tokens: float | None = None, **changes: Any
+) -> Study:
+    """A small study of three strategies on one and two nodes."""
+    job = Case(cluster="", model="gpt2-small", strategy="", **changes)
+    cases = over_sizes(job, clusters or ["a100-tcp80"], STRATEGIES, "8,16")
+    return Study(
+        cases=cases,
+        results=[run(case) for case in cases],
+        goal=NO_GOAL,
+        tokens=tokens,
+        comparisons=(),
+        command="co2sim report ...",
+    )
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """A page about training 1e9 tokens."""
+    return page.render(study_of(tokens=1e9, overrides=PRICED)).decode()
+
+
+def held(text: str, name: str) -> Any:
+    """Data that a page holds for its script."""
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', text)
+    assert found
+    return json.loads(found[1])
+
+
+def test_the_first_heading_is_the_answer_with_its_interval(text: str) -> None:
+    """Days and money of the cheapest case, as `co2sim scale --tokens` says them."""
+    heading = re.search(r"<h1>(.*?)</h1>", text)
+    assert heading
+    words = html.unescape(heading[1])
+    study = study_of(tokens=1e9, overrides=PRICED)
+    best = study.best.totals
+    assert best is not None
+    costs = [one.totals.cost for one in study.all if one.totals and one.result.fits_in_memory]
+    assert best.cost == min(cost for cost in costs if cost is not None)
+    assert f"{best.days:.3g} days (90 %: {best.days_low:.3g} to {best.days_high:.3g})" in words
+    assert words in html.unescape(text.partition("<title>")[2].partition("</title>")[0])
+
+
+def test_the_data_inside_is_what_the_simulator_says(text: str) -> None:
+    """CSV and JSON hold every case; the points of the chart are their throughputs."""
+    links = dict(re.findall(r'download="([^"]+)" href="data:[^;]+;base64,([^"]+)"', text))
+    rows = json.loads(base64.b64decode(links["study.json"]))
+    frame = pd.read_csv(io.BytesIO(base64.b64decode(links["study.csv"])))
+    assert len(rows) == len(frame) == 6
+    for row, (_, line) in zip(rows, frame.iterrows(), strict=True):
+        found = simulate("a100-tcp80", "gpt2-small", row["strategy"], gpus=row["gpus"])
+        assert row["tokens_per_s"] == pytest.approx(found.tokens_per_s)
+        assert line["tokens_per_s"] == pytest.approx(found.tokens_per_s)
+    spec = held(text, "specs")["speed0"]
+    drawn = {(point["gpus"], point["value"]) for point in drawn_points(spec)}
+    assert drawn == {(row["gpus"], row["tokens_per_s"]) for row in rows}
+
+
+def drawn_points(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The data of all layers of a chart."""
+    names = [(layer.get("data") or spec["data"])["name"] for layer in spec["layer"]]
+    return [point for name in names for point in spec["datasets"][name]]
+
+
+def test_nothing_is_loaded_and_only_its_own_scripts_may_run(text: str) -> None:
+    """The policy names the hash of each script, and allows no other source of anything."""
+    policy = html.unescape(re.search(r'Security-Policy" content="([^"]+)"', text)[1])  # type: ignore[index]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe-eval" not in policy
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) == 2
+    for script in scripts:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+    outside = text
+    for script in scripts:
+        outside = outside.replace(script, "")
+    assert not re.search(r'(?:src|href)="(?!data:|#)', outside)
+    assert "@import" not in outside
+
+
+def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
+    """A cluster called like a script, and umlauts, quotes and 200 characters."""
+    evil = "<script>alert(1)</script>"
+    path = tmp_path / 'a "b" & ü.toml'
+    source = Path("co2sim/catalog/clusters/a100-tcp80.toml").read_text("utf-8")
+    named = re.sub(
+        r"^name = .*$", f'name = "{evil} {"ü" * 200}"', source, count=1, flags=re.MULTILINE
+    )
+    path.write_text(named, "utf-8")
+    made = page.render(study_of([str(path)])).decode()
+    assert evil not in made
+    assert html.escape(evil) in made
+    assert "ü" * 200 in made
+    assert held(made, "rounds")  # no name ends the data
+
+
+def test_a_page_is_small(text: str) -> None:
+    """At most 2 MB beside the bundle of Vega, which takes 0.9."""
+    assert len(text.encode()) - len(bundle.vega().encode()) < 2e6
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "diloco:tau=50,fragments=4,delay=3"])
+def test_a_timeline_holds_the_round_in_few_bars(strategy: str) -> None:
+    """Bars lie in the round, in order on each stream; together they are the spans of a rank."""
+    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy=strategy, gpus=16)
+    shown, result = rounds.last_round(case), run(case)
+    assert shown.length == pytest.approx(1e3 * result.round_time_s)
+    assert len(shown.bars) <= 4 * 1500
+    computed = 0.0
+    for stream in {bar.stream for bar in shown.bars}:
+        own = [bar for bar in shown.bars if bar.stream == stream]
+        for before, after in pairwise(own):
+            assert before.end <= after.start + 1e-9
+        computed += sum(bar.end - bar.start for bar in own) if stream == "compute" else 0.0
+    assert all(0 <= bar.start <= bar.end <= shown.length * (1 + 1e-12) for bar in shown.bars)
+    exposed = 1e3 * result.exposed_comm_s
+    assert computed == pytest.approx(shown.length - exposed, rel=0.01)
+
+
+def test_shares_of_a_round_sum_to_one() -> None:
+    """Computing alone, computing with communication behind it, exposed, and slower ranks."""
+    for one in study_of().all:
+        shares = bar_charts.parts(one.result)
+        assert sum(shares.values()) == pytest.approx(1)
+        assert all(share >= 0 for share in shares.values())
+        assert shares["exposed communication"] == pytest.approx(one.result.exposed_share)
+
+
+def test_without_tokens_the_answer_is_the_fastest_of_each_cluster() -> None:
+    """With the most GPUs, of those that fit in memory."""
+    study = study_of(["a100-tcp80", "a100-roce800"])
+    first, second = study.answer()
+    for words, cluster in ((first, "a100-tcp80"), (second, "a100-roce800")):
+        group = study.largest[cluster]
+        best = max(group, key=lambda one: one.result.tokens_per_s)
+        assert f"of {cluster}, {best.strategy} is the fastest at" in words
+        assert f"{best.result.tokens_per_s:,.0f} tokens/s" in words
+
+
+@pytest.fixture
+def co2sim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command line."""
+    return in_process("co2sim", main, monkeypatch, capsys)
+
+
+def test_what_varies_has_panels_of_its_own(co2sim: Command, tmp_path: Path) -> None:
+    """Two networks are two panels, each with the simulator's answer; strategies cannot vary so."""
+    out = tmp_path / "r.html"
+    given = ["report", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "16"]
+    speeds = ["25 Gbit/s", "400 Gbit/s"]
+    done = co2sim(*given, "--vary", f"inter.bandwidth={', '.join(speeds)}", "-o", str(out))
+    assert done.code == 0
+    text = out.read_text("utf-8")
+    for place, speed in enumerate(speeds):
+        found = simulate(
+            "a100-tcp80", "gpt2-small", "ddp", gpus=16, overrides={"inter.bandwidth": speed}
+        )
+        words = f"On 16 GPUs of a100-tcp80, inter.bandwidth={speed}, ddp runs at"
+        assert f"{words} {found.tokens_per_s:,.0f} tokens/s" in html.unescape(text)
+        points = drawn_points(held(text, "specs")[f"speed{place}"])
+        assert {point["value"] for point in points} == {found.tokens_per_s}
+    wrong = co2sim(*given, "--vary", "strategy.tau=1,2", "-o", str(out))
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+    assert "--vary strategy.tau: here give --strategy" in wrong.err
+
+
+def test_the_command_writes_a_page_or_says_why_not(co2sim: Command, tmp_path: Path) -> None:
+    """The answer is printed, too; another suffix is refused in one line."""
+    out = tmp_path / "r.html"
+    given = ["report", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "8", "-o"]
+    done = co2sim(*given, str(out))
+    assert done.code == 0
+    assert "On 8 GPUs of a100-tcp80, ddp runs at" in done.out
+    page = out.read_text("utf-8")
+    assert page.startswith("<!doctype html>")
+    assert f"co2sim {' '.join(given)} {out}" in page
+    wrong = co2sim(*given, str(tmp_path / "r.pdf"))
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+    assert "must end in .html" in wrong.err
+
+
+def test_a_missing_extra_is_named(
+    co2sim: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The base install has no Vega: said before anything is simulated."""
+    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
+    given = ["-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp"]
+    given += ["--report", str(tmp_path / "r.html")]
+    for name in ("run", "scale"):
+        done = co2sim(name, *given)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert "pip install 'co2sim[report]'" in done.err
+
+
+@pytest.mark.parametrize("name", ["run", "scale"])
+def test_other_commands_write_the_page_too(co2sim: Command, tmp_path: Path, name: str) -> None:
+    """Beside what they print, which stays the same."""
+    given = [name, "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-s", "zero3", "-g", "8"]
+    given += ["--out", str(tmp_path)] if name == "scale" else []
+    out = tmp_path / "r.html"
+    plain, done = co2sim(*given), co2sim(*given, "--report", str(out))
+    assert (plain.code, done.code) == (0, 0)
+    assert done.out.split() == [*plain.out.split(), "report", str(out)]
+    assert "On 8 GPUs of a100-tcp80, " in out.read_text("utf-8")
+
+
+def test_the_bundle_is_kept_for_the_next_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the user's cache; where that cannot be written it is made again."""
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: "made once</script>")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert bundle.vega() == "made once<\\/script>"
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda _: "made twice")
+    assert bundle.vega() == "made once<\\/script>"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert bundle.vega() == "made twice"

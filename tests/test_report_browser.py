@@ -1,0 +1,142 @@
+"""The page of `co2sim report` in a real browser."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+pytest.importorskip("playwright", reason="playwright is not installed")
+
+from playwright.sync_api import Browser, Page, sync_playwright
+from test_report import PRICED, study_of
+
+from co2sim.report import page as pages
+
+CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+AXE = os.environ.get("AXE", "")
+"""The path of axe.min.js, from the npm package axe-core."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium-headless-shell"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, without a window."""
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page about training 1e9 tokens on two clusters."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    study = study_of(["a100-tcp80", "a100-roce800"], tokens=1e9, overrides=PRICED)
+    path.write_bytes(pages.render(study))
+    return path
+
+
+class Opened:
+    """A page in the browser, with what it said and asked for."""
+
+    def __init__(self, browser: Browser, path: Path, **context: Any) -> None:
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page: Page = browser.new_context(**context).new_page()
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_function(
+            "[...document.querySelectorAll('.chart')].every(one => one.querySelector('svg'))"
+        )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_chart_is_drawn_and_nothing_is_asked_of_a_network(
+    browser: Browser, report: Path, scheme: str
+) -> None:
+    """No error, no warning, and no request but for the file itself."""
+    opened = Opened(browser, report, color_scheme=scheme)
+    assert opened.said == []
+    assert [url for url in opened.asked if not url.startswith(("data:", "blob:"))] == [
+        report.as_uri()
+    ]
+    ink, paper = (
+        opened.page.evaluate(f"getComputedStyle(document.body).{name}")
+        for name in ("color", "backgroundColor")
+    )
+    assert (sum(_rgb(ink)) < sum(_rgb(paper))) == (scheme == "light")
+
+
+def _rgb(text: str) -> list[int]:
+    return [int(part) for part in text.removeprefix("rgb(").removesuffix(")").split(",")]
+
+
+def test_a_choice_changes_its_timeline_alone(browser: Browser, report: Path) -> None:
+    """The bars are those of the strategy; both timelines keep one time axis."""
+    opened = Opened(browser, report)
+    rounds = json.loads(opened.page.locator("#rounds").text_content() or "")
+    names = list(rounds)
+    places = opened.page.locator("[data-round]")
+
+    def bars(place: int) -> int:
+        return places.nth(place).locator(".mark-rect path[aria-roledescription=bar]").count()
+
+    assert [bars(0), bars(1)] == [len(rounds[name]["bars"]) for name in names[:2]]
+    opened.page.locator("select.round").nth(0).select_option(names[2])
+    opened.page.wait_for_timeout(500)
+    assert [bars(0), bars(1)] == [len(rounds[name]["bars"]) for name in (names[2], names[1])]
+    last = (
+        "place => [...place.querySelectorAll('.role-axis-label text')]"
+        ".map(text => text.textContent).filter(text => /^[0-9,.]+$/.test(text)).pop()"
+    )
+    ends = [places.nth(place).evaluate(last) for place in (0, 1)]
+    assert ends[0]
+    assert ends[0] == ends[1]
+
+
+def test_it_is_readable_on_a_phone_and_prints(browser: Browser, report: Path) -> None:
+    """At 360 px nothing but a table scrolls sideways; a PDF has pages."""
+    opened = Opened(browser, report, viewport={"width": 360, "height": 740})
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+    pdf = opened.page.pdf()
+    assert pdf.startswith(b"%PDF")
+    assert len(pdf) > 20_000
+
+
+def test_names_run_no_script(browser: Browser, tmp_path: Path) -> None:
+    """A cluster called <script>alert(1)</script>, in headings, tables and tooltips."""
+    source = Path("co2sim/catalog/clusters/a100-tcp80.toml").read_text("utf-8")
+    path = tmp_path / "evil.toml"
+    path.write_text(source.replace("name = ", 'name = "<script>alert(1)</script>" # ', 1), "utf-8")
+    out = tmp_path / "r.html"
+    out.write_bytes(pages.render(study_of([str(path)])))
+    opened = Opened(browser, out)
+    assert opened.said == []
+    assert opened.page.get_by_text("<script>alert(1)</script>").count()
+
+
+@pytest.mark.skipif(not AXE, reason="AXE does not name axe.min.js of the npm package axe-core")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_violation(browser: Browser, report: Path, scheme: str) -> None:
+    """Contrast, names of controls, order of headings, tables: nothing serious or critical."""
+    opened = Opened(browser, report, color_scheme=scheme, bypass_csp=True)
+    opened.page.add_script_tag(path=AXE)
+    found = opened.page.evaluate("axe.run()")
+    bad = [
+        (one["id"], one["nodes"][0]["html"][:200])
+        for one in found["violations"]
+        if one["impact"] in {"serious", "critical"}
+    ]
+    assert bad == []
