@@ -52,4 +52,16 @@ class TrainingError(Co2simError):
 
 
 class CheckpointError(Co2simError):
-    """A checkpoint is missing, incomplete, or of another training."""
+    """A checkpoint cannot be written or read, or is of another training.
+
+    `everywhere`: all ranks raise it alike, so that none needs to be told of it.
+    """
+
+    def __init__(self, message: str, *, everywhere: bool = False) -> None:
+        """Keep who knows."""
+        super().__init__(message)
+        self.everywhere = everywhere
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is not what was written."""

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import rank_main
 from ranks import forked
 
-from co2sim.trace import read_json_lines
+from co2sim.trace_lines import read_json_lines
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 1.5

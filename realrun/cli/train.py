@@ -14,7 +14,7 @@ from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 from realrun.cli import options as launching
 from realrun.cli.train_elastic import RESTARTS, check_alone, check_launcher, run_member
-from realrun.cli.train_rank import check_out, run
+from realrun.cli.train_rank import check_out, resumed, run
 from realrun.train.outer import pairs
 from realrun.train.settings import TrainSettings
 from realrun.train.support import check, check_elastic, check_estimate
@@ -168,6 +168,22 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     resume: Annotated[  # noqa: FBT002
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, if any.")
     ] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.whole("--from-step"),
+            metavar="N",
+            help="With --resume: go on from the checkpoint after this step, not from the last.",
+        ),
+    ] = None,
+    trust: Annotated[  # noqa: FBT002
+        bool,
+        typer.Option(
+            "--trust",
+            help="With --resume: also read a checkpoint of the old format, which can run code that"
+            " is in it. Only if you know who wrote it.",
+        ),
+    ] = False,
     estimate: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -231,6 +247,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
             raise OptionError("--describe needs --task text, the task whose model is a transformer")
         print(settings.shape.toml(), end="")
         return
+    going_on = resumed(from_step, given=resume, trust=trust)
     means = launching.known_backend(backend)
     limit = launching.checked_deadline(deadline)
     launching.checked_nproc(nproc)
@@ -243,8 +260,8 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
             check_elastic(settings, Layout(1, nproc))
         if estimate:
             check_estimate(settings, Layout(1, nproc), resume=resume)
-        check_out(settings, out, nproc, resume=resume)
-        check_writable(out)
+        check_out(settings, out, nproc, going_on)
+    check_writable(out)
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
     how = ranks.RankSettings(means, limit, nproc)
@@ -256,7 +273,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         return
 
     def work(rank: ranks.Rank) -> None:
-        run(rank, settings, out, resume=resume, estimate=estimate, as_json=json_)
+        run(rank, settings, out, resume=going_on, estimate=estimate, as_json=json_)
 
     ranks.as_rank(how, None, work)
 

@@ -63,7 +63,7 @@ def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: 
     check(settings, layout)
     check_elastic(settings, layout)
     if not me.life and not rank:
-        check_out(settings, out, size, resume=False)
+        check_out(settings, out, size, None)
     try:
         address, limit = os.environ["MASTER_ADDR"], timedelta(seconds=deadline)
         store = TCPStore(address, port, size, False, limit, False)  # noqa: FBT003

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from co2sim.errors import OptionError
 from co2sim.progress import progress_bar
 from co2sim.units import counted, duration, scaled
-from realrun.train.folder import FIGURE, LOG, check_identity, check_new, checkpoints
+from realrun.train.folder import FIGURE, LOG, Resume, check_new, checkpoints
 from realrun.train.log import History
+from realrun.train.manifest import check_checkpoint
 from realrun.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -19,13 +21,20 @@ if TYPE_CHECKING:
     from realrun.train.loop import OnStep, Standing
 
 
-def check_out(settings: TrainSettings, out: Path, ranks: int, *, resume: bool) -> None:
-    """Refuse a folder that is of another training."""
+def resumed(from_step: int | None, *, given: bool, trust: bool) -> Resume | None:
+    """What to go on from, if anything. Raises OptionError for options that need --resume."""
+    for name, value in (("--from-step", from_step is not None), ("--trust", trust)):
+        if value and not given:
+            raise OptionError(f"{name} says how to go on from a checkpoint: it needs --resume")
+    return Resume(from_step, trust) if given else None
+
+
+def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | None) -> None:
+    """Refuse a folder that is of another training, or whose checkpoint is damaged."""
     if not resume:
         check_new(out)
-        return
-    for last in checkpoints(out)[-1:]:
-        check_identity(last, settings.identity(), ranks)
+    elif last := resume.checkpoint(out):
+        check_checkpoint(last, settings.identity(), ranks, trust=resume.trust)
 
 
 def run(
@@ -33,7 +42,7 @@ def run(
     settings: TrainSettings,
     out: Path,
     *,
-    resume: bool,
+    resume: Resume | None,
     estimate: bool,
     as_json: bool,
 ) -> None:
@@ -41,8 +50,9 @@ def run(
     from realrun.train.loop import train as train_  # noqa: PLC0415 - torch
 
     if rank.world.rank == 0:
-        check_out(settings, out, rank.world.layout.world_size, resume=resume)
-        if resume and not checkpoints(out):
+        if not resume:
+            check_new(out)
+        elif not checkpoints(out):
             print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
         if left := settings.last % settings.round:
             print(
@@ -55,7 +65,7 @@ def run(
             settings,
             rank.world,
             out,
-            resume=resume,
+            resume=resume or False,
             estimate=estimate,
             progress=shown,
             stop=lambda: bool(asked),

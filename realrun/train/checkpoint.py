@@ -1,42 +1,40 @@
-"""Checkpoints of a training: a folder for each, written by torch.distributed.checkpoint.
+"""Checkpoints of a training: a folder for each, with the tensors and the numbers of every rank.
 
-Workers of local updates differ, so every rank saves what it holds, under its own name. A checkpoint
-is written beside its place and then renamed: one that has its name is whole. All ranks must see
-the same folder.
+Workers of local updates differ, so every rank saves what it holds, under its own name. Nothing that
+is read can run code: tensors are safetensors, all else is JSON. Every file is compared with the
+manifest before it is used. A checkpoint is written beside its place and then renamed: one that has
+its name is whole. All ranks must see the same folder.
 """
 
-import io
-import shutil
+import json
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
-
-from realrun.errors import CheckpointError
+from realrun.errors import DamagedError
 from realrun.execute.world import World
+from realrun.train import draft as drafts
+from realrun.train.everywhere import everywhere
 from realrun.train.folder import (
     CHECKPOINTS,
     IDENTITY,
+    check_identity,
     checkpoint_name,
-    checkpoints,
     identity_text,
+    shown,
 )
-
-_KEPT = 2
-"""Checkpoints that stay; older ones are removed."""
-
-_REST = "rest"
-"""Name of what is no tensor: torch.save of it as bytes, with names in the places of tensors."""
-
-_MARK = "tensor:"
+from realrun.train.manifest import (
+    FileSum,
+    Manifest,
+    identity_of,
+    is_old,
+    offer,
+    rank_files,
+    unread,
+)
+from realrun.train.tensor_file import join, read_tensors, split, tensor_parts
 
 
 def save(
@@ -44,78 +42,96 @@ def save(
 ) -> Path:
     """Write this rank's `state`: mappings and lists of tensors and plain values.
 
-    All ranks call it. Raises CheckpointError when it cannot be written.
+    All ranks call it. Raises CheckpointError, the same on all ranks, when one cannot write; then
+    nothing is left of it, and the checkpoints before are as they were.
     """
-    place = folder / CHECKPOINTS / checkpoint_name(step)
-    draft = place.with_name(f".{place.name}")
-    named: dict[str, Tensor] = {}
-    rest = _split(state, "", named)
-    out = io.BytesIO()
-    torch.save(rest, out)
-    named[_REST] = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
-    try:
-        if world.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            text = identity_text(identity, world.layout.world_size)
-            (draft / IDENTITY).write_text(text)
-        dist.barrier()
-        mine = {f"rank{world.rank}.{name}": tensor for name, tensor in named.items()}
-        write_tensors(mine, checkpoint_id=draft)  # ends on all ranks once all of it is written
-        if world.rank == 0:
-            shutil.rmtree(place, ignore_errors=True)
-            draft.rename(place)
-            for old in checkpoints(folder)[:-_KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
-        dist.barrier()
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"cannot write the checkpoint {place}: {_one_line(error)}") from error
+    place, ranks = folder / CHECKPOINTS / checkpoint_name(step), world.layout.world_size
+    what = f"cannot write the checkpoint {shown(place)}"
+    with ExitStack() as locks:
+
+        def begin() -> str:
+            if world.rank:
+                return ""
+            made = drafts.begin(place)
+            locks.callback(drafts.remove, made)  # once it has been renamed, there is nothing
+            locks.enter_context(drafts.held(made))
+            return made.name
+
+        def write() -> str:
+            with drafts.held(draft):
+                sums = _write(draft, world.rank, state)
+                if world.rank == 0:
+                    text = identity_text(identity, ranks).encode()
+                    sums[IDENTITY] = drafts.write_file(draft / IDENTITY, [text])
+            return json.dumps({name: astuple(one) for name, one in sums.items()})
+
+        def finish() -> str:
+            if world.rank == 0:
+                told = [json.loads(text) for text in written]
+                sums = {name: FileSum(*one) for files in told for name, one in files.items()}
+                drafts.finish(draft, place, Manifest(step, ranks, sums))
+            return ""
+
+        draft = place.with_name(everywhere(world, what, begin)[0])
+        written = everywhere(world, what, write)
+        everywhere(world, what, finish)
     return place
 
 
-def load(checkpoint: Path, world: World) -> dict[str, Any]:
-    """This rank's state. All ranks call it. Raises CheckpointError when it is not whole."""
-    prefix = f"rank{world.rank}."
+def load(
+    checkpoint: Path, identity: Mapping[str, Any], world: World, *, trust: bool = False
+) -> dict[str, Any]:
+    """This rank's state. All ranks call it.
+
+    Raises CheckpointError, the same on all ranks, when a file is not as it was written (the error
+    names it, and the last checkpoint that is whole), or when it is of another training. With
+    `trust` a checkpoint of the old format is read, too, which can run code that is in it.
+    """
+    found: list[dict[str, Any]] = []
+
+    def read() -> str:
+        text = identity_of(checkpoint, trust=trust)
+        check_identity(text, identity, world.layout.world_size)
+        if trust and is_old(checkpoint):
+            from realrun.train.pickled import read_pickled  # noqa: PLC0415 - only when asked for
+
+            found.append(read_pickled(checkpoint, world.rank))
+        else:
+            found.append(_read(checkpoint, world.rank))
+        return ""
+
     try:
-        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-        named = {
-            name: torch.empty(one.size, dtype=one.properties.dtype)
-            for name, one in metadata.items()
-            if name.startswith(prefix) and isinstance(one, TensorStorageMetadata)
-        }
-        read_tensors(named, checkpoint_id=checkpoint)
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in named.items()}
-        rest = io.BytesIO(tensors.pop(_REST).numpy().tobytes())
-        found: dict[str, Any] = _join(torch.load(rest, weights_only=True), tensors)
-    except (OSError, KeyError, ValueError, EOFError, CheckpointException) as error:
-        raise CheckpointError(
-            f"cannot read the checkpoint {checkpoint}: {_one_line(error)}"
-        ) from error
+        everywhere(world, unread(checkpoint), read)
+    except DamagedError as error:
+        (instead, *_) = everywhere(
+            world, unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
+        )
+        raise DamagedError(f"{error}; {instead}", everywhere=True) from error
+    return found[0]
+
+
+def _write(draft: Path, rank: int, state: Mapping[str, Any]) -> dict[str, FileSum]:
+    """Write the files of a rank; their checksums."""
+    named: dict[str, Any] = {}
+    rest = json.dumps(split(state, "", named)).encode()
+    tensors, other = rank_files(rank)
+    return {
+        tensors: drafts.write_file(draft / tensors, tensor_parts(named)),
+        other: drafts.write_file(draft / other, [rest]),
+    }
+
+
+def _read(checkpoint: Path, rank: int) -> dict[str, Any]:
+    """The state of a rank, from files that are as they were written."""
+    manifest = Manifest.of(checkpoint)
+    tensors, other = rank_files(rank)
+    try:
+        with manifest.reading(checkpoint, tensors) as file:
+            named = read_tensors(file)
+    except ValueError as error:
+        raise DamagedError(f"{tensors}: {shown(error)}") from error
+    try:
+        found: dict[str, Any] = join(json.loads(manifest.read(checkpoint, other)), named)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{other}: it holds no state") from error
     return found
-
-
-def _split(value: Any, name: str, named: dict[str, Tensor]) -> Any:
-    """The same value with names in place of its tensors, which go into `named`."""
-    if isinstance(value, Tensor):
-        named[name] = value.detach()
-        return _MARK + name
-    if isinstance(value, Mapping):
-        return {key: _split(one, f"{name}/{key}", named) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_split(one, f"{name}/{at}", named) for at, one in enumerate(value))
-    return value
-
-
-def _join(value: Any, named: Mapping[str, Tensor]) -> Any:
-    """The other way round."""
-    if isinstance(value, str) and value.startswith(_MARK):
-        return named[value.removeprefix(_MARK)]
-    if isinstance(value, dict):
-        return {key: _join(one, named) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_join(one, named) for one in value)
-    return value
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from co2sim.errors import CatalogError
+from co2sim.files import MOST_RECORD_BYTES, text_of
 from co2sim.units import Seconds
 from realrun.launch.membership import ElasticMember
 
@@ -66,8 +68,11 @@ def read_generations(folder: Path) -> tuple[GenerationRow, ...]:
     path = folder / RECORD_OF_MEMBERS
     if not path.exists():
         return ()
-    with path.open(encoding="utf-8") as file:
-        return tuple(map(_row, csv.DictReader(file)))
+    try:
+        lines = text_of(path, MOST_RECORD_BYTES).splitlines()
+        return tuple(map(_row, csv.DictReader(lines)))
+    except (OSError, ValueError, TypeError, csv.Error) as error:
+        raise CatalogError(f"{path} is not the record of an elastic training: {error}") from error
 
 
 def _row(texts: Mapping[str, str]) -> GenerationRow:

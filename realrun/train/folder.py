@@ -3,11 +3,12 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from co2sim.errors import OptionError
-from realrun.errors import CheckpointError
+from realrun.errors import CheckpointError, DamagedError
 
 LOG = "log.csv"
 RECORD = "train.json"
@@ -20,6 +21,9 @@ IDENTITY = "identity.json"
 """In a checkpoint: what the training is that it is of."""
 
 _NAME = re.compile(r"step-(\d+)")
+
+_SHOWN = 8
+"""Steps of checkpoints in an error, at most."""
 
 
 def check_new(folder: Path) -> None:
@@ -48,21 +52,53 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What to go on from: the checkpoint after `step`, or the last one (None).
+
+    With `trust` it may be of the old format, whose reading can run code that is in it.
+    """
+
+    step: int | None = None
+    trust: bool = False
+
+    def checkpoint(self, folder: Path) -> Path | None:
+        """The checkpoint, if there is any. Raises OptionError when there is none of that step."""
+        found = checkpoints(folder)
+        if self.step is None:
+            return found[-1] if found else None
+        for path in found:
+            if step_of(path) == self.step:
+                return path
+        steps = ", ".join(str(step_of(path)) for path in found[-_SHOWN:])
+        there = f"those in {folder} are of steps {steps}" if found else f"{folder} holds none"
+        raise OptionError(f"--from-step is {self.step}, and there is no such checkpoint: {there}")
+
+
 def identity_text(identity: Mapping[str, Any], ranks: int) -> str:
     """What a checkpoint says of the training that it is of."""
     return json.dumps({**identity, "ranks": ranks}, indent=2) + "\n"
 
 
-def check_identity(checkpoint: Path, identity: Mapping[str, Any], ranks: int) -> None:
-    """Raise CheckpointError unless all that is given here is so in the checkpoint."""
+def check_identity(text: bytes, identity: Mapping[str, Any], ranks: int) -> None:
+    """Raise CheckpointError unless all that is given here is so in the text of a checkpoint."""
     try:
-        seen = json.loads((checkpoint / IDENTITY).read_text())
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"cannot read the checkpoint {checkpoint}: {reason}") from error
+        seen = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{IDENTITY}: it is no JSON") from error
+    if not isinstance(seen, dict):
+        raise DamagedError(f"{IDENTITY}: it is no JSON object")
     for name, mine in json.loads(identity_text(identity, ranks)).items():
         if seen.get(name) != mine:
             raise CheckpointError(
-                f"{checkpoint} is of another training: its {name} is {seen.get(name)!r}, not"
-                f" {mine!r}"
+                f"it is of another training: its {name} is {shown(repr(seen.get(name)), 60)}, not"
+                f" {shown(repr(mine), 60)}"
             )
+
+
+def shown(what: object, most: int = 80) -> str:
+    """A text for an error: on one line, nothing that a terminal would obey, its end if long."""
+    text = "".join(
+        one if one.isprintable() else ascii(one)[1:-1] for one in " ".join(str(what).split())
+    )
+    return text if len(text) <= most else f"...{text[3 - most :]}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from co2sim.errors import Co2simError
-from realrun.errors import RankFailure
+from realrun.errors import CheckpointError, RankFailure
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 
@@ -14,7 +14,7 @@ def guarded(world: World, place: Place) -> Iterator[None]:
     """Work that others depend on, at a place that they can see.
 
     Raises RankFailure, with the ranks that are lost, when a collective fails. An error of this rank
-    is told to the others, and goes on here.
+    is told to the others, unless all have it, and goes on here.
     """
     world.watch.enter("training", place)
     everybody = range(world.layout.world_size)
@@ -25,6 +25,8 @@ def guarded(world: World, place: Place) -> Iterator[None]:
             raise
         raise world.watch.lost(place, everybody, error) from error
     except Co2simError as error:
+        if isinstance(error, CheckpointError) and error.everywhere:
+            raise  # all know
         if world.watch.failure:
             raise world.watch.failure from error
         world.watch.raised(place, error)

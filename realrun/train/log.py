@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from co2sim.errors import CatalogError
-from co2sim.files import write_atomically
+from co2sim.files import MOST_RECORD_BYTES, text_of, write_atomically
 from realrun.train.constants import Estimates
 from realrun.train.folder import LOG, RECORD
 from realrun.train.settings import TrainSettings
@@ -160,9 +160,9 @@ def read(folder: Path) -> tuple[LogRow, ...]:
     """The rows of a folder's log. Raises CatalogError if there is none, or of another form."""
     path = folder / LOG
     try:
-        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")  # the last may be torn
+        whole, _, _ = text_of(path, MOST_RECORD_BYTES).rpartition("\n")  # the last may be torn
         return tuple(_row(line) for line in csv.DictReader(whole.splitlines()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise CatalogError(f"{path} is not the log of a training: {error}") from error
 
 

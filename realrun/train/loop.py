@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from co2sim.units import Seconds
+from realrun.errors import CheckpointError
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
 from realrun.train.digits import digits
+from realrun.train.draft import clean
 from realrun.train.estimate import Estimator
-from realrun.train.folder import LOG, check_identity, checkpoints
+from realrun.train.folder import LOG, Resume, shown
 from realrun.train.guard import guarded
 from realrun.train.local_step import LocalStep
 from realrun.train.log import History, Log, LogRow, read
@@ -56,7 +58,7 @@ def train(
     world: World,
     folder: Path | None = None,
     *,
-    resume: bool = False,
+    resume: Resume | bool = False,
     estimate: bool = False,
     progress: OnStep | None = None,
     stop: Callable[[], bool] | None = None,
@@ -65,9 +67,10 @@ def train(
     """Train; every rank of the world calls this with the same settings.
 
     With a folder rank 0 writes the log, the record and the parameters there, and all ranks
-    checkpoints; `resume` goes on from the last of them, if there is one. With `estimate` the
-    constants of the bound are measured at three points, off the clock. Once `stop` gives true on
-    any rank (all give one, or none does) all end together, some steps later, with a checkpoint.
+    checkpoints; `resume` goes on from the last of them, if there is one, or as it says. With
+    `estimate` the constants of the bound are measured at three points, off the clock. Once `stop`
+    gives true on any rank (all give one, or none does) all end together, some steps later, with a
+    checkpoint.
     `build` makes the method, for what is no strategy of ours.
 
     Raises OptionError for what cannot be trained here, TrainingError when the loss is no number any
@@ -75,7 +78,7 @@ def train(
     """
     support.check(settings, world.layout)
     if estimate:
-        support.check_estimate(settings, world.layout, resume=resume)
+        support.check_estimate(settings, world.layout, resume=bool(resume))
     task = make_task(settings, world.device)
     identity = {**settings.identity(), "data": task.facts["sha256"]}
     world.agree("training", json.dumps(identity, indent=1))
@@ -88,7 +91,7 @@ def train(
         validation = Validation(task, method, world)
         estimator = Estimator(settings, task, method, world) if estimate else None
         run = _Training(settings, task, world, method, validation, identity, folder, estimator)
-        run.begin(resume=resume)
+        run.begin(Resume() if resume is True else resume or None)
         with _short_collections():
             return run.go(progress, stop)
 
@@ -137,23 +140,33 @@ class _Training:
         ranks = self.world.layout.world_size
         return LocalStep(self.settings, self.task, self.method, self.world.rank, ranks)
 
-    def begin(self, *, resume: bool) -> None:
+    def begin(self, resume: Resume | None) -> None:
         """Make ready: warm up, load the last checkpoint, open the log."""
         rows: tuple[LogRow, ...] = ()
         with guarded(self.world, Place(-1, 0, "start of the training")):
             self.local.warm_up()
-            found = checkpoints(self.folder)[-1:] if self.folder and resume else []
-            if resume:
-                self.world.agree("last checkpoint", str(found))
-            for last in found:
-                check_identity(last, self.identity, self.world.layout.world_size)
-                state = checkpoint.load(last, self.world)
-                self.method.load_state(state["method"])
-                self.step, self.seconds = state["step"], state["seconds"]
-                self.losses = state["losses"]
-                if self.folder and self.world.rank == 0 and (self.folder / LOG).exists():
+            if self.folder and self.world.rank == 0:
+                clean(self.folder)
+            if self.folder and resume:
+                last = resume.checkpoint(self.folder)
+                self.world.agree("last checkpoint", str(last))
+                if last:
+                    self._go_on(last, trust=resume.trust)
+                if last and self.world.rank == 0 and (self.folder / LOG).exists():
                     rows = tuple(row for row in read(self.folder) if row.step <= self.step)
         self.log = Log(self.folder if self.world.rank == 0 else None, rows)
+
+    def _go_on(self, last: Path, *, trust: bool) -> None:
+        """Take over a checkpoint."""
+        state = checkpoint.load(last, self.identity, self.world, trust=trust)
+        try:
+            self.method.load_state(state["method"])
+            self.step, self.seconds = state["step"], state["seconds"]
+            self.losses = state["losses"]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"cannot go on from {shown(last)}: it holds no state of this training"
+            ) from error
 
     def go(self, progress: OnStep | None, stop: Callable[[], bool] | None) -> History:
         """All steps that are left."""

@@ -1,0 +1,59 @@
+"""What all ranks do together, and fail at together: one cause, told alike on all of them."""
+
+import json
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from realrun.errors import CheckpointError, DamagedError
+from realrun.execute.world import World
+from realrun.train.folder import shown
+
+_BYTES = 4096
+"""Of what a rank tells: a line, or the checksums of its files."""
+
+_CAUSE = 200
+"""Characters of an error, at most."""
+
+
+def everywhere(world: World, what: str, work: Callable[[], str]) -> list[str]:
+    """Do `work` on all ranks; what it gave on each. All ranks call it.
+
+    If it fails on any rank, all raise the same CheckpointError: `what`, the rank and its error.
+    """
+    given, cause, damaged = "", "", False
+    try:
+        given = work()
+    except (OSError, MemoryError, CheckpointError) as error:
+        cause, damaged = _cause(error), isinstance(error, DamagedError)
+    told = [json.loads(one) for one in _gather(world, json.dumps([given, cause, damaged]))]
+    causes = [one[1] for one in told]
+    if not any(causes):
+        return [one[0] for one in told]
+    first = next(rank for rank, one in enumerate(causes) if one)
+    which = "" if len(set(causes)) == 1 else f"rank {first}: "
+    kind = DamagedError if told[first][2] else CheckpointError
+    raise kind(f"{what}: {which}{causes[first]}", everywhere=True)
+
+
+def _cause(error: Exception) -> str:
+    """Why, in one line: "rank0.json: No space left on device"."""
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{str(error.filename).rsplit('/', 1)[-1]}: " if error.filename else ""
+        return shown(f"{name}{error.strerror}", _CAUSE)
+    return shown(str(error) or "out of memory", _CAUSE)
+
+
+def _gather(world: World, text: str) -> list[str]:
+    """The texts of all ranks; tensors, since objects would travel as pickles."""
+    if world.layout.world_size == 1:
+        return [text]
+    data = text.encode()
+    assert len(data) <= _BYTES
+    mine = torch.zeros(_BYTES, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    mine = mine.to(world.device)
+    found = [torch.empty_like(mine) for _ in range(world.layout.world_size)]
+    dist.all_gather(found, mine)
+    return [bytes(one.cpu().numpy()).rstrip(b"\0").decode() for one in found]
