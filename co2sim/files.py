@@ -1,30 +1,82 @@
-"""Files of users: small ones are read, and of those written there are all or none."""
+"""Files of users: those read are regular and not too large, of those written there are all or none.
+
+`read_bytes` and `text_of` are the only ways to open a file that a user names or gives, and
+`write_atomically` is the only one to write it.
+"""
 
 import errno
+import io
 import os
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 from tempfile import TemporaryFile
 
 from co2sim.errors import OptionError
 
-_MOST_BYTES = 16_000_000
+MOST_BYTES = 16_000_000
 """Of a file to read: thousands of times what any cluster, model or table of a paper takes."""
 
+MOST_RECORD_BYTES = 256_000_000
+"""Of a file of a run with a line for each of its ops or steps: two million ops."""
 
-def text_of(path: Path) -> str:
-    """The text of a file, without the byte order mark that some editors put before it.
+_AT_ONCE = 1 << 20
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | os.O_CLOEXEC
+"""Opening a pipe must not wait for its writer."""
+_DRAFT = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+"""A new file, never one that somebody put there."""
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """What a file holds.
 
     Raises OSError for what is no regular file, such as a pipe that would never end, and for files
-    above 16 MB; UnicodeDecodeError for what is no text in UTF-8.
+    above `most` bytes. What is checked is what was opened, whatever the name means a moment later.
     """
-    found = path.stat()
-    if not S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    if found.st_size > _MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it is larger than {_MOST_BYTES // 10**6} MB", str(path))
-    return path.read_text(encoding="utf-8-sig")
+    try:
+        opened = os.open(path, _READ)
+    except ValueError as error:  # a character that no name of a file can have
+        raise OSError(errno.EINVAL, "it is not the name of a file", str(path)) from error
+    with open(opened, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor, not a path
+        if not S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        parts: list[bytes] = []
+        left = most + 1
+        while left and (part := file.read(min(left, _AT_ONCE))):
+            parts.append(part)
+            left -= len(part)
+    if not left:
+        raise OSError(errno.EFBIG, f"it is larger than {most / 10**6:g} MB", str(path))
+    return b"".join(parts)
+
+
+def text_of(path: Path, most: int = MOST_BYTES) -> str:
+    """The text of a file, without the byte order mark that some editors put before it.
+
+    Raises OSError like `read_bytes`; UnicodeDecodeError for what is no text in UTF-8.
+    """
+    with io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), encoding="utf-8-sig") as text:
+        return text.read()
+
+
+def is_regular(path: Path) -> bool:
+    """Whether there is such a file; False for what no file can be called, too."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for names that are too long
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; False for what no folder can be called, too."""
+    return os.path.isdir(path)  # noqa: PTH112 - as above
+
+
+def is_below(path: Path, folder: Path) -> bool:
+    """Whether a path is in a folder or deeper, wherever links lead; False if nobody can say."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError, ValueError):  # links in a ring, a NUL in a name
+        return False
 
 
 def check_writable(folder: Path) -> None:
@@ -41,24 +93,49 @@ def check_writable(folder: Path) -> None:
 def write_atomically(contents: Mapping[Path, bytes]) -> None:
     """Write every file under a temporary name in its folder first, then rename all.
 
+    A path that is a link means the file behind it. Temporary names are random, and what stands
+    there already is never opened. All is on the disk before anything is renamed.
+
     Raises OptionError, with nothing changed, when a place cannot be written.
     """
-    for path in contents:
-        if path.exists() and not path.is_file():
-            raise OptionError(f"cannot write {path}: it is not a regular file")
     drafts: dict[Path, Path] = {}
-    contents = {path.resolve(): content for path, content in contents.items()}  # behind links
+    path = Path()
     try:
+        for path in contents:
+            if path.exists() and not path.is_file():
+                raise OptionError(f"cannot write {path}: it is not a regular file")
+        contents = {path.resolve(): content for path, content in contents.items()}  # behind links
         for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            drafts[path] = path.with_name(f".{path.name}.{os.getpid()}")
-            drafts[path].write_bytes(content)
+            _write_draft(path, content, drafts)
         for path, draft in drafts.items():
             draft.replace(path)
-    except OSError as error:
-        raise OptionError(
-            f"cannot write {path}: {(error.strerror or str(error)).lower()}"
-        ) from error
+        for folder in {path.parent for path in drafts}:
+            _sync(folder)
+    except (OSError, RuntimeError, ValueError) as error:  # of links in a ring, of a NUL in a name
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise OptionError(f"cannot write {path}: {(reason or str(error)).lower()}") from error
     finally:
         for draft in drafts.values():
             draft.unlink(missing_ok=True)
+
+
+def _write_draft(path: Path, content: bytes, drafts: dict[Path, Path]) -> None:
+    """Write a draft beside `path`; it is put into `drafts` as soon as it is there."""
+    draft = path.with_name(f".draft-{secrets.token_hex(8)}")
+    opened = os.open(draft, _DRAFT, 0o666)
+    drafts[path] = draft
+    with open(opened, "wb") as file:  # noqa: PTH123 - a descriptor, not a path
+        file.write(content)
+        file.flush()
+        os.fsync(opened)
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where the system can."""
+    with suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

@@ -15,7 +15,7 @@ from co2sim.step_factors import NO_GOAL, Goal, to_loss
 from co2sim.totals import Totals, totals_of
 from co2sim.units import CURRENCIES
 
-_VARIED = "vary "
+VARIED = "vary "
 """What the name of a column starts with that holds the values of a path."""
 _NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu", "notes", "warnings"}
 _DERIVED = ("efficiency_vs_free_communication",)
@@ -69,7 +69,7 @@ def to_frame(
     frame = frame.astype(dict.fromkeys(whole, "Int64"))
     for place, path in enumerate(settings[0] if settings else ()):
         values = [label(setting[path]) for setting in settings or ()]
-        frame.insert(place, f"{_VARIED}{path}", values)
+        frame.insert(place, f"{VARIED}{path}", values)
     return frame
 
 
@@ -149,10 +149,10 @@ def order(frame: pd.DataFrame, column: str) -> list[int]:
     Values that vary are in the order that they were given in. Equal rows keep their order.
     """
     name, falling = column.removeprefix("-"), column.startswith("-")
-    if name not in frame and f"{_VARIED}{name}" not in frame:
+    if name not in frame and f"{VARIED}{name}" not in frame:
         meant = _meant(name)
         name, falling = meant.removeprefix("-"), falling != meant.startswith("-")
-    keys = frame[name] if name in frame else pd.Series(pd.factorize(frame[f"{_VARIED}{name}"])[0])
+    keys = frame[name] if name in frame else pd.Series(pd.factorize(frame[f"{VARIED}{name}"])[0])
     keys = keys.where(frame["error"].isna())
     found = keys.sort_values(ascending=not falling, kind="stable", na_position="last")
     return [int(place) for place in found.index]

@@ -11,14 +11,20 @@ from co2sim.quantities import (
     Bandwidth,
     Fraction,
     Power,
+    Quantity,
     Size,
     Speed,
     Time,
     check,
     in_order,
 )
-from co2sim.ranges import at_least, fraction, whole
+from co2sim.ranges import whole
 from co2sim.units import Flops
+
+_SPEED = Quantity(unit="FLOP/s", least=1)
+_WORK = Quantity(unit="FLOP", least=1)
+_ATTAINED = Quantity(most=1)
+"""Of the numbers that stand in tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class KernelTimes:
         points = given if isinstance(given, tuple) else ((1, given),)
         for length, attained in points:
             whole(f"{name}: length", length, 1)
-            fraction(f"{name} at {length}", attained)
+            _ATTAINED.checked(f"{name} at {length}", attained)
         if not points or sorted(dict(points)) != [length for length, _ in points]:
             raise OptionError(f"{name} must be listed by rising length, at least one")
 
@@ -92,10 +98,10 @@ class GPU:
             raise OptionError(f"{self.name} needs a peak and an efficiency")
         check(self, self.name)
         for precision, speed in self.peak.items():
-            at_least(f"{self.name}: peak {precision} in FLOP/s", speed, 1)
+            _SPEED.checked(f"{self.name}: peak {precision}", speed)
         for size, attained in self.efficiency:
-            at_least(f"{self.name}: size of an efficiency in FLOP", size, 1)
-            fraction(f"{self.name}: efficiency at {size}", attained)
+            _WORK.checked(f"{self.name}: size of an efficiency", size)
+            _ATTAINED.checked(f"{self.name}: efficiency at {size}", attained)
         if sorted(self.efficiency) != list(self.efficiency):
             raise OptionError(f"{self.name}: efficiencies must be listed by rising FLOP")
         in_order(self, self.name, "idle_power", "tdp")

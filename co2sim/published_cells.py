@@ -1,15 +1,16 @@
 """Published results (`papers/*/results.toml`): the models of their cells, and their one reader."""
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
+from co2sim import documents
 from co2sim.errors import CatalogError
 from co2sim.files import text_of
 from co2sim.validation import first_problem
+from co2sim.visible import given as shown
 
 Use: TypeAlias = Literal["fit", "check"]
 """Whether constants may be fitted on a cell, or it may only be compared with."""
@@ -137,7 +138,7 @@ def read_cells(path: Path) -> list[AnyCell]:
     Raises CatalogError, with file, cell and key, when the file is no results file.
     """
     try:
-        tree = tomllib.loads(text_of(path))
+        tree = documents.toml(text_of(path))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # no TOML, or no text
@@ -157,7 +158,7 @@ def _problem(error: ValidationError, tree: dict[str, Any]) -> str:
     assert isinstance(number, int)
     given = tree["cell"][number]
     if not isinstance(given, dict):
-        return f", cell {number + 1}: {given!r} is no table of names and values"
+        return f", cell {number + 1}: {shown(given)} is no table of names and values"
     names = next((kind.model_fields for kind in _KINDS if given.get("quantity") in _of(kind)), ())
     return f", cell {number + 1}: {first_problem(error, lambda _: names)}"
 

@@ -1,13 +1,14 @@
 """Published throughputs and scalability ratios, and their prediction."""
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from co2sim import documents
 from co2sim.case import Case
 from co2sim.errors import CatalogError, Co2simError
+from co2sim.files import text_of
 from co2sim.metrics import scalability_ratio
 from co2sim.published_cells import (
     ScalabilityCell,
@@ -76,13 +77,27 @@ def read_speeds(path: Path) -> list[SpeedCell]:
 
 def _simulation(path: Path) -> dict[str, Any]:
     """The `[simulation]` table of a paper; empty where there is none."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        plan: dict[str, Any] = tomllib.loads(path.read_text()).get("simulation", {})
+        plan = documents.toml(text_of(path)).get("simulation", {})
+    except OSError as error:
+        raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise CatalogError(f"{path} names no paper: {error}") from error
-    return plan
+    tables = (plan, *(plan.get(name, {}) for name in _TEXTS)) if isinstance(plan, dict) else (plan,)
+    if not all(isinstance(table, dict) for table in tables) or not all(
+        isinstance(text, str) for table in tables[1:] for text in table.values()
+    ):
+        raise CatalogError(
+            f"{path}: [simulation] must be a table, and {' and '.join(_TEXTS)} in it must be tables"
+            " of texts"
+        )
+    found: dict[str, Any] = plan
+    return found
+
+
+_TEXTS = "options", "clusters"
 
 
 def cases_of(cells: Sequence[SpeedCell], cases: Sequence[Case]) -> list[Case]:

@@ -4,6 +4,7 @@
 catalog gives it as a text with a unit (`co2sim.catalog.specs`).
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -32,21 +33,44 @@ class Quantity:
     least: float | None = None
     most: float | None = None
 
-    @property
-    def allowed(self) -> str:
-        """The range in words: `at least 1 B/s`, `above 0 and at most 1`."""
+    def allowed_for(self, value: float) -> str:
+        """The range in words: `at least 1 B/s`, `above 0 and at most 1`; or why it is absurd."""
         unit = f" {self.unit}" if self.unit else ""
+        if value > (self.least or 0) and self._absurd(value) and value <= (self.most or math.inf):
+            return self._sane + unit
         low = "above 0" if self.least is None else f"at least {self.least:g}"
         return low + (f" and at most {self.most:g}" if self.most is not None else "") + unit
 
     def checked(self, name: str, value: float) -> float:
         """The value, if it is in range. Raises OptionError in one line."""
         name = f"{name} in {self.unit}" if self.unit else name
+        found = self._in_range(name, value)
+        if self._absurd(found):
+            raise OptionError(f"{name} is {found!r}; it must be {self._sane}")
+        return found
+
+    def _absurd(self, value: float) -> bool:
+        """Whether a number in range is so large or so small that figures from it would be lost.
+
+        Those that may be 0, such as latencies, are added: as small as they like.
+        """
+        return value > _LARGEST or (self.least != 0 and 0 < value < _SMALLEST)
+
+    @property
+    def _sane(self) -> str:
+        least = "" if self.least == 0 else f"0, or at least {_SMALLEST:g} and "
+        return f"{least}at most {_LARGEST:g}"
+
+    def _in_range(self, name: str, value: float) -> float:
         if self.least is None:
             return above(name, value, 0) if self.most is None else fraction(name, value)
         if self.most is None:
             return at_least(name, value, self.least)
         return between(name, value, self.least, self.most)
+
+
+_SMALLEST, _LARGEST = 1e-18, 1e60
+"""Far from all that is built: what is computed from such numbers neither overflows nor vanishes."""
 
 
 Size = Annotated[Bytes, Quantity(unit="B", least=1)]

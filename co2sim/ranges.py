@@ -9,6 +9,7 @@ import math
 from numbers import Integral, Real
 
 from co2sim.errors import Co2simError, OptionError
+from co2sim.visible import given
 
 _MOST_DIGITS = 20
 """Of a whole number in a message: enough for all that 64 bits hold."""
@@ -104,7 +105,7 @@ def _given(value: object) -> str:
     if isinstance(value, Integral) and not isinstance(value, bool):
         few = abs(int(value)) < 10**_MOST_DIGITS
         return str(int(value)) if few else f"a number of more than {_MOST_DIGITS} digits"
-    return repr(float(value)) if isinstance(value, Real) and _is_number(value) else repr(value)
+    return repr(float(value)) if isinstance(value, Real) and _is_number(value) else given(value)
 
 
 def _bound(most: int) -> str:

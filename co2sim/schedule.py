@@ -14,7 +14,7 @@ The simulator and the executor are two interpreters of the same `Schedule`:
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from co2sim.errors import ScheduleError, nearest
 from co2sim.groups import (
@@ -29,7 +29,9 @@ from co2sim.groups import (
     block,
     peers_of_blocks,
 )
+from co2sim.notebook import SHOWN, card, charts
 from co2sim.ranges import whole
+from co2sim.units import counted
 from co2sim.work import (
     SCALE_BYTES,
     Collective,
@@ -41,6 +43,9 @@ from co2sim.work import (
     Product,
     Work,
 )
+
+if TYPE_CHECKING:
+    import altair as alt
 
 __all__ = [
     "LEADERS",
@@ -213,6 +218,28 @@ class Schedule:
                     else ()
                 )
                 yield Instance(index, number // size, op, waits)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: how much there is of it, and its first ops."""
+        streams = f"{counted(len(self.streams), 'stream')} ({', '.join(self.streams[:SHOWN])})"
+        size = counted(len(self.body), "op")
+        answer = f"{self.name}: a round of {counted(self.steps, 'step')} is {size} on {streams}."
+        rows = [
+            (op.name, op.stream, str(op.work), ", ".join(map(str, op.after[:SHOWN])))
+            for op in self.body[:SHOWN]
+        ]
+        rest = len(self.body) - SHOWN
+        remarks = [f"{counted(rest, 'further op')} not shown."] if rest > 0 else []
+        return card(answer, rows, ("op", "stream", "work", "waits for"), remarks)
+
+    def plot(self, first: int = 40) -> "alt.LayerChart":
+        """The first ops in order of issue, by stream, and what waits for what, as Altair chart.
+
+        It knows no times: those of a simulation are in `Trace.plot`. `first` is how many ops, 1 to
+        500. Raises OptionError for another number, or without the extra `report`.
+        """
+        drawn: alt.LayerChart = charts().of_schedule(self, whole("first", first, 1, 500))
+        return drawn
 
     def __str__(self) -> str:
         """The table that is golden file, documentation and error context at once."""

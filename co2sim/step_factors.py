@@ -97,7 +97,7 @@ def step_factor(strategy: str, goal: Goal = NO_GOAL) -> StepFactor | None:
         return StepFactor(factor=1.0, source="its steps are those of ddp")
     if "auto" in {known.tau, getattr(known, "delay", None)}:
         return None  # not yet a method
-    alike = [entry for entry in _entries() if _kind(parse(entry["strategy"])) == _kind(known)]
+    alike = [entry for entry in _entries() if _kind(_measured(entry["strategy"])) == _kind(known)]
     if not alike:
         return None
     entry = min(alike, key=lambda entry: (_distance(known, entry["strategy"]), -entry["steps"]))
@@ -174,6 +174,12 @@ def _parsed(strategy: str) -> Strategy | None:
         return None
 
 
+@cache
+def _measured(name: str) -> Strategy:
+    """A strategy of the table."""
+    return parse(name)
+
+
 def _kind(strategy: Any) -> tuple[str, int, bool, bool]:
     """What has to be alike for a factor to say anything."""
     late = bool(getattr(strategy, "delay", 0))
@@ -183,7 +189,7 @@ def _kind(strategy: Any) -> tuple[str, int, bool, bool]:
 
 def _distance(one: Any, measured: str) -> tuple[float, ...]:
     """Between taus, by their ratio; then between delays, and what is done with late averages."""
-    other: Any = parse(measured)
+    other: Any = _measured(measured)
     ratio = abs(math.log(round_steps(one) / round_steps(other)))
     pairs = zip(_lateness(one), _lateness(other), strict=True)
     return ratio, *(abs(mine - theirs) for mine, theirs in pairs)

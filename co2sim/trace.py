@@ -1,97 +1,21 @@
-"""What happened when: spans, the rules that every trace must obey, and files that viewers open."""
+"""What happened when: the rules that every trace must obey, and files that viewers open."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from co2sim.errors import CatalogError
+from co2sim.notebook import card, charts
 from co2sim.schedule import Collective, Instance, Kind, Layout, Op, Schedule
-from co2sim.units import Seconds, duration
+from co2sim.spans import Grid, Span, SpanTable, by_stream, last_end
+from co2sim.units import Seconds, counted, duration
 
+if TYPE_CHECKING:
+    import altair as alt
 
-class Span(NamedTuple):
-    """One op of one round on one rank. A collective's span starts when the rank is ready for it."""
-
-    rank: int
-    round: int
-    op: str
-    stream: str
-    start: Seconds
-    end: Seconds
-
-
-class Grid(NamedTuple):
-    """Starts and ends in s, [round, place of the op, place of the rank]; NaN without a span."""
-
-    starts: NDArray[np.float64]
-    ends: NDArray[np.float64]
-
-
-class SpanTable(Sequence[Span]):
-    """The spans of a simulation as arrays, made into spans when somebody looks at one.
-
-    `ops` are the names and streams of a round's ops, `ranks` those that are traced; `starts` and
-    `ends` are in s, [round x ops + place of the op, place of the rank]. Spans are in the order in
-    which they end.
-    """
-
-    def __init__(
-        self,
-        ops: Sequence[tuple[str, str]],
-        ranks: Sequence[int],
-        starts: NDArray[np.float64],
-        ends: NDArray[np.float64],
-    ) -> None:
-        """Take the arrays as they are."""
-        self.ops, self.ranks, self.starts, self.ends = ops, ranks, starts, ends
-
-    @cached_property
-    def _spans(self) -> tuple[Span, ...]:
-        order = np.argsort(self.ends, axis=None, kind="stable")
-        numbers, places = np.divmod(order, len(self.ranks))
-        starts, ends = self.starts.ravel()[order].tolist(), self.ends.ravel()[order].tolist()
-        names, streams = zip(*self.ops, strict=True)
-        turns, ops = (found.tolist() for found in np.divmod(numbers, len(self.ops)))
-        return tuple(
-            [
-                Span(self.ranks[place], turn, names[op], streams[op], start, end)
-                for place, turn, op, start, end in zip(
-                    places.tolist(), turns, ops, starts, ends, strict=True
-                )
-            ]
-        )
-
-    def first(self, rounds: int) -> "SpanTable":
-        """Those of the first rounds."""
-        kept = rounds * len(self.ops)
-        return SpanTable(self.ops, self.ranks, self.starts[:kept], self.ends[:kept])
-
-    def __len__(self) -> int:
-        return self.ends.size
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Span]: ...
-    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
-        return self._spans[index]
-
-    def __iter__(self) -> Iterator[Span]:
-        return iter(self._spans)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._spans == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return SpanTable, (self.ops, self.ranks, self.starts, self.ends)
+__all__ = ["Grid", "Span", "SpanTable", "Trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +63,34 @@ class Trace:
         """
         return list(_violations(self, schedule, tolerance, skew))
 
+    def _repr_html_(self) -> str:
+        """For notebooks: how much there is of it, and what the first rank did."""
+        took, rounds = duration(last_end(self.spans)), counted(self.rounds, "round")
+        traced = f"{len(self.ranks):,} of {counted(self.layout.world_size, 'rank')} traced"
+        answer = (
+            f"{self.schedule}: {rounds} in {took}, {traced}, {counted(len(self.spans), 'span')}."
+        )
+        if not self.ranks:
+            return card(answer, [])
+        rank, count = next(iter(self.ranks.items()))
+        rows = [
+            (stream, f"{number:,}", duration(length))
+            for stream, (number, length) in by_stream(self.spans, rank).items()
+        ]
+        stands = f"Rank {rank} stands for {count} equal ranks." if count > 1 else ""
+        columns = "stream", f"spans of rank {rank}", "which take in all"
+        return card(answer, rows, columns, [stands] if stands else [])
+
+    def plot(self, schedule: Schedule, rank: int | None = None) -> "alt.Chart":
+        """The timeline of the last round on a traced rank (default: the first), as Altair chart.
+
+        Ops of one kind with no visible gap between them are one bar; the wheel zooms. Raises
+        OptionError for a rank that was not traced, or another schedule, or without the extra
+        `report`.
+        """
+        drawn: alt.Chart = charts().of_trace(self, schedule, rank)
+        return drawn
+
     def to_chrome(self, schedule: Schedule) -> dict[str, object]:
         """Chrome trace: one process per rank, one track per stream. Perfetto opens it."""
         ops = {op.name: op for op in schedule.body}
@@ -170,7 +122,7 @@ class Trace:
         }
 
     def to_json_lines(self) -> Iterator[str]:
-        """A header line, then one line per span; `read_json_lines` is the inverse."""
+        """A header line, then one line per span; `trace_lines.read_json_lines` is the inverse."""
         yield json.dumps(
             {
                 "schedule": self.schedule,
@@ -183,21 +135,6 @@ class Trace:
         )
         for span in self.spans:
             yield json.dumps(span._asdict())
-
-
-def read_json_lines(path: Path) -> Trace:
-    """Read a trace written by `to_json_lines`. Raises CatalogError when the file is not one."""
-    try:
-        header, *rows = (json.loads(line) for line in path.read_text().splitlines())
-        return Trace(
-            schedule=header["schedule"],
-            layout=Layout(header["nodes"], header["gpus_per_node"], header.get("sites", 1)),
-            rounds=header["rounds"],
-            ranks={int(rank): count for rank, count in header["ranks"].items()},
-            spans=tuple(Span(**row) for row in rows),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CatalogError(f"{path} is not a trace in JSON Lines: {error}") from error
 
 
 def _named(kind: str, name: str, rank: int, track: int = 0) -> dict[str, object]:

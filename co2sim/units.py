@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from co2sim.errors import UnitError
+from co2sim.visible import given as shown
 
 if TYPE_CHECKING:
     import pint
@@ -94,12 +95,12 @@ def parse(text: str | float, unit: Unit) -> float:
     _refuse_comma(text)
     match = _QUANTITY.fullmatch(str(text)) if not isinstance(text, bool) else None
     if match is None:
-        raise UnitError(f"{text!r} is not {EXAMPLES[unit]}")
+        raise UnitError(f"{shown(text)} is not {EXAMPLES[unit]}")
     if not match["unit"] and unit:
-        raise UnitError(f"{text!r} has no unit; expected {EXAMPLES[unit]}")
+        raise UnitError(f"{shown(text)} has no unit; expected {EXAMPLES[unit]}")
     number = float(match["number"]) * _factor(match["unit"], unit)
     if not math.isfinite(number):
-        raise UnitError(f"{text!r} is not finite")
+        raise UnitError(f"{shown(text)} is not finite")
     return number
 
 
@@ -112,17 +113,19 @@ def parse_price(text: str | float) -> tuple[float, str]:
     currency = re.search(r"([A-Za-z]+)\s*/", str(text))
     found = currency[1] if currency else "USD"
     if currency and found not in CURRENCIES and found.upper() in CURRENCIES:
-        raise UnitError(f"{text!r}: write the currency as {found.upper()}")
+        raise UnitError(f"{shown(text)}: write the currency as {found.upper()}")
     if currency and found not in CURRENCIES:
-        raise UnitError(f"{text!r}: unknown currency {found!r}; known: {', '.join(CURRENCIES)}")
+        raise UnitError(
+            f"{shown(text)}: unknown currency {shown(found)}; known: {', '.join(CURRENCIES)}"
+        )
     try:
         price = parse(str(text).replace(found, "USD", 1) if currency else text, "USD/s")
     except UnitError as error:
         if found == "USD":
             raise
-        raise UnitError(f"{text!r} is not {EXAMPLES['USD/s']}") from error
+        raise UnitError(f"{shown(text)} is not {EXAMPLES['USD/s']}") from error
     if price < 0:
-        raise UnitError(f"{text!r} is below 0")
+        raise UnitError(f"{shown(text)} is below 0")
     return price, found
 
 
@@ -130,7 +133,7 @@ def _refuse_comma(text: str | float) -> None:
     """Refuse "0,95" and "1,000": the one is a fraction, the other a thousand."""
     if _COMMA.match(str(text)):
         raise UnitError(
-            f"{text!r} has a comma in its number; write a decimal point (0.95), and thousands"
+            f"{shown(text)} has a comma in its number; write a decimal point (0.95), and thousands"
             " without a mark (1000)"
         )
 
@@ -153,12 +156,12 @@ def _factor(given: str, unit: Unit) -> float:
     if given == unit:
         return 1.0
     if not unit:
-        raise UnitError(f"unit {given!r} where {EXAMPLES[unit]} is expected")
+        raise UnitError(f"unit {shown(given)} where {EXAMPLES[unit]} is expected")
     if not _UNIT.fullmatch(given):
-        raise UnitError(f"unknown unit {given!r}; expected {EXAMPLES[unit]}")
+        raise UnitError(f"unknown unit {shown(given)}; expected {EXAMPLES[unit]}")
     if re.search(r"b(?!it|yte)", given):
         raise UnitError(
-            f"unit {given!r} is ambiguous: b may be bits or bytes; write bit (Gbit) or B (GB)"
+            f"unit {shown(given)} is ambiguous: b may be bits or bytes; write bit (Gbit) or B (GB)"
         )
     import pint  # noqa: PLC0415 - 0.1 s that only texts with a prefix need
 
@@ -166,9 +169,9 @@ def _factor(given: str, unit: Unit) -> float:
     try:
         return float(registry.Quantity(1.0, registry.parse_units(given)).m_as(unit))
     except pint.DimensionalityError as error:
-        raise UnitError(f"unit {given!r} does not fit; expected {EXAMPLES[unit]}") from error
+        raise UnitError(f"unit {shown(given)} does not fit; expected {EXAMPLES[unit]}") from error
     except (pint.PintError, ValueError, TypeError, AttributeError) as error:
-        raise UnitError(f"unknown unit {given!r}; expected {EXAMPLES[unit]}") from error
+        raise UnitError(f"unknown unit {shown(given)}; expected {EXAMPLES[unit]}") from error
 
 
 @cache

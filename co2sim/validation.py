@@ -1,9 +1,11 @@
 """What pydantic finds wrong with a file, in one line: what, what was given, what is allowed."""
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 from co2sim.errors import nearest
+from co2sim.visible import given
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -12,8 +14,8 @@ if TYPE_CHECKING:
 Place: TypeAlias = tuple[int | str, ...]
 """Names and places in lists that lead to a value."""
 
-_LONGEST = 60
-"""Characters of what is given that a message repeats."""
+_MOST_UNKNOWN = 3
+"""Unknown names that a message about missing ones tells, too."""
 
 _RULES = {
     "greater_than": "above {gt}",
@@ -53,7 +55,8 @@ def first_problem(
         case "missing":
             missing = [path(other["loc"]) for other in problems if other["type"] == "missing"]
             others = (other for other in problems if other["type"] == "extra_forbidden")
-            unknown = "".join(f"; {_unknown(other['loc'], allowed, path)}" for other in others)
+            first = islice(others, _MOST_UNKNOWN)
+            unknown = "".join(f"; {_unknown(other['loc'], allowed, path)}" for other in first)
             return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{unknown}"
         case "extra_forbidden":
             return _unknown(problem["loc"], allowed, path)
@@ -61,7 +64,7 @@ def first_problem(
             return f"{context['discriminator'].strip(chr(39))} is missing"
         case "union_tag_invalid":
             tag = context["discriminator"].strip("'")
-            return f"{tag} is {context['tag']!r}; it must be one of {context['expected_tags']}"
+            return f"{tag} is {given(context['tag'])}; it must be one of {context['expected_tags']}"
     return _about_value(name, problem)
 
 
@@ -73,7 +76,7 @@ def _unknown(
     name = path(place)
     parent = name[: name.rfind(".") + 1]
     known = [parent + other for other in (allowed(place) if allowed else ())]
-    return f"unknown name {name!r}; {nearest(name, known)}"
+    return f"unknown name {given(name)}; {nearest(name, known)}"
 
 
 def _about_value(name: str, problem: "ErrorDetails") -> str:
@@ -83,13 +86,12 @@ def _about_value(name: str, problem: "ErrorDetails") -> str:
     message = message.replace("Input should be", "must be", 1)
     if not name:
         return message
-    given = repr(problem["input"])
-    shown = given if len(given) <= _LONGEST else f"{given[:_LONGEST]}..."
+    shown = given(problem["input"])
     is_table = isinstance(problem["input"], dict | list)
     if message.startswith("must be ") and not is_table:
         return f"{name} is {shown}; it {message}"
-    behind = "" if is_table or given in message else f", given {shown}"
-    return f"{name}: {message}{behind}"
+    told = is_table or shown in message or repr(problem["input"]) in message
+    return f"{name}: {message}" if told else f"{name}: {message}, given {shown}"
 
 
 def names_at(spec: "type[BaseModel]", place: Place) -> list[str]:

@@ -4,22 +4,35 @@
 all ranks, `trace.json` the same for Perfetto. Reading needs no torch.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    FiniteFloat,
+    StrictInt,
+    TypeAdapter,
+    ValidationError,
+)
 
+from co2sim import documents
 from co2sim.case import Case
 from co2sim.cluster import Cluster
-from co2sim.errors import CatalogError
-from co2sim.files import write_atomically
+from co2sim.errors import CatalogError, Co2simError
+from co2sim.files import text_of, write_atomically
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from co2sim.trace import Trace, read_json_lines
+from co2sim.trace import Trace
+from co2sim.trace_lines import read_json_lines
 from co2sim.units import Seconds
+from co2sim.validation import Place, first_problem
+from co2sim.visible import given
 from co2sim.workload import Model
 
 _IN_FULL = ("cluster", "model", "strategy")
@@ -82,33 +95,93 @@ def write(folder: Path, record: Record) -> list[Path]:
 def read(folder: Path) -> Record:
     """Read a run's folder. Raises CatalogError when it is not one."""
     try:
-        run = json.loads((folder / "run.json").read_text())
-        plain = {field.name: _plain(run, field) for field in _PLAIN}
-        return Record(
-            case=Case(
-                cluster=TypeAdapter(Cluster).validate_python(run["cluster"]),
-                model=TypeAdapter(Model).validate_python(run["model"]),
-                strategy=run["strategy"],
-                **plain,
-            ),
-            kernels=run["kernels"],
-            rounds=run["rounds"],
-            trace=read_json_lines(folder / "trace.jsonl"),
-            clock_error=run["clock_error"],
-            figures=run["figures"],
-            environment=run["environment"],
-        )
-    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
-        reason = " ".join(str(error).split())
-        if isinstance(error, KeyError):
-            reason = f"run.json has no {error.args[0]!r}"
-        elif isinstance(error, OSError):
-            reason = f"{error.filename}: {(error.strerror or '').lower()}"
-        elif isinstance(error, json.JSONDecodeError):
-            reason = f"run.json is not JSON ({reason})"
-        raise CatalogError(f"{folder} is not the folder of a run: {reason}") from error
+        return _read(folder)
+    except OSError as error:
+        reason = f"{error.filename}: {(error.strerror or '').lower()}"
+    except KeyError as error:
+        reason = f"run.json has no {error.args[0]!r}"
+    except ValidationError as error:
+        reason = f"run.json: {first_problem(error, path=_dotted)}"
+    except ValueError as error:
+        reason = f"run.json is not JSON ({error})"
+    except Co2simError as error:
+        reason = str(error)
+    raise CatalogError(f"{folder} is not the folder of a run: {reason}")
 
 
-def _plain(run: Mapping[str, Any], field: Field[Any]) -> Any:
+def _read(folder: Path) -> Record:
+    run = documents.json_tree(text_of(folder / "run.json"))
+    if not isinstance(run, dict):
+        raise CatalogError(f"run.json is {given(run)}; it must be an object")
+    plain = {field.name: _plain(run, field) for field in _PLAIN}
+    of_run = _OfRun.model_validate({name: run[name] for name in _OfRun.model_fields})
+    return Record(
+        case=Case(cluster=of_run.cluster, model=of_run.model, strategy=of_run.strategy, **plain),
+        kernels=of_run.kernels,
+        rounds=of_run.rounds,
+        trace=read_json_lines(folder / "trace.jsonl"),
+        clock_error=of_run.clock_error,
+        figures=of_run.figures,
+        environment=of_run.environment,
+    )
+
+
+def _plain(run: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
     """What run.json holds of a field; older ones lack what can be None."""
     return run.get(field.name) if field.default is None else run[field.name]
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _numbers_of_a_model(model: Model) -> Model:
+    """Refuse what no model has: a file may say anything."""
+    if not model.blocks or not all(block.tensors for block in model.blocks):
+        raise ValueError("must have blocks, and these tensors")
+    todo: list[Any] = [asdict(model)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict | list | tuple):
+            todo += node.values() if isinstance(node, dict) else node
+        elif isinstance(node, int | float) and not 0 <= node <= _LARGEST:
+            raise ValueError(f"holds {given(node)}; its numbers must be 0 to {_LARGEST:g}")
+    if model.tokens < 1 or any(size < 1 for block in model.blocks for size in block.tensors):
+        raise ValueError("must have tokens and elements of tensors of 1 or more")
+    return model
+
+
+def _times_of_a_run(figures: dict[str, Any]) -> dict[str, Any]:
+    for name in _COMPARED:
+        value = figures.get(name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value <= _LARGEST):
+            raise ValueError(f"{name} is {given(value)}; it must be 0 to {_LARGEST:g}")
+    time = figures.get("round_time_s")
+    if time is not None and time < _SHORTEST:
+        raise ValueError(f"round_time_s is {given(time)}; it must be at least {_SHORTEST:g}")
+    return figures
+
+
+_LARGEST = 1e24
+"""Of a number of a model or of a run: beyond a year of all computers."""
+_SHORTEST: Seconds = 1e-9
+"""Of a round."""
+_COMPARED = (
+    *("round_time_s", "step_time_s", "comm_busy_s", "exposed_comm_s", "waiting_s"),
+    "overlap_ratio",
+)
+"""Figures that are compared with a prediction."""
+
+
+class _OfRun(BaseModel):
+    """What `run.json` says of a run, beside the plain fields of its case."""
+
+    cluster: Cluster
+    model: Annotated[Model, AfterValidator(_numbers_of_a_model)]
+    strategy: str
+    kernels: str
+    rounds: Annotated[StrictInt, Field(ge=1)]
+    clock_error: Annotated[FiniteFloat, Field(ge=0)]
+    figures: Annotated[dict[str, Any], AfterValidator(_times_of_a_run)]
+    environment: dict[str, str]

@@ -32,7 +32,8 @@ from co2sim.schedule import (
 from co2sim.simulator import execute
 from co2sim.strategies.co2 import CO2
 from co2sim.study import simulate
-from co2sim.trace import Trace, read_json_lines
+from co2sim.trace import Trace
+from co2sim.trace_lines import read_json_lines
 
 VARIANTS = [
     "co2(tau=2,worker=site)",

@@ -14,7 +14,8 @@ from co2sim.errors import CatalogError
 from co2sim.noise import Noise
 from co2sim.schedule import WORLD, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
-from co2sim.trace import Span, Trace, read_json_lines
+from co2sim.trace import Span, Trace
+from co2sim.trace_lines import read_json_lines
 
 
 def correct(strategy: str = "co2(tau=1,worker=node)") -> tuple[Schedule, Trace]:

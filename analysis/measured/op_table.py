@@ -12,12 +12,7 @@ from analysis.measured.op_errors import OpError, by_label, by_op, causes, labels
 from co2sim.console.tables import print_table
 from co2sim.units import duration, percent
 
-_FIGURES = (
-    ("waiting for slower ranks, per round", "waiting_s"),
-    ("round time", "round_time_s"),
-    ("step time", "step_time_s"),
-)
-_BREAKDOWN = {
+BREAKDOWN = {
     "compute": "computing",
     "communication": "communicating, nothing computed",
     "waiting": "waiting in a collective, nothing computed",
@@ -96,19 +91,12 @@ def _print_errors(out: Console, whole: RunSummary) -> None:
 def print_figures(out: Console, run: RunComparison) -> None:
     """The figures of one run, and where its rounds went."""
     here, there = run.predicted.to_dict(), run.measured
-    lines: list[tuple[str, ...]] = [
-        (f"communication {what}, per round", _time(here[key]), _time(there.get(key)), error)
-        for what, key, error in (
-            ("busy", "comm_busy_s", _fraction(run.comm_busy_error)),
-            ("exposed", "exposed_comm_s", _fraction(run.exposed_error)),
-        )
+    lines = [
+        (one.words, duration(one.predicted), _time(one.measured), _fraction(one.error))
+        for one in run.times
     ]
     overlap = (_ratio(here["overlap_ratio"]), _ratio(there.get("overlap_ratio")))
-    lines.append(("overlap ratio", *overlap, _points(run.overlap_difference)))
-    lines += [
-        (name, _time(here[key]), _time(there.get(key)), _error(here[key], there.get(key)))
-        for name, key in _FIGURES
-    ]
+    lines.insert(2, ("overlap ratio", *overlap, _points(run.overlap_difference)))
     rounds = run.record.rounds
     title = (
         f"{run.name}: {here['model']} on {here['cluster']}, {here['strategy']},"
@@ -118,7 +106,7 @@ def print_figures(out: Console, run: RunComparison) -> None:
     before, after = (asdict(one) for one in run.time_breakdowns)
     went: list[tuple[str, ...]] = [
         (words, duration(before[key]), duration(after[key]), _signed(after[key] - before[key]))
-        for key, words in _BREAKDOWN.items()
+        for key, words in BREAKDOWN.items()
     ]
     total, reached = sum(before.values()), sum(after.values())
     went.append(("sum", duration(total), duration(reached), _signed(reached - total)))
@@ -254,7 +242,3 @@ def _points(value: float | None, sign: str = "+") -> str:
         return "-"
     found = percent(value, 1).removesuffix("%")
     return f"{found if sign else found.removeprefix('+')} points"
-
-
-def _error(predicted: float, measured: float | None) -> str:
-    return "-" if not measured else percent(predicted / measured - 1, 1)

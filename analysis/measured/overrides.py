@@ -16,7 +16,7 @@ from co2sim.units import Unit
 from co2sim.validation import Place, first_problem, names_at
 
 _INTENSITIES = "grid_intensity", "grid_intensity_low", "grid_intensity_high"
-_UNITS: dict[str, Unit] = {
+UNITS: dict[str, Unit] = {
     "bandwidth": "B/s",
     "latency": "s",
     "burst": "B",
@@ -66,7 +66,7 @@ def _texts(numbers: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             texts[name] = _texts(value)
         elif value is not None:
-            texts[name] = f"{value!r} {_UNITS[name]}" if name in _UNITS else value
+            texts[name] = f"{value!r} {UNITS[name]}" if name in UNITS else value
     return texts
 
 

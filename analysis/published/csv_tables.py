@@ -14,8 +14,10 @@ from analysis.published.fsdp_rows import FsdpRow, ratios
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, Paper, papers, tables_elsewhere
 from co2sim.errors import CatalogError, Co2simError
+from co2sim.files import is_below, text_of
 from co2sim.published_cells import Use
 from co2sim.validation import first_problem
+from co2sim.visible import given, visible
 
 Row: TypeAlias = Mapping[str, str]
 T = TypeVar("T", bound=TableRow)
@@ -44,9 +46,15 @@ def known_cells(folder: Path = PAPERS, data: Path | None = None) -> list[Cell]:
 
 def _fitted(paper: Paper, folder: Path) -> set[RunSetup]:
     """The configurations that constants were fitted on, which the `[data]` of a paper may name."""
-    name = paper.about.get("data", {}).get("fitted")
+    data = paper.about.get("data", {})
+    name = data.get("fitted") if isinstance(data, dict) else data
     if name is None:
         return set()
+    if not isinstance(name, str) or not is_below(folder / paper.key / name, folder / paper.key):
+        raise CatalogError(
+            f"{folder / paper.key / 'paper.toml'}: [data] fitted is {given(name)}; it must be a"
+            " file in this folder"
+        )
     path = folder / paper.key / name
     numbered, columns = _rows(path)
     table = next(table for table in TABLES if table.source == paper.key)
@@ -121,7 +129,7 @@ def marked(cells: Iterable[Cell], known: Iterable[Cell]) -> list[Cell]:
 def _rows(path: Path) -> tuple[list[tuple[int, Row]], list[str]]:
     """The rows with the number of their line, and the columns; lines with # are comments."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = visible(text_of(path)).splitlines()
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

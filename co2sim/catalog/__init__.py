@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from co2sim.catalog import huggingface
-from co2sim.catalog.facts import Fact, Kind, Tree, facts, names, override, plain, read
+from co2sim.catalog.facts import Fact, Kind, Tree, facts, is_file, names, override, plain, read
 from co2sim.catalog.rates import put_rates
 from co2sim.cluster import Cluster
 from co2sim.errors import CatalogError, OptionError
 from co2sim.failures import ORIGINS
+from co2sim.files import is_below, is_regular
 from co2sim.validation import Place, first_problem, names_at
+from co2sim.visible import given as shown
 from co2sim.workload import Model
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ _EVEN_NODES = {
     "source": "default, not measured: all nodes are equally fast; GPUs of one kind differ by 8 % on"
     " average in five clusters (Sinha et al., SC22, arXiv 2208.11035)",
 }
+_KIND_OF: Mapping[str, Kind] = {"gpu": "gpus", "failures": "failures"}
+"""What a cluster may name instead of having its table."""
+
 _EVEN_STEPS = {
     "value": 0,
     "assumed": True,
@@ -67,8 +72,9 @@ def load_cluster(reference: str, overrides: Mapping[str, str] | None = None) -> 
 
     tree = read("clusters", reference)
     changes = dict(overrides or {})
-    chosen = _named(tree, reference, changes, "gpu", "gpus")
-    chosen += _named(tree, reference, changes, "failures", "failures")
+    chosen: list[Fact] = []
+    for name, kind in _KIND_OF.items():
+        chosen += _named(tree, reference, changes, name, kind)
     for name, fact in (
         ("interference", _NO_PROBE),
         ("node_spread", _EVEN_NODES),
@@ -94,15 +100,34 @@ def _named(
     tree: Tree, reference: str, changes: dict[str, str], name: str, kind: Kind
 ) -> list[Fact]:
     """Put the entry of the catalog in place of its name, if a name is given; its facts, if any."""
+    asked = name in changes
     given = changes.pop(name, tree.get(name))
     chosen: list[Fact] = []
     if isinstance(given, dict) and isinstance(given.get("value"), str):
         chosen, given = list(facts({name: given})), given["value"]
     if isinstance(given, str):
-        beside = Path(reference).parent / given  # a file of the user's may name its neighbour
-        found = str(beside) if given.endswith(".toml") and beside.exists() else given
-        tree[name] = read(kind, found)
+        tree[name] = read(kind, _meant(reference, name, given, in_file=not asked))
     return chosen
+
+
+def _meant(reference: str, name: str, given: str, *, in_file: bool) -> str:
+    """The entry of the catalog, or the file, that the name of a GPU or of failures means.
+
+    A file may come from others: it may name what lies beside it or below, and nothing else of this
+    disk. On the command line a name may be any file.
+    """
+    folder = Path(reference).parent
+    if in_file and is_file(given):
+        place = folder / given
+        if Path(given).is_absolute() or not is_below(place, folder):
+            raise CatalogError(
+                f"{reference}: {name} is {shown(given)}; it must be a name from `co2sim list"
+                f" {_KIND_OF[name]}`, a table, or a file in the folder of this one (any other file:"
+                f" --set {name}=PATH)"
+            )
+        return str(place) if is_file(str(place)) else f"./{place}"
+    beside = folder / given  # as a file of the user's may name its neighbour
+    return str(beside) if given.endswith(".toml") and is_regular(beside) else given
 
 
 def _apply(
@@ -125,7 +150,7 @@ def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> En
     from co2sim.catalog.model_specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
     tree = read("models", reference)
-    if reference.endswith(".json") or (Path(reference) / "config.json").is_file():
+    if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
         tree = huggingface.convert(tree, reference)
     tree.setdefault("name", reference)
     for path, text in (overrides or {}).items():

@@ -1,18 +1,23 @@
 """Facts: numbers with unit and source, as TOML holds them, and as users override them."""
 
-import json
-import tomllib
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from co2sim import documents
 from co2sim.errors import CatalogError, nearest
-from co2sim.files import text_of
+from co2sim.files import is_folder, is_regular, text_of
+from co2sim.visible import given
 
 Kind: TypeAlias = Literal["clusters", "gpus", "models", "failures"]
 Tree: TypeAlias = dict[str, Any]
+
+_MOST_PLACES = 9
+"""Digits of a place in a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,12 @@ def is_file(reference: str) -> bool:
     return folder or Path(reference).suffix in {".toml", ".json"} or "/" in reference
 
 
+@lru_cache(maxsize=16)
+def _toml(text: str) -> Tree:
+    """The tree of a text, which a study reads for every one of its cases."""
+    return documents.toml(text)
+
+
 def read(kind: Kind, reference: str) -> Tree:
     """The tree behind a catalog key, or a file of the user's: a path with a slash or a suffix."""
     if not reference.strip():
@@ -49,7 +60,7 @@ def read(kind: Kind, reference: str) -> Tree:
             " known (a file of yours: give its path, ending in .toml or .json)"
         )
     path = Path(reference)
-    if (path / "config.json").is_file():
+    if kind == "models" and is_regular(path / "config.json"):
         path = path / "config.json"
     if is_file(reference) or path != Path(reference):
         text = _text(path, reference)
@@ -57,37 +68,24 @@ def read(kind: Kind, reference: str) -> Tree:
         known = names(kind)
         if reference not in known:
             raise CatalogError(
-                f"unknown {kind.removesuffix('s')} {reference!r}; {nearest(reference, known)}"
+                f"unknown {kind.removesuffix('s')} {given(reference)}; {nearest(reference, known)}"
                 f" (a file of yours: give its path, ending in .toml or .json)"
             )
         text = (resources.files("co2sim.catalog") / kind / f"{reference}.toml").read_text("utf-8")
     if not text.strip():
         raise CatalogError(f"{reference} is empty")
     try:
-        if path.suffix == ".json":
-            tree = json.loads(text, object_pairs_hook=_once)
-        else:
-            tree = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        tree = documents.json_tree(text) if path.suffix == ".json" else deepcopy(_toml(text))
+    except ValueError as error:
         raise CatalogError(f"{reference}: {error}") from error
     if not isinstance(tree, dict):
         raise CatalogError(f"{reference}: expected a table of names and values")
     return tree
 
 
-def _once(pairs: list[tuple[str, Any]]) -> Tree:
-    """An object of JSON; ValueError for a name that stands there twice, as TOML has it."""
-    tree: Tree = {}
-    for name, value in pairs:
-        if name in tree:
-            raise ValueError(f"{name!r} is given twice")
-        tree[name] = value
-    return tree
-
-
 def _text(path: Path, reference: str) -> str:
     """The text of a file, without the byte order mark that some editors put before it."""
-    if path.is_dir():
+    if is_folder(path):
         raise CatalogError(
             f"{reference} is a folder without a config.json; give the path of a file that ends in"
             " .toml or .json"
@@ -116,11 +114,15 @@ def override(tree: Tree, path: str, text: str) -> None:
 
 
 def _index(items: list[Any], text: str, path: str) -> int:
-    if not text.isdecimal() or int(text) >= len(items):
+    if not (text.isascii() and text.isdecimal()) or len(text) > _MOST_PLACES:
+        number = len(items)
+    else:
+        number = int(text)
+    if number >= len(items):
         raise CatalogError(
-            f"--set {path}: {text!r} is not a place in the list, 0 to {len(items) - 1}"
+            f"--set {path}: {given(text)} is not a place in the list, 0 to {len(items) - 1}"
         )
-    return int(text)
+    return number
 
 
 def plain(tree: Mapping[str, Any]) -> Tree:
@@ -148,7 +150,7 @@ def facts(
             yield Fact(path, str(node["value"]), own, marked)
         elif isinstance(node, dict):
             yield from facts(node, f"{path}.", source, assumed=assumed)
-        elif isinstance(node, list) and node and isinstance(node[0], dict):
+        elif isinstance(node, list) and node and all(isinstance(item, dict) for item in node):
             for number, item in enumerate(node):
                 yield from facts(item, f"{path}.{number}.", source, assumed=assumed)
         else:

@@ -20,7 +20,7 @@ def number(quantity: Quantity) -> BeforeValidator:
         try:
             return quantity.checked("", number)
         except OptionError as error:
-            raise ValueError(f"must be {quantity.allowed}") from error
+            raise ValueError(f"must be {quantity.allowed_for(number)}") from error
 
     return BeforeValidator(read)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from co2sim.catalog.facts import Tree
 from co2sim.errors import CatalogError
+from co2sim.visible import given as shown
 
 _GATED = {
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",
@@ -89,7 +90,7 @@ class _Config:
             value = self.values.get(key)
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int):
-                    raise self.error(f"{key} is {value!r}; it must be a whole number")
+                    raise self.error(f"{key} is {shown(value)}; it must be a whole number")
                 if least is not None and value < least:
                     raise self.error(f"{key} is {value}; it must be at least {least}")
                 return value
@@ -102,7 +103,7 @@ class _Config:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(f"{key} is {value!r}; it must be true or false")
+            raise self.error(f"{key} is {shown(value)}; it must be true or false")
         return value
 
     def error(self, message: str) -> CatalogError:
@@ -114,19 +115,19 @@ def convert(values: Mapping[str, Any], path: str) -> Tree:
     for reason, keys in _REFUSED.items():
         given = [key for key in keys if values.get(key)]
         if given:
-            raise CatalogError(f"{path}: {given[0]} is {values[given[0]]!r}; {reason}")
+            raise CatalogError(f"{path}: {given[0]} is {shown(values[given[0]])}; {reason}")
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in _GATED | _PLAIN:
         raise CatalogError(
-            f"{path}: model_type {kind!r} is not known; known: {', '.join(sorted(_GATED | _PLAIN))}"
-            " (or write the model as TOML)"
+            f"{path}: model_type {shown(kind)} is not known; known:"
+            f" {', '.join(sorted(_GATED | _PLAIN))} (or write the model as TOML)"
         )
     config = _Config(values, path, kind)
     for key in ("torch_dtype", "dtype"):
         if str(values.get(key)).startswith("float8"):
             raise config.error(
-                f"{key} is {values[key]!r}; fp8 is not in the catalog: give the configuration of"
-                " the model as it is trained in bf16, fp16 or fp32"
+                f"{key} is {shown(values[key])}; fp8 is not in the catalog: give the configuration"
+                " of the model as it is trained in bf16, fp16 or fp32"
             )
     tree = _body(config) | (_vision(config) if kind == "vit" else _language(config))
     return {key: value for key, value in tree.items() if value != 0 or key not in _OFF}
@@ -243,10 +244,10 @@ def _window(config: _Config) -> int:
     if types is None:
         types = []
     if not isinstance(types, list):
-        raise config.error(f"layer_types is {types!r}; it must be a list")
-    other = [one for one in types if one not in {"full_attention", "sliding_attention"}]
+        raise config.error(f"layer_types is {shown(types)}; it must be a list")
+    other = [one for one in types if one not in ("full_attention", "sliding_attention")]
     if other:
-        raise config.error(f"layer_types holds {other[0]!r}, which is not modelled")
+        raise config.error(f"layer_types holds {shown(other[0])}, which is not modelled")
     if types and "sliding_attention" not in types:
         return 0
     usual = bool(types) or config.kind not in _WINDOW_IF_ASKED

@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperOption
 from typer.main import get_command
 
 from co2sim.errors import Co2simError, OptionError
+from co2sim.visible import error_line
 
 INTERRUPTED = 130
 """Exit code of a shell for a process ended by control-C."""
@@ -67,14 +68,14 @@ def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
         code = ended.exit_code
     except (Co2simError, typer.TyperException) as error:
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        print(error_line(message), file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt) as interrupt:
         code, kept = INTERRUPTED, str(interrupt) or kept
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # the output is full, or gone
-        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+        print(error_line(f"cannot write the output: {error.strerror}"), file=sys.stderr)
         code = 2
     if code == INTERRUPTED:
         print(f"interrupted; {kept}", file=sys.stderr)

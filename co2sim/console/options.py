@@ -257,9 +257,11 @@ def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
     return _sharing(command, "case", _job, _single, _simulation, optional=MAY_VARY)
 
 
-def real_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `_job`, for runs on real hardware; `job` receives the case."""
-    return _sharing(command, "job", _job)
+def model_options(
+    command: Callable[..., None], optional: Iterable[str] = ()
+) -> Callable[..., None]:
+    """Give a command the options of `_job` alone; `job` receives the case."""
+    return _sharing(command, "job", _job, optional=optional)
 
 
 def _sharing(

@@ -45,7 +45,7 @@ def _root(context: typer.Context) -> None:
 
 
 @app.command()
-@options.real_options
+@options.model_options
 def run(  # noqa: PLR0913, PLR0917 - one argument per option
     job: Case,
     strategy: Annotated[

@@ -15,7 +15,9 @@ from co2sim.errors import Co2simError, OptionError
 from co2sim.files import write_atomically
 from co2sim.result import Result
 from co2sim.units import Seconds, counted, duration
+from co2sim.visible import error_line
 from realrun import record
+from realrun.errors import CheckpointError
 from realrun.execute.world import World, end, join, need_gpus
 from realrun.launch.local import run_local
 from realrun.measure import KernelName, Say, computing_time, measure, partial_trace
@@ -146,7 +148,9 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
             message += f"; its spans so far are in {path}"
         except Co2simError as failed:
             message += f"; {failed}"
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    everywhere = isinstance(error, CheckpointError) and error.everywhere
+    if not (everywhere and rank and rank.world.rank):  # else rank 0 says it
+        print(error_line(message), file=sys.stderr)
     end(1)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from co2sim.errors import Co2simError
 from co2sim.units import Seconds
+from co2sim.visible import error_line
 from realrun.checks import SITES
 from realrun.errors import LabError
 from realrun.launch.elastic import supervise_elastic
@@ -216,7 +217,7 @@ def _inside(
                 return supervise(first, store, grace)
             return supervise_elastic(first, store, begin, restarts)
     except Co2simError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the launcher only sees the code
+        print(error_line(str(error)), file=sys.stderr)  # noqa: T201 - the launcher only sees the code
         return 2
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

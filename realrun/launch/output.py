@@ -13,14 +13,20 @@ TICK: Seconds = 0.05
 """How long a launcher waits for output before it looks after its processes again."""
 
 _LONGEST_LINE = 1 << 16
+_ERROR = b"error: "
 
 
 class RankOutput:
-    """The pipes of all ranks."""
+    """The pipes of all ranks.
+
+    An error that one rank has told is not told again by others: what is wrong with a command is so
+    on all of them. `errors` holds these lines.
+    """
 
     def __init__(self, ranks: Iterable[RankProcess], *, plain: bool = False) -> None:
         """With `plain` the stdout of all is passed on as it is, not only that of rank 0."""
         self._selector, self._plain = selectors.DefaultSelector(), plain
+        self.errors: dict[bytes, int] = {}
         for one in ranks:
             self.add(one)
 
@@ -30,7 +36,8 @@ class RankOutput:
         for pipe, sink in ((one.process.stdout, sys.stdout), (one.process.stderr, sys.stderr)):
             if pipe:
                 plain = sink is sys.stdout and (self._plain or one.rank == 0)
-                stream = _Stream(pipe, sink, b"" if plain else prefix)
+                errors = {} if sink is sys.stdout else self.errors
+                stream = _Stream(pipe, sink, b"" if plain else prefix, (one.rank, errors))
                 self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def forward(self, timeout: Seconds) -> bool:
@@ -57,8 +64,11 @@ class RankOutput:
 class _Stream:
     """One pipe, passed on line by line."""
 
-    def __init__(self, pipe: IO[bytes], sink: TextIO, prefix: bytes) -> None:
+    def __init__(
+        self, pipe: IO[bytes], sink: TextIO, prefix: bytes, told: tuple[int, dict[bytes, int]]
+    ) -> None:
         self._pipe, self._sink, self._prefix = pipe, sink, prefix
+        self._rank, self._errors = told
         self._rest = b""
 
     def forward(self) -> bool:
@@ -86,7 +96,14 @@ class _Stream:
 
     def _write(self, text: bytes) -> None:
         if self._prefix:
-            text = b"".join(self._prefix + line + b"\n" for line in text.split(b"\n")[:-1])
+            lines = text.split(b"\n")[:-1]
+            text = b"".join(self._prefix + line + b"\n" for line in lines if self._is_news(line))
         self._sink.flush()
         self._sink.buffer.write(text)
         self._sink.buffer.flush()
+
+    def _is_news(self, line: bytes) -> bool:
+        """Whether no other rank has told this error, if it is one; remembers it."""
+        return not line.startswith(_ERROR) or (
+            self._errors.setdefault(line, self._rank) == self._rank
+        )

@@ -11,6 +11,9 @@ from realrun.launch.output import TICK, RankOutput
 from realrun.launch.processes import RankProcess
 from realrun.launch.watch import Store, gone, tell
 
+_WRONG_INPUT = 2
+"""Exit code of every command of ours, and of most others, for input that it cannot use."""
+
 
 def supervise(
     ranks: Sequence[RankProcess],
@@ -18,7 +21,10 @@ def supervise(
     grace: Seconds,
     asked: Callable[[], object] = lambda: False,
 ) -> int:
-    """Pass on what the ranks print until all have ended: 0 if all did so with 0, else 1.
+    """Pass on what the ranks print until all have ended: 0 if all did so with 0, else 1 or 2.
+
+    It is 2, as of a command alone, where all that failed refused what they were given: then one of
+    them has said why, and nothing is added.
 
     The first failure is reported to the others; ranks that still run `grace` later are killed.
     Rank 0's stdout is passed on as it is, every other line with its rank in front. Once the ranks
@@ -28,6 +34,7 @@ def supervise(
     running = list(ranks)
     first: RankProcess | None = None
     late: list[RankProcess] = []
+    codes: set[int] = set()
     deadline = float("inf")
     with RankOutput(ranks) as output:
         while running:
@@ -40,6 +47,7 @@ def supervise(
                 _kill(running)
                 return int(first is not None)
             failed = [one for one in ended if one.process.returncode]
+            codes |= {one.process.returncode for one in failed}
             if failed and first is None:  # of those found at once, one that was killed came first
                 first = min(failed, key=lambda one: (one.process.returncode > 0, one.rank))
                 deadline = time.monotonic() + grace
@@ -53,6 +61,8 @@ def supervise(
                 _kill(running)
     if first is None:
         return 0
+    if codes == {_WRONG_INPUT} and not late and output.errors:
+        return _WRONG_INPUT
     words = f"error: rank {first.rank} {ending(first)}"
     if late:
         words += f"; {_named(late)} did not stop and had to be killed"

@@ -1,0 +1,507 @@
+"""Files from others: what is opened, how much of it is read, and what of it is shown."""
+
+import json
+import os
+import random
+import re
+import sys
+import threading
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Command, in_process
+from hypothesis import given
+from hypothesis import strategies as st
+
+from analysis.cli import main as co2analysis
+from analysis.published.csv_tables import from_csv
+from co2sim import documents
+from co2sim.catalog import load_cluster, load_model
+from co2sim.cli import main as co2sim
+from co2sim.errors import CatalogError, OptionError
+from co2sim.files import read_bytes, text_of, write_atomically
+from co2sim.published_speeds import read_speeds
+from co2sim.visible import cut, error_line, visible
+from realrun.launch.local import run_local
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = (ROOT / "examples/my-cluster.toml").read_text()
+GPU = (ROOT / "examples/my-gpu.toml").read_text()
+RUN = ("-m", "gpt2-small", "-s", "ddp", "-g", "4")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`co2sim` in this process."""
+    return in_process("co2sim", co2sim, monkeypatch, capsys)
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`co2analysis` in this process."""
+    return in_process("co2analysis", co2analysis, monkeypatch, capsys)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "toml": lambda path: load_cluster(str(path)),
+    "json": lambda path: load_model(str(path)),
+    "csv": lambda path: from_csv(path, "check"),
+    "published": read_speeds,
+}
+SUFFIXES = {"toml": ".toml", "json": ".json", "csv": ".csv", "published": ".toml"}
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("what", ["pipe", "device", "too large", "folder"])
+def test_only_regular_files_of_a_limited_size_are_read(
+    tmp_path: Path, kind: str, what: str
+) -> None:
+    """Whatever reads them: no reader waits, and none reads without end."""
+    path = tmp_path / f"file{SUFFIXES[kind]}"
+    match what:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+        case _:
+            with path.open("wb") as file:
+                file.truncate(16_000_001)
+    words = {"too large": "larger than 16 MB", "folder": "folder|regular"}
+    with pytest.raises(CatalogError, match=words.get(what, "it is not a regular file")):
+        READERS[kind](path)
+
+
+def test_what_is_checked_is_what_was_opened(tmp_path: Path) -> None:
+    """A file that becomes a pipe again and again is read whole or refused, and never waited for."""
+    path, other = tmp_path / "a", tmp_path / "b"
+    stop = threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            other.write_bytes(b"whole")
+            other.replace(path)
+            os.mkfifo(other)
+            other.replace(path)
+
+    path.write_bytes(b"whole")
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        found = set()
+        for _ in range(500):
+            try:
+                found.add(read_bytes(path))
+            except OSError as error:
+                found.add(str(error.strerror).encode())
+    finally:
+        stop.set()
+        thread.join()
+    assert found <= {b"whole", b"it is not a regular file"}
+
+
+def test_a_file_that_grows_is_not_read_beyond_the_limit(tmp_path: Path) -> None:
+    """The limit is of what is read, not of what its size was; files of /proc say 0."""
+    (tmp_path / "a").write_bytes(b"x" * 11)
+    assert read_bytes(tmp_path / "a", 11) == b"x" * 11
+    with pytest.raises(OSError, match="larger than"):
+        read_bytes(tmp_path / "a", 10)
+    with pytest.raises(OSError, match="larger than"):
+        read_bytes(Path("/proc/self/environ"), 1)
+    with pytest.raises(OSError, match="not the name of a file"):
+        read_bytes(Path("a\0b"))
+
+
+def test_ends_of_lines_and_marks_of_editors_do_not_matter(tmp_path: Path) -> None:
+    """As Python reads texts."""
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
+    assert text_of(tmp_path / "a") == "a\nb\nc\n"
+
+
+@pytest.mark.parametrize("name", ["gpu", "failures"])
+@pytest.mark.parametrize(
+    "other",
+    ["/dev/zero", "/etc/passwd", "../secret.toml", "..", "below/../../secret.toml", "l.toml"],
+)
+def test_a_cluster_from_others_names_no_other_file_of_this_disk(
+    tmp_path: Path, name: str, other: str
+) -> None:
+    """Neither by its path, nor through a link."""
+    (tmp_path / "secret.toml").write_text(GPU)
+    inside = tmp_path / "cluster"
+    inside.mkdir()
+    (inside / "l.toml").symlink_to(tmp_path / "secret.toml")
+    lines = [line for line in EXAMPLE.splitlines() if not line.startswith(f"{name} =")]
+    (inside / "mine.toml").write_text("\n".join([f"{name} = {json.dumps(other)}", *lines]))
+    with pytest.raises(CatalogError, match="a file in the folder of this one"):
+        load_cluster(str(inside / "mine.toml"))
+
+
+@pytest.mark.parametrize("beside", ["own.toml", "./own.toml", "below/own.toml"])
+def test_a_cluster_names_files_beside_it_and_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str
+) -> None:
+    """From whatever folder it is read; on the command line any file may be named."""
+    path = tmp_path / "a" / beside
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(GPU)
+    (tmp_path / "a/mine.toml").write_text(EXAMPLE.replace('"a100-40"', json.dumps(beside)))
+    want = tomllib.loads(GPU)["name"]
+    assert load_cluster(str(tmp_path / "a/mine.toml")).value.gpu.name == want
+    monkeypatch.chdir(tmp_path / "a")
+    assert load_cluster("mine.toml").value.gpu.name == want
+    assert load_cluster("dgx-h100", {"gpu": str(path)}).value.gpu.name == want
+
+
+DEEP = {
+    "arrays": "a = " + "[" * 5000,
+    "tables": "a = " + "{a = " * 5000,
+    "names": "a" + ".a" * 300_000 + " = 1",
+    "a header": "[a" + ".a" * 300_000 + "]",
+    "quoted names": '"a".' * 100_000 + "a = 1",
+    "closed": "a = " + "[" * 40 + "]" * 40,
+}
+
+
+@pytest.mark.parametrize("what", DEEP)
+def test_toml_that_is_nested_deeply_is_refused_before_it_is_read(what: str) -> None:
+    """Reading such names would take hours."""
+    with pytest.raises(ValueError, match="more than 32 levels deep"):
+        documents.toml(DEEP[what])
+
+
+def test_texts_may_hold_any_number_of_brackets_and_dots() -> None:
+    """And comments; 32 levels are allowed."""
+    text = f"""\
+a = "{"[" * 99}" # {"[" * 99}
+b = '{"{." * 99}'
+c = \"\"\"{'[."' * 99}\\\"\"\"\"
+d = '''{"[.'" * 99}'''
+e = {"[" * 31}1.5, 2.5{"]" * 31}
+f{".g" * 31} = 1
+"""
+    assert documents.toml(text) == tomllib.loads(text)
+
+
+@given(st.recursive(st.text() | st.floats(allow_nan=False), st.lists, max_leaves=20))
+def test_json_is_read_as_written_but_for_control_characters(tree: object) -> None:
+    """Of any tree of a depth that is allowed."""
+
+    def shown(node: object) -> object:
+        return list(map(shown, node)) if isinstance(node, list) else visible_or_same(node)
+
+    def visible_or_same(node: object) -> object:
+        return visible(node) if isinstance(node, str) else node
+
+    assert documents.json_tree(json.dumps(tree)) == shown(tree)
+    assert documents.json_line(json.dumps(tree)) == shown(tree)
+
+
+@pytest.mark.parametrize("depth", [33, 500, 100_000])
+def test_json_that_is_nested_deeply_is_refused(depth: int) -> None:
+    """With brackets that close or do not."""
+    for text in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+        with pytest.raises(ValueError, match="more than 32 levels deep"):
+            documents.json_tree(text + " ")
+    assert documents.json_tree("[" * 32 + "]" * 32)
+
+
+def test_numbers_that_no_float_holds_are_refused() -> None:
+    """They would overflow somewhere behind."""
+    for text in ("9" * 301, "9" * 5000):
+        with pytest.raises(ValueError, match="digits"):
+            documents.json_tree(text)
+        with pytest.raises(ValueError, match="digits"):
+            documents.toml(f"a = {text}")
+
+
+@given(st.text())
+def test_a_line_of_error_is_one_short_line_of_visible_characters(text: str) -> None:
+    """Whatever is in it; both ends of a longer one are kept."""
+    for message in (text, text * 100, "begin " + text * 100 + " end"):
+        line = error_line(message)
+        assert line.startswith("error: ")
+        assert len(line) <= 400
+        assert len(line.splitlines()) == 1
+        assert visible(line) == line
+    assert error_line("begin " + "x" * 10_000 + " end").endswith(" end")
+    assert cut("abc", 3) == "abc"
+
+
+def test_an_escape_sequence_in_a_name_does_not_reach_the_terminal(
+    command: Command, tmp_path: Path
+) -> None:
+    """Of a cluster, in tables, lists, schedules and JSON; it is shown as text."""
+    path = tmp_path / "evil.toml"
+    evil = r"\u001b]0;pwned\u0007\u001b[2J\u202e"
+    lines = [line for line in EXAMPLE.splitlines() if not line.startswith(("name", "source"))]
+    path.write_text("\n".join([f'name = "{evil}"', f'source = "{evil}"', *lines]))
+    for words in (
+        ["run", "-c", str(path), *RUN],
+        ["run", "-c", str(path), *RUN, "--json"],
+        ["show", "-c", str(path), *RUN],
+        ["list", str(path)],
+    ):
+        ended = command(*words)
+        assert ended.code == 0
+        assert visible(ended.out) == ended.out
+        assert visible(ended.err) == ended.err
+    assert r"\x1b]0;pwned\x07" in command("run", "-c", str(path), *RUN).out
+    ended = command("run", "-c", "\x1b[2J", *RUN)
+    assert visible(ended.err) == ended.err
+    assert r"\x1b[2J" in ended.err
+
+
+def test_long_values_are_cut_in_errors(command: Command) -> None:
+    """Both ends of the line stay: what was wrong, and what is allowed."""
+    for words in (
+        ["--set", f"inter.bandwidth={'9' * 100_000}"],
+        ["--set", f"{'x' * 100_000}=1"],
+        ["--micro-batch", "x" * 100_000],
+    ):
+        ended = command("run", "-c", "dgx-h100", *RUN, *words)
+        assert ended.code == 2
+        assert len(ended.err.rstrip("\n")) <= 400
+        assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", ["5e-324", "1e-300", "1e-19"])
+def test_numbers_that_would_vanish_are_refused(command: Command, number: str) -> None:
+    """A network that attains nothing would never end a transfer."""
+    ended = command("run", "-c", "dgx-h100", *RUN, "--set", f"inter.efficiency={number}")
+    assert ended.code == 2
+    assert "at least 1e-18" in ended.err
+    ended = command("goodput", "-c", "dgx-h100", *RUN, "--set", "inter.latency=1e308 s")
+    assert ended.code == 2
+    assert "at most 1e+60" in ended.err
+
+
+def test_a_table_of_efficiencies_with_a_number_in_it_is_refused(tmp_path: Path) -> None:
+    """It names what must be a table."""
+    path = tmp_path / "mine.toml"
+    path.write_text(EXAMPLE.replace('"a100-40"', '"own.toml"'))
+    lines = [line for line in GPU.splitlines() if not line.startswith("efficiency")]
+    table = 'efficiency = [{flops = "1 GFLOP", value = 0.5}, 1.5]'
+    (tmp_path / "own.toml").write_text("\n".join([table, *lines]))
+    with pytest.raises(CatalogError, match=r"gpu\.efficiency\.1"):
+        load_cluster(str(path))
+
+
+def test_kinds_of_layers_may_be_anything_in_a_configuration(tmp_path: Path) -> None:
+    """A list in the place of a name is refused, as other names are."""
+    config = {
+        "model_type": "gemma2",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 9,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "layer_types": [["a"], {"b": 1}],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CatalogError, match=r"layer_types holds \['a'\]"):
+        load_model(str(tmp_path))
+
+
+def test_drafts_are_new_files_with_random_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What somebody put where a draft could be is neither opened nor followed; all is synced."""
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    names: list[str] = []
+    synced: list[int] = []
+    opened = os.open
+
+    def watched(path: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_CREAT:
+            names.append(Path(path).name)
+            assert flags & os.O_EXCL
+            assert flags & os.O_NOFOLLOW
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", watched)
+    monkeypatch.setattr(os, "fsync", synced.append)
+    (tmp_path / f".a.csv.{os.getpid()}").symlink_to(victim)  # the name of a draft, once
+    for _ in range(3):
+        write_atomically({tmp_path / "a.csv": b"new"})
+    assert len(set(names)) == 3
+    assert len(synced) == 6  # the file and its folder
+    assert victim.read_text() == "kept"
+    assert (tmp_path / "a.csv").read_bytes() == b"new"
+    monkeypatch.setattr("secrets.token_hex", lambda _: "same")
+    (tmp_path / ".draft-same").symlink_to(victim)
+    with pytest.raises(OptionError, match="exists"):
+        write_atomically({tmp_path / "a.csv": b"newer"})
+    assert victim.read_text() == "kept"
+    assert (tmp_path / ".draft-same").is_symlink()
+    assert (tmp_path / "a.csv").read_bytes() == b"new"
+
+
+def test_links_in_a_ring_are_an_error_of_one_line(tmp_path: Path) -> None:
+    """And so are names that no file can have."""
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for path in (tmp_path / "a", tmp_path / ("x" * 300), tmp_path / "a\0b"):
+        with pytest.raises(OptionError, match="cannot write"):
+            write_atomically({path: b""})
+
+
+@pytest.mark.slow
+def test_fuzzed_inputs_end_with_an_answer_or_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No traceback, no hang, nothing left behind: 210 inputs of all kinds, always the same."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from fuzz import drawn  # type: ignore[import-not-found]  # noqa: PLC0415 - a folder of scripts
+    from fuzz_trials import KINDS, trial  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    tried = {kind: [trial(one) for one in drawn(18, 30, (kind,))] for kind in KINDS}
+    assert [(kind, v) for kind, all_ in tried.items() for v in all_ if v.problem] == []
+    for verdicts in tried.values():  # some are refused, or the fuzz would try nothing
+        assert any(verdict.code == 2 for verdict in verdicts)
+    assert any(verdict.code == 0 for verdict in tried["run"])
+
+
+@pytest.mark.slow
+def test_the_fuzz_finds_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracebacks, hangs, long lines, several lines, control characters."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import fuzz_judge  # type: ignore[import-not-found]  # noqa: PLC0415 - a folder of scripts
+
+    def failing() -> None:
+        raise KeyError("x")
+
+    def hanging() -> None:
+        threading.Event().wait(5)
+
+    def said(text: str, code: int) -> Callable[[], None]:
+        def run() -> None:
+            print(text, file=sys.stderr)  # noqa: T201 - as a command does
+            sys.exit(code)
+
+        return run
+
+    monkeypatch.setattr(fuzz_judge, "LONGEST_S", 0.1)
+    for run, words in (
+        (failing, "KeyError"),
+        (hanging, "hang"),
+        (said("error: " + "x" * 400, 2), "characters"),
+        (said("error: a\nerror: b", 2), "2 lines"),
+        (said("nothing", 2), "0 lines"),
+        (said("error: \x1b[2J", 2), "control character"),
+        (said("", 1), "exit code 1"),
+    ):
+        assert words in fuzz_judge.judged(run).problem
+    assert not fuzz_judge.judged(said("error: x", 2)).problem
+
+
+def recorded(folder: Path) -> tuple[dict[str, object], list[str]]:
+    """A run as its files hold it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from fuzz_trials import _recorded  # noqa: PLC0415 - a folder of scripts
+    finally:
+        sys.path.pop(0)
+    folder.mkdir(exist_ok=True)
+    run, trace = _recorded()
+    (folder / "run.json").write_bytes(run)
+    (folder / "trace.jsonl").write_bytes(trace)
+    return json.loads(run), trace.decode().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("rounds", value) for value in ("1", None, 1.5, True, 0, 10**30, [], {})),
+        *(("clock_error", value) for value in ("x", None, -1, [], "nan")),
+        *(("figures", value) for value in (None, [], {"round_time_s": "1"}, {"round_time_s": 0})),
+        *(("environment", value) for value in (None, [], {"a": {}})),
+        *(("model", value) for value in (None, [], {"name": "x", "blocks": [], "tokens": 1})),
+        *(("cluster", value) for value in (None, [], {})),
+        *(("strategy", value) for value in (None, [], "", "x", "co2(tau=x)")),
+        *(("kernels", value) for value in (None, [])),
+        *(("micro_batch", value) for value in (None, [], "x", 0)),
+    ],
+)
+def test_a_value_of_a_wrong_type_in_a_run_is_one_line(
+    compare: Command, tmp_path: Path, name: str, value: object
+) -> None:
+    """It names the folder and the value."""
+    run, _ = recorded(tmp_path / "run")
+    (tmp_path / "run/run.json").write_text(json.dumps({**run, name: value}))
+    ended = compare("compare", str(tmp_path / "run"))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"rank": value} for value in (9, -1, "0", None, True, 1.0)),
+        *({"round": value} for value in (99, -1, "0", None)),
+        *({"op": value} for value in ("x", None, 3, [])),
+        *({"stream": value} for value in (None, {})),
+        *({"start": value} for value in ("0", None, float("nan"), float("inf"), 10**20)),
+        *({"end": value} for value in ([], -1e300)),
+        {"further": 1},
+    ],
+)
+def test_a_span_that_cannot_be_is_one_line(
+    compare: Command, tmp_path: Path, change: dict[str, object]
+) -> None:
+    """It says which line, or which op."""
+    _, lines = recorded(tmp_path / "run")
+    place = random.Random(1).randrange(1, len(lines))  # noqa: S311 - any line
+    lines[place] = json.dumps({**json.loads(lines[place]), **change})
+    (tmp_path / "run/trace.jsonl").write_text("\n".join(lines))
+    ended = compare("compare", str(tmp_path / "run"))
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("file", ["run.json", "trace.jsonl"])
+def test_a_run_that_is_nested_deeply_is_one_line(
+    compare: Command, tmp_path: Path, file: str
+) -> None:
+    """At any depth."""
+    recorded(tmp_path / "run")
+    for depth in (40, 100_000):
+        (tmp_path / "run" / file).write_text("[" * depth + "]" * depth)
+        ended = compare("compare", str(tmp_path / "run"))
+        assert (ended.code, ended.err.count("\n")) == (2, 1)
+        assert "32 levels deep" in ended.err
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "-c", "nope", *RUN[:4]],
+        ["run", "-c", "dgx-h100", *RUN[:4], "--out", "/proc/nowhere"],
+        ["train", "--task", "text", "--out", "/proc/nowhere"],
+    ],
+)
+def test_bad_input_of_ranks_is_one_line_and_code_2(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each of three ranks, started as a lab starts them, refuses it: it is told once."""
+    pytest.importorskip("torch")
+    assert run_local(["realrun", *words], 3) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert re.match(r"\[rank \d\] error: ", lines[0])
+
+
+@pytest.mark.dist
+def test_other_failures_of_ranks_are_told_as_before(capfd: pytest.CaptureFixture[str]) -> None:
+    """Different errors are all told; whoever ends with another code than 2 has failed."""
+    pytest.importorskip("torch")
+    script = "import os, sys; rank = os.environ['RANK']; sys.exit(f'error: {rank}')"
+    assert run_local([sys.executable, "-c", script], 2) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert {"[rank 0] error: 0", "[rank 1] error: 1"} >= {line for line in lines if "[" in line}
+    assert re.fullmatch(r"error: rank \d exited with code 1", lines[-1])
+    silent = "import sys; sys.exit(2)"
+    assert run_local([sys.executable, "-c", silent], 2) == 1
+    assert "exited with code 2" in capfd.readouterr().err
