@@ -27,9 +27,13 @@ def test_a_figure_is_rendered_in_every_kind(kind: str, start: bytes) -> None:
     assert drawn(kind).startswith(start)
 
 
-def test_the_same_figure_is_the_same_svg() -> None:
+@pytest.mark.parametrize(
+    ("kind", "date"), [("png", b"tIME"), ("svg", b"dc:date"), ("pdf", b"Date")]
+)
+def test_the_same_figure_is_the_same_file(kind: str, date: bytes) -> None:
     """No date, and no random names inside."""
-    assert drawn("svg") == drawn("svg")
+    assert drawn(kind) == drawn(kind)
+    assert date not in drawn(kind)
 
 
 def test_colours_differ_in_lightness_or_hue() -> None:

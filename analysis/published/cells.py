@@ -93,7 +93,8 @@ class Cell:
     Of several ratios the largest or the smallest counts (`pick`). `per_gpu` divides both terms of
     a ratio by their GPUs. `group` names the constants that it depends on, and is empty where none
     were fitted. `rounding` is the step of the printed number. `labels` tell cells of a group apart,
-    such as their micro-batch.
+    such as their micro-batch. `where` is the place in the source, such as a figure; it is empty for
+    rows of further tables.
     """
 
     source: str
@@ -107,6 +108,7 @@ class Cell:
     pick: Literal["max", "min"] = "max"
     per_gpu: bool = False
     rounding: float = 0.0
+    where: str = ""
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property

@@ -1,7 +1,6 @@
 """Published mean times to failure and shares of useful time, beside predictions."""
 
 import math
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -9,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 
 from analysis.published.papers import PAPERS
+from co2sim import documents
 from co2sim.catalog import load_cluster
 from co2sim.errors import CatalogError, UnitError
 from co2sim.failures import Failures
@@ -109,13 +109,13 @@ def read(folder: Path = PAPERS) -> list[GoodputCell]:
     """The cells of `goodput.toml`. Raises CatalogError, with one line."""
     path = folder / "goodput.toml"
     try:
-        sheet = TypeAdapter(_Sheet).validate_python(tomllib.loads(text_of(path)))
+        sheet = TypeAdapter(_Sheet).validate_python(documents.toml(text_of(path)))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise CatalogError(f"{path}: {error}") from error
     except ValidationError as error:
         raise CatalogError(f"{path}: {first_problem(error)}") from error
+    except ValueError as error:  # no TOML, or no text
+        raise CatalogError(f"{path}: {error}") from error
     return list(sheet.cell)
 
 

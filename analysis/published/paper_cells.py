@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from analysis.published import zeropp_cells
 from analysis.published.cells import Cell, RunSetup, Term, check_runs
 from analysis.published.papers import PAPERS, Paper, papers
 from analysis.published.parameters import GROUPS
@@ -23,32 +24,27 @@ from co2sim.published_cells import (
 )
 from co2sim.strategies import STRATEGIES, parse
 
-SIZES = (18, 49, 91, 138)
-"""Of the models of ZeRO++, in billions of parameters."""
-
 _ZEROPP = "zeropp"
 """The one source whose models and clusters ZeRO++'s kinds of cells name."""
-
-_LINK_GBITS = 100
-
-_SHAPE_KNOWN = 18
-"""The one model of ZeRO++ whose shape is published."""
-
-_RATIO_TOKENS = 2048
-"""Tokens per GPU of the figure that states ratios in words."""
-
-_RATIO_ROUNDING = 0.1
-"""What "similar throughput" leaves open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unpredicted:
-    """A published cell that is not predicted, and why, in a few words."""
+    """A published cell that no error is stated for, and why, in a few words.
+
+    `cell` is there where it can be simulated nonetheless, so that a figure can show it.
+    """
 
     source: str
     name: str
-    published: float
+    row: AnyCell
     reason: str
+    cell: Cell | None = None
+
+    @property
+    def published(self) -> float:
+        """Its value."""
+        return self.row.value
 
 
 def from_papers(folder: Path = PAPERS) -> list[Cell]:
@@ -71,12 +67,22 @@ def _read(folder: Path) -> Iterator[Cell | Unpredicted]:
             except Co2simError as error:
                 raise CatalogError(f"{path}, cell {number}: {error}") from error
             found = _runnable(found) if isinstance(found, Cell) else found
-            if isinstance(found, Cell):
-                yield found
+            cell = replace(found, where=row.where) if isinstance(found, Cell) else None
+            reason = _without_error(row) if cell else str(found)
+            if cell and not reason:
+                yield cell
             else:
                 parts = [row.quantity.replace("_", " ")]
                 parts += [getattr(row, name, None) or "" for name in ("part", "model", "strategy")]
-                yield Unpredicted(key, ", ".join(part for part in parts if part), row.value, found)
+                yield Unpredicted(key, ", ".join(part for part in parts if part), row, reason, cell)
+
+
+def _without_error(row: AnyCell) -> str:
+    """Why no error is stated for a cell that can be simulated; empty where one is."""
+    if not row.value:
+        return "an error relative to zero"
+    whole_figure = isinstance(row, SpeedupCell) and row.tokens_per_gpu is None
+    return "a ratio of cells marked fit" if whole_figure else ""
 
 
 def _runnable(cell: Cell) -> Cell | str:
@@ -101,15 +107,13 @@ def _converted(paper: Paper | None, row: AnyCell) -> Cell | str:
         case _ if paper.key != _ZEROPP:
             found = f"this quantity is predicted for {_ZEROPP} only"
         case TflopsCell():
-            size, links = _size(row.model), _links(row.cluster)
-            tokens = row.tokens_per_gpu
-            found = zeropp_cell(paper, size, tokens, links, row.strategy, row.value, row.use)
+            found = zeropp_cells.tflops_cell(paper, row)
         case SpeedupCell():
-            found = _speedup(paper, row)
+            found = zeropp_cells.speedup_cell(paper, row)
         case ThroughputRatioCell():
-            found = _throughput_ratio(paper, row)
+            found = zeropp_cells.throughput_ratio_cell(paper, row)
         case VolumeCell():
-            found = _volume(paper, row)
+            found = zeropp_cells.volume_cell(paper, row)
     return found
 
 
@@ -123,114 +127,6 @@ def _speed(paper: Paper, row: SpeedCell) -> Cell | str:
     else:
         cell = ratio_cell(paper, run, (row.from_gpus, row.to_gpus), row.value, row.use)
     return replace(cell, rounding=row.rounding)
-
-
-def _size(model: str) -> int:
-    """Billions of parameters of one of ZeRO++'s models, `gpt-18b` for 18."""
-    return _number(model, "gpt-", "b")
-
-
-def _links(cluster: str) -> int:
-    """InfiniBand links of one of ZeRO++'s clusters, `dgx2-ib8` for 8."""
-    return _number(cluster, "dgx2-ib", "")
-
-
-def _number(name: str, before: str, after: str) -> int:
-    text = name.removeprefix(before).removesuffix(after)
-    if not (text.isascii() and text.isdigit()):
-        raise CatalogError(
-            f"{name!r} is not a name of ZeRO++'s table: it must be {before}NUMBER{after}"
-        )
-    return int(text)
-
-
-def zeropp_term(paper: Paper, size: int, tokens: int, links: int, strategy: str) -> Term:
-    """Throughput of a model of `size` billion parameters at some micro-batch and links."""
-    length = paper.setting("seq_len")
-    micro_batch, left = divmod(tokens, length)
-    if left or micro_batch < 1:
-        raise OptionError(f"{tokens} tokens are not a multiple of sequences of {length}")
-    setup = RunSetup(
-        cluster=paper.setting("cluster"),
-        overrides=(("inter.bandwidth", f"{_LINK_GBITS * links} Gbit/s"),),
-        model=f"gpt-{size}b",
-        strategy=parse(paper.strategy(strategy)),
-        gpus=paper.setting("gpus"),
-        precision=paper.setting("precision"),
-        micro_batch=micro_batch,
-        **paper.training,
-    )
-    return Term(setup=setup, quantity="tflops_per_gpu")
-
-
-def zeropp_cell(
-    paper: Paper, size: int, tokens: int, links: int, strategy: str, value: float, use: Use
-) -> Cell:
-    """A bar of ZeRO++'s figures."""
-    return Cell(
-        source="zeropp",
-        name=f"{size}B, {tokens} tokens, {links} x 100 Gbit/s, {strategy}",
-        strategy=strategy,
-        group="v100-zeropp",
-        published=value,
-        use=use,
-        terms=(zeropp_term(paper, size, tokens, links, strategy),),
-        rounding=1.0,
-        labels={"size": f"{size}B", "tokens": str(tokens), "links": str(links)},
-    )
-
-
-def _speedup(paper: Paper, row: SpeedupCell) -> Cell | str:
-    if row.cluster is None:
-        return "network and micro-batch not stated"
-    if row.tokens_per_gpu is None:
-        return "a ratio of cells marked fit"
-    links, tokens = _links(row.cluster), row.tokens_per_gpu
-    pick = "max" if row.quantity == "max_speedup" else "min"
-    return Cell(
-        source="zeropp",
-        name=f"{pick} speed-up over sizes, {tokens} tokens, {links} x 100 Gbit/s",
-        strategy="zeropp / zero3",
-        group="v100-zeropp",
-        published=row.value,
-        use=row.use,
-        terms=tuple(zeropp_term(paper, size, tokens, links, row.strategy) for size in SIZES),
-        over=tuple(zeropp_term(paper, size, tokens, links, row.baseline) for size in SIZES),
-        pick="max" if pick == "max" else "min",
-        rounding=row.rounding,
-    )
-
-
-def _throughput_ratio(paper: Paper, row: ThroughputRatioCell) -> Cell:
-    """In words: as fast as the baseline on another cluster."""
-    size, tokens = _size(row.model), _RATIO_TOKENS
-    here, there = _links(row.cluster), _links(row.baseline_cluster)
-    return Cell(
-        source="zeropp",
-        name=f"{size}B, zeropp at {here} / zero3 at {there} x 100 Gbit/s, {tokens} tokens",
-        strategy="zeropp / zero3",
-        group="v100-zeropp",
-        published=row.value,
-        use=row.use,
-        terms=(zeropp_term(paper, size, tokens, here, row.strategy),),
-        over=(zeropp_term(paper, size, tokens, there, row.baseline),),
-        rounding=_RATIO_ROUNDING,
-    )
-
-
-def _volume(paper: Paper, row: VolumeCell) -> Cell | str:
-    if not row.value:
-        return "an error relative to zero"
-    term = zeropp_term(paper, _SHAPE_KNOWN, paper.setting("seq_len"), 1, row.strategy)
-    return Cell(
-        source="zeropp-volume",
-        name=f"{_SHAPE_KNOWN}B, {row.part.replace('_', ' ')}, {row.strategy}",
-        strategy=row.strategy,
-        group="zeropp-volume",
-        published=row.value,
-        use=row.use,
-        terms=(replace(term, quantity="inter_node_volume", part=row.part),),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ Everything that a source leaves open is stated in the `[simulation]` table of it
 """
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from co2sim import documents
 from co2sim.errors import CatalogError, OptionError
+from co2sim.files import text_of
 from co2sim.published_cells import with_options
 from co2sim.validation import first_problem
 from co2sim.workload import AttentionKernel, Checkpointing, Loss, Recompute
@@ -114,8 +115,10 @@ def papers(folder: Path = PAPERS) -> dict[str, Paper]:
     found = {}
     for path in sorted(folder.glob("*/paper.toml")):
         try:
-            about = tomllib.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            about = documents.toml(text_of(path))
+        except OSError as error:
+            raise CatalogError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
             raise CatalogError(f"cannot read {path}: {error}") from error
         if "simulation" in about:
             found[path.parent.name] = Paper(path.parent.name, about, _simulation(path, about))

@@ -1,0 +1,176 @@
+"""Charts of the page of `co2analysis validate`: published numbers beside their prediction."""
+
+import math
+from collections.abc import Sequence
+
+import altair as alt
+
+from analysis.published.errors import CellPrediction
+from analysis.published.kind_errors import KindCoverage
+from co2sim.console.figures import BLUE
+from co2sim.report.chart_style import HEIGHT, PALETTE, ROW, TEXT, Rows, Spec, cycled, data, spec
+from co2sim.units import figures, percent
+
+FITTED = {"fit": "fitted", "check": "not fitted"}
+"""What the use of a cell means, in words."""
+
+_SHAPES = {"not fitted": "circle", "fitted": "square"}
+_LABELS = alt.Axis(labelExpr="split(datum.label, ', ')", labelLimit=220)
+
+
+def errors(rows: Sequence[CellPrediction]) -> Spec:
+    """Signed errors of cells, a line for each source and use."""
+    found = sorted(map(_row, rows), key=lambda row: (row["source"], row["fitted"]))
+    ticks = (
+        alt.Chart(data(found))
+        .mark_tick(thickness=2, opacity=0.8, height=ROW - 8)
+        .encode(
+            x=alt.X(
+                "error:Q",
+                title="error of the prediction",
+                axis=alt.Axis(format="+.0%", tickCount=8, labelSeparation=6),
+                scale=alt.Scale(padding=12),
+            ),
+            y=alt.Y("group:N", sort=None, title=None, axis=_LABELS),
+            color=_colours(rows).legend(None),
+            tooltip=_TIPS,
+        )
+    )
+    zero = alt.Chart(data([{"error": 0}])).mark_rule(color=TEXT).encode(x="error:Q")
+    return spec(alt.layer(zero, ticks), (ROW + 8) * len({row["group"] for row in found}))
+
+
+def cells(rows: Sequence[CellPrediction], every: Sequence[CellPrediction]) -> Spec:
+    """Predicted over published values with the line where they are equal; bars are intervals.
+
+    Colours are those of the sources of `every` cell. Cells that were fitted to are hollow squares.
+    """
+    found = list(map(_row, rows))
+    values = [value for row in rows for value in (row.cell.published, row.predicted)]
+    ends = [min(values) / 1.2, max(values) * 1.2]
+    log = alt.Scale(type="log", domain=ends, nice=False, clamp=True)
+    axis = _axis(*ends)
+    x = alt.X("published:Q", scale=log, title="published", axis=axis)
+    y = alt.Y("predicted:Q", scale=log, title="predicted", axis=axis)
+    colour = _colours(every, rows)
+    line = [{"published": end, "predicted": end} for end in ends]
+    layers = [alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)]
+    known = [row for row in found if row["low"] is not None]
+    if known:
+        ends_of = {"y": alt.Y("low:Q", scale=log, title="predicted"), "y2": "high:Q"}
+        rule = alt.Chart(data(known)).mark_rule(opacity=0.25)
+        layers.append(rule.encode(x=x, **ends_of, color=colour))
+    names = [name for name in _SHAPES if any(row["fitted"] == name for row in found)]
+    scale = alt.Scale(domain=names, range=[_SHAPES[name] for name in names])
+    shape = alt.Shape("fitted:N", title=None, scale=scale)
+    layers += [
+        alt.Chart(data(here))
+        .mark_point(size=55, filled=name == "not fitted", opacity=0.9)
+        .encode(x=x, y=y, color=colour, shape=shape, tooltip=_TIPS)
+        for name in reversed(_SHAPES)
+        if (here := [row for row in found if row["fitted"] == name])
+    ]
+    return spec(alt.layer(*layers), HEIGHT)
+
+
+def kinds(found: Sequence[KindCoverage]) -> Spec | None:
+    """90 % intervals of published over predicted, a bar for each kind; None where none has one."""
+    rows: Rows = [
+        {
+            "kind": str(one.kind),
+            "short": f"{one.kind.gpu}, {one.kind.exchange}, {one.kind.extent}",
+            "low": math.expm1(one.ends[0]),
+            "high": math.expm1(one.ends[1]),
+            "runs": sum(one.runs.values()),
+        }
+        for one in found
+        if one.ends is not None
+    ]
+    if not rows:
+        return None
+    bars = (
+        alt.Chart(data(rows))
+        .mark_bar(color=BLUE, height=12)
+        .encode(
+            x=alt.X(
+                "low:Q",
+                title="published against predicted",
+                axis=alt.Axis(format="+.0%", tickCount=6, labelSeparation=6),
+                scale=alt.Scale(padding=12),
+            ),
+            x2="high:Q",
+            y=alt.Y("short:N", sort=None, title=None, axis=_LABELS),
+            tooltip=[
+                "kind:N",
+                alt.Tooltip("low:Q", format="+.1%"),
+                alt.Tooltip("high:Q", format="+.1%"),
+                "runs:Q",
+            ],
+        )
+    )
+    zero = alt.Chart(data([{"low": 0}])).mark_rule(color=TEXT).encode(x="low:Q")
+    return spec(alt.layer(bars, zero), 2 * ROW * len(rows))
+
+
+def _colours(
+    every: Sequence[CellPrediction], shown: Sequence[CellPrediction] | None = None
+) -> alt.Color:
+    """The same colour for a source in every chart; the legend names those that are shown."""
+    names = sorted({row.cell.source for row in every})
+    colours = dict(zip(names, cycled(PALETTE, len(names)), strict=True))
+    here = sorted({row.cell.source for row in (every if shown is None else shown)})
+    scale = alt.Scale(domain=here, range=[colours[name] for name in here])
+    return alt.Color("source:N", title=None, scale=scale)
+
+
+def _row(row: CellPrediction) -> dict[str, object]:
+    fitted = FITTED[row.cell.use]
+    return {
+        "cell": row.cell.name,
+        "source": row.cell.source,
+        "fitted": fitted,
+        "group": f"{row.cell.source}, {fitted}",
+        "published": row.cell.published,
+        "predicted": row.predicted,
+        "low": row.low if row.has_interval else None,
+        "high": row.high if row.has_interval else None,
+        "error": row.error,
+        "said": f"{figures(row.predicted)} for {figures(row.cell.published)}",
+        "off": percent(row.error, 1),
+        "interval": f"{figures(row.low)} to {figures(row.high)}" if row.has_interval else "none",
+    }
+
+
+_TIPS = [
+    alt.Tooltip("cell:N"),
+    alt.Tooltip("source:N"),
+    alt.Tooltip("fitted:N", title="use"),
+    alt.Tooltip("said:N", title="predicted for published"),
+    alt.Tooltip("off:N", title="error"),
+    alt.Tooltip("interval:N", title="90 % interval"),
+]
+
+
+def _axis(low: float, high: float) -> alt.Axis:
+    """Marks at equal distances where the ends are near to each other, else at powers of ten.
+
+    Where these are few, at 2 and 5 times them, too.
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if high / low < _NEAR:
+        steps = (part * 10.0**power for power in range(first - 2, last) for part in (1, 2, 5))
+        step = next(step for step in steps if high - low <= _MOST * step)
+        every = [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    else:
+        parts = (1, 2, 5) if last - first <= _FEW else (1,)
+        every = [part * 10.0**power for power in range(first, last + 1) for part in parts]
+    values = [float(f"{tick:.6g}") for tick in every if low <= tick <= high]
+    return alt.Axis(format="~s" if high >= _THOUSANDS else "~g", values=values)
+
+
+_THOUSANDS = 1000
+_NEAR = 5
+_MOST = 6
+"""Steps between marks."""
+_FEW = 3
+"""Powers of ten."""

@@ -1,0 +1,44 @@
+"""Every figure of a set of predictions, as `co2analysis validate` writes them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from analysis.published.csv_rows import IterationRow
+from analysis.published.errors import CellPrediction
+from analysis.published.figures.co2 import scalability
+from analysis.published.figures.fsdp import fsdp_errors, fsdp_scaling
+from analysis.published.figures.iteration_times import iteration_errors
+from analysis.published.figures.paper_figures import paper_figures
+from analysis.published.figures.style import in_style
+from analysis.published.figures.zeropp import throughput
+from analysis.published.fsdp_rows import FsdpRow
+
+_KIND = "png"
+
+_BY_SOURCE: tuple[tuple[str, str, Callable[[Sequence[CellPrediction]], Figure]], ...] = (
+    (IterationRow.source, "a100-iteration-errors", iteration_errors),
+    (FsdpRow.source, "fsdp-errors", fsdp_errors),
+    (FsdpRow.source, "fsdp-scaling", fsdp_scaling),
+)
+"""Source, name and function of the figures that mirror none of the source."""
+
+_FURTHER = (("co2", "co2-cells", scalability), ("zeropp", "zeropp-cells", throughput))
+"""The same of further cells, which are of no figure."""
+
+
+def draw(rows: Sequence[CellPrediction], folder: Path) -> dict[str, bytes]:
+    """The figures that the rows have data for, by the names of their files."""
+    found: dict[str, bytes] = {}
+    if any(row.cell.where for row in rows):
+        figures, _ = paper_figures(folder, known={row.cell: row for row in rows})
+        for figure in figures:
+            found |= figure.files([_KIND])
+    further = [row for row in rows if not row.cell.where]
+    for source, name, make in (*_BY_SOURCE, *_FURTHER):
+        mine = [row for row in further if row.cell.source == source]
+        if mine:
+            found[f"{name}.{_KIND}"] = in_style(partial(make, mine), [_KIND])[_KIND]
+    return found

@@ -1,0 +1,175 @@
+"""The figures of papers from the cells of `papers/`: what each shows, and what none can show."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from analysis.published.cells import Cell
+from analysis.published.errors import CellPrediction, validate
+from analysis.published.figures.mirrors import MIRRORS, Mirror, mirror_of
+from analysis.published.figures.quality import quality
+from analysis.published.figures.style import in_style
+from analysis.published.paper_cells import from_papers, unpredicted
+from co2sim.errors import OptionError, nearest
+from co2sim.progress import Done
+from co2sim.published_cells import QualityCell, Use
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorsShown:
+    """Signed, relative errors of the values of a figure; None where there is no such value."""
+
+    values: int
+    median: float | None
+    largest: float | None
+
+    @classmethod
+    def of(cls, rows: Sequence[CellPrediction]) -> "ErrorsShown":
+        """Of these rows. A published zero has no relative error."""
+        errors = [row.error for row in rows if row.cell.published]
+        if not errors:
+            return cls(len(rows), None, None)
+        return cls(len(rows), median(errors), max(errors, key=abs))
+
+
+@dataclass(frozen=True, slots=True)
+class PaperFigure:
+    """One figure: published values with ours (`rows`), or published ones only (`alone`)."""
+
+    mirror: Mirror
+    rows: tuple[CellPrediction, ...]
+    alone: tuple[QualityCell, ...] = ()
+
+    @property
+    def published(self) -> int:
+        """How many published values it shows."""
+        return len(self.rows) + len(self.alone)
+
+    def errors(self, use: Use) -> ErrorsShown:
+        """Of what was predicted, or of what was fitted on."""
+        return ErrorsShown.of([row for row in self.rows if row.cell.use == use])
+
+    def make(self) -> Figure:
+        """The figure, in the style that is set."""
+        figure = self.mirror.draw(self.rows) if self.mirror.draw else quality(self.alone)
+        figure.suptitle(self.mirror.title)
+        return figure
+
+    def files(self, kinds: Sequence[str]) -> dict[str, bytes]:
+        """Contents by the names of the files."""
+        made = in_style(self.make, kinds)
+        return {f"{self.mirror.name}.{kind}": content for kind, content in made.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: errors of predictions and of fitted values apart, and every cell."""
+        found: dict[str, Any] = {"name": self.mirror.name, "mirrors": self.mirror.place}
+        found |= {"published": self.published, "published_only": len(self.alone)}
+        for name, use in _USES.items():
+            errors = self.errors(use)
+            found[name] = errors.values
+            found |= {f"{name}_error_median": errors.median}
+            found |= {f"{name}_error_largest": errors.largest}
+        found["cells"] = [*map(_row, self.rows), *map(_alone, self.alone)]
+        return found
+
+
+_USES: dict[str, Use] = {"predicted": "check", "fitted": "fit"}
+
+
+def _row(row: CellPrediction) -> dict[str, Any]:
+    cell = row.cell
+    return {
+        "cell": cell.name,
+        "where": cell.where,
+        "published": cell.published,
+        "ours": row.predicted,
+        "is": "fitted" if cell.use == "fit" else "predicted",
+        "low": row.low if row.has_interval else None,
+        "high": row.high if row.has_interval else None,
+        "error": row.error if cell.published else None,
+    }
+
+
+def _alone(cell: QualityCell) -> dict[str, Any]:
+    name = f"{cell.quantity.replace('_', ' ')}, {cell.model}, {cell.strategy}"
+    alone = {"cell": name, "where": cell.where, "published": cell.value, "ours": None}
+    return {**alone, "is": "not predicted"}
+
+
+@dataclass(frozen=True, slots=True)
+class NotDrawn:
+    """A published cell that is in no figure, and why."""
+
+    where: str
+    name: str
+    published: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a figure is to show, before it is predicted."""
+
+    cells: list[Cell]
+    alone: list[QualityCell]
+
+
+def paper_figures(
+    folder: Path,
+    only: Sequence[str] = (),
+    known: Mapping[Cell, CellPrediction] | None = None,
+    done: Done = lambda _done, _total: None,
+) -> tuple[list[PaperFigure], list[NotDrawn]]:
+    """All figures that the folder has cells for, or those of some names; and what is in none.
+
+    `known` are predictions that need not be made again. `done` is told how many are made.
+
+    Raises OptionError for an unknown name, and where there is nothing to draw.
+    """
+    contents, left_out = _contents(folder)
+    chosen = [one for one in MIRRORS if one in contents and (not only or one.name in only)]
+    for name in only:
+        if name not in {one.name for one in contents}:
+            names = [one.name for one in contents]
+            raise OptionError(f"--only {name}: there is no such figure; {nearest(name, names)}")
+    if not chosen:
+        raise OptionError(f"{folder} holds no published cell of a figure that is drawn")
+    cells = [cell for one in chosen for cell in contents[one].cells]
+    rows: dict[Cell, CellPrediction] = dict(known or {})
+    for number, cell in enumerate(cells, start=1):
+        if cell not in rows:
+            rows[cell] = validate([cell])[0]
+        done(number, len(cells))
+    figures = [
+        PaperFigure(
+            one, tuple(rows[cell] for cell in contents[one].cells), tuple(contents[one].alone)
+        )
+        for one in chosen
+    ]
+    return figures, [] if only else left_out
+
+
+def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[NotDrawn]]:
+    """Of each figure, in the order of the file, and the cells of none."""
+    found: dict[Mirror, _Contents] = {}
+    left_out = []
+    nothing = "no figure is drawn of this place"
+    rest = unpredicted(folder)
+    for cell in (*from_papers(folder), *(one.cell for one in rest if one.cell)):
+        mirror = mirror_of(cell.where, cell.terms[0].quantity)
+        if mirror:
+            found.setdefault(mirror, _Contents([], [])).cells.append(cell)
+        else:
+            left_out.append(NotDrawn(cell.where, cell.name, cell.published, nothing))
+    for one in rest:
+        row = one.row
+        mirror = mirror_of(row.where, "quality") if isinstance(row, QualityCell) else None
+        if mirror and isinstance(row, QualityCell):
+            found.setdefault(mirror, _Contents([], [])).alone.append(row)
+        elif not one.cell:
+            left_out.append(NotDrawn(row.where, one.name, one.published, one.reason))
+    return found, left_out
