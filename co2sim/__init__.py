@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from co2sim.experiments import scale, sweep
     from co2sim.failures import Failures
     from co2sim.noise import Noise
+    from co2sim.notebook import plot
     from co2sim.result import Result
     from co2sim.schedule import Layout, Schedule
     from co2sim.step_factors import Goal, ToLoss, to_loss
@@ -51,6 +52,7 @@ _EXPORTS = {
     ),
     "experiments": ("scale", "sweep"),
     "noise": ("Noise",),
+    "notebook": ("plot",),
     "result": ("Result",),
     "schedule": ("Layout", "Schedule"),
     "step_factors": ("Goal", "ToLoss", "to_loss"),
@@ -103,6 +105,7 @@ __all__ = [
     "Zero2",
     "Zero3",
     "ZeroPP",
+    "plot",
     "run",
     "scale",
     "simulate",

@@ -46,9 +46,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_all(
-    cases: Sequence[Case], jobs: Count = 1, *, progress: bool | None = None
+    cases: Sequence[Case],
+    jobs: Count = 1,
+    *,
+    progress: bool | None = None,
+    what: str = "simulating cases",
 ) -> list[Outcome]:
-    """A result, or a failure, for every case, in order; `progress` as in `simulate`.
+    """A result, or a failure, for every case, in order; `progress` as in `simulate`, with `what`.
 
     `jobs` is how many processes run them, -1 for one per core; never more than there are cases, or
     two per core. A process that is killed costs its case and no other; a case without room beside
@@ -57,7 +61,7 @@ def run_all(
     """
     found: dict[int, Outcome] = {}
     try:
-        with progress_bar("simulating cases", shown=progress) as done:
+        with progress_bar(what, shown=progress) as done:
             for place, outcome in _outcomes(cases, processes(jobs, len(cases))):
                 found[place] = outcome
                 if done:

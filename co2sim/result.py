@@ -2,19 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from co2sim.catalog import Fact
-from co2sim.units import Bytes, Seconds, duration, scaled
+from co2sim.notebook import card, charts
+from co2sim.units import Bytes, Seconds, counted, duration, scaled
 
-_HTML = """\
-<table>
-  <caption>{{ strategy }}; {{ gpus }} GPUs; {{ cluster }}; {{ model }}</caption>
-  {% for name, value in rows %}
-  <tr><th style="text-align: left">{{ name }}</th><td>{{ value }}</td></tr>
-  {% endfor %}
-</table>
-"""
+if TYPE_CHECKING:
+    import altair as alt
+
+_NAMED = 8
+"""Assumed inputs that are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -85,19 +83,47 @@ class Result:
         return f"<Result: {where}; {figures}>"
 
     def _repr_html_(self) -> str:
-        """The key figures as a small table, for notebooks."""
-        import jinja2  # noqa: PLC0415 - 30 ms that only a notebook needs
+        """For notebooks: the answer with its interval, the key figures, warnings and notes."""
+        rows = [("step", duration(self.step_time_s))]
+        if self.steps_per_round > 1:
+            rows += [(f"round of {self.steps_per_round} steps", duration(self.round_time_s))]
+        rows += [(f"{self.unit}s/s of a GPU", f"{self.tokens_per_s_per_gpu:,.0f}")]
+        rows += list(self._key_figures().items())[2:]
+        return card(self._answer(), rows, remarks=self._remarks())
 
-        page = jinja2.Environment(
-            autoescape=True, trim_blocks=True, lstrip_blocks=True
-        ).from_string(_HTML)
-        return page.render(
-            strategy=self.strategy,
-            gpus=self.gpus,
-            cluster=self.cluster,
-            model=self.model,
-            rows=self._key_figures().items(),
-        )
+    def _answer(self) -> str:
+        low, high = self.tokens_per_s_low, self.tokens_per_s_high
+        where = f"{self.strategy} on {counted(self.gpus, 'GPU')} of {self.cluster}"
+        speed = f"at {self.tokens_per_s:,.0f} {self.unit}s/s"
+        if low is not None and high is not None:
+            speed += f" (90 %: {low:,.0f} to {high:,.0f})"
+        if self.fits_in_memory:
+            return f"{where} trains {self.model} {speed}."
+        return f"{self.model} DOES NOT FIT in memory with {where}. If it did: {speed}."
+
+    def _remarks(self) -> list[str]:
+        """What a reader of the figures has to know."""
+        found = [f"Warning: {text}" for text in self.warnings]
+        if not self.steady:
+            found.append(f"Not a steady state: {counted(self.rounds_simulated, 'round')} were run.")
+        if self.interval_source:
+            found.append(f"90 % interval: {self.interval_source}")
+        found.extend(f"Note: {text}" for text in self.notes)
+        if self.assumed:
+            paths = list(dict.fromkeys(fact.path for fact in self.assumed))
+            rest = len(paths) - _NAMED
+            more = f" and {rest} more" if rest > 0 else ""
+            found.append(f"Assumed, without a source: {', '.join(paths[:_NAMED])}{more}")
+        return found
+
+    def plot(self) -> "alt.VConcatChart":
+        """What a round is spent on, and the memory of a GPU by item, as an Altair chart.
+
+        A notebook shows it; `chart.save("chart.svg")` keeps it. Raises OptionError without the
+        extra `report`.
+        """
+        drawn: alt.VConcatChart = charts().of_result(self)
+        return drawn
 
     def _key_figures(self) -> dict[str, str]:
         memory = scaled(self.memory_bytes_per_gpu["total"], "B")

@@ -214,7 +214,7 @@ def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | 
 
 
 def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace]:
-    """The simulated trace, warm-up included."""
+    """The schedule of a case and its simulated trace, warm-up included."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         case, _ = _settle(case, done)
         prepared = case.prepare()

@@ -4,6 +4,7 @@ import argparse
 import ast
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -23,11 +24,19 @@ from realrun.train.shapes import GPTS
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = {
+    "checkpoints.py": [pytest.mark.dist],
     "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
     "elastic.py": [pytest.mark.lab],
+    "explore.py": [
+        pytest.mark.skipif(
+            not (shutil.which("chromium-headless-shell") or shutil.which("chromium")),
+            reason="no Chromium: apt-get install chromium-headless-shell",
+        )
+    ],
     "failures.py": [pytest.mark.dist],
     "fidelity.py": [pytest.mark.lab],
+    "fuzz.py": [],
     "long_study.py": [pytest.mark.dist],
     "overhead.py": [],
     "peers.py": [pytest.mark.lab],

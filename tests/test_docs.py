@@ -54,11 +54,20 @@ def test_every_command_is_executed_by_one_of_the_tests() -> None:
 
 
 @pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=[f"{p.stem}-{n}" for p, n in EXAMPLES])
-def test_python_examples_run(page: Path, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_examples_run(
+    page: Path,
+    number: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     """Every Python block of a page runs by itself, and prints something."""
     text = blocks(page)[number].text
     if "realrun" in text:
         pytest.importorskip("torch")
+    if ".plot(" in text:
+        pytest.importorskip("altair")
+        monkeypatch.chdir(tmp_path)
     exec(text, {})  # noqa: S102 - our own pages
     assert capsys.readouterr().out
 

@@ -6,6 +6,7 @@ import html
 import io
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from co2sim import simulate
 from co2sim.case import Case
 from co2sim.cli import main
 from co2sim.grid import over_sizes
-from co2sim.report import bar_charts, bundle, page, rounds
+from co2sim.report import bar_charts, bundle, page, rounds, sections, study_page
 from co2sim.report.study import Study
-from co2sim.step_factors import NO_GOAL
+from co2sim.step_factors import NO_GOAL, remark
 from co2sim.study import run
 
 PRICED = {"price_per_gpu": "2 USD/h"}
@@ -47,10 +48,15 @@ def study_of(
     )
 
 
+def rendered(study: Study) -> bytes:
+    """The page of a study."""
+    return page.render(study_page.page(study))
+
+
 @pytest.fixture(scope="module")
 def text() -> str:
     """A page about training 1e9 tokens."""
-    return page.render(study_of(tokens=1e9, overrides=PRICED)).decode()
+    return rendered(study_of(tokens=1e9, overrides=PRICED)).decode()
 
 
 def held(text: str, name: str) -> Any:
@@ -84,7 +90,7 @@ def test_the_data_inside_is_what_the_simulator_says(text: str) -> None:
         found = simulate("a100-tcp80", "gpt2-small", row["strategy"], gpus=row["gpus"])
         assert row["tokens_per_s"] == pytest.approx(found.tokens_per_s)
         assert line["tokens_per_s"] == pytest.approx(found.tokens_per_s)
-    spec = held(text, "specs")["speed0"]
+    spec = held(text, "specs")["speed-0"]
     drawn = {(point["gpus"], point["value"]) for point in drawn_points(spec)}
     assert drawn == {(row["gpus"], row["tokens_per_s"]) for row in rows}
 
@@ -121,7 +127,7 @@ def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
         r"^name = .*$", f'name = "{evil} {"ü" * 200}"', source, count=1, flags=re.MULTILINE
     )
     path.write_text(named, "utf-8")
-    made = page.render(study_of([str(path)])).decode()
+    made = rendered(study_of([str(path)])).decode()
     assert evil not in made
     assert html.escape(evil) in made
     assert "ü" * 200 in made
@@ -163,12 +169,93 @@ def test_shares_of_a_round_sum_to_one() -> None:
 def test_without_tokens_the_answer_is_the_fastest_of_each_cluster() -> None:
     """With the most GPUs, of those that fit in memory."""
     study = study_of(["a100-tcp80", "a100-roce800"])
-    first, second = study.answer()
+    *_, first, second = study.answer()
     for words, cluster in ((first, "a100-tcp80"), (second, "a100-roce800")):
         group = study.largest[cluster]
         best = max(group, key=lambda one: one.result.tokens_per_s)
         assert f"of {cluster}, {best.strategy} is the fastest at" in words
         assert f"{best.result.tokens_per_s:,.0f} tokens/s" in words
+
+
+def test_of_two_clusters_the_answer_says_how_much_more_one_may_cost() -> None:
+    """As much as it is faster, from its worst against the other's best to the contrary."""
+    study = study_of(["a100-tcp80", "a100-roce800"])
+    slow, fast = (
+        max(study.largest[name], key=lambda one: one.result.tokens_per_s)
+        for name in ("a100-tcp80", "a100-roce800")
+    )
+    ratio = fast.result.tokens_per_s / slow.result.tokens_per_s
+    assert ratio > 2
+    ends = [
+        getattr(fast.result, f"tokens_per_s_{one}") / getattr(slow.result, f"tokens_per_s_{other}")
+        for one, other in (("low", "high"), ("high", "low"))
+    ]
+    told = study.answer()
+    assert told[0] == (
+        f"a100-roce800 trains {ratio:.1f} times as fast as a100-tcp80 on 16 GPUs (90 %:"
+        f" {ends[0]:.2g} to {ends[1]:.2g} times): it is worth up to {ratio:.1f} times the price an"
+        " hour."
+    )
+    assert f"{fast.strategy} on a100-roce800, {slow.strategy} on a100-tcp80" in told[1]
+    pairs = zip(study.largest["a100-roce800"], study.largest["a100-tcp80"], strict=True)
+    gained = [(a.result.tokens_per_s / b.result.tokens_per_s, a.strategy) for a, b in pairs]
+    most, strategy = max(gained)
+    assert told[2].startswith(f"With {strategy}, a100-roce800 is {most:.1f} times as fast")
+    assert ends[0] < 1
+    assert "undecided" in told[3]
+    assert f"a100-tcp80 is {slow.result.cluster}." in told[4]
+
+
+def test_without_prices_days_are_drawn_over_gpus() -> None:
+    """Those of the totals, with their intervals; with prices money is drawn over days instead."""
+    study = study_of(tokens=1e9)
+    figure, *others = sections.money(study.all, STRATEGIES).figures
+    assert others == []
+    assert figure.chart
+    points = drawn_points(dict(figure.chart))
+    expected = {(o.strategy, o.result.gpus, o.totals.days) for o in study.all if o.totals}
+    assert {(row["strategy"], row["gpus"], row["value"]) for row in points} == expected
+
+
+def test_with_tokens_clusters_are_compared_by_days() -> None:
+    """What a step is worth counts, so that the fastest strategy may be another one."""
+    study = study_of(["a100-tcp80", "a100-roce800"], tokens=1e9)
+    least = {}
+    for name, group in study.largest.items():
+        least[name] = min(one.totals.days for one in group if one.totals)
+    ratio = least["a100-tcp80"] / least["a100-roce800"]
+    assert f"a100-roce800 trains {ratio:.1f} times as fast as a100-tcp80" in study.answer()[0]
+    worth = remark([one.result.strategy for one in study.all])
+    assert "co2" in worth
+    assert f"Counted in days and money: {worth}." in study.doubts()
+    assert any(f"Speed is not progress: {worth}" in text for text in study_of().doubts())
+
+
+def test_what_is_undecided_is_judged_by_progress_and_of_what_fits() -> None:
+    """Pairs of neighbours in days, whose intervals of days overlap."""
+    study = study_of(tokens=1e9)
+    (group,) = study.largest.values()
+    ranked = sorted((one for one in group if one.totals), key=lambda one: one.totals.days)  # type: ignore[union-attr]
+    pairs = [
+        f"{one.strategy} and {other.strategy}"
+        for one, other in pairwise(ranked)
+        if one.totals.days_high >= other.totals.days_low  # type: ignore[operator, union-attr]
+    ]
+    assert pairs
+    assert any("; ".join(pairs) in text for text in study.doubts())
+
+
+def test_equal_clusters_are_called_equal() -> None:
+    """A number that does nothing here makes no difference worth a word."""
+    study = study_of()
+    twice = replace(
+        study,
+        cases=[*study.cases, *study.cases],
+        results=[*study.results, *study.results],
+        panels=[name for name in ("one", "other") for _ in study.cases],
+    )
+    told = twice.answer()
+    assert told[0].startswith("one and other are equally fast on 16 GPUs (90 %: ")
 
 
 @pytest.fixture
@@ -191,7 +278,7 @@ def test_what_varies_has_panels_of_its_own(co2sim: Command, tmp_path: Path) -> N
         )
         words = f"On 16 GPUs of a100-tcp80, inter.bandwidth={speed}, ddp runs at"
         assert f"{words} {found.tokens_per_s:,.0f} tokens/s" in html.unescape(text)
-        points = drawn_points(held(text, "specs")[f"speed{place}"])
+        points = drawn_points(held(text, "specs")[f"speed-{place}"])
         assert {point["value"] for point in points} == {found.tokens_per_s}
     wrong = co2sim(*given, "--vary", "strategy.tau=1,2", "-o", str(out))
     assert (wrong.code, wrong.err.count("\n")) == (2, 1)

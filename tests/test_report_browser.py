@@ -14,9 +14,7 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import Browser, Page, sync_playwright
-from test_report import PRICED, study_of
-
-from co2sim.report import page as pages
+from test_report import PRICED, rendered, study_of
 
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 AXE = os.environ.get("AXE", "")
@@ -42,7 +40,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page about training 1e9 tokens on two clusters."""
     path = tmp_path_factory.mktemp("report") / "report.html"
     study = study_of(["a100-tcp80", "a100-roce800"], tokens=1e9, overrides=PRICED)
-    path.write_bytes(pages.render(study))
+    path.write_bytes(rendered(study))
     return path
 
 
@@ -121,7 +119,7 @@ def test_names_run_no_script(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "evil.toml"
     path.write_text(source.replace("name = ", 'name = "<script>alert(1)</script>" # ', 1), "utf-8")
     out = tmp_path / "r.html"
-    out.write_bytes(pages.render(study_of([str(path)])))
+    out.write_bytes(rendered(study_of([str(path)])))
     opened = Opened(browser, out)
     assert opened.said == []
     assert opened.page.get_by_text("<script>alert(1)</script>").count()

@@ -26,6 +26,7 @@ COMMAND_LINES = {
     "analysis/cli/measured.py": "lab",
     "co2sim/study.py": "simulate",
     "co2sim/cli/deciding.py": "plan",
+    "co2sim/cli/exploring.py": "explore",
 }
 """Functions that may be longer: an argument for every option, with its help."""
 

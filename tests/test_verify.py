@@ -1,5 +1,6 @@
 """`co2analysis verify`: it holds, it can fail, it goes on where it was, and its report is whole."""
 
+import base64
 import json
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.grid import GridCell
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.setting import Setting
+from co2sim.report import markdown
 
 pytestmark = pytest.mark.slow  # the quick protocol takes 20 s
 
@@ -30,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a quick protocol that was run as a user runs it."""
     place = tmp_path_factory.mktemp("verify")
     command = [sys.executable, "-m", "analysis", "verify", "--quick", "--out", str(place)]
+    command += ["--report", str(place / "elsewhere" / "v.html")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "FAILS" not in done.stdout
@@ -93,16 +97,64 @@ def test_cells_come_back_as_they_were(folder: Path, findings: Findings) -> None:
 
 
 def test_report_has_its_figures(folder: Path) -> None:
-    """Markdown refers to pictures that are there; HTML holds them with their captions."""
+    """Markdown refers to pictures that are there; HTML holds them, captioned and in words."""
     page = (folder / "report.md").read_text()
     whole = (folder / "report.html").read_text()
     for name in ("bound.png", "rates.png", "rescue.png", "oracle.png"):
         assert f"]({name})" in page
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
-    assert whole.count('src="data:image/png;base64,') == 4
-    assert "<br>\nScores of simulated means, and edges of stability</p>" in whole
+        content = (folder / name).read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert f'src="data:image/png;base64,{base64.b64encode(content).decode()}"' in whole
+    assert whole.count("<img ") == 4
+    assert all(len(text) > 60 for text in re.findall(r'<img alt="([^"]*)"', whole))
+    assert "<p>Scores of simulated means, and edges of stability</p></figcaption>" in whole
     assert "Everything holds." in page
     assert "Everything holds." in whole
+
+
+def test_the_page_leads_with_the_answer_and_holds_the_numbers(
+    folder: Path, findings: Findings
+) -> None:
+    """One heading, the findings in it; sections below; the file of numbers; no script at all."""
+    whole = (folder / "report.html").read_text()
+    (heading,) = re.findall(r"<h1>(.*?)</h1>", whole)
+    grid = findings.grid
+    assert f"All {len(findings.checks)} checks" in heading
+    assert f"{grid.violations} violations on {grid.configurations:,} distinct" in heading
+    assert f"is {grid.worst[0].ratio:.2f} of its bound" in heading
+    levels = [int(level) for level in re.findall(r"<h([1-6])", whole)]
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert "script-src &#39;none&#39;" in whole
+    assert "<script" not in whole
+    (numbers,) = re.findall(r'download="results.json" href="data:[^;]+;base64,([^"]+)"', whole)
+    assert base64.b64decode(numbers) == (folder / "results.json").read_bytes()
+    assert (folder / "elsewhere" / "v.html").read_text() == whole
+
+
+def test_the_page_is_good_in_a_browser(folder: Path) -> None:
+    """No error, no request, no script; readable at 360 px, in light and dark; axe has nothing."""
+    pytest.importorskip("playwright", reason="playwright is not installed")
+    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - may be missing
+    from test_report_browser import AXE, CHROMIUM, Opened  # noqa: PLC0415 - as above
+
+    if not CHROMIUM:
+        pytest.skip("no Chromium: apt-get install chromium-headless-shell")
+    path = folder / "report.html"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            size = {"width": 360, "height": 740}
+            opened = Opened(browser, path, color_scheme=scheme, viewport=size, bypass_csp=bool(AXE))
+            assert opened.said == []
+            assert [url for url in opened.asked if not url.startswith("data:")] == [path.as_uri()]
+            assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+            assert opened.page.pdf().startswith(b"%PDF")
+            if AXE:
+                opened.page.add_script_tag(path=AXE)
+                found = opened.page.evaluate("axe.run()")["violations"]
+                bad = [one["id"] for one in found if one["impact"] in {"serious", "critical"}]
+                assert bad == []
+        browser.close()
 
 
 def test_report_shows_what_was_measured(folder: Path, findings: Findings) -> None:
@@ -120,15 +172,13 @@ def test_report_shows_what_was_measured(folder: Path, findings: Findings) -> Non
     assert (folder / "report.html").read_text().count("<table>") == len(tables)
 
 
-def test_tables_cannot_be_broken_and_nothing_is_markup() -> None:
-    """A bar stays in its cell, and HTML in a page is shown as text."""
+def test_tables_cannot_be_broken() -> None:
+    """A bar stays in its cell."""
     table = f"{report.columns('|a|', ['b'])}\n{report.row('x<y', ['c|d'])}\n"
     assert table == "| \\|a\\| | b |\n| --- | --- |\n| x<y | c\\|d |\n"
-    page = report.render_html("A & <b>", f"# A & B\n\n<script>\n\n{table}", {})
-    assert "<title>A &amp; &lt;b&gt;</title>" in page
-    assert "<h1>A &amp; B</h1>" in page
-    assert "<script>" not in page
+    page = markdown.to_html(table)
     assert "<th>|a|</th>" in page
+    assert "<td>x&lt;y</td>" in page
     assert "<td>c|d</td>" in page
 
 
@@ -208,6 +258,9 @@ def test_failure_ends_with_exit_code_1(
     results = json.loads(capsys.readouterr().out, parse_constant=refuse_constant)
     assert not results["passed"]
     assert results["grid"]["violations"] > 0
+    whole = (tmp_path / "report.html").read_text()
+    assert re.search(r"<h1>\d+ of the \d+ checks of CO2&#39;s convergence bound fail: ", whole)
+    assert '<p class="doubt">FAILS: no violation of the bound' in whole
     page = (tmp_path / "report.md").read_text()
     assert "### Violations" in page
     assert "NOT everything holds" in page

@@ -4,6 +4,7 @@ import typer
 
 from analysis.cli import convergence, measured, published
 from analysis.cli.bound import bound
+from analysis.cli.figures import figures
 from analysis.cli.goodput import goodput
 
 app = typer.Typer(
@@ -12,7 +13,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=(
         "Check what co2sim predicts: beside measured runs (compare, lab), beside published results"
-        " (validate, calibrate, goodput), and by theory (bound, tau, trends, verify)."
+        " (validate, figures, calibrate, goodput), and by theory (bound, tau, trends, verify)."
     ),
 )
 
@@ -28,6 +29,7 @@ app.command("lab", context_settings={"allow_extra_args": True, "ignore_unknown_o
     measured.lab
 )
 app.command("validate")(published.validate_command)
+app.command("figures")(figures)
 app.command("calibrate")(published.calibrate_command)
 app.command("goodput")(goodput)
 app.command("bound")(bound)

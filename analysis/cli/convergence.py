@@ -23,14 +23,17 @@ from analysis.cli.constants import (
     whole,
 )
 from analysis.cli.json_output import print_json
+from analysis.cli.repeated import repeated
 from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
 from co2sim.console.entry import keeping
+from co2sim.console.over_sizes import Report
 from co2sim.console.tables import console, print_table
 from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
 from co2sim.progress import progress_bar
+from co2sim.report.option import check
 from co2sim.strategies import parse
 
 
@@ -217,18 +220,20 @@ def verify(
             parser=options.whole("--jobs"), metavar="N", help="Processes; 0: one per core."
         ),
     ] = 0,
+    report: Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Check the bound against measurement and write a report; exit code 1 if it fails.
 
     Measured cells stay in the folder: after an interruption the same command goes on from there.
     """
-    from analysis.convergence import report  # noqa: PLC0415 - only for this command
+    from analysis.convergence import report as reports  # noqa: PLC0415 - only for this command
     from analysis.convergence.objectives.datasets import scikit_learn  # noqa: PLC0415
     from analysis.convergence.protocol import checks, store  # noqa: PLC0415
 
     ranges.whole("--jobs", jobs)
     scikit_learn()
+    check("--report", report, charts=False)
     check_writable(out)
     began = time.monotonic()
     with keeping("measured cells are kept"):
@@ -237,13 +242,17 @@ def verify(
                 out / "cells", quick=quick, jobs=jobs or os.cpu_count() or 1, progress=progress
             )
         findings = checks.judge(cells, quick=quick)
-        write_atomically(report.files(findings, out, time.monotonic() - began))
+        files = reports.files(findings, out, time.monotonic() - began, repeated(), report)
+        write_atomically(files)
     if json_:
         print_json(findings.to_dict())
     else:
         shown = console()
         rows = [(c.claim, "holds" if c.passed else "FAILS", c.measured) for c in findings.checks]
         print_table(shown, "the protocol", ("claim", "", "measured"), rows, left=3)
-        shown.print(f"written {out / 'report.md'} and report.html", highlight=False, markup=False)
+        also = "" if report is None else f", {report}"
+        shown.print(
+            f"written {out / 'report.md'} and report.html{also}", highlight=False, markup=False
+        )
     if not findings.passed:
         raise typer.Exit(1)

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from analysis.cli.repeated import repeated
 from analysis.measured.overrides import changed
-from co2sim.catalog import load_cluster, load_model
+from co2sim.catalog import Fact, load_cluster, load_model
 from co2sim.cluster import Cluster
 from co2sim.console import options
 from co2sim.console.entry import keeping
+from co2sim.console.over_sizes import Report
 from co2sim.console.tables import console
 from co2sim.errors import OptionError
 from co2sim.files import check_writable, write_atomically
+from co2sim.report.option import check
 from co2sim.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from analysis.measured.comparison import RunComparison
 
 
-def compare(
+def compare(  # noqa: PLR0917 - one argument per option
     runs: Annotated[
         list[Path],
         typer.Argument(metavar="RUN...", help="Folder of a run, or a folder that holds several."),
@@ -63,14 +66,20 @@ def compare(
     ] = None,
     rank: Annotated[int, typer.Option(metavar="N", help="Whose timelines are drawn.")] = 0,
     csv: Annotated[Path | None, typer.Option(help="Write every op to this CSV file.")] = None,
+    report: Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Compare measured runs with their prediction: figures, ops, and what causes the errors."""
     if figure is not None and figure.suffix not in {".png", ".svg"}:
         raise OptionError(f"--figure {figure}: the file must end in .png or .svg")
+    check("--report", report)
     changes = options.pairs(overrides, "--set")
     comparisons = _compared(runs, cluster, changes)
-    _report(comparisons, figure=figure, rank=rank, csv=csv, as_json=json_)
+    files = {} if figure is None else _figures(comparisons, figure, rank)
+    if report is not None:
+        stated = () if cluster is None else load_cluster(cluster, changes).facts
+        files[report] = _page(comparisons, rank, stated, list(changes))
+    _report(comparisons, files, csv=csv, as_json=json_)
 
 
 def lab(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -111,6 +120,7 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     figure: Annotated[
         Path | None, typer.Option(help="As in `compare`: draw both timelines here.")
     ] = None,
+    report: Report = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder; every strategy gets one inside.")
     ] = Path("out"),
@@ -122,6 +132,7 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     """
     for text in strategy:
         parse(text)
+    check("--report", report)
     _check_kernels(kernels, cluster, probe=probe)
     load_model(model)
     check_writable(out)
@@ -144,7 +155,11 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
             inside += ["--sites", str(sites), "--wan", wan]
         _in_lab(inside, ["run", *on, *asked, *context.args])
         folders = [out / folder_name(text) for text in strategy]
-        _report(_compared(folders), figure=figure)
+        comparisons = _compared(folders)
+        files = {} if figure is None else _figures(comparisons, figure, 0)
+        if report is not None:
+            files[report] = _page(comparisons)
+        _report(comparisons, files)
 
 
 def _sites_of(lab: Lab, probed: str) -> list[str]:
@@ -184,16 +199,14 @@ def _compared(
 
 def _report(
     comparisons: Sequence["RunComparison"],
+    files: dict[Path, bytes],
     *,
-    figure: Path | None = None,
-    rank: int = 0,
     csv: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Write the files that are asked for, all or none; then print tables, or JSON."""
+    """Write the files, all or none; then print tables, or JSON."""
     from analysis.measured import op_table  # noqa: PLC0415 - pandas, only for these commands
 
-    files = {} if figure is None else _figures(comparisons, figure, rank)
     if csv is not None:
         files[csv] = op_table.to_csv(comparisons)
     write_atomically(files)
@@ -218,6 +231,19 @@ def _in_lab(lab_options: Sequence[str], command: Sequence[str]) -> None:
             lab_process.wait()
     if code:
         raise typer.Exit(code)
+
+
+def _page(
+    comparisons: Sequence["RunComparison"],
+    rank: int = 0,
+    stated: Sequence[Fact] = (),
+    changes: Sequence[str] = (),
+) -> bytes:
+    """The HTML page."""
+    from analysis.measured.page import page  # noqa: PLC0415 - Altair
+    from co2sim.report.page import render  # noqa: PLC0415 - as above
+
+    return render(page(comparisons, repeated(), rank, stated, changes))
 
 
 def _figures(comparisons: Sequence["RunComparison"], figure: Path, rank: int) -> dict[Path, bytes]:

@@ -1,21 +1,25 @@
 """The commands `co2analysis validate` and `co2analysis calibrate`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from analysis.cli.repeated import repeated
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
+from co2sim.console.over_sizes import Report
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
+from co2sim.report.option import check
 
 if TYPE_CHECKING:
     from analysis.published.calibrate import Fit
     from analysis.published.cells import Cell
+    from analysis.published.report import ValidationReport
 
 Papers = Annotated[
     Path,
@@ -57,41 +61,52 @@ def validate_command(  # noqa: PLR0917 - one argument per option
             help="Write the errors by kind into the catalog: intervals elsewhere come from them.",
         ),
     ] = False,
+    report: Report = None,
     json_: Annotated[bool, typer.Option("--json", help="Print cells as JSON.")] = False,  # noqa: FBT002
 ) -> None:
     """Predict published results: signed errors, fitted constants, ablations, figures.
 
     A pipe or a file gets the report in Markdown; a terminal gets tables that fit.
     """
-    from analysis.published import csv_tables, errors, report  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published import csv_tables, errors  # noqa: PLC0415 - numpy, pydantic
+    from analysis.published import report as reports  # noqa: PLC0415 - as above
 
+    check("--report", report)
     known = csv_tables.known_cells(papers_, data)
     chosen = known
     if cells:
         say = partial(typer.echo, err=True)
         chosen = csv_tables.further_cells(cells, known, papers_, say)
-    _say_what_is_missing(known, chosen, papers_)
+    missing = list(_missing(known, chosen, papers_))
+    for note in missing:
+        typer.echo(f"note: {note}", err=True)
     files = _kind_record(known, papers_) if write else {}
     rows = errors.validate(chosen)
     if figures is not None:
-        from analysis.published.figures import draw  # noqa: PLC0415 - matplotlib
+        from analysis.published.figures.all_figures import draw  # noqa: PLC0415 - matplotlib
 
         files |= {figures / name: content for name, content in draw(rows, papers_).items()}
     text = ""
-    if markdown is not None or not json_:
-        if cells:
-            found = report.brief_report(rows)
-        elif brief:
-            found = report.brief_report(rows, papers_)
+    if markdown is not None or report is not None or not json_:
+        if brief or cells:
+            found = reports.brief_report(rows, None if cells else papers_)
         else:
-            found = report.full_report(rows, known, papers_)
-        text = report.render(found)
+            found = reports.full_report(rows, known, papers_)
+        text = reports.render(found)
     if markdown is not None:
         files[markdown] = text.encode()
+    numbers = [row.to_dict() for row in rows] if json_ or report is not None else []
+    if report is not None:
+        files[report] = _page(found, text, numbers, missing)
     write_atomically(files)
     if json_:
-        typer.echo(json.dumps([row.to_dict() for row in rows], indent=2))
+        typer.echo(json.dumps(numbers, indent=2))
         return
+    _print(text, files)
+
+
+def _print(text: str, files: Iterable[Path]) -> None:
+    """The report, and what was written."""
     from co2sim.console.markdown import print_markdown  # noqa: PLC0415 - rich
     from co2sim.console.tables import console  # noqa: PLC0415 - rich
 
@@ -102,6 +117,19 @@ def validate_command(  # noqa: PLR0917 - one argument per option
         typer.echo(text)
     for path in files:
         typer.echo(f"written {path}")
+
+
+def _page(
+    found: "ValidationReport",
+    text: str,
+    numbers: Sequence[Mapping[str, Any]],
+    missing: Sequence[str],
+) -> bytes:
+    """The HTML page."""
+    from analysis.published.page import page  # noqa: PLC0415 - Altair
+    from co2sim.report.page import render  # noqa: PLC0415 - as above
+
+    return render(page(found, text, numbers, repeated(), missing))
 
 
 def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
@@ -115,21 +143,21 @@ def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
     return dict([kind_errors.record_file(kind_errors.errors_by_kind(known, papers(folder)))])
 
 
-def _say_what_is_missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> None:
-    """On stderr: of a table that is not at hand nothing is predicted, or known as fitted."""
+def _missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:
+    """Of a table that is not at hand nothing is predicted, or known as fitted: what to say."""
     from analysis.published.papers import papers  # noqa: PLC0415 - pydantic
 
     for key in papers(folder).keys() & TABLES_ELSEWHERE.keys():
         if any(cell.source == key for cell in known):
             continue
         note = (
-            f"note: {TABLES_ELSEWHERE[key]}, the table of {key}, was not read; --data names its"
+            f"{TABLES_ELSEWHERE[key]}, the table of {key}, was not read; --data names its"
             " folder (docs/validation.md says how to make it)"
         )
         if chosen is known:
-            typer.echo(note, err=True)
+            yield note
         elif any(cell.source == key for cell in chosen):
-            typer.echo(f"{note}, so rows that were fitted on count as check", err=True)
+            yield f"{note}, so rows that were fitted on count as check"
 
 
 def calibrate_command(

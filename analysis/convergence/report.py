@@ -1,19 +1,16 @@
 """The report of `co2analysis verify`: every number in it comes from the run.
 
-Its words are in templates/verify.md.j2. The HTML is the same page with its pictures inside.
+Its words are in templates/verify.md.j2; `analysis.convergence.page` makes a page of them.
 """
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
-from analysis.convergence import figures
+from analysis.convergence import figures, page
 from analysis.convergence.bound import TERMS
 from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.controls import Rescue
@@ -21,6 +18,7 @@ from analysis.convergence.protocol.isolation import TermPart
 from analysis.convergence.protocol.rate_fits import FEATURES, STRATA, RateFit, SlopeAgreement
 from analysis.convergence.protocol.rescue import RescueLine
 from analysis.convergence.protocol.tightness import LATE, RatioGroup, Sensitivity, margin
+from co2sim.report.page import render
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +63,31 @@ class VerifyContext:
     rescue_tables: tuple[RescueTable, ...]
 
 
-def files(findings: Findings, folder: Path, seconds: float) -> dict[Path, bytes]:
-    """The report as Markdown and HTML, its figures, and the numbers as JSON."""
+def files(
+    findings: Findings,
+    folder: Path,
+    seconds: float,
+    command: str = "co2analysis verify",
+    also: Path | None = None,
+) -> dict[Path, bytes]:
+    """The report as Markdown and HTML, its figures, and the numbers as JSON.
+
+    `also` is a further place for the HTML, which says that `command` repeats it.
+    """
     pictures = {
         "bound.png": figures.bound_figure(findings.rows),
         "rates.png": figures.rates_figure(findings.rates),
         "rescue.png": figures.rescue_figure(findings.isolation.rescue),
         "oracle.png": figures.oracle_figure(findings.oracle),
     }
-    context = make_context(findings, seconds)
-    page = render_markdown(context)
+    text = render_markdown(make_context(findings, seconds))
+    numbers = json.dumps(findings.to_dict(), indent=1)
+    html = render(page.page(findings, text, pictures, numbers, command))
     whole = {folder / name: content for name, content in pictures.items()}
-    whole[folder / "report.md"] = page.encode()
-    whole[folder / "report.html"] = render_html(context.title, page, pictures).encode()
-    whole[folder / "results.json"] = json.dumps(findings.to_dict(), indent=1).encode()
-    return whole
+    whole[folder / "report.md"] = text.encode()
+    whole[folder / "report.html"] = html
+    whole[folder / "results.json"] = numbers.encode()
+    return whole if also is None else whole | {also: html}
 
 
 def make_context(findings: Findings, seconds: float) -> VerifyContext:
@@ -152,25 +160,10 @@ def render_markdown(context: VerifyContext) -> str:
     return template.render({name: getattr(context, name) for name in names})
 
 
-def render_html(title: str, page: str, pictures: Mapping[str, bytes]) -> str:
-    """A Markdown page as HTML with pictures and their captions; HTML in it is shown as text."""
-    parser = MarkdownIt("js-default")
-    blocks = parser.parse(page)
-    for block in blocks:
-        if block.children and block.children[0].type == "image":
-            image = block.children[0]
-            data = base64.b64encode(pictures[str(image.attrs["src"])]).decode()
-            image.attrSet("src", f"data:image/png;base64,{data}")
-            caption = Token("text", "", 0, content=image.content)
-            block.children += [Token("hardbreak", "br", 0), caption]
-    body = parser.renderer.render(blocks, parser.options, {})
-    return _environment().get_template("page.html.j2").render(title=title, body=body)
-
-
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("analysis.convergence"),
-        autoescape=select_autoescape(enabled_extensions=("html.j2",)),
+        autoescape=select_autoescape(),  # of HTML; this is Markdown
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

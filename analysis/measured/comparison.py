@@ -15,23 +15,44 @@ from co2sim.result import Result
 from co2sim.schedule import Schedule
 from co2sim.simulator import execute
 from co2sim.trace import Trace
+from co2sim.units import Seconds
 from realrun.record import Record
 
 _HIDDEN = 0.01
 """Fraction of its busy time below which communication counts as hidden."""
+
+_TIMES = {
+    "waiting for slower ranks, per round": "waiting_s",
+    "round time": "round_time_s",
+    "step time": "step_time_s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimeError:
+    """A time of a round: what it is, predicted and measured; `error` is that of the prediction.
+
+    None is what was not measured, or cannot be compared.
+    """
+
+    words: str
+    predicted: Seconds
+    measured: Seconds | None
+    error: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
     """A run and its prediction. Both traces hold the same rounds of the same ranks.
 
-    `predicted` holds the figures of the simulation for these rounds, `measured` those of the run.
-    The rounds need not be a steady state: waits for older rounds may still add up. `differences`
-    holds every op of every measured round and rank.
+    `cluster` is the one that predicts. `predicted` holds the figures of the simulation for these
+    rounds, `measured` those of the run. The rounds need not be a steady state: waits for older
+    rounds may still add up. `differences` holds every op of every measured round and rank.
     """
 
     name: str
     record: Record
+    cluster: Cluster
     schedule: Schedule
     predicted: Result
     measured: Mapping[str, Any]
@@ -71,6 +92,23 @@ class RunComparison:
         there = self.measured.get("overlap_ratio")
         here = self.predicted.overlap_ratio
         return None if there is None or here is None else float(there) - here
+
+    @property
+    def times(self) -> list[TimeError]:
+        """Times of a round, those of communication first."""
+        here, there = self.predicted, self.measured
+        found = [
+            ("communication busy, per round", "comm_busy_s", self.comm_busy_error),
+            ("communication exposed, per round", "exposed_comm_s", self.exposed_error),
+            *(
+                (words, key, getattr(here, key) / there[key] - 1 if there.get(key) else None)
+                for words, key in _TIMES.items()
+            ),
+        ]
+        return [
+            TimeError(words, getattr(here, key), there.get(key), error)
+            for words, key, error in found
+        ]
 
     @property
     def time_breakdowns(self) -> tuple[TimeBreakdown, TimeBreakdown]:
@@ -116,6 +154,7 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
     return RunComparison(
         name=name,
         record=record,
+        cluster=prepared.cluster,
         schedule=prepared.schedule,
         predicted=prepared.measure(simulated, record.rounds, steady, free),
         measured=record.figures,

@@ -1,7 +1,6 @@
 """Two timelines of one rank, predicted above measured, on the same axis of time."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -9,8 +8,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from analysis.measured.comparison import RunComparison
-from analysis.measured.spans import active_starts
-from co2sim import metrics
+from analysis.measured.rank_bars import (
+    PIXELS,
+    WAITS,
+    RankBar,
+    bar_label,
+    rounds_shown,
+    windows,
+)
 from co2sim.console.figures import (
     BLUE,
     GREEN,
@@ -22,10 +27,8 @@ from co2sim.console.figures import (
     VERMILION,
     render,
 )
-from co2sim.errors import OptionError
-from co2sim.schedule import Collective, Op, Schedule
-from co2sim.trace import Trace
-from co2sim.units import Seconds, duration, percent
+from co2sim.schedule import Collective, Schedule
+from co2sim.units import duration, percent
 
 _PASSES = {"forward": BLUE, "backward": SKY, "optimizer": "#003F66"}
 """The same in every figure."""
@@ -33,20 +36,9 @@ _KERNELS = ("#7A6FAE", "#B9B3D6", "#4D4D4D", "#9AA5B1", "#3F3A75", "#6B8E9F", "#
 _COLLECTIVES = (VERMILION, ORANGE, GREEN, PURPLE, "#F0E442", "#8B2E00", "#5FD0B0")
 """Warm colours and greens for collectives, blues, violets and greys for computes."""
 _WAITING = "#D9D9D9"
-_WAITS = "waiting for the last rank"
-_PIXELS = 1500
-"""Width of a panel, about; what is thinner is drawn together with its neighbour."""
 _PARTED = 4
 """Pixels above which a bar leaves a gap before the next; a gap would hide thinner ones."""
 _SCALES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    lane: int
-    label: str
-    start: Seconds
-    end: Seconds
 
 
 def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
@@ -55,15 +47,8 @@ def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
     It shows the last measured round, or two if a round is a single step. Raises OptionError for a
     rank that was not traced.
     """
-    ranks = run.record.trace.ranks
-    if rank not in ranks:
-        raise OptionError(f"--rank {rank}: {run.name} has the ranks 0 to {max(ranks)}")
-    rounds = min(2 if run.schedule.steps == 1 else 1, run.record.rounds)
-    sides = [
-        (metrics.window(_only(trace, rank), run.schedule, rounds), trace)
-        for trace in (run.simulated, run.record.trace)
-    ]
-    length = max(during.end - during.start for during, _ in sides)
+    sides = windows(run, rank)
+    length = max(during.end - during.start for during in sides)
     colours = _colours(run.schedule)
     with mpl.rc_context(STYLE | PLAIN_TEXT):
         lanes = len(run.schedule.streams)
@@ -73,18 +58,19 @@ def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
         axes = figure.subplots(2, 1, sharex=True)
         scale, unit = next((s, u) for s, u in _SCALES if length >= s or u == "us")
         shown: dict[str, None] = {}
-        for axis, (during, trace) in zip(axes, sides, strict=True):
-            bars = _bars(trace, run.schedule, rank, during.start, during.start + length)
+        for axis, during in zip(axes, sides, strict=True):
+            bars = during.bars(length)
             axis.set_xlim(0, length * 1.01 / scale)
             _panel(axis, bars, run.schedule, colours, scale)
             shown |= dict.fromkeys(bar.label for bar in bars)
             axis.axvline((during.end - during.start) / scale, color="black", lw=1, ls="--")
         axes[0].set_title("predicted", loc="left", fontsize=9)
         axes[1].set_title("measured", loc="left", fontsize=9)
+        rounds = rounds_shown(run)
         which = "the last round" if rounds == 1 else f"the last {rounds} rounds"
         axes[1].set_xlabel(f"{unit} since {which} of this rank began; dashed: the end")
         figure.suptitle(_heading(run, rank), fontsize=10)
-        order = [label for label in (*colours, _WAITS) if label in shown]
+        order = [label for label in (*colours, WAITS) if label in shown]
         figure.legend(
             handles=[Patch(color=_colour(label, colours), label=label) for label in order],
             loc="outside lower center",
@@ -93,11 +79,6 @@ def draw(run: RunComparison, rank: int, suffix: str) -> bytes:
             fontsize=8,
         )
         return render(figure, suffix.removeprefix("."))
-
-
-def _only(trace: Trace, rank: int) -> Trace:
-    """The trace of one rank: its rounds begin and end by its own computes."""
-    return replace(trace, spans=tuple(span for span in trace.spans if span.rank == rank))
 
 
 def _heading(run: RunComparison, rank: int) -> str:
@@ -110,18 +91,13 @@ def _heading(run: RunComparison, rank: int) -> str:
     )
 
 
-def _label(op: Op) -> str:
-    work = op.work
-    return f"{work.kind} over {work.group}" if isinstance(work, Collective) else work.kernel
-
-
 def _colours(schedule: Schedule) -> dict[str, str]:
     """Colour of every kernel, then of every kind of collective, in order of first use."""
     colours: dict[str, str] = {}
     for collective, palette in ((False, _KERNELS), (True, _COLLECTIVES)):
         chosen = (op for op in schedule.body if isinstance(op.work, Collective) is collective)
         known = _PASSES if not collective else {}
-        labels = list(dict.fromkeys(_label(op) for op in chosen))
+        labels = list(dict.fromkeys(bar_label(op) for op in chosen))
         others = [label for label in labels if label not in known]
         free = {label: palette[place % len(palette)] for place, label in enumerate(others)}
         ordered = [label for label in known if label in labels] + others
@@ -133,51 +109,19 @@ def _colour(label: str, colours: Mapping[str, str]) -> str:
     return colours.get(label, _WAITING)
 
 
-def _bars(trace: Trace, schedule: Schedule, rank: int, start: Seconds, end: Seconds) -> list[_Bar]:
-    """What the rank does between two times, shifted so that the first is 0, cut at both."""
-    labels = {op.name: _label(op) for op in schedule.body}
-    lanes = {stream: lane for lane, stream in enumerate(schedule.streams)}
-    active = active_starts(trace, schedule)
-    bars = []
-    for span in trace.spans:
-        if span.rank != rank or span.end <= start or span.start >= end:
-            continue
-        begins = active.get((span.op, span.round, rank), span.start)
-        middle = min(max(begins, start), end)
-        for label, first, last in (
-            (_WAITS, max(span.start, start), middle),
-            (labels[span.op], middle, min(span.end, end)),
-        ):
-            if last > first:
-                bars.append(_Bar(lanes[span.stream], label, first - start, last - start))
-    return _merged(bars, (end - start) / _PIXELS)
-
-
-def _merged(bars: Iterable[_Bar], pixel: Seconds) -> list[_Bar]:
-    """Thin bars of one lane and colour with a gap of less than a pixel between them, as one."""
-    merged: list[_Bar] = []
-    for bar in sorted(bars, key=lambda bar: (bar.lane, bar.start)):
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and (last.lane, last.label) == (bar.lane, bar.label)
-            and bar.start - last.end < pixel / 2
-            and min(bar.end - bar.start, last.end - last.start) < 4 * pixel
-        ):
-            merged[-1] = _Bar(last.lane, last.label, last.start, max(last.end, bar.end))
-        else:
-            merged.append(bar)
-    return merged
-
-
 def _panel(
-    axis: Axes, bars: Sequence[_Bar], schedule: Schedule, colours: Mapping[str, str], scale: float
+    axis: Axes,
+    bars: Sequence[RankBar],
+    schedule: Schedule,
+    colours: Mapping[str, str],
+    scale: float,
 ) -> None:
+    lanes = {stream: lane for lane, stream in enumerate(schedule.streams)}
     drawn: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for bar in bars:
         width = (bar.end - bar.start) / scale
-        drawn.setdefault((bar.lane, bar.label), []).append((bar.start / scale, width))
-    pixel = axis.get_xlim()[1] / _PIXELS
+        drawn.setdefault((lanes[bar.stream], bar.label), []).append((bar.start / scale, width))
+    pixel = axis.get_xlim()[1] / PIXELS
     gap = 1.3 * pixel
     for (lane, label), pieces in drawn.items():
         shapes = [

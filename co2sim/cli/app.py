@@ -10,11 +10,12 @@ import typer
 
 from co2sim import __version__, grid, study
 from co2sim.case import Case
-from co2sim.cli import deciding, reporting
+from co2sim.cli import deciding, exploring, reporting
 from co2sim.console import budgets, goals, options, over_sizes
 from co2sim.console.repeated import refuse_twice
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
+from co2sim.report.option import check
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.totals import to_dict
@@ -96,7 +97,7 @@ def run(  # noqa: PLR0917 - one argument per option
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     goal = goals.goal(to_loss_steps, steps_factor)
-    reporting.check("--report", report)
+    check("--report", report)
     results = [study.run(case, progress=None) for case in cases]
     if report:
         write_atomically({report: reporting.page(cases, results, goal, tokens)})
@@ -164,7 +165,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     refuse_twice("cluster", cluster)
     cases = grid.over_sizes(job, cluster, strategy, gpus)
     goal = goals.goal(to_loss_steps, steps_factor)
-    reporting.check("--report", report)
+    check("--report", report)
     scaling.scale(cases, published, out, jobs, goal, tokens, report, as_json=json_)
 
 
@@ -196,6 +197,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     to_loss_steps: goals.ToLossSteps = None,
     steps_factor: goals.StepsFactor = None,
     tokens: budgets.Tokens = None,
+    report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Vary any parameter over values, in parallel."""
@@ -206,8 +208,13 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     settings = grid.settings(varied)
     cases = grid.cases_of(case, settings)
     goal = goals.goal(to_loss_steps, steps_factor)
-    sweeping.sweep(cases, settings, csv, jobs, sort, goal, tokens, as_json=json_)
+    check("--report", report)
+    wishes = sweeping.Wishes(
+        csv=csv, report=report, sort=sort, goal=goal, tokens=tokens, as_json=json_
+    )
+    sweeping.sweep(cases, settings, jobs, wishes)
 
 
 deciding.add_to(app)
 app.command()(reporting.report)
+app.command()(exploring.explore)

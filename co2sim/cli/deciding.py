@@ -8,11 +8,12 @@ import typer
 from co2sim import convert
 from co2sim.case import Case
 from co2sim.cli.goodput import goodput
-from co2sim.console import goals, options, training
+from co2sim.console import goals, options, over_sizes, training
 from co2sim.console.repeated import refuse_twice
 from co2sim.decide.candidates import RECOMPUTES, STRATEGIES, Space
 from co2sim.decide.wanted import Wanted
 from co2sim.errors import OptionError, UnitError
+from co2sim.report.option import check
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.units import parse as quantity
@@ -65,6 +66,7 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
         ),
     ] = None,
     steps_factor: goals.StepsFactor = None,
+    report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find the value of a number that reaches a target: how much bandwidth, how many GPUs."""
@@ -73,7 +75,9 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     worth = goals.goal(None, steps_factor)
-    solving.solving(cases, what, goal or ["efficiency"], low, high, tokens, worth, as_json=json_)
+    check("--report", report)
+    targets = goal or ["efficiency"]
+    solving.solving(cases, what, targets, low, high, tokens, worth, report, as_json=json_)
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -156,12 +160,14 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     overrides: options.Overrides = None,
     steps_factor: goals.StepsFactor = None,
     jobs: options.Jobs = 1,
+    report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Find what to buy, or how to run what there is: the best of all candidates."""
     from co2sim.cli import planning  # noqa: PLC0415 - scipy and rich
 
     refuse_twice("cluster", cluster)
+    check("--report", report)
     job = Case(
         cluster="",
         model=model,
@@ -191,7 +197,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         power=None if power is None else _watts(power),
         goal=goals.goal(None, steps_factor),
     )
-    planning.planning(space, wanted, jobs, as_json=json_)
+    planning.planning(space, wanted, jobs, report, as_json=json_)
 
 
 def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:

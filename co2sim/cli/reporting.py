@@ -14,15 +14,16 @@ from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.console import budgets, goals, options, over_sizes
 from co2sim.console.repeated import refuse_twice
-from co2sim.errors import OptionError
-from co2sim.files import check_writable, write_atomically
+from co2sim.files import write_atomically
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.report.option import check
 from co2sim.result import Result
 from co2sim.step_factors import Goal
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
 
 if TYPE_CHECKING:
+    from co2sim.report.page import Page
     from co2sim.report.study import Study
 
 
@@ -66,18 +67,6 @@ def report(  # noqa: PLR0913, PLR0917 - one argument per option
     print(f"report  {out}")
 
 
-def check(flag: str, path: Path | None) -> None:
-    """Refuse, before anything is simulated, what is no page or cannot be written."""
-    if path is None:
-        return
-    if path.suffix != ".html":
-        raise OptionError(f"{flag} {path}: the file must end in .html")
-    from co2sim.report.bundle import check_installed  # noqa: PLC0415 - only where it is asked for
-
-    check_installed()
-    check_writable(path.parent)
-
-
 def page(
     cases: Sequence[Case],
     results: Sequence[Result],
@@ -92,8 +81,27 @@ def page(
 def render(study: "Study") -> bytes:
     """The page."""
     from co2sim.report import page as pages  # noqa: PLC0415 - Altair
+    from co2sim.report import study_page  # noqa: PLC0415 - Altair
 
-    return pages.render(study)
+    return pages.render(study_page.page(study))
+
+
+def write(path: Path, made: "Page") -> None:
+    """Write a page."""
+    from co2sim.report import page as pages  # noqa: PLC0415 - Altair
+
+    write_atomically({path: pages.render(made)})
+
+
+def print_where(path: Path | None, *, quiet: bool = False) -> None:
+    """Say where the page is, if there is one."""
+    if path and not quiet:
+        print(f"report  {path}")
+
+
+def command() -> str:
+    """The command line of this process, for a shell."""
+    return shlex.join(["co2sim", *sys.argv[1:]])
 
 
 def study_of(
@@ -114,5 +122,5 @@ def study_of(
         tokens=tokens,
         comparisons=comparisons,
         panels=panels,
-        command=shlex.join(["co2sim", *sys.argv[1:]]),
+        command=command(),
     )

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
+from co2sim.cli import reporting
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.result_tables import print_assumed, print_warnings, speeds
@@ -20,36 +23,45 @@ from co2sim.step_factors import Goal
 from co2sim.totals import Totals, to_dict
 from co2sim.units import counted, duration, scaled
 
+if TYPE_CHECKING:
+    from co2sim.report.sweep import Swept
 
-def sweep(
-    cases: Sequence[Case],
-    settings: Sequence[Setting],
-    csv: Path | None,
-    jobs: int,
-    sort: str | None,
-    goal: Goal,
-    tokens: float | None,
-    *,
-    as_json: bool,
-) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What becomes of the figures: files to write, the column to sort by, and what is added.
+
+    `report` is an HTML page.
+    """
+
+    csv: Path | None
+    report: Path | None
+    sort: str | None
+    goal: Goal
+    tokens: float | None
+    as_json: bool
+
+
+def sweep(cases: Sequence[Case], settings: Sequence[Setting], jobs: int, wishes: Wishes) -> None:
     """Simulate all cases; `settings` says what each varies. Those that fail are named.
 
     At control-C those that are done are shown, and written.
     """
-    if sort is not None:
-        check_column(sort, settings, goal, tokens)
+    csv = wishes.csv
+    if wishes.sort is not None:
+        check_column(wishes.sort, settings, wishes.goal, wishes.tokens)
     try:
         outcomes = run_all(cases, jobs)
     except Interrupted as interrupt:
-        done = interrupt.outcomes
+        done, missing = interrupt.outcomes, str(interrupt)
 
         def keep(places: Sequence[int]) -> str:
             part = [cases[i] for i in places], [settings[i] for i in places]
-            _show(*part, [done[i] for i in places], csv, sort, goal, tokens, as_json=as_json)
+            _show(*part, [done[i] for i in places], wishes, missing)
             return "they are above" if csv is None else f"they are in {csv}"
 
         end_interrupted(interrupt, keep)
-    settings, shown = _show(cases, settings, outcomes, csv, sort, goal, tokens, as_json=as_json)
+    settings, shown = _show(cases, settings, outcomes, wishes)
     if any(isinstance(outcome, Failure) for outcome in shown):
         names = (
             ", ".join(f"{path}={label(value)}" for path, value in setting.items())
@@ -63,33 +75,54 @@ def _show(
     cases: Sequence[Case],
     settings: Sequence[Setting],
     outcomes: Sequence[Outcome],
-    csv: Path | None,
-    sort: str | None,
-    goal: Goal,
-    tokens: float | None,
-    *,
-    as_json: bool,
+    wishes: Wishes,
+    missing: str = "",
 ) -> tuple[Sequence[Setting], Sequence[Outcome]]:
-    """Write the CSV file and print; gives the settings and the outcomes as they are sorted."""
+    """Write the files and print; gives the settings and the outcomes as they are sorted.
+
+    `missing` says how many cases were done before control-C.
+    """
+    csv, goal, tokens = wishes.csv, wishes.goal, wishes.tokens
     frame = to_frame(cases, outcomes, settings, goal, tokens)
-    if sort is not None:
-        places = order(frame, sort)
+    if wishes.sort is not None:
+        places = order(frame, wishes.sort)
         frame = frame.iloc[places]
         cases, settings = [cases[i] for i in places], [settings[i] for i in places]
         outcomes = [outcomes[i] for i in places]
-    if csv is not None:
-        write_atomically({csv: frame.to_csv(index=False).encode()})
-    if as_json:
-        rows = [
-            {"setting": dict(setting), **_figures(case, outcome, goal, tokens)}
-            for case, setting, outcome in zip(cases, settings, outcomes, strict=True)
-        ]
+    rows = [
+        {"setting": dict(setting), **_figures(case, outcome, goal, tokens)}
+        for case, setting, outcome in zip(cases, settings, outcomes, strict=True)
+        if wishes.as_json or wishes.report
+    ]
+    files = {} if csv is None else {csv: frame.to_csv(index=False).encode()}
+    if wishes.report:
+        from co2sim.report.sweep import Swept  # noqa: PLC0415 - Altair
+
+        swept = Swept(
+            cases=cases,
+            settings=settings,
+            outcomes=outcomes,
+            rows=rows,
+            goal=goal,
+            tokens=tokens,
+            command=reporting.command(),
+            missing=missing,
+        )
+        files[wishes.report] = _page(swept)
+    write_atomically(files)
+    if wishes.as_json:
         print(json.dumps(rows, indent=2))
     else:
         _print(cases, settings, outcomes, goal, tokens)
-        if csv is not None:
-            print_lines(console(), f"table   {csv}")
+        print_lines(console(), *([] if csv is None else [f"table   {csv}"]))
+    reporting.print_where(wishes.report, quiet=wishes.as_json)
     return settings, outcomes
+
+
+def _page(swept: "Swept") -> bytes:
+    from co2sim.report import page, sweep_page  # noqa: PLC0415 - Altair
+
+    return page.render(sweep_page.page(swept))
 
 
 def _figures(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:

@@ -79,6 +79,11 @@ def print_basis(
     out: Console, cases: Sequence[Case], found: Iterable[Totals | None], *after: str
 ) -> None:
     """What totals rest on, and which numbers are missing, in a few lines; then those `after`."""
+    print_lines(out, *basis_lines(cases, found), *after)
+
+
+def basis_lines(cases: Sequence[Case], found: Iterable[Totals | None]) -> list[str]:
+    """What totals rest on, and which numbers are missing."""
     known = [one for one in found if one is not None]
     facts = _facts(cases)
     lines = [_useful(cases, known)]
@@ -96,7 +101,7 @@ def print_basis(
     if any(one.cost is not None for one in known):
         lines.append(f"cost: price_per_gpu{_said(facts, 'price_per_gpu')}")
     missing = [name for name in EXAMPLES if any(name in one.missing for one in known)]
-    print_lines(out, *lines, *_lacking(missing), *after)
+    return [*lines, *_lacking(missing)]
 
 
 def marked(texts: list[str], outcome: object) -> list[str]:

@@ -22,14 +22,17 @@ PLAIN_TEXT: dict[Any, Any] = {"text.parse_math": False}
 """Added to STYLE where a name may hold a dollar sign, which would begin a formula."""
 
 
-def render(figure: "Figure", kind: str) -> bytes:
+_DATES: dict[str, dict[Any, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+"""What leaves the date out, by kind of file."""
+
+
+def render(figure: "Figure", kind: str, dpi: float = 150) -> bytes:
     """The content of a file of some kind, such as "png" or "svg"; the date is left out.
 
     A character that the font does not have becomes a box, without a warning.
     """
     buffer = io.BytesIO()
-    metadata = {"Date": None} if kind == "svg" else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .*missing from font")
-        figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
+        figure.savefig(buffer, format=kind, dpi=dpi, metadata=_DATES.get(kind))
     return buffer.getvalue()

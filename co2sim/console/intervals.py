@@ -14,6 +14,8 @@ HEAD = "90 % interval"
 
 _NAMED = 3
 """Strategies that are named."""
+_PAIRS = 8
+"""Pairs of strategies that are named."""
 
 
 def interval_of(result: Result) -> Interval:
@@ -66,4 +68,6 @@ def not_told_apart(named: Sequence[tuple[str, Result]]) -> str:
     if not pairs:
         return ""
     size = counted(ranked[0][1].gpus, "GPU")
-    return f"undecided at {size}, as their {HEAD}s overlap: {'; '.join(pairs)}"
+    more = len(pairs) - _PAIRS
+    named_ = "; ".join(pairs[:_PAIRS]) + (f"; and {more} pairs more" if more > 0 else "")
+    return f"undecided at {size}, as their {HEAD}s overlap: {named_}"

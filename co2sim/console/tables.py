@@ -10,6 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from co2sim.visible import visible
+
 _WIDTH = 132
 """Columns of output that goes to a file or a pipe."""
 _GAPS = (2, 1)
@@ -69,12 +71,13 @@ def print_table(
 def print_lines(out: Console, *lines: str | Text) -> None:
     """Lines as they are: nothing in them is markup."""
     for line in lines:
-        out.print(line if isinstance(line, Text) else Text(line))
+        out.print(line if isinstance(line, Text) else Text(visible(line)))
 
 
 def _shown(out: Console, text: str) -> str:
     """The text on one line, in characters that the terminal has: others as escapes."""
-    return " ".join(text.split()).encode(out.encoding, "backslashreplace").decode(out.encoding)
+    words = visible(" ".join(text.split()))
+    return words.encode(out.encoding, "backslashreplace").decode(out.encoding)
 
 
 def _longest_word(text: str) -> int:

@@ -29,7 +29,11 @@ def command_of(case: Case, command: str = "run") -> str:
 
 def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str:
     """The command with the tokens to train, and with the user's own step factors."""
-    more = [] if tokens is None else ["--tokens", f"{tokens!r}"]
+    more = (
+        []
+        if tokens is None
+        else ["--tokens", f"{tokens:g}" if float(f"{tokens:g}") == tokens else f"{tokens!r}"]
+    )
     for name, factor in goal.factors.items():
         more += ["--steps-factor", f"{name}={factor!r}"]
     return f"{command} {shlex.join(more)}" if more else command

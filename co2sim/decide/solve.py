@@ -36,7 +36,8 @@ class Solved:
     figure with a tenth more of it; None where an answer was found, or nothing helps. `monotone`
     says that the figure only grows, or only falls, over the `points` that were looked at. `failed`
     says why some of them cannot be simulated, `large` how many do not fit in memory: these meet no
-    target but memory. Prices are in `currency`.
+    target but memory. Prices are in `currency`. `bands` are the least and the most of the figure at
+    each point, where its interval is known.
     """
 
     case: Case
@@ -50,6 +51,7 @@ class Solved:
     failed: str | None
     large: int
     currency: str | None
+    bands: tuple[tuple[float, float] | None, ...]
 
 
 def solve(
@@ -99,7 +101,21 @@ def solve(
         failed=str(curve.error) if curve.error else None,
         large=len(points) - len(found),
         currency=curve.currency,
+        bands=tuple(_band(curve, point, target) for point in points),
     )
+
+
+def _band(curve: Curve, point: float, target: Target) -> tuple[float, float] | None:
+    """The figure where tokens/s are at the ends of their interval, the lesser one first."""
+    if not _uncertain(curve, target):
+        return None
+    low, high = curve.of("low")(point), curve.of("high")(point)
+    return None if low is None or high is None else (min(low, high), max(low, high))
+
+
+def _uncertain(curve: Curve, target: Target) -> bool:
+    """Whether there is an interval; memory has none."""
+    return curve.has_interval and target.name != "memory"
 
 
 def check(case: Case, target: Target, tokens: float | None) -> None:
@@ -125,7 +141,7 @@ def _answer(
     def reached(end: End) -> tuple[Stretch, ...]:
         return tuple(spans(curve.of(end), points, axis, target, value))
 
-    uncertain = curve.has_interval and target.name != "memory"  # which has no interval
+    uncertain = _uncertain(curve, target)
     return Answer(
         value=value,
         met=reached("predicted"),

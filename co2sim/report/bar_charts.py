@@ -1,25 +1,31 @@
 """Charts of what a round and the memory of a GPU consist of, of gains, and of timelines."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
 from co2sim.console.figures import COLOURS
+from co2sim.decide.levers import Lever
 from co2sim.memory import GIB
+from co2sim.report.answered import Answered
 from co2sim.report.chart_style import (
-    PALETTE,
+    COLUMNS,
     ROW,
     STRATEGIES,
     TEXT,
+    WORKS,
+    Drawn,
     Rows,
     Spec,
     cycled,
     data,
     high,
+    paler,
     spec,
 )
-from co2sim.report.study import Answered
+from co2sim.report.rounds import Round
 from co2sim.result import Result
 
 PARTS = (
@@ -31,28 +37,49 @@ PARTS = (
 """What a round is spent on."""
 
 
+_ALONE = alt.Y("strategy:N", title=None, axis=None)
+"""A single bar, whose name is in the title."""
+
+
 def shares(group: Sequence[Answered]) -> Spec:
     """What the time of a round goes to, a bar for each strategy."""
-    rows = [
-        {"strategy": one.strategy, "part": part, "share": share, "place": place}
-        for one in group
-        for place, (part, share) in enumerate(parts(one.result).items())
+    return spec(share_bars([(one.strategy, one.result) for one in group]), high(group))
+
+
+def share_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> Drawn:
+    """As `shares`. `told` writes the values of a single result into the legend."""
+    rows: Rows = [
+        {"strategy": name, "part": part, "share": share, "place": place}
+        for name, result in named
+        for place, (part, share) in enumerate(parts(result).items())
+        if share or not told
     ]
-    colours = [COLOURS[5], COLOURS[2], COLOURS[1], COLOURS[7]]
-    chart = (
+    values = {row["part"]: f"{row['share']:.1%}" for row in rows} if told else {}
+    known = [part for part in PARTS if part in values] if told else list(PARTS)
+    colours = dict(zip(PARTS, (COLOURS[5], COLOURS[2], COLOURS[1], COLOURS[7]), strict=True))
+    return (
         alt.Chart(data(rows))
         .mark_bar()
         .encode(
             x=alt.X("share:Q", title="share of a round", axis=alt.Axis(format=".0%")),
-            y=STRATEGIES,
+            y=_ALONE if told else STRATEGIES,
             color=alt.Color(
-                "part:N", title=None, scale=alt.Scale(domain=list(PARTS), range=colours)
+                "part:N",
+                title=None,
+                scale=alt.Scale(domain=known, range=[colours[part] for part in known]),
+                legend=_legend(values),
             ),
             order=alt.Order("place:Q"),
             tooltip=["strategy:N", "part:N", alt.Tooltip("share:Q", format=".1%")],
         )
     )
-    return spec(chart, high(group))
+
+
+def _legend(values: Mapping[str, str], **options: Any) -> alt.Legend:
+    """A legend that tells the value behind each name, where there are any."""
+    if values:
+        options["labelExpr"] = f"datum.label + ': ' + ({json.dumps(values)})[datum.label]"
+    return alt.Legend(**options)
 
 
 def parts(result: Result) -> dict[str, float]:
@@ -67,25 +94,31 @@ def parts(result: Result) -> dict[str, float]:
 
 def memory(group: Sequence[Answered]) -> Spec:
     """Memory of a GPU by item, a bar for each strategy, beside what the GPU has."""
+    return spec(memory_bars([(one.strategy, one.result) for one in group]), high(group))
+
+
+def memory_bars(named: Sequence[tuple[str, Result]], *, told: bool = False) -> Drawn:
+    """As `memory`. `told` writes the values of a single result into the legend."""
     rows: Rows = [
-        {"strategy": one.strategy, "item": item, "size": size / GIB, "place": place}
-        for one in group
-        for place, (item, size) in enumerate(one.result.memory_bytes_per_gpu.items())
+        {"strategy": name, "item": item, "size": size / GIB, "place": place}
+        for name, result in named
+        for place, (item, size) in enumerate(result.memory_bytes_per_gpu.items())
         if item != "total" and size
     ]
-    has = group[0].result.gpu_memory_bytes / GIB
+    has = named[0][1].gpu_memory_bytes / GIB
     items = list(dict.fromkeys(row["item"] for row in rows))
+    values = {row["item"]: f"{row['size']:.3g} GiB" for row in rows} if told else {}
     bars = (
         alt.Chart(data(rows))
         .mark_bar()
         .encode(
             x=alt.X("size:Q", title="GiB on a GPU"),
-            y=STRATEGIES,
+            y=_ALONE if told else STRATEGIES,
             color=alt.Color(
                 "item:N",
                 title=None,
                 scale=alt.Scale(domain=items, range=cycled(_MEMORY, len(items))),
-                legend=alt.Legend(columns=2),
+                legend=_legend(values, columns=3 if told else 2),
             ),
             order=alt.Order("place:Q"),
             tooltip=["strategy:N", "item:N", alt.Tooltip("size:Q", format=".3~g", title="GiB")],
@@ -96,14 +129,16 @@ def memory(group: Sequence[Answered]) -> Spec:
         .mark_rule(strokeDash=[6, 4], strokeWidth=2, color=TEXT)
         .encode(x="size:Q", tooltip=[alt.Tooltip("size:Q", format=".4~g", title="GiB it has")])
     )
-    return spec(alt.layer(bars, rule), high(group))
+    return alt.layer(bars, rule)
 
 
 _MEMORY = [COLOURS[at] for at in (0, 5, 2, 4, 1, 3, 7)]
+_MEMORY += [paler(colour) for colour in _MEMORY]
 
 
-def gains(rows: Sequence[Mapping[str, Any]]) -> Spec:
-    """What a tenth more of each number gives; `rows` have a `change` and a `gain`."""
+def gains(found: Sequence[Lever]) -> Spec:
+    """What a tenth more of each number gives."""
+    rows = [{"change": one.change, "gain": one.gain} for one in found]
     chart = (
         alt.Chart(data(rows))
         .mark_bar(color=COLOURS[0])
@@ -116,21 +151,47 @@ def gains(rows: Sequence[Mapping[str, Any]]) -> Spec:
     return spec(chart, ROW * len(rows))
 
 
-def timeline(kinds: Sequence[str], lanes: int) -> Spec:
-    """A round on one rank, whose data and time axis the page fills in; it can be zoomed."""
+def timeline(rounds: Collection[Round], fixed: Mapping[str, str] | None = None) -> Spec:
+    """A round on one rank, whose data and time axis the page fills in; it can be zoomed.
+
+    `fixed` are kinds that come last, with colours of their own.
+    """
+    fixed = fixed or {}
+    here = dict.fromkeys(bar.kind for one in rounds for bar in one.bars)
+    kinds = [kind for kind in here if kind not in fixed]
+    own = {kind: colour for kind, colour in fixed.items() if kind in here}
+    lanes = max(len({bar.stream for bar in one.bars}) for one in rounds)
+    return spec(timeline_bars([], kinds, 1, own), ROW * lanes)
+
+
+def timeline_bars(
+    rows: Rows, kinds: Sequence[str], length: float, fixed: Mapping[str, str] | None = None
+) -> Drawn:
+    """A round of `length` ms on one rank; `rows` are those of `TimelineBar`.
+
+    `fixed` are further kinds with their colours.
+    """
+    fixed = fixed or {}
     zoom = alt.selection_interval(bind="scales", encodings=["x"])
-    chart = (
-        alt.Chart(data([]))
+    return (
+        alt.Chart(data(rows))
         .mark_bar(height=ROW - 8)
         .encode(
-            x=alt.X("start:Q", title="ms", scale=alt.Scale(domain=[0, 1], nice=False)),
+            x=alt.X(
+                "start:Q",
+                title="ms",
+                scale=alt.Scale(domain=[0, length], nice=False),
+                axis=alt.Axis(tickCount=8),
+            ),
             x2="end:Q",
             y=alt.Y("stream:N", sort=None, title=None),
             color=alt.Color(
                 "kind:N",
                 title=None,
-                scale=alt.Scale(domain=list(kinds), range=cycled(PALETTE, len(kinds))),
-                legend=alt.Legend(columns=2),
+                scale=alt.Scale(
+                    domain=[*kinds, *fixed], range=[*cycled(WORKS, len(kinds)), *fixed.values()]
+                ),
+                legend=alt.Legend(columns=COLUMNS),
             ),
             tooltip=[
                 "kind:N",
@@ -141,4 +202,3 @@ def timeline(kinds: Sequence[str], lanes: int) -> Spec:
         )
         .add_params(zoom)
     )
-    return spec(chart, ROW * lanes)

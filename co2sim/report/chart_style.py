@@ -6,21 +6,27 @@ from typing import Any, TypeAlias
 import altair as alt
 
 from co2sim.console.figures import COLOURS
-from co2sim.report.study import Answered
+from co2sim.report.answered import Answered
 
 Spec: TypeAlias = dict[str, Any]
 Rows: TypeAlias = list[dict[str, Any]]
+Drawn: TypeAlias = Any
+"""A chart of Altair, whose methods forget of which kind it is."""
 
 TEXT = "currentColor"
 """Of the page, so that a chart is light, dark and printed as the page is."""
 PALETTE = [TEXT if colour == "#000000" else colour for colour in COLOURS]
 _SHAPES = ["circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "stroke"]
 HEIGHT = 280
+_CROWD = 8
+"""Lines: with more of them a chart shows no bands but of those that are picked."""
+_LETTER = 7
+"""Pixels, about."""
 ROW = 26
 """Pixels of a bar."""
 _LINE = 15
 """Pixels of a line of text."""
-_CONFIG: Spec = {
+CONFIG: Spec = {
     "background": None,
     "font": "system-ui, sans-serif",
     "axis": {
@@ -40,13 +46,26 @@ _CONFIG: Spec = {
         "labelFontSize": 12,
         "orient": "bottom",
         "columns": 1,
-        "labelLimit": 600,
+        "symbolLimit": 0,
+        "labelLimit": {"expr": "max(160, width - 30)"},
         "symbolStrokeWidth": 2,
         "symbolOpacity": 1,
     },
     "view": {"stroke": None},
 }
 
+
+def paler(colour: str) -> str:
+    """The colour, half way to white."""
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{(part + 255) // 2:02X}" for part in parts)
+
+
+WORKS = [*PALETTE, *(paler(colour) for colour in COLOURS if colour != "#000000")]
+"""Of kinds of work, of which there are many."""
+
+COLUMNS = alt.expr("width < 400 ? 1 : 2")
+"""Of a legend with many short names; one on a phone."""
 
 STRATEGIES = alt.Y(
     "strategy:N",
@@ -58,8 +77,9 @@ STRATEGIES = alt.Y(
 
 
 def high(group: Sequence[Answered]) -> int:
-    """Pixels for the labels of strategies."""
-    return sum(max(ROW, 8 + _LINE * (1 + one.strategy.count(", "))) for one in group)
+    """Pixels for bars with the labels of strategies, all as high as the highest label needs."""
+    most = max(1 + one.strategy.count(", ") for one in group)
+    return len(group) * max(ROW, 8 + _LINE * most)
 
 
 def points_of(
@@ -70,7 +90,7 @@ def points_of(
     return [
         alt.Chart(data(here))
         .mark_point(size=60, filled=fits)
-        .encode(x=x, y=y, color=colour, shape=shape, tooltip=list(tips))
+        .encode(x=x, y=y, color=colour, shape=shape, opacity=faded(names), tooltip=list(tips))
         for fits in (True, False)
         if (here := [row for row in rows if row["fits"] == fits])
     ]
@@ -80,10 +100,48 @@ def by_strategy(names: Sequence[str]) -> tuple[alt.Color, alt.Shape]:
     """The same colour and shape for a strategy in every chart."""
     known = list(dict.fromkeys(names))
     shapes = alt.Scale(domain=known, range=cycled(_SHAPES, len(known)))
+    legend = _columns(known) if crowded(known) else alt.Undefined
     return (
-        alt.Color("strategy:N", title=None, scale=_colours(names)),
-        alt.Shape("strategy:N", title=None, scale=shapes),
+        alt.Color("strategy:N", title=None, scale=_colours(names), legend=legend),
+        alt.Shape("strategy:N", title=None, scale=shapes, legend=legend),
     )
+
+
+def crowded(names: Sequence[str]) -> bool:
+    """Whether so many lines cross that one is to be picked."""
+    return len(dict.fromkeys(names)) > _CROWD
+
+
+def _columns(known: Sequence[str]) -> alt.Legend:
+    """As many columns as there is room for, however wide the chart is."""
+    longest = 40 + _LETTER * max(map(len, known))
+    return alt.Legend(columns=alt.expr(f"max(1, floor(width / {longest}))"))
+
+
+def picking(names: Sequence[str]) -> str:
+    """What is said of a crowd."""
+    if not crowded(names):
+        return ""
+    return " Click a name in the legend to see it alone, with its interval; with shift, more."
+
+
+def picked(layers: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """Layers of lines and points of a crowd, of which the legend picks; bands show those only."""
+    if not crowded(names):
+        return list(layers)
+    pick = alt.selection_point(name="pick", fields=["strategy"], bind="legend")
+    first, *others = layers
+    return [first.add_params(pick), *others]
+
+
+def faded(names: Sequence[str], shown: float = 1.0, *, band: bool = False) -> Any:
+    """The opacity of a line, or a band, in a crowd of which the legend picks some."""
+    if not crowded(names):
+        return alt.value(shown)
+    chosen = alt.selection_point(name="pick")
+    if band:
+        return alt.condition(chosen, alt.value(shown), alt.value(0.0), empty=False)
+    return alt.condition(chosen, alt.value(shown), alt.value(0.1))
 
 
 def _colours(names: Sequence[str]) -> alt.Scale:
@@ -104,6 +162,6 @@ def data(rows: Sequence[Mapping[str, Any]]) -> alt.InlineData:
 def spec(chart: Any, height: int) -> Spec:
     """As wide as the page lets it."""
     found: Spec = chart.properties(width="container", height=height).to_dict()
-    found["config"] = _CONFIG
+    found["config"] = CONFIG
     found["autosize"] = {"type": "fit-x", "contains": "padding"}
     return found

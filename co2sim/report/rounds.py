@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from co2sim import study
 from co2sim.case import Case
 from co2sim.metrics import window
-from co2sim.schedule import Collective, Work
+from co2sim.schedule import Collective, Schedule, Work
+from co2sim.trace import Trace
 from co2sim.units import Seconds
 
 _PIXELS = 1500
-"""Shorter gaps than one of so many parts of a round do not show."""
+"""Gaps and ops shorter than one of so many parts of a round do not show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,59 +41,83 @@ class TimelineBar:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The last round of a simulation on its first rank."""
+    """A round on a rank; its length and bars in ms."""
 
     length: float
     bars: tuple[TimelineBar, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For the page."""
-        return {"length": self.length, "bars": [bar.to_dict() for bar in self.bars]}
+        """For the page, which finds the length of each bar by itself."""
+        bars = [bar.to_dict() for bar in self.bars]
+        for bar in bars:
+            del bar["length"]
+        return {"length": self.length, "bars": bars}
 
 
 def last_round(case: Case) -> Round:
-    """Simulate, and take the last round: from the end of the last compute op before it on.
+    """The last round of a simulation; see `round_of`."""
+    return round_of(*study.trace(case))
 
-    What began before it, or ends behind it, is cut. Ops of one kind with no visible gap between
-    them are one bar.
+
+def round_of(schedule: Schedule, trace: Trace, place: int = 0, parts: int = _PIXELS) -> Round:
+    """The last round of a trace: from the end of the last compute op before it on.
+
+    `place` is that of the rank among those traced. What began before the round, or ends behind it,
+    is cut. Ops of one kind with no visible gap between them are one bar, and so are those that are
+    too short to show, and begin in the same one of so many `parts` of the round: there are at most
+    three bars on a stream for each part.
     """
-    schedule, trace = study.trace(case)
     during = window(trace, schedule, 1)
-    starts, ends = (times[..., 0].ravel() for times in trace.grid(schedule))
+    starts, ends = (times[..., place].ravel() for times in trace.grid(schedule))
     shown = np.flatnonzero((ends > during.start) & (starts < during.end))
     places = shown % len(schedule.body)
     kinds = np.array(schedule.work_numbers)[places]
     starts = np.maximum(starts[shown], during.start) - during.start
     ends = np.minimum(ends[shown], during.end) - during.start
     streams = np.array([schedule.streams.index(stream) for _, stream in schedule.places])[places]
-    names = [_kind(work) for work in schedule.works]
+    names = [kind_of(work) for work in schedule.works]
     known = list(dict.fromkeys(names))
     kinds = np.array([known.index(name) for name in names])[kinds]
     bars: list[TimelineBar] = []
     for number, stream in enumerate(schedule.streams):
         own = np.flatnonzero(streams == number)
         own = own[np.lexsort((ends[own], starts[own]))]
-        for first, last in _rows(kinds[own], starts[own], ends[own], during.round_time / _PIXELS):
+        for first, last, longest in _rows(
+            kinds[own], starts[own], ends[own], during.round_time / parts
+        ):
             one, other = own[first], own[last]
             name = schedule.places[places[one]][0]
             if first != last:
                 end = schedule.places[places[other]][0]
                 name = f"{name} to {end} ({last - first + 1} ops)"
-            kind, start, end_s = known[kinds[one]], float(starts[one]), float(ends[other])
+            kind, start, end_s = known[kinds[own[longest]]], float(starts[one]), float(ends[other])
             bars.append(TimelineBar(stream, kind, name, 1e3 * start, 1e3 * end_s))
     return Round(1e3 * during.round_time, tuple(bars))
 
 
 def _rows(
     kinds: NDArray[np.intp], starts: NDArray[np.float64], ends: NDArray[np.float64], gap: Seconds
-) -> list[tuple[int, int]]:
-    """The first and the last of those in a row: of one kind, with no gap that shows."""
+) -> list[tuple[int, int, int]]:
+    """The first and the last of those in one bar, and one of the kind that takes the longest."""
     if not len(kinds):
         return []
     breaks = (kinds[1:] != kinds[:-1]) | (starts[1:] - ends[:-1] >= gap)
     firsts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
-    return list(zip(firsts, [*(first - 1 for first in firsts[1:]), len(kinds) - 1], strict=True))
+    lasts = [*(first - 1 for first in firsts[1:]), len(kinds) - 1]
+    found: list[tuple[int, int, int]] = []
+    most, part = gap, -1  # of the bar before: its longest row, and where it begins
+    for first, last in zip(firsts, lasts, strict=True):
+        length, begins = float(ends[last] - starts[first]), int(starts[first] / gap)
+        if max(length, most) < gap and begins == part:
+            before, _, longest = found.pop()
+            found.append((before, last, first if length > most else longest))
+            most = max(length, most)
+        else:
+            found.append((first, last, first))
+            most, part = length, begins
+    return found
 
 
-def _kind(work: Work) -> str:
+def kind_of(work: Work) -> str:
+    """What an op does, in a word: its kernel or its collective."""
     return f"{work.kind}".replace("_", "-") if isinstance(work, Collective) else work.kernel

@@ -9,28 +9,12 @@ from co2sim.case import Case
 from co2sim.console import answers, budgets, intervals
 from co2sim.grid import label, strategy_title
 from co2sim.published_speeds import SpeedComparison
+from co2sim.report import comparison
+from co2sim.report.answered import Answered
 from co2sim.result import Result
-from co2sim.step_factors import Goal
+from co2sim.step_factors import Goal, remark
 from co2sim.totals import Totals
 from co2sim.units import counted
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A case, its result, and what it takes to train the tokens that were asked for, if any.
-
-    `cluster` is its name or file, as it was given, with what was varied.
-    """
-
-    cluster: str
-    case: Case
-    result: Result
-    totals: Totals | None
-
-    @property
-    def strategy(self) -> str:
-        """The strategy, as it was given."""
-        return strategy_title(self.case.strategy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +42,9 @@ class Study:
         else:
             found = budgets.totals_for(self.cases, self.results, self.tokens, self.goal)
         names = self.panels or [label(case.cluster) for case in self.cases]
-        return tuple(map(Answered, names, self.cases, self.results, found))
+        titles = [strategy_title(case.strategy) for case in self.cases]
+        rows = zip(names, titles, self.cases, self.results, found, strict=True)
+        return tuple(Answered(*row, asked=self.tokens is not None) for row in rows)
 
     @cached_property
     def clusters(self) -> dict[str, list[Answered]]:
@@ -87,30 +73,36 @@ class Study:
     def answer(self) -> list[str]:
         """The answer, a sentence each; the first one stands for all."""
         if self.tokens is None:
-            return list(self._fastest())
+            return [*comparison.clusters(self.largest), *self._fastest()]
         trainings = self._trainings()
         known = answers.chosen(trainings).items()
         if not known:
             return answers.sentences(trainings)
-        return [f"{head}: {_words(*one)}" for head, one in known]
+        priced = any(one.totals and one.totals.cost is not None for one in self.all)
+        compared = [] if priced else list(comparison.clusters(self.largest))
+        return [*compared, *(f"{head}: {_words(*one)}" for head, one in known)]
 
     def doubts(self) -> list[str]:
-        """What the intervals do not tell apart, by cluster."""
+        """What the intervals do not tell apart, by cluster, and what steps are worth."""
         found = []
         for name, group in self.largest.items():
-            said = intervals.not_told_apart([(one.strategy, one.result) for one in group])
+            said = comparison.strategies(group)
             if said:
                 found.append(f"On {name}: {said}.")
+        worth = remark((one.result.strategy for one in self.all), self.goal)
+        if worth and self.tokens is None:
+            found.append(f"Speed is not progress: {worth}. With --tokens the answer counts it.")
+        elif worth:
+            found.append(f"Counted in days and money: {worth}.")
         return found
 
     def _fastest(self) -> Iterator[str]:
         for name, group in self.largest.items():
-            fitting = [one for one in group if one.result.fits_in_memory]
+            first = comparison.first(group)
             size = counted(group[0].result.gpus, "GPU")
-            if not fitting:
+            if first is None:
                 yield f"On {size} of {name} nothing of this fits in memory."
                 continue
-            first = max(fitting, key=lambda one: one.result.tokens_per_s)
             result = first.result
             text = f"On {size} of {name}, {first.strategy}"
             text += " is the fastest at" if len(group) > 1 else " runs at"

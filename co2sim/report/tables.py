@@ -1,17 +1,22 @@
 """The tables of a report: names of columns, and texts."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.console import answers, intervals
 from co2sim.decide.levers import Lever
 from co2sim.grid import label
 from co2sim.intervals import kind_errors
 from co2sim.kinds import RunKind
-from co2sim.report.study import Answered, Study
+from co2sim.published_speeds import SpeedComparison
+from co2sim.report.answered import Answered
 from co2sim.units import duration, figures, percent, scaled
+
+_NAMED = 12
+"""Strategies that are named where there are many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +59,12 @@ def _speed(one: Answered) -> list[str]:
     ]
 
 
-def trainings(study: Study) -> Table | None:
+def trainings(every: Sequence[Answered]) -> Table | None:
     """What it takes to train the tokens that were asked for; None where nobody asked."""
-    if study.tokens is None:
+    if all(one.totals is None for one in every):
         return None
     rows = []
-    for one in study.all:
+    for one in every:
         found = one.totals
         named = [one.cluster, one.strategy, str(one.result.gpus)]
         if found is None:
@@ -68,10 +73,10 @@ def trainings(study: Study) -> Table | None:
         rows.append(
             [
                 *named,
-                _ranged(found.days, found.days_low, found.days_high),
-                _ranged(found.cost, found.cost_low, found.cost_high, found.currency or ""),
-                _ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high),
-                _ranged(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high),
+                ranged(found.days, found.days_low, found.days_high),
+                ranged(found.cost, found.cost_low, found.cost_high, found.currency or ""),
+                ranged(found.energy_kwh, found.energy_kwh_low, found.energy_kwh_high),
+                ranged(found.co2e_kg, found.co2e_kg_low, found.co2e_kg_high),
                 f"{found.goodput:.1%}",
             ]
         )
@@ -80,7 +85,8 @@ def trainings(study: Study) -> Table | None:
     )
 
 
-def _ranged(value: float | None, low: float | None, high: float | None, unit: str = "") -> str:
+def ranged(value: float | None, low: float | None, high: float | None, unit: str = "") -> str:
+    """An amount with its interval, as far as they are known."""
     if value is None:
         return "-"
     text = f"{answers.amount(value)}{f' {unit}' if unit else ''}"
@@ -133,7 +139,7 @@ def gains(found: Iterable[Lever]) -> Table:
     return Table(("a tenth better", "more tokens/s", "as so many GPUs", "worth an hour"), rows)
 
 
-def published(study: Study) -> Table | None:
+def published(comparisons: Sequence[SpeedComparison]) -> Table | None:
     """Published speeds beside their predictions; None where there are none."""
     rows = [
         [
@@ -145,27 +151,33 @@ def published(study: Study) -> Table | None:
             figures(one.predicted),
             percent(one.error),
         ]
-        for one in study.comparisons
+        for one in comparisons
     ]
     columns = ("cluster", "strategy", "quantity", "GPUs", "published", "predicted", "error")
     return Table(columns, rows, 3) if rows else None
 
 
-def sources(study: Study) -> Table:
+def sources(every: Sequence[Answered]) -> Table:
     """Where the intervals come from, and for which strategies."""
     found: dict[str, dict[str, None]] = {}
-    for one in study.all:
+    for one in every:
         found.setdefault(one.result.interval_source or "no interval", {})[one.strategy] = None
     return Table(
         ("where the 90 % interval comes from", "of"),
-        [[source, ", ".join(names)] for source, names in found.items()],
+        [[source, _first_of(list(names))] for source, names in found.items()],
         2,
     )
 
 
-def errors(study: Study) -> Table | None:
+def _first_of(names: Sequence[str]) -> str:
+    """A few of many."""
+    left = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {left:,} more" if left > 0 else "")
+
+
+def errors(every: Sequence[Answered]) -> Table | None:
     """How far published runs were from predictions that were not fitted to them, by kind."""
-    said = " ".join(one.result.interval_source for one in study.all)
+    said = " ".join(one.result.interval_source for one in every)
     known = {kind: found for kind, found in kind_errors().items() if kind is not None}
     near = {kind: found for kind, found in known.items() if f"({kind})" in said} or known
     rows = [
@@ -188,11 +200,16 @@ def _grown(logarithm: float) -> float:
     return math.expm1(logarithm)
 
 
-def inputs(study: Study) -> list[tuple[str, Table]]:
-    """Every number of the clusters and models with its source, under their names."""
+def inputs(
+    cases: Iterable[tuple[str, Case]], varied: Mapping[str, str] | None = None
+) -> list[tuple[str, Table]]:
+    """Every number of the clusters and models of cases with their cluster, under their names.
+
+    `varied` has the values of those that are not the same in all cases, by path.
+    """
     found: dict[str, Table] = {}
-    for cluster, group in study.clusters.items():
-        case = group[0].case
+    changed = {path.removeprefix("model."): words for path, words in (varied or {}).items()}
+    for cluster, case in cases:
         hardware, model = case.load()
         heads = {
             f"{cluster}: {hardware.value.name}": hardware.facts,
@@ -200,10 +217,15 @@ def inputs(study: Study) -> list[tuple[str, Table]]:
         }
         for head, entries in heads.items():
             if entries:
-                found.setdefault(head, _facts(entries))
+                found.setdefault(head, _facts(entries, changed))
     return list(found.items())
 
 
-def _facts(entries: Iterable[Fact]) -> Table:
-    rows = [[f.path, f.value, "assumed" if f.assumed else "", f.source] for f in entries]
+def _facts(entries: Iterable[Fact], varied: Mapping[str, str]) -> Table:
+    rows = [
+        [fact.path, varied[fact.path], "varied", "as asked for"]
+        if fact.path in varied
+        else [fact.path, fact.value, "assumed" if fact.assumed else "", fact.source]
+        for fact in entries
+    ]
     return Table(("number", "value", "status", "source"), rows, 4)

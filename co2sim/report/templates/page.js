@@ -21,15 +21,18 @@ for (const place of document.querySelectorAll("[data-chart]")) {
 const choices = [...document.querySelectorAll("select.round")];
 const timelines = [...document.querySelectorAll("[data-round]")];
 
+const LONGER = 8;
+
 function drawRounds() {
   const shown = choices.map((choice) => rounds[choice.value]);
   const kinds = new Set(shown.flatMap((round) => round.bars.map((bar) => bar.kind)));
   const { domain, range } = specs.timeline.encoding.color.scale;
-  const longest = Math.max(...shown.map((round) => round.length));
+  const lengths = shown.map((round) => round.length);
+  const end = Math.min(Math.max(...lengths), LONGER * Math.min(...lengths)); // both are to be seen
   shown.forEach((round, at) => {
     const spec = structuredClone(specs.timeline);
-    spec.data = { values: round.bars };
-    spec.encoding.x.scale.domain = [0, longest];
+    spec.data = { values: round.bars.map((bar) => ({ ...bar, length: bar.end - bar.start })) };
+    spec.encoding.x.scale.domain = [0, end];
     spec.encoding.color.scale.domain = domain.filter((kind) => kinds.has(kind));
     spec.encoding.color.scale.range = range.filter((_, place) => kinds.has(domain[place]));
     spec.description = `timeline of a round of ${choices[at].value}`;

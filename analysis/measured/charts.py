@@ -1,0 +1,222 @@
+"""Charts of the page of `co2analysis compare`: predicted beside measured."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import altair as alt
+
+from analysis.measured.attribution import Cause
+from analysis.measured.op_errors import OpError
+from analysis.measured.time_breakdown import TimeBreakdown
+from co2sim.console.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+from co2sim.report.chart_style import HEIGHT, ROW, TEXT, Rows, Spec, data, spec
+
+SIDES = ("predicted", "measured")
+AGREES = "agrees"
+"""Of ops without a cause: both times agree within a hundredth."""
+
+_SIDES = alt.Scale(domain=list(SIDES), range=[BLUE, ORANGE])
+_CAUSES = dict(
+    zip(
+        [*(cause.words for cause in Cause), AGREES],
+        [VERMILION, ORANGE, PURPLE, "#b59f00", GREEN, SKY, BLUE, GREY],
+        strict=True,
+    )
+)
+_SHAPES = dict(
+    zip(
+        _CAUSES,
+        [
+            "circle",
+            "square",
+            "diamond",
+            "cross",
+            "triangle-up",
+            "triangle-down",
+            "triangle-right",
+            "circle",
+        ],
+        strict=True,
+    )
+)
+_PARTS = {
+    "computing": SKY,
+    "communicating, nothing computed": VERMILION,
+    "waiting in a collective, nothing computed": GREY,
+    "idle": "#c9b458",
+}
+_TWO_LINES = "split(datum.label, ', ')"
+_WIDE = 240
+"""Pixels of labels."""
+
+
+def errors(found: Mapping[str, Mapping[str, float]]) -> Spec:
+    """Signed errors of each run, by what they are errors of."""
+    rows: Rows = [
+        {"run": run, "what": what, "error": error}
+        for run, mine in found.items()
+        for what, error in mine.items()
+    ]
+    names = list(_names(rows, "what"))
+    colour = alt.Scale(domain=names, range=[BLUE, VERMILION, GREEN][: len(names)])
+    shape = alt.Scale(domain=names, range=["circle", "diamond", "square"][: len(names)])
+    points = (
+        alt.Chart(data(rows))
+        .mark_point(size=70, filled=True)
+        .encode(
+            x=alt.X(
+                "error:Q",
+                title="error of the prediction",
+                axis=alt.Axis(format="+.0%", tickCount=6),
+                scale=alt.Scale(padding=12),
+            ),
+            y=alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=_WIDE)),
+            color=alt.Color("what:N", title=None, scale=colour),
+            shape=alt.Shape("what:N", title=None, scale=shape),
+            tooltip=["run:N", "what:N", alt.Tooltip("error:Q", format="+.1%")],
+        )
+    )
+    rule = alt.Chart(data([{"error": 0}])).mark_rule(color=TEXT).encode(x="error:Q")
+    return spec(alt.layer(rule, points), ROW * len(found))
+
+
+def times(rows: Rows) -> Spec:
+    """Times of a round, predicted above measured; rows hold `what`, `side`, `ms` and `error`."""
+    chart = (
+        alt.Chart(data(rows))
+        .mark_bar()
+        .encode(
+            x=alt.X("ms:Q", title="ms", axis=alt.Axis(tickCount=6, labelSeparation=6)),
+            y=alt.Y(
+                "what:N",
+                sort=None,
+                title=None,
+                axis=alt.Axis(labelExpr=_TWO_LINES, labelLimit=_WIDE),
+            ),
+            yOffset=alt.YOffset("side:N", sort=list(SIDES)),
+            color=alt.Color("side:N", title=None, scale=_SIDES),
+            tooltip=["what:N", "side:N", alt.Tooltip("ms:Q", format=".4~g"), "error:N"],
+        )
+    )
+    return spec(chart, 2 * ROW * len(_names(rows, "what")))
+
+
+def ops(found: Sequence[OpError]) -> Spec | None:
+    """Measured over predicted time of ops by cause, with the line where they are equal.
+
+    None where no op has a time in both.
+    """
+    rows: Rows = [
+        {
+            "op": one.label,
+            "predicted": 1e3 * one.predicted,
+            "measured": 1e3 * one.measured,
+            "error": one.error,
+            "share": one.share,
+            "count": one.count,
+            "cause": one.cause.words if one.cause else AGREES,
+        }
+        for one in found
+        if one.predicted > 0 and one.measured > 0
+    ]
+    if not rows:
+        return None
+    every = [row[side] for row in rows for side in SIDES]
+    ends = [min(every) / 2, max(every) * 2]
+    first, last = (math.floor(math.log10(end)) for end in ends)
+    axis = alt.Axis(format="~g", values=[10.0**power for power in range(first, last + 1)])
+    log = alt.Scale(type="log", domain=ends, nice=False)
+    line = [{"predicted": end, "measured": end} for end in ends]
+    x = alt.X("predicted:Q", scale=log, title="predicted ms", axis=axis)
+    y = alt.Y("measured:Q", scale=log, title="measured ms", axis=axis)
+    points = (
+        alt.Chart(data(rows))
+        .mark_point(filled=True, opacity=0.85)
+        .encode(
+            x=x,
+            y=y,
+            size=alt.Size("share:Q", legend=None, scale=alt.Scale(domain=[0, 1], range=[50, 900])),
+            color=alt.Color("cause:N", title=None, scale=_present(_CAUSES, rows, "cause")),
+            shape=alt.Shape("cause:N", title=None, scale=_present(_SHAPES, rows, "cause")),
+            tooltip=[
+                "op:N",
+                alt.Tooltip("count:Q", format="~g", title="per round"),
+                alt.Tooltip("predicted:Q", format=".4~g", title="predicted, ms"),
+                alt.Tooltip("measured:Q", format=".4~g", title="measured, ms"),
+                alt.Tooltip("error:Q", format="+.1%"),
+                alt.Tooltip("share:Q", format=".1%", title="share of all errors"),
+                "cause:N",
+            ],
+        )
+    )
+    equal = alt.Chart(data(line)).mark_line(color=TEXT, strokeDash=[4, 3]).encode(x=x, y=y)
+    return spec(alt.layer(equal, points), HEIGHT)
+
+
+def causes(found: Mapping[str, Mapping[Cause, float]]) -> Spec:
+    """What part of the errors of a run each cause has, a bar for each run."""
+    rows: Rows = [
+        {"run": run, "cause": cause.words, "share": share, "place": list(Cause).index(cause)}
+        for run, shares in found.items()
+        for cause, share in shares.items()
+        if share
+    ]
+    chart = (
+        alt.Chart(data(rows))
+        .mark_bar()
+        .encode(
+            x=alt.X(
+                "share:Q",
+                title="share of all errors of ops",
+                axis=alt.Axis(format=".0%"),
+                scale=alt.Scale(domain=[0, 1]),
+            ),
+            y=alt.Y("run:N", sort=None, title=None, axis=alt.Axis(labelLimit=_WIDE)),
+            color=alt.Color("cause:N", title=None, scale=_present(_CAUSES, rows, "cause")),
+            order=alt.Order("place:Q"),
+            tooltip=["run:N", "cause:N", alt.Tooltip("share:Q", format=".1%")],
+        )
+    )
+    return spec(chart, ROW * len(found))
+
+
+def spent(found: Mapping[str, TimeBreakdown]) -> Spec:
+    """Where a round went, on average of ranks; names are a run and a side, with a comma."""
+    rows: Rows = [
+        {"what": name, "part": part, "ms": 1e3 * seconds, "place": place}
+        for name, one in found.items()
+        for place, (part, seconds) in enumerate(
+            zip(_PARTS, (one.compute, one.communication, one.waiting, one.idle), strict=True)
+        )
+    ]
+    chart = (
+        alt.Chart(data(rows))
+        .mark_bar()
+        .encode(
+            x=alt.X("ms:Q", title="ms", axis=alt.Axis(tickCount=6, labelSeparation=6)),
+            y=alt.Y(
+                "what:N",
+                sort=None,
+                title=None,
+                axis=alt.Axis(labelExpr=_TWO_LINES, labelLimit=_WIDE),
+            ),
+            color=alt.Color(
+                "part:N",
+                title=None,
+                scale=alt.Scale(domain=list(_PARTS), range=list(_PARTS.values())),
+            ),
+            order=alt.Order("place:Q"),
+            tooltip=["what:N", "part:N", alt.Tooltip("ms:Q", format=".4~g")],
+        )
+    )
+    return spec(chart, (ROW + 12) * len(found))
+
+
+def _names(rows: Rows, key: str) -> dict[str, None]:
+    return dict.fromkeys(row[key] for row in rows)
+
+
+def _present(values: Mapping[str, str], rows: Rows, key: str) -> alt.Scale:
+    """A scale of those that the rows have, in order."""
+    here = [name for name in values if name in _names(rows, key)]
+    return alt.Scale(domain=here, range=[values[name] for name in here])

@@ -1,0 +1,261 @@
+"""The page of `co2analysis compare`: what was predicted, what was measured, and why they differ."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from analysis.measured import charts, inputs, op_table
+from analysis.measured.attribution import AGREES, Cause
+from analysis.measured.compared_run import ComparedRun, named
+from analysis.measured.comparison import RunComparison, summarise
+from analysis.measured.rank_bars import WAITS, RankWindow, windows
+from co2sim.catalog import Fact
+from co2sim.console.figures import GREY
+from co2sim.report import bar_charts
+from co2sim.report.page import MOST_ROUNDS, Figure, Page, PageSection, Timelines
+from co2sim.report.rounds import Round, TimelineBar
+from co2sim.report.tables import Table
+from co2sim.units import counted, duration, percent
+
+MOST_RUNS = MOST_ROUNDS // 2
+"""With charts of their own; a run has two timelines."""
+_LEAST = 0.005
+"""Share of a cause that is said: what rounds to 1 %."""
+
+
+def page(
+    comparisons: Sequence[RunComparison],
+    command: str,
+    rank: int = 0,
+    stated: Sequence[Fact] = (),
+    changes: Sequence[str] = (),
+) -> Page:
+    """What `command` says: `stated` and `changes` are as in `analysis.measured.inputs.section`.
+
+    Raises OptionError for a rank that was not traced.
+    """
+    runs = named(comparisons)
+    order = sorted(runs, key=lambda one: -abs(one.run.round_time_error))[:MOST_RUNS]
+    shown = [one for one in runs if one in order]
+    return Page(
+        answer=_answer(runs, shown),
+        doubts=list(_doubts(runs)),
+        sections=[
+            _overview(runs),
+            PageSection("times", "Measured against predicted", _which(runs), list(_times(shown))),
+            PageSection("ops", "Ops", figures=[_ops(one) for one in shown]),
+            _causes(runs),
+            _time(shown, rank),
+            PageSection(
+                "trust",
+                "How sure this is",
+                warnings=_lines(runs, "warnings"),
+                notes=_lines(runs, "notes"),
+            ),
+            inputs.section(comparisons, stated, changes),
+        ],
+        commands=[command],
+        files={
+            "ops.csv": ("text/csv", op_table.to_csv(comparisons).decode()),
+            "comparison.json": ("application/json", json.dumps(op_table.to_dict(comparisons))),
+        },
+    )
+
+
+def _answer(runs: Sequence[ComparedRun], shown: Sequence[ComparedRun]) -> list[str]:
+    if len(runs) == 1:
+        return [runs[0].sentence]
+    whole = summarise([one.run for one in runs])
+    worst = max(runs, key=lambda one: abs(one.run.round_time_error))
+    return [
+        (
+            f"The predicted rounds of {len(runs)} measured runs are off by"
+            f" {whole.median_round_time_error:.1%} in the median, and by"
+            f" {percent(worst.run.round_time_error, 1)} at most ({worst.name})."
+        ),
+        *(one.sentence for one in shown),
+    ]
+
+
+def _doubts(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    if any(one.run.record.kernels == "sleep" for one in runs):
+        yield (
+            "Kernels that sleep take as long as predicted: only communication is tested there, and"
+            " the error of a round is made smaller by compute."
+        )
+    clocks = max(one.run.record.clock_error for one in runs)
+    if clocks:
+        yield f"Clocks of ranks agree to {duration(clocks)} only: shorter waits do not count."
+
+
+def _which(runs: Sequence[ComparedRun]) -> str:
+    if len(runs) <= MOST_RUNS:
+        return ""
+    return f"Of the {MOST_RUNS} runs whose rounds are furthest off; the files hold all."
+
+
+def _overview(runs: Sequence[ComparedRun]) -> PageSection:
+    """Errors of several runs; empty for one."""
+    if len(runs) == 1:
+        return PageSection("runs", "Runs")
+    found = {
+        one.name: {
+            what: error
+            for what, error in (
+                ("round time", one.run.round_time_error),
+                ("communication busy", one.run.comm_busy_error),
+                ("communication exposed", one.run.exposed_error),
+            )
+            if error is not None
+        }
+        for one in runs
+    }
+    rows = [
+        [
+            one.name,
+            one.run.predicted.strategy,
+            one.run.predicted.cluster,
+            str(one.run.predicted.gpus),
+            duration(one.run.predicted.round_time_s),
+            duration(one.measured),
+            *(_signed(found[one.name].get(what)) for what in _ERRORS),
+        ]
+        for one in runs
+    ]
+    columns = ("run", "strategy", "cluster", "GPUs", "predicted round", "measured", *_ERRORS)
+    note = "0 is a prediction that is right; to the right of it the prediction is too long."
+    label = "signed errors of the predicted times, a line for each run"
+    figure = Figure("", note, label, charts.errors(found), Table(columns, rows, 3))
+    return PageSection("runs", "Runs", figures=[figure])
+
+
+_ERRORS = ("round time", "communication busy", "communication exposed")
+
+
+def _times(shown: Sequence[ComparedRun]) -> Iterator[Figure]:
+    for one in shown:
+        drawn = [
+            {
+                "what": f"{time.words.removesuffix(', per round')}, {_signed(time.error)}",
+                "side": side,
+                "ms": 1e3 * seconds,
+                "error": _signed(time.error),
+            }
+            for time in one.run.times
+            for side, seconds in zip(charts.SIDES, (time.predicted, time.measured), strict=True)
+            if seconds is not None
+        ]
+        rows = [
+            [
+                time.words,
+                duration(time.predicted),
+                "-" if time.measured is None else duration(time.measured),
+                _signed(time.error),
+            ]
+            for time in one.run.times
+        ]
+        here = one.run.predicted
+        yield Figure(
+            title=one.name,
+            note=f"{here.strategy} of {here.model}, {counted(here.gpus, 'GPU')};"
+            f" {counted(one.run.record.rounds, 'round')} measured. Below each name is the error of"
+            " the prediction.",
+            label=f"times of a round of {one.name}, predicted and measured",
+            chart=charts.times(drawn),
+            table=Table(("time of a round", *charts.SIDES, "error"), rows),
+        )
+
+
+def _ops(one: ComparedRun) -> Figure:
+    rows = [
+        [
+            op.label,
+            op.cause.words if op.cause else charts.AGREES,
+            f"{op.count:g}",
+            duration(op.predicted),
+            duration(op.measured),
+            _signed(op.error),
+            f"{op.share:.1%}",
+        ]
+        for op in one.ops
+    ]
+    columns = ("op", "cause", "per round", *charts.SIDES, "error", "share of all errors")
+    return Figure(
+        title=one.name,
+        note="A point for each op, mean over rounds and ranks: above the dashed line it took longer"
+        " than predicted. The larger, the more of all errors.",
+        label=f"measured over predicted time of each op of {one.name}",
+        chart=charts.ops(one.ops),
+        table=Table(columns, rows, 2),
+    )
+
+
+def _causes(runs: Sequence[ComparedRun]) -> PageSection:
+    found = {one.name: one.causes for one in runs}
+    if not any(share for shares in found.values() for share in shares.values()):
+        text = f"No op of any run is off by more than {AGREES:.0%}."
+        return PageSection("causes", "What causes the errors", notes=[text])
+    named = [cause for cause in Cause if any(shares[cause] >= _LEAST for shares in found.values())]
+    rows = [[name, *(f"{shares[cause]:.0%}" for cause in named)] for name, shares in found.items()]
+    figure = Figure(
+        title="",
+        note="What part of the absolute errors of ops each cause has. Parts of an error add up to"
+        " it.",
+        label="shares of causes, a bar for each run",
+        chart=charts.causes(found),
+        table=Table(("run", *(cause.words for cause in named)), rows),
+    )
+    return PageSection("causes", "What causes the errors", figures=[figure])
+
+
+def _time(shown: Sequence[ComparedRun], rank: int) -> PageSection:
+    spent = {
+        f"{one.name}, {side}": part
+        for one in shown
+        for side, part in zip(charts.SIDES, one.run.time_breakdowns, strict=True)
+    }
+    rounds = {
+        f"{one.name}, {side}": _round(during)
+        for one in shown
+        for side, during in zip(charts.SIDES, windows(one.run, rank), strict=True)
+    }
+    rows = [
+        [name, *map(duration, (part.compute, part.communication, part.waiting, part.idle))]
+        for name, part in spent.items()
+    ]
+    figure = Figure(
+        title="A round, on average of the ranks",
+        label="where a round went, a bar for each run as predicted and as measured",
+        chart=charts.spent(spent),
+        table=Table(("round", *op_table.BREAKDOWN.values()), rows),
+    )
+    note = f"Rank {rank}: the last round that was measured, or two where a round is one step."
+    chart = bar_charts.timeline(rounds.values(), {WAITS: GREY})
+    lines = Timelines(note, rounds, chart)
+    return PageSection("time", "Where the time goes", figures=[figure], timelines=lines)
+
+
+def _round(during: RankWindow) -> Round:
+    length = during.end - during.start
+    bars = [
+        TimelineBar(
+            stream=bar.stream,
+            kind=bar.label,
+            ops=bar.first if bar.count == 1 else f"{bar.first} to {bar.last} ({bar.count} ops)",
+            start=1e3 * bar.start,
+            end=1e3 * bar.end,
+        )
+        for bar in during.bars(length)
+    ]
+    return Round(1e3 * length, tuple(bars))
+
+
+def _lines(runs: Sequence[ComparedRun], kind: str) -> list[str]:
+    """Warnings, or notes, of the predictions, once each."""
+    found: Mapping[str, str] = {
+        text: one.name for one in reversed(runs) for text in getattr(one.run.predicted, kind)
+    }
+    return [f"{name}: {text}" for text, name in found.items()]
+
+
+def _signed(error: float | None) -> str:
+    return "-" if error is None else percent(error, 1)

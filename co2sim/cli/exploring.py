@@ -1,0 +1,172 @@
+"""`co2sim explore`: a page to play with."""
+
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from co2sim import study
+from co2sim.case import Case
+from co2sim.console import budgets, goals, options
+from co2sim.errors import OptionError
+from co2sim.files import write_atomically
+from co2sim.ranges import between
+from co2sim.report.option import check
+from co2sim.step_factors import Goal
+
+if TYPE_CHECKING:
+    from co2sim.explore.question import Question
+
+_MOST_PORT = 65_535
+_LEAST, _MOST = 1e-4, 0.5
+"""Of the tolerance: below, everything is simulated; above, nothing is left."""
+_CLUSTER, _MODEL = "cloud-100g", "gpt2-xl"
+_STRATEGIES = ("ddp", "zero3", "zeropp", "co2:tau=12,delay=1,worker=node")
+"""What the server's page begins with."""
+
+
+@partial(options.model_options, optional=("model",))
+def explore(  # noqa: PLR0913, PLR0917 - one argument per option
+    job: Case,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", help="Catalog name or TOML file.")
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", "-s", help="As in `run`. Repeatable: one line each."),
+    ] = None,
+    gpus: options.Gpus = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            help="With --out: the positions of a slider: --vary strategy.tau=4,12,48. Repeatable;"
+            " others have usual ones.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE.html",
+            help="Write a page that needs no server, with all positions simulated before.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            parser=options.number("--tolerance"),
+            metavar="N",
+            help="With --out: how far figures between simulated positions may be off.",
+        ),
+    ] = 0.01,
+    jobs: options.Jobs = -1,
+    port: Annotated[
+        int,
+        typer.Option(
+            parser=options.whole("--port"), metavar="N", help="Of the server; 0: any that is free."
+        ),
+    ] = 0,
+    to_loss_steps: goals.ToLossSteps = None,
+    steps_factor: goals.StepsFactor = None,
+    tokens: budgets.Tokens = None,
+) -> None:
+    """Play: a server on this machine that asks the simulator, or a page without one (--out)."""
+    goal = goals.goal(to_loss_steps, steps_factor)
+    if out is None:
+        _serve(job, cluster, strategy, gpus, over, port, goal, tokens)
+        return
+    check("--out", out)
+    tolerance = between("--tolerance", tolerance, _LEAST, _MOST)
+    for flag, given in (("--cluster", cluster), ("--model", job.model), ("--strategy", strategy)):
+        if not given:
+            raise OptionError(f"{flag} is missing; a page without a server needs it")
+    job = replace(job, cluster=cluster or "", gpus=gpus)
+    from co2sim.explore.question import Question  # noqa: PLC0415 - rich
+
+    question = Question(job, tuple(strategy or ()), tokens, goal)
+    _write(question, options.pairs(over, "--vary"), out, tolerance, jobs)
+
+
+def _write(
+    question: "Question", varied: Mapping[str, str], out: Path, tolerance: float, jobs: int
+) -> None:
+    """Simulate the grid, and write the page."""
+    from co2sim.explore.build import build  # noqa: PLC0415 - numpy, only when needed
+    from co2sim.explore.controls import controls, varying  # noqa: PLC0415
+    from co2sim.explore.page import begin, static_page  # noqa: PLC0415 - Altair
+
+    made = {control.path: control for control in controls(question)}
+    for path, values in varied.items():
+        made[path] = varying(question, path, values)
+    shown = list(made.values())
+    places = range(len(question.strategies))
+    cases = [question.case(place, begin(shown)) for place in places]
+    for case in cases:
+        case.prepare()  # what cannot be is better said before the others are simulated
+    grid = build(question, shown, tolerance, jobs)
+    first = [(case, study.run(case)) for case in cases]
+    command = shlex.join(["co2sim", *sys.argv[1:]])
+    write_atomically({out: static_page(question, grid, first, command)})
+    print(f"{grid.simulated:,} cases were simulated")
+    print(f"page  {out}")
+
+
+def _serve(  # noqa: PLR0917 - what a page begins with
+    job: Case,
+    cluster: str | None,
+    strategy: list[str] | None,
+    gpus: int | None,
+    over: list[str] | None,
+    port: int,
+    goal: Goal,
+    tokens: float | None,
+) -> None:
+    """Serve until control-C."""
+    if over:
+        raise OptionError(f"--vary {over[0]}: it makes sliders of a page with --out")
+    between("--port", port, 0, _MOST_PORT)
+    _check_server()
+    from co2sim.explore.asking import OPTIONS, PARTS, Files, PageView, question_of  # noqa: PLC0415
+    from co2sim.explore.server import serve  # noqa: PLC0415 - uvicorn
+
+    cluster, model = cluster or _CLUSTER, str(job.model) or _MODEL
+    files = Files(
+        clusters={cluster: cluster},
+        models={model: model},
+        parts=frozenset(text for path, text in job.overrides.items() if path in PARTS),
+    )
+    changed = {name: getattr(job, name) for name in OPTIONS}
+    usual = {field.name: field.default for field in fields(Case)}
+    view = PageView(
+        cluster=cluster,
+        model=model,
+        strategies=tuple(strategy or _STRATEGIES),
+        tokens=tokens,
+        options={name: str(v) for name, v in changed.items() if v != usual[name]},
+        set=dict(job.overrides),
+        gpus=gpus,
+    )
+    question_of(view, files, goal).case(0, {}).load()
+    token = secrets.token_urlsafe(24)
+    with suppress(KeyboardInterrupt):
+        serve(files, goal, view, token, port, _say)
+
+
+def _say(address: str) -> None:
+    print(f"open {address}\ncontrol-C ends it", flush=True)
+
+
+def _check_server() -> None:
+    """Raise OptionError where the extra is missing."""
+    if not all(map(find_spec, ("altair", "vl_convert", "starlette", "uvicorn", "pebble"))):
+        raise OptionError("the explorer's server needs more: pip install 'co2sim[explore]'")

@@ -1,0 +1,1 @@
+"""A page to play with: sliders over a computed grid, or a server that asks the simulator."""

@@ -1,0 +1,149 @@
+"""The page of `co2sim explore`: with a grid inside, or one that asks a server."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from co2sim import __version__
+from co2sim.case import Case
+from co2sim.explore import charts
+from co2sim.explore.controls import Control
+from co2sim.explore.grid import Exactness, ExploreGrid
+from co2sim.explore.question import Question
+from co2sim.grid import label
+from co2sim.report import html, sections
+from co2sim.report.answered import Answered
+from co2sim.report.bundle import vega
+from co2sim.result import Result
+
+_PACKAGE = "co2sim.explore"
+
+
+def static_page(
+    question: Question,
+    grid: ExploreGrid,
+    cases: Sequence[tuple[Case, Result]],
+    command: str,
+) -> bytes:
+    """A page that holds its grid; `cases` are those with which it begins."""
+    first = cases[0][0].load()
+    named = [
+        Answered(label(case.cluster), name, case, result, None)
+        for name, (case, result) in zip(question.titles, cases, strict=True)
+    ]
+    content = {
+        "server": None,
+        "grid": grid.to_dict(),
+        "asked": asked(question, grid.controls),
+    }
+    page, _ = render(
+        title=f"{first[1].value.name} on {first[0].value.name}",
+        content=content,
+        exactness=_exactness(grid),
+        sections=[sections.trust(named, named), sections.inputs(named)],
+        command=command,
+        scripts=["grid.js", "explore.js"],
+        policy=(),
+    )
+    return page
+
+
+def asked(question: Question, controls: Sequence[Control]) -> dict[str, Any]:
+    """What the page knows of a question beside figures."""
+    given, trained = question.case(0, {}).load()
+    cluster = question.case(0, begin(controls)).load()[0].value
+    price, low, high = cluster.price_per_gpu, given.value.price_low, given.value.price_high
+    if price != given.value.price_per_gpu:  # another price has not the range of the one given
+        low, high = None, None
+    return {
+        "title": f"{trained.value.name} on {cluster.name}",
+        "controls": [control.to_dict() for control in controls],
+        "strategies": question.titles,
+        "unit": trained.value.unit,
+        "gpus": question.job.gpus or cluster.layout.world_size,
+        "price": price,
+        "price_low": low,
+        "price_high": high,
+        "currency": cluster.currency,
+        "failures": cluster.failures is not None,
+        "tokens": question.tokens,
+    }
+
+
+def begin(controls: Sequence[Control]) -> dict[str, str]:
+    """What is set beside what was given where all controls are where they begin."""
+    stops = {one.path: one.stops[one.at].setting for one in controls if not one.given}
+    return {path: setting for path, setting in stops.items() if setting is not None}
+
+
+def render(
+    *,
+    title: str,
+    content: Mapping[str, Any],
+    exactness: Sequence[str],
+    sections: Sequence[Any],
+    command: str,
+    scripts: Sequence[str],
+    policy: Sequence[str],
+) -> tuple[bytes, str]:
+    """The file and its policy. `scripts` are ours, `policy` what they may do beside running."""
+    texts = [vega(), *(str(html.asset(name, _PACKAGE)) for name in scripts)]
+    specs = {
+        "curve": charts.curve(),
+        "shares": charts.shares(),
+        "memory": charts.memory(),
+    }
+    rules = html.policy(texts, *policy)
+    page = (
+        html.environment(_PACKAGE)
+        .get_template("explore.html.j2")
+        .render(
+            title=title,
+            content=content,
+            charts=specs,
+            exactness=exactness,
+            sections=sections,
+            command=command,
+            server=content["server"] is not None,
+            scripts=[Markup(text) for text in texts],  # noqa: S704 - ours
+            policy=rules,
+            style=html.asset("page.css") + html.asset("explore.css", _PACKAGE),
+            version=__version__,
+        )
+        .encode()
+    )
+    return page, rules
+
+
+def _exactness(grid: ExploreGrid) -> list[str]:
+    """How exact the figures between simulated positions are, in words."""
+    said = [f"{grid.simulated:,} cases were simulated for this page."]
+    found: Exactness = grid.exactness
+    if not found.checked:
+        return [*said, "Every position of every slider is one of them."]
+    text = (
+        f"Figures between them are interpolated. At {found.checked} positions, taken at random,"
+        f" they were compared with the simulator's: throughput is off by {found.median:.2%} at the"
+        f" median and {found.largest:.2%} at most, exposed communication by"
+        f" {100 * found.largest_exposed:.2f} points of a round at most. How far the simulator"
+        " itself is off stands below, and in the 90 % intervals."
+    )
+    return [*said, text]
+
+
+def server_page(
+    view: Mapping[str, Any], catalog: Mapping[str, Sequence[str]], token: str
+) -> tuple[bytes, int, dict[str, str]]:
+    """A page that asks the server which gave it out: content, status and headers."""
+    content = {"server": {"token": token, "view": view, "catalog": catalog}, "grid": None}
+    page, policy = render(
+        title="co2sim explore",
+        content=content,
+        exactness=["Every figure is simulated for this page, as by the command co2sim run."],
+        sections=[],
+        command="",
+        scripts=["server.js", "explore.js"],
+        policy=["connect-src 'self'"],
+    )
+    return page, 200, {"content-security-policy": f"{policy}; frame-ancestors 'none'"}

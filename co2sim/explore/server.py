@@ -1,0 +1,270 @@
+"""The server of `co2sim explore`, on this machine only: the page, and exact answers."""
+
+import asyncio
+import re
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLateError
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import uvicorn
+from pebble import ProcessPool
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from co2sim.catalog import load_cluster, load_model, names
+from co2sim.catalog.facts import read
+from co2sim.errors import Co2simError, OptionError
+from co2sim.explore.asking import Asker, Files, PageView, Positions, Text, check_parts
+from co2sim.explore.guard import Guard
+from co2sim.explore.page import server_page
+from co2sim.machine import share_memory
+from co2sim.step_factors import Goal
+from co2sim.units import Seconds
+
+HOST = "127.0.0.1"
+LIMIT: Seconds = 20.0
+"""What an answer may take: a page that stands still for longer is of no use."""
+_PROCESSES = 2
+_ENDED = "the server is ending"
+_MOST_FILES = 50
+_NAME = re.compile(r"[\w][\w .()+-]{0,99}\.(toml|json)")
+
+
+class Upload(BaseModel):
+    """A file of a user: a cluster or a model, as TOML, or the config.json of a model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Text
+    name: Text
+    text: str
+
+
+class Answers:
+    """What the server knows: files, and processes that simulate."""
+
+    def __init__(self, files: Files, goal: Goal, folder: Path, limit: Seconds = LIMIT) -> None:
+        self.files, self.goal, self.folder, self.limit = files, goal, folder, limit
+        self.pool = ProcessPool(max_workers=_PROCESSES, initializer=_prepare)
+        self.asked: set[Future[Any]] = set()
+        self.uploads = 0
+        self.ended = False
+
+    async def ask(self, what: str, *given: Any) -> Any:
+        """The answer of a method of `Asker`. Raises Co2simError, also where it takes too long."""
+        if self.ended:
+            raise OptionError(_ENDED)
+        asked = self.pool.schedule(
+            _answer, args=[self.files, self.goal, what, *given], timeout=self.limit
+        )
+        self.asked.add(asked)
+        try:
+            return await asyncio.wrap_future(asked)
+        except asyncio.CancelledError:
+            if not self.ended:
+                raise
+            raise OptionError(_ENDED) from None
+        except TooLateError:
+            raise OptionError(
+                f"this takes longer than {self.limit:g} s; ask `co2sim run` on the command line"
+            ) from None
+        finally:
+            self.asked.discard(asked)
+
+    async def figures(self, view: PageView, settings: Sequence[Mapping[str, str]]) -> list[Any]:
+        """Those of `Asker`, shared out: a single position by its strategies, else by positions."""
+        places = range(len(view.strategies))
+        alone = len(settings) == 1
+        found = await asyncio.gather(
+            *(
+                self.ask("figures", view, settings, places[part::_PROCESSES])
+                if alone
+                else self.ask("figures", view, settings[part::_PROCESSES], places)
+                for part in range(_PROCESSES)
+            )
+        )
+        if alone:
+            return [[found[place % _PROCESSES][0][place // _PROCESSES] for place in places]]
+        return [found[at % _PROCESSES][at // _PROCESSES] for at in range(len(settings))]
+
+    def add(self, upload: Upload) -> str:
+        """Keep a file, if it can be read; its name. Raises Co2simError."""
+        name = Path(upload.name).name
+        if not _NAME.fullmatch(name):
+            raise OptionError(f"{name!r} is no name for a file; it must end in .toml or .json")
+        if upload.kind not in {"cluster", "model"}:
+            raise OptionError(f"kind is {upload.kind!r}; it must be cluster or model")
+        known = getattr(self.files, f"{upload.kind}s")
+        if len(known) >= _MOST_FILES and name not in known:
+            raise OptionError(f"there are {_MOST_FILES} files already; start anew for more")
+        self.uploads += 1  # a path of its own: nothing that was read before is taken for it
+        path = self.folder / f"{self.uploads}" / Path(name).stem / name  # config.json has no name
+        path.parent.mkdir(parents=True)
+        path.write_text(upload.text, "utf-8")
+        try:
+            if upload.kind == "cluster":
+                check_parts(read("clusters", str(path)))
+                load_cluster(str(path))
+            else:
+                load_model(str(path))
+        except Co2simError as error:
+            path.unlink()
+            raise OptionError(str(error).replace(str(path), name)) from None
+        changed = {**known, name: str(path)}
+        if upload.kind == "cluster":
+            self.files = replace(self.files, clusters=changed)
+        else:
+            self.files = replace(self.files, models=changed)
+        return name
+
+    def warm(self, view: PageView) -> None:
+        """Let every process read and simulate what the page begins with, before it asks."""
+        places = range(len(view.strategies))
+        for _ in range(_PROCESSES):
+            given: list[Any] = [self.files, self.goal, "figures", view, [{}], places]
+            self.pool.schedule(_answer, args=given)
+
+    def close(self) -> None:
+        """End the processes, whatever they do, and all answers that are waited for."""
+        self.ended = True
+        for asked in list(self.asked):
+            asked.cancel()
+        self.pool.stop()  # type: ignore[no-untyped-call]
+        self.pool.join()
+
+
+class _Server(uvicorn.Server):
+    """One that ends its processes first, so that no answer is waited for."""
+
+    def __init__(self, config: uvicorn.Config, answers: Answers) -> None:
+        super().__init__(config)
+        self.answers = answers
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End."""
+        await asyncio.to_thread(self.answers.close)
+        await super().shutdown(sockets)
+
+
+_askers: dict[str, Asker] = {}
+
+
+def _prepare() -> None:
+    share_memory(_PROCESSES)
+
+
+def _answer(files: Files, goal: Goal, what: str, *given: Any) -> Any:
+    """In a process: the asker is kept as long as the files are the same."""
+    key = repr(files)
+    if key not in _askers:
+        _askers.clear()
+        _askers[key] = Asker(files, goal)
+    return getattr(_askers[key], what)(*given)
+
+
+def application(answers: Answers, view: PageView, token: str) -> Starlette:
+    """The server: `view` is what its page begins with."""
+
+    async def page(_: Request) -> Response:
+        catalog = {
+            "clusters": list(dict.fromkeys([*answers.files.clusters, *names("clusters")])),
+            "models": list(dict.fromkeys([*answers.files.models, *names("models")])),
+        }
+        return HTMLResponse(*server_page(view.model_dump(), catalog, token))
+
+    async def begin(request: Request) -> Response:
+        return JSONResponse(await answers.ask("begin", await _read(request, PageView)))
+
+    async def check(request: Request) -> Response:
+        await answers.ask("check", await _read(request, PageView))
+        return JSONResponse({})
+
+    async def figures(request: Request) -> Response:
+        asked = await _read(request, Positions)
+        return JSONResponse(await answers.figures(asked.view, asked.settings))
+
+    async def commands(request: Request) -> Response:
+        asked = await _read(request, Positions)
+        return JSONResponse(await answers.ask("commands", asked.view, asked.settings[0]))
+
+    async def report(request: Request) -> Response:
+        asked = await _read(request, Positions)
+        return HTMLResponse(await answers.ask("report", asked.view, asked.settings[0]))
+
+    async def upload(request: Request) -> Response:
+        return JSONResponse({"name": answers.add(await _read(request, Upload))})
+
+    asking = {
+        "begin": begin,
+        "check": check,
+        "figures": figures,
+        "commands": commands,
+        "report": report,
+        "upload": upload,
+    }
+    made = Starlette(
+        routes=[
+            Route("/", page),
+            *(Route(f"/{name}", one, methods=["POST"]) for name, one in asking.items()),
+        ],
+        exception_handlers={Co2simError: _refused, ValidationError: _unreadable},
+    )
+    made.add_middleware(Guard, token=token)
+    return made
+
+
+async def _read(request: Request, kind: type[Any]) -> Any:
+    return kind.model_validate_json(await request.body())
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": " ".join(str(error).split())}, 422)
+
+
+async def _unreadable(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ValidationError)
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return JSONResponse({"error": f"{where or 'the request'}: {first['msg']}"}, 422)
+
+
+def serve(
+    files: Files, goal: Goal, view: PageView, token: str, port: int, say: Callable[[str], None]
+) -> None:
+    """Serve until control-C, or until the terminal closes.
+
+    Raises OptionError for a port that is taken.
+    """
+    try:
+        bound = socket.create_server((HOST, port))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OptionError(f"--port {port}: {reason}; 0 takes any that is free") from None
+    for name in ("SIGTERM", "SIGHUP"):  # ended in another way, it tidies up as well
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
+    with bound, TemporaryDirectory(prefix="co2sim-") as folder:
+        answers = Answers(files, goal, Path(folder))
+        try:
+            answers.warm(view)
+            app = application(answers, view, token)
+            config = uvicorn.Config(
+                app,
+                lifespan="off",
+                log_level="warning",
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+            say(f"http://{HOST}:{bound.getsockname()[1]}/?token={token}")
+            _Server(config, answers).run(sockets=[bound])
+        finally:
+            answers.close()

@@ -1,0 +1,238 @@
+"""The page of `co2sim plan`: what to buy, what comes near it, and what would change that."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+
+from co2sim.case import Case
+from co2sim.console import budgets, plan_words
+from co2sim.decide.break_even import BreakEven
+from co2sim.decide.candidates import Space
+from co2sim.decide.levers import Lever
+from co2sim.decide.plan import Recommendation
+from co2sim.decide.wanted import Candidate
+from co2sim.frames import to_frame
+from co2sim.grid import label
+from co2sim.report import bar_charts, decision_charts, money_chart, sections
+from co2sim.report.answered import Answered
+from co2sim.report.chart_style import picking
+from co2sim.report.page import Figure, Page, PageSection, Timelines
+from co2sim.report.plan_tables import breaks, spent, useful
+from co2sim.report.rounds import last_round
+from co2sim.step_factors import remark
+from co2sim.units import counted
+
+_MOST_BARS = 40
+"""Of one chart."""
+_MOST_ROWS = 200
+"""Of the table of the best by cluster and strategy, and of the front."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan as it was found, with what would change it; `command` repeats it all.
+
+    `interrupted` says that it was stopped, whether before the choice was sure or behind it.
+    """
+
+    space: Space
+    found: Recommendation
+    turns: Sequence[BreakEven]
+    levers: Sequence[Lever]
+    interrupted: bool
+    command: str
+
+    @cached_property
+    def best(self) -> list[Candidate]:
+        """The best by cluster and strategy, as many as are shown."""
+        return list(self.found.best[:_MOST_ROWS])
+
+    @cached_property
+    def front(self) -> list[Candidate]:
+        """What none beats in days and money, as much as is shown."""
+        return list(self.found.front[:_MOST_ROWS])
+
+    @cached_property
+    def shown(self) -> list[Answered]:
+        """Every option of the page, once."""
+        others = [one for one in self.front if one not in self.best]
+        return [_answered(one) for one in (*self.best, *others)]
+
+    @cached_property
+    def named(self) -> dict[str, Answered]:
+        """The choice and the runner-up, as far as there are."""
+        found = {"choice": self.found.choice, "runner-up": self.found.runner_up}
+        return {words: self.shown[self.best.index(one)] for words, one in found.items() if one}
+
+
+def _answered(option: Candidate) -> Answered:
+    case, result = option.case, option.result
+    return Answered(label(case.cluster), result.strategy, case, result, option.totals)
+
+
+def page(planned: Planned) -> Page:
+    """It takes two simulations: the timelines of the choice and of the runner-up."""
+    groups = _groups(planned)
+    named = list(planned.named.values())
+    job, clusters = planned.space.job, planned.space.clusters
+    return Page(
+        answer=_answer(planned),
+        doubts=_doubts(planned),
+        sections=[
+            _options(planned),
+            _best(planned),
+            _turns(planned.turns),
+            sections.time(groups, _timelines(planned)),
+            sections.memory(groups),
+            sections.gains({_about(named[0]): planned.levers} if named else {}),
+            _useful(planned),
+            sections.trust(planned.shown, named or planned.shown[:1]),
+            sections.inputs_of((label(one), replace(job, cluster=one)) for one in clusters),
+            PageSection("looked", "What was looked at", notes=_looked(planned)),
+        ],
+        commands=_commands(planned),
+        files=_files(planned),
+    )
+
+
+def _answer(planned: Planned) -> list[str]:
+    """The words of the terminal but for the doubts."""
+    found = planned.found
+    said = plan_words.words(found, planned.turns, planned.levers)
+    if found.choice is None:
+        return [f"{said[0][0].upper()}{said[0][1:]}."]
+    doubts = plan_words.doubts(found)
+    return [text for text in said if text not in doubts]
+
+
+def _doubts(planned: Planned) -> list[str]:
+    found = planned.found
+    said = plan_words.doubts(found)
+    if not planned.interrupted:
+        return said
+    if found.interrupted:
+        return ["This plan was interrupted.", *said]
+    return ["This plan was interrupted: what would change the answer was not looked at.", *said]
+
+
+def _groups(planned: Planned) -> dict[str, list[Answered]]:
+    """By cluster, the options that have bars, the number of GPUs in their names."""
+    every = sorted(planned.shown[: min(len(planned.best), _MOST_BARS)], key=_cluster)
+    return {
+        name: [replace(one, strategy=_sized(one)) for one in group]
+        for name, group in groupby(every, key=_cluster)
+    }
+
+
+def _cluster(one: Answered) -> str:
+    return one.cluster
+
+
+def _sized(one: Answered) -> str:
+    return f"{one.strategy}, {counted(one.result.gpus, 'GPU')}"
+
+
+def _about(one: Answered) -> str:
+    return f"{one.strategy} on {counted(one.result.gpus, 'GPU')} of {one.cluster}"
+
+
+def _options(planned: Planned) -> PageSection:
+    """Days against money: all options of the page."""
+    wanted, shown = planned.found.wanted, planned.shown
+    limits = {"days": wanted.deadline, "cost": wanted.budget}
+    chart = money_chart.front(
+        shown,
+        [one.strategy for one in shown],
+        planned.named,
+        {name: most for name, most in limits.items() if most is not None},
+        hours=True,
+    )
+    figures = []
+    if chart:
+        note = (
+            "Lines are 90 % intervals of the speed, together with the range of the price. Nothing"
+            " is cheaper and faster than what the dashed line joins. Dotted lines are limits."
+            f"{picking([one.strategy for one in shown])}"
+        )
+        label_ = "money, or GPU-hours, by days, a point for each option"
+        figures.append(Figure("", note, label_, chart, spent(planned.front)))
+    return PageSection("options", "Days and money", figures=figures)
+
+
+def _best(planned: Planned) -> PageSection:
+    """The best by cluster and strategy, as the terminal has it."""
+    note = "The first is the choice, the second the runner-up." if planned.named else ""
+    left = len(planned.found.best) - len(planned.best)
+    note += f" {left:,} more are left out." if left else ""
+    figure = Figure("", note, table=spent(planned.best))
+    return PageSection("best", "The best by cluster and strategy", figures=[figure])
+
+
+def _turns(turns: Sequence[BreakEven]) -> PageSection:
+    """Where the runner-up becomes the better one."""
+    if not turns:
+        return PageSection("turns", "What would change the answer")
+    figure = Figure(
+        "Where the runner-up wins",
+        "Each number alone: from what it is now (the dashed line) to the value at which the"
+        " answer turns.",
+        "how many times what it is now each number is where the answer turns",
+        decision_charts.turns(turns),
+    )
+    table = Figure("The same in numbers", table=breaks(turns))
+    return PageSection("turns", "What would change the answer", figures=[figure, table])
+
+
+def _timelines(planned: Planned) -> Timelines | None:
+    """The choice's above the runner-up's."""
+    rounds = {
+        f"{words}: {_about(one)}": last_round(one.case) for words, one in planned.named.items()
+    }
+    if not rounds:
+        return None
+    return Timelines("One rank of each.", rounds, bar_charts.timeline(rounds.values()))
+
+
+def _useful(planned: Planned) -> PageSection:
+    """Failures and energy of the choice and the runner-up, as far as they are known."""
+    named: Mapping[str, Answered] = planned.named or {"": planned.shown[0]}
+    table = useful(named)
+    return PageSection(
+        "useful",
+        "Failures and energy",
+        figures=[Figure("", table=table)] if table else [],
+        notes=budgets.basis_lines(
+            [one.case for one in named.values()], [one.totals for one in named.values()]
+        ),
+    )
+
+
+def _looked(planned: Planned) -> list[str]:
+    lines = list(plan_words.looked(planned.space, planned.found))
+    said = remark((one.strategy for one in planned.shown), planned.found.wanted.goal)
+    return [*lines, said] if said else lines
+
+
+def _commands(planned: Planned) -> list[str]:
+    """The plan, the choice in full, and its trial on two nodes; what each does is a comment."""
+    choice = planned.found.choice
+    if choice is None:
+        return [planned.command]
+    lines = plan_words.commands(choice, planned.found.wanted)
+    said = ["# {}\n{}".format(*line.split(": ", 1)) for line in lines]
+    return [f"# the plan\n{planned.command}", *said]
+
+
+def _files(planned: Planned) -> dict[str, tuple[str, str]]:
+    found = planned.found
+    cases: list[Case] = [one.case for one in planned.shown]
+    results = [one.result for one in planned.shown]
+    wanted = found.wanted
+    frame = to_frame(cases, results, goal=wanted.goal, tokens=wanted.tokens)
+    plain = plan_words.plain(found, planned.turns, planned.levers)
+    return {
+        "plan.csv": ("text/csv", frame.to_csv(index=False)),
+        "plan.json": ("application/json", json.dumps(plain, indent=1)),
+    }

@@ -1,0 +1,155 @@
+"""The page of `co2sim solve`: which value of a number reaches a target, and how sure that is."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+
+from co2sim.case import Case
+from co2sim.console import solve_words
+from co2sim.decide.levers import Lever
+from co2sim.decide.solve import Solved
+from co2sim.grid import label, strategy_title
+from co2sim.report import decision_charts, sections
+from co2sim.report.answered import Answered
+from co2sim.report.page import Figure, Page, PageSection
+from co2sim.report.tables import Table
+from co2sim.result import Result
+from co2sim.step_factors import Goal, remark
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllSolved:
+    """What was solved, for every case and target; those of one case follow each other.
+
+    `results` are those of the cases as they are, by strategy, as far as they can be simulated;
+    `levers` what a tenth more of each number does to them. `command` repeats it all.
+    """
+
+    cases: Sequence[Case]
+    found: Sequence[Solved]
+    results: Mapping[str, Result]
+    levers: Mapping[str, Sequence[Lever]]
+    tokens: float | None
+    goal: Goal
+    command: str
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The strategies."""
+        return [strategy_title(case.strategy) for case in self.cases]
+
+    @cached_property
+    def by_target(self) -> list[list[Solved]]:
+        """What was solved, by target."""
+        wanted = list(dict.fromkeys(solved.target for solved in self.found))
+        return [[one for one in self.found if one.target == target] for target in wanted]
+
+    @cached_property
+    def as_they_are(self) -> list[Answered]:
+        """The cases that can be simulated as they are."""
+        return [
+            Answered(label(case.cluster), name, case, self.results[name], None)
+            for name, case in zip(self.names, self.cases, strict=True)
+            if name in self.results
+        ]
+
+
+def page(answers: AllSolved) -> Page:
+    """Nothing is simulated for it."""
+    axis = answers.found[0].axis
+    shown = answers.as_they_are
+    return Page(
+        answer=[f"{solve_words.words(solved)}." for solved in answers.found],
+        sections=[
+            *(
+                _reached(group, place, answers.goal)
+                for place, group in enumerate(answers.by_target)
+            ),
+            sections.gains({f"{name}, as it is": each for name, each in answers.levers.items()}),
+            sections.trust(shown, shown) if shown else PageSection("trust", "How sure this is"),
+            sections.inputs_of(
+                [(label(case.cluster), case) for case in answers.cases[:1]],
+                {axis.path: f"{axis.shown(axis.low)} to {axis.shown(axis.high)}"},
+            ),
+        ],
+        commands=_commands(answers),
+        files=_files(answers),
+    )
+
+
+def _reached(group: Sequence[Solved], place: int, goal: Goal) -> PageSection:
+    """The figure over the number, and the answers."""
+    said = remark((strategy_title(one.case.strategy) for one in group), goal)
+    target, axis = group[0].target, group[0].axis
+    metric = target.metric
+    limits = [metric.shown(answer.value, group[0].currency) for answer in group[0].answers]
+    side = "at least" if metric.more else "at most"
+    chart = Figure(
+        title="",
+        note=f"Diamonds: from where the figure is {side} what the dashed lines say, with the 90 %"
+        " interval of that value. Bands are 90 % intervals of the figure.",
+        label=f"{metric.words} by {axis.path}, a line for each strategy",
+        chart=decision_charts.solved(group, [strategy_title(one.case.strategy) for one in group]),
+        table=_points(group),
+    )
+    rows = [
+        [
+            strategy_title(solved.case.strategy),
+            *(solve_words.told(answer, axis) for answer in solved.answers),
+            solve_words.best(solved),
+        ]
+        for solved in group
+    ]
+    columns = ("strategy", *limits, "best")
+    answers = Figure(f"{axis.path} for {target.name}", table=Table(columns, rows, len(columns)))
+    return PageSection(
+        key=f"target-{place}",
+        title=f"{metric.words[0].upper()}{metric.words[1:]}, by {axis.path}",
+        figures=[chart, answers],
+        notes=[*solve_words.remarks(group), *([said] if said else [])],
+    )
+
+
+def _points(group: Sequence[Solved]) -> Table:
+    """Every value that was looked at."""
+    metric, axis = group[0].target.metric, group[0].axis
+    rows = []
+    for solved in group:
+        name = strategy_title(solved.case.strategy)
+        for (value, figure), band in zip(solved.points, solved.bands, strict=True):
+            said = "does not fit" if figure is None else metric.shown(figure, solved.currency)
+            ends = [metric.shown(end, solved.currency) for end in band or ()]
+            rows.append([name, axis.shown(value), said, " to ".join(ends) or "-"])
+    return Table(("strategy", axis.path, group[0].target.name, "90 % interval"), rows)
+
+
+def _commands(answers: AllSolved) -> list[str]:
+    """Which repeats it, and what shows the figures at the answers."""
+    said = [f"# to see all of it\n{answers.command}"]
+    lines = solve_words.checks(answers.found, answers.tokens, answers.goal)
+    return [*said, *("# {}\n{}".format(*line.split(": ", 1)) for line in lines)]
+
+
+def _files(answers: AllSolved) -> dict[str, tuple[str, str]]:
+    plain = [solve_words.plain(solved, answers.levers) for solved in answers.found]
+    rows = [
+        {
+            "strategy": one["strategy"],
+            "number": one["number"],
+            "unit": one["unit"],
+            "target": one["target"],
+            "value": point["value"],
+            "figure": point["figure"],
+            "figure_low": (point["interval"] or (None, None))[0],
+            "figure_high": (point["interval"] or (None, None))[1],
+        }
+        for one in plain
+        for point in one["points"]
+    ]
+    return {
+        "solve.csv": ("text/csv", pd.DataFrame(rows).to_csv(index=False)),
+        "solve.json": ("application/json", json.dumps(plain, indent=1)),
+    }

@@ -1,0 +1,350 @@
+"""Pages of `co2analysis compare` and `validate`: they say what the commands say."""
+
+import base64
+import csv
+import html
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+
+from commands import Command, in_process
+from test_compare import measured, more_latency, same, slower_gpu, slower_network
+from test_report import drawn_points, held
+
+from analysis.cli import main
+from analysis.measured.comparison import RunComparison, compare
+from analysis.measured.op_errors import by_label
+from analysis.measured.page import MOST_RUNS, page
+from analysis.published import charts
+from analysis.published import page as published
+from analysis.published.errors import CellPrediction, validate
+from analysis.published.kind_errors import KindCoverage
+from analysis.published.paper_cells import from_papers
+from analysis.published.papers import DATA_VARIABLE
+from analysis.published.report import ValidationReport, brief_report, render
+from co2sim.kinds import RunKind
+from co2sim.report import bundle
+from co2sim.report.page import render as rendered
+from co2sim.units import duration, percent
+from realrun.record import write
+
+EVIL = "<script>alert(1)</script>"
+
+
+def compared(names: dict[str, Any]) -> list[RunComparison]:
+    """Runs by name that were "measured" on a cluster that was changed so."""
+    return [compare(name, measured(strategy, change)) for name, (strategy, change) in names.items()]
+
+
+@pytest.fixture(scope="module")
+def three() -> list[RunComparison]:
+    """One that is too slow for its network, one for its GPUs, and one as predicted."""
+    return compared(
+        {
+            "ddp": ("ddp", slower_network),
+            "co2": ("co2(tau=2)", slower_gpu),
+            "right": ("zero3", same),
+        }
+    )
+
+
+def text_of(runs: list[RunComparison]) -> str:
+    """Their page."""
+    return rendered(page(runs, "co2analysis compare runs")).decode()
+
+
+@pytest.fixture(scope="module")
+def text(three: list[RunComparison]) -> str:
+    """Their page."""
+    return text_of(three)
+
+
+def files(text: str) -> dict[str, bytes]:
+    """The files inside of a page."""
+    found = re.findall(r'download="([^"]+)" href="data:[^;]+;base64,([^"]+)"', text)
+    return {name: base64.b64decode(content) for name, content in found}
+
+
+def heading(text: str) -> str:
+    """The answer."""
+    (found,) = re.findall(r"<h1>(.*?)</h1>", text)
+    return html.unescape(found)
+
+
+def test_one_run_is_one_sentence_with_both_times_and_the_cause() -> None:
+    """Measured, predicted, the signed error, and what was changed."""
+    (run,) = runs = compared({"ddp": ("ddp", slower_network)})
+    said = heading(text_of(runs))
+    assert f"a round took {duration(run.measured['round_time_s'])}" in said
+    assert f"predicted {duration(run.predicted.round_time_s)}" in said
+    assert f"({percent(run.round_time_error, 1)})" in said
+    assert run.round_time_error < 0
+    assert "the largest cause of the errors of its ops is bandwidth" in said
+
+
+def test_several_runs_have_a_sentence_each_below_the_worst(
+    text: str, three: list[RunComparison]
+) -> None:
+    """The heading has the median and the largest error of the round, with its sign and name."""
+    errors = {run.name: run.round_time_error for run in three}
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    said = heading(text)
+    assert f"off by {median(map(abs, errors.values())):.1%} in the median" in said
+    assert f"by {percent(errors[worst], 1)} at most ({worst})" in said
+    ledes = re.findall(r'<p class="lede">(.*?)</p>', text)
+    assert [lede.partition(":")[0] for lede in ledes] == list(errors)
+    assert "bandwidth" in ledes[0]
+    assert "compute" in ledes[1]
+    assert "no op is off by more than 1%" in ledes[2]
+
+
+def test_what_is_drawn_are_the_times_of_the_runs(text: str, three: list[RunComparison]) -> None:
+    """Bars are the figures of the record and the prediction; points are the ops with both times."""
+    specs = held(text, "specs")
+    for place, run in enumerate(three):
+        (rows,) = specs[f"times-{place}"]["datasets"].values()
+        bars = {(row["what"].partition(",")[0], row["side"]): row["ms"] for row in rows}
+        predicted, found = run.predicted, run.measured
+        assert bars["round time", "predicted"] == pytest.approx(1e3 * predicted.round_time_s)
+        assert bars["round time", "measured"] == pytest.approx(1e3 * found["round_time_s"])
+        assert bars["communication busy", "measured"] == pytest.approx(1e3 * found["comm_busy_s"])
+        points = {row["op"]: row for row in drawn_points(specs[f"ops-{place}"]) if "op" in row}
+        ops = {op.label: op for op in by_label(run) if op.predicted and op.measured}
+        assert points.keys() == ops.keys()
+        for name, op in ops.items():
+            assert points[name]["measured"] == pytest.approx(1e3 * op.measured)
+            assert points[name]["predicted"] == pytest.approx(1e3 * op.predicted)
+            assert points[name]["cause"] == (op.cause.words if op.cause else "agrees")
+
+
+def test_both_timelines_of_a_run_come_first(text: str, three: list[RunComparison]) -> None:
+    """Predicted above measured; what is measured to be as predicted has the same bars."""
+    rounds = held(text, "rounds")
+    assert list(rounds)[:2] == ["ddp, predicted", "ddp, measured"]
+    assert len(rounds) == 2 * len(three)
+    alike = [rounds[f"right, {side}"] for side in ("predicted", "measured")]
+    assert alike[0] == alike[1]
+    for one in rounds.values():
+        assert all(0 <= bar["start"] <= bar["end"] <= one["length"] + 1e-6 for bar in one["bars"])
+    slow, quick = rounds["ddp, measured"], rounds["ddp, predicted"]
+    assert slow["length"] > quick["length"]
+
+
+def test_waiting_for_others_has_a_colour_of_its_own() -> None:
+    """The last of the legend, grey, as in the figure."""
+    from test_compare import Noise  # noqa: PLC0415 - a name of that module
+
+    runs = [compare("slow", measured("ddp", noise=Noise(node_speed={1: 0.7})))]
+    scale = held(text_of(runs), "specs")["timeline"]["encoding"]["color"]["scale"]
+    assert scale["domain"][-1] == "waiting for the last rank"
+    assert scale["range"][-1] == "#888888"
+    assert scale["range"].count("#888888") == 1
+
+
+def test_runs_of_one_name_are_told_apart() -> None:
+    """A run that is given twice has two timelines of each side."""
+    run = compared({"ddp": ("ddp", same)})[0]
+    names = list(held(text_of([run, run]), "rounds"))
+    assert names == [
+        f"{name}, {side}" for name in ("ddp", "ddp (2)") for side in ("predicted", "measured")
+    ]
+
+
+def test_of_many_runs_those_that_are_furthest_off_have_charts() -> None:
+    """All are in the table and the files; the page says which are drawn."""
+    right, wrong = compared({"right": ("ddp", same), "wrong": ("ddp", slower_network)})
+    runs = [replace(right, name=f"right-{n}") for n in range(MOST_RUNS)] + [wrong]
+    text = text_of(runs)
+    rounds = held(text, "rounds")
+    assert len(rounds) == 2 * MOST_RUNS
+    assert "wrong, measured" in rounds
+    assert f"Of the {MOST_RUNS} runs whose rounds are furthest off" in text
+    assert len(json.loads(files(text)["comparison.json"])["runs"]) == MOST_RUNS + 1
+    names = set(re.findall(r'<th scope="row">([^<]*)</th>', text))
+    assert names >= {run.name for run in runs}
+
+
+@pytest.fixture
+def co2analysis(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """The command line, in a folder with two runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
+    write(Path("runs/ddp"), measured("ddp", slower_network))
+    write(Path("runs/zero2"), measured("zero2", more_latency))
+    return in_process("co2analysis", main, monkeypatch, capsys)
+
+
+def test_the_files_are_what_the_command_prints(co2analysis: Command) -> None:
+    """JSON is --json, CSV is --csv, and the page names its command."""
+    given = ["compare", "runs", "--json", "--csv", "ops.csv", "--report", "pages/c.html"]
+    done = co2analysis(*given)
+    assert (done.code, done.err) == (0, "")
+    text = Path("pages/c.html").read_text("utf-8")
+    inside = files(text)
+    assert json.loads(inside["comparison.json"]) == json.loads(done.out)
+    assert inside["ops.csv"] == Path("ops.csv").read_bytes()
+    assert f"<code>co2analysis {' '.join(given)}</code>" in text
+
+
+def test_inputs_have_sources(co2analysis: Command) -> None:
+    """A recorded cluster names the record, a changed number --set, a file what it says."""
+    assert co2analysis("compare", "runs", "--report", "c.html").code == 0
+    plain = Path("c.html").read_text("utf-8")
+    row = '<tr><th scope="row">{}</th><td>{}</td><td>{}</td><td>{}</td></tr>'
+    assert row.format("inter.bandwidth", "400 GB/s", "", "recorded with the run") in plain
+    changed = "inter.bandwidth=25 Gbit/s"
+    assert co2analysis("compare", "runs", "--set", changed, "--report", "c.html").code == 0
+    other = Path("c.html").read_text("utf-8")
+    assert row.format("inter.bandwidth", "3.12 GB/s", "", "--set") in other
+    assert row.format("inter.latency", "14 us", "", "recorded with the run") in other
+
+
+@pytest.mark.parametrize("name", ["compare", "lab", "validate", "verify"])
+def test_a_page_is_refused_before_work_begins(co2analysis: Command, name: str) -> None:
+    """Another suffix, and a folder that cannot be: one line, exit code 2, nothing printed."""
+    options = {
+        "compare": ["runs"],
+        "lab": ["-m", "tiny-5m", "-s", "ddp"],
+        "validate": [],
+        "verify": ["--quick"],
+    }
+    done = co2analysis(name, *options[name], "--report", "c.pdf")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "--report c.pdf: the file must end in .html" in done.err
+    Path("file").touch()
+    done = co2analysis(name, *options[name], "--report", "file/c.html")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "cannot write into file" in done.err
+
+
+def test_a_missing_extra_is_named_where_it_is_needed(
+    co2analysis: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `compare` and `validate`; the page of `verify` has no charts."""
+    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
+    for given in (["compare", "runs"], ["validate"]):
+        done = co2analysis(*given, "--report", "c.html")
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert "pip install 'co2sim[report]'" in done.err
+
+
+# --- validate -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[CellPrediction]:
+    """Cells of the papers: some were fitted to, some were not."""
+    known = [cell for cell in from_papers() if cell.source in {"co2", "zeropp-volume"}]
+    return validate(known)
+
+
+def validated(report: ValidationReport, missing: tuple[str, ...] = ()) -> str:
+    """The page of a report."""
+    numbers = [row.to_dict() for row in report.rows]
+    made = published.page(report, render(report), numbers, "co2analysis validate", missing)
+    return rendered(made).decode()
+
+
+def test_what_was_not_fitted_to_is_the_answer_and_the_rest_stands_apart(
+    cells: list[CellPrediction],
+) -> None:
+    """How many, the median and the largest signed error of each."""
+    text = validated(brief_report(cells))
+    (lede, *_) = (one for one in re.findall(r'<p class="lede">(.*?)</p>', text) if "at most" in one)
+    known = [row for row in cells if row.has_interval]
+    for words, use in (("nothing was fitted to", "check"), ("constants were fitted to", "fit")):
+        inside = [row.inside for row in known if row.cell.use == use]
+        assert f"{sum(inside)} of the {len(inside)} that {words}" in text
+    for said, use in ((heading(text), "check"), (html.unescape(lede), "fit")):
+        errors = {row.cell.name: row.error for row in cells if row.cell.use == use}
+        assert errors
+        worst = max(errors, key=lambda name: abs(errors[name]))
+        assert said.startswith(f"{len(errors)} published numbers")
+        assert f"(signed: {percent(median(errors.values()), 1)})" in said
+        assert f"by {percent(errors[worst], 1)} at most" in said
+        assert worst in said
+
+
+def test_every_cell_is_drawn_once_with_its_numbers(cells: list[CellPrediction]) -> None:
+    """As a tick among the errors, and as a point of its quantity: hollow if it was fitted to."""
+    text = validated(brief_report(cells))
+    specs = held(text, "specs")
+    expected = sorted((row.cell.name, row.cell.published, row.predicted) for row in cells)
+
+    def drawn(spec: dict[str, Any], mark: str, *, filled: bool | None = None) -> list[Any]:
+        layers = [
+            layer
+            for layer in spec["layer"]
+            if layer["mark"]["type"] == mark and layer["mark"].get("filled") is filled
+        ]
+        rows = [row for layer in layers for row in spec["datasets"][layer["data"]["name"]]]
+        return [(row["cell"], row["published"], row["predicted"]) for row in rows]
+
+    assert sorted(drawn(specs["errors-0"], "tick")) == expected
+    panels = [spec for name, spec in specs.items() if name.startswith("cells-")]
+    solid = [row for spec in panels for row in drawn(spec, "point", filled=True)]
+    hollow = [row for spec in panels for row in drawn(spec, "point", filled=False)]
+    assert sorted(solid + hollow) == expected
+    fitted = {row.cell.name for row in cells if row.cell.use == "fit"}
+    assert {name for name, *_ in hollow} == fitted
+
+
+def test_the_files_of_validate_hold_every_cell(cells: list[CellPrediction]) -> None:
+    """JSON as the command prints it, and CSV with the same numbers."""
+    inside = files(validated(brief_report(cells)))
+    numbers = json.loads(inside["cells.json"])
+    assert numbers == json.loads(json.dumps([row.to_dict() for row in cells]))
+    rows = list(csv.DictReader(io.StringIO(inside["cells.csv"].decode())))
+    assert [float(row["error"]) for row in rows] == [one["error"] for one in numbers]
+    assert "## Predicted against published" in inside["report.md"].decode()
+
+
+def test_kinds_have_their_intervals_and_how_they_cover(cells: list[CellPrediction]) -> None:
+    """In a chart and a table; a kind of too few runs has no bar."""
+    known = KindCoverage(
+        RunKind("A100", "gradients", "one node"), {"a": 4}, (-0.1, 0.2), 0.75, None
+    )
+    few = KindCoverage(RunKind("H100", "averages", "one node"), {"b": 1}, None, None, None)
+    report = replace(brief_report(cells), kinds=[known, few])
+    text = validated(report)
+    spec = held(text, "specs")["kinds-0"]
+    bars = [row for row in drawn_points(spec) if "kind" in row]
+    assert [(row["kind"], row["low"], row["high"]) for row in bars] == [
+        (str(known.kind), pytest.approx(-0.09516, abs=1e-4), pytest.approx(0.2214, abs=1e-4))
+    ]
+    assert '<td class="figure">-9.5% to +22.1%</td><td class="figure">75%</td>' in text
+    assert charts.kinds([few]) is None
+
+
+def test_the_whole_report_stands_below_its_heading(cells: list[CellPrediction]) -> None:
+    """Its headings are one level deeper; a table that was not read is a doubt."""
+    text = validated(brief_report(cells), missing=("a.csv was not read",))
+    assert '<p class="doubt">a.csv was not read</p>' in text
+    below = text[text.index('id="whole"') :]
+    assert "<h3>Predicted against published</h3>" in below
+    assert "<h3>All cells</h3>" in below
+
+
+def test_hostile_names_are_text(cells: list[CellPrediction]) -> None:
+    """Of a run and of a cell: scripts, quotes, Markdown, umlauts and 200 characters."""
+    name = f'{EVIL} "ü" ![x](http://x.org/p.png) {"ü" * 200}'
+    run = replace(compared({"ddp": ("ddp", slower_network)})[0], name=name)
+    row = replace(cells[0], cell=replace(cells[0].cell, name=name))
+    for text in (text_of([run, run]), validated(brief_report([row, *cells]))):
+        assert EVIL not in text
+        assert html.escape(EVIL) in text
+        assert "ü" * 200 in text
+        outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+        assert "<img" not in outside
+        assert not re.search(r'(?:src|href)="(?!data:|#)', outside)

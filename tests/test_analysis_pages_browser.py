@@ -1,0 +1,157 @@
+"""Pages of `co2analysis compare`, `validate` and `verify` in a real browser."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+pytest.importorskip("playwright", reason="playwright is not installed")
+
+from playwright.sync_api import Browser, sync_playwright
+from test_analysis_pages import EVIL, compared, text_of, validated
+from test_compare import measured, more_latency, slower_network
+from test_report_browser import AXE, CHROMIUM, Opened, pytestmark  # noqa: F401 - marks these, too
+
+from analysis.measured.comparison import compare
+from analysis.published.errors import validate
+from analysis.published.paper_cells import from_papers
+from analysis.published.report import brief_report
+from co2sim.noise import Noise
+from co2sim.report.markdown import sections
+from co2sim.report.page import Page, render
+
+PAGES = ["compare", "validate", "prose"]
+DOT = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8ffff"
+    "3f0005fe02fe0def46b80000000049454e44ae426082"
+)
+"""A picture of one white pixel."""
+PROSE = f"""# dropped
+
+{EVIL} and ![not ours](http://x.org/p.png)
+
+## Pictures
+
+![a caption](dot.png)
+
+## Tables
+
+| {" | ".join(f"column {n}" for n in range(12))} |
+|{" --- |" * 12}
+| {" | ".join(f"cell{n}" * 3 for n in range(12))} |
+
+### Code
+
+```sh
+{"a long command --with options " * 9}
+```
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, without a window."""
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of each kind: runs of three causes, published cells, and Markdown with all it has."""
+    runs = compared({EVIL: ("ddp", slower_network), "latency": ("zero2", more_latency)})
+    runs.append(compare("slow node", measured("zero3", noise=Noise(node_speed={1: 0.7}))))
+    cells = [cell for cell in from_papers() if cell.source in {"co2", "zeropp", "zeropp-volume"}]
+    prose = sections(PROSE, "First", {"dot.png": (DOT, "one white pixel")})
+    texts = {
+        "compare": text_of(runs),
+        "validate": validated(brief_report(validate(cells))),
+        "prose": render(Page(answer=["Yes."], sections=prose, commands=["x " * 300])).decode(),
+    }
+    folder = tmp_path_factory.mktemp("pages")
+    for name, text in texts.items():
+        (folder / f"{name}.html").write_text(text, "utf-8")
+    return {name: folder / f"{name}.html" for name in texts}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_is_said_and_nothing_is_asked_of_a_network(
+    browser: Browser, pages: dict[str, Path], name: str, scheme: str
+) -> None:
+    """Every chart is drawn; no error, no warning, and no request but for the file itself."""
+    opened = Opened(browser, pages[name], color_scheme=scheme)
+    assert opened.said == []
+    assert [url for url in opened.asked if not url.startswith(("data:", "blob:"))] == [
+        pages[name].as_uri()
+    ]
+    assert opened.page.locator("h1").count() == 1
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_they_are_readable_on_a_phone_and_print(
+    browser: Browser, pages: dict[str, Path], name: str
+) -> None:
+    """At 360 px nothing but tables and code scrolls sideways; a PDF has pages."""
+    opened = Opened(browser, pages[name], viewport={"width": 360, "height": 740})
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
+    pdf = opened.page.pdf()
+    assert pdf.startswith(b"%PDF")
+    assert len(pdf) > 20_000
+
+
+def test_tables_and_code_scroll_with_the_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
+    """What is wider than a phone is in a box that has the focus and scrolls."""
+    opened = Opened(browser, pages["prose"], viewport={"width": 360, "height": 740})
+    boxes = opened.page.locator(".prose .wide")
+    assert boxes.count() == 2
+    box = boxes.nth(0)
+    assert box.evaluate("box => box.scrollWidth > box.clientWidth")
+    box.focus()
+    opened.page.keyboard.press("ArrowRight")
+    opened.page.wait_for_timeout(300)
+    assert box.evaluate("box => box.scrollLeft") > 0
+
+
+def test_both_timelines_of_a_run_have_one_time_axis(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    """Predicted above measured, with the bars of the run."""
+    opened = Opened(browser, pages["compare"])
+    rounds = json.loads(opened.page.locator("#rounds").text_content() or "")
+    chosen = opened.page.locator("select.round").evaluate_all("all => all.map(one => one.value)")
+    assert chosen == [f"{EVIL}, predicted", f"{EVIL}, measured"]
+    places = opened.page.locator("[data-round]")
+    widths = []
+    for place, name in enumerate(chosen):
+        bars = places.nth(place).locator(".mark-rect path[aria-roledescription=bar]")
+        assert bars.count() == len(rounds[name]["bars"])
+        boxes = [bars.nth(n).bounding_box() for n in range(bars.count())]
+        ends = [box["x"] + box["width"] for box in boxes if box]
+        widths.append((max(ends) - min(box["x"] for box in boxes if box), rounds[name]["length"]))
+    (first, predicted), (second, found) = widths
+    assert first / second == pytest.approx(predicted / found, rel=0.02)
+
+
+@pytest.mark.skipif(not AXE, reason="AXE does not name axe.min.js of the npm package axe-core")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_no_serious_violation(
+    browser: Browser, pages: dict[str, Path], name: str, scheme: str
+) -> None:
+    """Contrast, texts of pictures, order of headings, tables, boxes that scroll."""
+    opened = Opened(browser, pages[name], color_scheme=scheme, bypass_csp=True)
+    for closed in opened.page.locator("details > summary:visible").all()[:3]:
+        closed.click()
+    opened.page.add_script_tag(path=AXE)
+    found = opened.page.evaluate("axe.run()")
+    bad = [
+        (one["id"], one["nodes"][0]["html"][:200])
+        for one in found["violations"]
+        if one["impact"] in {"serious", "critical"} or one["id"] == "heading-order"
+    ]
+    assert bad == []

@@ -1,0 +1,542 @@
+"""The page of `co2sim explore --out`: its sliders, and the figures between what was simulated."""
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+
+from commands import Command
+
+from co2sim.case import Case
+from co2sim.cli import exploring
+from co2sim.errors import OptionError
+from co2sim.explore import board, build
+from co2sim.explore.controls import AS_GIVEN, Control, Stop, controls, varying
+from co2sim.explore.figures import figures
+from co2sim.explore.grid import ExploreGrid, Positions, StrategyGrid, between
+from co2sim.explore.page import asked, begin
+from co2sim.explore.question import Question
+from co2sim.report import bundle
+from co2sim.study import run
+from co2sim.totals import totals_of
+
+PREFERRED = {10, 12.5, 16, 20, 25, 32, 40, 50, 63, 80}
+TOKENS = 1e10
+JOB = Case(
+    cluster="cloud-100g",
+    model="gpt2-small",
+    strategy="",
+    gpus=16,
+    overrides={"price_per_gpu": "2 USD/h", "failures": "meta-rsc-1"},
+)
+STRATEGIES = ("ddp", "co2:tau=12,delay=1,worker=node")
+POSITIONS = {
+    "gpus": "8, 16",
+    "micro_batch": "1, 2",
+    "strategy.tau": "4, 12",
+    "strategy.delay": "1",
+    "inter.latency": "50 us, 150 us",
+}
+TOLERANCE = 0.02
+
+
+def question(*strategies: str, **changes: object) -> Question:
+    """About a small model on two nodes that cost, and fail."""
+    job = replace(JOB, **changes)  # type: ignore[arg-type]
+    return Question(job, strategies or STRATEGIES, TOKENS)
+
+
+def few(asked: Question) -> list[Control]:
+    """Controls with few positions, but for the bandwidth, the price and the failures."""
+    made = {control.path: control for control in controls(asked)}
+    for path, values in POSITIONS.items():
+        if any(asked.takes(place, path) for place in range(len(asked.strategies))):
+            made[path] = varying(asked, path, values)
+    return list(made.values())
+
+
+@cache
+def made() -> tuple[Question, ExploreGrid]:
+    """A grid, simulated once."""
+    found = question()
+    return found, build.build(found, few(found), TOLERANCE, 1)
+
+
+def settings(shown: list[Control] | tuple[Control, ...], positions: Positions) -> dict[str, str]:
+    """What the sliders set."""
+    stops = ((c.path, c.stops[at].setting) for c, at in zip(shown, positions, strict=True))
+    return {path: setting for path, setting in stops if setting is not None}
+
+
+def everywhere(grid: StrategyGrid, shown: tuple[Control, ...]) -> list[Positions]:
+    """All positions of what a strategy has."""
+    axes = [
+        range(len(control.stops)) if at in grid.controls else [control.at]
+        for at, control in enumerate(shown)
+    ]
+    return list(product(*axes))
+
+
+# ---- sliders
+
+
+def test_positions_are_preferred_numbers_around_what_was_given() -> None:
+    """Ten to a decade, in the unit that people read; what was given is a position of its own."""
+    found = {control.path: control for control in controls(question())}
+    speeds = found["inter.bandwidth"]
+    assert all(stop.value for stop in speeds.stops)
+    for at, stop in enumerate(speeds.stops):
+        mantissa = 8 * (stop.value or 0.0)
+        while mantissa >= 100:
+            mantissa /= 10
+        assert at == speeds.at or round(mantissa, 6) in PREFERRED
+    values = [stop.value or 0.0 for stop in speeds.stops]
+    now = JOB.load()[0].value.inter.bandwidth
+    assert values == sorted(values)
+    assert values[speeds.at] == now
+    assert min(values) < now / 20
+    assert max(values) > now * 3
+
+
+@pytest.mark.parametrize("failing", ["meta-rsc-1", "meta-rsc-2", "llama3-405b"])
+def test_a_setting_reads_back_as_its_value(failing: str) -> None:
+    """For every position of every slider; a mean time above 1,000 days has a comma, too."""
+    asked = question(overrides={**JOB.overrides, "failures": failing})
+    checked = 0
+    for control in controls(asked):
+        for stop in control.stops:
+            if stop.setting is None or control.path.startswith("strategy."):
+                continue
+            case = asked.case(0, {control.path: stop.setting})
+            value: object = (
+                case if control.path in {"gpus", "micro_batch"} else case.load()[0].value
+            )
+            for part in control.path.split("."):
+                value = getattr(value, part)
+            assert value == pytest.approx(stop.value, rel=1e-9)
+            checked += 1
+    assert checked > 30
+
+
+def test_the_page_begins_with_the_case_that_was_given() -> None:
+    """Every slider is where it changes nothing: the figures are those of the case."""
+    asked = question(micro_batch=3, gpus=16)
+    shown = controls(asked)
+    assert begin(shown) == {}
+    there = settings(shown, tuple(control.at for control in shown))
+    for place, strategy in enumerate(STRATEGIES):
+        expected = run(replace(asked.job, strategy=strategy))
+        assert run(asked.case(place, there)).tokens_per_s == pytest.approx(expected.tokens_per_s)
+
+
+def test_positions_that_leave_out_what_was_given_begin_with_the_first() -> None:
+    """The page begins with a case that it can show."""
+    asked = question(gpus=32)
+    control = varying(asked, "gpus", "8, 16")
+    assert begin([control]) == {"gpus": "8"}
+    assert begin([varying(asked, "gpus", "8, 32")]) == {}
+    assert varying(asked, "gpus", "8, 32").at == 1
+
+
+def test_tau_and_delay_are_only_for_strategies_that_have_them() -> None:
+    """Neither has a slider where none has it; it moves only those that do."""
+    paths = {control.path for control in controls(question("ddp", "zero3"))}
+    assert not {"strategy.tau", "strategy.delay"} & paths
+    found = {
+        control.path: control for control in controls(question("ddp", "local_sgd:tau=4", "co2"))
+    }
+    assert found["strategy.tau"].strategies == (1, 2)
+    assert found["strategy.delay"].strategies == (2,)
+    assert found["gpus"].strategies == (0, 1, 2)
+
+
+def test_strategies_that_were_given_different_numbers_begin_with_them() -> None:
+    """A position sets nothing; all others set the same number for all."""
+    asked = question("co2:tau=6", "co2:tau=24,worker=node")
+    (tau,) = [control for control in controls(asked) if control.path == "strategy.tau"]
+    assert (tau.at, tau.stops[0].text, tau.stops[0].setting) == (0, AS_GIVEN, None)
+    assert all(stop.setting for stop in tau.stops[1:])
+
+
+def test_what_a_cluster_does_not_have_has_no_slider() -> None:
+    """No price and no failures; a network between sites where there are sites."""
+    plain = {control.path for control in controls(question(overrides={}))}
+    assert not any(path.startswith(("price", "failures", "wan")) for path in plain)
+    sites = {control.path for control in controls(question("ddp", cluster="two-sites-wan"))}
+    assert {"wan.bandwidth", "wan.latency"} <= sites
+
+
+def test_prices_may_be_given_by_name_and_in_one_currency() -> None:
+    """Their values are those of the catalog; a price of its own has no range."""
+    asked_about = question()
+    named = varying(asked_about, "price_per_gpu", "h100-median-2026-05, 3 USD/h, 1 USD/h")
+    assert [stop.text for stop in named.stops][:1] == ["1 USD/h"]
+    for stop in named.stops:
+        case = asked_about.case(0, {"price_per_gpu": stop.text})
+        assert stop.value == case.load()[0].value.price_per_gpu
+    assert asked(asked_about, [named])["price"] == named.stops[0].value
+    with pytest.raises(OptionError, match="EUR and USD"):
+        varying(asked_about, "price_per_gpu", "1 USD/h, 2 EUR/h")
+
+
+def test_a_price_with_a_range_keeps_it_until_it_is_moved() -> None:
+    """As `totals` has it."""
+    named = question(overrides={"price_per_gpu": "h100-median-2026-05"})
+    cluster = named.job.load()[0].value
+    found = asked(named, controls(named))
+    assert cluster.price_low
+    assert (found["price_low"], found["price_high"]) == (cluster.price_low, cluster.price_high)
+    moved = asked(named, [varying(named, "price_per_gpu", "1 USD/h, 9 USD/h")])
+    assert (moved["price_low"], moved["price_high"]) == (None, None)
+
+
+# ---- figures between what was simulated
+
+
+def test_at_knots_the_figures_are_the_simulators() -> None:
+    """All of them, of every strategy, at every combination that was simulated."""
+    asked, grid = made()
+    for place, one in enumerate(grid.strategies):
+        for point in random.Random(0).sample(list(one.points), 8):  # noqa: S311 - no secret
+            case = asked.case(place, settings(grid.controls, point))
+            result = run(case)
+            shown = between(one, grid.controls, point)
+            assert shown is not None
+            expected = figures(case, result, asked.goal)
+            for name, value in shown.items():
+                exact = getattr(expected, name)
+                assert value == (None if exact is None else pytest.approx(exact, rel=1e-9)), name
+
+
+def test_elsewhere_they_are_as_exact_as_the_page_says() -> None:
+    """The error that it states is found again at other random positions, but for few of them."""
+    asked, grid = made()
+    assert grid.exactness.checked >= 20
+    assert 0 < grid.exactness.median <= grid.exactness.largest <= 3 * TOLERANCE
+    draw = random.Random(7)  # noqa: S311 - no secret
+    worse = count = 0
+    for place, one in enumerate(grid.strategies):
+        others = [at for at in everywhere(one, grid.controls) if at not in set(one.points)]
+        for positions in draw.sample(others, min(25, len(others))):
+            exact = run(asked.case(place, settings(grid.controls, positions)))
+            shown = between(one, grid.controls, positions)
+            assert shown is not None
+            off = abs(shown["tokens_per_s"] / exact.tokens_per_s - 1)
+            worse += off > grid.exactness.largest * (1 + 1e-6)
+            assert off <= 2 * max(grid.exactness.largest, TOLERANCE)
+            count += 1
+    assert count >= 20
+    assert worse <= 0.1 * count
+
+
+def test_price_and_failures_are_arithmetic_on_what_was_simulated() -> None:
+    """Moved, they change no case, and give what `totals_of` says with that price and failures."""
+    asked, grid = made()
+    paths = [control.path for control in grid.controls]
+    price, failing = paths.index("price_per_gpu"), paths.index("failures.node")
+    assert grid.failures == failing
+    for place, one in enumerate(grid.strategies):
+        assert not {price, failing} & set(one.controls)
+        point = one.points[len(one.points) // 2]
+        shown = between(one, grid.controls, point)
+        assert shown is not None
+        for stop in (0, grid.controls[failing].at, len(grid.controls[failing].stops) - 1):
+            at = list(point)
+            at[failing], at[price] = stop, (stop * 3) % len(grid.controls[price].stops)
+            case = asked.case(place, settings(grid.controls, tuple(at)))
+            expected = totals_of(case, run(case), TOKENS)
+            assert expected is not None
+            corner = stop * len(one.points) + list(one.points).index(point)
+            useful = 1 - one.lost["lost"][corner]
+            assert useful == pytest.approx(expected.goodput)
+            days = TOKENS * shown["factor"] / shown["tokens_per_s"] / useful / 86400
+            assert days == pytest.approx(expected.days)
+            rate = grid.controls[price].stops[at[price]].value or 0.0
+            gpus = grid.controls[0].stops[at[0]].value or 0.0
+            assert days * 86400 * gpus * rate == pytest.approx(expected.cost)
+            slow = shown["slowest"] * (1 - one.lost["lost_most"][corner]) / useful
+            assert days / slow == pytest.approx(expected.days_high)
+
+
+def test_other_failures_may_have_a_slider_too() -> None:
+    """What failures take follows each of them, and failures by name."""
+    asked = question("ddp", overrides={"failures": "meta-rsc-1"})
+    for path, values in (
+        ("failures.restart", "1 min, 10 min"),
+        ("failures", "meta-rsc-1, llama3-405b"),
+    ):
+        shown = [varying(asked, "gpus", "16"), varying(asked, path, values)]
+        grid = build.build(asked, shown, TOLERANCE, 1)
+        (one,) = grid.strategies
+        assert one.controls == (0,)
+        for stop, text in enumerate(values.split(", ")):
+            case = asked.case(0, {"gpus": "16", path: text})
+            expected = totals_of(case, run(case), TOKENS)
+            assert expected is not None
+            assert 1 - one.lost["lost"][stop] == pytest.approx(expected.goodput)
+        assert one.lost["lost"][0] != one.lost["lost"][1]
+
+
+def test_a_position_that_cannot_be_simulated_says_why() -> None:
+    """Others are shown; between two knots, of which one failed, nothing is."""
+    asked = question("ddp", global_batch=24, overrides={})
+    shown = [varying(asked, "gpus", "8, 16"), *few(asked)[2:3]]
+    grid = build.build(asked, shown, TOLERANCE, 1)
+    (one,) = grid.strategies
+    wrong = {point[0] for at, point in enumerate(one.points) if at in one.failed}
+    assert wrong == {1}
+    assert all("not a multiple of 16 GPUs" in text for text in one.failed.values())
+    assert between(one, grid.controls, (0, 1)) is not None
+    assert between(one, grid.controls, (1, 1)) is None
+
+
+def test_a_page_of_nothing_but_failures_is_still_a_page() -> None:
+    """A batch that no position has."""
+    asked = question("ddp", global_batch=7, overrides={})
+    shown = [varying(asked, "gpus", "8, 16")]
+    grid = build.build(asked, shown, TOLERANCE, 1)
+    why = grid.strategies[0].failed
+    assert {at: text.partition("GPUs")[0] for at, text in why.items()} == {
+        0: "global_batch=7 is not a multiple of 8 ",
+        1: "global_batch=7 is not a multiple of 16 ",
+    }
+
+
+# ---- interpolation, without a simulator
+
+values = st.floats(min_value=1e-3, max_value=1e3)
+powers = st.floats(min_value=-2.0, max_value=2.0)
+
+
+@st.composite
+def power_laws(draw: st.DrawFn) -> tuple[StrategyGrid, tuple[Control, ...], Positions, float]:
+    """Throughput as a product of powers of two controls at some knots, and a place to look at."""
+    shown, knots, at = [], [], []
+    exponents = [draw(powers), draw(powers)]
+    for name in ("a", "b"):
+        found = sorted(draw(st.sets(values, min_size=2, max_size=6)))
+        stops = tuple(Stop(f"{value}", f"{value}", value) for value in found)
+        shown.append(Control(name, name, stops, 0, continuous=True, strategies=(0,)))
+        inner = draw(st.sets(st.integers(0, len(found) - 1)))
+        knots.append(tuple(sorted({0, len(found) - 1} | inner)))
+        at.append(draw(st.integers(0, len(found) - 1)))
+
+    def law(point: tuple[int, ...]) -> float:
+        pairs = zip(shown, point, exponents, strict=True)
+        return 5.0 * math.prod((c.stops[i].value or 0.0) ** power for c, i, power in pairs)
+
+    points = list(product(*knots))
+    figures_of = {"tokens_per_s": [law(point) for point in points], "fits": [True] * len(points)}
+    grid = StrategyGrid("x", (0, 1), tuple(knots), points, figures_of, {}, {})
+    return grid, tuple(shown), tuple(at), law(tuple(at))
+
+
+@given(power_laws())
+def test_a_power_law_is_exact(
+    made: tuple[StrategyGrid, tuple[Control, ...], Positions, float],
+) -> None:
+    """Throughput is linear in the logarithms: no knots are needed for one but the ends."""
+    grid, shown, at, expected = made
+    found = between(grid, shown, at)
+    assert found is not None
+    assert found["tokens_per_s"] == pytest.approx(expected, rel=1e-9)
+
+
+@given(power_laws(), st.data())
+def test_a_knot_is_itself_and_unknown_and_wrong_pass_on(
+    made: tuple[StrategyGrid, tuple[Control, ...], Positions, float], data: st.DataObject
+) -> None:
+    """Whatever the other knots hold. Beside an unknown one nothing is known."""
+    grid, shown, at, _ = made
+    place = data.draw(st.integers(0, len(grid.points) - 1))
+    own = grid.points[place]
+    random_values = [data.draw(values) for _ in grid.points]
+    fits = [data.draw(st.booleans()) for _ in grid.points]
+    other = replace(grid, values={"tokens_per_s": random_values, "fits": fits})
+    exact = between(other, shown, own)
+    assert exact == {"tokens_per_s": pytest.approx(random_values[place]), "fits": fits[place]}
+    holes: list[float | None] = [*random_values]
+    holes[place] = None
+    here = between(replace(other, values={"memory": holes, "fits": fits}), shown, at)
+    corners = [
+        i
+        for i, point in enumerate(grid.points)
+        if all(_beside(k, p, a) for k, p, a in zip(grid.knots, point, at, strict=True))
+    ]
+    assert here is not None
+    assert (here["memory"] is None) == (place in corners)
+    assert here["fits"] == all(fits[i] for i in corners)
+    failed = replace(other, failed={place: "why"})
+    assert (between(failed, shown, at) is None) == (place in corners)
+
+
+def _beside(knots: tuple[int, ...], knot: int, stop: int) -> bool:
+    """Whether a knot is the stop, or next to it on one side where the stop is none."""
+    if stop in knots:
+        return knot == stop
+    return knot in {max(k for k in knots if k < stop), min(k for k in knots if k > stop)}
+
+
+# ---- limits and bad input
+
+
+def test_too_many_positions_are_refused_before_anything_is_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one line that says which list is the longest."""
+    asked = question("ddp")
+    monkeypatch.setattr(board, "run_all", lambda *_, **__: pytest.fail("something was simulated"))
+    shown = [
+        varying(asked, path, ", ".join(map(str, range(1, 61))))
+        for path in ("micro_batch", "accumulation")
+    ]
+    shown += [varying(asked, "model.seq_len", ", ".join(str(8 * i) for i in range(1, 41)))]
+    with pytest.raises(OptionError, match=r"144,000 positions.*at most 20,000") as raised:
+        build.build(asked, shown, TOLERANCE, 1)
+    assert "\n" not in str(raised.value)
+
+
+GIVEN = {"-c": "cloud-100g", "-m": "gpt2-small", "-s": "ddp", "-g": "8"}
+
+
+def command(more: tuple[str, ...]) -> list[str]:
+    """The command line; what is given once is not given again, but for strategies."""
+    rest = [(flag, text) for flag, text in GIVEN.items() if flag not in more or flag == "-s"]
+    return ["explore", *(part for pair in rest for part in pair), *more]
+
+
+HUGE = ", ".join(map(str, range(1, 20_001)))
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("-o", "p.pdf"), "must end in .html"),
+        (("-o", "p.html", "--tolerance", "0"), "--tolerance is 0"),
+        (("-o", "p.html", "--tolerance", "nan"), "--tolerance is nan"),
+        (("-o", "p.html", "--tolerance", "0.6"), "--tolerance is 0.6"),
+        (("-o", "p.html", "--tolerance", "much"), "--tolerance is 'much'"),
+        (("-o", "p.html", "--jobs", "0"), "jobs"),
+        (("-o", "p.html", "--tokens", "0"), "tokens is 0"),
+        (("-o", "p.html", "--set", "inter.bandwidth=25"), "has no unit"),
+        (("-o", "p.html", "--set", "inter.bandwith=25 Gbit/s"), "did you mean"),
+        (("-o", "p.html", "-s", "ddp"), "given twice"),
+        (("-o", "p.html", "-s", "zer03"), "did you mean"),
+        (("-o", "p.html", *(part for i in range(2, 15) for part in ("-s", f"co2:tau={i}"))), "12"),
+        (("-o", "p.html", "--vary", "gpus"), "is not NAME=VALUE"),
+        (("-o", "p.html", "--vary", "gpus=8, 8"), "given twice"),
+        (("-o", "p.html", "--vary", "gpus=12"), "12"),
+        (("-o", "p.html", "--vary", "gpus=0"), "gpus"),
+        (("-o", "p.html", "--vary", "micro_batch=0"), "micro_batch"),
+        (("-o", "p.html", "--vary", f"micro_batch={HUGE}"), "10000"),
+        (("-o", "p.html", "--vary", f"micro_batch={HUGE[:600]}1"), "at most 64"),
+        (("-o", "p.html", "--vary", "tau=4,12"), "strategy.OPTION"),
+        (("-o", "p.html", "--vary", "strategy.tau=4,12"), "no strategy that is given has it"),
+        (("-o", "p.html", "--vary", "strategy=ddp, zero3"), "--strategy"),
+        (("-o", "p.html", "--vary", "cluster=cloud-25g, cloud-100g"), "--cluster"),
+        (("-o", "p.html", "--vary", "inter.bandwidth=25, 100"), "has no unit"),
+        (("-o", "p.html", "--vary", "inter.bandwidth=1 s"), "1 s"),
+        (("-o", "p.html", "--vary", "inter.bandwith=1 Gbit/s"), "did you mean"),
+        (("--port", "70000"), "--port is 70000"),
+        (("--port", "-1"), "--port is -1"),
+        (("--port", "http"), "--port"),
+        (("--vary", "gpus=8,16"), "--out"),
+        (("-g", "12"), "12"),
+        (("--set", "inter.bandwidth=25"), "has no unit"),
+        (("-s", "zer03"), "did you mean"),
+        (("-c", "cloud-1000g"), "did you mean"),
+        (("-c", "missing.toml"), "missing.toml"),
+        (("-m", "gpt2-smal"), "did you mean"),
+        (("--set", "gpu=./missing.toml"), "missing.toml"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], words: str
+) -> None:
+    """What was given, what is allowed, exit code 2; no server starts."""
+    if "--out" not in more and "-o" not in more:
+        from co2sim.explore import server  # noqa: PLC0415 - an extra
+
+        monkeypatch.setattr(server, "serve", lambda *_: pytest.fail("a server started"))
+    done = cli(*command(more))
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert words in done.err
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["-c", "-m", "-s"])
+def test_a_page_without_a_server_needs_a_question(cli: Command, missing: str) -> None:
+    """The server has one to begin with; a page says what is missing."""
+    found = command(("-o", "p.html"))
+    place = found.index(missing)
+    done = cli(*found[:place], *found[place + 2 :])
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "is missing; a page without a server needs it" in done.err
+
+
+def _without(missing: str) -> Callable[[str], str | None]:
+    """`find_spec` where a package is not installed."""
+    return lambda name: None if name == missing else name
+
+
+def test_a_missing_extra_is_named(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page needs Vega; the server needs that and more, and its extra has both."""
+    from co2sim.explore import server  # noqa: PLC0415 - an extra
+
+    monkeypatch.setattr(server, "serve", lambda *_: pytest.fail("a server started"))
+    monkeypatch.setattr(bundle, "find_spec", _without("altair"))
+    done = cli(*command(("-o", "p.html")))
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "pip install 'co2sim[report]'" in done.err
+    for missing in ("altair", "uvicorn"):
+        monkeypatch.setattr(exploring, "find_spec", _without(missing))
+        done = cli(*command(()))
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert "pip install 'co2sim[explore]'" in done.err
+
+
+def test_the_command_writes_a_page_that_holds_its_grid(cli: Command) -> None:
+    """And says how many cases that took."""
+    few = ("--vary", "gpus=8,16", "--vary", "micro_batch=1", "--jobs", "1")
+    done = cli(*command((*few, "-o", "p.html")))
+    assert done.code == 0, done.err
+    assert "cases were simulated" in done.out
+    text = Path("p.html").read_text("utf-8")
+    assert text.startswith("<!doctype html>")
+    assert "co2sim explore -c cloud-100g" in text
+    assert "<h1>GPT-2 small on 16 AWS p3dn.24xlarge" in text
+
+
+@pytest.mark.slow
+def test_control_c_writes_nothing(tmp_path: Path) -> None:
+    """While positions are simulated: it ends soon, and leaves no part of a page."""
+    given = command(("-s", "co2:worker=node", "-o", "p.html"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "co2sim", *given],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    time.sleep(6)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode not in {0, 1}
+    assert b"Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,643 @@
+"""Both pages of `co2sim explore` in a real browser: one with a grid inside, one with a server."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+pytest.importorskip("pebble", reason="the extra `explore` is not installed")
+pytest.importorskip("httpx2", reason="httpx2 is not installed")
+pytest.importorskip("playwright", reason="playwright is not installed")
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question, settings
+from test_explore_server import OWN, Served
+
+from co2sim import simulate
+from co2sim.explore import build
+from co2sim.explore.grid import between
+from co2sim.explore.page import static_page
+from co2sim.study import run
+from co2sim.totals import totals_of
+
+CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+AXE = os.environ.get("AXE", "")
+"""The path of axe.min.js, from the npm package axe-core."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium-headless-shell"),
+]
+
+EVIL = "<script>alert(1)</script>"
+LONG = ("ü\"'&<b>" * 40)[:200]
+MODEL = Path("co2sim/catalog/models/gpt2-small.toml")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, without a window."""
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a page with a grid."""
+    path = tmp_path_factory.mktemp("explore") / "page.html"
+    asked, grid = made()
+    cases = [asked.case(place, {}) for place in range(len(STRATEGIES))]
+    path.write_bytes(static_page(asked, grid, [(case, run(case)) for case in cases], "co2sim ..."))
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server: its page begins with two strategies, a price and failures."""
+    more = ["-s", STRATEGIES[1], "--tokens", "1e10"]
+    for pair in ("price_per_gpu=2 USD/h", "failures=meta-rsc-1"):
+        more += ["--set", pair]
+    server = Served(tmp_path_factory.mktemp("served"), *more, gpus=16)
+    yield server.address
+    server.end()
+
+
+class Explorer:
+    """A page in the browser, with what it said and asked for."""
+
+    def __init__(self, browser: Browser, address: str, **context: Any) -> None:
+        self.said: list[str] = []
+        self.requests: list[str] = []
+        self.page: Page = browser.new_context(**context).new_page()
+        self.page.set_default_timeout(20_000)
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.address = address
+        self.page.goto(address)
+        self.ready()
+
+    def ready(self) -> None:
+        """Wait until everything is drawn."""
+        self.page.wait_for_selector("body[data-ready]")
+
+    def move(self, path: str, stop: int) -> str:
+        """Move a slider; the text beside it."""
+        slider = self.page.locator(f'input[data-path="{path}"]')
+        event = "(input, stop) => { input.value = stop; input.dispatchEvent(new Event('input')); }"
+        slider.evaluate(event, stop)
+        self.ready()
+        return self.page.locator(f'.slider:has([data-path="{path}"]) output').inner_text()
+
+    def stops(self, path: str) -> int:
+        """How many positions a slider has."""
+        slider = self.page.locator(f'input[data-path="{path}"]')
+        return int(slider.get_attribute("max") or 0) + 1
+
+    def paths(self) -> list[str]:
+        """The numbers that have sliders."""
+        sliders = self.page.locator("input[data-path]")
+        return [one.get_attribute("data-path") or "" for one in sliders.all()]
+
+    def table(self) -> dict[str, dict[str, str]]:
+        """Cells by strategy and heading."""
+        rows = self.page.evaluate(
+            "[...document.querySelectorAll('#figures tr')]"
+            ".map(row => [...row.children].map(one => one.textContent))"
+        )
+        return {row[0]: dict(zip(rows[0], row, strict=False)) for row in rows[1:]}
+
+    def view(self) -> dict[str, Any]:
+        """Everything that a link has to restore."""
+        return {
+            "outputs": self.page.locator(".slider output").all_inner_texts(),
+            "table": self.table(),
+            "answer": self.page.locator("#answer").inner_text(),
+            "tokens": self.page.locator("#tokens").input_value(),
+            "x": self.page.locator("#x").evaluate("one => one.selectedOptions[0].text"),
+            "y": self.page.locator("#y").input_value(),
+            "shown": [one.is_checked() for one in self.page.locator("#strategies input").all()],
+        }
+
+    def close(self) -> None:
+        """Nothing was said, and nothing asked but of the page's own server."""
+        assert self.said == []
+        own = re.match(r"\w+://[^/]*/", self.address)
+        assert own
+        strange = [url for url in self.requests if not url.startswith(("data:", "blob:"))]
+        if self.address.startswith("file:"):
+            assert {url.partition("#")[0] for url in strange} == {self.address.partition("#")[0]}
+        else:
+            assert all(url.startswith(own[0]) for url in strange)
+        self.page.context.close()
+
+
+Open = Callable[..., Explorer]
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Open]:
+    """Open pages; at the end each of them has said nothing."""
+    all_of_them: list[Explorer] = []
+
+    def call(address: str, **context: Any) -> Explorer:
+        all_of_them.append(Explorer(browser, address, **context))
+        return all_of_them[-1]
+
+    yield call
+    for one in all_of_them:
+        one.close()
+
+
+def number(text: str) -> float:
+    """What a cell says."""
+    return float(text.replace(",", "").removeprefix("x ").removesuffix(" %"))
+
+
+@pytest.fixture(params=["static", "served"])
+def address(request: pytest.FixtureRequest) -> str:
+    """Of each of the two pages."""
+    return str(request.getfixturevalue(request.param))
+
+
+# ---- figures
+
+
+def test_every_slider_of_a_page_without_a_server_moves_the_figures(
+    opened: Open, static: str
+) -> None:
+    """To those of the simulator, within the error that the page states; days and money follow."""
+    asked, grid = made()
+    explorer = opened(static)
+    paths = explorer.paths()
+    assert paths == [control.path for control in grid.controls]
+    at = [control.at for control in grid.controls]
+    for axis, control in enumerate(grid.controls):
+        now = at[axis]
+        for stop in dict.fromkeys((0, len(control.stops) // 2, len(control.stops) - 1)):
+            before = explorer.table()
+            assert explorer.move(control.path, stop) == control.stops[stop].text
+            there = (*at[:axis], stop, *at[axis + 1 :])
+            check(explorer, asked, settings(grid.controls, there), 2 * TOLERANCE)
+            if control.path in {"gpus", "micro_batch", "inter.bandwidth", "price_per_gpu"}:
+                assert (explorer.table() == before) == (stop == now)
+            now = stop
+        explorer.move(control.path, at[axis])
+
+
+def check(explorer: Explorer, asked: Any, settings: dict[str, str], tolerance: float) -> None:
+    """Compare the table with the simulator."""
+    table = explorer.table()
+    for place, title in enumerate(asked.titles):
+        case = asked.case(place, settings)
+        result = run(case)
+        total = totals_of(case, result, TOKENS)
+        assert total is not None
+        (row,) = [
+            row for name, row in table.items() if name == title or place == list(table).index(name)
+        ]
+        assert number(row["tokens/s"]) == pytest.approx(result.tokens_per_s, rel=tolerance, abs=1)
+        low, high = map(number, row["90 % interval"].split(" to "))
+        assert low == pytest.approx(result.tokens_per_s_low, rel=tolerance, abs=1)
+        assert high == pytest.approx(result.tokens_per_s_high, rel=tolerance, abs=1)
+        assert number(row["exposed"]) == pytest.approx(100 * result.exposed_share, abs=3)
+        assert number(row["GiB"].partition(",")[0]) == pytest.approx(
+            result.memory_bytes_per_gpu["total"] / 2**30, rel=0.01
+        )
+        assert number(row["useful time"]) == pytest.approx(100 * total.goodput, abs=0.1)
+        assert number(row["days"]) == pytest.approx(total.days, rel=tolerance + 0.01)
+        assert number(row["USD"]) == pytest.approx(total.cost, rel=tolerance + 0.01)
+
+
+def test_the_page_interpolates_as_python_does(opened: Open, static: str) -> None:
+    """Everywhere along the bandwidth: the same numbers, to the six digits that the page has."""
+    _, grid = made()
+    explorer = opened(static)
+    at = [control.at for control in grid.controls]
+    axis = [control.path for control in grid.controls].index("inter.bandwidth")
+    many = [[*at[:axis], stop, *at[axis + 1 :]] for stop in range(len(grid.controls[axis].stops))]
+    found = explorer.page.evaluate("many => source.figures(many)", many)
+    for positions, shown in zip(many, found, strict=True):
+        for one, figures in zip(grid.strategies, shown, strict=True):
+            expected = between(one, grid.controls, tuple(positions))
+            assert expected is not None
+            for name, value in expected.items():
+                close = value if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)
+                assert figures[name] == close, name
+
+
+def test_every_slider_of_the_server_asks_the_simulator(opened: Open, served: str) -> None:
+    """The figures are exact."""
+    explorer = opened(served)
+    asked = replace(question(gpus=16), tokens=TOKENS)
+    begun = explorer.view()
+    for path in explorer.paths():
+        last = explorer.stops(path) - 1
+        start = int(explorer.page.locator(f'input[data-path="{path}"]').input_value())
+        stop = last if start != last else 0
+        text = explorer.move(path, stop)
+        setting = text.replace(",", "")
+        there = {path: setting} if setting != "as given" else {}
+        check(explorer, asked, there, 1e-3)
+        assert explorer.view() != begun
+        explorer.move(path, start)
+        assert explorer.view() == begun
+
+
+def test_keys_move_a_slider(opened: Open, address: str) -> None:
+    """Arrows and End; a screen reader hears the text, not the place."""
+    explorer = opened(address)
+    slider = explorer.page.locator('input[data-path="inter.bandwidth"]')
+    before = explorer.table()
+    slider.focus()
+    start = int(slider.input_value())
+    slider.press("ArrowLeft")
+    explorer.ready()
+    assert int(slider.input_value()) == start - 1
+    assert explorer.table() != before
+    slider.press("End")
+    explorer.ready()
+    text = explorer.page.locator('.slider:has([data-path="inter.bandwidth"]) output').inner_text()
+    assert slider.get_attribute("aria-valuetext") == text == "400 Gbit/s"
+
+
+def test_two_configurations_are_compared(opened: Open, address: str) -> None:
+    """Keep, move: the table has the old throughput, and the ratio of the new one to it."""
+    explorer = opened(address)
+    first = explorer.table()
+    explorer.page.get_by_role("button", name="Keep this to compare").click()
+    explorer.ready()
+    explorer.move("inter.bandwidth", 0)
+    second = explorer.table()
+    for name, row in second.items():
+        assert row["kept: tokens/s"] == first[name]["tokens/s"]
+        ratio = number(row["tokens/s"]) / number(first[name]["tokens/s"])
+        assert number(row["now against kept"]) == pytest.approx(ratio, rel=0.01)
+        assert ratio < 0.9
+    explorer.page.get_by_role("button", name="Drop what is kept").click()
+    explorer.ready()
+    assert "now against kept" not in next(iter(explorer.table().values()))
+
+
+def test_a_link_restores_the_view(opened: Open, address: str) -> None:
+    """Sliders, what was kept, hidden strategies, tokens and the chart, in another browser."""
+    explorer = opened(address)
+    explorer.move("inter.bandwidth", 3)
+    explorer.page.get_by_role("button", name="Keep this to compare").click()
+    explorer.ready()
+    explorer.move("price_per_gpu", 1)
+    explorer.move("gpus", 0)
+    explorer.page.locator("#strategies input").nth(1).uncheck()
+    explorer.ready()
+    explorer.page.locator("#tokens").fill("3e9")
+    explorer.ready()
+    explorer.page.locator("#x").select_option(label="price of a GPU")
+    explorer.ready()
+    explorer.page.locator("#y").select_option("cost")
+    explorer.ready()
+    link = explorer.page.evaluate("location.href")
+    again = opened(link)
+    assert again.view() == explorer.view()
+    assert "now against kept" in next(iter(again.table().values()))
+    assert again.page.locator("#strategies input").nth(1).is_checked() is False
+    again.page.get_by_role("button", name="Back to the beginning").click()
+    again.ready()
+    assert again.view() == opened(address).view()
+
+
+def test_a_link_to_a_position_that_is_not_there_says_so(opened: Open, static: str) -> None:
+    """The rest of the view is shown."""
+    explorer = opened(f"{static}#inter.bandwidth=7 Gbit/s&gpus=8&x=nonsense&y=alert(1)&kept=yes")
+    assert "inter.bandwidth=7 Gbit/s" in explorer.page.locator("#done").inner_text()
+    assert explorer.page.locator(".slider output").first.inner_text() == "8"
+
+
+def test_hidden_strategies_are_in_no_answer(opened: Open, address: str) -> None:
+    """Neither in the table nor in the charts nor in the sentence."""
+    explorer = opened(address)
+    explorer.page.locator("#strategies input").first.uncheck()
+    explorer.ready()
+    assert list(explorer.table()) == [next(iter(explorer.table()))]
+    assert next(iter(explorer.table())).startswith("co2(")
+    assert "ddp" not in explorer.page.locator("#answer").inner_text()
+    bars = explorer.page.locator("#memory [aria-roledescription=bar]")
+    assert bars.count() == 1
+    explorer.page.locator("#strategies input").nth(1).uncheck()
+    explorer.ready()
+    assert explorer.table() == {}
+
+
+@pytest.mark.parametrize("typed", ["many", "-1", "0", "1e30", "1,000,000", "1e12 tokens"])
+def test_tokens_typed_wrong_are_said_in_a_line(opened: Open, static: str, typed: str) -> None:
+    """The figures stay; without tokens there are no days."""
+    explorer = opened(static)
+    before = explorer.table()
+    field = explorer.page.locator("#tokens")
+    field.fill(typed)
+    words = explorer.page.locator("#tokens-wrong")
+    expect(words).to_have_text(
+        f"tokens is '{typed}'; it must be a number from 1 to 1e18, such as 1e12"
+    )
+    assert field.get_attribute("aria-invalid") == "true"
+    assert explorer.table() == before
+    field.fill("")
+    explorer.ready()
+    expect(words).to_have_text("")
+    assert "days" not in next(iter(explorer.table().values()))
+
+
+@pytest.mark.parametrize(
+    ("y", "of"),
+    [("tokens_per_s", "tokens/s"), ("exposed", "exposed communication"), ("useful", "useful time")],
+)
+def test_the_chart_follows_what_is_chosen(opened: Open, address: str, y: str, of: str) -> None:
+    """Its axes are named after it, and a line has as many points as the slider has positions."""
+    explorer = opened(address)
+    explorer.page.locator("#y").select_option(y)
+    explorer.ready()
+    explorer.page.locator("#x").select_option(label="GPUs")
+    explorer.ready()
+    texts = explorer.page.locator("#curve .role-axis-title text").all_text_contents()
+    assert {of, "GPUs"} <= set(texts)
+    points = explorer.page.locator("#curve .mark-symbol path[aria-roledescription=point]").count()
+    assert points == 2 * 2 * explorer.stops("gpus")  # two strategies, filled and as an outline
+
+
+# ---- names of strangers
+
+
+def test_names_run_no_script(opened: Open, tmp_path: Path, served: str) -> None:
+    """A cluster called like a script, a model of 200 characters with quotes and umlauts."""
+    cluster, model = tmp_path / "evil.toml", tmp_path / 'm "ü" &.toml'
+    cluster.write_text(re.sub(r"(?m)^name = .*$", f'name = "{EVIL}"', OWN, count=1), "utf-8")
+    named = re.sub(
+        r"(?m)^name = .*$", lambda _: f"name = {json.dumps(LONG)}", MODEL.read_text("utf-8")
+    )
+    assert LONG not in MODEL.read_text("utf-8")
+    model.write_text(named, "utf-8")
+    asked = question("ddp", cluster=str(cluster), model=str(model), overrides={})
+    shown = few(asked)
+    grid = build.build(asked, shown, 0.5, 1)
+    case = asked.case(0, {})
+    path = tmp_path / "page.html"
+    path.write_bytes(static_page(asked, grid, [(case, run(case))], f"co2sim {EVIL}"))
+    explorer = opened(path.as_uri())
+    assert explorer.page.locator("h1").inner_text() == f"{LONG} on {EVIL}"
+    assert explorer.page.title() == f"{LONG} on {EVIL}"
+
+    server = opened(served)
+    for name, file in (("cluster", cluster), ("model", model)):
+        upload = {"name": f"{name}.toml", "mimeType": "text/plain", "buffer": file.read_bytes()}
+        server.page.get_by_text("Files of yours").evaluate("one => one.parentElement.open = true")
+        server.page.locator(f"#{name}-file").set_input_files(files=[upload])  # type: ignore[list-item]
+        expect(server.page.locator(f"#{name}")).to_have_value(f"{name}.toml")
+    server.ready()
+    heading = server.page.locator("h1").inner_text()
+    assert heading.startswith(LONG)
+    assert EVIL in heading
+    assert server.page.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+@pytest.mark.parametrize(
+    "text", [f"ddp\n{EVIL}", "co2:tau=" + "9" * 400, '"><img src=x>', "ü" * 900]
+)
+def test_a_list_of_nonsense_is_answered_in_words(opened: Open, served: str, text: str) -> None:
+    """As text beside the field; the figures stay."""
+    explorer = opened(served)
+    before = explorer.table()
+    explorer.page.locator("#wanted").fill(text)
+    words = explorer.page.locator("#wanted-wrong")
+    expect(words).not_to_be_empty()
+    assert "<img" not in words.inner_html()
+    assert explorer.page.locator("#wanted").get_attribute("aria-invalid") == "true"
+    assert explorer.table() == before
+    refused = [text for text in explorer.said if "422" in text]
+    assert explorer.said == refused  # what the browser itself says of an answer that refuses
+    explorer.said.clear()
+
+
+def test_a_link_that_asks_for_nonsense_is_answered_in_words(opened: Open, served: str) -> None:
+    """And the page begins as it would without; a link cannot name files of this machine."""
+    link = f"{served}#cluster=/etc/passwd&model=gpt2-small&strategy={quote(EVIL)}"
+    explorer = opened(link)
+    expect(explorer.page.locator("#wrong")).to_contain_text("unknown cluster '/etc/passwd'")
+    assert list(explorer.table()) == list(opened(served).table())
+    explorer.said.clear()
+
+
+# ---- forms
+
+
+def test_forms_answer_while_typing_and_change_the_question(opened: Open, served: str) -> None:
+    """The nearest name is said, the words of the command line for a unit; then new figures."""
+    explorer = opened(served)
+    page = explorer.page
+    page.locator("#cluster").fill("cloud-25")
+    expect(page.locator("#cluster-wrong")).to_contain_text("did you mean 'cloud-25g'?")
+    page.locator("#cluster").fill("cloud-25g")
+    page.locator("#cluster").blur()
+    expect(page.locator("h1")).to_contain_text("25 Gbit/s")
+    page.locator("#model").fill("gpt2-medium")
+    page.locator("#model").blur()
+    expect(page.locator("h1")).to_contain_text("medium")
+    page.locator("#wanted").fill("zero3\nddp\n\n")
+    page.locator("#wanted").blur()
+    expect(page.locator("#strategies label").first).to_contain_text("zero3")
+    explorer.ready()
+    expected = simulate("cloud-25g", "gpt2-medium", "zero3", gpus=16)
+    assert list(explorer.table()) == ["zero3", "ddp"]
+    assert number(explorer.table()["zero3"]["tokens/s"]) == pytest.approx(
+        expected.tokens_per_s, abs=1
+    )
+    page.locator("#numbers summary").click()
+    bandwidth = page.locator('[id="fact-inter.bandwidth"]')
+    bandwidth.fill("50")
+    wrong = page.locator('[id="fact-inter.bandwidth-wrong"]')
+    expect(wrong).to_contain_text("'50' has no unit")
+    bandwidth.fill("50 Gbit/s")
+    expect(wrong).to_have_text("")
+    bandwidth.blur()
+    expect(page.locator("h1")).to_contain_text("inter.bandwidth=50 Gbit/s")
+    explorer.ready()
+    explorer.move("gpus", explorer.stops("gpus") - 1)
+    faster = simulate(
+        "cloud-25g",
+        "gpt2-medium",
+        "zero3",
+        gpus=128,
+        overrides={"inter.bandwidth": "50 Gbit/s"},
+    )
+    assert number(explorer.table()["zero3"]["tokens/s"]) == pytest.approx(
+        faster.tokens_per_s, abs=1
+    )
+    page.locator("#more").fill("price_per_gpu=3")
+    expect(page.locator("#more-wrong")).to_contain_text("has no unit")
+    page.locator("#more").fill("price_per_gpu=3 USD/h")
+    page.locator("#more").blur()
+    expect(page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
+    explorer.ready()
+    page.get_by_text("Batch, precision").click()
+    page.locator("#global_batch").fill("24")
+    page.locator("#global_batch").blur()
+    expect(page.locator("#failed")).to_contain_text("not a multiple of 128 GPUs")
+    explorer.ready()
+    link = page.evaluate("location.href")
+    again = opened(link)
+    assert again.view() == explorer.view()
+    explorer.said.clear()  # what the browser says of answers that refuse
+
+
+def test_a_file_that_is_given_anew_is_read_anew(opened: Open, served: str) -> None:
+    """Under the same name: nothing that was simulated before is shown."""
+    explorer = opened(served)
+    speeds = []
+    for text in (OWN, OWN.replace('bandwidth = "25 Gbit/s"', 'bandwidth = "50 Gbit/s"')):
+        file = {"name": "mine.toml", "mimeType": "text/plain", "buffer": text.encode()}
+        before = explorer.table()["ddp"]["tokens/s"]
+        explorer.page.locator("#cluster-file").set_input_files(files=[file])  # type: ignore[list-item]
+        expect(explorer.page.locator("#figures td").first).not_to_have_text(before)
+        explorer.ready()
+        speeds.append(number(explorer.table()["ddp"]["tokens/s"]))
+    assert speeds[1] > 1.3 * speeds[0]
+
+
+def test_a_drag_need_not_wait(opened: Open, served: str) -> None:
+    """While nothing moves the other positions are asked for: a move then asks for none of them."""
+    explorer = opened(served)
+    explorer.page.wait_for_load_state("networkidle")
+    explorer.page.wait_for_timeout(500)
+    asked = len(explorer.requests)
+    before = explorer.table()
+    explorer.move("inter.bandwidth", explorer.stops("inter.bandwidth") - 2)
+    assert explorer.table() != before
+    assert len(explorer.requests) == asked
+
+
+def test_an_upload_that_cannot_be_read_is_said_beside_it(opened: Open, served: str) -> None:
+    """In the words of the command line, and the page stays as it was."""
+    explorer = opened(served)
+    before = explorer.view()
+    file = {"name": "broken.toml", "mimeType": "text/plain", "buffer": b"nodes = "}
+    explorer.page.locator("#cluster-file").set_input_files(files=[file])  # type: ignore[list-item]
+    expect(explorer.page.locator("#file-wrong")).to_contain_text("broken.toml: ")
+    assert explorer.view() == before
+    explorer.said.clear()
+
+
+def test_the_report_and_the_commands_repeat_the_figures(
+    opened: Open, served: str, tmp_path: Path
+) -> None:
+    """The report opens without a word and holds both strategies; each command gives the figure."""
+    explorer = opened(served)
+    explorer.move("inter.bandwidth", 2)
+    with explorer.page.expect_download() as saved:
+        explorer.page.get_by_role("button", name="Save a report").click()
+    path = tmp_path / "report.html"
+    saved.value.save_as(path)
+    report = opened_report(explorer.page.context.browser, path)
+    assert "co2(tau=12, delay=1, worker=node)" in report
+    assert "ddp" in report
+    explorer.page.get_by_role("button", name="Show the commands").click()
+    expect(explorer.page.locator("#command")).to_contain_text("co2sim run")
+    commands = explorer.page.locator("#command").inner_text().splitlines()
+    rows = list(explorer.table().values())
+    assert len(commands) == len(rows) == 2
+    for command, row in zip(commands, rows, strict=True):
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command), "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"{json.loads(done.stdout)['tokens_per_s']:,.0f}" == row["tokens/s"]
+
+
+def opened_report(browser: Browser | None, path: Path) -> str:
+    """The text of a report, which said nothing."""
+    assert browser
+    page = browser.new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_selector(".chart svg")
+    text = page.inner_text("body")
+    page.close()
+    assert said == []
+    return text
+
+
+def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> None:
+    """The page stays readable."""
+    server = Served(tmp_path)
+    explorer = Explorer(browser, server.address)
+    before = explorer.table()
+    server.end()
+    explorer.move("gpus", 1)
+    expect(explorer.page.locator("#wrong")).to_contain_text("The server has ended")
+    assert explorer.table() == before
+    explorer.page.context.close()
+
+
+# ---- for everybody
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_follows_the_scheme_and_is_readable_on_a_phone(
+    opened: Open, address: str, scheme: str
+) -> None:
+    """At 360 px nothing but a table scrolls sideways; dark paper has light ink."""
+    explorer = opened(address, viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    explorer.page.get_by_role("button", name="Keep this to compare").click()
+    explorer.ready()
+    assert explorer.page.evaluate("document.documentElement.scrollWidth") <= 360
+    ink, paper = (
+        explorer.page.evaluate(f"getComputedStyle(document.body).{name}")
+        for name in ("color", "backgroundColor")
+    )
+    darkness = [sum(map(int, re.findall(r"\d+", text)[:3])) for text in (ink, paper)]
+    assert (darkness[0] < darkness[1]) == (scheme == "light")
+
+
+def test_it_prints(opened: Open, address: str) -> None:
+    """The figures and charts, without the sliders."""
+    explorer = opened(address)
+    pdf = explorer.page.pdf()
+    assert pdf.startswith(b"%PDF")
+    assert len(pdf) > 20_000
+    explorer.page.emulate_media(media="print")
+    assert not explorer.page.locator("#controls").is_visible()
+    assert explorer.page.locator("#figures").is_visible()
+
+
+@pytest.mark.skipif(not AXE, reason="AXE does not name axe.min.js of the npm package axe-core")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_violation(opened: Open, address: str, scheme: str) -> None:
+    """Contrast, names of controls, order of headings, tables: nothing serious or critical."""
+    explorer = opened(address, color_scheme=scheme, bypass_csp=True)
+    for details in explorer.page.locator("details").all():
+        details.evaluate("one => one.open = true")
+    explorer.page.get_by_role("button", name="Keep this to compare").click()
+    explorer.ready()
+    explorer.page.add_script_tag(path=AXE)
+    found = explorer.page.evaluate("axe.run()")
+    bad = [
+        (one["id"], one["nodes"][0]["html"][:200])
+        for one in found["violations"]
+        if one["impact"] in {"serious", "critical"}
+    ]
+    assert bad == []

@@ -1,0 +1,616 @@
+"""The server of `co2sim explore`: who may ask, what may be read, and exact answers."""
+
+import base64
+import hashlib
+import html
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+pytest.importorskip("httpx2", reason="httpx2 is not installed")
+pytest.importorskip("pebble", reason="the extra `explore` is not installed")
+pytest.importorskip("starlette", reason="the extra `explore` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `explore` is not installed")
+
+import psutil
+from starlette.testclient import TestClient
+
+from co2sim import simulate
+from co2sim.case import Case
+from co2sim.explore import asking
+from co2sim.explore.asking import Files, PageView
+from co2sim.explore.guard import HEADER, HEADERS
+from co2sim.explore.server import Answers, application
+from co2sim.goodput.of_result import goodput_of
+from co2sim.memory import GIB
+from co2sim.step_factors import NO_GOAL
+from co2sim.study import run
+
+TOKEN = "a-token"  # noqa: S105 - of this test
+ADDRESS = "http://127.0.0.1"
+VIEW = {
+    "cluster": "cloud-100g",
+    "model": "gpt2-small",
+    "strategies": ["ddp", "co2:tau=12,delay=1,worker=node"],
+    "gpus": 16,
+}
+CLUSTERS = Path("co2sim/catalog/clusters")
+SOON = 10.0
+"""In seconds: an idle machine needs 1; `benchmarks/explore.py` measures it."""
+ASKING = ("begin", "check", "figures", "commands", "report", "upload")
+
+
+@contextmanager
+def serving(folder: Path, **changes: Any) -> Iterator[TestClient]:
+    """A client of a server in this process, which sends the token."""
+    limit = changes.pop("limit", 60.0)
+    files = Files(clusters={}, models={}, **changes)
+    answers = Answers(files, NO_GOAL, folder, limit)
+    app = application(answers, PageView.model_validate(VIEW), TOKEN)
+    try:
+        with TestClient(app, base_url=ADDRESS, headers={HEADER: TOKEN}) as client:
+            yield client
+    finally:
+        answers.close()
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """A server for all tests that leave it as it was."""
+    with serving(tmp_path_factory.mktemp("files")) as made:
+        yield made
+
+
+def error(answer: Any) -> str:
+    """The words of an answer that refuses; they are one line."""
+    assert answer.status_code == 422, answer.text
+    words = str(answer.json()["error"])
+    assert "\n" not in words
+    return words
+
+
+# ---- who may ask
+
+
+def test_the_page_needs_the_token_and_brings_it(client: TestClient) -> None:
+    """In the address, as it is printed; not in a header, which a browser's address line lacks."""
+    assert client.get(f"/?token={TOKEN}").status_code == 200
+    for query in (
+        "",
+        "?token=",
+        "?token=a-toke",
+        f"?token={TOKEN}x",
+        f"?Token={TOKEN}",
+        "?token=ü",
+    ):
+        answer = client.get(f"/{query}")
+        assert answer.status_code == 403
+        assert "open the address that" in answer.text
+        assert TOKEN not in answer.text
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_every_question_needs_the_token_in_a_header(client: TestClient, name: str) -> None:
+    """A form of another site can send a query and a body, but no such header."""
+    for headers in ({HEADER: ""}, {HEADER: "wrong"}, {HEADER: "\xfc"}):
+        raw = {key: value.encode("latin-1") for key, value in headers.items()}
+        assert client.post(f"/{name}", json=VIEW, headers=raw).status_code == 403
+    query = client.post(f"/{name}?token={TOKEN}", json=VIEW, headers={HEADER: ""})
+    assert query.status_code == 403
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_answers_are_not_to_be_got(client: TestClient, name: str) -> None:
+    """An image or a script of another page asks with GET: 405, with the token, too."""
+    assert client.get(f"/{name}?token={TOKEN}").status_code == 405
+    assert client.get(f"/{name}").status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "evil.example:80"},
+        {"host": "localhost.evil.example:8000"},
+        {"host": "192.0.2.1"},
+        {"host": ""},
+        {"origin": "http://evil.example"},
+        {"origin": "https://127.0.0.1"},
+        {"origin": "http://127.0.0.1:1"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+def test_other_sites_are_refused(client: TestClient, headers: dict[str, str]) -> None:
+    """A name that is bound to this machine, another origin, another port: with the token, too."""
+    assert client.get(f"/?token={TOKEN}", headers=headers).status_code == 403
+    assert client.post("/begin", json=VIEW, headers=headers).status_code == 403
+
+
+def test_its_own_page_is_answered(client: TestClient) -> None:
+    """As a browser asks: with an origin, at either name of this machine."""
+    for host in ("127.0.0.1", "127.0.0.1:8000", "localhost:8000"):
+        headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
+        assert client.post("/check", json=VIEW, headers=headers).status_code == 200
+
+
+def test_a_body_above_a_megabyte_is_refused(client: TestClient) -> None:
+    """Whatever it says about its length, before it is read whole."""
+    large = b" " * 1_000_001
+    assert client.post("/begin", content=large).status_code == 413
+    parts = (b" " * 100_000 for _ in range(11))
+    answer = client.post("/upload", content=parts)
+    assert answer.status_code == 413
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_headers_and_the_policy_of_the_page(client: TestClient) -> None:
+    """Each script is named by its hash; nothing else runs, and nothing but the server is asked."""
+    answer = client.get(f"/?token={TOKEN}")
+    for given in (answer, client.get("/"), client.post("/check", json=VIEW)):
+        assert {name: given.headers.get(name) for name in HEADERS} == HEADERS
+        assert "access-control-allow-origin" not in given.headers
+        assert "server" not in given.headers
+    policy = answer.headers["content-security-policy"]
+    inside = re.search(r'Security-Policy" content="([^"]+)"', answer.text)
+    assert inside
+    assert html.unescape(inside[1]) in policy
+    rules = dict(rule.strip().partition(" ")[::2] for rule in policy.split(";"))
+    scripts = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in scripts
+    ]
+    assert len(scripts) == 3
+    assert rules["script-src"].split() == hashes
+    assert rules["default-src"] == "'none'"
+    assert rules["connect-src"] == "'self'"
+    assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == "'none'"
+
+
+# ---- what is asked
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("", "Invalid JSON"),
+        ("{", "Invalid JSON"),
+        ("[1]", "object"),
+        ("[" * 100_000, "Invalid JSON"),
+        (json.dumps({**VIEW, "nonsense": 1}), "nonsense"),
+        (json.dumps({**VIEW, "cluster": None}), "cluster"),
+        (json.dumps({**VIEW, "model": "x" * 2000}), "model"),
+        (json.dumps({**VIEW, "strategies": ["ddp"] * 1000}), "strategies"),
+        (json.dumps({"cluster": "cloud-100g"}), "model"),
+    ],
+)
+def test_what_is_no_question_is_refused_in_a_line(
+    client: TestClient, body: str, words: str
+) -> None:
+    """Broken JSON, unknown fields, wrong kinds, what is too long."""
+    for name in ("begin", "check"):
+        assert words in error(client.post(f"/{name}", content=body))
+
+
+@pytest.mark.parametrize("name", ["figures", "commands", "report"])
+def test_positions_are_checked_as_well(client: TestClient, name: str) -> None:
+    """At least one, at most 64, with texts."""
+    for settings in ([], [{}] * 65, [{"gpus": 8}], "gpus", None):
+        words = error(client.post(f"/{name}", json={"view": VIEW, "settings": settings}))
+        assert words.startswith("settings")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cluster": "cloud-100"}, "did you mean 'cloud-100g'?"),
+        ({"model": "gpt2-smal"}, "did you mean 'gpt2-small'?"),
+        ({"strategies": ["zer03"]}, "did you mean 'zero3'?"),
+        ({"strategies": []}, "0 strategies are given"),
+        ({"strategies": ["ddp", "ddp"]}, "given twice"),
+        ({"strategies": [f"co2:tau={i}" for i in range(1, 14)]}, "1 to 12"),
+        ({"set": {"inter.bandwidth": "25"}}, "'25' has no unit"),
+        ({"set": {"inter.bandwidth": "25 Gbit"}}, "25 Gbit"),
+        ({"set": {"inter.bandwith": "25 Gbit/s"}}, "did you mean"),
+        ({"set": {"bandwidth": "25 Gbit/s"}}, "nothing is called 'bandwidth'"),
+        ({"options": {"global_batch": "many"}}, "global_batch"),
+        ({"options": {"recompute": "all"}}, "recompute"),
+        ({"options": {"cluster": "cloud-25g"}}, "nothing is called 'cluster'"),
+        ({"gpus": 12}, "12 GPUs do not fill nodes of 8"),
+        ({"gpus": -1}, "gpus"),
+        ({"tokens": 0}, "tokens is 0"),
+    ],
+)
+def test_wrong_words_are_answered_as_on_the_command_line(
+    client: TestClient, changes: dict[str, Any], words: str
+) -> None:
+    """The same functions read them: units are checked, and the nearest name is said."""
+    assert words in error(client.post("/check", json={**VIEW, **changes}))
+    assert words in error(client.post("/begin", json={**VIEW, **changes}))
+
+
+# ---- what may be read
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A cluster of this machine that nobody named."""
+    path = tmp_path / "secret.toml"
+    path.write_text((CLUSTERS / "cloud-25g.toml").read_text("utf-8"), "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/etc/passwd",
+        "../x.toml",
+        "./cloud-100g.toml",
+        "co2sim/catalog/clusters/cloud-25g.toml",
+        "..",
+        "",
+        "cloud-100g/../cloud-25g",
+        "cloud-100g\0",
+    ],
+)
+def test_only_the_catalog_is_read(client: TestClient, name: str) -> None:
+    """A path is an unknown name, wherever it stands, whether there is such a file or not."""
+    for changes in ({"cluster": name}, {"model": name}):
+        kind = next(iter(changes))
+        assert f"unknown {kind} {name!r}" in error(client.post("/begin", json={**VIEW, **changes}))
+    for path in ("gpu", "failures"):
+        changed = {**VIEW, "set": {path: name}}
+        assert f"unknown {path} {name!r}" in error(client.post("/begin", json=changed))
+    for path in ("cluster", "model", "strategy"):
+        changed = {**VIEW, "set": {path: name}}
+        assert f"{path} has a field of its own" in error(client.post("/begin", json=changed))
+        for asked in ("figures", "commands", "report"):
+            body = {"view": VIEW, "settings": [{path: name}]}
+            assert f"{path} has a field of its own" in error(client.post(f"/{asked}", json=body))
+
+
+def test_what_the_command_named_may_be_read(secret: Path, tmp_path: Path) -> None:
+    """By the name that it was given, and no other."""
+    files = Files(clusters={str(secret): str(secret)}, models={}, parts=frozenset({"x.toml"}))
+    assert files.cluster(str(secret)) == str(secret)
+    files.check({"gpu": "x.toml"})
+    with serving(tmp_path) as client:
+        assert "unknown" in error(client.post("/begin", json={**VIEW, "cluster": str(secret)}))
+
+
+def upload(client: TestClient, name: str, text: str, kind: str = "cluster") -> Any:
+    """The answer to a file."""
+    return client.post("/upload", json={"kind": kind, "name": name, "text": text})
+
+
+OWN = (CLUSTERS / "cloud-25g.toml").read_text("utf-8")
+
+
+def test_a_file_of_the_users_can_be_asked_about(tmp_path: Path) -> None:
+    """It answers as the command line does about the same file, also when it is given anew."""
+    with serving(tmp_path) as client:
+        assert upload(client, "mine.toml", OWN).json() == {"name": "mine.toml"}
+        view = {**VIEW, "cluster": "mine.toml"}
+        first = client.post("/figures", json={"view": view, "settings": [{}]}).json()
+        expected = simulate("cloud-25g", "gpt2-small", "ddp", gpus=16)
+        assert first[0][0]["tokens_per_s"] == expected.tokens_per_s
+        faster = OWN.replace('bandwidth = "25 Gbit/s"', 'bandwidth = "50 Gbit/s"')
+        assert faster != OWN
+        upload(client, "mine.toml", faster)
+        second = client.post("/figures", json={"view": view, "settings": [{}]}).json()
+        assert second[0][0]["tokens_per_s"] > first[0][0]["tokens_per_s"]
+
+
+@pytest.mark.parametrize("name", ["../x.toml", "/etc/x.toml", "a/b/../../../x.toml", "x/../y.toml"])
+def test_an_upload_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+    """Only the last part of a path is a name."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    with serving(folder) as client:
+        assert upload(client, name, OWN).json() == {"name": Path(name).name}
+    (found,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert found.name == Path(name).name
+    assert folder in found.parents
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", ".toml", "x.py", "x.toml\0", "x.toml\n", "..\\x.toml", f"{'x' * 300}.toml"]
+)
+def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+    """And nothing is written."""
+    with serving(tmp_path) as client:
+        assert "is no name for a file" in error(upload(client, name, OWN))
+        assert "it must be cluster or model" in error(upload(client, "x.toml", OWN, "../clusters"))
+    assert list(tmp_path.rglob("*.*")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ("nodes = ", "x.toml"),
+        ("\0", "x.toml"),
+        ("[[[[", "x.toml"),
+        ("a = 1", "x.toml"),
+        (re.sub("(?m)^gpu = .*$", 'gpu = "/etc/passwd"', OWN), "unknown gpu '/etc/passwd'"),
+        (re.sub("(?m)^gpu = .*$", 'gpu = "../secret.toml"', OWN), "unknown gpu '../secret.toml'"),
+        (
+            re.sub("(?m)^gpu = .*$", 'gpu = { value = "/etc/passwd", source = "x" }', OWN),
+            "unknown gpu '/etc/passwd'",
+        ),
+        ('failures = "./secret.toml"\n' + OWN, "unknown failures './secret.toml'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    """By its name, not by the path where it was put; a file may not name files of this machine."""
+    with serving(tmp_path) as client:
+        said = error(upload(client, "x.toml", text))
+        assert words in said
+        assert str(tmp_path) not in said
+        assert "root:" not in said
+    assert list(tmp_path.rglob("*.toml")) == []
+
+
+def test_a_config_of_hugging_face_is_a_model(tmp_path: Path) -> None:
+    """As on the command line; what it lacks is said in the same words."""
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 6,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), "utf-8")
+    expected = simulate("cloud-100g", str(path), "ddp", gpus=16)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    with serving(folder) as client:
+        made = upload(client, "config.json", json.dumps(config), "model")
+        assert made.json() == {"name": "config.json"}
+        body = {"view": {**VIEW, "model": "config.json"}, "settings": [{}]}
+        found = client.post("/figures", json=body).json()
+        assert found[0][0]["tokens_per_s"] == expected.tokens_per_s
+        del config["n_embd"]
+        assert "n_embd" in error(upload(client, "config.json", json.dumps(config), "model"))
+
+
+def test_files_do_not_pile_up(tmp_path: Path) -> None:
+    """Fifty of a kind; each of them may still be changed."""
+    model = Path("co2sim/catalog/models/gpt2-small.toml").read_text("utf-8")
+    with serving(tmp_path) as client:
+        for place in range(50):
+            assert upload(client, f"m{place}.toml", model, "model").status_code == 200
+        assert "50 files already" in error(upload(client, "more.toml", model, "model"))
+        assert upload(client, "m0.toml", model, "model").status_code == 200
+
+
+# ---- answers
+
+
+def test_figures_are_the_simulators(client: TestClient) -> None:
+    """To the last digit, at every position that is asked for, in their order."""
+    view = {**VIEW, "set": {"failures": "meta-rsc-1"}, "options": {"micro_batch": "2"}}
+    settings = [
+        {},
+        {"gpus": "8"},
+        {"inter.bandwidth": "25 Gbit/s", "strategy.tau": "4"},
+        {"failures.node": "30 days"},
+    ]
+    answer = client.post("/figures", json={"view": view, "settings": settings})
+    assert answer.status_code == 200
+    for one, found in zip(settings, answer.json(), strict=True):
+        tau = one.get("strategy.tau", "12")
+        for strategy, shown in zip(
+            ("ddp", f"co2:tau={tau},delay=1,worker=node"), found, strict=True
+        ):
+            overrides = {path: text for path, text in one.items() if path.startswith(("in", "fa"))}
+            case = Case(
+                cluster="cloud-100g",
+                model="gpt2-small",
+                strategy=strategy,
+                gpus=int(one.get("gpus", 16)),
+                micro_batch=2,
+                overrides={"failures": "meta-rsc-1", **overrides},
+            )
+            result = run(case)
+            cluster, model = (entry.value for entry in case.load())
+            kept = goodput_of(result, cluster, model)  # type: ignore[arg-type]
+            assert kept
+            assert shown["tokens_per_s"] == result.tokens_per_s
+            assert shown["exposed"] == result.exposed_share
+            assert shown["memory"] == result.memory_bytes_per_gpu["total"] / GIB
+            assert shown["fits"] == result.fits_in_memory
+            assert shown["lost"] == 1 - kept.useful
+
+
+def test_a_position_that_cannot_be_simulated_says_why_beside_others(client: TestClient) -> None:
+    """The others are answered."""
+    view = {**VIEW, "options": {"global_batch": "8"}}
+    body = {"view": view, "settings": [{"gpus": "8"}, {"gpus": "16"}]}
+    good, bad = client.post("/figures", json=body).json()
+    assert good[0]["tokens_per_s"] > 0
+    assert "not a multiple of 16 GPUs" in bad[0]["error"]
+
+
+def test_the_commands_repeat_the_figures(client: TestClient) -> None:
+    """They are `co2sim run` with what is set."""
+    body = {"view": {**VIEW, "tokens": 1e9}, "settings": [{"inter.bandwidth": "25 Gbit/s"}]}
+    first, second = client.post("/commands", json=body).json()
+    assert first == (
+        "co2sim run -c cloud-100g -m gpt2-small -s ddp --gpus 16"
+        " --set 'inter.bandwidth=25 Gbit/s' --tokens 1e+09"
+    )
+    assert "-s co2:tau=12,delay=1,worker=node --gpus 16" in second
+
+
+def test_a_report_is_a_page_with_all_strategies(client: TestClient) -> None:
+    """The one of `co2sim report`, about what the sliders have set."""
+    answer = client.post("/report", json={"view": VIEW, "settings": [{"gpus": "16"}]})
+    assert answer.status_code == 200
+    assert answer.text.startswith("<!doctype html>")
+    assert "co2(tau=12, delay=1, worker=node)" in answer.text
+    assert "On 16 GPUs" in answer.text
+
+
+def test_what_takes_too_long_ends_and_the_server_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a line that says where to ask; the next question has its answer."""
+    real = asking.Asker.check
+
+    def slow(self: asking.Asker, view: PageView) -> None:
+        if view.model == "llama-7b":
+            time.sleep(60)
+        real(self, view)
+
+    monkeypatch.setattr(asking.Asker, "check", slow)
+    with serving(tmp_path, limit=1.0) as client:
+        before = time.monotonic()
+        said = error(client.post("/check", json={**VIEW, "model": "llama-7b"}))
+        assert time.monotonic() - before < 20
+        assert said == "this takes longer than 1 s; ask `co2sim run` on the command line"
+        assert client.post("/check", json=VIEW).status_code == 200
+
+
+# ---- the process
+
+
+class Served:
+    """A real server, and how it ended."""
+
+    def __init__(self, folder: Path, *more: str, gpus: int = 8) -> None:
+        root = str(Path(__file__).parent.parent)
+        given = [
+            "explore",
+            "-c",
+            "cloud-100g",
+            "-m",
+            "gpt2-small",
+            "-s",
+            "ddp",
+            "-g",
+            f"{gpus}",
+            *more,
+        ]
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "co2sim", *given],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": root, "TMPDIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout
+        first = self.process.stdout.readline()
+        assert first.startswith("open http://127.0.0.1:"), first
+        self.address = first.split()[1]
+        self.port = urlsplit(self.address).port or 0
+        self.token = parse_qs(urlsplit(self.address).query)["token"][0]
+
+    def post(self, name: str, body: object, timeout: float = 60.0) -> tuple[int, Any]:
+        """The answer to a question."""
+        asking = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        asking.request("POST", f"/{name}", json.dumps(body), {HEADER: self.token})
+        answer = asking.getresponse()
+        found = answer.status, json.loads(answer.read())
+        asking.close()
+        return found
+
+    def end(self, by: signal.Signals = signal.SIGINT) -> tuple[int, str, float]:
+        """Exit code, errors and how long it took; nothing of it may be left."""
+        workers = psutil.Process(self.process.pid).children(recursive=True)
+        before = time.monotonic()
+        self.process.send_signal(by)
+        _, errors = self.process.communicate(timeout=20)
+        took = time.monotonic() - before
+        assert not any(one.is_running() and one.status() != "zombie" for one in workers)
+        assert list(self.folder.iterdir()) == []
+        return self.process.returncode, errors, took
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_real_server_answers_and_ends_without_a_trace(tmp_path: Path, by: signal.Signals) -> None:
+    """Soon, exit code 0, no process, no folder, no words, however it is ended."""
+    server = Served(tmp_path)
+    assert len(server.token) >= 32
+    status, found = server.post("figures", {"view": {**VIEW, "gpus": 8}, "settings": [{}]})
+    assert status == 200
+    assert (
+        found[0][0]["tokens_per_s"]
+        == simulate("cloud-100g", "gpt2-small", "ddp", gpus=8).tokens_per_s
+    )
+    status, made = server.post("upload", {"kind": "cluster", "name": "x.toml", "text": OWN})
+    assert (status, made) == (200, {"name": "x.toml"})
+    assert list(tmp_path.rglob("x.toml"))
+    code, errors, took = server.end(by)
+    assert (code, errors) == (0, "")
+    assert took < SOON
+
+
+@pytest.mark.slow
+def test_it_ends_while_it_is_asked(tmp_path: Path) -> None:
+    """Also with an answer under way, which is not waited for."""
+    server = Served(tmp_path)
+    body = {
+        "view": {
+            **VIEW,
+            "strategies": ["co2:tau=500,delay=auto,worker=node"],
+            "cluster": "dgx-h100",
+        },
+        "settings": [{"gpus": "128", "inter.bandwidth": f"{i} Gbit/s"} for i in range(1, 60)],
+    }
+    asked = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    asked.request("POST", "/figures", json.dumps(body), {HEADER: server.token})
+    time.sleep(1)
+    code, errors, took = server.end()
+    asked.close()
+    assert (code, errors) == (0, "")
+    assert took < SOON
+
+
+@pytest.mark.slow
+def test_it_listens_on_loopback_only_and_a_taken_port_is_refused(tmp_path: Path) -> None:
+    """No other address of this machine; a second server on the port ends in one line."""
+    server = Served(tmp_path)
+    try:
+        found = psutil.Process(server.process.pid).net_connections(kind="inet")
+        assert {one.laddr for one in found if one.status == "LISTEN"} == {
+            ("127.0.0.1", server.port)
+        }
+        second = subprocess.run(
+            [sys.executable, "-m", "co2sim", "explore", "--port", str(server.port)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
+        assert f"--port {server.port}: address already in use" in second.stderr
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", server.port), 1):  # noqa: PT011 - whatever it is
+            pass
+    finally:
+        code, errors, _ = server.end()
+    assert (code, errors) == (0, "")

@@ -1,0 +1,176 @@
+"""What shows itself in a notebook as HTML: short, whole, and every name stays text."""
+
+import math
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+import co2sim
+from co2sim import Case, OptionError, notebook, simulate, study
+from co2sim.schedule import After, Compute, Layout, Op, Schedule
+from co2sim.spans import SpanTable, by_stream, last_end
+from co2sim.trace import Span, Trace
+
+EVIL = "<script>alert(1)</script>"
+MOST = 100_000
+"""Characters of what a notebook keeps for each cell."""
+
+
+class Page(HTMLParser):
+    """The elements and texts of a piece of HTML; it refuses what is not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Count an element."""
+        assert {name for name, _ in attrs} <= {"style"}
+        self.open.append(tag)
+        self.elements.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        """Close the innermost element."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Keep a text."""
+        if data.strip():
+            self.texts.append(data)
+
+
+def tiny_trace(name: str = "ddp") -> tuple[Schedule, Trace]:
+    """A small schedule with its simulation."""
+    return study.trace(Case(cluster="a100-tcp80", model="gpt2-small", strategy=name, gpus=16))
+
+
+@given(st.text(min_size=1, max_size=400), st.text(min_size=1, max_size=400))
+def test_any_text_comes_back_as_text(one: str, other: str) -> None:
+    """Whatever characters a name has, a browser reads the name, and one element for each cell."""
+    page = Page(notebook.card(one, [(other, one)], (one, other), [other]))
+    cells = {
+        "div": 1,
+        "p": 2,
+        "b": 1,
+        "thead": 1,
+        "tbody": 1,
+        "table": 1,
+        "tr": 2,
+        "th": 3,
+        "td": 1,
+    }
+    assert {name: page.elements.count(name) for name in set(page.elements)} == cells
+    assert [text for text in page.texts if text in {one, other}] == [
+        text for text in (one, one, other, other, one, other) if text.strip()
+    ]
+
+
+def test_the_answer_is_first_with_its_interval_then_figures_then_warnings() -> None:
+    """As a sentence; what the figures depend on follows them."""
+    found = replace(simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16), warnings=("mind this",))
+    texts = Page(found._repr_html_()).texts
+    assert found.tokens_per_s_low is not None
+    assert found.tokens_per_s_high is not None
+    interval = f"90 %: {found.tokens_per_s_low:,.0f} to {found.tokens_per_s_high:,.0f}"
+    assert texts[0].startswith("ddp on 16 GPUs of ")
+    assert f"{found.tokens_per_s:,.0f} tokens/s ({interval})." in texts[0]
+    assert texts.index("step") < texts.index("Warning: mind this")
+    assert any(text.startswith("90 % interval: ") for text in texts)
+    assert any(text.startswith("Assumed, without a source: ") for text in texts)
+    measured = replace(found, tokens_per_s_low=None, tokens_per_s_high=None)
+    assert "90 %:" not in measured._repr_html_()
+
+
+def test_what_does_not_fit_says_so_in_its_first_sentence() -> None:
+    """The speed is then what it would be."""
+    first = Page(simulate("dgx-h100", "llama-70b", "ddp", gpus=8)._repr_html_()).texts[0]
+    assert "DOES NOT FIT" in first
+    assert "If it did" in first
+
+
+def test_markup_in_names_stays_text() -> None:
+    """Of a cluster, a model, a strategy, and of operations and their streams."""
+    found = simulate(tiny.cluster(name=EVIL), tiny.model(), "ddp")
+    body = (Op(EVIL, Compute(EVIL, 1.0), EVIL), Op("b", Compute("k", 1.0), "s", (After(EVIL),)))
+    trace = Trace(EVIL, Layout(1, 1), 1, {0: 1}, (Span(0, 0, EVIL, EVIL, 0.0, 1.0),))
+    shown = (replace(found, model=EVIL, strategy=EVIL), Schedule(EVIL, body), trace)
+    for html in (one._repr_html_() for one in shown):
+        page = Page(html)
+        assert "script" not in page.elements
+        assert "".join(page.texts).count(EVIL) >= 2
+
+
+def test_a_long_schedule_shows_its_first_ops_and_how_many_there_are() -> None:
+    """A summary of 100,000 ops with long names, on as many streams, stays below 100 kB."""
+    body = tuple([Op(f"{n}{'x' * 2000}", Compute("k", 1.0), f"s{n}") for n in range(100_000)])
+    schedule = Schedule("many", body)
+    html = schedule._repr_html_()
+    page = Page(html)
+    assert len(html) < MOST
+    assert "100,000 ops on 100,000 streams" in page.texts[0]
+    assert page.elements.count("tr") == 1 + notebook.SHOWN
+    assert "99,980 further ops not shown." in page.texts
+
+
+def test_a_schedule_names_streams_and_waits() -> None:
+    """A row an op: what it does, where, and what it waits for."""
+    schedule, _ = tiny_trace("co2(tau=2, delay=1)")
+    page = Page(schedule._repr_html_())
+    assert all(op.name in page.texts for op in schedule.body[: notebook.SHOWN])
+    assert all(stream in page.texts[0] for stream in schedule.streams)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "co2(tau=3, delay=1)"])
+def test_a_trace_sums_the_spans_of_a_rank_by_stream(strategy: str) -> None:
+    """The same from the arrays of a simulation as from single spans, and what a loop would sum."""
+    schedule, trace = tiny_trace(strategy)
+    assert isinstance(trace.spans, SpanTable)
+    spans = tuple(trace.spans)
+    found = by_stream(trace.spans, 0)
+    assert list(found) == list(schedule.streams)
+    for stream, (count, taken) in found.items():
+        own = [span for span in spans if (span.rank, span.stream) == (0, stream)]
+        assert count == len(own)
+        assert taken == pytest.approx(math.fsum(span.end - span.start for span in own))
+    assert set(by_stream(spans, 0)) == set(found)
+    assert {name: pair[0] for name, pair in by_stream(spans, 0).items()} == {
+        name: pair[0] for name, pair in found.items()
+    }
+    assert last_end(trace.spans) == last_end(spans) == max(span.end for span in spans)
+    texts = Page(trace._repr_html_()).texts
+    assert f"{len(spans):,} spans" in texts[0]
+    assert "Rank 0 stands for 16 equal ranks." in texts
+
+
+def test_an_empty_trace_shows_itself() -> None:
+    """As what it is, without an error."""
+    assert "0 spans" in Trace("s", Layout(1, 1), 0, {}, ())._repr_html_()
+
+
+def test_without_altair_a_chart_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line; what shows itself as HTML still does."""
+    schedule, trace = tiny_trace()
+    result = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16)
+    frame = co2sim.scale("a100-tcp80", "gpt2-small", "ddp", gpus=[8, 16])
+    monkeypatch.setattr(notebook, "find_spec", lambda _: None)
+    for drawn in (
+        result.plot,
+        schedule.plot,
+        lambda: trace.plot(schedule),
+        lambda: co2sim.plot(frame),
+    ):
+        with pytest.raises(OptionError) as caught:
+            drawn()
+        assert "pip install 'co2sim[report]'" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    for shown in (result, schedule, trace):
+        assert Page(shown._repr_html_()).elements.count("table") == 1

@@ -1,0 +1,358 @@
+"""Charts for notebooks: valid, small, and they say what the simulator says; the example runs."""
+
+import html
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import tiny
+
+pytest.importorskip("altair", reason="the extra `report` is not installed")
+pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
+
+import vl_convert
+
+import co2sim
+from co2sim import Case, OptionError, metrics, simulate, study
+from co2sim.memory import GIB
+from co2sim.report import rounds
+from co2sim.report.bar_charts import parts
+from co2sim.schedule import Compute, Op, Schedule
+from co2sim.trace import Trace
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "what_if.ipynb"
+EVIL = "<script>alert(1)</script>"
+GPT = ("a100-tcp80", "gpt2-small")
+MOST = 500_000
+"""Characters of a chart."""
+
+
+def traced(strategy: str, **options: Any) -> tuple[Schedule, Trace]:
+    """A small model on two nodes."""
+    return study.trace(study.describe(*GPT, strategy, gpus=16, **options))
+
+
+def checked(chart: Any, *, draw: bool = True) -> dict[str, Any]:
+    """The specification: Vega-Lite's schema allows it, Vega draws it, on white, in few bytes."""
+    found: dict[str, Any] = chart.to_dict()  # which validates
+    text = json.dumps(found)
+    assert len(text) < MOST
+    assert "currentColor" not in text
+    assert found["config"]["background"] == "white"
+    assert not draw or vl_convert.vegalite_to_svg(found).startswith("<svg")
+    return found
+
+
+def rows_with(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The rows of all data of a chart that have some key."""
+    return [row for rows in spec["datasets"].values() for row in rows if key in row]
+
+
+def marks(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The layers of a chart, each by its mark."""
+    for layer in spec.get("layer", [spec]):
+        yield layer["mark"]["type"], layer
+
+
+# --- a result -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "co2(tau=4, delay=1, worker=node)"])
+def test_a_result_draws_its_round_and_its_memory(strategy: str) -> None:
+    """The bars are the shares of the round, and the items of memory, which sum to the total."""
+    result = simulate(*GPT, strategy, gpus=16)
+    spec = checked(result.plot())
+    shares = {row["part"]: row["share"] for row in rows_with(spec, "part")}
+    assert shares == {part: share for part, share in parts(result).items() if share}
+    memory = rows_with(spec, "item")
+    total = result.memory_bytes_per_gpu["total"] / GIB
+    assert sum(row["size"] for row in memory) == pytest.approx(total)
+    drawn = vl_convert.vegalite_to_svg(spec)
+    assert all(f"{part}: {share:.1%}" in drawn for part, share in shares.items())
+
+
+def test_items_of_memory_have_different_colours() -> None:
+    """A legend that has one colour twice tells nothing."""
+    result = simulate(*GPT, "co2(tau=4, worker=node, inner=zero2)", gpus=16)
+    memory = checked(result.plot())["vconcat"][1]["layer"][0]
+    colours = memory["encoding"]["color"]["scale"]["range"]
+    assert len(colours) > 8
+    assert len(set(colours)) == len(colours)
+
+
+def test_names_in_a_chart_are_text() -> None:
+    """Markup in the name of a cluster is escaped in the picture."""
+    chart = simulate(tiny.cluster(name=EVIL), tiny.model(), "ddp").plot()
+    drawn = vl_convert.vegalite_to_svg(checked(chart))
+    assert EVIL not in drawn
+    assert EVIL in html.unescape(drawn)
+
+
+# --- a trace --------------------------------------------------------------------------------------
+
+
+def test_a_trace_draws_the_last_round_of_a_rank() -> None:
+    """The bars take as long as the spans of that rank do; those of a slower node take longer."""
+    schedule, trace = traced("ddp", node_speed={1: 0.5}, fold=False)
+    during = metrics.window(trace, schedule, 1)
+    computed = {}
+    for rank in (0, 8):
+        spec = checked(trace.plot(schedule, rank))
+        bars = rows_with(spec, "kind")
+        computed[rank] = sum(bar["length"] for bar in bars if bar["stream"] == "compute")
+        assert f"rank {rank}" in spec["title"]["subtitle"][0]
+        taken = sum(
+            max(0.0, min(span.end, during.end) - max(span.start, during.start))
+            for span in trace.spans
+            if (span.rank, span.stream) == (rank, "compute")
+        )
+        assert computed[rank] == pytest.approx(1e3 * taken, rel=0.01)
+    assert computed[8] > 1.2 * computed[0]
+    folded = traced("ddp")
+    shown = checked(folded[1].plot(folded[0]))
+    assert "stands for 16 equal ranks" in shown["title"]["subtitle"][0]
+    assert len(rows_with(shown, "kind")) == len(rounds.round_of(*folded, parts=600).bars)
+
+
+def test_a_trace_refuses_other_ranks_and_schedules() -> None:
+    """With what there is."""
+    schedule, trace = traced("ddp")
+    with pytest.raises(OptionError, match="rank is 5, which was not traced; traced: 0"):
+        trace.plot(schedule, 5)
+    other = Schedule("other", (Op("a", Compute("k", 1.0), "s"),))
+    with pytest.raises(OptionError, match="the trace is of 'ddp', not of 'other'"):
+        trace.plot(other)
+
+
+@pytest.mark.parametrize("parts_", [10, 100, 1500])
+@pytest.mark.parametrize("strategy", ["fsdp", "zeropp", "co2(tau=12, delay=2, worker=node)"])
+def test_few_bars_however_many_ops(strategy: str, parts_: int) -> None:
+    """At most three on a stream for each part; they begin and end as the ops do, in order."""
+    schedule, trace = traced(strategy, accumulation=4)
+    coarse, fine = (rounds.round_of(schedule, trace, parts=n) for n in (parts_, 10**9))
+    shown, all_shown = (sum(b.end - b.start for b in r.bars) for r in (coarse, fine))
+    assert shown >= all_shown * (1 - 1e-9)
+    for stream in schedule.streams:
+        few, all_ = ([b for b in r.bars if b.stream == stream] for r in (coarse, fine))
+        assert len(few) <= 3 * parts_
+        assert bool(few) == bool(all_)
+        if few:
+            assert (few[0].start, few[-1].end) == (all_[0].start, all_[-1].end)
+        for before, after in pairwise(few):
+            assert before.end <= after.start + 1e-9
+
+
+@pytest.mark.slow
+def test_a_round_of_40_000_ops_is_a_small_chart() -> None:
+    """Of every size."""
+    case = study.describe("dgx-h100", "llama-70b", "fsdp", gpus=512, accumulation=64)
+    schedule, trace = study.trace(case)
+    assert len(schedule.body) > 40_000
+    checked(trace.plot(schedule))
+
+
+# --- a schedule -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+def test_a_schedule_draws_every_op_and_every_wait(strategy: str) -> None:
+    """Points stand for all ops; lines are the waits between streams, dashed for earlier rounds."""
+    case = Case(cluster=tiny.cluster(), model=tiny.model(), strategy=strategy)
+    schedule = case.prepare().schedule
+    spec = checked(schedule.plot(first=500), draw=False)  # or it takes long
+    points = rows_with(spec, "work")
+    streams = {op.name: op.stream for op in schedule.body}
+    waits = [
+        (wait.rounds_ago > 0)
+        for op in schedule.body
+        for wait in op.after
+        if streams[wait.op] != op.stream
+    ]
+    drawn = [row["earlier"] for row in rows_with(spec, "earlier")]
+    assert sorted(drawn) == sorted(waits)
+    assert {row["stream"] for row in points} == set(schedule.streams)
+    counts = [
+        1 + int(row["op"].split(" and ")[1].split()[0]) for row in points if " and " in row["op"]
+    ]
+    assert sum(counts) + sum(" and " not in row["op"] for row in points) == len(schedule.body)
+    assert f"The {len(schedule.body)} op" in spec["title"]["subtitle"][0]
+
+
+def test_a_schedule_shows_as_many_ops_as_asked_for() -> None:
+    """And counts the waits for those further down."""
+    schedule = traced("zero3")[0]
+    spec = checked(schedule.plot(first=2))
+    assert len(rows_with(spec, "work")) == 2
+    assert f"2 of {len(schedule.body)} ops" in spec["title"]["subtitle"][0]
+    for wrong in (0, 501, 2.5):
+        with pytest.raises(OptionError, match="first is"):
+            schedule.plot(first=wrong)  # type: ignore[arg-type]
+
+
+def test_a_schedule_of_100_000_ops_is_a_small_chart() -> None:
+    """Names and streams may be long and many."""
+    body = tuple([Op(f"op{n} {'x' * 100}", Compute(f"k{n}", 1.0), f"s{n}") for n in range(100_000)])
+    spec = checked(Schedule("many", body).plot())
+    assert len(rows_with(spec, "work")) == 40
+
+
+# --- a table --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sizes() -> pd.DataFrame:
+    """Two strategies over two sizes."""
+    return co2sim.scale(*GPT, ["ddp", "zero3"], gpus=[8, 16])
+
+
+@pytest.fixture(scope="module")
+def swept() -> pd.DataFrame:
+    """Two strategies over bandwidths, sorted by speed, with what a training takes."""
+    return co2sim.sweep(
+        *GPT,
+        gpus=16,
+        vary={
+            "strategy": ["ddp", "co2(tau=4)"],
+            "inter.bandwidth": ["1 Tbit/s", "25 Gbit/s", "800 Mbit/s"],
+        },
+        tokens=1e9,
+        overrides={"price_per_gpu": "2 USD/h"},
+        sort="tokens_per_s",
+    )
+
+
+def drawn(spec: dict[str, Any]) -> set[tuple[str, Any, float]]:
+    """What points and bars show: the line, the place and the value."""
+    return {(row["strategy"], row["at"], row["value"]) for row in rows_with(spec, "at")}
+
+
+def test_a_table_of_sizes_is_a_line_for_each_strategy(sizes: pd.DataFrame) -> None:
+    """Over GPUs; the bands are the 90 % intervals of the table."""
+    spec = checked(co2sim.plot(sizes))
+    columns = zip(sizes["strategy"], sizes["gpus"], sizes["tokens_per_s"], strict=True)
+    assert drawn(spec) == set(columns)
+    ends = {(row["low"], row["high"]) for row in rows_with(spec, "low")}
+    assert ends == set(zip(sizes["tokens_per_s_low"], sizes["tokens_per_s_high"], strict=True))
+    assert {mark for mark, _ in marks(spec)} == {"area", "line", "point"}
+    assert spec["title"]["text"] == "tokens/s"
+    assert "Bands are 90 % intervals." in spec["title"]["subtitle"]
+
+
+def test_values_that_vary_are_in_order_of_size(swept: pd.DataFrame) -> None:
+    """However the rows are sorted, and whatever prefixes their units have."""
+    spec = checked(co2sim.plot(swept, "cost"))
+    order = ["800 Mbit/s", "25 Gbit/s", "1 Tbit/s"]
+    assert all(layer["encoding"]["x"]["sort"] == order for _, layer in marks(spec))
+    assert {name for name, _, _ in drawn(spec)} == {"ddp", "co2(tau=4)"}
+    assert spec["title"]["text"] == "cost, USD"
+    assert "Bands are intervals." in spec["title"]["subtitle"]
+
+
+def test_options_of_a_strategy_are_places_not_lines() -> None:
+    """Every tau is a strategy of its own in the table; in the chart they are one line."""
+    found = co2sim.sweep(*GPT, "co2", gpus=16, vary={"strategy.tau": [12, 1, 4]})
+    spec = checked(co2sim.plot(found))
+    assert {(name, at) for name, at, _ in drawn(spec)} == {
+        ("co2", "1"),
+        ("co2", "4"),
+        ("co2", "12"),
+    }
+    assert next(marks(spec))[1]["encoding"]["x"]["sort"] == ["1", "4", "12"]
+
+
+def test_where_names_alone_differ_there_are_bars() -> None:
+    """A bar for each strategy; what does not fit is named below the title."""
+    found = co2sim.sweep("dgx-h100", "llama-7b", gpus=16, vary={"strategy": "ddp, zero3"})
+    spec = checked(co2sim.plot(found))
+    assert {mark for mark, _ in marks(spec)} == {"bar", "rule"}
+    assert {name for name, _, _ in drawn(spec)} == {"ddp", "zero3"}
+    assert list(found["fits_in_memory"]) == [False, True]
+    assert "Pale bars do not fit in memory." in spec["title"]["subtitle"]
+
+
+def test_several_clusters_and_paths_make_lines_of_their_own() -> None:
+    """Nothing that differs is joined by a line."""
+    two = co2sim.scale(["a100-tcp80", "dgx-h100"], "gpt2-small", ["ddp", "zero3"], gpus=[8, 16])
+    assert len({name for name, _, _ in drawn(checked(co2sim.plot(two)))}) == 4
+    vary = {"inter.bandwidth": ["1 Gbit/s", "9 Gbit/s"], "gpus": [8, 16], "micro_batch": [1, 2]}
+    names = {
+        name for name, _, _ in drawn(checked(co2sim.plot(co2sim.sweep(*GPT, "ddp", vary=vary))))
+    }
+    assert len(names) == 4
+    assert "inter.bandwidth=1 Gbit/s, micro_batch=2" in names
+
+
+def test_columns_may_be_chosen(swept: pd.DataFrame) -> None:
+    """Money against days: points, which no line joins."""
+    spec = checked(co2sim.plot(swept, "cost", x="days"))
+    assert {(at, value) for _, at, value in drawn(spec)} == set(
+        zip(swept["days"], swept["cost"], strict=True)
+    )
+    assert "line" not in {mark for mark, _ in marks(spec)}
+
+
+def test_rows_without_a_figure_are_left_out_and_counted() -> None:
+    """Those that failed have no throughput."""
+    found = co2sim.sweep(*GPT, "ddp", vary={"gpus": [8, 16, 12]})
+    assert found["error"].notna().sum() == 1
+    spec = checked(co2sim.plot(found))
+    assert {at for _, at, _ in drawn(spec)} == {8, 16}
+    assert "1 row without this figure left out." in spec["title"]["subtitle"]
+
+
+def test_a_single_row_is_a_chart(sizes: pd.DataFrame) -> None:
+    """And so are some columns of a table."""
+    checked(co2sim.plot(sizes.head(1)))
+    few = sizes[["strategy", "gpus", "mfu"]]
+    assert len(drawn(checked(co2sim.plot(few, "mfu")))) == 4
+
+
+def test_what_is_no_chart_is_refused_in_words(sizes: pd.DataFrame) -> None:
+    """With what was given, and what would do."""
+    with pytest.raises(OptionError, match=r"'tokens_per_sec'; did you mean 'tokens_per_s"):
+        co2sim.plot(sizes, "tokens_per_sec")
+    with pytest.raises(OptionError, match="no column is called 'gpu'; did you mean 'gpus'"):
+        co2sim.plot(sizes, x="gpu")
+    for column in ("strategy", "fits_in_memory"):
+        with pytest.raises(OptionError, match=f"'{column}' is no column of numbers"):
+            co2sim.plot(sizes, column)
+    with pytest.raises(OptionError, match="no row of the table has a figure in 'cost_per"):
+        co2sim.plot(sizes, "cost_per_billion_tokens")
+    with pytest.raises(OptionError, match=r"not a Result; a Result, .* have their own .plot\(\)"):
+        co2sim.plot(simulate(*GPT, "ddp", gpus=8))  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="8,000 rows; a chart shows at most 5,000"):
+        co2sim.plot(pd.concat([sizes] * 2000))
+
+
+# --- the example ----------------------------------------------------------------------------------
+
+
+def test_the_example_is_kept_without_outputs() -> None:
+    """They would grow old; a reader runs it, and a test does."""
+    for cell in json.loads(EXAMPLE.read_text())["cells"]:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_its_claims_hold() -> None:
+    """Every claim is an assert in a cell; every question shows a table or a picture."""
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    book = nbformat.read(EXAMPLE, as_version=4)
+    where = {"metadata": {"path": str(EXAMPLE.parent)}}
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources=where).execute()
+    first, *cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert not first.outputs
+    for cell in cells:
+        assert "assert" in cell.source or cell.source.endswith(".plot()")
+        (output,) = cell.outputs  # and no warning on stderr
+        shown = output["data"]
+        assert {"text/html", "image/svg+xml"} & set(shown)
+        assert sum(len(text) for text in shown.values()) < MOST
