@@ -1,9 +1,9 @@
 # make run: the main job. make check: format, lint, types and unit tests, in about a minute. make test: all tests.
 # make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
 # make bench: the speed of the simulator, and published bandwidths beside those of `co2sim solve`.
-# make verify: the convergence bound, checked.
+# make verify: the convergence bound, checked. make fuzz: 100,000 files and options that nobody means well (an hour).
 # Measurements of the real backend: fidelity (root, 30 min), failures, elastic (root), convergence and long-study (an hour or
-# more), time-to-loss and peers (root), overhead. QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
+# more), time-to-loss and peers (root), overhead, checkpoints, explore-speed. QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3
 QUICK ?=
 VENV := .venv
@@ -13,13 +13,13 @@ WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
 .PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
-  mutants golden format lint clean
+  checkpoints explore-speed fuzz mutants golden format lint clean
 
 run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
 	  --set gpu=a100-80-transnormer --strategy co2:tau=48,worker=node,inner=zero2,dtype=bf16,average=leader \
 	  --strategy zeropp --strategy zero2:owners=true,bucket=8388608 --strategy ddp \
-	  --gpus 8,16,32,64,128 --published papers/co2/results.toml --out out --report out/report.html
+	  --gpus 8,16,32,64,128 --tokens 1e11 --published papers/co2/results.toml --out out --report out/report.html
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff format --check .
@@ -72,6 +72,15 @@ peers: $(STAMP)-dev
 	$(BIN)/python -m pip install --quiet --editable '.[peers]'
 	$(BIN)/python benchmarks/peers.py $(QUICK)
 
+explore-speed: $(STAMP)-dev
+	$(BIN)/python benchmarks/explore.py $(QUICK)
+
+checkpoints: $(STAMP)-dev
+	$(BIN)/python benchmarks/checkpoints.py $(QUICK)
+
+fuzz: $(STAMP)-dev
+	ulimit -v 8000000; $(BIN)/python benchmarks/fuzz.py $(QUICK)
+
 overhead: $(STAMP)-dev
 	$(BIN)/python benchmarks/overhead.py $(QUICK)
 
@@ -82,7 +91,7 @@ mutants: $(STAMP)-dev
 	$(BIN)/python tests/mutation_score.py mutants/mutmut-cicd-stats.json
 
 golden: $(STAMP)-dev
-	$(BIN)/pytest --update-golden tests/test_strategies.py
+	$(BIN)/pytest --update-golden tests/test_strategies.py tests/test_looks.py
 
 format: $(STAMP)-dev
 	$(BIN)/ruff format .
