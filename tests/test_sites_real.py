@@ -206,7 +206,7 @@ for pair, group in ((rank // 2, groups[0]), (rank % 2, groups[1])):
     dist.barrier()
     begin = time.perf_counter()
     dist.all_reduce(buffer.clone(), group=group[pair])
-    times.append(time.perf_counter() - begin)
+    times += [begin, time.perf_counter()]
 print(json.dumps([os.environ["REALRUN_SITES"], *times]), flush=True)
 dist.barrier()
 dist.destroy_process_group()
@@ -218,17 +218,19 @@ dist.destroy_process_group()
 def test_only_what_leaves_a_site_is_slow() -> None:
     """2 MB between two ranks: at 1 Gbit/s in a site; both pairs share 50 Mbit/s across, never less.
 
-    4 MB with headers, less what bursts let pass, at 6.25 MB/s take 0.65 s.
+    4 MB with headers, less what bursts let pass, at 6.25 MB/s take 0.65 s from the first begin to
+    the last end: ranks leave a barrier at different times, and the monotonic clock is one for all.
     """
     lab = Lab(4, 1, "1 Gbit/s", sites=2, wan="50 Mbit/s")
     lines = output(lab, [sys.executable, "-c", SEE])
     found = [json.loads(line[line.index('["') :]) for line in lines]
     assert len(found) == 4
-    for sites, inside, across in found:
+    for sites, begin, end, _, _ in found:
         assert sites == "2"
-        assert inside < 0.3
-        least = (2 * 2e6 * FRAME / PAYLOAD - 2 * site_burst(50e6 / 8, 1e9 / 8)) / (50e6 / 8)
-        assert across > 0.95 * least
+        assert end - begin < 0.3
+    across = max(rank[4] for rank in found) - min(rank[3] for rank in found)
+    least = (2 * 2e6 * FRAME / PAYLOAD - 2 * site_burst(50e6 / 8, 1e9 / 8)) / (50e6 / 8)
+    assert across > 0.95 * least
 
 
 @pytest.mark.lab
