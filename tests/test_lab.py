@@ -340,6 +340,37 @@ def test_nothing_is_left(number: signal.Signals, code: int) -> None:
     assert not Path("/dev/shm/cluster.toml").exists()  # noqa: S108 - the lab's own, not ours
 
 
+@pytest.mark.lab
+@pytest.mark.usefixtures("machine")
+def test_nothing_runs_behind_a_stopped_launcher() -> None:
+    """Past its patience all of the lab ends; when the launcher goes on, nobody else is blamed."""
+    launch = LAUNCH.replace("grace=float(grace)", "patience=float(grace)")
+    lab = json.dumps(asdict(Lab(2, 1, "1 Gbit/s")))
+    ranks_do = ["bash", "-c", "echo started >&2; exec sleep 1000"]
+    launched = subprocess.Popen(
+        [sys.executable, "-c", launch, lab, "1.5", *ranks_do],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launched.stderr is not None
+    assert [launched.stderr.readline() for _ in range(2)]
+    inside = psutil.Process(launched.pid).children(recursive=True)
+    ranks = [one for one in inside if one.name() == "sleep"]
+    launched.send_signal(signal.SIGSTOP)
+    try:
+        _, alive = psutil.wait_procs(ranks, timeout=15)
+        assert len(ranks) == 2
+        assert not alive
+    finally:
+        launched.send_signal(signal.SIGCONT)
+        _, err = launched.communicate(timeout=30)
+    message = "the launcher was stopped for 1.5 s: its ranks were killed"
+    assert (launched.returncode, err) == (1, f"error: {message}\n")
+    _, alive = psutil.wait_procs(inside, timeout=5)
+    assert not alive
+
+
 SENT = """
 import json, sys
 from dataclasses import asdict

@@ -282,6 +282,55 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
         launched.communicate()
 
 
+PATIENT = """
+import sys
+from realrun.launch.local import run_local
+sys.exit(run_local(sys.argv[2:], 2, patience=1.0, restarts=eval(sys.argv[1])))
+"""
+
+
+def paused(pause: float, restarts: int | None, *command: str) -> tuple[int, str, float]:
+    """A launcher of patience 1 s that is stopped once both ranks run, and goes on after `pause`.
+
+    Its exit code and errors, and how long both took to end from the stop on.
+    """
+    launched = subprocess.Popen(
+        [sys.executable, "-c", PATIENT, str(restarts), *command],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    mark = command[-1].split()[-1]
+    assert wait_until(lambda: len(alive(mark)) == 2, 90)
+    launched.send_signal(signal.SIGSTOP)
+    begin, took = time.monotonic(), float("inf")
+    while time.monotonic() < begin + pause and took == float("inf"):
+        if not alive(mark):
+            took = min(took, time.monotonic() - begin)
+        time.sleep(0.02)
+    launched.send_signal(signal.SIGCONT)
+    _, err = launched.communicate(timeout=60)
+    return launched.returncode, err, took
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("restarts", [None, 5])
+def test_ranks_of_a_stopped_launcher_are_killed(restarts: int | None, mark: str) -> None:
+    """Past its patience they end, none is started anew, and the launcher alone is blamed."""
+    code, err, took = paused(15, restarts, "bash", "-c", f"sleep {mark}")
+    assert (code, err) == (1, "error: the launcher was stopped for 1 s: its ranks were killed\n")
+    assert 1 < took < 10
+
+
+@pytest.mark.dist
+def test_a_launcher_that_is_stopped_for_a_moment_goes_on() -> None:
+    """Within its patience nothing is lost."""
+    mark = f"3.{os.getpid()}"
+    code, err, took = paused(0.5, None, "bash", "-c", f"sleep {mark}")
+    assert (code, err, took) == (0, "", float("inf"))
+
+
 @pytest.mark.dist
 def test_ranks_that_are_not_ready_to_be_asked_are_no_failures(
     capfd: pytest.CaptureFixture[str],

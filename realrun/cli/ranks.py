@@ -26,6 +26,9 @@ from realrun.record import Record
 _GRACE: Seconds = 5.0
 """What a rank may take to stop once it has been told that another one failed."""
 
+_LEAST_PATIENCE: Seconds = 2.0
+"""A launcher may be stopped for this long: half of a deadline, so that no rank blames another."""
+
 _NEWS: Seconds = 5.0
 """Between two lines that tell how far a run is."""
 
@@ -62,6 +65,7 @@ def start(
         command,
         settings.nproc,
         grace=_GRACE,
+        patience=max(settings.deadline / 2, _LEAST_PATIENCE),
         ask_first=training,
         own_terminal=training and restarts is None,
         restarts=restarts,

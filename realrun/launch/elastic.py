@@ -18,12 +18,14 @@ def supervise_elastic(
     start: Callable[[int, int], RankProcess],
     restarts: int,
     asked: Callable[[], object] = lambda: False,
+    cut: Callable[[], bool] = lambda: False,
 ) -> int:
     """Pass on what the ranks print until all have ended: 0 if they finished the training, else 1.
 
     A rank that dies is started anew by `start`, with its number and how often it was started
     before, `restarts` times at most for all ranks together. A rank that the others left out is
-    killed, and then treated so, too. When no rank is left that holds the model, all end.
+    killed, and then treated so, too. When no rank is left that holds the model, all end,
+    as they do where `cut` says that a guard has killed them.
     """
     watched = _Watched(ranks, Roll(store), start, restarts)
     with RankOutput(ranks, plain=True) as output:
@@ -33,6 +35,8 @@ def supervise_elastic(
             for member, one in watched.ended():
                 if not one.process.returncode or watched.finished:
                     continue
+                if cut():
+                    return 1
                 if one.process.returncode == _MISTAKE:
                     watched.kill_all()
                 elif not watched.trains():

@@ -31,6 +31,7 @@ from realrun.launch.elastic import supervise_elastic
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import (
     GRACE,
+    PATIENCE,
     host_store,
     rank_environment,
     resolved,
@@ -50,7 +51,13 @@ from realrun.launch.namespaces import (
     payload_share,
     run_tool,
 )
-from realrun.launch.processes import RankProcess, ranks_killed_at_end, start, started
+from realrun.launch.processes import (
+    RankProcess,
+    guard_process,
+    ranks_killed_at_end,
+    start,
+    started,
+)
 from realrun.launch.signals import Stopped, stoppable
 from realrun.launch.supervise import supervise
 from realrun.launch.uplinks import stated_wan
@@ -72,14 +79,19 @@ _RANKS_PER_CORE = 2
 
 
 def run_lab(
-    command: Sequence[str], lab: Lab, *, grace: Seconds = GRACE, restarts: int | None = None
+    command: Sequence[str],
+    lab: Lab,
+    *,
+    grace: Seconds = GRACE,
+    patience: Seconds = PATIENCE,
+    restarts: int | None = None,
 ) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
 
     With `restarts` it is that of `supervise_elastic`, and ranks that die are started anew.
 
     Ranks have torchrun's environment, REALRUN_CLUSTER, the path of the lab's `stated_cluster`, and
-    REALRUN_SITES, if there are several.
+    REALRUN_SITES, if there are several. Stopping this process for longer than `patience` ends all.
     Control-C gives 130 and SIGTERM 143; a reader that closes the output ends all with 0. Call it
     from the main thread. Raises LabError when the lab cannot be built here, LaunchError when there
     is no such command, ModuleNotFoundError without torch, whose store the ranks meet in.
@@ -94,14 +106,17 @@ def run_lab(
             " inside a node, may be slower than the stated rate",
             file=sys.stderr,
         )
-    inside = json.dumps([asdict(lab), grace, program, restarts])
+    inside = json.dumps([asdict(lab), grace, patience, program, restarts])
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from realrun.launch.lab import _first; _first()"
     )
     outer = started([*_UNSHARE_ALL, sys.executable, "-P", "-c", code, inside], {})
     try:
-        with stoppable():
+        with stoppable(), guard_process(patience) as guard:
+            guard.put(outer.pid)
             ended = outer.wait()
+            if guard.cut():
+                return 1
     except Stopped as stopped:
         return stopped.exit_code
     finally:
@@ -187,14 +202,18 @@ def _first() -> None:
 
 
 def _inside(
-    asked: Mapping[str, Any], grace: Seconds, command: Sequence[str], restarts: int | None
+    asked: Mapping[str, Any],
+    grace: Seconds,
+    patience: Seconds,
+    command: Sequence[str],
+    restarts: int | None,
 ) -> int:
     """Build the lab around this process and run the ranks; the exit code."""
     lab = Lab(**asked)
     try:
         _state(lab)
         holders = make_nodes(lab.nodes, lab.rates, lab.sites)
-        with ranks_killed_at_end() as ranks:
+        with guard_process(patience) as guard, ranks_killed_at_end() as ranks:
             store = host_store(SWITCH)
 
             def begin(rank: int, life: int = 0) -> RankProcess:
@@ -210,12 +229,13 @@ def _inside(
                 own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
                 own |= {} if restarts is None else {LIFE: str(life)}
                 ranks.append(start(rank, [*node, *command], {**variables, **own}))
+                guard.put(ranks[-1].process.pid)
                 return ranks[-1]
 
             first = [begin(rank) for rank in range(lab.world_size)]
             if restarts is None:
-                return supervise(first, store, grace)
-            return supervise_elastic(first, store, begin, restarts)
+                return supervise(first, store, grace, cut=guard.cut)
+            return supervise_elastic(first, store, begin, restarts, cut=guard.cut)
     except Co2simError as error:
         print(error_line(str(error)), file=sys.stderr)  # noqa: T201 - the launcher only sees the code
         return 2

@@ -19,7 +19,6 @@ from realrun.launch.membership import LIFE
 from realrun.launch.processes import (
     RankProcess,
     guard_process,
-    put_under,
     ranks_killed_at_end,
     start,
 )
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 GRACE: Seconds = 5.0
 """How long other ranks may take to stop after one failed, unless said otherwise."""
 
+PATIENCE: Seconds = 30.0
+"""How long a launcher may be stopped until its ranks are killed, unless said otherwise."""
+
 MAX_RANKS = 256
 """More than any machine can run at a useful speed."""
 
@@ -41,6 +43,7 @@ def run_local(
     nproc: int,
     *,
     grace: Seconds = GRACE,
+    patience: Seconds = PATIENCE,
     environment: Mapping[str, str] | None = None,
     ask_first: bool = False,
     own_terminal: bool = False,
@@ -49,7 +52,8 @@ def run_local(
     """Run `command` as `nproc` ranks on this machine, and give the exit code of `supervise`.
 
     `environment` is added to this process's own. Killing this process kills all ranks, and what
-    they started; control-C gives 130 and SIGTERM 143. With `ask_first` the first of them only tells
+    they started, and so does stopping it (SIGSTOP, control-Z) for longer than `patience`, on Linux.
+    Control-C gives 130 and SIGTERM 143. With `ask_first` the first of them only tells
     the ranks, by SIGTERM, to come to an end, and the second kills. With `own_terminal` rank 0
     writes its errors to this process's terminal itself, if there is one: it may draw there. With
     `restarts` the code is that of `supervise_elastic`, and ranks that die are started anew. Call it
@@ -70,7 +74,7 @@ def run_local(
     try:
         with (
             stoppable(ask if ask_first else None),
-            guard_process() as guard,
+            guard_process(patience) as guard,
             ranks_killed_at_end() as ranks,
         ):
             store = host_store("127.0.0.1")
@@ -82,15 +86,15 @@ def run_local(
                 own = {} if restarts is None else {LIFE: str(life)}
                 given = {**variables, **own, **(environment or {})}
                 ranks.append(start(rank, program, given, errors=rank > 0 or not draws))
-                put_under(guard, ranks[-1].process.pid)
+                guard.put(ranks[-1].process.pid)
                 alive.append(ranks[-1])
                 return ranks[-1]
 
             first = [begin(rank) for rank in range(nproc)]
             if restarts is None:
-                code = supervise(first, store, grace, lambda: asked)
+                code = supervise(first, store, grace, lambda: asked, guard.cut)
             else:
-                code = supervise_elastic(first, store, begin, restarts, lambda: asked)
+                code = supervise_elastic(first, store, begin, restarts, lambda: asked, guard.cut)
             return 128 + asked[0] if asked and not code else code
     except Stopped as stopped:
         return stopped.exit_code

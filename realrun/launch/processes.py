@@ -1,6 +1,7 @@
 """Processes of ranks: they never outlive the launcher, nor do processes that they start."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from co2sim.units import Seconds
 from realrun.errors import LaunchError
 
 _MORTAL = """
@@ -24,15 +26,41 @@ except OSError as error:
 """A program that turns into the command, but dies with the process that started it."""
 
 _GUARD = """
-import os, signal, sys
-groups = sys.stdin.read().split()
-for group in groups:
+import os, select, signal, sys
+launcher, patience = int(sys.argv[1]), float(sys.argv[2])
+groups, rest, stopped, tick = [], b"", 0, 0.25
+
+def kill():
+    for group in groups:
+        try:
+            os.killpg(int(group), signal.SIGKILL)
+        except OSError:
+            pass
+
+def state():
     try:
-        os.killpg(int(group), signal.SIGKILL)
+        with open(f"/proc/{launcher}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
     except OSError:
-        pass
+        return ""
+
+while True:
+    if select.select([0], [], [], tick)[0]:
+        data = os.read(0, 65536)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\\n")
+        groups += lines
+        continue
+    stopped = stopped + 1 if state() == "T" else 0  # ticks, as the whole machine may stand still
+    if stopped * tick > patience:
+        os.write(1, b"cut")
+        text = f"error: the launcher was stopped for {patience:g} s: its ranks were killed"
+        print(text, file=sys.stderr, flush=True)
+        break
+kill()
 """
-"""A program that outlives a killed launcher, just to kill what the ranks had started."""
+"""A program that kills what the ranks started if the launcher is killed or stopped for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +127,40 @@ def ranks_killed_at_end() -> Generator[list[RankProcess]]:
                 pipe.close()
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchGuard:
+    """A process that outlives the launcher, to kill the process groups put under it."""
+
+    process: subprocess.Popen[bytes]
+
+    def put(self, group: int) -> None:
+        """Let it kill this process group, should this process die or be stopped."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"%d\n" % group)
+        self.process.stdin.flush()
+
+    def cut(self) -> bool:
+        """Whether it has killed the ranks, as this process was stopped; it has said so then."""
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
+
 @contextmanager
-def guard_process() -> Generator[subprocess.Popen[bytes]]:
-    """Run a process that kills the process groups put under it if this one dies."""
+def guard_process(patience: Seconds) -> Generator[LaunchGuard]:
+    """Run a guard of this process, which may be stopped (SIGSTOP, control-Z) for `patience`.
+
+    Only Linux says which processes are stopped; elsewhere the guard waits for this one to die.
+    """
     guard = subprocess.Popen(  # noqa: S603 - our own text
-        [sys.executable, "-I", "-S", "-c", _GUARD],
+        [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(patience)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         start_new_session=True,
     )
     try:
-        yield guard
+        yield LaunchGuard(guard)
     finally:
         guard.kill()  # before its pipe ends: the numbers in it are nobody's, or another's, by now
         guard.wait()
-        if guard.stdin:
-            guard.stdin.close()
-
-
-def put_under(guard: subprocess.Popen[bytes], group: int) -> None:
-    """Let the guard kill this process group, should this process die."""
-    assert guard.stdin is not None
-    guard.stdin.write(b"%d\n" % group)
-    guard.stdin.flush()
+        for pipe in filter(None, (guard.stdin, guard.stdout)):
+            pipe.close()

@@ -20,6 +20,7 @@ def supervise(
     store: Store,
     grace: Seconds,
     asked: Callable[[], object] = lambda: False,
+    cut: Callable[[], bool] = lambda: False,
 ) -> int:
     """Pass on what the ranks print until all have ended: 0 if all did so with 0, else 1 or 2.
 
@@ -29,7 +30,8 @@ def supervise(
     The first failure is reported to the others; ranks that still run `grace` later are killed.
     Rank 0's stdout is passed on as it is, every other line with its rank in front. Once the ranks
     were `asked` to end by SIGTERM, one that ends by it has not failed: it was not ready yet to do
-    so in good order, and the others, which need it, end with it.
+    so in good order, and the others, which need it, end with it. Where `cut` says that a guard has
+    killed the ranks, no rank is to blame, and the code is 1.
     """
     running = list(ranks)
     first: RankProcess | None = None
@@ -43,6 +45,8 @@ def supervise(
             for one in ended:
                 one.kill()  # what it started and left behind
                 running.remove(one)
+            if ended and cut():
+                return 1
             if asked() and any(one.process.returncode == -signal.SIGTERM for one in ended):
                 _kill(running)
                 return int(first is not None)
