@@ -345,9 +345,15 @@ def test_the_drift_check_names_ranks_whose_anchor_is_another(
 
 
 def test_blocks_end_in_good_order(three_ranks: dict[str, list[Any]]) -> None:
-    """An exception waits for nobody; else averages are waited for, not applied; hooks go."""
+    """An exception waits for nobody, and is told; else averages are waited for; hooks go."""
     answers = three_ranks["leave"]
-    assert answers[0]["seconds"] < 20  # of a deadline of 60
+    assert answers[0]["told"] == "mine"
+    for rank in (1, 2):
+        assert answers[rank]["told"] == (
+            "closing failed: rank 0 raised KeyError ('mine') after 1 steps;"
+            f" rank {rank} has taken 1"
+        )
+    assert all(answer["seconds"] < 20 for answer in answers)  # of a deadline of 60
     for answer in answers:
         assert answer["under way"] == 1
         assert answer["not applied"]

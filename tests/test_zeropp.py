@@ -170,6 +170,7 @@ def test_what_it_cannot_do_is_refused_in_words(four_ranks: dict[str, list[Any]])
         "rounding": "OptionError: rounding is 'up'; known: nearest, stochastic",
         "idle rounding": "OptionError: rounding='stochastic' needs qgz",
         "disagree": "MismatchError: rank 1 calls apply_zeropp with ranks_per_node=2, qwz=False",
+        "twice": "OptionError: apply_zeropp was called on this FSDPProduct before: once",
         "types": "OptionError: weights of torch.float64 cannot be quantized",
         "op": "OptionError: qgz cannot reduce gradients by RedOpType.MAX",
         "default": "4",

@@ -426,6 +426,7 @@ def refusals(world: World) -> dict[str, str]:
         "rounding": why(lambda: apply_zeropp(model(), rounding="up")),
         "idle rounding": why(lambda: apply_zeropp(model(), rounding="stochastic", qgz=False)),
         "disagree": why(lambda: apply_zeropp(model(), ranks_per_node=2, qwz=world.rank != 1)),
+        "twice": why(lambda: apply_zeropp(products, ranks_per_node=2)),
         "types": why(double.unshard),
         "op": why(lambda: reduce(torch.empty(2), torch.empty(8), world_group, op)),
     }

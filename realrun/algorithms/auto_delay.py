@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from realrun.algorithms.average import Flight
-from realrun.algorithms.workers import Links
+from realrun.algorithms.links import Links
 
 SAMPLES = 3
 """Averages that are measured; the slowest on any rank decides."""

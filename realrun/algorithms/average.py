@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from co2sim.units import Seconds
+from realrun.algorithms.notices import PERIOD, Notices, lost
 from realrun.algorithms.options import DEADLINE, Wire
 from realrun.algorithms.quantize import dequantize, quantize, sum_rows
 from realrun.algorithms.quantize_format import Bits, from_wire, to_wire, wire_bytes
-from realrun.algorithms.workers import lost
 
 BUCKET_MIB = 25.0
 """As in DistributedDataParallel: large enough for full bandwidth, small enough to pipeline."""
@@ -41,7 +41,10 @@ _BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """An average under way. `vector` must not be touched until `wait` has returned."""
+    """An average under way. `vector` must not be touched until `wait` has returned.
+
+    It was launched after local step `step`; a rank that has left before that will not come.
+    """
 
     round: int
     vector: Tensor
@@ -49,6 +52,8 @@ class Flight:
     finish: Callable[[], None] = lambda: None
     polls: list[Callable[[], bool]] = field(default_factory=list)
     deadline: Seconds = DEADLINE
+    notices: Notices | None = None
+    step: int = 0
 
     def arrived(self) -> bool:
         """Whether nothing is left to wait for. Where a GPU averages, as its host sees it."""
@@ -63,16 +68,26 @@ class Flight:
             return 0.0
         clock = Stopwatch(self.vector.device)
         limit = time.monotonic() + self.deadline
-        try:
-            while self.waits:
-                self.waits[0](max(0.001, limit - time.monotonic()))
-                self.waits.pop(0)
-        except (RuntimeError, TimeoutError) as error:
-            what = f"the average of round {self.round}"
-            raise lost(what, error, self.deadline, round=self.round) from error
+        while self.waits:
+            self._wait_for_first(limit)
         waited = clock.seconds()
         self.finish()
         return waited
+
+    def _wait_for_first(self, limit: Seconds) -> None:
+        """Wait for one collective, and look now and then whether somebody has left."""
+        what, notices = f"the average of round {self.round}", self.notices
+        left = max(0.001, limit - time.monotonic())
+        try:
+            self.waits[0](min(PERIOD, left) if notices else left)
+        except (RuntimeError, TimeoutError) as error:
+            done = self.polls and self.polls[len(self.polls) - len(self.waits)]()
+            if notices and left > PERIOD and not done:
+                notices.look(what, self.step, round=self.round)
+                return
+            found = notices.cause(what, round=self.round) if notices else None
+            raise found or lost(what, error, self.deadline, round=self.round) from error
+        self.waits.pop(0)
 
 
 class Stopwatch:
@@ -103,9 +118,18 @@ class Average:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, wire: Wire, deadline: Seconds, bucket: int
+        self,
+        group: dist.ProcessGroup | None,
+        wire: Wire,
+        deadline: Seconds,
+        bucket: int,
+        notices: Notices | None = None,
     ) -> None:
-        """`bucket` is in bytes of fp32."""
+        """`bucket` is in bytes of fp32. `notices` say who has left, on CPUs also while one waits.
+
+        A wait for NCCL that ends too early would abort its communicator.
+        """
+        self._notices = notices
         self._group, self._wire, self._deadline = group, wire, deadline
         self._elements, self._bits = max(1, bucket // 4), _BITS.get(wire, 8)
         self._size = group.size() if group else 1
@@ -122,6 +146,8 @@ class Average:
     def launch(self, vector: Tensor, number: int) -> Flight:
         """Start averaging `vector` in place, for round `number`."""
         flight = Flight(number, vector, deadline=self._deadline)
+        if self._notices and not vector.is_cuda:
+            flight.notices, flight.step = self._notices, self._notices.now()
         if self._group is None or not len(vector):
             return flight
         if self._wire in _BITS:

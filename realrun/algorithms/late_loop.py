@@ -9,9 +9,9 @@ from realrun.algorithms.auto_delay import AutoDelay, Launch
 from realrun.algorithms.average import Average, Flight
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.late import LateAverages, depart, keep_since, stand
+from realrun.algorithms.links import Links
 from realrun.algorithms.outer_loop import OuterLoop
 from realrun.algorithms.rule import Rule, State
-from realrun.algorithms.workers import Links
 
 
 class LateLoop(OuterLoop):
@@ -91,6 +91,18 @@ class LateLoop(OuterLoop):
             own.add_(before).sub_(part.anchor).mul_(late.keep)
         self.publish(torch.add(part.anchor, own, out=live), span.start)
         self.counters.delay = self._auto.used(launch) or self.counters.delay
+
+    def settle(self) -> None:
+        """What is under way, and then an average of where every worker stands, waited for."""
+        self._auto.disturbed(self._under_way)
+        counters = self.counters
+        now = counters.round * self._tau + counters.step
+        self._use_due(now + self._tau)
+        for fragment in range(len(self._spans)):
+            self._launch(Launch(fragment, now, 0))
+        self._use_due(now)
+        self._own.zero_()
+        self.publish(self.state.anchor)
 
     def agreed(self) -> Tensor:
         """The anchor as it will be when all that is under way has been used.

@@ -1,11 +1,8 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self, TypedDict
-from weakref import WeakSet
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -15,12 +12,19 @@ from torch.optim import Optimizer
 from co2sim.errors import Co2simError, OptionError
 from co2sim.ranges import above, whole
 from co2sim.units import Seconds
+from realrun.algorithms.agreement import (
+    refuse_different_inside,
+    refuse_drift,
+    say_different_rates,
+)
 from realrun.algorithms.average import BUCKET_MIB, Average
 from realrun.algorithms.counters import Stats
+from realrun.algorithms.ending import ATTACHED, Ending
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.late_loop import LateLoop
+from realrun.algorithms.links import Links
 from realrun.algorithms.options import Wire, wait_of, wire_of
-from realrun.algorithms.outer_loop import OuterLoop, RoundLoop, mark_of
+from realrun.algorithms.outer_loop import OuterLoop, RoundLoop
 from realrun.algorithms.regroup import Regrouping
 from realrun.algorithms.rule import Rule
 from realrun.algorithms.start import (
@@ -32,11 +36,7 @@ from realrun.algorithms.start import (
     refuse_wider_ddp,
     trainable,
 )
-from realrun.algorithms.workers import Links, Worker, workers_of
-from realrun.errors import MismatchError
-
-_ATTACHED: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose steps an algorithm counts."""
+from realrun.algorithms.workers import Worker, workers_of
 
 
 class Common(TypedDict, total=False):
@@ -50,7 +50,7 @@ class Common(TypedDict, total=False):
     timeout: Seconds | timedelta | None
 
 
-class LocalUpdate(Regrouping):
+class LocalUpdate(Regrouping, Ending):
     """Close a round after every `tau` optimizer steps, by the rule of an algorithm.
 
     Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or as a context manager. The
@@ -117,7 +117,7 @@ class LocalUpdate(Regrouping):
         above("bucket_mib", bucket_mib, 0)
         self._tau, self._check_every = whole("tau", tau, 1), whole("check_every", check_every)
         parameters = trainable(model, optimizer)
-        if optimizer in _ATTACHED:
+        if optimizer in ATTACHED:
             raise OptionError(
                 "the optimizer already closes rounds for another algorithm; close that one first"
             )
@@ -125,7 +125,7 @@ class LocalUpdate(Regrouping):
         refuse_wider_ddp(model, workers)
         self._links = Links(workers, seconds, owns=worker in {"node", "site"})
         self._trained = {id(one) for _, one in parameters}
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         flat = Flat.of(parameters, self._links.gather)
         self._layout = describe(parameters, workers, rule, self._tau)
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
@@ -134,18 +134,19 @@ class LocalUpdate(Regrouping):
         self._described = text = "\n".join([self._layout, *others, *own])
         self._links.agree("model, optimizer or setting", text, across="\n".join(flat.describe()))
         self._links.share(*first_tensors(model))
-        average = Average(self._links.average, wire, seconds, int(bucket_mib * 2**20))
+        size, notices = int(bucket_mib * 2**20), self._links.notices
+        average = Average(self._links.average, wire, seconds, size, notices)
         self._outer: OuterLoop = (
             LateLoop(model, rule, rule.late, flat, self._links, average, self._tau)
             if rule.late
             else RoundLoop(model, rule, flat, self._links, average)
         )
-        self._failure: Co2simError | None = None
         self._started = False
-        self._first = optimizer.register_step_pre_hook(self._before_step)
-        self._hook = optimizer.register_step_post_hook(self._after_step)
-        self._closed = False
-        _ATTACHED.add(optimizer)
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
+        ATTACHED.add(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """The hook before step 0: weights may have been loaded since this was made.
@@ -153,10 +154,15 @@ class LocalUpdate(Regrouping):
         It stays: torch goes over the hooks of others meanwhile.
         """
         del optimizer, args, kwargs
+        if self._evaluating:
+            raise OptionError(
+                "a step of the optimizer within consensus() would be discarded: take it outside"
+            )
         if self._started:
             return
         self._started = True
         try:
+            say_different_rates(self._optimizer, self._links)
             loaded = self._outer.restart()
             self._links.agree("start of training", "", across=loaded)
         except Co2simError as error:
@@ -170,12 +176,16 @@ class LocalUpdate(Regrouping):
             raise self._failure
         counters = self._outer.counters
         counters.step += 1
+        self._links.steps += 1
         last = counters.step >= self._tau
         try:
             self._after_local_step(last=last)
         except Co2simError as error:
             self._failure = error
             raise
+
+    def _end_round(self) -> None:
+        self._after_local_step(last=True)
 
     @torch.no_grad()
     def _after_local_step(self, *, last: bool) -> None:
@@ -184,7 +194,7 @@ class LocalUpdate(Regrouping):
         if last:
             refuse_others(self._optimizer, self._trained, type(self).__name__)
             if checks or not counters.round:
-                self._check_inside()
+                refuse_different_inside(self._outer, self._links)
         self._outer.after_step(last=last)
         if last:
             counters.step = 0
@@ -192,37 +202,12 @@ class LocalUpdate(Regrouping):
             if checks:
                 self.check_drift()
 
-    def _check_inside(self) -> None:
-        """Refuse ranks of a worker that hold different replicas: each averages only its share."""
-        parts = list(self._outer.flat.replicas())
-        if parts and not self._links.same_inside(mark_of(*parts)):
-            raise MismatchError(
-                f"after round {self._outer.counters.round} the ranks of a worker,"
-                f" {self._links.workers.inner_ranks}, hold different parameters: wrap the model in"
-                " DDP or FSDP2 over Workers.per_node().inner, or take worker='gpu'"
-            )
-
     def check_drift(self) -> None:
         """Compare a hash of the anchor across workers. All ranks call this.
 
         Raises MismatchError that names the ranks whose anchor differs from that of most.
         """
-        mark = mark_of(self._outer.state.anchor)
-        drifted = self._links.drifted(mark)
-        (count,) = self._links.total([len(drifted)])
-        if count:
-            who = f"ranks {drifted}" if drifted else "ranks of other shards"
-            last = self._outer.counters.round - 1
-            raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
-
-    def consensus(self) -> AbstractContextManager[None]:
-        """Within, the model holds the point that all workers agree on: to evaluate it.
-
-        That is the anchor; where averages are used late without a restart (CO2 with `delay`), it is
-        the anchor as it will be once those under way have been used, which are waited for.
-        The ranks of a worker enter and leave together; no optimizer step may be taken inside.
-        """
-        return self._outer.consensus()
+        refuse_drift(self._outer, self._links)
 
     def stats(self) -> Stats:
         """What was done so far."""
@@ -258,39 +243,7 @@ class LocalUpdate(Regrouping):
             saved, here = next((one for one in pairs if one[0] != one[1]), ("more", "less"))
             raise OptionError(f"the saved state is of another run: {saved!r}, here {here!r}")
         self._outer.load_state_dict(own)
-        self._started = True
-
-    def close(self) -> None:
-        """Wait for averages under way, without applying them, and let go of the optimizer."""
-        self._close(wait=True)
-
-    def _close(self, *, wait: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._first.remove()
-        self._hook.remove()
-        _ATTACHED.discard(self._optimizer)
-        if wait and not self._failure:
-            self._outer.drain()
-            self._outer.average.close()
-            self._links.close()
-
-    def __enter__(self) -> Self:
-        """The hook is there from the start. Raises OptionError once this is closed."""
-        if self._closed:
-            name = type(self).__name__
-            raise OptionError(f"this {name} is closed and averages nothing; make a new one")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; after an exception without waiting for others."""
-        self._close(wait=kind is None)
+        self._links.steps, self._started = self.stats().steps, True
 
 
 def _key() -> str:

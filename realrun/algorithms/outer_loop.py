@@ -17,8 +17,8 @@ from realrun.algorithms.counters import Counters, Stats
 from realrun.algorithms.elastic import ElasticAverage
 from realrun.algorithms.finite import finite_norm
 from realrun.algorithms.flat import Flat
+from realrun.algorithms.links import Links
 from realrun.algorithms.rule import Rule, State
-from realrun.algorithms.workers import Links
 
 
 def mark_of(*tensors: Tensor) -> str:
@@ -101,6 +101,10 @@ class OuterLoop(ABC):
             yield
         finally:
             self.publish(live)
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Use all that is under way; then every worker stands at the anchor."""
 
     def agreed(self) -> Tensor:
         """The point that all workers agree on."""
@@ -199,6 +203,13 @@ class RoundLoop(OuterLoop):
         if rule.pull is None:
             rule.move(state)
             self.publish(state.anchor)
+
+    def settle(self) -> None:
+        """Each average in its turn, with the outer step that comes after it."""
+        while self.flights:
+            self._use_oldest()
+            self.rule.move(self.state)
+        self.publish(self.state.anchor)
 
     def _use_oldest(self) -> None:
         self.use_average(self.flights[0], self.state)

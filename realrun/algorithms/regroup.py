@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from realrun.algorithms.elastic import ElasticAverage
+from realrun.algorithms.links import Links
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
-from realrun.algorithms.workers import Links
 
 
 class Regrouping:

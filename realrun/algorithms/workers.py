@@ -1,20 +1,13 @@
-"""Who is a worker: a rank, or all ranks of a node or a site; and the communicators between them."""
+"""Who is a worker: a rank, or all ranks of a node or a site."""
 
-import contextlib
-import hashlib
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from co2sim.errors import OptionError
 from realrun.checks import SITES, sites_of
-from realrun.errors import MismatchError, RankFailure
 
 
 @dataclass(frozen=True)
@@ -130,170 +123,6 @@ def workers_of(worker: Worker) -> Workers:
         case "site":
             return Workers.per_site()
     raise OptionError(f"worker is {worker!r}; it must be 'gpu', 'node', 'site' or a Workers")
-
-
-class Links:
-    """The communicators of one algorithm, which nothing else uses.
-
-    `average` is left to averages alone. Numbers and texts travel over Gloo, on GPUs too. A group
-    of one rank is None. Every wait ends after `deadline` seconds, but the very first, for all
-    ranks to come: that is bounded by the timeout of torch.distributed's own group.
-    """
-
-    def __init__(self, workers: Workers, deadline: float, *, owns: bool) -> None:
-        """Connect. All ranks of torch.distributed call this, in the same order.
-
-        `owns`: the groups of `workers` were made for this alone; `close` destroys them, too.
-        """
-        self.workers, self.deadline = workers, deadline
-        self._own = (workers.inner, workers.peers) if owns else ()
-        self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
-        peers, inner = tuple(workers.peer_ranks), tuple(workers.inner_ranks)
-        with self.together("connection of communicators"):
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                self._connect(peers, inner)
-        self.average, self._peers = self._made.get((peers, None)), self._made.get((peers, "gloo"))
-        self.gather, self._inner = self._made.get((inner, None)), self._made.get((inner, "gloo"))
-
-    def _connect(self, peers: tuple[int, ...], inner: tuple[int, ...]) -> None:
-        """Make the groups of all ranks, also those that this rank is not in.
-
-        Groups that only members make (`use_local_synchronization`) would get the names, and find
-        the addresses in the store, of closed ones with the same members (torch 2.13).
-        """
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, (peers, inner))
-        limit = timedelta(seconds=self.deadline)
-        for ranks in sorted({ranks for pair in everybody for ranks in pair if len(ranks) > 1}):
-            for backend in (None, "gloo"):
-                made = dist.new_group(list(ranks), limit, backend)
-                if isinstance(made, dist.ProcessGroup) and ranks in (peers, inner):
-                    self._made[ranks, backend] = made
-
-    def close(self) -> None:
-        """Destroy the communicators. Nothing may be under way."""
-        if dist.is_initialized():
-            own = [one for one in self._own if one not in {None, dist.group.WORLD}]
-            for made in (*self._made.values(), *own):
-                dist.destroy_process_group(made)
-        self._made, self._own = {}, ()
-
-    def let_go(self) -> None:
-        """Forget the communicators: a rank of them is lost, and who made them destroys them."""
-        self._made, self._own = {}, ()
-        self.average = self._peers = self.gather = self._inner = None
-
-    def total(self, numbers: Sequence[float]) -> list[float]:
-        """Sums of numbers over this worker's ranks."""
-        if self._inner is None:
-            return list(numbers)
-        sums = torch.tensor(numbers, dtype=torch.float64)
-        with self.together("sum over the ranks of a worker"):
-            dist.all_reduce(sums, group=self._inner)
-        return [float(one) for one in sums]
-
-    def largest(self, numbers: Sequence[float]) -> list[float]:
-        """The largest of each number on any rank. All ranks call this, and get the same."""
-        for group in (self._peers, self._inner):
-            numbers = [max(column) for column in zip(*self.collect(numbers, group), strict=True)]
-        return list(numbers)
-
-    def agree(self, what: str, text: str, *, across: str) -> None:
-        """Compare a text with the other ranks; `across` only with peers.
-
-        Raises MismatchError, on all of them, that names the first line that differs.
-        """
-        self._compare(self._peers, self.workers.peer_ranks, what, f"{text}\n{across}")
-        self._compare(self._inner, self.workers.inner_ranks, what, text)
-
-    def _compare(
-        self, group: dist.ProcessGroup | None, ranks: list[int], what: str, text: str
-    ) -> None:
-        if len(set(self.collect(hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
-            return
-        texts = self.collect(text, group)
-        index = next(i for i, other in enumerate(texts) if other != texts[0])
-        one, two = _first_difference(texts[0], texts[index])
-        raise MismatchError(
-            f"rank {ranks[index]} has another {what} than rank {ranks[0]}: {two!r} instead of"
-            f" {one!r}"
-        )
-
-    def same_inside(self, mark: str) -> bool:
-        """Whether all ranks of this worker have the same mark."""
-        return len(set(self.collect(mark, self._inner))) == 1
-
-    def drifted(self, mark: str) -> list[int]:
-        """Peers whose mark is not that of the majority; all ranks of a worker raise together."""
-        if self._peers is None:
-            return []
-        marks = self.collect(mark, self._peers)
-        usual = max(marks, key=marks.count)
-        return [
-            rank for rank, one in zip(self.workers.peer_ranks, marks, strict=True) if one != usual
-        ]
-
-    def collect(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        """Everybody's value, by place in the group."""
-        if group is None:
-            return [value]
-        found: list[Any] = [None] * group.size()
-        with self.together("comparison between ranks"):
-            dist.all_gather_object(found, value, group=group)
-        return found
-
-    def share(self, replicated: Sequence[Tensor], sharded: Sequence[Tensor]) -> None:
-        """Give the first worker's tensors to all; within a worker, too, what is replicated."""
-        with self.together("broadcast of the first parameters"), torch.no_grad():
-            for group, tensors in (
-                (self.gather, replicated),
-                (self.average, [*replicated, *sharded]),
-            ):
-                for tensor in tensors if group is not None else ():
-                    _broadcast(tensor, group)
-
-    @contextlib.contextmanager
-    def together(self, what: str, *, round: int | None = None) -> Iterator[None]:  # noqa: A002
-        """Something that needs other ranks. Raises RankFailure if they are lost."""
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:
-            raise lost(what, error, self.deadline, round=round) from error
-
-
-def lost(
-    what: str,
-    error: BaseException,
-    deadline: float,
-    *,
-    round: int | None = None,  # noqa: A002 - what it is called everywhere here
-) -> RankFailure:
-    """The error to raise when a collective failed: a peer died, or did not come in time."""
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return RankFailure(
-        f"{what} failed: a rank died, took fewer steps, or came more than {deadline:g} s late"
-        f" ({reason})",
-        op=what,
-        round=round,
-    )
-
-
-def _broadcast(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Send the first member's tensor as bytes: not every type can be sent as it is."""
-    if not tensor.numel():
-        return
-    sent = tensor.detach().contiguous()
-    dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=group)
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)
-
-
-def _first_difference(one: str, two: str) -> tuple[str, str]:
-    lines, others = one.splitlines(), two.splitlines()
-    length = max(len(lines), len(others))
-    lines += ["nothing"] * (length - len(lines))
-    others += ["nothing"] * (length - len(others))
-    return next(pair for pair in zip(lines, others, strict=True) if pair[0] != pair[1])
 
 
 def _me() -> int:

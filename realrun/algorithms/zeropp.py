@@ -23,6 +23,7 @@ import os
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import get_args
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,9 @@ from realrun.errors import MismatchError
 __all__ = ["Places", "Sent", "ZeroPP", "apply_zeropp"]
 
 _BLOCK = 2048
+
+_APPLIED: WeakSet[FSDPModule] = WeakSet()
+"""Modules that were switched."""
 
 
 def apply_zeropp(
@@ -71,6 +75,8 @@ def apply_zeropp(
     """
     _check(block, rounding, qwz=qwz, qgz=qgz)
     groups = _param_groups(model)
+    if any(module in _APPLIED for module, _ in groups):
+        raise OptionError(f"apply_zeropp was called on this {type(model).__name__} before: once")
     mesh = _mesh(groups)
     per_node = _ranks_per_node(ranks_per_node, mesh.size())
     _agree(f"ranks_per_node={per_node}, qwz={qwz}, hpz={hpz}, qgz={qgz}, block={block}")
@@ -85,6 +91,7 @@ def apply_zeropp(
         module.set_custom_reduce_scatter(Reduce(zeropp, block if qgz else 0, rounding))
         if hpz:
             _keep_secondary(module, params, grid)
+        _APPLIED.add(module)
     return zeropp
 
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from co2sim.units import Seconds
+from realrun.algorithms.links import Links
 from realrun.algorithms.regroup import Regrouping
-from realrun.algorithms.workers import Links, Workers
+from realrun.algorithms.workers import Workers
 from realrun.errors import MismatchError, RankFailure
 from realrun.launch.membership import Change, ElasticMember, Generation, Membership
 

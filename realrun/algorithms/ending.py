@@ -1,0 +1,118 @@
+"""How an algorithm is evaluated on the way, and how it ends."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from co2sim.errors import Co2simError, OptionError
+from realrun.algorithms.evaluation import average_now, averaged, others_of
+from realrun.algorithms.links import Links
+from realrun.algorithms.notices import raised
+from realrun.algorithms.outer_loop import OuterLoop
+
+ATTACHED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose steps an algorithm counts."""
+
+
+class Ending:
+    """The part of an algorithm that looks at what all agree on, for a moment or for good."""
+
+    _model: nn.Module
+    _optimizer: Optimizer
+    _links: Links
+    _outer: OuterLoop
+    _tau: int
+    _hooks: tuple[RemovableHandle, ...]
+    _failure: Co2simError | None = None
+    _closed = False
+    _evaluating = False
+
+    def _end_round(self) -> None:
+        """Close the round, however many steps it has had."""
+        raise NotImplementedError
+
+    @contextmanager
+    def consensus(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
+        """Within, the model holds the point that all workers agree on: to evaluate it.
+
+        That is the anchor; where averages are used late without a restart (CO2 with `delay`), it is
+        the anchor as it will be once those under way have been used, which are waited for.
+        With `buffers` the model's buffers (of BatchNorm) are the mean over all ranks within, and
+        so is all that the modules `also` hold, such as a moving average of the model.
+        All ranks enter and leave together; an optimizer step inside raises OptionError.
+        """
+        held = others_of(self._model, also, buffers=buffers)
+        self._evaluating = True
+        try:
+            with self._outer.consensus(), averaged(held, self._links):
+                yield
+        finally:
+            self._evaluating = False
+
+    @torch.no_grad()
+    def finish(self, *also: nn.Module, buffers: bool = False) -> None:
+        """End the training: use all averages, and close. All ranks end with the same parameters.
+
+        Steps since the last full round count: they are averaged, too, as a shorter round.
+        `also` and `buffers` are averaged for good, as within `consensus`. All ranks call this after
+        the same number of steps. Raises what a step raises.
+        """
+        if self._failure or self._closed:
+            raise self._failure or OptionError("finish() comes before close(), once")
+        try:
+            if self._outer.counters.step and not self._outer.rule.late:
+                self._end_round()
+            self._outer.settle()
+            average_now(others_of(self._model, also, buffers=buffers), self._links)
+        except Co2simError as error:
+            self._failure = error
+            raise
+        self.close()
+
+    def close(self) -> None:
+        """Wait for averages under way, without applying them, and let go of the optimizer.
+
+        Waits until all ranks have closed or ended, a deadline at most. Raises RankFailure, with the
+        numbers of steps, for one that took more or fewer rounds, and for one that raised an error.
+        """
+        self._close(self._failure)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        ATTACHED.discard(self._optimizer)
+        notices = self._links.notices
+        if error:
+            notices.leave(raised(error))
+            return
+        notices.leave()
+        self._outer.drain()
+        notices.compare(self._tau, self._links.deadline)
+        self._outer.average.close()
+        self._links.close()
+
+    def __enter__(self) -> Self:
+        """The hook is there from the start. Raises OptionError once this is closed."""
+        if self._closed:
+            name = type(self).__name__
+            raise OptionError(f"this {name} is closed and averages nothing; make a new one")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; after an exception without waiting for others."""
+        self._close(error or self._failure)

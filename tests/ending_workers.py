@@ -1,0 +1,131 @@
+"""What ranks of the tests of how algorithms end do."""
+
+import copy
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from local_problem import network, optimizer, train, vector
+from torch import nn
+
+from co2sim.errors import Co2simError
+from realrun import algorithms
+from realrun.algorithms import CO2, DiLoCo, LocalSGD
+from realrun.execute.world import World
+
+
+def uneven(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank 1 leaves after fewer steps than all others: what everybody is told, and when."""
+    found = []
+    for case in cases:
+        model = network()
+        optim = optimizer(model, "sgd")
+        steps = case["steps"] if world.rank == 1 else 12
+        told = ""
+        began = time.monotonic()
+        try:
+            with CO2(model, optim, tau=3, **case["options"]):
+                train(model, optim, world.rank, range(steps))
+                began = time.monotonic()
+                if world.rank == 1 and case.get("raises"):
+                    raise ValueError("bad sample")  # noqa: TRY301 - what a user's loop might do
+        except (Co2simError, ValueError) as error:
+            told = f"{type(error).__name__}: {error}"
+        found.append({"told": told, "seconds": time.monotonic() - began})
+        dist.barrier()
+    return found
+
+
+def finished(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What all end with, after full rounds and a part of one; and what LocalSGD's mean is."""
+    found = []
+    for case in cases:
+        model = network()
+        optim = optimizer(model, "sgd")
+        algorithm = getattr(algorithms, case["algorithm"])(model, optim, **case["options"])
+        train(model, optim, world.rank, range(case["steps"]))
+        before = vector(model)
+        means: list[Any] = [None] * world.layout.world_size
+        dist.all_gather_object(means, before)
+        algorithm.finish()
+        after = vector(model)
+        train(model, optim, world.rank, range(1))
+        found.append(
+            {
+                "end": after.tolist(),
+                "mean": torch.stack(means).mean(0).tolist(),
+                "moved": float((vector(model) - after).abs().max()),
+                "steps": algorithm.stats().steps,
+            }
+        )
+    return found
+
+
+def evaluated(world: World) -> dict[str, Any]:
+    """Buffers and a copy of the model within `consensus`, before, after, and after `finish`."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    optim = optimizer(model, "sgd")
+    ema = copy.deepcopy(model)
+    co2 = CO2(model, optim, tau=2)
+    with torch.no_grad():
+        model[1].running_mean.fill_(world.rank)
+        model[1].num_batches_tracked.fill_(7 + world.rank)
+        ema[0].bias.fill_(10.0 * world.rank)
+
+    def look() -> list[float]:
+        return [
+            float(model[1].running_mean[0]),
+            float(model[1].num_batches_tracked),
+            float(ema[0].bias[0].detach()),
+        ]
+
+    before = look()
+    with co2.consensus(ema, buffers=True):
+        inside = look()
+    with co2.consensus():
+        plain = look()
+    after = look()
+    co2.finish(ema, buffers=True)
+    return {"before": before, "inside": inside, "plain": plain, "after": after, "end": look()}
+
+
+def misused(world: World) -> dict[str, Any]:
+    """A step within `consensus`, and whether training goes on; finishing twice."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    found: dict[str, Any] = {}
+    with LocalSGD(model, optim, tau=2) as local:
+        train(model, optim, world.rank, range(2))
+        with local.consensus():
+            before = vector(model)
+            try:
+                train(model, optim, world.rank, range(1))
+            except Co2simError as error:
+                found["inside"] = f"{type(error).__name__}: {error}"
+            found["same"] = torch.equal(before, vector(model))
+        train(model, optim, world.rank, range(2, 4))
+        found["rounds"] = local.stats().rounds
+    try:
+        local.finish()
+    except Co2simError as error:
+        found["twice"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def rates(world: World) -> list[str]:
+    """What is said where rank 2 begins with another learning rate, and where none does."""
+    said = []
+    for odd in (True, False):
+        model = network()
+        rate = 0.2 if odd and world.rank == 2 else 0.1
+        optim = torch.optim.SGD(model.parameters(), lr=rate)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            DiLoCo(model, optim, tau=1),
+        ):
+            warnings.simplefilter("always")
+            train(model, optim, world.rank, range(2))
+        said.append(" ".join(str(one.message) for one in caught))
+    return said

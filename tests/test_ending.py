@@ -1,0 +1,114 @@
+"""Local-update algorithms end alike on all ranks, and who leaves is named to the others."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from together import together
+
+pytestmark = pytest.mark.dist
+
+UNEVEN = [
+    {"steps": 6, "options": {}},
+    {"steps": 6, "options": {"dtype": "int8"}},
+    {"steps": 6, "options": {"delay": 1}},
+    {"steps": 4, "options": {}, "raises": True},
+    {"steps": 12, "options": {}, "raises": True},
+]
+"""Rank 1 takes these steps, all others 12, in rounds of 3."""
+
+FINISHED: list[dict[str, Any]] = [
+    {"algorithm": "CO2", "steps": 6, "options": {"tau": 3}},
+    {"algorithm": "CO2", "steps": 8, "options": {"tau": 3, "staleness": 2}},
+    {"algorithm": "CO2", "steps": 8, "options": {"tau": 3, "delay": 2}},
+    {"algorithm": "CO2", "steps": 7, "options": {"tau": 3, "delay": 1, "fragments": 3}},
+    {"algorithm": "OverlapLocalSGD", "steps": 5, "options": {"tau": 2}},
+    {"algorithm": "DiLoCo", "steps": 5, "options": {"tau": 2}},
+    {"algorithm": "SlowMo", "steps": 4, "options": {"tau": 3}},
+    {"algorithm": "LocalSGD", "steps": 5, "options": {"tau": 3}},
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What three ranks gave, by function."""
+    calls: dict[str, dict[str, Any]] = {
+        "uneven": {"cases": UNEVEN},
+        "finished": {"cases": FINISHED},
+        "evaluated": {},
+        "misused": {},
+        "rates": {},
+    }
+    return together("ending_workers", 3, calls)
+
+
+@pytest.mark.parametrize("case", [0, 1, 2])
+def test_uneven_steps_are_told_at_once_with_counts(case: int, found: dict[str, list[Any]]) -> None:
+    """Those that wait name the rank and both counts, and the one that left learns of it, too."""
+    answers = [answer[case] for answer in found["uneven"]]
+    for rank in (0, 2):
+        told = answers[rank]["told"]
+        assert told.startswith("RankFailure: the average of round 2 failed: rank 1 closed after 6")
+        assert f"rank {rank} has taken " in told
+    assert "; rank 1 has taken 6" in answers[1]["told"]
+    assert "raised RankFailure" in answers[1]["told"]
+    assert all(answer["seconds"] < 20 for answer in answers)  # of a deadline of 60
+
+
+@pytest.mark.parametrize(("case", "steps"), [(3, 4), (4, 12)])
+def test_an_exception_is_told_at_once(case: int, steps: int, found: dict[str, list[Any]]) -> None:
+    """All others end with a line that names rank and exception, also where they only close."""
+    answers = [answer[case] for answer in found["uneven"]]
+    assert answers[1]["told"] == "ValueError: bad sample"
+    for rank in (0, 2):
+        told = answers[rank]["told"]
+        assert told.startswith("RankFailure: ")
+        assert f"rank 1 raised ValueError (bad sample) after {steps} steps" in told
+    assert all(answer["seconds"] < 20 for answer in answers)
+
+
+@pytest.mark.parametrize("case", range(len(FINISHED)))
+def test_all_ranks_finish_alike(case: int, found: dict[str, list[Any]]) -> None:
+    """Bit for bit, with what was under way and the last part of a round; then nothing is counted.
+
+    With LocalSGD that is the mean of what the ranks held.
+    """
+    answers = [answer[case] for answer in found["finished"]]
+    for answer in answers:
+        assert answer["end"] == answers[0]["end"]
+        assert answer["moved"] > 0  # a plain step
+    assert answers[0]["end"] != answers[0]["mean"] or FINISHED[case]["algorithm"] == "LocalSGD"
+    if FINISHED[case]["algorithm"] == "LocalSGD":
+        assert np.allclose(answers[0]["end"], answers[0]["mean"], atol=1e-6)
+
+
+def test_buffers_and_copies_are_averaged_where_asked(found: dict[str, list[Any]]) -> None:
+    """Within `consensus`, and for good by `finish`; counts become the first rank's."""
+    for rank, answer in enumerate(found["evaluated"]):
+        own = [rank, 7 + rank, 10.0 * rank]
+        assert answer["before"] == answer["plain"] == answer["after"] == own
+        assert answer["inside"] == answer["end"] == [1.0, 7.0, 10.0]
+
+
+def test_a_step_within_consensus_is_refused(found: dict[str, list[Any]]) -> None:
+    """It would be discarded. Nothing has changed, and training goes on; an end is an end."""
+    for answer in found["misused"]:
+        assert answer == {
+            "inside": "OptionError: a step of the optimizer within consensus() would be discarded:"
+            " take it outside",
+            "same": True,
+            "rounds": 2,
+            "twice": "OptionError: finish() comes before close(), once",
+        }
+
+
+def test_different_learning_rates_are_said(found: dict[str, list[Any]]) -> None:
+    """By rank and value; nothing is said where they are equal."""
+    for rank, (odd, even) in enumerate(found["rates"]):
+        other, theirs, own = (0, 0.1, 0.2) if rank == 2 else (2, 0.2, 0.1)
+        assert f"rank {other} begins with the learning rates [{theirs}], this rank with" in odd
+        assert f"this rank with [{own}]" in odd
+        assert even == ""
