@@ -2,6 +2,7 @@
 # make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
 # make bench: the speed of the simulator, and published bandwidths beside those of `co2sim solve`.
 # make verify: the convergence bound, checked. make fuzz: 100,000 files and options that nobody means well (an hour).
+# make chaos: 1,000 faults at random times in runs, trainings, labs and studies (root, an hour).
 # Measurements of the real backend: fidelity (root, 30 min), failures, elastic (root), convergence and long-study (an hour or
 # more), time-to-loss and peers (root), overhead, checkpoints, explore-speed. QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3
@@ -13,7 +14,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
 .PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
-  checkpoints explore-speed fuzz mutants golden format lint clean
+  checkpoints explore-speed fuzz chaos mutants golden format lint clean
 
 run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
@@ -80,6 +81,9 @@ checkpoints: $(STAMP)-dev
 
 fuzz: $(STAMP)-dev
 	ulimit -v 8000000; $(BIN)/python benchmarks/fuzz.py $(QUICK)
+
+chaos: $(STAMP)-dev
+	$(BIN)/python benchmarks/chaos.py $(QUICK)
 
 overhead: $(STAMP)-dev
 	$(BIN)/python benchmarks/overhead.py $(QUICK)

@@ -24,6 +24,7 @@ from realrun.train.shapes import GPTS
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = {
+    "chaos.py": [pytest.mark.dist],
     "checkpoints.py": [pytest.mark.dist],
     "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
