@@ -46,7 +46,7 @@ def campaign(given: argparse.Namespace, base: Path) -> list[dict[str, Any]]:
     known = finished(path)
     if given.again:
         known = {number: one for number, one in known.items() if not one["problem"]}
-    asked = [one for one in drawn(given.seed, given.trials) if wanted(given, one)]
+    asked = [one for one in drawn(given.seed, given.trials, few=given.quick) if wanted(given, one)]
     waiting = [one for one in asked if one.number not in known]
     (base / "trials").mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

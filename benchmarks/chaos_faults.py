@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from chaos_plan import Trial
+from chaos_plan import STUDIES, Trial
 from chaos_start import CLOCK, RAISES, Command
 from chaos_targets import STEPS, deadline
 
@@ -152,7 +152,7 @@ def _victim(trial: Trial, one: Command) -> psutil.Process | None:
     """The process of the rank, or one of those that a command has started; waits for it."""
     limit = time.monotonic() + 20
     while one.poll() is None and time.monotonic() < limit:
-        if trial.target in {"sweep", "explore --out", "explore"}:
+        if trial.target in STUDIES:
             found = workers(one.pid)
             if found:
                 return found[trial.victim % len(found)]

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import psutil
 from chaos_faults import Fault, stalled
-from chaos_plan import Trial
+from chaos_plan import STUDIES, Trial
 from chaos_start import Command
 from chaos_targets import deadline
 
 from co2sim.trace_lines import read_json_lines
+from realrun.launch.supervise import SILENT
 
 _TOLD: dict[str, int] = {"SIGTERM": 143, "SIGINT": 130}
 _LONGEST_LINE = 480
@@ -29,10 +30,10 @@ def limit(trial: Trial, seconds: float) -> float:
     """Seconds from the fault to the end of the command, on a machine with nothing else to do."""
     longest = 3 * seconds + 20
     match trial.fault:
-        case "kill" if trial.target not in {"elastic", "sweep", "explore --out", "explore"}:
+        case "kill" if trial.target not in {"elastic", *STUDIES}:
             return deadline(trial) + _GRACE + _ALLOWANCE
         case "stop" | "network cut" if trial.target != "elastic":
-            return deadline(trial) + 2 * _GRACE + _ALLOWANCE
+            return max(deadline(trial) + _GRACE, SILENT) + _GRACE + _ALLOWANCE
         case "launcher killed":
             return _ALLOWANCE
         case "launcher stopped":
@@ -61,15 +62,15 @@ def codes(trial: Trial, fault: Fault) -> set[int]:
         found = {0}
     elif trial.fault == "launcher killed":
         found = {-signal.SIGKILL}
-    elif told and trial.target in _STUDIES:
-        ends = {0, told} if trial.target == "explore" else {told}
-        found = ends | ({-signal.SIGTERM} if trial.fault == "SIGTERM" else set())
-    elif told:
-        found = {told}
+    elif told and trial.target in STUDIES:
+        found = {told, -signal.SIGTERM if trial.fault == "SIGTERM" else told}
+        found |= {0} if trial.target == "explore" else set()
+    elif told:  # before the launcher has its handler, the system ends it
+        found = {told, -signal.SIGTERM} if trial.fault == "SIGTERM" else {told}
     elif trial.fault in {"full disk", "read-only folder"}:
         found = {0, 1, 2}
     elif trial.fault in _DEADLY:
-        lasting = trial.target == "elastic" or trial.target in _STUDIES
+        lasting = trial.target == "elastic" or trial.target in STUDIES
         found = ({0} if trial.fault in {"kill", "stop"} else {0, 1}) if lasting else {1}
         found |= {1} if trial.target in {"sweep", "explore --out"} else set()
     else:
@@ -77,8 +78,8 @@ def codes(trial: Trial, fault: Fault) -> set[int]:
     return found
 
 
-_STUDIES = ("sweep", "explore --out", "explore")
 _DEADLY = ("kill", "stop", "raise", "launcher stopped", "network cut")
+_GONE = "gives no sign of life|did not come|is not there|cannot reach|did not stop|gave no sign"
 _RAISED = {"RuntimeError": "allocate memory", "MemoryError": "no more memory"}
 _CAUSES = {
     "launcher stopped": "launcher",
@@ -91,12 +92,12 @@ _CAUSES = {
 def cause(trial: Trial, code: int) -> str:
     """What some line has to say, as a regular expression; "" if nothing."""
     own = f"rank {trial.victim}"
-    gone = rf"{own} (gives no sign of life|did not come|is not there|cannot reach|did not stop)"
+    gone = rf"{own} ({_GONE})"
     elastic = trial.target == "elastic"
     if (code == 0 and not elastic) or trial.target == "explore":
         return ""
     causes = _CAUSES | {
-        "kill": "killed" if trial.target in _STUDIES else rf"{own} was killed by SIGKILL",
+        "kill": "killed" if trial.target in STUDIES else rf"{own} was killed by SIGKILL",
         "stop": rf"{own} (was killed|came more than)" if elastic else gone,
         "network cut": gone,
         "raise": rf"(?m)\b{own}\b.*({_RAISED.get(trial.error, 'a kernel went wrong')})",
@@ -111,8 +112,7 @@ def judge(trial: Trial, one: Command, fault: Fault) -> str:
     for words in ("Traceback (most recent call last)", "terminate called", "core dumped"):
         if words in said + one.printed:
             return words
-    # What is hit at its very end may have done all its work already.
-    finished = trial.fault in {"kill", "stop", "raise", "SIGTERM", "SIGINT"} and _finished(one)
+    finished = _finished(trial, one)
     if one.code not in allowed and not (one.code == 0 and finished):
         return f"exit code {one.code}, not {' or '.join(map(str, sorted(allowed)))}"
     errors = [line for line in said.splitlines() if "error: " in line]
@@ -127,9 +127,11 @@ def judge(trial: Trial, one: Command, fault: Fault) -> str:
     return ""
 
 
-def _finished(one: Command) -> bool:
-    """Whether rank 0 told how it went."""
-    return bool(re.search(r"^(timeline|figure) ", one.printed, re.MULTILINE))
+def _finished(trial: Trial, one: Command) -> bool:
+    """Whether all work was done, though something was hit: at the very end, or without effect."""
+    told = re.search(r"^(timeline|figure) ", one.printed, re.MULTILINE)
+    untouched = trial.target != "elastic" or "\n0 workers lost" in one.printed
+    return bool(told) and untouched and trial.fault in {*_DEADLY, *_TOLD} - {"network cut"}
 
 
 def left_behind(folder: Path, *, temporary: bool = True, seconds: float = 3.0) -> str:
@@ -162,7 +164,7 @@ def _left(folder: Path | None) -> str:
         lines = Path("/proc/self/net/dev").read_text("ascii").splitlines()
         links = [line.partition(":") for line in lines]
         found += [f"link {one.strip()}" for one, colon, _ in links if colon and one.strip() != "lo"]
-    return f"left behind: {', '.join(sorted(found))}"[:400] if found else ""
+    return f"left behind: {', '.join(sorted(found)[::-1])}"[:900] if found else ""
 
 
 def drafts(out: Path) -> str:

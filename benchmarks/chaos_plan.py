@@ -18,6 +18,8 @@ TRAINED = (
     "co2:tau=4",
     "co2:tau=4,delay=2,fragments=2",
 )
+_FEW = ("fsdp", "co2:tau=4")
+"""Strategies of the short campaign: one that shares gradients, and one of local updates."""
 ELASTIC = ("local_sgd:tau=4", "slowmo:tau=4", "diloco:tau=4", "co2:tau=4", "co2:tau=4,delay=2")
 
 _RANK = ("kill", "stop", "pause", "slow")
@@ -32,6 +34,9 @@ _DISK = ("full disk", "read-only folder")
 DAMAGE = ("truncated", "deleted", "bit flipped")
 _NETWORK = ("network cut", "network away", "rate drop")
 _JOB = ("kill", "pause", "slow", "launcher killed", "launcher paused", "SIGTERM", "SIGINT")
+
+STUDIES = ("sweep", "explore --out", "explore")
+"""Targets without ranks: their processes simulate."""
 
 FAULTS = {
     "run": (*_RANK, "raise", *_LAUNCHER, *_DISK, "clock jump"),
@@ -96,20 +101,26 @@ class Trial:
         return "".join(one if one.isalnum() else "-" for one in words)
 
 
-def drawn(seed: int, count: int) -> list[Trial]:
-    """The trials of a seed: the first `count`, which do not depend on how many there are."""
-    return [_trial(seed, number) for number in range(count)]
+def drawn(seed: int, count: int, *, few: bool = False) -> list[Trial]:
+    """The trials of a seed: the first `count`, which do not depend on how many there are.
+
+    With `few` strategies they share the runs that nothing befalls.
+    """
+    return [_trial(seed, number, _FEW if few else TRAINED) for number in range(count)]
 
 
-def _trial(seed: int, number: int) -> Trial:
+def _trial(seed: int, number: int, strategies: tuple[str, ...]) -> Trial:
     rng = random.Random(f"{seed} {number}")  # noqa: S311 - repeatable, not secret
     # In turn, so that few trials hit all targets; each run through them in another order.
     order = [name for name, share in _SHARES.items() for _ in range(share)]
     random.Random(f"{seed} {number // len(order)}").shuffle(order)  # noqa: S311
     target = order[number % len(order)]
-    strategy = rng.choice(ELASTIC if target == "elastic" else TRAINED)
-    # Two ranks in a lab; a batch of 12 divides by 2, 3 and 4.
-    ranks = 2 if target.startswith("lab") else rng.choice((2, 2, 2, 3, 3, 4))
+    strategy = rng.choice([one for one in strategies if target != "elastic" or one in ELASTIC])
+    ranks = rng.choice((2, 2, 2, 3, 3, 4))  # a batch of 12 divides by all of them
+    if target.startswith("lab") or strategies is _FEW:
+        ranks = 2
+    if target in STUDIES:
+        strategy, ranks = "", 1
     fault = rng.choice(FAULTS[target])
     return Trial(
         number,
@@ -118,7 +129,7 @@ def _trial(seed: int, number: int) -> Trial:
         ranks,
         fault,
         when=rng.random(),
-        victim=rng.randrange(ranks),
+        victim=rng.randrange(ranks if ranks > 1 else 8),
         amount=rng.random(),
         error=rng.choice(("RuntimeError", "MemoryError", "ValueError")),
         plain=rng.random() < _PLAIN and fault not in {"raise", "clock jump"},

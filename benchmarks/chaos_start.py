@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from co2sim.units import parse
 from realrun.launch import lab, processes
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -157,8 +158,12 @@ def in_lab() -> None:
 def load() -> None:
     """Import what ranks and launchers need."""
     for name in (
-        "matplotlib.pyplot",
+        "matplotlib.backends.backend_agg",
+        "numpy.random",
+        "torch._dynamo",
         "torch.distributed.fsdp",
+        "co2sim.console.result_tables",
+        "co2sim.power",
         "realrun.algorithms",
         "realrun.cli.ranks",
         "realrun.cli.train_elastic",
@@ -168,6 +173,7 @@ def load() -> None:
         "realrun.train.loop",
     ):
         import_module(name)
+    parse("1 GB/s", "B/s")  # which makes its table of units
 
 
 def _rank(

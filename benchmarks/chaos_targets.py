@@ -46,8 +46,9 @@ def command(trial: Trial, folder: Path, *more: str) -> list[str]:
     """The command of a trial, which writes into "out" of its folder."""
     limit = ["--deadline", f"{deadline(trial):g} s", "--out", "out"]
     where = ["--nproc", str(trial.ranks)]
-    run = ["run", "-m", "gpt2-small", "-s", trial.strategy, "--set", "model.layers=2"]
-    run += ["--rounds", "3", "--kernels", "sleep", *limit]
+    short = trial.strategy.replace("tau=4", "tau=2").replace("delay=2", "delay=1")
+    run = ["run", "-m", "tiny-5m", "-s", short, "--set", "model.layers=2", "--rounds", "3"]
+    run += ["--kernels", "sleep", *limit]
     train = ["train", "--size", "tiny", "--context", "16", "--batch", "12", "--steps", str(STEPS)]
     train += ["--eval-every", "20", "--log-every", "1", "-s", trial.strategy, *limit]
     kept = ["--checkpoint-every", str(EVERY)]

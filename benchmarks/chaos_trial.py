@@ -30,6 +30,8 @@ from chaos_targets import (
     started,
 )
 
+_ENDED = {-signal.SIGKILL, -signal.SIGTERM}
+"""Codes of a command that the system ended: it could not tidy up, but all it started must go."""
 _REFUSED = 2
 """Exit code for what cannot be used."""
 _SERVED = 12.0
@@ -119,8 +121,9 @@ def _befallen(
         kill_all()
         return one, fault, problem
     killed = trial.fault in {"launcher killed", "kill", "stop", "launcher stopped"}
+    killed |= one.code == -signal.SIGTERM
     problem = problem or judge(trial, one, fault)
-    problem = problem or left_behind(folder, temporary=trial.fault != "launcher killed")
+    problem = problem or left_behind(folder, temporary=one.code not in _ENDED)
     repaired(trial, folder)
     problem = problem or saved(trial, folder / "out")
     problem = problem or ("" if killed else drafts(folder / "out"))

@@ -1,5 +1,8 @@
 """Many cases, in order, on one process or several: what fails is named, and the others go on."""
 
+import os
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,10 +17,13 @@ from co2sim.machine import share_memory
 from co2sim.progress import progress_bar
 from co2sim.result import Result
 from co2sim.study import run
-from co2sim.units import counted
+from co2sim.units import Seconds, counted
 
 _PER_CORE = 2
 """Processes: more than that would only wait for each other."""
+
+_LOOK: Seconds = 0.5
+"""Between two looks of a worker at whether its parent lives: loky's live on for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +159,19 @@ def _finished(future: Future[Any], worker: Any, case: Case, jobs: int) -> tuple[
 def _worker(jobs: int) -> Any:
     from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415 - see `processes`
 
-    return ProcessPoolExecutor(max_workers=1, initializer=share_memory, initargs=(jobs,))
+    return ProcessPoolExecutor(max_workers=1, initializer=_begin, initargs=(jobs, os.getpid()))
+
+
+def _begin(jobs: int, parent: int) -> None:
+    """In a worker: take its part of the memory, and end with the process that started it."""
+    share_memory(jobs)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _outcome(case: Case) -> Outcome:

@@ -79,6 +79,48 @@ def _cpu_seconds(pid: int) -> float:
     return sum(p.cpu_times().user for p in (whole, *whole.children(recursive=True)))
 
 
+@pytest.mark.slow
+def test_the_processes_of_a_study_end_with_it(tmp_path: Path) -> None:
+    """Also where it is killed, and cannot tell them: soon, not after minutes without work."""
+    command = [sys.executable, "-m", "co2sim", "sweep", "--jobs", "2", *SLOW]
+    with subprocess.Popen([*command, "--vary", f"gpus={SIZES}"], cwd=tmp_path) as study:
+        children: list[psutil.Process] = []
+        limit = time.monotonic() + 60
+        while time.monotonic() < limit and sum(map(_simulates, children)) < 2:
+            time.sleep(0.1)
+            children = psutil.Process(study.pid).children(recursive=True)
+        time.sleep(3)  # they are at work
+        study.kill()
+        study.wait()
+    assert psutil.wait_procs(children, 15)[1] == []
+
+
+def _simulates(process: psutil.Process) -> bool:
+    try:
+        return any("LokyProcess" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.parametrize("program", ["co2sim", "realrun"])
+def test_control_c_while_a_command_is_imported_is_one_line(program: str) -> None:
+    """Before its first line has run: 130, and no traceback."""
+    script = f"""
+import sys
+class Interrupting:
+    def find_spec(self, name, *given):
+        if name == "{program}.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from {program}.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
+
+
 def test_starting_the_simulator_imports_nothing_heavy() -> None:
     """`co2sim run` imports neither torch, pandas, matplotlib nor joblib (pint may take scipy)."""
     code = (

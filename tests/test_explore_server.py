@@ -84,6 +84,26 @@ def error(answer: Any) -> str:
     return words
 
 
+def test_a_server_whose_processes_were_killed_goes_on(tmp_path: Path) -> None:
+    """Idle ones are replaced; who waits for one that is at work gets a line."""
+    before = set(psutil.Process().children())
+    asked = {"view": VIEW, "settings": [{}]}
+    with serving(tmp_path, limit=3.0) as client:
+        _until_answered(client, asked)
+        simulating = set(psutil.Process().children()) - before
+        for process in simulating:
+            process.kill()
+        psutil.wait_procs(simulating, 10)
+        _until_answered(client, asked)
+
+
+def _until_answered(client: TestClient, asked: dict[str, Any]) -> None:
+    limit = time.monotonic() + 30
+    while (answer := client.post("/figures", json=asked)).status_code != 200:
+        assert error(answer)
+        assert time.monotonic() < limit
+
+
 # ---- who may ask
 
 

@@ -213,6 +213,23 @@ def test_who_does_not_stop_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.dist
+def test_a_rank_without_a_heartbeat_is_killed_once_others_have_ended(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a rank that is frozen in its last work, such as drawing: the launcher does.
+
+    A command that has no heart may take as long as it likes.
+    """
+    monkeypatch.setattr("realrun.launch.supervise.SILENT", 0.5)
+    store = Memory()
+    store.set("realrun/heart/0", "the last beat")
+    assert supervise(shells("kill -STOP $$", "true"), store, 30) == 1
+    said = "error: rank 0 gave no sign of life for 0.5 s and had to be killed\n"
+    assert capfd.readouterr().err == said
+    assert supervise(shells("sleep 1", "true"), Memory(), 30) == 0
+
+
+@pytest.mark.dist
 def test_children_of_ranks_end_with_them(mark: str) -> None:
     """What a rank started and did not wait for is killed, and does not hold up the launcher."""
     assert supervise(shells(f"sleep {mark} & true", "true"), Memory(), 30) == 0

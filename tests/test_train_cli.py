@@ -127,27 +127,49 @@ def test_a_second_training_does_not_write_over_the_first(
     assert "is of another training: its strategy is 'co2(tau=4)', not 'co2(tau=6)'" in said
 
 
+LAUNCH = """
+import sys
+from realrun.launch.local import run_local
+sys.exit(run_local(sys.argv[1:], 2))
+"""
+
+
+def dying(
+    place: Path, dies: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A training of two ranks, one of which dies as `dies` says."""
+    rank = (sys.executable, str(ROOT / "tests" / "dying_rank.py"))
+    launcher = (sys.executable, "-c", LAUNCH)
+    return call(place, *rank, *arguments, launcher=launcher, DIES=dies, **environment)
+
+
+@pytest.mark.dist
+def test_what_a_rank_raises_in_a_step_is_one_line_on_each(tmp_path: Path) -> None:
+    """Whatever it is: the rank says what it was and where, and so does the other one."""
+    done = dying(tmp_path, "1:9", *CO2, "--deadline", "5 s", RAISES="1")
+    assert done.returncode == 1, done.stderr
+    said = r"rank 1 raised ValueError in 'local step 9' of round 2: no such letter"
+    for rank in (0, 1):
+        assert re.search(rf"^\[rank {rank}\] error: {said}", done.stderr, re.MULTILINE), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_before_the_first_step_is_named(tmp_path: Path) -> None:
+    """While ranks connect for their votes, too: one line, no traceback."""
+    died = dying(tmp_path, "1:start", *CO2, "--deadline", "3 s")
+    assert died.returncode == 1, died.stderr
+    assert re.search(r"^\[rank 0\] error: rank 1 was killed by SIGKILL", died.stderr, re.MULTILINE)
+    assert "Traceback" not in died.stderr
+
+
 @pytest.mark.dist
 def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
     trained: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     """The survivor says who died and where; what is resumed ends as if nothing had happened."""
     arguments = (*CO2, *CHECKPOINTS)
-    died = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from realrun.launch.local import run_local; run_local(sys.argv[1:], 2)",
-            *(sys.executable, str(ROOT / "tests" / "dying_rank.py")),
-            *arguments,
-        ],
-        cwd=tmp_path,
-        env={**ENVIRONMENT, "DIES": "1:15"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    died = dying(tmp_path, "1:15", *arguments)
     assert re.search(
         r"^\[rank 0\] error: rank 1 was killed by SIGKILL;"
         r" stopped (in|after) '[a-z ]+ 1\d' of round",

@@ -1,9 +1,14 @@
 """The command line `co2sim`."""
 
-from co2sim.cli.app import app
-from co2sim.console.entry import run_app
+import sys
 
 
 def main() -> None:
     """Run a command of `co2sim`."""
+    try:  # control-C while all this is imported, too, is one line
+        from co2sim.cli.app import app  # noqa: PLC0415
+        from co2sim.console.entry import run_app  # noqa: PLC0415
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)
     run_app(app)

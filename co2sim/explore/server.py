@@ -4,16 +4,18 @@ import asyncio
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLateError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import uvicorn
-from pebble import ProcessPool
+from pebble import ProcessExpired, ProcessPool
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,7 +24,7 @@ from starlette.routing import Route
 
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import read
-from co2sim.errors import Co2simError, OptionError
+from co2sim.errors import Co2simError, OptionError, ResourceError
 from co2sim.explore.asking import Asker, Files, PageView, Positions, Text, check_parts
 from co2sim.explore.guard import Guard
 from co2sim.explore.page import server_page
@@ -33,6 +35,8 @@ from co2sim.units import Seconds
 HOST = "127.0.0.1"
 LIMIT: Seconds = 20.0
 """What an answer may take: a page that stands still for longer is of no use."""
+_PATIENCE = 2
+"""Times the limit that an answer may take with the time until it is begun."""
 _PROCESSES = 2
 _ENDED = "the server is ending"
 _MOST_FILES = 50
@@ -54,7 +58,7 @@ class Answers:
 
     def __init__(self, files: Files, goal: Goal, folder: Path, limit: Seconds = LIMIT) -> None:
         self.files, self.goal, self.folder, self.limit = files, goal, folder, limit
-        self.pool = ProcessPool(max_workers=_PROCESSES, initializer=_prepare)
+        self.pool = _pool()
         self.asked: set[Future[Any]] = set()
         self.uploads = 0
         self.ended = False
@@ -63,22 +67,35 @@ class Answers:
         """The answer of a method of `Asker`. Raises Co2simError, also where it takes too long."""
         if self.ended:
             raise OptionError(_ENDED)
+        if not self.pool.active:  # Pebble gives up a pool when a process is killed that is idle
+            self._renew()
+        began = time.monotonic()
         asked = self.pool.schedule(
             _answer, args=[self.files, self.goal, what, *given], timeout=self.limit
         )
         self.asked.add(asked)
         try:
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wait_for(asyncio.wrap_future(asked), _PATIENCE * self.limit)
         except asyncio.CancelledError:
             if not self.ended:
                 raise
             raise OptionError(_ENDED) from None
+        except (ProcessExpired, BrokenProcessPool):
+            raise ResourceError("its process was killed, perhaps for want of memory") from None
         except TooLateError:
+            if time.monotonic() - began >= _PATIENCE * self.limit:  # one was killed with a lock
+                self._renew()
             raise OptionError(
                 f"this takes longer than {self.limit:g} s; ask `co2sim run` on the command line"
             ) from None
         finally:
             self.asked.discard(asked)
+
+    def _renew(self) -> None:
+        """Begin with other processes."""
+        self.pool.stop()  # type: ignore[no-untyped-call]
+        self.pool.join()
+        self.pool = _pool()
 
     async def figures(self, view: PageView, settings: Sequence[Mapping[str, str]]) -> list[Any]:
         """Those of `Asker`, shared out: a single position by its strategies, else by positions."""
@@ -153,6 +170,10 @@ class _Server(uvicorn.Server):
         """End."""
         await asyncio.to_thread(self.answers.close)
         await super().shutdown(sockets)
+
+
+def _pool() -> ProcessPool:
+    return ProcessPool(max_workers=_PROCESSES, initializer=_prepare)
 
 
 _askers: dict[str, Asker] = {}

@@ -9,7 +9,10 @@ from contextlib import suppress
 from co2sim.units import Seconds
 from realrun.launch.output import TICK, RankOutput
 from realrun.launch.processes import RankProcess
-from realrun.launch.watch import Store, gone, tell
+from realrun.launch.watch import Hearts, Store, gone, tell
+
+SILENT: Seconds = 30.0
+"""A rank whose heart has stopped for so long is killed, once another one has ended."""
 
 _WRONG_INPUT = 2
 """Exit code of every command of ours, and of most others, for input that it cannot use."""
@@ -27,7 +30,8 @@ def supervise(
     It is 2, as of a command alone, where all that failed refused what they were given: then one of
     them has said why, and nothing is added.
 
-    The first failure is reported to the others; ranks that still run `grace` later are killed.
+    The first failure is reported to the others; ranks that still run `grace` later are killed. So
+    is one without a heartbeat once others have ended, who would have waited for it.
     Rank 0's stdout is passed on as it is, every other line with its rank in front. Once the ranks
     were `asked` to end by SIGTERM, one that ends by it has not failed: it was not ready yet to do
     so in good order, and the others, which need it, end with it. Where `cut` says that a guard has
@@ -36,8 +40,9 @@ def supervise(
     running = list(ranks)
     first: RankProcess | None = None
     late: list[RankProcess] = []
+    frozen: list[RankProcess] = []
     codes: set[int] = set()
-    deadline = float("inf")
+    deadline, hearts = float("inf"), Hearts(store)
     with RankOutput(ranks) as output:
         while running:
             output.forward(TICK)
@@ -60,6 +65,7 @@ def supervise(
                     silent = set(gone(store))
                     late = [one for one in running if one.rank in silent]
                     _kill(late)
+            frozen = frozen or _frozen(running, ranks, hearts)
             if time.monotonic() >= deadline:
                 late, deadline = [*late, *running], float("inf")
                 _kill(running)
@@ -68,10 +74,24 @@ def supervise(
     if codes == {_WRONG_INPUT} and not late and output.errors:
         return _WRONG_INPUT
     words = f"error: rank {first.rank} {ending(first)}"
+    if first in frozen:
+        words = (
+            f"error: {_named(frozen)} gave no sign of life for {SILENT:g} s and had to be killed"
+        )
     if late:
         words += f"; {_named(late)} did not stop and had to be killed"
     print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it ended
     return 1
+
+
+def _frozen(
+    running: Sequence[RankProcess], ranks: Sequence[RankProcess], hearts: Hearts
+) -> list[RankProcess]:
+    """Kill the ranks without a heartbeat, if others have ended."""
+    silent = [one for one in running if hearts.silent(one.rank) > SILENT]
+    found = silent if len(running) < len(ranks) else []
+    _kill(found)
+    return found
 
 
 def _kill(ranks: Sequence[RankProcess]) -> None:

@@ -62,6 +62,29 @@ def gone(store: Store) -> list[int]:
     return [one["rank"] for one in told if one["silent"]]
 
 
+class Hearts:
+    """The heartbeats of ranks, seen from the launcher."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: dict[int, tuple[bytes, float]] = {}
+
+    def silent(self, rank: int) -> float:
+        """Seconds since the heart of a rank was first seen as it is; 0 if it has none."""
+        key, now = _heart(rank), time.monotonic()
+        try:
+            beat = self._store.get(key) if self._store.check([key]) else b""
+        except RuntimeError:
+            return 0.0
+        if not beat or self._seen.get(rank, (b"", now))[0] != beat:
+            self._seen[rank] = beat, now
+        return now - self._seen[rank][1]
+
+
+def _heart(rank: int) -> str:
+    return f"realrun/heart/{rank}"
+
+
 class Watch:
     """The heartbeat of this rank, and what it knows of the others."""
 
@@ -149,7 +172,7 @@ class Watch:
     def _hearts(self) -> dict[int, Mapping[str, Any]]:
         found = {}
         for rank in range(self._world_size):
-            key = f"realrun/heart/{rank}"
+            key = _heart(rank)
             if self._quietly(lambda key=key: self._store.check([key])):  # type: ignore[misc]
                 text = self._quietly(lambda key=key: self._store.get(key))  # type: ignore[misc]
                 found[rank] = json.loads(text) if text else {}
@@ -166,7 +189,7 @@ class Watch:
         self._beats += 1
         places = {s: (p.number, p.round, p.op) for s, p in list(self._places.items())}
         heart = json.dumps({"beat": self._beats, "at": places})
-        self._quietly(lambda: self._store.set(f"realrun/heart/{self._rank}", heart))
+        self._quietly(lambda: self._store.set(_heart(self._rank), heart))
 
     def _told(self) -> bool:
         """Whether a failure was reported; keeps the first."""

@@ -13,8 +13,9 @@ from realrun.launch.watch import Place
 def guarded(world: World, place: Place) -> Iterator[None]:
     """Work that others depend on, at a place that they can see.
 
-    Raises RankFailure, with the ranks that are lost, when a collective fails. An error of this rank
-    is told to the others, unless all have it, and goes on here.
+    Raises RankFailure, with the ranks that are lost, when a collective fails, or with this one when
+    its own work raises. An error for users is told to the others, unless all have it, and goes on
+    here.
     """
     world.watch.enter("training", place)
     everybody = range(world.layout.world_size)
@@ -33,5 +34,7 @@ def guarded(world: World, place: Place) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise world.watch.lost(place, everybody, error) from error
+    except Exception as error:
+        raise world.watch.raised(place, error) from error
     finally:
         world.watch.exit("training")

@@ -89,7 +89,8 @@ def train(
         method = build(settings, model, world)
     with method.outer or nullcontext():
         validation = Validation(task, method, world)
-        estimator = Estimator(settings, task, method, world) if estimate else None
+        with guarded(world, Place(-1, 0, "start of the training")):
+            estimator = Estimator(settings, task, method, world) if estimate else None
         run = _Training(settings, task, world, method, validation, identity, folder, estimator)
         run.begin(Resume() if resume is True else resume or None)
         with _short_collections():
@@ -171,7 +172,8 @@ class _Training:
     def go(self, progress: OnStep | None, stop: Callable[[], bool] | None) -> History:
         """All steps that are left."""
         settings = self.settings
-        votes = Votes(self.world, max(settings.round, _VOTE), stop) if stop else None
+        with self._place("start of the steps after"):
+            votes = Votes(self.world, max(settings.round, _VOTE), stop) if stop else None
         while self.step < settings.last:
             self._estimate()
             self.step += 1
