@@ -23,7 +23,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as launchers set it
 import chaos_start
 import chaos_trial
 from chaos_plan import FAULTS, Trial, drawn
-from reports import folder, installed, machine, made_by, parser, table
+from reports import commit, folder, installed, machine, made_by, parser, table
 
 from co2sim.progress import progress_bar
 
@@ -54,6 +54,7 @@ def campaign(given: argparse.Namespace, base: Path) -> list[dict[str, Any]]:
         chaos_start.load()
     import_s = time.monotonic() - began
     running: dict[int, Trial] = {}
+    now = commit()
     until = time.monotonic() + given.minutes * 60
     with path.open("a", encoding="utf-8") as file, progress_bar("trials", shown=None) as bar:
         try:
@@ -62,7 +63,7 @@ def campaign(given: argparse.Namespace, base: Path) -> list[dict[str, Any]]:
                     one = waiting.pop(0)
                     running[_forked(one, base, import_s)] = one
                 pid, _ = os.wait()
-                verdict = _verdict(running.pop(pid), base)
+                verdict = _verdict(running.pop(pid), base) | {"commit": now}
                 known[verdict["number"]] = verdict
                 file.write(json.dumps(verdict) + "\n")
                 file.flush()
@@ -155,6 +156,7 @@ def text(verdicts: list[dict[str, Any]], seed: int) -> str:
     skipped = Counter(one["skipped"] for one in verdicts if one["skipped"])
     late = sum(not one["happened"] for one in made)
     plain = sum(bool(one.get("plain")) for one in made)
+    commits = ", ".join(dict.fromkeys(one["commit"] for one in verdicts))
     words = [f"{count} were not made: {why}." for why, count in skipped.items()]
     failures = [
         f"- {one['number']}, {one['target']}, {one['fault']}: {one['problem']}" for one in failed
@@ -169,7 +171,7 @@ def text(verdicts: list[dict[str, Any]], seed: int) -> str:
  in /dev/shm or temporary file may be left. What was saved must be whole: a training goes on from\
  it, and ends bit for bit like one that nothing befell. {plain} trials started every process\
  anew; the others forked ranks from a process that had loaded torch.\
- {" ".join(words)} {machine()} psutil {installed("psutil")}.
+ {" ".join(words)} Tried at commit {commits}. {machine()} psutil {installed("psutil")}.
 
 {report(verdicts)}
 

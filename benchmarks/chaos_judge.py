@@ -111,7 +111,7 @@ def judge(trial: Trial, one: Command, fault: Fault) -> str:
     said, allowed = one.said, codes(trial, fault)
     for words in ("Traceback (most recent call last)", "terminate called", "core dumped"):
         if words in said + one.printed:
-            return words
+            return f"{words}: {' / '.join(said.splitlines()[-4:])}"[:600]
     finished = _finished(trial, one)
     if one.code not in allowed and not (one.code == 0 and finished):
         return f"exit code {one.code}, not {' or '.join(map(str, sorted(allowed)))}"

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,7 +60,6 @@ class Command:
     pid: int
     folder: Path
     code: int | None = None
-    others: dict[int, int] = field(default_factory=dict)
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended; orphans that have ended are reaped."""

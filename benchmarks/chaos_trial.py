@@ -137,9 +137,7 @@ def _goes_on(trial: Trial, folder: Path, base: Path, *more: str) -> str:
     there = (folder / "out" / "log.csv").exists()
     again = folder / "resumed"
     again.mkdir()
-    (folder / "out").rename(again / "out") if not os.path.ismount(folder / "out") else (
-        shutil.copytree(folder / "out", again / "out")
-    )
+    shutil.copytree(folder / "out", again / "out")  # it may be a disk of its own
     local = Trial(**{n: getattr(trial, n) for n in trial.__slots__} | {"plain": False})
     one = started(local, again, command(local, again, *(["--resume"] if there else []), *more))
     if not ended(one, LONGEST) or one.code:
@@ -209,7 +207,7 @@ def _asked(address: str) -> str:
         asked = urllib.request.Request(  # noqa: S310 - on this machine
             f"{origin}/figures",
             json.dumps({"view": view, "settings": [{}]}).encode(),
-            {chaos_header(): token, "Content-Type": "application/json", "Origin": origin},
+            {_header(): token, "Content-Type": "application/json", "Origin": origin},
         )
         with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310 - on this machine
             return "" if json.loads(answer.read()) else "the answer is empty"
@@ -217,7 +215,7 @@ def _asked(address: str) -> str:
         return f"it does not answer: {error}"
 
 
-def chaos_header() -> str:
+def _header() -> str:
     """The name of the header with the server's token."""
     from co2sim.explore.guard import HEADER  # noqa: PLC0415 - starlette
 

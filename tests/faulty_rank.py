@@ -1,7 +1,7 @@
 """`python -m realrun`, but one rank fails at a stated moment: FAULT="kill:compute:1".
 
 how: kill (SIGKILL), stop (SIGSTOP: not even its heart beats), hang (sleeps for good), raise.
-phase: startup, compute, before (a collective), inside (one). The last part is the rank.
+phase: startup, clocks (compared), compute, before (a collective), inside (one); then the rank.
 PERIOD is the time between two heartbeats, SILENT after how long without one a heart has stopped.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from co2sim.schedule import Instance
 from realrun import cli, measure
+from realrun.execute import world
 from realrun.execute.kernels import KernelSet
 from realrun.launch import watch
 
@@ -69,6 +70,8 @@ def main() -> None:
     if os.environ["RANK"] == victim:
         if phase == "startup":
             fail(how)
+        if phase == "clocks":
+            world.synchronize = lambda *_: fail(how)
         make = measure.make_kernels
         measure.make_kernels = lambda *given: Faulty(make(*given), how, phase)
     cli.main()

@@ -81,6 +81,7 @@ def check_survivors(errors: dict[int, str], said: str, folder: Path, *, started:
     ("fault", "said"),
     [
         ("kill:startup:1", r"rank 1 was killed by SIGKILL"),
+        ("kill:clocks:1", r"rank 1 was killed by SIGKILL"),
         ("kill:compute:2", rf"rank 2 was killed by SIGKILL; {STOPPED}"),
         ("kill:before:0", rf"rank 0 was killed by SIGKILL; {STOPPED}"),
         ("stop:compute:1", r"rank 1 gives no sign of life; stopped in '\S+' of round 1"),
@@ -110,7 +111,7 @@ def test_all_ranks_stop_in_time_and_name_the_missing_one(
     assert code == 1
     survivors = {0, 1, 2} - {int(fault[-1])}
     errors = {rank: (tmp_path / f"err{rank}").read_text() for rank in survivors}
-    check_survivors(errors, said, tmp_path, started="startup" not in fault)
+    check_survivors(errors, said, tmp_path, started=not re.search("startup|clocks", fault))
 
 
 def launched_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:

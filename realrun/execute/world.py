@@ -198,7 +198,8 @@ def join(
         raise watch.lost(Place(-1, 0, "start-up"), range(size), error) from error
     layout = Layout(size // per_node, per_node, sites_of(env))
     world = World(rank, layout, backend, device, deadline, store, watch)
-    world.clock = synchronize(rank, size, _machine())
+    with world.together("comparison of clocks"):
+        world.clock = synchronize(rank, size, _machine())
     return world
 
 
