@@ -91,7 +91,7 @@ def _done(trial: Trial, one: Command, folder: Path) -> str:
         case "launcher killed" | "SIGTERM" | "SIGINT":
             said = _send(psutil.Process(one.pid), _SIGNALS[trial.fault])
         case "launcher stopped":
-            said = _stopped(psutil.Process(one.pid), 2 * deadline(trial) + 12, one)
+            said = _stopped(psutil.Process(one.pid), _too_long(trial), one)
         case "launcher paused":
             said = _stopped(psutil.Process(one.pid), _away(trial), one)
         case "kill" | "stop" | "pause" | "slow":
@@ -112,6 +112,11 @@ def _done(trial: Trial, one: Command, folder: Path) -> str:
 
 def _away(trial: Trial) -> float:
     return _SHORTEST + _SPREAD * trial.amount
+
+
+def _too_long(trial: Trial) -> float:
+    """Seconds after which a launcher that is stopped has lost its ranks: in a lab 30, and some."""
+    return 40 if trial.in_lab else 2 * deadline(trial) + 12
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> str:

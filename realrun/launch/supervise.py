@@ -46,10 +46,7 @@ def supervise(
     with RankOutput(ranks) as output:
         while running:
             output.forward(TICK)
-            ended = [one for one in running if one.process.poll() is not None]
-            for one in ended:
-                one.kill()  # what it started and left behind
-                running.remove(one)
+            ended = _ended(running)
             if ended and cut():
                 return 1
             if asked() and any(one.process.returncode == -signal.SIGTERM for one in ended):
@@ -62,9 +59,7 @@ def supervise(
                 deadline = time.monotonic() + grace
                 with suppress(RuntimeError):
                     tell(store, first.rank, ending(first))
-                    silent = set(gone(store))
-                    late = [one for one in running if one.rank in silent]
-                    _kill(late)
+                    late = _killed(running, gone(store))
             frozen = frozen or _frozen(running, ranks, hearts)
             if time.monotonic() >= deadline:
                 late, deadline = [*late, *running], float("inf")
@@ -73,23 +68,41 @@ def supervise(
         return 0
     if codes == {_WRONG_INPUT} and not late and output.errors:
         return _WRONG_INPUT
+    _say(first, frozen, late)
+    return 1
+
+
+def _say(first: RankProcess, frozen: Sequence[RankProcess], late: Sequence[RankProcess]) -> None:
+    """How it ended: who failed first, and who had to be killed."""
     words = f"error: rank {first.rank} {ending(first)}"
     if first in frozen:
-        words = (
-            f"error: {_named(frozen)} gave no sign of life for {SILENT:g} s and had to be killed"
-        )
+        silent = f"gave no sign of life for {SILENT:g} s and had to be killed"
+        words = f"error: {_named(frozen)} {silent}"
     if late:
         words += f"; {_named(late)} did not stop and had to be killed"
     print(words, file=sys.stderr, flush=True)  # noqa: T201 - a launcher says how it ended
-    return 1
 
 
 def _frozen(
     running: Sequence[RankProcess], ranks: Sequence[RankProcess], hearts: Hearts
 ) -> list[RankProcess]:
     """Kill the ranks without a heartbeat, if others have ended."""
-    silent = [one for one in running if hearts.silent(one.rank) > SILENT]
-    found = silent if len(running) < len(ranks) else []
+    silent = [one.rank for one in running if hearts.silent(one.rank) > SILENT]
+    return _killed(running, silent if len(running) < len(ranks) else [])
+
+
+def _ended(running: list[RankProcess]) -> list[RankProcess]:
+    """Take those that have ended out of the list, and kill what they started and left behind."""
+    found = [one for one in running if one.process.poll() is not None]
+    for one in found:
+        one.kill()
+        running.remove(one)
+    return found
+
+
+def _killed(running: Sequence[RankProcess], numbers: Sequence[int]) -> list[RankProcess]:
+    """Kill the ranks of these numbers."""
+    found = [one for one in running if one.rank in numbers]
     _kill(found)
     return found
 
