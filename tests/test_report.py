@@ -23,7 +23,8 @@ from co2sim import simulate
 from co2sim.case import Case
 from co2sim.cli import main
 from co2sim.grid import over_sizes
-from co2sim.report import bar_charts, bundle, page, rounds, sections, study_page
+from co2sim.report import bar_charts, bundle, comparison, page, rounds, sections, study_page
+from co2sim.report.answered import Answered
 from co2sim.report.study import Study
 from co2sim.step_factors import NO_GOAL, remark
 from co2sim.study import run
@@ -204,6 +205,37 @@ def test_of_two_clusters_the_answer_says_how_much_more_one_may_cost() -> None:
     assert ends[0] < 1
     assert "undecided" in told[3]
     assert f"a100-tcp80 is {slow.result.cluster}." in told[4]
+
+
+def of_two(slow: str, fast: str, model: str = "gpt2-small") -> dict[str, list[Answered]]:
+    """16 GPUs of two clusters, each with one strategy, or with several that "; " divides."""
+    job = Case(cluster="", model=model, strategy="")
+    found = {}
+    for name, texts in (("a100-tcp80", slow), ("a100-roce800", fast)):
+        cases = over_sizes(job, [name], texts.split("; "), "16")
+        found[name] = [Answered(name, c.strategy, c, run(c), None) for c in cases]
+    return found
+
+
+def test_a_speed_is_no_price_where_steps_differ_in_worth() -> None:
+    """A step of local updates on one cluster, of DDP on the other: only tokens/s are compared."""
+    local, *others = "co2:tau=4,delay=1,worker=node", "ddp", "zero3"
+    for slow, fast in [(local, other) for other in others] + [(other, local) for other in others]:
+        told = list(comparison.clusters(of_two(slow, fast)))
+        assert re.match(r"a100-roce800 is .* a100-tcp80 in tokens/s on 16 GPUs \(90 %: ", told[0])
+        assert "worth" not in " ".join(told)
+    for slow, fast in ((local, local), ("zero3", "ddp")):
+        told = list(comparison.clusters(of_two(slow, fast)))
+        assert re.match(r"a100-roce800 trains .*: it is worth up to [\d.]+ times", told[0])
+
+
+def test_what_does_not_fit_gains_nothing() -> None:
+    """DDP gains most from the faster network, and has no room for this model."""
+    both = f"ddp; {STRATEGIES[2]}"
+    assert "With ddp, a100-roce800" in " ".join(comparison.clusters(of_two(both, both)))
+    groups = of_two(both, both, "transnormer-7b")
+    assert [one.result.fits_in_memory for one in groups["a100-tcp80"]] == [False, True]
+    assert "With ddp" not in " ".join(comparison.clusters(groups))
 
 
 def test_without_prices_days_are_drawn_over_gpus() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from co2sim.report.answered import Answered
+from co2sim.step_factors import remark
 from co2sim.units import counted
 
 _MOST = 3
@@ -46,7 +47,8 @@ def first(group: Sequence[Answered]) -> Answered | None:
 def clusters(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
     """How much faster one cluster is than the others, and so how much more it may cost.
 
-    Nothing where they have not the same number of GPUs, or nothing fits in memory.
+    Nothing where they have not the same number of GPUs, or nothing fits in memory. Nothing of the
+    price where only speeds are known, and a step of one is not worth a step of the other.
     """
     best = [one for group in largest.values() if (one := first(group))]
     if len(best) < 2 or len({one.result.gpus for one in best}) > 1:  # noqa: PLR2004
@@ -57,16 +59,7 @@ def clusters(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
         ratio, sure, told = pace(top) / pace(other), _ratio(top, other), ""
         if sure is not None:
             told = f" (90 %: {sure[0]:.2g} to {sure[1]:.2g} times)"
-        if ratio < _SAME:
-            yield (
-                f"{top.cluster} and {other.cluster} are equally fast on {size}{told}: take the one"
-                " that costs less."
-            )
-        else:
-            yield (
-                f"{top.cluster} trains {_faster(ratio)} {other.cluster} on {size}{told}: it is"
-                f" worth {_dearer(ratio)}."
-            )
+        yield from _told(top, other, ratio, f"on {size}{told}")
         yield (
             f"That is with the fastest strategy of each: {top.strategy} on {top.cluster},"
             f" {other.strategy} on {other.cluster}."
@@ -75,6 +68,20 @@ def clusters(largest: Mapping[str, Sequence[Answered]]) -> Iterator[str]:
         if sure and sure[0] <= 1:
             yield "Which of the two is faster is undecided: their 90 % intervals overlap."
     yield " ".join(f"{one.cluster} is {one.result.cluster}." for one in best)
+
+
+def _told(top: Answered, other: Answered, ratio: float, where: str) -> Iterator[str]:
+    """The headline of two clusters."""
+    names = {top.result.strategy, other.result.strategy}
+    alike = top.asked or len(names) == 1 or not remark(names)
+    speed = "" if alike else f" in {top.result.unit}s/s"
+    if ratio < _SAME:
+        advice = ": take the one that costs less" if alike else ""
+        yield f"{top.cluster} and {other.cluster} are equally fast{speed} {where}{advice}."
+        return
+    worth = f": it is worth {_dearer(ratio)}" if alike else ""
+    verb = "trains" if alike else "is"
+    yield f"{top.cluster} {verb} {_faster(ratio)} {other.cluster}{speed} {where}{worth}."
 
 
 def strategies(group: Sequence[Answered]) -> str:
@@ -104,12 +111,15 @@ def _ratio(one: Answered, other: Answered) -> tuple[float, float] | None:
 
 
 def _gained(here: Sequence[Answered], there: Sequence[Answered], ratio: float) -> Iterator[str]:
-    """The strategy for which two clusters differ most, if that is more than the ratio."""
-    speeds = {one.strategy: one.result.tokens_per_s for one in there}
+    """The strategy for which two clusters differ most, if that is more than the ratio.
+
+    Of those that fit in memory on both.
+    """
+    speeds = {one.strategy: one.result.tokens_per_s for one in there if one.result.fits_in_memory}
     gained = {
         one.strategy: one.result.tokens_per_s / speeds[one.strategy]
         for one in here
-        if one.strategy in speeds
+        if one.result.fits_in_memory and one.strategy in speeds
     }
     name = max(gained, key=lambda name: abs(math.log(gained[name])), default="")
     more = max(gained[name], 1 / gained[name]) if name else 1.0
