@@ -105,12 +105,16 @@ class Board:
     def _failing(self) -> dict[tuple[tuple[str, str], ...], Failures | None]:
         return {}
 
-    def refuse_many(self, knots: Sequence[Knots]) -> None:
-        """Raise OptionError where the grids would be too many cases."""
-        counts = [
+    def counts(self, knots: Sequence[Knots]) -> list[int]:
+        """How many cases the grid of each strategy is."""
+        return [
             math.prod(len(chosen[at]) for at in self.axes(place))
             for place, chosen in enumerate(knots)
         ]
+
+    def refuse_many(self, knots: Sequence[Knots]) -> None:
+        """Raise OptionError where the grids would be too many cases."""
+        counts = self.counts(knots)
         if sum(counts) <= MOST_CASES:
             return
         place = counts.index(max(counts))

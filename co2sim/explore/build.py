@@ -2,18 +2,18 @@
 
 Every position of a control that is no continuous one is simulated. Of a continuous one some are,
 its knots: so many that figures between them are as exact as asked for, first along lines that are
-simulated whole, then at random positions. How exact they are is measured at other random ones.
+simulated whole, then at random positions, until none of those drawn last is too far off.
 """
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import count, product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.explore.board import Board, Knots, Known
+from co2sim.explore.board import MOST_CASES, Board, Knots, Known
 from co2sim.explore.controls import Control
 from co2sim.explore.figures import Figures, Lost, lost
 from co2sim.explore.grid import Exactness, ExploreGrid, Positions, StrategyGrid, between
@@ -24,8 +24,6 @@ _LINES = 4
 """Of each continuous control and strategy, simulated at all positions."""
 _CHECKS = 120
 """Random positions where figures are compared with the simulator's, of all strategies together."""
-_ROUNDS = 4
-"""How often knots are added where random positions are too far off."""
 
 
 def build(
@@ -33,23 +31,22 @@ def build(
 ) -> ExploreGrid:
     """Simulate. Raises OptionError for more than `board.MOST_CASES` cases.
 
-    Knots are added until throughput is within `tolerance` at random positions, a few times at most.
+    Knots are added where random positions are too far off, until new ones are all within
+    `tolerance`, or no more cases may be simulated.
     """
     board = Board(question, tuple(controls))
     known = Known(board, jobs)
     knots = [board.coarsest(place) for place in board.places]
     board.refuse_many(knots)
     _look_along_lines(board, known, knots, tolerance)
-    for seed in range(_ROUNDS):
+    for seed in count():
         grids = _simulated(board, known, knots)
         errors = _errors(board, known, grids, seed)
         if not _refine(board, knots, errors, tolerance):
             break
-    else:
-        grids = _simulated(board, known, knots)
-    errors = _errors(board, known, grids, _ROUNDS)
     off = [error.throughput for error in errors]
     exactness = Exactness(
+        tolerance=tolerance,
         checked=len(errors),
         median=float(np.median(off)) if off else 0.0,
         largest=max(off, default=0.0),
@@ -73,10 +70,10 @@ def _look_along_lines(board: Board, known: Known, knots: Sequence[Knots], tolera
     """Add knots to continuous controls: the others are where they begin, and at random places."""
     draw = random.Random(0)  # noqa: S311 - no secret
     lines = [
-        (place, at, [(*other[:at], stop, *other[at + 1 :]) for stop in range(count)])
+        (place, at, [(*other[:at], stop, *other[at + 1 :]) for stop in range(stops)])
         for place in board.places
         for at in board.loose(place)
-        for count in [len(board.controls[at].stops)]
+        for stops in [len(board.controls[at].stops)]
         for other in [board.begin(), *(board.drawn(place, draw) for _ in range(_LINES - 1))]
     ]
     wanted = [(place, one) for place, _, line in lines for one in line]
@@ -203,14 +200,20 @@ def _errors(board: Board, known: Known, grids: Sequence[StrategyGrid], seed: int
     return errors
 
 
-def _refine(
-    board: Board, knots: Sequence[Knots], errors: Sequence[_Error], tolerance: float
-) -> bool:
-    """Make knots of the positions that are too far off; whether there were any."""
+def _refine(board: Board, knots: list[Knots], errors: Sequence[_Error], tolerance: float) -> bool:
+    """Make knots of the positions that are too far off, the worst first; whether there were any.
+
+    Where they would be too many cases, none are made.
+    """
     added = False
-    for error in errors:
-        if error.throughput > tolerance:
-            for at in board.loose(error.place):
-                added |= error.positions[at] not in knots[error.place][at]
-                knots[error.place][at].add(error.positions[at])
+    for error in sorted(errors, key=lambda error: -error.throughput):
+        if error.throughput <= tolerance:
+            break
+        more = [{*stops} for stops in knots[error.place]]
+        for at in board.loose(error.place):
+            more[at].add(error.positions[at])
+        wanted = [*knots[: error.place], more, *knots[error.place + 1 :]]
+        if more != knots[error.place] and sum(board.counts(wanted)) <= MOST_CASES:
+            knots[error.place] = more
+            added = True
     return added

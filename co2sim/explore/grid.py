@@ -50,14 +50,21 @@ class StrategyGrid:
 class Exactness:
     """How far figures of a page are from the simulator's at positions between those simulated.
 
-    `checked` positions, taken at random; errors of throughput are relative, those of the exposed
-    share absolute. With `checked` 0 there are no positions between.
+    `checked` positions, taken at random; errors of throughput are relative, as is the `tolerance`
+    that was asked for, those of the exposed share absolute. With `checked` 0 there are no positions
+    between.
     """
 
+    tolerance: float
     checked: int
     median: float
     largest: float
     largest_exposed: float
+
+    @property
+    def met(self) -> bool:
+        """Whether throughput is as exact as asked for; else no more could be simulated."""
+        return self.largest <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True)

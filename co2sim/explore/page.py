@@ -8,6 +8,7 @@ from markupsafe import Markup
 from co2sim import __version__
 from co2sim.case import Case
 from co2sim.explore import charts
+from co2sim.explore.board import MOST_CASES
 from co2sim.explore.controls import Control
 from co2sim.explore.grid import Exactness, ExploreGrid
 from co2sim.explore.question import Question
@@ -40,7 +41,7 @@ def static_page(
     page, _ = render(
         title=f"{first[1].value.name} on {first[0].value.name}",
         content=content,
-        exactness=_exactness(grid),
+        exactness=exactness(grid),
         sections=[sections.trust(named, named), sections.inputs(named)],
         command=command,
         scripts=["grid.js", "explore.js"],
@@ -116,20 +117,25 @@ def render(
     return page, rules
 
 
-def _exactness(grid: ExploreGrid) -> list[str]:
-    """How exact the figures between simulated positions are, in words."""
-    said = [f"{grid.simulated:,} cases were simulated for this page."]
+def exactness(grid: ExploreGrid) -> list[str]:
+    """How exact the figures between simulated positions are, in words: first in short, then all."""
+    simulated = f"{grid.simulated:,} cases were simulated for this page."
     found: Exactness = grid.exactness
     if not found.checked:
-        return [*said, "Every position of every slider is one of them."]
-    text = (
-        f"Figures between them are interpolated. At {found.checked} positions, taken at random,"
-        f" they were compared with the simulator's: throughput is off by {found.median:.2%} at the"
-        f" median and {found.largest:.2%} at most, exposed communication by"
-        f" {100 * found.largest_exposed:.2f} points of a round at most. How far the simulator"
-        " itself is off stands below, and in the 90 % intervals."
+        return [f"{simulated} Every position of every slider is one of them."]
+    end = "as asked for" if found.met else f"at most {MOST_CASES:,} cases make a page"
+    short = (
+        f"{simulated} Between them throughput is off by up to {found.largest:.2%} at"
+        f" {found.checked} random positions; the tolerance is {found.tolerance:.2%} ({end})."
     )
-    return [*said, text]
+    more = (
+        "Figures between simulated positions are interpolated. At these random positions, none of"
+        " which was simulated for the page, they were compared with the simulator's: throughput is"
+        f" off by {found.median:.2%} at the median, exposed communication by"
+        f" {100 * found.largest_exposed:.2f} points of a round at most. Elsewhere it may be more."
+        " How far the simulator itself is off stands below, and in the 90 % intervals."
+    )
+    return [short, more]
 
 
 def server_page(
