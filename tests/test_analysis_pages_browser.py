@@ -1,19 +1,13 @@
 """Pages of `co2analysis compare`, `validate` and `verify` in a real browser."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("altair", reason="the extra `report` is not installed")
-pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
-pytest.importorskip("playwright", reason="playwright is not installed")
-
-from playwright.sync_api import Browser, sync_playwright
+from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
+from playwright.sync_api import Browser
 from test_analysis_pages import EVIL, compared, text_of, validated
 from test_compare import measured, more_latency, slower_network
-from test_report_browser import AXE, CHROMIUM, Opened, pytestmark  # noqa: F401 - marks these, too
 
 from analysis.measured.comparison import compare
 from analysis.published.errors import validate
@@ -22,6 +16,10 @@ from analysis.published.report import brief_report
 from co2sim.noise import Noise
 from co2sim.report.markdown import sections
 from co2sim.report.page import Page, render
+
+__all__ = ["browser"]
+
+pytestmark = marks
 
 PAGES = ["compare", "validate", "prose"]
 DOT = bytes.fromhex(
@@ -52,15 +50,6 @@ PROSE = f"""# dropped
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium, without a window."""
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-@pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of each kind: runs of three causes, published cells, and Markdown with all it has."""
     runs = compared({EVIL: ("ddp", slower_network), "latency": ("zero2", more_latency)})
@@ -78,7 +67,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in texts}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@SCHEMES
 @pytest.mark.parametrize("name", PAGES)
 def test_nothing_is_said_and_nothing_is_asked_of_a_network(
     browser: Browser, pages: dict[str, Path], name: str, scheme: str
@@ -86,9 +75,7 @@ def test_nothing_is_said_and_nothing_is_asked_of_a_network(
     """Every chart is drawn; no error, no warning, and no request but for the file itself."""
     opened = Opened(browser, pages[name], color_scheme=scheme)
     assert opened.said == []
-    assert [url for url in opened.asked if not url.startswith(("data:", "blob:"))] == [
-        pages[name].as_uri()
-    ]
+    assert opened.requests() == [pages[name].as_uri()]
     assert opened.page.locator("h1").count() == 1
 
 
@@ -97,7 +84,7 @@ def test_they_are_readable_on_a_phone_and_print(
     browser: Browser, pages: dict[str, Path], name: str
 ) -> None:
     """At 360 px nothing but tables and code scrolls sideways; a PDF has pages."""
-    opened = Opened(browser, pages[name], viewport={"width": 360, "height": 740})
+    opened = Opened(browser, pages[name], viewport=PHONE)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
     pdf = opened.page.pdf()
     assert pdf.startswith(b"%PDF")
@@ -106,7 +93,7 @@ def test_they_are_readable_on_a_phone_and_print(
 
 def test_tables_and_code_scroll_with_the_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
     """What is wider than a phone is in a box that has the focus and scrolls."""
-    opened = Opened(browser, pages["prose"], viewport={"width": 360, "height": 740})
+    opened = Opened(browser, pages["prose"], viewport=PHONE)
     boxes = opened.page.locator(".prose .wide")
     assert boxes.count() == 2
     box = boxes.nth(0)
@@ -137,8 +124,8 @@ def test_both_timelines_of_a_run_have_one_time_axis(
     assert first / second == pytest.approx(predicted / found, rel=0.02)
 
 
-@pytest.mark.skipif(not AXE, reason="AXE does not name axe.min.js of the npm package axe-core")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@needs_axe
+@SCHEMES
 @pytest.mark.parametrize("name", PAGES)
 def test_axe_finds_no_serious_violation(
     browser: Browser, pages: dict[str, Path], name: str, scheme: str
@@ -147,11 +134,4 @@ def test_axe_finds_no_serious_violation(
     opened = Opened(browser, pages[name], color_scheme=scheme, bypass_csp=True)
     for closed in opened.page.locator("details > summary:visible").all()[:3]:
         closed.click()
-    opened.page.add_script_tag(path=AXE)
-    found = opened.page.evaluate("axe.run()")
-    bad = [
-        (one["id"], one["nodes"][0]["html"][:200])
-        for one in found["violations"]
-        if one["impact"] in {"serious", "critical"} or one["id"] == "heading-order"
-    ]
-    assert bad == []
+    assert opened.violations("heading-order") == []

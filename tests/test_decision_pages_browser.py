@@ -4,16 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("altair", reason="the extra `report` is not installed")
-pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
-pytest.importorskip("playwright", reason="playwright is not installed")
-
+from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
 from playwright.sync_api import Browser
 from test_decision_pages import EVIL, SOLVE, SWEEP, asked_plan
 from test_plan import OFFER
 from test_report import rendered
-from test_report_browser import AXE, CHROMIUM, Opened, browser
 
 from co2sim.case import Case
 from co2sim.cli import main
@@ -25,10 +20,7 @@ from co2sim.study import run
 
 __all__ = ["browser"]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium-headless-shell"),
-]
+pytestmark = marks
 
 FORTY = [
     f"{name}:tau={tau},worker=node{inner}"
@@ -75,15 +67,14 @@ KINDS = pytest.mark.parametrize("kind", ["plan", "solve", "sweep", "forty"])
 
 
 @KINDS
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@SCHEMES
 def test_every_chart_is_drawn_and_nothing_is_asked_of_a_network(
     browser: Browser, pages: dict[str, Path], kind: str, scheme: str
 ) -> None:
     """No error, no warning of a chart, and no request but for the file; names run no script."""
     opened = Opened(browser, pages[kind], color_scheme=scheme)
     assert opened.said == []
-    asked = [url for url in opened.asked if not url.startswith(("data:", "blob:"))]
-    assert asked == [pages[kind].as_uri()]
+    assert opened.requests() == [pages[kind].as_uri()]
     assert not opened.page.get_by_text("could not be drawn").count()
     if kind == "plan":
         assert opened.page.get_by_text(EVIL).count()
@@ -94,7 +85,7 @@ def test_it_is_readable_on_a_phone_and_prints(
     browser: Browser, pages: dict[str, Path], kind: str
 ) -> None:
     """At 360 px nothing but a table scrolls sideways; a PDF has pages."""
-    opened = Opened(browser, pages[kind], viewport={"width": 360, "height": 740})
+    opened = Opened(browser, pages[kind], viewport=PHONE)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
     pdf = opened.page.pdf()
     assert pdf.startswith(b"%PDF")
@@ -102,21 +93,14 @@ def test_it_is_readable_on_a_phone_and_prints(
 
 
 @KINDS
-@pytest.mark.skipif(not AXE, reason="AXE does not name axe.min.js of the npm package axe-core")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@needs_axe
+@SCHEMES
 def test_axe_finds_no_serious_violation(
     browser: Browser, pages: dict[str, Path], kind: str, scheme: str
 ) -> None:
     """Contrast, names of controls, order of headings, tables: nothing serious or critical."""
     opened = Opened(browser, pages[kind], color_scheme=scheme, bypass_csp=True)
-    opened.page.add_script_tag(path=AXE)
-    found = opened.page.evaluate("axe.run()")
-    bad = [
-        (one["id"], one["nodes"][0]["html"][:200])
-        for one in found["violations"]
-        if one["impact"] in {"serious", "critical"}
-    ]
-    assert bad == []
+    assert opened.violations() == []
 
 
 def test_ticks_have_units(browser: Browser, pages: dict[str, Path]) -> None:

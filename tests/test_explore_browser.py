@@ -1,10 +1,8 @@
 """Both pages of `co2sim explore` in a real browser: one with a grid inside, one with a server."""
 
 import json
-import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,13 +13,11 @@ from urllib.parse import quote
 
 import pytest
 
-pytest.importorskip("altair", reason="the extra `report` is not installed")
-pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 pytest.importorskip("pebble", reason="the extra `explore` is not installed")
 pytest.importorskip("httpx2", reason="httpx2 is not installed")
-pytest.importorskip("playwright", reason="playwright is not installed")
 
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
+from playwright.sync_api import Browser, expect
 from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question, settings
 from test_explore_server import OWN, Served
 
@@ -32,27 +28,13 @@ from co2sim.explore.page import static_page
 from co2sim.study import run
 from co2sim.totals import totals_of
 
-CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-AXE = os.environ.get("AXE", "")
-"""The path of axe.min.js, from the npm package axe-core."""
+__all__ = ["browser"]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium-headless-shell"),
-]
+pytestmark = marks
 
 EVIL = "<script>alert(1)</script>"
 LONG = ("ü\"'&<b>" * 40)[:200]
 MODEL = Path("co2sim/catalog/models/gpt2-small.toml")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium, without a window."""
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +58,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.end()
 
 
-class Explorer:
-    """A page in the browser, with what it said and asked for."""
+class Explorer(Opened):
+    """A page of the explorer: its sliders and figures."""
 
-    def __init__(self, browser: Browser, address: str, **context: Any) -> None:
-        self.said: list[str] = []
-        self.requests: list[str] = []
-        self.page: Page = browser.new_context(**context).new_page()
-        self.page.set_default_timeout(20_000)
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.address = address
-        self.page.goto(address)
-        self.ready()
-
-    def ready(self) -> None:
-        """Wait until everything is drawn."""
-        self.page.wait_for_selector("body[data-ready]")
+    drawn = "document.body.dataset.ready"
 
     def move(self, path: str, stop: int) -> str:
         """Move a slider; the text beside it."""
@@ -138,11 +106,12 @@ class Explorer:
         assert self.said == []
         own = re.match(r"\w+://[^/]*/", self.address)
         assert own
-        strange = [url for url in self.requests if not url.startswith(("data:", "blob:"))]
         if self.address.startswith("file:"):
-            assert {url.partition("#")[0] for url in strange} == {self.address.partition("#")[0]}
+            assert {url.partition("#")[0] for url in self.requests()} == {
+                self.address.partition("#")[0]
+            }
         else:
-            assert all(url.startswith(own[0]) for url in strange)
+            assert all(url.startswith(own[0]) for url in self.requests())
         self.page.context.close()
 
 
@@ -520,11 +489,11 @@ def test_a_drag_need_not_wait(opened: Open, served: str) -> None:
     explorer = opened(served)
     explorer.page.wait_for_load_state("networkidle")
     explorer.page.wait_for_timeout(500)
-    asked = len(explorer.requests)
+    asked = len(explorer.asked)
     before = explorer.table()
     explorer.move("inter.bandwidth", explorer.stops("inter.bandwidth") - 2)
     assert explorer.table() != before
-    assert len(explorer.requests) == asked
+    assert len(explorer.asked) == asked
 
 
 def test_an_upload_that_cannot_be_read_is_said_beside_it(opened: Open, served: str) -> None:
@@ -596,12 +565,12 @@ def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> No
 # ---- for everybody
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@SCHEMES
 def test_it_follows_the_scheme_and_is_readable_on_a_phone(
     opened: Open, address: str, scheme: str
 ) -> None:
     """At 360 px nothing but a table scrolls sideways; dark paper has light ink."""
-    explorer = opened(address, viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    explorer = opened(address, viewport=PHONE, color_scheme=scheme)
     explorer.page.get_by_role("button", name="Keep this to compare").click()
     explorer.ready()
     assert explorer.page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -624,8 +593,8 @@ def test_it_prints(opened: Open, address: str) -> None:
     assert explorer.page.locator("#figures").is_visible()
 
 
-@pytest.mark.skipif(not AXE, reason="AXE does not name axe.min.js of the npm package axe-core")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@needs_axe
+@SCHEMES
 def test_axe_finds_no_serious_violation(opened: Open, address: str, scheme: str) -> None:
     """Contrast, names of controls, order of headings, tables: nothing serious or critical."""
     explorer = opened(address, color_scheme=scheme, bypass_csp=True)
@@ -633,11 +602,4 @@ def test_axe_finds_no_serious_violation(opened: Open, address: str, scheme: str)
         details.evaluate("one => one.open = true")
     explorer.page.get_by_role("button", name="Keep this to compare").click()
     explorer.ready()
-    explorer.page.add_script_tag(path=AXE)
-    found = explorer.page.evaluate("axe.run()")
-    bad = [
-        (one["id"], one["nodes"][0]["html"][:200])
-        for one in found["violations"]
-        if one["impact"] in {"serious", "critical"}
-    ]
-    assert bad == []
+    assert explorer.violations() == []

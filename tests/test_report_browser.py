@@ -1,38 +1,16 @@
 """The page of `co2sim report` in a real browser."""
 
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-pytest.importorskip("altair", reason="the extra `report` is not installed")
-pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
-pytest.importorskip("playwright", reason="playwright is not installed")
-
-from playwright.sync_api import Browser, Page, sync_playwright
+from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
+from playwright.sync_api import Browser
 from test_report import PRICED, rendered, study_of
 
-CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
-AXE = os.environ.get("AXE", "")
-"""The path of axe.min.js, from the npm package axe-core."""
+__all__ = ["browser"]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium-headless-shell"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium, without a window."""
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+pytestmark = marks
 
 
 @pytest.fixture(scope="module")
@@ -44,32 +22,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Opened:
-    """A page in the browser, with what it said and asked for."""
-
-    def __init__(self, browser: Browser, path: Path, **context: Any) -> None:
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.page: Page = browser.new_context(**context).new_page()
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.goto(path.as_uri())
-        self.page.wait_for_function(
-            "[...document.querySelectorAll('.chart')].every(one => one.querySelector('svg'))"
-        )
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@SCHEMES
 def test_every_chart_is_drawn_and_nothing_is_asked_of_a_network(
     browser: Browser, report: Path, scheme: str
 ) -> None:
     """No error, no warning, and no request but for the file itself."""
     opened = Opened(browser, report, color_scheme=scheme)
     assert opened.said == []
-    assert [url for url in opened.asked if not url.startswith(("data:", "blob:"))] == [
-        report.as_uri()
-    ]
+    assert opened.requests() == [report.as_uri()]
     ink, paper = (
         opened.page.evaluate(f"getComputedStyle(document.body).{name}")
         for name in ("color", "backgroundColor")
@@ -106,7 +66,7 @@ def test_a_choice_changes_its_timeline_alone(browser: Browser, report: Path) -> 
 
 def test_it_is_readable_on_a_phone_and_prints(browser: Browser, report: Path) -> None:
     """At 360 px nothing but a table scrolls sideways; a PDF has pages."""
-    opened = Opened(browser, report, viewport={"width": 360, "height": 740})
+    opened = Opened(browser, report, viewport=PHONE)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
     pdf = opened.page.pdf()
     assert pdf.startswith(b"%PDF")
@@ -125,16 +85,9 @@ def test_names_run_no_script(browser: Browser, tmp_path: Path) -> None:
     assert opened.page.get_by_text("<script>alert(1)</script>").count()
 
 
-@pytest.mark.skipif(not AXE, reason="AXE does not name axe.min.js of the npm package axe-core")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@needs_axe
+@SCHEMES
 def test_axe_finds_no_serious_violation(browser: Browser, report: Path, scheme: str) -> None:
     """Contrast, names of controls, order of headings, tables: nothing serious or critical."""
     opened = Opened(browser, report, color_scheme=scheme, bypass_csp=True)
-    opened.page.add_script_tag(path=AXE)
-    found = opened.page.evaluate("axe.run()")
-    bad = [
-        (one["id"], one["nodes"][0]["html"][:200])
-        for one in found["violations"]
-        if one["impact"] in {"serious", "critical"}
-    ]
-    assert bad == []
+    assert opened.violations() == []

@@ -133,28 +133,21 @@ def test_the_page_leads_with_the_answer_and_holds_the_numbers(
 
 def test_the_page_is_good_in_a_browser(folder: Path) -> None:
     """No error, no request, no script; readable at 360 px, in light and dark; axe has nothing."""
-    pytest.importorskip("playwright", reason="playwright is not installed")
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - may be missing
-    from test_report_browser import AXE, CHROMIUM, Opened  # noqa: PLC0415 - as above
+    from browsing import AXE, CHROMIUM, PHONE, Opened, chromium  # noqa: PLC0415 - it may skip
 
     if not CHROMIUM:
         pytest.skip("no Chromium: apt-get install chromium-headless-shell")
     path = folder / "report.html"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as browser:
         for scheme in ("light", "dark"):
-            size = {"width": 360, "height": 740}
-            opened = Opened(browser, path, color_scheme=scheme, viewport=size, bypass_csp=bool(AXE))
+            opened = Opened(
+                browser, path, color_scheme=scheme, viewport=PHONE, bypass_csp=bool(AXE)
+            )
             assert opened.said == []
-            assert [url for url in opened.asked if not url.startswith("data:")] == [path.as_uri()]
+            assert opened.requests() == [path.as_uri()]
             assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
             assert opened.page.pdf().startswith(b"%PDF")
-            if AXE:
-                opened.page.add_script_tag(path=AXE)
-                found = opened.page.evaluate("axe.run()")["violations"]
-                bad = [one["id"] for one in found if one["impact"] in {"serious", "critical"}]
-                assert bad == []
-        browser.close()
+            assert not AXE or opened.violations() == []
 
 
 def test_report_shows_what_was_measured(folder: Path, findings: Findings) -> None:
