@@ -48,6 +48,10 @@ _PARTS = {
 _TWO_LINES = "split(datum.label, ', ')"
 _WIDE = 240
 """Pixels of labels."""
+_MS = alt.X("ms:Q", title="ms", axis=alt.Axis(tickCount=6, labelSeparation=6))
+_WHAT = alt.Y(
+    "what:N", sort=None, title=None, axis=alt.Axis(labelExpr=_TWO_LINES, labelLimit=_WIDE)
+)
 
 
 def errors(found: Mapping[str, Mapping[str, float]]) -> Spec:
@@ -86,13 +90,8 @@ def times(rows: Rows) -> Spec:
         alt.Chart(data(rows))
         .mark_bar()
         .encode(
-            x=alt.X("ms:Q", title="ms", axis=alt.Axis(tickCount=6, labelSeparation=6)),
-            y=alt.Y(
-                "what:N",
-                sort=None,
-                title=None,
-                axis=alt.Axis(labelExpr=_TWO_LINES, labelLimit=_WIDE),
-            ),
+            x=_MS,
+            y=_WHAT,
             yOffset=alt.YOffset("side:N", sort=list(SIDES)),
             color=alt.Color("side:N", title=None, scale=_SIDES),
             tooltip=["what:N", "side:N", alt.Tooltip("ms:Q", format=".4~g"), "error:N"],
@@ -193,13 +192,8 @@ def spent(found: Mapping[str, TimeBreakdown]) -> Spec:
         alt.Chart(data(rows))
         .mark_bar()
         .encode(
-            x=alt.X("ms:Q", title="ms", axis=alt.Axis(tickCount=6, labelSeparation=6)),
-            y=alt.Y(
-                "what:N",
-                sort=None,
-                title=None,
-                axis=alt.Axis(labelExpr=_TWO_LINES, labelLimit=_WIDE),
-            ),
+            x=_MS,
+            y=_WHAT,
             color=alt.Color(
                 "part:N",
                 title=None,
