@@ -513,6 +513,32 @@ def test_what_takes_too_long_ends_and_the_server_goes_on(
         assert client.post("/check", json=VIEW).status_code == 200
 
 
+def test_what_fails_in_the_simulator_is_a_line_and_a_traceback_for_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page gets one line; the error goes on to uvicorn, which writes where it came from."""
+
+    def wrong(_: asking.Asker, view: PageView) -> None:
+        if view.model == "llama-7b":
+            os._exit(1)
+        raise KeyError("two\nlines")
+
+    monkeypatch.setattr(asking.Asker, "check", wrong)
+    with serving(tmp_path) as client:
+        with pytest.raises(KeyError) as raised:
+            client.post("/check", json=VIEW)
+        assert "in wrong" in str(raised.value.__cause__)
+        headers = {HEADER: TOKEN}
+        quiet = TestClient(client.app, ADDRESS, raise_server_exceptions=False, headers=headers)
+        answer = quiet.post("/check", json=VIEW)
+        assert answer.status_code == 500
+        said = answer.json()["error"]
+        assert said.startswith("co2sim itself failed (KeyError: ")
+        assert "\n" not in said
+        killed = error(client.post("/check", json={**VIEW, "model": "llama-7b"}))
+        assert killed == "its process was killed, perhaps for want of memory"
+
+
 # ---- the process
 
 

@@ -38,6 +38,8 @@ LIMIT: Seconds = 20.0
 _PATIENCE = 2
 """Times the limit that an answer may take with the time until it is begun."""
 _PROCESSES = 2
+_LONGEST = 300
+"""Characters of an error."""
 _ENDED = "the server is ending"
 _MOST_FILES = 50
 _NAME = re.compile(r"[\w][\w .()+-]{0,99}\.(toml|json)")
@@ -88,6 +90,8 @@ class Answers:
             raise OptionError(
                 f"this takes longer than {self.limit:g} s; ask `co2sim run` on the command line"
             ) from None
+        except ProcessExpired:
+            raise ResourceError("its process was killed, perhaps for want of memory") from None
         finally:
             self.asked.discard(asked)
 
@@ -237,7 +241,11 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
             Route("/", page),
             *(Route(f"/{name}", one, methods=["POST"]) for name, one in asking.items()),
         ],
-        exception_handlers={Co2simError: _refused, ValidationError: _unreadable},
+        exception_handlers={
+            Co2simError: _refused,
+            ValidationError: _unreadable,
+            Exception: _unexpected,
+        },
     )
     made.add_middleware(Guard, token=token)
     return made
@@ -256,6 +264,13 @@ async def _unreadable(_: Request, error: Exception) -> Response:
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return JSONResponse({"error": f"{where or 'the request'}: {first['msg']}"}, 422)
+
+
+async def _unexpected(_: Request, error: Exception) -> Response:
+    """What is no fault of the user: a line; uvicorn writes the traceback to the terminal."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+    text = f"co2sim itself failed ({what}); the server's terminal says where"
+    return JSONResponse({"error": text}, 500)
 
 
 def serve(
