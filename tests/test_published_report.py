@@ -225,6 +225,14 @@ def test_published_cells_of_co2_contradict_full_overlap_at_tau_12(cells: list[Ce
     assert not consistency.ratio_lower_bounds([])
 
 
+def test_how_far_it_is_is_told(cells: list[Cell]) -> None:
+    """After every cell; the last one is all of them."""
+    told: list[tuple[int, int]] = []
+    rows = errors.validate(cells[:2], lambda done, total: told.append((done, total)))
+    assert [row.cell for row in rows] == cells[:2]
+    assert told == [(1, 2), (2, 2)]
+
+
 # --- errors and intervals ------------------------------------------------------------------------
 
 

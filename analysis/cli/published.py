@@ -14,6 +14,7 @@ from analysis.published.parameters import GROUPS
 from co2sim.console.over_sizes import Report
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
+from co2sim.progress import progress_bar
 from co2sim.report.option import check
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     for note in missing:
         typer.echo(f"note: {note}", err=True)
     files = _kind_record(known, papers_) if write else {}
-    rows = errors.validate(chosen)
+    with progress_bar("predicting published cells", after=1.0) as progress:
+        rows = errors.validate(chosen, progress)
     if figures is not None:
         from analysis.published.figures.all_figures import draw  # noqa: PLC0415 - matplotlib
 
@@ -91,7 +93,8 @@ def validate_command(  # noqa: PLR0917 - one argument per option
         if brief or cells:
             found = reports.brief_report(rows, None if cells else papers_)
         else:
-            found = reports.full_report(rows, known, papers_)
+            with progress_bar("analysing the errors", after=1.0) as progress:
+                found = reports.full_report(rows, known, papers_, progress)
         text = reports.render(found)
     if markdown is not None:
         files[markdown] = text.encode()

@@ -10,6 +10,7 @@ from analysis.published.cells import Cell, with_values
 from analysis.published.predict import memory_of, phases, predict
 from co2sim.calibrations import Calibration, calibrations
 from co2sim.intervals import reaches
+from co2sim.progress import Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,15 @@ class CellPrediction:
         }
 
 
-def validate(cells: Sequence[Cell]) -> list[CellPrediction]:
+def validate(cells: Sequence[Cell], done: Done | None = None) -> list[CellPrediction]:
     """Predict every cell with the constants of the catalog."""
     known = calibrations()
-    return [_predicted(cell, known.get(cell.group)) for cell in cells]
+    found = []
+    for place, cell in enumerate(cells, 1):
+        found.append(_predicted(cell, known.get(cell.group)))
+        if done:
+            done(place, len(cells))
+    return found
 
 
 def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:

@@ -4,7 +4,7 @@ Its words and tables stand in `templates/validation.md.j2`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from analysis.published.paper_cells import Unpredicted, unpredicted
 from analysis.published.papers import papers as sources
 from analysis.published.parameters import GROUPS, Constant, stated
 from co2sim.calibrations import Calibration, calibrations
+from co2sim.progress import Done
 from co2sim.units import duration, number
 
 _TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -98,28 +99,41 @@ def brief_report(rows: Sequence[CellPrediction], papers: Path | None = None) -> 
 
 
 def full_report(
-    rows: Sequence[CellPrediction], known: Sequence[Cell], papers: Path
+    rows: Sequence[CellPrediction],
+    known: Sequence[Cell],
+    papers: Path,
+    done: Done | None = None,
 ) -> ValidationReport:
     """Errors, their analysis, constants, ablations and sensitivities; `known` are all cells.
 
     Only errors of cells that depend on fitted constants are analysed.
     """
-    fitted = ValidationReport(rows=[row for row in rows if row.has_interval])
+    largest = ValidationReport(rows=[row for row in rows if row.has_interval]).largest
     refittable = sensitivity.can_refit(known)
-    by_tokens = sensitivity.refits_by_tokens(known, _TOKENS) if refittable else {}
-    return ValidationReport(
-        rows=rows,
-        explanations=[explain(row, rows, known) for row in fitted.largest],
-        speeds=consistency.implied_speeds(known),
-        constants=estimates(),
-        fits=calibrations(),
-        ablations=ablation.ablate(known),
-        by_tokens={f"{tokens:,}": refit for tokens, refit in by_tokens.items()},
-        by_communication=sensitivity.refits_by_communication(known) if refittable else {},
-        bounds=consistency.ratio_lower_bounds(known),
-        unpredicted=unpredicted(papers),
-        kinds=kind_errors.coverage(kind_errors.errors_by_kind(known, sources(papers))),
-    )
+    tokens = _TOKENS if refittable else ()
+    parts: dict[str, Callable[[], Any]] = {
+        "explanations": lambda: [explain(row, rows, known) for row in largest],
+        "speeds": lambda: consistency.implied_speeds(known),
+        "constants": estimates,
+        "fits": calibrations,
+        "ablations": lambda: ablation.ablate(known),
+        "by_tokens": lambda: {
+            f"{count:,}": refit
+            for count, refit in sensitivity.refits_by_tokens(known, tokens).items()
+        },
+        "by_communication": lambda: (
+            sensitivity.refits_by_communication(known) if refittable else {}
+        ),
+        "bounds": lambda: consistency.ratio_lower_bounds(known),
+        "unpredicted": lambda: unpredicted(papers),
+        "kinds": lambda: kind_errors.coverage(kind_errors.errors_by_kind(known, sources(papers))),
+    }
+    found = {}
+    for place, (name, made) in enumerate(parts.items(), 1):
+        found[name] = made()
+        if done:
+            done(place, len(parts))
+    return ValidationReport(rows=rows, **found)
 
 
 def explain(
