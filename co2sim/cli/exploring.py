@@ -58,7 +58,7 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
             "--out",
             "-o",
             metavar="FILE.html",
-            help="Write a page that needs no server, with all positions simulated before.",
+            help="Write a page that needs no server, with positions simulated before.",
         ),
     ] = None,
     tolerance: Annotated[
