@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from co2sim.case import Case
     from co2sim.cluster import GPU, Cluster, KernelTimes, Link
     from co2sim.errors import (
@@ -113,12 +114,13 @@ __all__ = [
     "to_loss",
     "totals_of",
 ]
-__version__ = "0.1.0"
 
 
 if not TYPE_CHECKING:  # for whom a name that is not above is an error
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return import_module(f"{__name__}.own_version").own_version()
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

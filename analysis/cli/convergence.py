@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -23,10 +22,10 @@ from analysis.cli.constants import (
     whole,
 )
 from analysis.cli.json_output import print_json
-from analysis.cli.repeated import repeated
 from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
+from co2sim.console.command_line import command_line
 from co2sim.console.entry import keeping
 from co2sim.console.over_sizes import Report
 from co2sim.console.tables import console, print_table
@@ -235,14 +234,13 @@ def verify(
     scikit_learn()
     check("--report", report, charts=False)
     check_writable(out)
-    began = time.monotonic()
     with keeping("measured cells are kept"):
         with progress_bar("measuring") as progress:
             cells = store.measure(
                 out / "cells", quick=quick, jobs=jobs or os.cpu_count() or 1, progress=progress
             )
         findings = checks.judge(cells, quick=quick)
-        files = reports.files(findings, out, time.monotonic() - began, repeated(), report)
+        files = reports.files(findings, out, command_line("co2analysis"), report)
         write_atomically(files)
     if json_:
         print_json(findings.to_dict())

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from analysis.cli.repeated import repeated
 from analysis.measured.overrides import changed
 from co2sim.catalog import Fact, load_cluster, load_model
 from co2sim.cluster import Cluster
 from co2sim.console import options
+from co2sim.console.command_line import command_line
 from co2sim.console.entry import keeping
 from co2sim.console.over_sizes import Report
 from co2sim.console.tables import console
@@ -243,7 +243,7 @@ def _page(
     from analysis.measured.page import page  # noqa: PLC0415 - Altair
     from co2sim.report.page import render  # noqa: PLC0415 - as above
 
-    return render(page(comparisons, repeated(), rank, stated, changes))
+    return render(page(comparisons, command_line("co2analysis"), rank, stated, changes))
 
 
 def _figures(comparisons: Sequence["RunComparison"], figure: Path, rank: int) -> dict[Path, bytes]:

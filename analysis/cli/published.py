@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from analysis.cli.repeated import repeated
 from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE
 from analysis.published.parameters import GROUPS
+from co2sim.console.command_line import command_line
 from co2sim.console.over_sizes import Report
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
@@ -132,7 +132,7 @@ def _page(
     from analysis.published.page import page  # noqa: PLC0415 - Altair
     from co2sim.report.page import render  # noqa: PLC0415 - as above
 
-    return render(page(found, text, numbers, repeated(), missing))
+    return render(page(found, text, numbers, command_line("co2analysis"), missing))
 
 
 def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:

@@ -49,7 +49,6 @@ class VerifyContext:
 
     title: str
     findings: Findings
-    seconds: float
     margin_of_8_seeds: float
     groupings: tuple[tuple[str, Mapping[str, RatioGroup]], ...]
     term_columns: tuple[str, ...]
@@ -66,7 +65,6 @@ class VerifyContext:
 def files(
     findings: Findings,
     folder: Path,
-    seconds: float,
     command: str = "co2analysis verify",
     also: Path | None = None,
 ) -> dict[Path, bytes]:
@@ -80,7 +78,7 @@ def files(
         "rescue.png": figures.rescue_figure(findings.isolation.rescue),
         "oracle.png": figures.oracle_figure(findings.oracle),
     }
-    text = render_markdown(make_context(findings, seconds))
+    text = render_markdown(make_context(findings))
     numbers = json.dumps(findings.to_dict(), indent=1)
     html = render(page.page(findings, text, pictures, numbers, command))
     whole = {folder / name: content for name, content in pictures.items()}
@@ -90,7 +88,7 @@ def files(
     return whole if also is None else whole | {also: html}
 
 
-def make_context(findings: Findings, seconds: float) -> VerifyContext:
+def make_context(findings: Findings) -> VerifyContext:
     """The numbers that are not among the findings themselves."""
     grid = findings.grid
     noticed, usually = grid.noticed, grid.noticed_usually
@@ -98,7 +96,6 @@ def make_context(findings: Findings, seconds: float) -> VerifyContext:
     return VerifyContext(
         title="The convergence bound of CO2, checked",
         findings=findings,
-        seconds=seconds,
         margin_of_8_seeds=margin(8),
         groupings=(
             ("problem", grid.by_family),

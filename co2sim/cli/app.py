@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim import __version__, grid, study
+from co2sim import grid, study
 from co2sim.case import Case
 from co2sim.cli import deciding, exploring, reporting
 from co2sim.console import budgets, goals, options, over_sizes
@@ -44,13 +44,8 @@ def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,  # noqa: FBT002
-) -> None:
-    if version:
-        print(__version__)
-    elif context.invoked_subcommand is None:
+def _root(context: typer.Context, _version: options.Version = False) -> None:  # noqa: FBT002
+    if context.invoked_subcommand is None:
         print(context.get_help())
 
 

@@ -1,8 +1,6 @@
 """`co2sim explore`: a page to play with."""
 
 import secrets
-import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -16,6 +14,7 @@ import typer
 from co2sim import study
 from co2sim.case import Case
 from co2sim.console import budgets, goals, options
+from co2sim.console.command_line import command_line
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
 from co2sim.ranges import between
@@ -116,7 +115,7 @@ def _write(
         case.prepare()  # what cannot be is better said before the others are simulated
     grid = build(question, shown, tolerance, jobs)
     first = [(case, study.run(case)) for case in cases]
-    command = shlex.join(["co2sim", *sys.argv[1:]])
+    command = command_line("co2sim")
     write_atomically({out: static_page(question, grid, first, command)})
     print(exactness(grid)[0])
     print(f"page  {out}")

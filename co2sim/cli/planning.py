@@ -11,6 +11,7 @@ from rich.text import Text
 from co2sim.cli import reporting
 from co2sim.cli.planning_tables import print_options
 from co2sim.console import budgets
+from co2sim.console.command_line import command_line
 from co2sim.console.plan_words import commands, looked, nothing, plain, words
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines
@@ -56,7 +57,7 @@ def planning(
             turns=turns,
             levers=held,
             interrupted=interrupted,
-            command=reporting.command(),
+            command=command_line("co2sim"),
         )
         reporting.write(report, page(planned))
     if as_json:

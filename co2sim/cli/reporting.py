@@ -1,7 +1,5 @@
 """A study as one HTML page: `co2sim report`, and --report of other commands."""
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +11,7 @@ from co2sim.batch import run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
 from co2sim.console import budgets, goals, options, over_sizes
+from co2sim.console.command_line import command_line
 from co2sim.console.repeated import refuse_twice
 from co2sim.files import write_atomically
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
@@ -99,11 +98,6 @@ def print_where(path: Path | None, *, quiet: bool = False) -> None:
         print(f"report  {path}")
 
 
-def command() -> str:
-    """The command line of this process, for a shell."""
-    return shlex.join(["co2sim", *sys.argv[1:]])
-
-
 def study_of(
     cases: Sequence[Case],
     results: Sequence[Result],
@@ -122,5 +116,5 @@ def study_of(
         tokens=tokens,
         comparisons=comparisons,
         panels=panels,
-        command=command(),
+        command=command_line("co2sim"),
     )

@@ -11,6 +11,7 @@ from rich.text import Text
 from co2sim import study
 from co2sim.case import Case
 from co2sim.cli import reporting
+from co2sim.console.command_line import command_line
 from co2sim.console.result_tables import print_assumed, print_warnings
 from co2sim.console.solve_words import best, checks, plain, remarks, told, words
 from co2sim.console.tables import console, print_lines, print_table
@@ -65,7 +66,7 @@ def solving(  # noqa: PLR0917 - one argument per option
             levers=moved,
             tokens=tokens,
             goal=goal,
-            command=reporting.command(),
+            command=command_line("co2sim"),
         )
         reporting.write(report, page(answers))
     if as_json:

@@ -13,6 +13,7 @@ from co2sim.case import Case
 from co2sim.cli import reporting
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.console import answers, budgets, intervals, loss
+from co2sim.console.command_line import command_line
 from co2sim.console.result_tables import print_assumed, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
@@ -105,7 +106,7 @@ def _show(
             rows=rows,
             goal=goal,
             tokens=tokens,
-            command=reporting.command(),
+            command=command_line("co2sim"),
             missing=missing,
         )
         files[wishes.report] = _page(swept)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from co2sim import power
-from co2sim.batch import Failure, Interrupted, Outcome, run_all
+from co2sim.batch import Failure, Interrupted, Outcome, processes, run_all
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.decide.candidates import Fitting, fits
@@ -66,12 +66,19 @@ class Search:
         self.simulated = 0
 
     def run(self, jobs: int, done: Done | None) -> bool:
-        """Look at all cases; False if somebody stopped it."""
-        total, size = len(self._promises), 1 if jobs == 1 else _WAVE * jobs
+        """Look at all cases; False if somebody stopped it.
+
+        What cannot win once those before it in its wave are known does not count, as if one process
+        had looked at one case after the other: the answer is the same, however many there are.
+        """
+        total = len(self._promises)
+        workers = processes(jobs, total)
+        size = 1 if workers == 1 else _WAVE * workers
         try:
             while now := list(islice(self._hopeful(), size)):
                 for promise, outcome in zip(now, _outcomes(now, jobs), strict=True):
-                    self._note(promise, outcome)
+                    if not self._hopeless(promise):
+                        self._note(promise, outcome)
                 if done:
                     done(total - len(self._left), total)
         except KeyboardInterrupt:

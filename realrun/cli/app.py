@@ -39,7 +39,7 @@ app.command()(train)
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context) -> None:
+def _root(context: typer.Context, _version: options.Version = False) -> None:  # noqa: FBT002
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -4,7 +4,6 @@ import io
 import json
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from co2sim.files import write_atomically
+from co2sim.own_version import own_version
 from co2sim.units import counted
 from realrun.execute.world import World, describe
 from realrun.train.folder import ESTIMATE, FIGURE, MODEL
@@ -37,7 +37,7 @@ def facts_of(task: Task, method: Method, nodes: int, ranks_per_node: int) -> dic
         "parameters": sum(p.numel() for p in method.bare.parameters()),
         "nodes": nodes,
         "ranks_per_node": ranks_per_node,
-        "co2sim": _own_version(),
+        "co2sim": own_version(),
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
@@ -69,11 +69,3 @@ def write_files(
         files[ESTIMATE] = f"{json.dumps(found, indent=2)}\n".encode()
     write_atomically({folder / name: data for name, data in files.items()})
     write_record(folder, history)
-
-
-def _own_version() -> str:
-    """Ours, if we were installed."""
-    try:
-        return version("co2sim")
-    except PackageNotFoundError:
-        return "not installed"
