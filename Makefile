@@ -3,6 +3,7 @@
 # make bench: the speed of the simulator, and published bandwidths beside those of `co2sim solve`.
 # make verify: the convergence bound, checked. make fuzz: 100,000 files and options that nobody means well (an hour).
 # make chaos: 1,000 faults at random times in runs, trainings, labs and studies (root, an hour).
+# make lock: the lock file of development, anew. make audit: known vulnerabilities of what is installed.
 # Measurements of the real backend: fidelity (root, 30 min), failures, elastic (root), convergence and long-study (an hour or
 # more), time-to-loss and peers (root), overhead, checkpoints, explore-speed. QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3
@@ -14,7 +15,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
 .PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
-  checkpoints explore-speed fuzz chaos mutants golden format lint clean
+  checkpoints explore-speed fuzz chaos mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
@@ -94,6 +95,19 @@ mutants: $(STAMP)-dev
 	$(BIN)/mutmut export-cicd-stats
 	$(BIN)/python tests/mutation_score.py mutants/mutmut-cicd-stats.json
 
+# Of torch, the build for CPUs: with CUDA it has other requirements. TORCH_BACKEND= takes what the index has.
+TORCH_BACKEND ?= --torch-backend cpu
+
+lock: $(BIN)/python
+	$(BIN)/python -m pip install --quiet uv==0.13.9
+	$(BIN)/uv pip compile pyproject.toml --quiet --extra dev --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-package torch --no-annotate --custom-compile-command "make lock" $(TORCH_BACKEND) --upgrade \
+	  --output-file .requirements-dev.txt
+
+audit: $(STAMP)-dev
+	$(BIN)/python -m pip install --quiet --editable '.[audit]'
+	@$(BIN)/python tests/audit.py osv
+
 golden: $(STAMP)-dev
 	$(BIN)/pytest --update-golden tests/test_strategies.py tests/test_looks.py
 
@@ -115,7 +129,8 @@ $(STAMP)-report: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[report]'
 	touch $@ $(STAMP)
 
-$(STAMP)-dev: pyproject.toml | $(BIN)/python
+$(STAMP)-dev: pyproject.toml .requirements-dev.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement .requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(STAMP)
 

@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
         "-m transnormer-7b -c a100-roce800 -s zeropp -g 16 --published papers/co2/results.toml",
     ),
     "co2sim sweep": (
-        f"{_CASE} -s zero3 --vary gpus=4,8 --vary micro_batch=1,2 --jobs {{jobs}} --csv s.csv --json",
+        f"{_CASE} -s zero3 --vary gpus=4,8 --jobs {{jobs}} --csv s.csv --json",
         f"{_CASE} -s ddp --vary gpus=4,8 --jobs {{jobs}} --report r.html",
         f"{_CASE} -s ddp --vary gpus=4,8,16 --jobs {{jobs}} --sort=-tokens_per_s",
     ),

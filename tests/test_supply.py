@@ -1,0 +1,181 @@
+"""What is installed and what is shipped: the lock file, the audit, versions, and the wheel."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import audit
+import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from pages import ROOT, commands
+
+import co2sim
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCK = (ROOT / ".requirements-dev.txt").read_text()
+_PIN = r"^([\w.-]+)==(\S+)(?: ; (.*?))? \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)"
+PINS = re.findall(_PIN, LOCK, re.MULTILINE)
+WITHOUT_HASH = {"torch"}
+"""Its builds differ by index: with CUDA, or for CPUs. `pyproject.toml` names the one version."""
+
+
+def test_the_lock_file_holds_all_that_development_needs() -> None:
+    """Each pin of the extra `dev` is in it, and a version that every other requirement allows."""
+    pinned = {name: {version for other, version, *_ in PINS if other == name} for name, *_ in PINS}
+    needed = map(Requirement, [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]])
+    for one in needed:
+        name = re.sub(r"[-_.]+", "-", one.name).lower()
+        if name in WITHOUT_HASH:
+            assert name not in pinned
+            continue
+        assert pinned[name], name
+        assert all(one.specifier.contains(version) for version in pinned[name]), name
+
+
+def test_every_line_of_the_lock_file_has_a_hash_and_names_no_place() -> None:
+    """Neither an index nor a folder of whoever wrote it: anybody gets the same files."""
+    lines = [line for line in LOCK.splitlines() if not line.startswith("#")]
+    pins = [line for line in lines if not line.startswith("    --hash=sha256:")]
+    assert len(pins) == len(PINS) > 50
+    assert not re.search(r"://|/|^-|@", "\n".join(pins).replace(" \\", ""), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("packages", "code", "words"),
+    [
+        ([{"name": "a", "version": "1", "vulns": []}], 0, "0 known vulnerabilities in 1 packages"),
+        (
+            [{"name": "a", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["2"]}]}],
+            1,
+            "a 1: CVE-1, mended in 2",
+        ),
+        ([{"name": "a", "skip_reason": "not found"}], 2, "nothing was checked"),
+        (
+            [{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "local"}],
+            2,
+            "not looked up: b",
+        ),
+        ([{"name": "co2sim", "skip_reason": "editable"}], 2, "nothing was checked"),
+    ],
+)
+def test_an_audit_passes_only_if_all_was_looked_up(
+    packages: list[dict[str, Any]], code: int, words: str
+) -> None:
+    """An index without vulnerabilities, such as a mirror, is not a clean bill."""
+    found, lines = audit.judge({"dependencies": packages})
+    assert found == code
+    assert words in "\n".join(lines)
+
+
+def test_an_audit_without_a_network_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Code 2, and the last line of what went wrong."""
+    ended = subprocess.CompletedProcess([], 1, "", "Traceback\nConnectionError: no such host\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    assert audit.main("osv") == 2
+    out = capsys.readouterr().out
+    assert (
+        out
+        == "audit: the vulnerability service osv gave no answer: ConnectionError: no such host\n"
+    )
+
+
+@pytest.mark.parametrize("package", ["co2sim", "realrun", "analysis"])
+def test_every_command_says_its_version(package: str) -> None:
+    """All three are one distribution."""
+    command = [sys.executable, "-m", package, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{co2sim.__version__}\n"
+
+
+# --- what is built ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `dist`, made from a clone without tags and one commit deep."""
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("no git checkout")
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
+    clone = ["git", "clone", "--quiet", "--depth", "1", "--no-tags", f"file://{ROOT}", str(source)]
+    subprocess.run(clone, check=True)
+    command = [sys.executable, "-m", "build", "--no-isolation"]
+    command += ["--outdir", str(folder / "dist"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_the_source_distribution_builds_the_same_wheel(built: Path) -> None:
+    """`build` makes the wheel from it: without git, its version stays, and all data is inside."""
+    (source,), (wheel,) = ((built / "dist").glob(f"*.{kind}") for kind in ("tar.gz", "whl"))
+    version = wheel.name.split("-")[1]
+    assert source.name == f"co2sim-{version}.tar.gz"
+    assert Version(version).local is None
+    with ZipFile(wheel) as files:
+        inside = set(files.namelist())
+    for folder in ("co2sim", "realrun", "analysis"):
+        wanted = {
+            str(path.relative_to(ROOT))
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+        assert wanted - inside == set()
+    papers = {f"analysis/{path.relative_to(ROOT)}" for path in (ROOT / "papers").rglob("*.*")}
+    assert papers - inside == set()
+    with tarfile.open(source) as files:
+        top = {name.split("/")[1] for name in files.getnames()}
+    assert {"README.md", "shared", "out"}.isdisjoint(top)
+
+
+@pytest.mark.slow
+def test_the_metadata_is_ready_for_the_index(built: Path) -> None:
+    """Every field is valid by its specification, and the text has no link that leads nowhere."""
+    with ZipFile(next((built / "dist").glob("*.whl"))) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        found = Metadata.from_email(files.read(name), validate=True)
+    assert found.license_expression == "MIT"
+    assert found.description_content_type == "text/markdown"
+    assert "](" not in (found.description or "](")
+    assert found.requires_python == SpecifierSet(">=3.11")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme_run_from_the_wheel(built: Path) -> None:
+    """In an environment of its own, in a folder with nothing but the examples that they name."""
+    place = built / "place"
+    venv.create(place / "venv", with_pip=True)
+    python = place / "venv" / "bin" / "python"
+    wheel = next((built / "dist").glob("*.whl"))
+    install = [str(python), "-m", "pip", "install", "--quiet", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    site = next((place / "venv" / "lib").glob("python*/site-packages"))
+    shutil.copytree(ROOT / "examples", place / "examples")
+    env = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    env.pop("PYTHONPATH", None)
+    also = ["co2analysis goodput --json", "co2sim list gpus", "realrun lab cluster"]
+    for command in [*commands(ROOT / "README.md"), *also]:
+        done = subprocess.run(
+            shlex.split(command), cwd=place, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (command, done.stderr)
+    where = "import analysis, co2sim, realrun; print(analysis, co2sim, realrun)"
+    done = subprocess.run(
+        [str(python), "-c", where], cwd=place, env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count(str(site)) == 3
