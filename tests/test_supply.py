@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -157,14 +158,18 @@ def test_the_metadata_is_ready_for_the_index(built: Path) -> None:
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_run_from_the_wheel(built: Path) -> None:
-    """In an environment of its own, in a folder with nothing but the examples that they name."""
+    """In an environment of its own, in a folder with nothing but the examples that they name.
+
+    What the wheel requires comes from the environment of the tests, behind it on the path.
+    """
     place = built / "place"
     venv.create(place / "venv", with_pip=True)
     python = place / "venv" / "bin" / "python"
     wheel = next((built / "dist").glob("*.whl"))
-    install = [str(python), "-m", "pip", "install", "--quiet", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
+    install = ["install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([str(python), "-m", "pip", *install], check=True, capture_output=True)
     site = next((place / "venv" / "lib").glob("python*/site-packages"))
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     shutil.copytree(ROOT / "examples", place / "examples")
     env = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
     env.pop("PYTHONPATH", None)
