@@ -90,8 +90,6 @@ class Answers:
             raise OptionError(
                 f"this takes longer than {self.limit:g} s; ask `co2sim run` on the command line"
             ) from None
-        except ProcessExpired:
-            raise ResourceError("its process was killed, perhaps for want of memory") from None
         finally:
             self.asked.discard(asked)
 
