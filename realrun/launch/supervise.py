@@ -87,8 +87,9 @@ def _frozen(
     running: Sequence[RankProcess], ranks: Sequence[RankProcess], hearts: Hearts
 ) -> list[RankProcess]:
     """Kill the ranks without a heartbeat, if others have ended."""
-    silent = [one.rank for one in running if hearts.silent(one.rank) > SILENT]
-    return _killed(running, silent if len(running) < len(ranks) else [])
+    if len(running) == len(ranks):
+        return []
+    return _killed(running, [one.rank for one in running if hearts.silent(one.rank) > SILENT])
 
 
 def _ended(running: list[RankProcess]) -> list[RankProcess]:
