@@ -207,8 +207,9 @@ def end(code: int = 0) -> NoReturn:
     """End the process of a rank that has left, or cannot, without tearing the interpreter down.
 
     All output is written by then. A normal exit would wait for threads that wait for ranks that are
-    gone. And about one in twenty of the shortest runs aborts inside of torch at exit ("terminate
-    called without an active exception", torch 2.13), which would look like a failed rank.
+    gone. And a thread of Gloo that waits for Python's lock meanwhile, to give a tensor back, aborts
+    the process ("terminate called without an active exception", Python before 3.14), which would
+    look like a failed rank.
     """
     sys.stdout.flush()
     sys.stderr.flush()
