@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import fuzz_checkpoints
 import fuzz_inputs as made_of
 from fuzz_inputs import Fuzzed, Made
 from fuzz_judge import Verdict, judged
@@ -157,6 +158,25 @@ def option(rng: random.Random, drawn: tuple[Any, ...]) -> Trial:  # noqa: ARG001
     return made, command(co2sim, made)
 
 
+def several(rng: random.Random, drawn: tuple[Any, ...]) -> Trial:  # noqa: ARG001 - as the others
+    """Commands that simulate several cases, with one odd word."""
+    number = rng.choice(("inter.bandwidth", "gpus", "micro_batch", "strategy.tau", "gpu.tdp"))
+    words = {
+        "scale": ["-g", "2,4,8", "-c", "dgx-h100"],
+        "sweep": ["--vary", f"{number}=1,2", "-c", "dgx-h100", "-g", "8", "--jobs", "1"],
+        "solve": [number, "--for", "efficiency=90%", "-c", "dgx-h100", "-g", "8"],
+        "plan": ["--tokens", "1e9", "-c", "dgx-h100", "-g", "8", "--jobs", "1"],
+    }
+    name = rng.choice(list(words))
+    asked = [name, *words[name], "-m", "small.toml", "-s", rng.choice(made_of.STRATEGIES)]
+    at = rng.randrange(1, len(asked))
+    key, equals, _ = asked[at].rpartition("=")
+    odd = rng.choice([made_of.number(rng), *made_of.NUMBERS, *made_of.TEXTS])
+    asked[at] = f"{key}{equals}{odd}".replace("\0", "")
+    made = Made({"small.toml": _MODEL}, asked)
+    return made, command(co2sim, made)
+
+
 def published(rng: random.Random, drawn: tuple[Any, ...]) -> Trial:
     """Published cells, and how a paper says that they are simulated."""
     key = rng.choice(("co2", "zeropp"))
@@ -266,4 +286,6 @@ KINDS: dict[str, Callable[[random.Random, tuple[Any, ...]], Trial]] = {
     "published": published,
     "cells": cells,
     "run": run_folder,
+    "study": several,
+    "checkpoint": fuzz_checkpoints.damaged,
 }

@@ -114,6 +114,44 @@ def misused(world: World) -> dict[str, Any]:
     return found
 
 
+def joined(world: World, cases: list[dict[str, Any]]) -> list[list[float]]:
+    """What all hold after ranks took other numbers of steps within `join`."""
+    found = []
+    for case in cases:
+        model = network()
+        optim = optimizer(model, "sgd")
+        algorithm = getattr(algorithms, case["algorithm"])(model, optim, **case["options"])
+        with algorithm.join():
+            train(model, optim, world.rank, range(case["steps"][world.rank]))
+        found.append(vector(model).tolist())
+    return found
+
+
+def not_joined(world: World) -> dict[str, str]:
+    """What `join` says in the middle of a round, and when a rank raises within."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    found = {}
+    with CO2(model, optim, tau=2) as co2:
+        train(model, optim, world.rank, range(1))
+        try:
+            with co2.join():
+                pass
+        except Co2simError as error:
+            found["middle"] = f"{type(error).__name__}: {error}"
+        train(model, optim, world.rank, range(1, 2))
+    dist.barrier()
+    try:
+        with CO2(model, optim, tau=2) as co2, co2.join():
+            train(model, optim, world.rank, range(3 + world.rank))
+            if world.rank == 2:
+                raise ValueError("bad sample")  # noqa: TRY301 - what a user's loop might do
+    except (Co2simError, ValueError) as error:
+        found["raised"] = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    return found
+
+
 def rates(world: World) -> list[str]:
     """What is said where rank 2 begins with another learning rate, and where none does."""
     said = []

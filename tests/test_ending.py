@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from together import together
+from local_problem import network, optimizer, set_vector, train, vector  # noqa: E402 - needs torch
+from together import together  # noqa: E402 - needs torch
 
 pytestmark = pytest.mark.dist
 
@@ -32,15 +33,38 @@ FINISHED: list[dict[str, Any]] = [
 ]
 
 
+UNEQUAL = [7, 4, 9]
+JOINED: list[dict[str, Any]] = [
+    {"algorithm": "LocalSGD", "steps": UNEQUAL, "options": {"tau": 3}},
+    {"algorithm": "LocalSGD", "steps": [0, 3, 2], "options": {"tau": 1}},
+    {"algorithm": "LocalSGD", "steps": UNEQUAL, "options": {"tau": 3, "dtype": "int8"}},
+    {"algorithm": "CO2", "steps": UNEQUAL, "options": {"tau": 3}},
+    {"algorithm": "CO2", "steps": UNEQUAL, "options": {"tau": 3, "staleness": 2}},
+    {"algorithm": "CO2", "steps": UNEQUAL, "options": {"tau": 3, "delay": 2}},
+    {"algorithm": "CO2", "steps": UNEQUAL, "options": {"tau": 3, "delay": 1, "fragments": 3}},
+    {"algorithm": "CO2", "steps": [30, 41, 22], "options": {"tau": 4, "delay": "auto"}},
+    {"algorithm": "DiLoCo", "steps": UNEQUAL, "options": {"tau": 4}},
+    {"algorithm": "OverlapLocalSGD", "steps": UNEQUAL, "options": {"tau": 2}},
+]
+EVEN: list[dict[str, Any]] = [
+    {"algorithm": "CO2", "steps": [6] * 3, "options": {"tau": 3}},
+    {"algorithm": "CO2", "steps": [6] * 3, "options": {"tau": 3, "staleness": 2}},
+    {"algorithm": "SlowMo", "steps": [6] * 3, "options": {"tau": 3}},
+    {"algorithm": "DiLoCo", "steps": [6] * 3, "options": {"tau": 2, "dtype": "bf16"}},
+]
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """What three ranks gave, by function."""
     calls: dict[str, dict[str, Any]] = {
         "uneven": {"cases": UNEVEN},
-        "finished": {"cases": FINISHED},
+        "finished": {"cases": [*FINISHED, *[one | {"steps": 6} for one in EVEN]]},
         "evaluated": {},
         "misused": {},
         "rates": {},
+        "joined": {"cases": [*JOINED, *EVEN]},
+        "not_joined": {},
     }
     return together("ending_workers", 3, calls)
 
@@ -112,3 +136,57 @@ def test_different_learning_rates_are_said(found: dict[str, list[Any]]) -> None:
         assert f"rank {other} begins with the learning rates [{theirs}], this rank with" in odd
         assert f"this rank with [{own}]" in odd
         assert even == ""
+
+
+def _local_sgd(steps: list[int], tau: int) -> list[float]:
+    """Rounds of LocalSGD, one rank after another: means over those that took a step."""
+    model = network()
+    anchor, begin = vector(model), 0
+    while begin < max(steps):
+        ends = []
+        for rank, most in enumerate(steps):
+            taken = range(begin, min(begin + tau, most))
+            if taken:
+                set_vector(model, anchor)
+                train(model, optimizer(model, "sgd"), rank, taken)
+                ends.append(vector(model))
+        anchor, begin = torch.stack(ends).mean(0), begin + tau
+    return list(anchor.tolist())
+
+
+@pytest.mark.parametrize(("case", "close"), [(0, 1e-6), (1, 1e-6), (2, 2e-2)])
+def test_joined_averages_are_over_those_who_took_part(
+    case: int, close: float, found: dict[str, list[Any]]
+) -> None:
+    """As rounds done one rank after another give; a rank without any data, too."""
+    one = JOINED[case]
+    expected = _local_sgd(one["steps"], one["options"]["tau"])
+    assert np.allclose(found["joined"][0][case], expected, atol=close)
+
+
+@pytest.mark.parametrize("case", range(len(JOINED)))
+def test_joined_ranks_end_alike(case: int, found: dict[str, list[Any]]) -> None:
+    """Bit for bit, whatever numbers of steps they took; and they have learned."""
+    answers = [answer[case] for answer in found["joined"]]
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] != vector(network()).tolist()
+
+
+@pytest.mark.parametrize("case", range(len(EVEN)))
+def test_joined_ranks_with_equal_data_end_as_without(
+    case: int, found: dict[str, list[Any]]
+) -> None:
+    """Full rounds within `join` end with the bits that `finish` gives."""
+    for joined, finished in zip(found["joined"], found["finished"], strict=True):
+        assert joined[len(JOINED) + case] == finished[len(FINISHED) + case]["end"]
+
+
+def test_what_join_cannot_do_is_said(found: dict[str, list[Any]]) -> None:
+    """It begins between rounds; an exception within is told to all."""
+    for rank, answer in enumerate(found["not_joined"]):
+        said = "OptionError: join() is entered once, between two rounds"
+        assert answer["middle"] == said
+        if rank == 2:
+            assert answer["raised"] == "ValueError: bad sample"
+        else:
+            assert "rank 2 raised ValueError (bad sample) after 5 steps" in answer["raised"]

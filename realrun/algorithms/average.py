@@ -44,6 +44,7 @@ class Flight:
     """An average under way. `vector` must not be touched until `wait` has returned.
 
     It was launched after local step `step`; a rank that has left before that will not come.
+    `members` are the ranks that it is the mean of, once it has arrived; None: all.
     """
 
     round: int
@@ -54,6 +55,7 @@ class Flight:
     deadline: Seconds = DEADLINE
     notices: Notices | None = None
     step: int = 0
+    members: int | None = None
 
     def arrived(self) -> bool:
         """Whether nothing is left to wait for. Where a GPU averages, as its host sees it."""
@@ -135,6 +137,8 @@ class Average:
         self._size = group.size() if group else 1
         self._owner: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._present: Callable[[], bool] | None = None
+        self._counting: dist.ProcessGroup | None = None
         self.sent = 0
 
     def among(self, group: dist.ProcessGroup | None) -> "Average":
@@ -143,8 +147,38 @@ class Average:
         made.sent = self.sent
         return made
 
+    def weigh(self, present: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
+        """From now on, average over the ranks that are `present` at a launch; counted in `group`.
+
+        All ranks call this, between the same two launches; nothing else may use `group` then.
+        """
+        self._present, self._counting = present, group
+
     def launch(self, vector: Tensor, number: int) -> Flight:
         """Start averaging `vector` in place, for round `number`."""
+        if self._present is None or self._counting is None:
+            return self._launched(vector, number)
+        here = self._present()
+        if not here:
+            vector.zero_()
+        flight = self._launched(vector, number)
+        count = torch.tensor([float(here)])
+        work = dist.all_reduce(count, group=self._counting, async_op=True)
+        assert work is not None
+        flight.waits.append(partial(_wait, work))
+        flight.polls.append(work.is_completed)
+        mean = flight.finish
+
+        def finish() -> None:
+            mean()
+            flight.members = int(count)
+            if flight.members:
+                flight.vector.mul_(self._size / flight.members)
+
+        flight.finish = finish
+        return flight
+
+    def _launched(self, vector: Tensor, number: int) -> Flight:
         flight = Flight(number, vector, deadline=self._deadline)
         if self._notices and not vector.is_cuda:
             flight.notices, flight.step = self._notices, self._notices.now()

@@ -1,7 +1,7 @@
 """How an algorithm is evaluated on the way, and how it ends."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 from weakref import WeakSet
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from co2sim.errors import Co2simError, OptionError
+from realrun.algorithms.average import Average
 from realrun.algorithms.evaluation import average_now, averaged, others_of
 from realrun.algorithms.links import Links
 from realrun.algorithms.notices import raised
-from realrun.algorithms.outer_loop import OuterLoop
+from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop
 
 ATTACHED: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose steps an algorithm counts."""
@@ -33,6 +34,12 @@ class Ending:
     _failure: Co2simError | None = None
     _closed = False
     _evaluating = False
+    _idle = 0
+    """Steps that were only counted, since this rank's data are used up."""
+
+    def _idle_step(self) -> None:
+        """Count a step that this rank does not take, and do what comes after it."""
+        raise NotImplementedError
 
     def _end_round(self) -> None:
         """Close the round, however many steps it has had."""
@@ -74,6 +81,36 @@ class Ending:
         except Co2simError as error:
             self._failure = error
             raise
+        self.close()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """For data that are used up at different times: train within, with any number of steps.
+
+        A rank that leaves the block goes on with what the others need, until all have left. An
+        average is the mean over the ranks that took a step since the one before. In the end all
+        ranks hold the anchor with all averages used, and this is closed. A worker is one rank.
+        Raises OptionError, and what a step raises.
+        """
+        if len(self._links.workers.inner_ranks) > 1:
+            raise OptionError(
+                f"a worker is ranks {self._links.workers.inner_ranks}, whose DDP or FSDP2 needs"
+                " equal numbers of steps; join() is for worker='gpu'"
+            )
+        if self._failure or self._closed or self._outer.counters.step or self._idle:
+            raise self._failure or OptionError("join() is entered once, between two rounds")
+        average = self._outer.average
+        assert isinstance(average, Average)
+        average.weigh(lambda: self._idle < self._tau, self._links.counting)
+        yield
+        with suppress(NobodyLeftError):
+            while self._links.counting is not None:
+                self._idle += 1
+                self._idle_step()
+        self._outer.drain()
+        if self._links.counting is None:
+            self.finish()
+        self._outer.start_at_anchor()
         self.close()
 
     def close(self) -> None:

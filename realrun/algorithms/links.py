@@ -77,6 +77,11 @@ class Links:
             dist.all_reduce(sums, group=self._inner)
         return [float(one) for one in sums]
 
+    @property
+    def counting(self) -> dist.ProcessGroup | None:
+        """The communicator of the peers for numbers."""
+        return self._peers
+
     def largest(self, numbers: Sequence[float]) -> list[float]:
         """The largest of each number on any rank. All ranks call this, and get the same."""
         for group in (self._peers, self._inner):

@@ -172,6 +172,13 @@ class LocalUpdate(Regrouping, Ending):
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """The hook: one more local step."""
         del optimizer, args, kwargs
+        self._count_step()
+
+    def _idle_step(self) -> None:
+        self._before_step(self._optimizer, (), {})
+        self._count_step()
+
+    def _count_step(self) -> None:
         if self._failure:
             raise self._failure
         counters = self._outer.counters

@@ -29,6 +29,10 @@ def mark_of(*tensors: Tensor) -> str:
     return mark.hexdigest()
 
 
+class NobodyLeftError(Exception):
+    """An average of which no rank was a member: all have used up their data."""
+
+
 class OuterLoop(ABC):
     """What all loops share: the state of a rule, and how a model and averages are handled."""
 
@@ -70,11 +74,13 @@ class OuterLoop(ABC):
         """Wait for an average, see that it is finite, and give it to the rule.
 
         `state` is the part of the whole state that it belongs to: from element `first` on, a
-        `share` of the model.
+        `share` of the model. Raises NobodyLeftError for the mean of no rank.
         """
         total, counters = self.links.total, self.counters
         counters.late += not flight.arrived()
         counters.waited += flight.wait()
+        if flight.members == 0:
+            raise NobodyLeftError
         norm = finite_norm(flight, counters.round, self.flat, state, total, first)
         absorbed = self.rule.absorb(state, flight.vector, norm, total)
         counters.used += share

@@ -14,7 +14,7 @@ class Regrouping:
     """The part of an algorithm that changes its workers: each rank must be one.
 
     It is made alone (`Workers(None)`). Then `make_elastic`; and for every new set of workers
-    `connect`, and on those that hold no state yet `join`.
+    `connect`, and on those that hold no state yet `take_over`.
     """
 
     _links: Links
@@ -51,7 +51,7 @@ class Regrouping:
         return self._outer.state_dict()
 
     @torch.no_grad()
-    def join(self, state: Mapping[str, Any]) -> None:
+    def take_over(self, state: Mapping[str, Any]) -> None:
         """Begin at the anchor of another worker, with its state."""
         self._outer.load_state_dict(state)
         self._outer.start_at_anchor()

@@ -163,7 +163,7 @@ class _ElasticTraining:
         """Join after that step, from the anchor, with the optimizer's state of that member."""
         self.method.bare.load_state_dict(state["model"])
         self.method.stepper.load_state_dict(state["optimizer"])
-        self.outer.join(state["outer"])
+        self.outer.take_over(state["outer"])
         self.crew.average.load(state["average"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.tokens, self.membership.changes = state["tokens"], state["changes"]
