@@ -16,13 +16,15 @@ pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 pytest.importorskip("playwright", reason="playwright is not installed")
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 AXE = os.environ.get("AXE", "")
 """The path of axe.min.js, from the npm package axe-core."""
 SCHEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
 PHONE = {"width": 360, "height": 740}
+_LONGEST = 20_000
+"""Milliseconds that a page may take for anything."""
 
 marks = [
     pytest.mark.slow,
@@ -52,15 +54,15 @@ def browser() -> Iterator[Browser]:
 class Opened:
     """A page in the browser, with what it said and asked for."""
 
-    drawn = "[...document.querySelectorAll('.chart')].every(one => one.querySelector('svg'))"
-    """When it is ready."""
+    undrawn = ".chart:not(:has(svg))"
+    """What there is none of once it is ready."""
 
     def __init__(self, browser: Browser, address: str | Path, **context: Any) -> None:
         self.said: list[str] = []
         self.asked: list[str] = []
         self.address = address.as_uri() if isinstance(address, Path) else address
         self.page: Page = browser.new_context(**context).new_page()
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(_LONGEST)
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
@@ -69,7 +71,7 @@ class Opened:
 
     def ready(self) -> None:
         """Wait until everything is drawn."""
-        self.page.wait_for_function(self.drawn)
+        expect(self.page.locator(self.undrawn)).to_have_count(0, timeout=_LONGEST)
 
     def requests(self) -> list[str]:
         """What was asked of a network."""

@@ -53,10 +53,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     ),
     "realrun lab cluster": ("", "--sites 2 --wan '50 Mbit/s'"),
     "co2analysis compare": ("runs --json --csv ops.csv --figure f.svg --report r.html", "runs"),
-    "co2analysis validate": (
-        "--papers papers --brief --json --markdown v.md --figures figures --report r.html",
-        "--papers papers --brief",
-    ),
+    "co2analysis validate": ("--papers papers --brief --json --markdown v.md",),
     "co2analysis figures": ("--only co2-table-3 --out figures --json",),
     "co2analysis calibrate": ("--group a100-co2",),
     "co2analysis goodput": ("--json", ""),

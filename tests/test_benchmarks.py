@@ -77,7 +77,7 @@ def test_every_script_has_a_quick_run(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 class Explorer(Opened):
     """A page of the explorer: its sliders and figures."""
 
-    drawn = "document.body.dataset.ready"
+    undrawn = "body:not([data-ready])"
 
     def move(self, path: str, stop: int) -> str:
         """Move a slider; the text beside it."""
@@ -488,8 +488,10 @@ def test_a_drag_need_not_wait(opened: Open, served: str) -> None:
     """While nothing moves the other positions are asked for: a move then asks for none of them."""
     explorer = opened(served)
     explorer.page.wait_for_load_state("networkidle")
-    explorer.page.wait_for_timeout(500)
-    asked = len(explorer.asked)
+    asked = 0
+    while asked < len(explorer.asked):  # the others are asked for one after another
+        asked = len(explorer.asked)
+        explorer.page.wait_for_timeout(3000)
     before = explorer.table()
     explorer.move("inter.bandwidth", explorer.stops("inter.bandwidth") - 2)
     assert explorer.table() != before

@@ -204,7 +204,7 @@ def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> 
         stderr=subprocess.PIPE,
         text=True,
     )
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 240
     path = tmp_path / "out" / folder.LOG
     while time.monotonic() < limit and not (path.exists() and len(path.read_text()) > 200):
         time.sleep(0.1)

@@ -135,4 +135,5 @@ def test_a_loss_that_is_no_number_stops_all(two_ranks: dict[str, list[Any]]) -> 
     """The rank whose loss it is says which step; the other names that rank."""
     other, own = two_ranks["not_a_number"]
     assert own.startswith("TrainingError: the loss of step 3 is nan on rank 1: training cannot")
-    assert other.startswith("RankFailure: rank 1 raised TrainingError in 'local step 3' of round")
+    assert other.startswith("RankFailure: ")
+    assert "rank 1 raised TrainingError" in other
