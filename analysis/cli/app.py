@@ -6,7 +6,7 @@ from analysis.cli import convergence, measured, published
 from analysis.cli.bound import bound
 from analysis.cli.figures import figures
 from analysis.cli.goodput import goodput
-from co2sim.console import options
+from co2sim.console.version_option import Version
 
 app = typer.Typer(
     add_completion=False,
@@ -20,7 +20,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, _version: options.Version = False) -> None:  # noqa: FBT002
+def _root(context: typer.Context, _version: Version = False) -> None:  # noqa: FBT002
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -13,6 +13,7 @@ from co2sim.case import Case
 from co2sim.cli import deciding, exploring, reporting
 from co2sim.console import budgets, goals, options, over_sizes
 from co2sim.console.repeated import refuse_twice
+from co2sim.console.version_option import Version
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
 from co2sim.report.option import check
@@ -44,7 +45,7 @@ def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, _version: options.Version = False) -> None:  # noqa: FBT002
+def _root(context: typer.Context, _version: Version = False) -> None:  # noqa: FBT002
     if context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -164,23 +164,7 @@ Jobs = Annotated[
 ]
 MAY_VARY = ("cluster", "model", "strategy")
 """What a sweep has to be given, unless it varies."""
-Version = Annotated[
-    bool,
-    typer.Option(
-        "--version",
-        help="Print the version.",
-        is_eager=True,
-        callback=lambda given: _print_version() if given else None,
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-
-
-def _print_version() -> None:
-    from co2sim.own_version import own_version  # noqa: PLC0415 - 30 ms, only where somebody asks
-
-    print(own_version())
-    raise typer.Exit
 
 
 def pairs(texts: Iterable[str] | None, flag: str) -> dict[str, str]:

@@ -226,18 +226,11 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
     async def upload(request: Request) -> Response:
         return JSONResponse({"name": answers.add(await _read(request, Upload))})
 
-    asking = {
-        "begin": begin,
-        "check": check,
-        "figures": figures,
-        "commands": commands,
-        "report": report,
-        "upload": upload,
-    }
+    asking = (begin, check, figures, commands, report, upload)
     made = Starlette(
         routes=[
             Route("/", page),
-            *(Route(f"/{name}", one, methods=["POST"]) for name, one in asking.items()),
+            *(Route(f"/{one.__name__}", one, methods=["POST"]) for one in asking),
         ],
         exception_handlers={
             Co2simError: _refused,

@@ -11,6 +11,7 @@ import typer
 from co2sim import ranges
 from co2sim.case import Case
 from co2sim.console import options
+from co2sim.console.version_option import Version
 from co2sim.errors import OptionError
 from co2sim.files import check_writable
 from co2sim.schedule import Layout
@@ -39,7 +40,7 @@ app.command()(train)
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, _version: options.Version = False) -> None:  # noqa: FBT002
+def _root(context: typer.Context, _version: Version = False) -> None:  # noqa: FBT002
     if context.invoked_subcommand is None:
         print(context.get_help())
 
