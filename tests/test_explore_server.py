@@ -91,6 +91,7 @@ def test_a_server_whose_processes_were_killed_goes_on(tmp_path: Path) -> None:
     with serving(tmp_path, limit=3.0) as client:
         _until_answered(client, asked)
         simulating = set(psutil.Process().children()) - before
+        assert simulating
         for process in simulating:
             process.kill()
         psutil.wait_procs(simulating, 10)

@@ -80,9 +80,9 @@ class LocalUpdate(Regrouping, Ending):
     compare it; a difference raises MismatchError. Later changes from outside are taken for
     progress of that worker.
 
-    *Steps.* All workers must take the same number of steps. Otherwise the others wait until the
-    deadline and raise RankFailure, at the latest in `close`. A GradScaler must therefore skip a
-    step on all workers or on none: reduce its found_inf, or train in bf16.
+    *Steps.* All workers must take the same number of rounds, but within `join`. Otherwise all raise
+    RankFailure with the numbers of steps, at the latest in `close`. A GradScaler must therefore
+    skip a step on all workers or on none: reduce its found_inf, or train in bf16.
 
     *Errors* come out of `optimizer.step()`: RankFailure, MismatchError, and NonFiniteError before a
     NaN or an infinity reaches parameters, anchor or momentum. Every later step raises it again.
@@ -91,9 +91,10 @@ class LocalUpdate(Regrouping, Ending):
     and every check raise MismatchError.
 
     *End.* `close`, or leaving the `with` block, waits for averages under way without applying them
-    and removes the hook. After an exception in the block nothing is waited for. Nothing can be
-    entered again. Steps after the last full round stay each worker's own: take a multiple of `tau`
-    steps, or evaluate `consensus`.
+    and removes the hook; ranks that took other rounds are named. `finish` ends alike on all ranks
+    instead. After an exception in the block nothing is waited for, and the others are told.
+    Nothing can be entered again. Steps after the last full round stay each worker's own: take a
+    multiple of `tau` steps, or evaluate `consensus`.
 
     On a GPU the host waits for the device once a round, to check that the average is finite.
     """
