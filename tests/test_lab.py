@@ -355,12 +355,15 @@ def test_nothing_runs_behind_a_stopped_launcher() -> None:
     )
     assert launched.stderr is not None
     assert [launched.stderr.readline() for _ in range(2)]
-    inside = psutil.Process(launched.pid).children(recursive=True)
-    ranks = [one for one in inside if one.name() == "sleep"]
+    ranks: list[psutil.Process] = []
+    end = time.monotonic() + 30
+    while len(ranks) < 2 and time.monotonic() < end:  # a shell says so before it becomes `sleep`
+        inside = psutil.Process(launched.pid).children(recursive=True)
+        ranks = [one for one in inside if one.name() == "sleep"]
+    assert len(ranks) == 2
     launched.send_signal(signal.SIGSTOP)
     try:
         _, alive = psutil.wait_procs(ranks, timeout=15)
-        assert len(ranks) == 2
         assert not alive
     finally:
         launched.send_signal(signal.SIGCONT)
