@@ -48,13 +48,11 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "co2sim plan": (f"{_OFFERS} -s ddp -s zero2 -g 8,16 --jobs {{jobs}} --json --report r.html",),
     "co2sim goodput": (f"{_CASE} {_TWO} --set failures=meta-rsc-1 --check --json",),
     "co2sim report": (f"{_CASE} {_TWO} -g 8,16 --jobs {{jobs}} --tokens 1e11 -o r.html",),
-    "co2sim explore": (
-        f"{_CASE} -s ddp -s co2:tau=4,worker=node -g 8 --tolerance 0.1 --jobs {{jobs}} -o e.html",
-    ),
+    "co2sim explore": (f"{_CASE} -s ddp -g 8 --tolerance 0.3 --jobs {{jobs}} -o e.html",),
     "realrun lab cluster": ("", "--sites 2 --wan '50 Mbit/s'"),
     "co2analysis compare": ("runs --json --csv ops.csv --figure f.svg --report r.html", "runs"),
-    "co2analysis validate": ("--papers papers --brief --json --markdown v.md",),
-    "co2analysis figures": ("--only co2-table-3 --out figures --json",),
+    "co2analysis validate": ("--papers few --brief --json --markdown v.md",),
+    "co2analysis figures": ("--only zeropp-announcement-figure-6 --out figures --json",),
     "co2analysis calibrate": ("--group a100-co2",),
     "co2analysis goodput": ("--json", ""),
     "co2analysis bound": (
