@@ -1,10 +1,12 @@
 """What must stay equal while workers train, and what is said where it does not."""
 
 import warnings
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
 from realrun.algorithms.links import Links
+from realrun.algorithms.optimizers import rates
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
 from realrun.errors import MismatchError
 
@@ -30,13 +32,13 @@ def refuse_drift(outer: OuterLoop, links: Links) -> None:
         raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
 
 
-def say_different_rates(optimizer: Optimizer, links: Links) -> None:
+def say_different_rates(optimizers: Sequence[Optimizer], links: Links) -> None:
     """Warn where workers begin with different learning rates. All ranks call this."""
-    own = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    for rank, rates in zip(links.workers.peer_ranks, links.of_peers(own), strict=True):
-        if rates != own:
+    own = rates(optimizers)
+    for rank, other in zip(links.workers.peer_ranks, links.of_peers(own), strict=True):
+        if other != own:
             warnings.warn(
-                f"rank {rank} begins with the learning rates {rates}, this rank with {own}: the"
+                f"rank {rank} begins with the learning rates {other}, this rank with {own}: the"
                 " average weights workers alike, so those with larger ones count for more",
                 stacklevel=4,
             )

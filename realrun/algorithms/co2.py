@@ -5,7 +5,6 @@ from typing import Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from co2sim.errors import OptionError
 from co2sim.late_averages import even_fragments, kept
@@ -13,6 +12,7 @@ from co2sim.ranges import between, whole
 from realrun import checks
 from realrun.algorithms.late import Delay, LateAverages
 from realrun.algorithms.local_update import Common, LocalUpdate
+from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.rule import Absorbed, State, Total
 from realrun.checks import DEFAULT_GAP, GAPS, Gap
 
@@ -171,7 +171,7 @@ class CO2(LocalUpdate):
     def __init__(  # noqa: PLR0913 - one argument per option
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         *,
         tau: int = 12,
         outer_momentum: float = 0.0,

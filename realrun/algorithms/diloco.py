@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from co2sim.errors import OptionError
 from co2sim.ranges import whole
 from realrun.algorithms.late import Delay, LateAverages
 from realrun.algorithms.local_update import Common, LocalUpdate
+from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.rule import MomentumRule
 
 
@@ -45,7 +45,7 @@ class DiLoCo(LocalUpdate):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         *,
         tau: int = 500,
         outer_lr: float = 0.7,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,21 +15,19 @@ from realrun.algorithms.average import Average
 from realrun.algorithms.evaluation import average_now, averaged, others_of
 from realrun.algorithms.links import Links
 from realrun.algorithms.notices import raised
+from realrun.algorithms.optimizers import ATTACHED
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop
-
-ATTACHED: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose steps an algorithm counts."""
 
 
 class Ending:
     """The part of an algorithm that looks at what all agree on, for a moment or for good."""
 
     _model: nn.Module
-    _optimizer: Optimizer
+    _optimizers: tuple[Optimizer, ...]
     _links: Links
     _outer: OuterLoop
     _tau: int
-    _hooks: tuple[RemovableHandle, ...]
+    _hooks: list[RemovableHandle]
     _failure: Co2simError | None = None
     _closed = False
     _evaluating = False
@@ -127,7 +124,7 @@ class Ending:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
-        ATTACHED.discard(self._optimizer)
+        ATTACHED.difference_update(self._optimizers)
         notices = self._links.notices
         if error:
             notices.leave(raised(error))

@@ -101,8 +101,13 @@ class LateLoop(OuterLoop):
         for fragment in range(len(self._spans)):
             self._launch(Launch(fragment, now, 0))
         self._use_due(now)
-        self._own.zero_()
-        self.publish(self.state.anchor)
+        self.start_at_anchor()
+
+    def use_all(self) -> None:
+        """What is under way."""
+        self._auto.disturbed(self._under_way)
+        self._use_due((self.counters.round + 2) * self._tau)
+        self.start_at_anchor()
 
     def agreed(self) -> Tensor:
         """The anchor as it will be when all that is under way has been used.

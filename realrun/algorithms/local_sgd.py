@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from realrun.algorithms.local_update import Common, LocalUpdate
+from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.rule import Absorbed, State, Total
 
 
@@ -53,7 +53,7 @@ class LocalSGD(LocalUpdate):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         *,
         tau: int = 12,
         **common: Unpack[Common],

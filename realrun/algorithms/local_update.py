@@ -1,11 +1,10 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, TypedDict
+from inspect import signature
+from typing import TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,22 +18,28 @@ from realrun.algorithms.agreement import (
 )
 from realrun.algorithms.average import BUCKET_MIB, Average
 from realrun.algorithms.counters import Stats
-from realrun.algorithms.ending import ATTACHED, Ending
+from realrun.algorithms.ending import Ending
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.late_loop import LateLoop
 from realrun.algorithms.links import Links
+from realrun.algorithms.optimizers import (
+    ATTACHED,
+    Optimizers,
+    optimizers_of,
+    refuse_others,
+    trainable,
+)
 from realrun.algorithms.options import Wire, wait_of, wire_of
 from realrun.algorithms.outer_loop import OuterLoop, RoundLoop
 from realrun.algorithms.regroup import Regrouping
 from realrun.algorithms.rule import Rule
+from realrun.algorithms.saving import Saving
 from realrun.algorithms.start import (
     describe,
     describe_others,
     describe_settings,
     first_tensors,
-    refuse_others,
     refuse_wider_ddp,
-    trainable,
 )
 from realrun.algorithms.workers import Worker, workers_of
 
@@ -50,14 +55,15 @@ class Common(TypedDict, total=False):
     timeout: Seconds | timedelta | None
 
 
-class LocalUpdate(Regrouping, Ending):
+class LocalUpdate(Regrouping, Saving, Ending):
     """Close a round after every `tau` optimizer steps, by the rule of an algorithm.
 
     Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or as a context manager. The
     training loop does not change. All of them share the following.
 
     *Parameters.* The algorithm averages the parameters of `model` that require a gradient when it
-    is made. The optimizer must hold all of these and no others. Unfreezing or adding a parameter
+    is made. The optimizer must hold all of these and no others. A list of several optimizers may
+    share them out: a local step is over when each has taken one. Unfreezing or adding a parameter
     later raises OptionError. Frozen parameters and buffers are sent to all workers at the start and
     are never averaged. Parameters are fp32, bf16 or fp16. Anchor, momentum and displacement are
     fp32 vectors (see `flat`); the model holds the anchor, rounded to its own type.
@@ -99,10 +105,18 @@ class LocalUpdate(Regrouping, Ending):
     On a GPU the host waits for the device once a round, to check that the average is finite.
     """
 
+    def __init_subclass__(cls) -> None:
+        """Show the options of all algorithms in help(), too."""
+        super().__init_subclass__()
+        own, shared = signature(cls.__init__), signature(LocalUpdate.__init__).parameters
+        named = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        named += [shared[name] for name in Common.__annotations__]
+        cls.__init__.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+
     def __init__(  # noqa: PLR0913 - one argument per option
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         rule: Rule,
         *,
         tau: int,
@@ -117,21 +131,18 @@ class LocalUpdate(Regrouping, Ending):
         wire, seconds = wire_of(dtype), wait_of(deadline, timeout)
         above("bucket_mib", bucket_mib, 0)
         self._tau, self._check_every = whole("tau", tau, 1), whole("check_every", check_every)
-        parameters = trainable(model, optimizer)
-        if optimizer in ATTACHED:
-            raise OptionError(
-                "the optimizer already closes rounds for another algorithm; close that one first"
-            )
+        optimizers = optimizers_of(optimizer)
+        parameters = trainable(model, optimizers)
         workers = workers_of(worker)
         refuse_wider_ddp(model, workers)
         self._links = Links(workers, seconds, owns=worker in {"node", "site"})
         self._trained = {id(one) for _, one in parameters}
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizers = model, optimizers
         flat = Flat.of(parameters, self._links.gather)
         self._layout = describe(parameters, workers, rule, self._tau)
         settings = {"dtype": wire, "bucket_mib": bucket_mib, "check_every": self._check_every}
         others = describe_others(model, parameters)
-        own = describe_settings(optimizer, rule, settings)
+        own = describe_settings(optimizers, rule, settings)
         self._described = text = "\n".join([self._layout, *others, *own])
         self._links.agree("model, optimizer or setting", text, across="\n".join(flat.describe()))
         self._links.share(*first_tensors(model))
@@ -143,11 +154,16 @@ class LocalUpdate(Regrouping, Ending):
             else RoundLoop(model, rule, flat, self._links, average)
         )
         self._started = False
-        self._hooks = (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        )
-        ATTACHED.add(optimizer)
+        self._stepped: set[Optimizer] = set()
+        self._hooks = [
+            hook
+            for one in optimizers
+            for hook in (
+                one.register_step_pre_hook(self._before_step),
+                one.register_step_post_hook(self._after_step),
+            )
+        ]
+        ATTACHED.update(optimizers)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """The hook before step 0: weights may have been loaded since this was made.
@@ -163,7 +179,7 @@ class LocalUpdate(Regrouping, Ending):
             return
         self._started = True
         try:
-            say_different_rates(self._optimizer, self._links)
+            say_different_rates(self._optimizers, self._links)
             loaded = self._outer.restart()
             self._links.agree("start of training", "", across=loaded)
         except Co2simError as error:
@@ -171,12 +187,15 @@ class LocalUpdate(Regrouping, Ending):
             raise
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """The hook: one more local step."""
-        del optimizer, args, kwargs
-        self._count_step()
+        """The hook: a local step is over once every optimizer has taken one."""
+        del args, kwargs
+        self._stepped.add(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self._count_step()
 
     def _idle_step(self) -> None:
-        self._before_step(self._optimizer, (), {})
+        self._before_step(self._optimizers[0], (), {})
         self._count_step()
 
     def _count_step(self) -> None:
@@ -200,7 +219,7 @@ class LocalUpdate(Regrouping, Ending):
         counters = self._outer.counters
         checks = self._check_every and (counters.round + 1) % self._check_every == 0
         if last:
-            refuse_others(self._optimizer, self._trained, type(self).__name__)
+            refuse_others(self._optimizers, self._trained, type(self).__name__)
             if checks or not counters.round:
                 refuse_different_inside(self._outer, self._links)
         self._outer.after_step(last=last)
@@ -220,39 +239,3 @@ class LocalUpdate(Regrouping, Ending):
     def stats(self) -> Stats:
         """What was done so far."""
         return self._outer.stats(self._tau)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that is kept, this rank's part under the key `rankR`. All ranks call this.
-
-        Averages under way are waited for and saved as they arrived, so a resumed run does what the
-        uninterrupted one does, bit for bit. Within a round workers hold different models: every
-        rank must save its own model and optimizer, too (torch.distributed.checkpoint keeps one copy
-        of what is not sharded: give those a key per rank). Every key is one rank's own, so that
-        torch.distributed.checkpoint keeps all of them: `dcp.save({"co2": co2, ...})`. Tensors are
-        the live ones, as in optimizers: copy what is not written at once.
-        """
-        return {_key(): {"layout": self._layout, **self._outer.state_dict()}}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank. All ranks call this.
-
-        The model and the optimizer are yours to load. Algorithm, tau, staleness, parameters and
-        workers must be those that were saved (OptionError); other settings may change.
-        """
-        if _key() not in state:
-            raise OptionError(
-                f"the saved state holds {', '.join(sorted(state)) or 'nothing'}, not {_key()}:"
-                " load it on as many ranks as saved it"
-            )
-        own = state[_key()]
-        if own["layout"] != self._layout:
-            pairs = zip(own["layout"].splitlines(), self._layout.splitlines(), strict=False)
-            saved, here = next((one for one in pairs if one[0] != one[1]), ("more", "less"))
-            raise OptionError(f"the saved state is of another run: {saved!r}, here {here!r}")
-        self._outer.load_state_dict(own)
-        self._links.steps, self._started = self.stats().steps, True
-
-
-def _key() -> str:
-    return f"rank{dist.get_rank() if dist.is_initialized() else 0}"

@@ -110,7 +110,11 @@ class OuterLoop(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Use all that is under way; then every worker stands at the anchor."""
+        """Use all that is under way, and all own progress; then stand at the anchor."""
+
+    @abstractmethod
+    def use_all(self) -> None:
+        """Use all that is under way, and stand at the anchor, without own progress."""
 
     def agreed(self) -> Tensor:
         """The point that all workers agree on."""
@@ -211,6 +215,10 @@ class RoundLoop(OuterLoop):
             self.publish(state.anchor)
 
     def settle(self) -> None:
+        """A round that has ended leaves no progress but in averages."""
+        self.use_all()
+
+    def use_all(self) -> None:
         """Each average in its turn, with the outer step that comes after it."""
         while self.flights:
             self._use_oldest()

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from realrun import checks
 from realrun.algorithms.local_update import Common, LocalUpdate
+from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.rule import Absorbed, State, Total
 
 
@@ -69,7 +69,7 @@ class OverlapLocalSGD(LocalUpdate):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         *,
         tau: int = 12,
         pull: float = 0.6,

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from realrun.algorithms.local_update import Common, LocalUpdate
+from realrun.algorithms.optimizers import Optimizers
 from realrun.algorithms.rule import MomentumRule
 
 
@@ -36,7 +36,7 @@ class SlowMo(LocalUpdate):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizers,
         *,
         tau: int = 12,
         outer_momentum: float = 0.5,

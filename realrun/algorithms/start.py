@@ -1,6 +1,6 @@
 """What is averaged, and what must be equal on all ranks before round 0."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import torch.distributed as dist
@@ -13,35 +13,6 @@ from co2sim.errors import OptionError
 from realrun.algorithms.flat import memory
 from realrun.algorithms.rule import Rule
 from realrun.algorithms.workers import Workers
-
-
-def trainable(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """Names and parameters to average. Raises OptionError unless the optimizer holds just them."""
-    if not isinstance(optimizer, Optimizer):
-        raise OptionError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    named = list(model.named_parameters())
-    for name, parameter in named:
-        if parameter.requires_grad and id(parameter) not in held:
-            raise OptionError(
-                f"the optimizer does not hold {name!r}, which is trainable: add it, or set its"
-                " requires_grad to False before"
-            )
-    if held - {id(parameter) for _, parameter in named}:
-        raise OptionError("the optimizer holds parameters that are not the model's")
-    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
-
-
-def refuse_others(optimizer: Optimizer, trained: set[int], algorithm: str) -> None:
-    """Raise OptionError for parameters that are trained now, but not averaged."""
-    for group in optimizer.param_groups:
-        for one in group["params"]:
-            if one.requires_grad and id(one) not in trained:
-                raise OptionError(
-                    f"the optimizer trains a parameter of shape {tuple(one.shape)} that was frozen,"
-                    " or not there, when averaging began: close this, and make a new"
-                    f" {algorithm}"
-                )
 
 
 def refuse_wider_ddp(model: nn.Module, workers: Workers) -> None:
@@ -85,11 +56,11 @@ def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> l
 
 
 def describe_settings(
-    optimizer: Optimizer, rule: Rule, settings: Mapping[str, object]
+    optimizers: Sequence[Optimizer], rule: Rule, settings: Mapping[str, object]
 ) -> list[str]:
     """Settings that must be equal on all ranks; they may change when a run is resumed."""
     known = {
-        "optimizer": type(optimizer).__name__,
+        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
         **{one.name: getattr(rule, one.name) for one in fields(rule)},
         **settings,
     }

@@ -1,0 +1,79 @@
+"""The optimizers of a model, and what they must hold: one of them mostly, or several."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from co2sim.errors import OptionError
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
+"""One optimizer, or several that share out the parameters, such as Muon and AdamW."""
+
+ATTACHED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose steps an algorithm counts."""
+
+
+def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
+    """The optimizers themselves, without what a library put around them. Raises OptionError."""
+    found = tuple(_inside(one) for one in (given if isinstance(given, list | tuple) else (given,)))
+    if not found:
+        raise OptionError("optimizer is an empty list; give one optimizer at least")
+    if len(set(found)) < len(found):
+        raise OptionError("an optimizer is there twice")
+    if any(one in ATTACHED for one in found):
+        raise OptionError(
+            "the optimizer already closes rounds for another algorithm; close that one first"
+        )
+    return found
+
+
+def _inside(given: object) -> Optimizer:
+    """An optimizer, or the one that a wrapper of Accelerate or Lightning has as `optimizer`."""
+    while (inner := getattr(given, "optimizer", None)) is not None:
+        given = inner
+    if not isinstance(given, Optimizer):
+        raise OptionError(f"optimizer is a {type(given).__name__}, not a torch.optim.Optimizer")
+    return given
+
+
+def trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[tuple[str, Tensor]]:
+    """Names and parameters to average. Raises OptionError unless the optimizers hold just them."""
+    which = "the optimizer does not" if len(optimizers) == 1 else "none of the optimizers does"
+    each = [id(one) for one in held(optimizers)]
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        if parameter.requires_grad and id(parameter) not in each:
+            raise OptionError(
+                f"{which} hold {name!r}, which is trainable: add it, or set its requires_grad to"
+                " False before"
+            )
+        if each.count(id(parameter)) > 1:
+            raise OptionError(f"two optimizers hold {name!r}; one must, and no other")
+    if set(each) - {id(parameter) for _, parameter in named}:
+        raise OptionError("the optimizer holds parameters that are not the model's")
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def held(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """The parameters of all optimizers."""
+    groups = [group for one in optimizers for group in one.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm: str) -> None:
+    """Raise OptionError for parameters that are trained now, but not averaged."""
+    for one in held(optimizers):
+        if one.requires_grad and id(one) not in trained:
+            raise OptionError(
+                f"the optimizer trains a parameter of shape {tuple(one.shape)} that was frozen,"
+                f" or not there, when averaging began: close this, and make a new {algorithm}"
+            )
+
+
+def rates(optimizers: Sequence[Optimizer]) -> list[float]:
+    """The learning rates, as they are now."""
+    groups = [group for one in optimizers for group in one.param_groups]
+    return [float(group["lr"]) for group in groups if "lr" in group]

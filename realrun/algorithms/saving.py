@@ -1,0 +1,100 @@
+"""What an algorithm saves, and how it goes on from that."""
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from co2sim.errors import Co2simError, OptionError
+from realrun.algorithms.counters import Stats
+from realrun.algorithms.links import Links
+from realrun.algorithms.outer_loop import OuterLoop, mark_of
+
+
+class Saving:
+    """The part of an algorithm that is saved and loaded, rank by rank."""
+
+    _links: Links
+    _outer: OuterLoop
+    _layout: str
+    _started: bool
+    _failure: Co2simError | None
+
+    def stats(self) -> Stats:
+        """What was done so far."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is kept, this rank's part under the key `rankR`. All ranks call this.
+
+        Averages under way are waited for and saved as they arrived, so a resumed run does what the
+        uninterrupted one does, bit for bit. Within a round workers hold different models: every
+        rank must save its own model and optimizer, too (torch.distributed.checkpoint keeps one copy
+        of what is not sharded: give those a key per rank). Every key is one rank's own, so that
+        torch.distributed.checkpoint keeps all of them: `dcp.save({"co2": co2, ...})`. Tensors are
+        the live ones, as in optimizers: copy what is not written at once.
+        """
+        return {_key(): {"layout": self._layout, **self._outer.state_dict()}}
+
+    @torch.no_grad()
+    def load_anchor(self, state: Mapping[str, Any]) -> None:
+        """Go on with another number of workers than saved `state`. All ranks call this.
+
+        `state` is what `state_dict` gave on any rank that held the same part of the parameters: any
+        at all where a worker is one rank. Averages that were under way are used. What workers had
+        learned since they launched their last ones is lost; so are the states of their optimizers,
+        unless you load one of them everywhere. A mean of more or fewer workers is less or more
+        noisy: think of the learning rate. Raises OptionError, and MismatchError where ranks load
+        different anchors.
+        """
+        own = next(iter(state.values()), {"layout": ""})
+        self._refuse_other_layout(own["layout"], _one_worker)
+        self._outer.load_state_dict(own)
+        self._outer.counters.step = 0
+        self._outer.use_all()
+        self._agree_on("anchor", mark_of(self._outer.state.anchor))
+
+    def _refuse_other_layout(self, saved: str, form: Callable[[str], str] = str) -> None:
+        pairs = zip_longest(form(saved).splitlines(), form(self._layout).splitlines())
+        for line, here in pairs:
+            if line != here:
+                raise OptionError(f"the saved state is of another run: {line!r}, here {here!r}")
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank. All ranks call this.
+
+        The model and the optimizer are yours to load. Algorithm, tau, staleness, parameters and
+        workers must be those that were saved (OptionError), and all ranks must load what was saved
+        after the same step (MismatchError); other settings may change.
+        """
+        if _key() not in state:
+            raise OptionError(
+                f"the saved state holds {', '.join(sorted(state)) or 'nothing'}, not {_key()}:"
+                " load it on as many ranks as saved it, or take load_anchor()"
+            )
+        own = state[_key()]
+        self._refuse_other_layout(own["layout"])
+        self._outer.load_state_dict(own)
+        self._agree_on("saved state", f"of step {self.stats().steps}")
+
+    def _agree_on(self, what: str, text: str) -> None:
+        """All ranks have loaded what belongs together; if not, no step will be taken."""
+        self._links.steps, self._started = self.stats().steps, True
+        try:
+            self._links.agree(what, "", across=text)
+        except Co2simError as error:
+            self._failure = error
+            raise
+
+
+def _one_worker(layout: str) -> str:
+    """What is saved in common by any number of workers."""
+    return re.sub(r"^workers = \d+ of ", "workers of ", layout, flags=re.MULTILINE)
+
+
+def _key() -> str:
+    return f"rank{dist.get_rank() if dist.is_initialized() else 0}"

@@ -1,0 +1,146 @@
+"""What ranks of the tests of several optimizers, and of other numbers of workers, do."""
+
+import copy
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from local_problem import loss, network, optimizer, train, vector
+
+from co2sim.errors import Co2simError
+from realrun.algorithms import CO2, Workers
+from realrun.execute.world import World
+
+
+def several(world: World) -> dict[str, Any]:
+    """Two optimizers of half the layers each, and one of both as two groups."""
+    ends = []
+    for split in (True, False):
+        model = network()
+        groups = [
+            {"params": list(model[0].parameters()), "lr": 0.1},
+            {"params": list(model[1:].parameters()), "lr": 0.05},
+        ]
+        optims = [torch.optim.SGD([one], momentum=0.9) for one in groups]
+        one = torch.optim.SGD(groups, momentum=0.9)
+        co2 = CO2(model, optims if split else one, tau=3)
+        for step in range(7):
+            model.zero_grad()
+            loss(model, world.rank, step).backward()
+            for optim in optims if split else [one]:
+                optim.step()
+        ends.append((vector(model), co2.stats().steps))
+        co2.close()
+    return {"equal": torch.equal(ends[0][0], ends[1][0]), "steps": [steps for _, steps in ends]}
+
+
+def muon(world: World) -> dict[str, Any]:
+    """Muon for matrices and AdamW for all else; AdamW steps twice as often."""
+    model = network()
+    matrices = [one for one in model.parameters() if one.ndim > 1]
+    others = [one for one in model.parameters() if one.ndim == 1]
+    optims = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+    first = loss(model, 0, 0).item()
+    co2 = CO2(model, optims, tau=4, delay=1)
+    for step in range(60):
+        model.zero_grad()
+        loss(model, world.rank, step).backward()
+        optims[1].step()
+        if step % 2:
+            optims[0].step()
+    co2.finish()
+    end = vector(model).tolist()
+    return {"steps": co2.stats().steps, "end": end, "losses": [first, loss(model, 0, 0).item()]}
+
+
+def wrapped(world: World) -> int:
+    """An optimizer in two wrappers, as libraries put around it."""
+    model = network()
+    inner = optimizer(model, "sgd")
+    co2 = CO2(model, SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner)), tau=2)  # type: ignore[arg-type]
+    train(model, inner, world.rank, range(4))
+    co2.close()
+    return co2.stats().rounds
+
+
+def refused(world: World) -> list[str]:
+    """Optimizers that cannot be."""
+    del world
+    model = network()
+    one, other = optimizer(model, "sgd"), optimizer(model, "sgd")
+    half = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    told = []
+    for given in ([], [one, one], [one, other], [half], [half, "adam"]):
+        try:
+            CO2(model, given)  # type: ignore[arg-type]
+        except Co2simError as error:
+            told.append(str(error))
+    return told
+
+
+def fewer(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Three workers train; two of them, and the third alone, go on from the anchor."""
+    pair = dist.new_group([0, 1])
+    found = []
+    for options in cases:
+        model = network()
+        optim = optimizer(model, "momentum")
+        co2 = CO2(model, optim, **options)
+        train(model, optim, world.rank, range(8))
+        state = copy.deepcopy(co2.state_dict())
+        if options.get("delay"):
+            with co2.consensus():
+                wanted = vector(model)
+            co2.close()
+        else:
+            co2.finish()
+            wanted = vector(model)
+        other = network(seed=1)
+        again = optimizer(other, "momentum")
+        mine = Workers(pair) if world.rank < 2 else Workers(None)
+        less = CO2(other, again, **options, worker=mine)
+        less.load_anchor(state)
+        began = vector(other)
+        train(other, again, world.rank, range(8, 14))
+        less.finish()
+        found.append(
+            {
+                "began": torch.equal(began, wanted),
+                "steps": less.stats().steps,
+                "end": vector(other).tolist(),
+            }
+        )
+    return found
+
+
+def mixed(world: World) -> list[str]:
+    """Ranks load what was saved at different steps; a state of another run; other anchors."""
+    states: list[Any] = []
+    told = []
+    for case in range(6):
+        model = network()
+        optim = optimizer(model, "sgd")
+        with suppress(Co2simError), CO2(model, optim, tau=2) as co2:
+            if case == 0:
+                states.append(copy.deepcopy(co2.state_dict()))
+                for step in range(4):
+                    train(model, optim, world.rank, range(step, step + 1))
+                    states.append(copy.deepcopy(co2.state_dict()))
+                key, own = next(iter(states[0].items()))
+                other = {key: own | {"layout": own["layout"].replace("tau = 2", "tau = 5")}}
+                calls = [
+                    ("load_state_dict", states[3 + (world.rank == 1)]),
+                    ("load_anchor", states[4 * (world.rank == 1)]),
+                    ("load_anchor", other),
+                    ("load_anchor", {}),
+                    ("load_state_dict", {}),
+                ]
+                continue
+            try:
+                name, state = calls[case - 1]
+                getattr(co2, name)(state)
+            except Co2simError as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
