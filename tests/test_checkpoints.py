@@ -49,8 +49,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """Calls a function on two ranks that are threads; what it gave or raised on each."""
     barrier, texts = threading.Barrier(RANKS), [""] * RANKS
 
-    def gather(world: Any, text: str) -> list[str]:
-        texts[world.rank] = text
+    def gather(device: Any, text: str) -> list[str]:
+        texts[device.rank] = text
         barrier.wait(10)
         found = list(texts)
         barrier.wait(10)
@@ -59,7 +59,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     def on_all(work: Callable[[Any], Any]) -> list[Any]:
         def one(rank: int) -> Any:
             try:
-                return work(SimpleNamespace(rank=rank, layout=Layout(1, RANKS)))
+                device = SimpleNamespace(rank=rank)
+                return work(SimpleNamespace(rank=rank, layout=Layout(1, RANKS), device=device))
             except CheckpointError as error:
                 return error
 
@@ -423,7 +424,7 @@ def test_the_old_format_is_read_with_trust(tmp_path: Path, monkeypatch: pytest.M
     import checkpoints  # type: ignore[import-not-found]  # noqa: PLC0415 - a folder of scripts
 
     monkeypatch.setattr(checkpoints, "IDENTITY_OF", IDENTITY)
-    world: Any = SimpleNamespace(rank=0, layout=Layout(1, 1))
+    world: Any = SimpleNamespace(rank=0, layout=Layout(1, 1), device=torch.device("cpu"))
     path = tmp_path / folder.CHECKPOINTS / folder.checkpoint_name(6)
     with pytest.warns(UserWarning, match="torch.distributed"):
         checkpoints.write_pickled(path, state(0, 6), 0, 1)

@@ -432,7 +432,8 @@ def test_states_of_other_ranks_and_runs_are_refused(three_ranks: dict[str, list[
     """What may change between runs may; what may not is named."""
     answers = three_ranks["wrong_state"]
     assert answers[0]["rank"] == (
-        "OptionError: the saved state holds rank1, not rank0: load it on as many ranks as saved it"
+        "OptionError: the saved state holds rank1, not rank0: load it on as many ranks as saved it,"
+        " or take load_anchor()"
     )
     for answer in answers:
         assert answer["tau"] == (

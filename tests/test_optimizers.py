@@ -102,3 +102,24 @@ def test_help_shows_all_options(name: str) -> None:
     assert {one.kind for one in list(shown.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
     assert shown["worker"].default == "gpu"
     assert shown["deadline"].default is None
+
+
+def test_a_class_of_ones_own_keeps_its_options() -> None:
+    """With the constructor of CO2, or with one that passes on what it does not know."""
+
+    class Same(algorithms.CO2):
+        """Nothing else."""
+
+    class Noisy(algorithms.CO2):
+        """One option more."""
+
+        def __init__(self, *given: Any, noise: float = 0.0, **others: Any) -> None:
+            super().__init__(*given, **others)
+            self.noise = noise
+
+    class Third(Same):
+        """Of a class of one's own."""
+
+    shown = inspect.signature(algorithms.CO2)
+    assert inspect.signature(Same) == inspect.signature(Third) == shown
+    assert list(inspect.signature(Noisy).parameters) == ["given", "noise", "others"]

@@ -34,6 +34,11 @@ class Ending:
     _idle = 0
     """Steps that were only counted, since this rank's data are used up."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended, and averages nothing any more."""
+        return self._closed
+
     def _idle_step(self) -> None:
         """Count a step that this rank does not take, and do what comes after it."""
         raise NotImplementedError

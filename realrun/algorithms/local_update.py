@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 from inspect import signature
-from typing import TypedDict
+from typing import TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from realrun.algorithms.options import Wire, wait_of, wire_of
 from realrun.algorithms.outer_loop import OuterLoop, RoundLoop
 from realrun.algorithms.regroup import Regrouping
 from realrun.algorithms.rule import Rule
-from realrun.algorithms.saving import Saving
+from realrun.algorithms.saving import Resumable
 from realrun.algorithms.start import (
     describe,
     describe_others,
@@ -55,7 +55,7 @@ class Common(TypedDict, total=False):
     timeout: Seconds | timedelta | None
 
 
-class LocalUpdate(Regrouping, Saving, Ending):
+class LocalUpdate(Regrouping, Resumable, Ending):
     """Close a round after every `tau` optimizer steps, by the rule of an algorithm.
 
     Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or as a context manager. The
@@ -106,12 +106,13 @@ class LocalUpdate(Regrouping, Saving, Ending):
     """
 
     def __init_subclass__(cls) -> None:
-        """Show the options of all algorithms in help(), too."""
+        """Show in help() what `**common: Unpack[Common]` stands for."""
         super().__init_subclass__()
         own, shared = signature(cls.__init__), signature(LocalUpdate.__init__).parameters
-        named = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        named += [shared[name] for name in Common.__annotations__]
-        cls.__init__.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
+        named = list(own.parameters.values())
+        if "__init__" in vars(cls) and named[-1].annotation == Unpack[Common]:
+            named[-1:] = [shared[name] for name in Common.__annotations__]
+            cls.__init__.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
 
     def __init__(  # noqa: PLR0913 - one argument per option
         self,
@@ -164,6 +165,16 @@ class LocalUpdate(Regrouping, Saving, Ending):
             )
         ]
         ATTACHED.update(optimizers)
+
+    @property
+    def model(self) -> nn.Module:
+        """Whose parameters are averaged."""
+        return self._model
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Those whose steps are counted, without wrappers."""
+        return self._optimizers
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """The hook before step 0: weights may have been loaded since this was made.

@@ -14,7 +14,7 @@ from realrun.algorithms.links import Links
 from realrun.algorithms.outer_loop import OuterLoop, mark_of
 
 
-class Saving:
+class Resumable:
     """The part of an algorithm that is saved and loaded, rank by rank."""
 
     _links: Links

@@ -72,9 +72,9 @@ def save(
                 drafts.finish(draft, place, Manifest(step, ranks, sums))
             return ""
 
-        draft = place.with_name(everywhere(world, what, begin)[0])
-        written = everywhere(world, what, write)
-        everywhere(world, what, finish)
+        draft = place.with_name(everywhere(world.device, what, begin)[0])
+        written = everywhere(world.device, what, write)
+        everywhere(world.device, what, finish)
     return place
 
 
@@ -101,10 +101,10 @@ def load(
         return ""
 
     try:
-        everywhere(world, unread(checkpoint), read)
+        everywhere(world.device, unread(checkpoint), read)
     except DamagedError as error:
         (instead, *_) = everywhere(
-            world, unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
+            world.device, unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
         )
         raise DamagedError(f"{error}; {instead}", everywhere=True) from error
     return found[0]

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from realrun.errors import CheckpointError, DamagedError
-from realrun.execute.world import World
 from realrun.train.folder import shown
 
 _BYTES = 4096
@@ -17,8 +16,8 @@ _CAUSE = 200
 """Characters of an error, at most."""
 
 
-def everywhere(world: World, what: str, work: Callable[[], str]) -> list[str]:
-    """Do `work` on all ranks; what it gave on each. All ranks call it.
+def everywhere(device: torch.device, what: str, work: Callable[[], str]) -> list[str]:
+    """Do `work` on all ranks; what it gave on each. All ranks call it, and hear it over `device`.
 
     If it fails on any rank, all raise the same CheckpointError: `what`, the rank and its error.
     """
@@ -27,7 +26,7 @@ def everywhere(world: World, what: str, work: Callable[[], str]) -> list[str]:
         given = work()
     except (OSError, MemoryError, CheckpointError) as error:
         cause, damaged = _cause(error), isinstance(error, DamagedError)
-    told = [json.loads(one) for one in _gather(world, json.dumps([given, cause, damaged]))]
+    told = [json.loads(one) for one in _gather(device, json.dumps([given, cause, damaged]))]
     causes = [one[1] for one in told]
     if not any(causes):
         return [one[0] for one in told]
@@ -45,15 +44,16 @@ def _cause(error: Exception) -> str:
     return shown(str(error) or "out of memory", _CAUSE)
 
 
-def _gather(world: World, text: str) -> list[str]:
+def _gather(device: torch.device, text: str) -> list[str]:
     """The texts of all ranks; tensors, since objects would travel as pickles."""
-    if world.layout.world_size == 1:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1:
         return [text]
     data = text.encode()
     assert len(data) <= _BYTES
     mine = torch.zeros(_BYTES, dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    mine = mine.to(world.device)
-    found = [torch.empty_like(mine) for _ in range(world.layout.world_size)]
+    mine = mine.to(device)
+    found = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(found, mine)
     return [bytes(one.cpu().numpy()).rstrip(b"\0").decode() for one in found]

@@ -1,0 +1,163 @@
+"""Local updates in Lightning: `Trainer(strategy=LocalUpdateStrategy(CO2, tau=12))`."""
+
+import copy
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from co2sim.errors import OptionError
+from realrun.adapters import rank_files
+from realrun.algorithms import LocalUpdate
+
+_MARK = "local_updates"
+"""Of checkpoints that have files of ranks beside them; others are of DDP, or of one process."""
+
+
+class LocalUpdateStrategy(DDPStrategy):
+    """Every rank trains its own copy of the module; in rounds, an algorithm averages the copies.
+
+    `algorithm` is a class, such as CO2; `options` are its own, such as tau=12. `strategy` holds
+    arguments of Lightning's DDPStrategy, such as {"process_group_backend": "gloo"}.
+
+    Validation, and the model in a checkpoint, are the point that all ranks agree on (the
+    consensus), with the mean of the buffers. Training ends with it on all ranks. Beside a
+    checkpoint `x.ckpt` is a folder `x.ckpt.ranks`, where every rank keeps its own model and
+    optimizers, from which `ckpt_path=` goes on: keep both, in a place that all ranks reach. A
+    checkpoint of DDP starts an algorithm at its model. Random numbers are not kept, as by DDP.
+
+    Raises OptionError for '16-mixed', whose scaler skips steps on one rank only, and for what the
+    algorithm refuses.
+    """
+
+    def __init__(
+        self,
+        algorithm: type[LocalUpdate],
+        *,
+        strategy: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**(strategy or {}))
+        self._algorithm, self._options = algorithm, options
+        self._running: LocalUpdate | None = None
+        self._evaluation: ExitStack | None = None
+        self._source = Path()
+
+    def configure_ddp(self) -> None:
+        """Nothing: gradients stay where they are."""
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Let the algorithm count the steps of the optimizers that the module has configured."""
+        super().setup_optimizers(trainer)
+        if trainer.precision == "16-mixed":
+            raise OptionError(
+                "precision is '16-mixed', whose GradScaler skips steps on one rank and not on"
+                " another; use 'bf16-mixed' or '32-true'"
+            )
+        assert self.lightning_module is not None
+        self._running = self._algorithm(self.lightning_module, self.optimizers, **self._options)
+
+    @property
+    def algorithm(self) -> LocalUpdate:
+        """What averages: its `stats()`, for example. Raises OptionError before training."""
+        if self._running is None:
+            raise OptionError("the algorithm is made when fit() has set up the optimizers")
+        return self._running
+
+    def on_validation_start(self) -> None:
+        """Put the consensus into the model."""
+        super().on_validation_start()
+        if self._running and not self._running.closed:
+            self._evaluation = ExitStack()
+            self._evaluation.enter_context(self._running.consensus(buffers=True))
+
+    def on_validation_end(self) -> None:
+        """Put back what this rank trains."""
+        self._leave()
+        super().on_validation_end()
+
+    def _leave(self) -> bool:
+        inside, self._evaluation = self._evaluation, None
+        if inside:
+            inside.close()
+        return inside is not None
+
+    def on_train_end(self) -> None:
+        """Use all averages: every rank ends with the same model."""
+        super().on_train_end()
+        self._finish()
+
+    def teardown(self) -> None:
+        """The same where a checkpoint was loaded and no step was left to take."""
+        self._finish()
+        super().teardown()
+
+    def _finish(self) -> None:
+        if self._running and not self._running.closed:
+            self._running.finish(buffers=True)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, which end as well."""
+        super().on_exception(exception)
+        self._leave()
+        if self._running:
+            self._running.__exit__(type(exception), exception, exception.__traceback__)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The consensus."""
+        if self._evaluation or not self._running or self._running.closed:
+            return super().lightning_module_state_dict()
+        with self._running.consensus(buffers=True):
+            return copy.deepcopy(super().lightning_module_state_dict())
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write the files of the ranks, and when these are there the checkpoint itself."""
+        step = None
+        if self._running and "optimizer_states" in checkpoint:
+            step = self._save_ranks(_ranks_of(filepath), int(checkpoint["global_step"]))
+            checkpoint[_MARK] = {"ranks": self.world_size}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if step and self.is_global_zero:
+            for other in step.parent.glob("step*"):
+                if other != step:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def _save_ranks(self, folder: Path, step: int) -> Path:
+        """In a folder of this step: until the checkpoint is written, the one before is whole."""
+        place = folder / f"step{step}"
+        validating = self._leave()
+        rank_files.save(place, self.algorithm)
+        if validating:
+            self.on_validation_start()
+        return place
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove the files of the ranks, too."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_ranks_of(filepath), ignore_errors=True)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *more: Any, **options: Any) -> Any:
+        """Read the checkpoint; each rank reads its own file when there is an optimizer."""
+        self._source = Path(checkpoint_path).resolve()
+        return super().load_checkpoint(checkpoint_path, *more, **options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on where this rank was; from a checkpoint of DDP, with its optimizer."""
+        if _MARK not in checkpoint:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        place = _ranks_of(self._source) / f"step{checkpoint['global_step']}"
+        rank_files.load(place, self.algorithm)
+
+
+def _ranks_of(path: str | Path) -> Path:
+    if "://" in str(path):
+        raise OptionError(f"the checkpoint is {path}; local updates need a folder of a file system")
+    return Path(f"{path}.ranks")

@@ -1,0 +1,209 @@
+"""Local updates in Lightning, Accelerate and Transformers: their own checkpoints, bit for bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pages import ROOT, blocks  # noqa: E402 - as the next
+from together import together  # noqa: E402 - needs torch
+
+OPTIONS: list[dict[str, Any]] = [{"tau": 4}, {"tau": 4, "delay": 2}]
+LIBRARIES = ("lightning", "accelerate", "transformers")
+
+
+def calls(folder: Path, **own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Functions with their arguments, and with a folder for their files."""
+    return {name: {"folder": str(folder)} | arguments for name, arguments in own.items()}
+
+
+@pytest.fixture(scope="module")
+def lightning(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks gave, by function."""
+    pytest.importorskip("lightning")
+    folder = tmp_path_factory.mktemp("lightning")
+    own = {"trained": {"cases": OPTIONS}, "resumed": {"cases": OPTIONS}}
+    return together(
+        "lightning_workers", 2, calls(folder, **own, other_checkpoints={}, refused={}, broken={})
+    )
+
+
+@pytest.fixture(scope="module")
+def accelerate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks gave, by function."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("accelerate")
+    own = {"trained": {"cases": OPTIONS, "stop": 9}}
+    return together("accelerate_workers", 2, calls(folder, **own) | {"refused": {}})
+
+
+@pytest.fixture(scope="module")
+def transformers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What two ranks gave, by function."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("transformers")
+    own = {"trained": {"cases": OPTIONS}}
+    return together("transformers_workers", 2, calls(folder, **own, best={}, refused={}, broken={}))
+
+
+# --- Lightning -----------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", range(len(OPTIONS)), ids=str)
+def test_lightning_trains_as_a_loop_of_ones_own(case: int, lightning: dict[str, list[Any]]) -> None:
+    """Bit for bit; all ranks end alike, and validate the consensus, which a checkpoint holds."""
+    first, second = (answer[case] for answer in lightning["trained"])
+    for one in (first, second):
+        assert one["end"] == one["own"] == first["end"]
+        assert one["validated"] == first["validated"]
+        assert one["saved"] in one["validated"]
+    assert first["seen"] != second["seen"]
+    assert first["files"] == [
+        "last.ckpt",
+        *(f"step={step}.ckpt{end}" for step in (12, 18, 6) for end in ("", ".ranks")),
+    ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", range(len(OPTIONS)), ids=str)
+def test_lightning_resumes_bit_for_bit(case: int, lightning: dict[str, list[Any]]) -> None:
+    """From the middle of two rounds, and from the end, by a link."""
+    names = ("step=6.ckpt", "step=12.ckpt", "last.ckpt")
+    for answer in lightning["resumed"]:
+        assert answer[case] == dict.fromkeys(names, True)
+
+
+@pytest.mark.dist
+def test_other_checkpoints_of_lightning(lightning: dict[str, list[Any]]) -> None:
+    """Of DDP; removed ones leave nothing; a damaged and a missing file end in one line."""
+    for answer in lightning["other_checkpoints"]:
+        assert answer["began"]
+        assert answer["left"] == ["step=18.ckpt", "step=18.ckpt.ranks"]
+        damaged, missing = answer["told"]
+        assert damaged.endswith(": rank 1: rank1.safetensors: it has 2 bytes instead of 4,632")
+        assert missing.endswith("step=18.ckpt.ranks/step18: rank0.json: No such file or directory")
+
+
+@pytest.mark.dist
+def test_lightning_without_steps_on_one_rank_is_refused(lightning: dict[str, list[Any]]) -> None:
+    """A GradScaler."""
+    for told in lightning["refused"]:
+        assert told.startswith("precision is '16-mixed', whose GradScaler skips steps")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_an_exception_on_one_rank_ends_all(library: str, request: pytest.FixtureRequest) -> None:
+    """Within 5 seconds; the others name the rank and its exception."""
+    other, own = request.getfixturevalue(library)["broken"]
+    assert own["told"] == "ValueError: a bad batch"
+    assert other["told"].startswith("RankFailure: the average of round ")
+    assert "rank 1 raised ValueError (a bad batch) after " in other["told"]
+    assert max(other["took"], own["took"]) < 5
+
+
+# --- Accelerate ----------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", range(len(OPTIONS)), ids=str)
+def test_accelerate_trains_as_a_loop_of_ones_own(
+    case: int, accelerate: dict[str, list[Any]]
+) -> None:
+    """Bit for bit, on from a checkpoint, too, whose model is the consensus."""
+    first, second = (answer[case] for answer in accelerate["trained"])
+    for one in (first, second):
+        assert one["end"] == one["own"] == first["end"]
+        assert one["went on"]
+        assert one["again"] == one["end"]
+        assert one["saved"]
+    ranks = [f"rank{rank}.{end}" for rank in (0, 1) for end in ("json", "safetensors")]
+    assert first["files"] == ranks
+
+
+@pytest.mark.dist
+def test_accelerate_with_shards_or_a_scaler_is_refused(accelerate: dict[str, list[Any]]) -> None:
+    """In one line that says what to use instead."""
+    for sharded, half in accelerate["refused"]:
+        assert sharded.startswith("Accelerate is set up for FSDP; local updates need a whole model")
+        assert half.startswith("mixed_precision is 'fp16', whose GradScaler skips steps")
+
+
+# --- Transformers --------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", range(len(OPTIONS)), ids=str)
+def test_transformers_trains_as_a_loop_of_ones_own(
+    case: int, transformers: dict[str, list[Any]]
+) -> None:
+    """Bit for bit, on from checkpoints, too; evaluated and saved is the consensus."""
+    first, second = (answer[case] for answer in transformers["trained"])
+    for one in (first, second):
+        assert one["end"] == one["own"] == first["end"]
+        assert one["again"] == {"checkpoint-5": True, "checkpoint-10": True}
+        assert one["evaluated"] == first["evaluated"]
+        assert one["saved"]
+        assert one["kept"] == one["evaluated"][0]
+        assert len(one["evaluated"]) == 3
+
+
+@pytest.mark.dist
+def test_the_best_model_of_transformers_is_loaded_last(
+    transformers: dict[str, list[Any]],
+) -> None:
+    """After all averages have been used; and a retry on one rank only is refused."""
+    assert transformers["best"] == [True, True]
+    for told in transformers["refused"]:
+        assert told.startswith("auto_find_batch_size is True, which begins anew on one rank")
+
+
+# --- other numbers of ranks, and the page ---------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_one_rank_goes_on_where_two_agreed(tmp_path: Path) -> None:
+    """A warning says what is lost; the buffers are those of the library's own file."""
+    together("rank_files_workers", 2, {"save": {"folder": str(tmp_path)}})
+    (answer,) = together("rank_files_workers", 1, {"load": {"folder": str(tmp_path)}})["load"]
+    assert answer["began"]
+    (told,) = answer["told"]
+    assert "local_updates is of 2 ranks, and here are 1: all begin at the anchor" in told
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_scripts_of_the_page_run(library: str, tmp_path: Path) -> None:
+    """On two ranks, as written; only on the CPU."""
+    pytest.importorskip(library)
+    (script,) = (
+        block.text
+        for block in blocks(ROOT / "docs" / "frameworks.md")
+        if f"adapters.{library} " in block.text
+    )
+    (tmp_path / "script.py").write_text(script)
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(
+        [sys.executable, *start],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "ACCELERATE_USE_CPU": "1",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    folders = {"accelerate": "out/state/local_updates", "transformers": "out/model"}
+    assert (tmp_path / folders.get(library, "lightning_logs")).is_dir()
