@@ -104,6 +104,7 @@ def test_all_ranks_finish_alike(case: int, found: dict[str, list[Any]]) -> None:
     for answer in answers:
         assert answer["end"] == answers[0]["end"]
         assert answer["moved"] > 0  # a plain step
+        assert answer["steps"] == FINISHED[case]["steps"]
     assert answers[0]["end"] != answers[0]["mean"] or FINISHED[case]["algorithm"] == "LocalSGD"
     if FINISHED[case]["algorithm"] == "LocalSGD":
         assert np.allclose(answers[0]["end"], answers[0]["mean"], atol=1e-6)

@@ -30,9 +30,10 @@ class Stats:
 
 @dataclass(slots=True)
 class Counters:
-    """Full rounds, steps of the round that has begun, averages used, and what became of them.
+    """Rounds, steps of the round that has begun, averages used, and what became of them.
 
-    `clipped` counts elements of the whole model over all averages used.
+    `clipped` counts elements of the whole model over all averages used, `missing` the steps that
+    the last round had less than others, as `finish` ended it.
     """
 
     round: int = 0
@@ -43,13 +44,14 @@ class Counters:
     waited: Seconds = 0.0
     late: int = 0
     delay: int | None = None
+    missing: int = 0
 
     def stats(self, tau: int, elements: float, sent: int) -> Stats:
         """For users; `elements` are those of the whole model."""
         considered = self.used * elements
         return Stats(
             rounds=self.round,
-            steps=self.round * tau + self.step,
+            steps=self.round * tau + self.step - self.missing,
             penalty=self.penalty,
             clipped=self.clipped / considered if considered else 0.0,
             waited=self.waited,

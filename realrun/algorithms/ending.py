@@ -76,7 +76,9 @@ class Ending:
         if self._failure or self._closed:
             raise self._failure or OptionError("finish() comes before close(), once")
         try:
-            if self._outer.counters.step and not self._outer.rule.late:
+            counters = self._outer.counters
+            if counters.step and not self._outer.rule.late:
+                counters.missing = self._tau - counters.step
                 self._end_round()
             self._outer.settle()
             average_now(others_of(self._model, also, buffers=buffers), self._links)

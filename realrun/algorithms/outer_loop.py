@@ -153,7 +153,8 @@ class OuterLoop(ABC):
             vector.copy_(own[name])
         numbers = own["numbers"]
         self.state.numbers = {name: numbers[name] for name in self.state.numbers}
-        self.counters = Counters(**{one.name: numbers[one.name] for one in fields(Counters)})
+        counted = {one.name: numbers.get(one.name, one.default) for one in fields(Counters)}
+        self.counters = Counters(**counted)
         self.average.sent = numbers["bytes_sent"]
         self.go_on(numbers)
 
