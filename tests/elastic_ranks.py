@@ -137,6 +137,7 @@ def elastic(
 
     kill: Callable[[], Any] = lambda: [one.kill() for one in ranks]  # noqa: E731
     late = threading.Timer(180.0, kill)
+    began = time.monotonic()
     try:
         late.start()
         first = [start(rank) for rank in range(nproc)]
@@ -145,6 +146,7 @@ def elastic(
         late.cancel()
         kill()
     said = "".join(path.read_text() for path in sorted(folder.glob("err*")))
+    assert time.monotonic() - began < 180, f"did not end by itself: {said}"
     record, writer = folder / "train.json", folder / "writer"
     return Outcome(
         code,

@@ -9,7 +9,9 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,19 @@ LOADED = ("pytest", "torch.distributed.fsdp", "realrun.execute.executor", "realr
 
 
 class Forked:
-    """A forked process with the part of `subprocess.Popen` that `supervise` uses."""
+    """A forked process with the part of `subprocess.Popen` that `supervise` uses.
+
+    It leads a group of its own, as after `Popen(start_new_session=True)`, and so can be killed.
+    """
 
     stdout = stderr = None
 
     def __init__(self, process: ForkServerProcess) -> None:
+        assert process.pid is not None
         self.process, self.pid = process, process.pid
+        with suppress(ProcessLookupError):
+            while os.getpgid(self.pid) != self.pid and process.exitcode is None:
+                time.sleep(0.001)
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""

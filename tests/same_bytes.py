@@ -69,7 +69,7 @@ MEASURING: Mapping[str, str] = {
     "realrun train": "its log has times; see `test_a_training_differs_in_its_times_only`",
     "realrun lab run": "it prints what the command prints that it is given",
     "co2analysis lab": "what it writes are times that it measured",
-    "co2analysis verify": "see `test_measured_cells_and_their_report_are_the_same`",
+    "co2analysis verify": "see `test_cells_and_report_are_the_same_elsewhere`",
 }
 """Other commands, and why."""
 

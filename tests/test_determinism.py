@@ -116,21 +116,6 @@ def test_the_bytes_are_the_same(command: str, arguments: str, places: tuple[Plac
 
 
 @pytest.mark.slow
-def test_measured_cells_and_their_report_are_the_same(places: tuple[Place, Place]) -> None:
-    """`co2analysis verify`: one cell in eight is measured there, with more processes."""
-    here, there = places
-    arguments = "--quick --jobs {jobs} -o v --report r.html --json"
-    one = here.run("co2analysis verify", arguments)
-    cells = [name for name in one if name.startswith("v/cells/")]
-    for name in (name for at, name in enumerate(cells) if at % 8):
-        (there.work / name).parent.mkdir(parents=True, exist_ok=True)
-        (there.work / name).write_bytes(one[name])
-    other = there.run("co2analysis verify", arguments)
-    assert list(one) == list(other)
-    assert [name for name in one if one[name] != other[name]] == []
-
-
-@pytest.mark.slow
 def test_a_training_differs_in_its_times_only(places: tuple[Place, Place]) -> None:
     """Parameters, checkpoints and losses are the same, bit for bit, on one process."""
     pytest.importorskip("torch")
