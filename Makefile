@@ -130,7 +130,7 @@ $(STAMP)-report: pyproject.toml | $(BIN)/python
 	touch $@ $(STAMP)
 
 $(STAMP)-dev: pyproject.toml .requirements-dev.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --require-hashes --requirement .requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --requirement .requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(STAMP)
 
