@@ -19,7 +19,7 @@ from realrun.train import checkpoint
 from realrun.train.manifest import MANIFEST, FileSum, Manifest
 
 _STEP = 4
-_ALONE: Any = SimpleNamespace(rank=0, layout=Layout(1, 1))
+_ALONE: Any = SimpleNamespace(rank=0, layout=Layout(1, 1), device=torch.device("cpu"))
 _IDENTITY = {"strategy": "co2(tau=4)", "lr": 0.01}
 
 

@@ -1,0 +1,119 @@
+"""The script for Slurm: a job that is told to end leaves a checkpoint, and is queued again."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+pytest.importorskip("torch")
+
+STEPS = 600
+SCRIPT = ROOT / "examples" / "train.sbatch"
+
+SRUN = """#!{python}
+import os, signal, subprocess, sys
+size = int(os.environ["SLURM_NTASKS"])
+places = [{{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}} for rank in range(size)]
+tasks = [subprocess.Popen(sys.argv[1:], env={{**os.environ, **place}}) for place in places]
+signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
+open("srun.pid", "w").write(str(os.getpid()))
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+  "show hostnames") echo 127.0.0.1 ;;
+  requeue*) echo "$2" >> requeued ;;
+  *) exit 1 ;;
+esac
+"""
+
+
+def write(path: Path, text: str) -> None:
+    """An executable file."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def begin(folder: Path) -> subprocess.Popen[str]:
+    """Start the job on two ranks over Gloo, with a small training; all else as in the script."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = SCRIPT.read_text()
+    for written, here in (
+        ("BACKEND=nccl ", "BACKEND=gloo "),
+        ("MASTER_PORT=29500", f"MASTER_PORT={port}"),
+        ("--size large", "--size tiny --context 8 --log-every 4 --warmup 4"),
+        ("--steps 20000 --batch 256 --checkpoint-every 500", f"--steps {STEPS} --batch 4"),
+        ("tau=12,delay=auto,worker=node,inner=ddp", "tau=4"),
+    ):
+        assert written in script
+        script = script.replace(written, here)
+    write(folder / "job.sh", script)
+    write(folder / "bin" / "srun", SRUN.format(python=sys.executable))
+    write(folder / "bin" / "scontrol", SCONTROL)
+    write(folder / "bin" / "realrun", f'#!/bin/sh\nexec {sys.executable} -m realrun "$@"\n')
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node[1-1]",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_SUBMIT_DIR": str(folder),
+    }
+    return subprocess.Popen(
+        ["/bin/bash", "job.sh"],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def record(folder: Path) -> dict[str, object]:
+    """What the training says of itself."""
+    found: dict[str, object] = json.loads((folder / "out/train/train.json").read_text())
+    return found
+
+
+@pytest.mark.dist
+def test_a_job_that_is_told_to_end_is_queued_again_and_goes_on(tmp_path: Path) -> None:
+    """SIGTERM to all ranks: a checkpoint, and `scontrol requeue`; the next part is the last."""
+    first = begin(tmp_path)
+    log = tmp_path / "out" / "train" / "log.csv"
+    try:
+        limit = time.monotonic() + 120
+        while not (log.exists() and log.read_text().count("\n") > 2):
+            assert time.monotonic() < limit
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.05)
+        os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
+        said, _ = first.communicate(timeout=60)
+    finally:
+        if first.poll() is None:
+            os.killpg(first.pid, signal.SIGKILL)
+    assert first.returncode == 0, said
+    assert (tmp_path / "requeued").read_text() == "4711\n"
+    assert record(tmp_path)["stopped"]
+    done = int(log.read_text().splitlines()[-1].split(",")[0])
+    assert 0 < done < STEPS
+
+    second = begin(tmp_path)
+    said, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, said
+    assert (tmp_path / "requeued").read_text() == "4711\n"
+    assert not record(tmp_path)["stopped"]
+    assert log.read_text().splitlines()[-1].startswith(f"{STEPS},")
