@@ -320,7 +320,7 @@ def test_what_is_kept_and_predicted_changes_no_schedule() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["co2", "slowmo", "local_sgd", "overlap_local_sgd", "diloco"])
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"])
 def test_a_node_as_worker_averages_shares_among_peers(strategy: str, inner: str) -> None:
     """Each rank averages its share with its peers; nothing else leaves the node."""
     schedule = tiny.schedule(f"{strategy}(tau=2,worker=node,inner={inner})", (3, 2))
@@ -329,6 +329,24 @@ def test_a_node_as_worker_averages_shares_among_peers(strategy: str, inner: str)
     assert all(
         op.work.group.name != "world" for op in schedule.body if isinstance(op.work, Collective)
     )
+
+
+def test_zeropp_inside_a_node_quantizes_there_and_nowhere_else() -> None:
+    """Forward gathers are int8, backward ones are not, gradients go by one exchange of int4."""
+    schedule = tiny.schedule("co2(tau=1,worker=node,inner=zeropp)", (3, 2))
+    inside = [
+        op.work
+        for op in schedule.body
+        if isinstance(op.work, Collective) and op.work.group.name == "node"
+    ]
+    gathers = [work.dtype for work in inside if work.kind is Kind.ALL_GATHER]
+    assert set(gathers) == {DType.INT8, DType.BF16}
+    assert gathers.count(DType.INT8) == gathers.count(DType.BF16)
+    exchanges = [work for work in inside if work.kind is Kind.ALL_TO_ALL]
+    assert {work.dtype for work in exchanges} == {DType.INT4}
+    assert sum(work.elements for work in exchanges) == 2000
+    with pytest.raises(OptionError, match="inner=zeropp needs worker=node"):
+        tiny.schedule("co2(tau=1,worker=site,inner=zeropp)", (3, 2))
 
 
 def test_a_leader_averages_everything_and_broadcasts_it_inside_its_node() -> None:

@@ -30,6 +30,9 @@ def learned(first: float, last: float) -> bool:
 
 
 NODES = [f"local_sgd:tau=2,worker=node,inner={name}" for name in ("ddp", "zero2", "zero3", "fsdp")]
+QUANTIZED = "local_sgd:tau=2,worker=node,inner=zeropp"
+"""Inside a node gradients are int4 and gathered weights int8, between nodes all is fp32."""
+
 HSDP = ["fsdp:shard=node", "fsdp:reshard_after_forward=2"]
 RESUMED = [
     *("ddp", "zeropp", "co2:tau=4", "overlap_local_sgd:tau=4"),
@@ -55,7 +58,9 @@ def two_ranks() -> dict[str, list[Any]]:
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What two nodes of two ranks gave, by function."""
     calls: dict[str, dict[str, Any]] = {
-        "learn": {"strategies": {name: {} for name in (*NODES, *HSDP, "fsdp:reduce=bf16")}},
+        "learn": {
+            "strategies": {name: {} for name in (*NODES, QUANTIZED, *HSDP, "fsdp:reduce=bf16")}
+        },
         "resume": {"strategies": RESUMED, "folder": str(tmp_path_factory.mktemp("resumed"))},
         "stopped": {},
     }
@@ -84,6 +89,17 @@ def test_a_node_is_a_worker(two_nodes: dict[str, list[Any]]) -> None:
         assert all(one[name][1] == last for one in found)
         # 16 rounds of two workers: each rank sends its half of the model once, in fp32.
         assert sent == pytest.approx(16 * 4 * 61_248 / 2, rel=0.02)
+
+
+def test_zeropp_runs_inside_a_node(two_nodes: dict[str, list[Any]]) -> None:
+    """It learns as ZeRO inside does, within the error of int4, and sends as much between nodes."""
+    for found in two_nodes["learn"]:
+        first, last, sent = found[QUANTIZED]
+        _, end, plain = found[NODES[2]]
+        assert learned(first, last)
+        assert last == pytest.approx(end, rel=0.03)
+        assert last != end
+        assert sent == plain
 
 
 def test_groups_of_fsdp_share_every_gradient(two_nodes: dict[str, list[Any]]) -> None:

@@ -31,6 +31,7 @@ def four_ranks() -> dict[str, list[Any]]:
     """What four ranks gave, by function."""
     calls: dict[str, dict[str, Any]] = {
         "means": {"layouts": LAYOUTS},
+        "submesh": {},
         "exact": {},
         "weights": {},
         "wire": {"layouts": LAYOUTS, "block": BLOCK},
@@ -57,6 +58,15 @@ def test_qgz_gives_the_mean_over_all_ranks(four_ranks: dict[str, list[Any]]) -> 
             assert found["stochastic error"] <= 2 * found["bound"]
             assert found["summed"] == pytest.approx(RANKS, rel=0.01)
             assert 1 <= found["spoilt"] <= 3 * 256
+
+
+def test_a_node_of_several_is_a_mesh_of_its_own(four_ranks: dict[str, list[Any]]) -> None:
+    """Two workers of two ranks take the means of their own gradients, and nothing leaves a node."""
+    for found in four_ranks["submesh"]:
+        assert found["off"] < 1e-6
+        assert 0 < found["on"] <= found["bound"]
+        assert found["off between"] == found["on between"] == 0
+        assert 0 < found["on inside"] < 0.35 * found["off inside"]
 
 
 def test_without_quantization_it_is_fsdp2_bit_for_bit(four_ranks: dict[str, list[Any]]) -> None:
@@ -163,8 +173,8 @@ def test_what_it_cannot_do_is_refused_in_words(four_ranks: dict[str, list[Any]])
         "divide": "OptionError: ranks_per_node is 3; it must divide the 4 ranks",
         "zero": "OptionError: ranks_per_node is 0; it must divide the 4 ranks",
         "environment": "OptionError: ranks_per_node is not given and LOCAL_WORLD_SIZE is ''",
-        "hybrid": "OptionError: ZeRO++ needs a 1-D mesh of all 4 ranks in order, not DeviceMesh((r",
-        "reverse": "OptionError: ZeRO++ needs a 1-D mesh of all 4 ranks in order, not DeviceMesh(",
+        "hybrid": "OptionError: ZeRO++ needs a 1-D mesh of all ranks, or of whole nodes, in order,",
+        "reverse": "OptionError: ZeRO++ needs a 1-D mesh of all ranks, or of whole nodes, in ord",
         "block": "OptionError: block is 0; it must be at least 1",
         "idle block": "OptionError: block=64 needs qwz or qgz",
         "rounding": "OptionError: rounding is 'up'; known: nearest, stochastic",

@@ -72,7 +72,7 @@ class CO2:
         whole_options(self, "staleness", most=_MOST_STALENESS)
         self._check_delay()
         if self.average == "leader":
-            if self.worker != "node" or self.inner in {"zero3", "fsdp"}:
+            if self.worker != "node" or self.inner in {"zero3", "zeropp", "fsdp"}:
                 raise OptionError(
                     "average=leader needs worker=node, and an inner strategy that keeps parameters"
                     " whole: ddp, zero1 or zero2"

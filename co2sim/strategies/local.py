@@ -37,11 +37,12 @@ from co2sim.strategies.step import COMM, COMPUTE, Step, cut, title, whole_option
 from co2sim.strategies.zero1 import Zero1
 from co2sim.strategies.zero2 import Zero2
 from co2sim.strategies.zero3 import Zero3
+from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
 Worker: TypeAlias = Literal["gpu", "node", "site"]
-Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+Inner: TypeAlias = Literal["ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"]
 Averaged: TypeAlias = Literal["shares", "leader"]
 Unquantized: TypeAlias = Literal[DType.FP32, DType.FP16, DType.BF16]
 Auto: TypeAlias = Literal["auto"]
@@ -53,13 +54,14 @@ MOST_STEPS = 10_000
 OUTER = "outer"
 """The stream of the averages: their own communicator, so that local steps do not wait for them."""
 
-InnerStrategy: TypeAlias = DDP | Zero1 | Zero2 | Zero3 | FSDP
+InnerStrategy: TypeAlias = DDP | Zero1 | Zero2 | Zero3 | ZeroPP | FSDP
 
 _INNER: dict[str, InnerStrategy] = {
     "ddp": DDP(),
     "zero1": Zero1(),
     "zero2": Zero2(),
     "zero3": Zero3(),
+    "zeropp": ZeroPP(hpz=False),  # a secondary shard in a node would be the first
     "fsdp": FSDP(),
 }
 
@@ -88,6 +90,8 @@ def check(strategy: LocalSteps, quantized: frozenset[DType] = frozenset()) -> No
         raise OptionError(
             f"inner={strategy.inner} does not apply to worker=gpu; use worker=node or worker=site"
         )
+    if strategy.worker == "site" and strategy.inner == "zeropp":
+        raise OptionError("inner=zeropp needs worker=node: it exchanges gradients inside nodes")
     if strategy.dtype in QUANTIZED - quantized:
         allowed = ", ".join([DType.FP32, DType.BF16, DType.FP16, *sorted(quantized)])
         raise OptionError(f"{strategy.name}: dtype is {strategy.dtype}; it is one of {allowed}")
@@ -150,7 +154,7 @@ class Replica:
 
         It brings what the gathers of the local step before would have brought: `chain` drops them.
         """
-        if self.ranks(layout) == 1 or isinstance(self.inner, Zero3 | FSDP):
+        if self.ranks(layout) == 1 or isinstance(self.inner, Zero3 | ZeroPP | FSDP):
             return []
         work = Collective(Kind.ALL_GATHER, "parameters", elements, job.precision, self.inside)
         return [Op(after.replace("outer", "publish"), work, COMM, (After(after),))]

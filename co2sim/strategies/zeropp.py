@@ -1,7 +1,8 @@
 """ZeRO++: ZeRO-3 with quantized weight gathers, a secondary shard, and quantized gradients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from co2sim.errors import OptionError
 from co2sim.memory import model_states
@@ -32,13 +33,16 @@ from co2sim.strategies.sharded import (
     sharded_step,
     transient,
 )
-from co2sim.strategies.step import Step, cut, title, whole_options
+from co2sim.strategies.step import Step, cut, group_size, title, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 
 _SCALE_BLOCK = 2048
 _MOST_CHUNKS = 100
 """A schedule holds every one."""
+Hop: TypeAlias = tuple[Group, int, str]
+"""An exchange of gradients: among whom, how many they are, and where."""
+
 _STAGES = ("quantize", REDUCE, "peers")
 """Streams of the stages that a chunk of a gradient goes through."""
 
@@ -87,21 +91,21 @@ class ZeroPP:
         if self.chunks > 1 and not (self.qwz or self.qgz):
             raise OptionError(f"chunks={self.chunks} needs qwz or qgz")
 
-    def step(self, job: Workload, layout: Layout) -> Step:
-        """One optimizer step over all ranks."""
-        secondary = self._secondary(layout)
+    def step(self, job: Workload, layout: Layout, group: Group = WORLD) -> Step:
+        """One optimizer step over `group`: all ranks, or those of a node."""
+        secondary, size = self._secondary(layout), group_size(group, layout)
 
         def gather(direction: str, name: str, elements: int) -> Row:
             if direction == "backward" and self.hpz:
-                name, dtype, group, blocks = f"{name}.secondary", job.precision, secondary, 0
+                name, dtype, among, blocks = f"{name}.secondary", job.precision, secondary, 0
             elif direction == "backward" or not self.qwz:
-                dtype, group, blocks = job.precision, WORLD, 0
+                dtype, among, blocks = job.precision, group, 0
             else:
-                dtype, group, blocks = DType.INT8, WORLD, self.scale_block
-            work = Collective(Kind.ALL_GATHER, name, elements, dtype, group, blocks)
+                dtype, among, blocks = DType.INT8, group, self.scale_block
+            work = Collective(Kind.ALL_GATHER, name, elements, dtype, among, blocks)
             if not blocks:
                 return [("gather", work, GATHER)]
-            share = -(-elements // layout.world_size)
+            share = -(-elements // size)
             before, behind = (_STAGES[0], "dequantize") if self.chunks > 1 else (GATHER, GATHER)
             return [
                 ("quantize", recode("quantize", share, job.precision, dtype, blocks), before),
@@ -120,36 +124,42 @@ class ZeroPP:
 
         def reduce(name: str, elements: int) -> list[Row]:
             if self.qgz:
-                return self._quantized_reduce(name, elements, job, layout)
-            work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, WORLD)
+                return self._quantized_reduce(name, elements, job, hops)
+            work = Collective(Kind.REDUCE_SCATTER, name, elements, job.precision, group)
             return [[("reduce", work, REDUCE)]]
 
+        nodes = layout.nodes if group == WORLD else 1
+        hops = [(NODE, layout.gpus_per_node, "node"), (PEERS, nodes, "peers")]
+        hops = [hop for hop in hops if hop[1] > 1] or hops[:1]
         budget = Budget(self.prefetch, self.max_live, self.max_reuse, self.reduce_bucket)
         refresh = None
         if self.hpz:
             share = -(-job.parameters // len(secondary.members(0, layout)))
             refresh = Compute("copy", 0.0, 2 * share * job.precision.bytes)
-        return sharded_step(job, layout.world_size, budget, fetch, reduce, refresh)
+        return sharded_step(job, size, budget, fetch, reduce, refresh)
 
     def _quantized_reduce(
-        self, name: str, elements: int, job: Workload, layout: Layout
+        self, name: str, elements: int, job: Workload, hops: Sequence[Hop]
     ) -> list[Row]:
         """Quantize, exchange and sum inside the node, requantize, exchange and sum among peers."""
         count = min(self.chunks, elements)
         on = _STAGES if count > 1 else (REDUCE, REDUCE, REDUCE)
-        rows = [self._reduce_chunk(name, size, job, layout, on) for size in cut(elements, count)]
+        rows = [self._reduce_chunk(name, size, job, hops, on) for size in cut(elements, count)]
         if count == 1:
             return rows
         return [row for n, one in enumerate(rows, 1) for row in renamed([one], f"*{n}")]
 
     def _reduce_chunk(
-        self, name: str, elements: int, job: Workload, layout: Layout, on: tuple[str, str, str]
+        self,
+        name: str,
+        elements: int,
+        job: Workload,
+        hops: Sequence[Hop],
+        on: tuple[str, str, str],
     ) -> Row:
         blocks = self.scale_block
         work = recode("quantize", elements, job.precision, DType.INT4, blocks)
         works: list[tuple[str, Compute | Collective, str]] = [("quantize", work, on[0])]
-        hops = [(NODE, layout.gpus_per_node, "node"), (PEERS, layout.nodes, "peers")]
-        hops = [hop for hop in hops if hop[1] > 1] or hops[:1]
         for number, (group, ranks, where) in enumerate(hops, start=1):
             target = job.precision if number == len(hops) else DType.INT4
             exchange = Collective(Kind.ALL_TO_ALL, name, elements, DType.INT4, group, blocks)

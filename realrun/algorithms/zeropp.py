@@ -61,6 +61,7 @@ def apply_zeropp(
 ) -> ZeroPP:
     """Switch the modules of `model` that went through `fully_shard` to ZeRO++. All ranks call it.
 
+    The mesh is of all ranks, or of those of one or more nodes, such as a worker of local updates.
     A node is `ranks_per_node` consecutive ranks (default: LOCAL_WORLD_SIZE). `block` elements share
     a scale. `rounding` is that of gradients: `nearest` has the smaller error, but two hops
     in int4 can shift the mean by about 1 % (slopes of 0.987 to 1.011 on normal gradients of 2 x 2
@@ -78,9 +79,10 @@ def apply_zeropp(
     if any(module in _APPLIED for module, _ in groups):
         raise OptionError(f"apply_zeropp was called on this {type(model).__name__} before: once")
     mesh = _mesh(groups)
-    per_node = _ranks_per_node(ranks_per_node, mesh.size())
-    _agree(f"ranks_per_node={per_node}, qwz={qwz}, hpz={hpz}, qgz={qgz}, block={block}")
-    grid = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, per_node))
+    per_node = _ranks_per_node(ranks_per_node, mesh)
+    text = f"ranks_per_node={per_node}, qwz={qwz}, hpz={hpz}, qgz={qgz}, block={block}"
+    _agree(text, mesh.get_group())
+    grid = _grid(mesh, per_node)
     rank = mesh.get_local_rank()
     zeropp = ZeroPP(
         Places(mesh.size() // per_node, per_node, rank, grid.get_group(1), grid.get_group(0)),
@@ -132,19 +134,33 @@ def _param_groups(model: nn.Module) -> list[tuple[FSDPModule, FSDPParamGroup]]:
 
 
 def _mesh(groups: Sequence[tuple[FSDPModule, FSDPParamGroup]]) -> DeviceMesh:
-    """The one mesh of all groups: 1-D, all ranks in order."""
-    world = list(range(dist.get_world_size()))
+    """The one mesh of all groups: 1-D, consecutive ranks in order."""
     meshes = [group.mesh_info for _, group in groups]
     for info in meshes:
-        if info.mesh.ndim != 1 or info.is_spmd_mesh or info.mesh.mesh.tolist() != world:
+        ranks = info.mesh.mesh.flatten().tolist()
+        row = list(range(ranks[0], ranks[0] + len(ranks)))
+        if info.mesh.ndim != 1 or info.is_spmd_mesh or ranks != row:
             raise OptionError(
-                f"ZeRO++ needs a 1-D mesh of all {len(world)} ranks in order, not {info.mesh}:"
-                " call fully_shard without a mesh, not with replication (HSDP) or other parallelism"
+                f"ZeRO++ needs a 1-D mesh of all ranks, or of whole nodes, in order, not"
+                f" {info.mesh}: call fully_shard without a mesh or with one of such ranks, not with"
+                " replication (HSDP) or other parallelism"
             )
+        if info.mesh != meshes[0].mesh:
+            raise OptionError("ZeRO++ needs one mesh for all modules that it is applied to")
     return meshes[0].mesh
 
 
-def _ranks_per_node(given: int | None, world: int) -> int:
+def _grid(mesh: DeviceMesh, per_node: int) -> DeviceMesh:
+    """Nodes by ranks of a node. Only the ranks of the mesh make its groups."""
+    ranks = mesh.mesh.view(-1, per_node)
+    node, local = divmod(mesh.get_local_rank(), per_node)
+    mine = (ranks[:, local].tolist(), ranks[node].tolist())
+    groups = [dist.new_group(one, use_local_synchronization=True) for one in mine]
+    names = ("between", "inside")
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _ranks_per_node(given: int | None, mesh: DeviceMesh) -> int:
     if given is None:
         text = os.environ.get("LOCAL_WORLD_SIZE", "")
         if not text.isdecimal():
@@ -153,18 +169,24 @@ def _ranks_per_node(given: int | None, world: int) -> int:
                 " torchrun, or give it"
             )
         given = int(text)
-    if given < 1 or world % given:
-        raise OptionError(f"ranks_per_node is {given}; it must divide the {world} ranks")
+    first, size = int(mesh.mesh[0]), mesh.size()
+    if given < 1 or size % given:
+        raise OptionError(f"ranks_per_node is {given}; it must divide the {size} ranks")
+    if first % given:
+        raise OptionError(f"ranks_per_node is {given}; the mesh begins with rank {first} of a node")
     return given
 
 
-def _agree(text: str) -> None:
+def _agree(text: str, group: dist.ProcessGroup) -> None:
     """Compare with all ranks: they would exchange buffers of other sizes, and hang."""
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    for rank, other in enumerate(texts):
+    ranks = dist.get_process_group_ranks(group)
+    texts: list[str | None] = [None] * len(ranks)
+    dist.all_gather_object(texts, text, group=group)
+    for rank, other in zip(ranks, texts, strict=True):
         if other != texts[0]:
-            raise MismatchError(f"rank {rank} calls apply_zeropp with {other}, rank 0 {texts[0]}")
+            raise MismatchError(
+                f"rank {rank} calls apply_zeropp with {other}, rank {ranks[0]} with {texts[0]}"
+            )
 
 
 def _keep_secondary(module: FSDPModule, params: FSDPParamGroup, grid: DeviceMesh) -> None:

@@ -47,14 +47,15 @@ def shared(
     # Whole layers stay on a rank between its forward and its backward pass in stage 2, not in 3.
     for layer in (*getattr(model, "layers", ()), model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=name != "zero2")
-    if isinstance(strategy, ZeroPP):
+    if name == "zeropp":
+        chosen = strategy if isinstance(strategy, ZeroPP) else ZeroPP()
         algorithms.apply_zeropp(
             model,
             ranks_per_node=world.layout.gpus_per_node,
-            qwz=strategy.qwz,
-            hpz=strategy.hpz,
-            qgz=strategy.qgz,
-            block=strategy.scale_block,
+            qwz=chosen.qwz,
+            hpz=chosen.hpz,
+            qgz=chosen.qgz,
+            block=chosen.scale_block,
         )
     return model
 
