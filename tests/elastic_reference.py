@@ -8,9 +8,9 @@ import torch
 from elastic_ranks import LR, MOMENTUM, RANKS, SETTINGS, TAU
 
 from realrun.train.local_step import LocalStep
-from realrun.train.loop import make_task
 from realrun.train.methods import build_alone
 from realrun.train.settings import TrainSettings
+from realrun.train.tasks import make_task
 
 
 def vector(model: Any) -> Any:

@@ -32,8 +32,10 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(
             "--task",
             "-t",
-            help="text: a GPT on the characters of Python's standard library. digits: a"
-            " convolutional network on scikit-learn's digits.",
+            help="text: a GPT on the characters of Python's standard library. masked_text: what"
+            " is hidden in them, with a transformer that looks both ways. digits: a convolutional"
+            " network on scikit-learn's digits. segmentation: the class of every pixel where some"
+            " of them are. points: clouds of points on surfaces, reconstructed.",
         ),
     ] = "text",
     strategy: Annotated[

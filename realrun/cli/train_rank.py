@@ -14,7 +14,7 @@ from co2sim.units import counted, duration, scaled
 from realrun.train.folder import FIGURE, LOG, Resume, check_new, checkpoints
 from realrun.train.log import History
 from realrun.train.manifest import check_checkpoint
-from realrun.train.settings import TrainSettings
+from realrun.train.settings import UNITS, TrainSettings
 
 if TYPE_CHECKING:
     from realrun.cli.ranks import Rank
@@ -141,7 +141,7 @@ def _line(settings: TrainSettings, at: "Standing") -> str:
 
 
 def _words(settings: TrainSettings, at: "Standing") -> str:
-    unit = "tokens" if settings.task == "text" else "images"
+    unit = f"{UNITS[settings.task]}s"
     seen = "" if at.validation_loss is None else f", validation {at.validation_loss:.4f}"
     return f"loss {at.loss:.4f}{seen}, {scaled(at.tokens_per_s, unit)}/s"
 
@@ -152,7 +152,7 @@ def _print(history: History, out: Path) -> None:
     if not history.rows:
         print(f"nothing left to train, and no row in {out / LOG}")
         return
-    unit = "tokens" if history.settings.task == "text" else "images"
+    unit = f"{UNITS[history.settings.task]}s"
     ranks = facts["nodes"] * facts["ranks_per_node"]
     print(
         f"{history.settings.name} on {counted(ranks, 'rank')}: {facts['parameters']:,} parameters,"
@@ -160,9 +160,10 @@ def _print(history: History, out: Path) -> None:
         f" {duration(found['seconds'])}, {scaled(found['tokens_per_s'], unit)}/s"
     )
     if found["validation_loss"] is not None:
+        accuracy = "" if found["accuracy"] is None else f", accuracy {found['accuracy']:.1%}"
         print(
             f"validation loss {found['validation_loss']:.4f} (best"
-            f" {found['best_validation_loss']:.4f}), accuracy {found['accuracy']:.1%}"
+            f" {found['best_validation_loss']:.4f}){accuracy}"
         )
     if found["rounds"] is not None:
         print(

@@ -1,5 +1,8 @@
 """The digits task: scikit-learn's 1,797 images of 8 x 8 pixels, and a small convnet."""
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -42,17 +45,42 @@ class ConvNet(nn.Module):
         return out
 
 
-def digits(size: str, device: torch.device) -> Task:
-    """Classify digits. `support.check` has checked that scikit-learn, an extra, is installed."""
+class Images(NamedTuple):
+    """Images [count, 8, 8] from 0 to 1 and their labels [count], as they are split."""
+
+    train: np.ndarray
+    train_labels: np.ndarray
+    held: np.ndarray
+    held_labels: np.ndarray
+    facts: Mapping[str, str]
+
+
+def split_images() -> Images:
+    """Every fifth image is held out."""
     import sklearn  # noqa: PLC0415
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
     found = load_digits()
-    images = torch.from_numpy(found.images).float()[:, None] / 16.0  # 0 to 16 shades
-    labels = torch.from_numpy(found.target).long()[:, None]
-    held = torch.arange(len(images)) % _HELD_OUT == _HELD_OUT - 1
-    images, labels = images.to(device), labels.to(device)
-    train, seen = Batch(images[~held], labels[~held]), Batch(images[held], labels[held])
+    images, labels = found.images.astype(np.float32) / 16.0, found.target  # 0 to 16 shades
+    held = np.arange(len(images)) % _HELD_OUT == _HELD_OUT - 1
+    facts = {
+        "data": "scikit-learn's digits",
+        "scikit-learn": sklearn.__version__,
+        "sha256": fingerprint(found.images.tobytes(), found.target.tobytes()),
+    }
+    return Images(images[~held], labels[~held], images[held], labels[held], facts)
+
+
+def digits(size: str, device: torch.device) -> Task:
+    """Classify digits. `support.check` has checked that scikit-learn, an extra, is installed."""
+    found = split_images()
+
+    def on_device(images: np.ndarray, labels: np.ndarray) -> Batch:
+        inputs, targets = torch.from_numpy(images)[:, None], torch.from_numpy(labels).long()
+        return Batch(inputs.to(device), targets[:, None].to(device))
+
+    train = on_device(found.train, found.train_labels)
+    seen = on_device(found.held, found.held_labels)
 
     def draw(numbers: np.ndarray) -> Batch:
         places = torch.from_numpy(numbers).to(device)
@@ -60,6 +88,7 @@ def digits(size: str, device: torch.device) -> Task:
 
     return Task(
         name="digits",
+        loss="cross-entropy, nats per image",
         unit="image",
         units=1,
         choices=len(train.inputs),
@@ -70,10 +99,8 @@ def digits(size: str, device: torch.device) -> Task:
         ),
         model=lambda: ConvNet(CONVNETS[size]),
         facts={
-            "data": "scikit-learn's digits",
-            "scikit-learn": sklearn.__version__,
+            **found.facts,
             "train": f"{len(train.inputs)} images",
             "validation": f"{len(seen.inputs)} images",
-            "sha256": fingerprint(found.images.tobytes(), found.target.tobytes()),
         },
     )

@@ -21,10 +21,11 @@ from realrun.train.crew import Crew, Meeting
 from realrun.train.folder import LOG
 from realrun.train.local_step import LocalStep
 from realrun.train.log import History, Log, LogRow, read
-from realrun.train.loop import OnStep, Standing, make_task
+from realrun.train.loop import OnStep, Standing
 from realrun.train.methods import Method, build_alone
 from realrun.train.settings import TrainSettings
-from realrun.train.task import Task, scores
+from realrun.train.task import Task, means, scores
+from realrun.train.tasks import make_task
 
 _PAUSE: Seconds = 0.02
 _WRITING: Seconds = 60.0
@@ -218,14 +219,13 @@ class _ElasticTraining:
         )
         self.log.add(row.with_stats(self.outer.stats()))
 
-    def _validate(self) -> tuple[float, float]:
+    def _validate(self) -> tuple[float, float | None]:
         """Loss and accuracy of the point that all agree on, by this member alone."""
         with torch.no_grad(), self.outer.consensus():
             total = sum(scores(self.method.bare, batch) for batch in self.task.validation)
         assert isinstance(total, torch.Tensor)
-        loss, right, count = total.tolist()
-        self.last_validation = loss / count
-        return loss / count, right / count
+        self.last_validation, accuracy = means(total)
+        return self.last_validation, accuracy
 
     def _standing(self) -> Standing:
         rate = self.tokens / self.seconds if self.seconds else 0.0

@@ -16,7 +16,12 @@ _AXES = {"step": "step", "tokens": "{}s of all ranks", "seconds": "seconds, with
 _PALE = 0.35
 
 
-def draw(runs: Mapping[str, Sequence[LogRow]], title: str, unit: str = "token") -> bytes:
+def draw(
+    runs: Mapping[str, Sequence[LogRow]],
+    title: str,
+    unit: str = "token",
+    loss: str = "cross-entropy, nats per token",
+) -> bytes:
     """A PNG, a colour for each run: pale its training loss, with markers its validation loss."""
     with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
         figure = Figure(figsize=(11.0, 3.9), layout="constrained")
@@ -28,7 +33,7 @@ def draw(runs: Mapping[str, Sequence[LogRow]], title: str, unit: str = "token") 
             axis.set_xlim(left=0)
             if name != "seconds":
                 axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes[0].set_ylabel(f"cross-entropy, nats per {unit}")
+        axes[0].set_ylabel(loss)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
         figure.suptitle(title if len(runs) > 1 else f"{next(iter(runs))}: {title}")

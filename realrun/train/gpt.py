@@ -1,4 +1,4 @@
-"""A small GPT: pre-norm blocks, learned positions, a head tied to the embedding."""
+"""A small transformer: pre-norm blocks, learned positions, a head tied to the embedding."""
 
 import torch
 from torch import Tensor, nn
@@ -11,22 +11,22 @@ _SPREAD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention: [batch, time, hidden] to the same."""
+    """Self-attention: [batch, time, hidden] to the same."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.taken = nn.Linear(hidden, 3 * hidden, bias=False)
         self.given = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every place looks at itself and at those before it."""
+        """Every place looks at itself and at those before it; if not causal, at all."""
         batch, time, hidden = x.shape
         query, key, value = (
             part.view(batch, time, self.heads, -1).transpose(1, 2)
             for part in self.taken(x).split(hidden, dim=2)
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         out: Tensor = self.given(mixed.transpose(1, 2).reshape(batch, time, hidden))
         return out
 
@@ -34,10 +34,10 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention and an MLP of four times the width, each with a norm before it and a residual."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, *, causal: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads)
+        self.attention = Attention(hidden, heads, causal=causal)
         self.wide = nn.Linear(hidden, 4 * hidden, bias=False)
         self.narrow = nn.Linear(4 * hidden, hidden, bias=False)
 
@@ -51,17 +51,22 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """Characters [batch, time] to logits [batch, time, vocabulary]; time is at most `context`.
 
+    Not `causal`, it looks both ways, as BERT does.
     Weights come from torch's global generator. Source of the shape and the initial weights:
     Radford et al., Language Models are Unsupervised Multitask Learners, 2019 (GPT-2): N(0, 0.02),
     and the matrices that write to the shortcut scaled by 1 / sqrt(2 layers).
     """
 
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(
+        self, shape: GPTShape, *, causal: bool = True, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
         self.shape = shape
-        self.embedding = nn.Embedding(VOCABULARY, shape.hidden)
+        self.embedding = nn.Embedding(vocabulary, shape.hidden)
         self.positions = nn.Embedding(shape.context, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape.hidden, shape.heads) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(
+            Layer(shape.hidden, shape.heads, causal=causal) for _ in range(shape.layers)
+        )
         self.norm = nn.LayerNorm(shape.hidden)
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
@@ -70,7 +75,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=_SPREAD * shrink)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """Logits of the character that follows each."""
+        """Logits of the character that follows each; if not causal, of the one that is there."""
         places = torch.arange(characters.shape[1], device=characters.device)
         x = self.embedding(characters) + self.positions(places)
         for layer in self.layers:

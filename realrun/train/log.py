@@ -38,11 +38,11 @@ class OuterStats(Protocol):
 class LogRow:
     """Where a training stands after a step.
 
-    `tokens` (images, for task digits) are those of all ranks. `seconds` are on rank 0's clock,
-    without validation and checkpoints. `train_loss` is rank 0's own, averaged over the steps since
-    the row before: it costs no communication. `validation_loss` and `accuracy` are those of the
-    mean of all workers' parameters; None where they were not taken. The rest is what the outer step
-    tells: see `realrun.algorithms`. Losses are in nats for each token (image).
+    `tokens` (images or clouds, in other tasks than text) are those of all ranks. `seconds` are on
+    rank 0's clock, without validation and checkpoints. `train_loss` is rank 0's own, averaged over
+    the steps since the row before: it costs no communication. `validation_loss` and `accuracy` are
+    those of the mean of all workers' parameters; None where they were not taken. The rest is what
+    the outer step tells: see `realrun.algorithms`. What the losses are, the task says.
     """
 
     step: int
@@ -127,7 +127,7 @@ class Log:
             self._file.write(_line(row))
             self._file.flush()
 
-    def fill(self, step: int, validation_loss: float, accuracy: float) -> None:
+    def fill(self, step: int, validation_loss: float, accuracy: float | None) -> None:
         """Add to the row of a step what was found out later."""
         for place, row in enumerate(self.rows):
             if row.step == step:

@@ -17,7 +17,6 @@ from realrun.errors import CheckpointError
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
-from realrun.train.digits import digits
 from realrun.train.draft import clean
 from realrun.train.estimate import Estimator
 from realrun.train.folder import LOG, Resume, shown
@@ -27,7 +26,7 @@ from realrun.train.log import History, Log, LogRow, read
 from realrun.train.methods import Method, build
 from realrun.train.settings import TrainSettings
 from realrun.train.task import Task
-from realrun.train.text import text
+from realrun.train.tasks import make_task
 from realrun.train.validation import Validation
 from realrun.train.votes import Votes
 
@@ -109,13 +108,6 @@ def _short_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def make_task(settings: TrainSettings, device: torch.device) -> Task:
-    """The data and the model of the settings."""
-    if settings.task == "text":
-        return text(settings.shape, device)
-    return digits(settings.size, device)
 
 
 @dataclass

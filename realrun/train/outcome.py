@@ -62,7 +62,7 @@ def write_files(
     runs = {history.settings.name: history.rows}
     parameters = f"{history.facts['parameters']:,} parameters"
     title = f"{task.name}, {parameters}, {counted(ranks, 'rank')}"
-    files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit)}
+    files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit, task.loss)}
     if history.estimates:
         delay = history.rows[-1].delay
         found = history.estimates.to_dict(history.settings, delay)

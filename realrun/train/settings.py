@@ -14,9 +14,21 @@ from realrun.checks import one_of
 from realrun.train import outer
 from realrun.train.shapes import GPTS, GPTShape, known_size
 
-TaskName = Literal["text", "digits"]
+TaskName = Literal["text", "masked_text", "digits", "segmentation", "points"]
 OptimizerName = Literal["adamw", "sgd"]
 Evaluate = Literal["during", "after"]
+
+UNITS = {
+    "text": "token",
+    "masked_text": "token",
+    "digits": "image",
+    "segmentation": "image",
+    "points": "cloud",
+}
+"""What is counted, by task."""
+
+OF_TEXT = frozenset({"text", "masked_text"})
+"""Tasks whose samples are `context` characters."""
 
 IN_EVERY_STEP = frozenset({"ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"})
 """Strategies that are trained without an outer step; the others are those of `outer.OPTIONS`."""
@@ -31,7 +43,7 @@ _HOW = ("stop", "log_every", "eval_every", "checkpoint_every", "evaluate")
 class TrainSettings:
     """What to train, and how. Raises OptionError for values that are not allowed.
 
-    `batch` is samples of an optimizer step over all ranks; a sample of task text is `context`
+    `batch` is samples of an optimizer step over all ranks; a sample of text is `context`
     characters (0: the preset's own). The learning rate rises linearly for `warmup` steps to `lr`
     and falls along half a cosine to `final_lr` x `lr` at the last of `steps`. `clip_grad` bounds
     the norm of each worker's gradient (0: not). `momentum` is that of sgd. `stop` ends the run
@@ -91,8 +103,8 @@ class TrainSettings:
             raise OptionError(f"stop is {self.stop}; there are {self.steps} steps")
         if self.warmup > self.steps:
             raise OptionError(f"warmup is {self.warmup}; there are {self.steps} steps")
-        if self.task == "digits" and self.context:
-            raise OptionError("context does not apply to task digits")
+        if self.task not in OF_TEXT and self.context:
+            raise OptionError(f"context does not apply to task {self.task}")
 
     @property
     def parsed(self) -> Strategy:
@@ -123,7 +135,7 @@ class TrainSettings:
 
     @property
     def shape(self) -> GPTShape:
-        """The GPT of task text."""
+        """The transformer of the tasks of text."""
         preset = GPTS[self.size]
         return replace(preset, context=self.context or preset.context)
 
@@ -152,7 +164,7 @@ class TrainSettings:
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _HOW}
         return kept | {
             "strategy": title(self.parsed),
-            "context": self.shape.context if self.task == "text" else 0,
+            "context": self.shape.context if self.task in OF_TEXT else 0,
             "outer": dict(sorted(self.outer.items())),
         }
 

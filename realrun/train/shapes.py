@@ -88,7 +88,10 @@ GPTS = {
 """About 0.06, 0.16, 0.8, 4.8 and 25 million parameters."""
 
 CONVNETS = {"tiny": 8, "mini": 16, "small": 32, "medium": 64, "large": 128}
-"""Channels of the first layer of the network for digits."""
+"""Channels of the first layer of the networks for digits and for segmentation."""
+
+POINT_WIDTHS = {"tiny": 32, "mini": 64, "small": 128, "medium": 256, "large": 512}
+"""Width of the first layer of the network for points."""
 
 
 def known_size(name: str) -> str:

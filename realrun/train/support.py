@@ -56,9 +56,10 @@ def check(settings: TrainSettings, layout: Layout) -> None:
     """Raise OptionError for what cannot be trained on these ranks."""
     strategy = settings.parsed
     _check_options(strategy)
-    if settings.task == "digits" and find_spec("sklearn") is None:
+    if settings.task in {"digits", "segmentation"} and find_spec("sklearn") is None:
         raise OptionError(
-            "task digits needs scikit-learn, which is not installed: pip install 'co2sim[train]'"
+            f"task {settings.task} needs scikit-learn, which is not installed: pip install"
+            " 'co2sim[train]'"
         )
     if isinstance(strategy, ZeroPP) and strategy.hpz_group not in {0, layout.gpus_per_node}:
         raise OptionError(
@@ -138,4 +139,6 @@ def _check_options(strategy: Strategy) -> None:
     if strategy.dtype is DType.FP16:
         raise OptionError("dtype=fp16 cannot be trained with; use fp32, bf16, int8 or int4")
     if strategy.inner == "zero1":
-        raise OptionError("inner=zero1 cannot be trained with; use ddp, zero2, zero3 or fsdp")
+        raise OptionError(
+            "inner=zero1 cannot be trained with; use ddp, zero2, zero3, zeropp or fsdp"
+        )

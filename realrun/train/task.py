@@ -1,6 +1,7 @@
 """What is learned: samples to draw, a fixed share held out for validation, and a model for it."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +15,15 @@ VALIDATION_BATCH = 64
 """Samples that are evaluated at once."""
 
 
+LEFT_OUT = -100
+"""Instead of a class: nothing is asked at this place."""
+
+
 class Batch(NamedTuple):
-    """Samples: what the model reads, and the class that it should name at every place."""
+    """Samples: what the model reads, and what it should give.
+
+    That is a class at every place (whole numbers, or LEFT_OUT), or points (real numbers).
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -23,13 +31,15 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Data and a model. A sample counts `units` tokens or images.
+    """Data and a model. A sample counts `units` tokens, images or clouds.
 
+    `loss` says what the loss is, and its unit.
     `draw` gives the samples of these numbers, each from 0 to `choices` - 1; `validation` is always
     the same. `facts` say, for the record, what the data is.
     """
 
     name: str
+    loss: str
     unit: str
     units: int
     choices: int
@@ -50,16 +60,39 @@ class Task:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy: nats for each place."""
-    return functional.cross_entropy(model(batch.inputs).flatten(0, -2), batch.targets.flatten())
+    """Mean cross-entropy, in nats for each place; of points their Chamfer distance."""
+    outputs = model(batch.inputs)
+    if batch.targets.is_floating_point():
+        return chamfer(outputs, batch.targets).mean()
+    return functional.cross_entropy(outputs.flatten(0, -2), batch.targets.flatten())
 
 
 def scores(model: nn.Module, batch: Batch) -> Tensor:
-    """Sum of the cross-entropy, places named rightly, and places: three float64."""
-    logits, targets = model(batch.inputs).flatten(0, -2), batch.targets.flatten()
+    """Sum of the loss, places named rightly (NaN for points), and places: three float64."""
+    outputs = model(batch.inputs)
+    if batch.targets.is_floating_point():
+        apart = chamfer(outputs, batch.targets).double()
+        return torch.stack([apart.sum(), apart.new_tensor(torch.nan), apart.new_tensor(len(apart))])
+    logits, targets = outputs.flatten(0, -2), batch.targets.flatten()
     loss = functional.cross_entropy(logits, targets, reduction="none").double().sum()
     right = (logits.argmax(1) == targets).sum().double()
-    return torch.stack([loss, right, right.new_tensor(len(targets))])
+    return torch.stack([loss, right, (targets != LEFT_OUT).sum().double()])
+
+
+def means(total: Tensor) -> tuple[float, float | None]:
+    """The mean loss and the accuracy of a sum of `scores`; points have no accuracy."""
+    loss, right, count = total.tolist()
+    return loss / count, None if math.isnan(right) else right / count
+
+
+def chamfer(one: Tensor, other: Tensor) -> Tensor:
+    """How far clouds [batch, points, 3] are from each other: [batch].
+
+    The squared distance to the nearest point of the other, mean over the points, both ways.
+    Source: Fan, Su and Guibas, A Point Set Generation Network, 2017, equation 1, with means.
+    """
+    apart = (one[:, :, None] - other[:, None]).square().sum(3)
+    return apart.amin(2).mean(1) + apart.amin(1).mean(1)
 
 
 def fingerprint(*parts: bytes) -> str:

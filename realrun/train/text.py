@@ -94,41 +94,76 @@ def decode(numbers: np.ndarray) -> str:
     return "".join((CHARACTERS + "\N{REPLACEMENT CHARACTER}")[number] for number in numbers)
 
 
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Windows of `length` characters: any of those to train on, and fixed ones to validate."""
+
+    length: int
+    train: np.ndarray
+    held: np.ndarray
+    starts: np.ndarray
+    facts: dict[str, str]
+
+    @property
+    def choices(self) -> int:
+        """How many begin where there are enough characters."""
+        return len(self.train) - self.length + 1
+
+    def drawn(self, numbers: np.ndarray) -> np.ndarray:
+        """Those that begin at these places: int64 [samples, length]."""
+        return _cut(self.train, numbers, self.length)
+
+    def validation(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Their places and windows, by batch."""
+        places = range(0, len(self.starts), VALIDATION_BATCH)
+        parts = [self.starts[at : at + VALIDATION_BATCH] for at in places]
+        return [(part, _cut(self.held, part, self.length)) for part in parts]
+
+
+def windows(context: int, more: int = 0) -> Windows:
+    """Windows of `context` characters that are predicted, and of `more` beside them.
+
+    Raises OptionError when there are too few characters.
+    """
+    data = _standard_library()
+    train, held, length = data.train, data.validation, context + more
+    count = min(_VALIDATED, len(held) - more) // context
+    if count < 1 or len(train) < length:
+        raise OptionError(f"context is {context}; there are {len(held)} characters to predict")
+    facts = {
+        "data": "sources of the standard library",
+        "python": platform.python_version(),
+        "train": f"{len(train)} characters of {len(data.train_files)} files",
+        "validation": f"{count * context} of {len(held)} characters of"
+        f" {len(data.validation_files)} files",
+        "sha256": data.sha256,
+    }
+    starts = np.linspace(0, len(held) - length, count).astype(np.int64)
+    return Windows(length, train, held, starts, facts)
+
+
+def _cut(characters: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    found: np.ndarray = characters[starts[:, None] + np.arange(length)].astype(np.int64)
+    return found
+
+
 def text(shape: GPTShape, device: torch.device) -> Task:
     """Predict the next character from up to `context` before it."""
     assert len(CHARACTERS) + 1 == VOCABULARY
-    data = _standard_library()
-    train, held = (torch.from_numpy(part) for part in (data.train, data.validation))
-    window = torch.arange(shape.context + 1)
+    found = windows(shape.context, more=1)
 
-    def cut(characters: torch.Tensor, starts: np.ndarray) -> Batch:
-        places = torch.from_numpy(starts)[:, None] + window
-        windows = characters[places].long().to(device)
-        return Batch(windows[:, :-1], windows[:, 1:])
+    def shifted(characters: np.ndarray) -> Batch:
+        on_device = torch.from_numpy(characters).to(device)
+        return Batch(on_device[:, :-1], on_device[:, 1:])
 
-    count = min(_VALIDATED, len(held) - 1) // shape.context
-    if count < 1 or len(train) <= shape.context:
-        raise OptionError(
-            f"context is {shape.context}; there are {len(held)} characters to predict"
-        )
-    starts = np.linspace(0, len(held) - shape.context - 1, count).astype(np.int64)
     return Task(
         name="text",
+        loss="cross-entropy, nats per token",
         unit="token",
         units=shape.context,
-        choices=len(train) - shape.context,
-        draw=lambda numbers: cut(train, numbers),
-        validation=tuple(
-            cut(held, starts[at : at + VALIDATION_BATCH])
-            for at in range(0, count, VALIDATION_BATCH)
-        ),
+        choices=found.choices,
+        draw=lambda numbers: shifted(found.drawn(numbers)),
+        validation=tuple(shifted(characters) for _, characters in found.validation()),
         model=lambda: GPT(shape),
-        facts={
-            "data": "sources of the standard library",
-            "python": platform.python_version(),
-            "train": f"{len(train)} characters of {len(data.train_files)} files",
-            "validation": f"{count * shape.context} of {len(held)} characters of"
-            f" {len(data.validation_files)} files",
-            "sha256": data.sha256,
-        },
+        facts=found.facts,
     )

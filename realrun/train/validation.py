@@ -9,7 +9,7 @@ from torch import Tensor
 from realrun.execute.world import World
 from realrun.train.log import Log
 from realrun.train.methods import Method
-from realrun.train.task import Task, scores
+from realrun.train.task import Task, means, scores
 
 
 class Validation:
@@ -24,7 +24,7 @@ class Validation:
         self._pending: dict[int, list[Tensor]] = {}
         self.last: float | None = None
 
-    def take(self, parts: Sequence[Tensor] | None = None) -> tuple[float, float]:
+    def take(self, parts: Sequence[Tensor] | None = None) -> tuple[float, float | None]:
         """Loss and accuracy of the mean of all workers; ranks share the samples.
 
         `parts` are the parameters to take instead of those of now. All ranks call this.
@@ -38,9 +38,9 @@ class Validation:
                 if place < len(batches):
                     total += seen
         dist.all_reduce(total)
-        loss, right, count = total.tolist()
-        self.last = loss / count
-        return loss / count, right / count
+        loss, accuracy = means(total)
+        self.last = loss
+        return loss, accuracy
 
     def keep(self, step: int) -> None:
         """Keep the parameters of a step, to be validated once training is over."""

@@ -1,0 +1,229 @@
+"""What is learned: drawn alike by any number of ranks, and learned."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+
+from pages import ROOT  # noqa: E402 - as the next
+from scipy.spatial import cKDTree  # noqa: E402 - as above
+
+from realrun.train.digits import split_images  # noqa: E402 - needs torch
+from realrun.train.gpt import GPT  # noqa: E402 - needs torch
+from realrun.train.log import read  # noqa: E402
+from realrun.train.masked_text import MASK, SHARE, hide  # noqa: E402 - needs torch
+from realrun.train.points import NOISE, POINTS, SURFACES, cloud  # noqa: E402 - needs torch
+from realrun.train.segmentation import CLASSES, SIDE, canvas  # noqa: E402 - needs torch
+from realrun.train.settings import UNITS, TrainSettings  # noqa: E402
+from realrun.train.shapes import GPTS, VOCABULARY  # noqa: E402
+from realrun.train.task import (  # noqa: E402 - needs torch
+    LEFT_OUT,
+    Task,
+    chamfer,
+    loss_of,
+    means,
+    scores,
+)
+from realrun.train.tasks import make_task  # noqa: E402 - needs torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=UNITS)
+def task(request: pytest.FixtureRequest) -> Task:
+    """Each of the tasks, with its smallest model."""
+    return make_task(TrainSettings(task=request.param, size="tiny"), CPU)
+
+
+def test_any_number_of_ranks_sees_the_same_samples(task: Task) -> None:
+    """And so does a run that was resumed; another seed and another step see others."""
+    whole = task.batch(3, 7, 8)
+    parts = [task.batch(3, 7, 8, part, 4) for part in range(4)]
+    for place, all_ in enumerate(whole):
+        assert torch.equal(torch.cat([part[place] for part in parts]), all_)
+    for other in (task.batch(4, 7, 8), task.batch(3, 8, 8)):
+        assert not torch.equal(other.inputs, whole.inputs)
+
+
+def test_validation_is_always_the_same(task: Task) -> None:
+    """For every model and run, and it has 64 samples at least."""
+    again = make_task(TrainSettings(task=task.name, size="tiny"), CPU)  # type: ignore[arg-type]
+    for one, other in zip(task.validation, again.validation, strict=True):
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.targets, other.targets)
+    assert sum(len(batch.inputs) for batch in task.validation) >= 64
+    assert task.facts == again.facts
+    assert task.unit == UNITS[task.name]
+
+
+def test_scores_are_sums_of_the_loss(task: Task) -> None:
+    """Over the places that are asked for; only points have no accuracy."""
+    torch.manual_seed(0)
+    model, batch = task.model(), task.validation[0]
+    with torch.no_grad():
+        loss, accuracy = means(scores(model, batch))
+        assert loss == pytest.approx(loss_of(model, batch).item(), rel=1e-4)
+    assert (accuracy is None) == (task.name == "points")
+    if accuracy is not None:
+        asked = batch.targets != LEFT_OUT
+        named = (model(batch.inputs).argmax(-1) == batch.targets)[asked]
+        assert accuracy == pytest.approx(named.double().mean().item())
+
+
+@pytest.mark.slow
+def test_a_small_model_learns(task: Task) -> None:
+    """In 60 steps its loss falls well below that of the untrained model."""
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with torch.no_grad():
+        before, _ = means(scores(model, task.validation[0]))
+    for step in range(60):
+        optimizer.zero_grad()
+        loss_of(model, task.batch(0, step, 32)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        after, _ = means(scores(model, task.validation[0]))
+    assert after < 0.75 * before
+
+
+# --- masked text ---------------------------------------------------------------------------------
+
+
+def test_as_many_characters_are_hidden_in_each_sample() -> None:
+    """15 %, of which 8 in 10 are hidden, one is any other, and one stays; by number."""
+    numbers = np.arange(400)
+    characters = np.random.default_rng(0).integers(VOCABULARY, size=(400, 64))
+    inputs, targets = (part.numpy() for part in hide(numbers, characters))
+    asked = targets != LEFT_OUT
+    assert set(asked.sum(1)) == {round(SHARE * 64)}
+    assert np.array_equal(targets[asked], characters[asked])
+    assert np.array_equal(inputs[~asked], characters[~asked])
+    hidden, same = inputs[asked] == MASK, inputs[asked] == characters[asked]
+    assert hidden.mean() == pytest.approx(0.8, abs=0.02)
+    assert same.mean() == pytest.approx(0.1 + 0.1 / VOCABULARY, abs=0.02)
+    alone = hide(numbers[7:8], characters[7:8])
+    assert np.array_equal(alone.inputs.numpy()[0], inputs[7])
+
+
+def test_its_model_looks_both_ways() -> None:
+    """A later character changes the logits of earlier ones."""
+    torch.manual_seed(0)
+    model = GPT(GPTS["tiny"], causal=False)
+    characters = torch.randint(VOCABULARY, (1, 16))
+    changed = characters.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % VOCABULARY
+    differs = (model(characters) != model(changed)).any(dim=2)
+    assert differs.all()
+
+
+# --- segmentation --------------------------------------------------------------------------------
+
+
+def test_pixels_with_ink_have_the_class_of_their_digit() -> None:
+    """All others are background; two to four digits lie apart."""
+    found = split_images()
+    for number in range(20):
+        shades, classes = canvas(found.train, found.train_labels, (8, number))
+        assert shades.shape == classes.shape == (SIDE, SIDE)
+        assert set(np.unique(classes)) <= set(range(CLASSES))
+        assert (shades[classes > 0] >= 0.25).all()
+        assert shades.min() >= 0
+        assert 2 <= len(set(np.unique(classes)) - {0}) + _repeated(classes) <= 4
+
+
+def _repeated(classes: np.ndarray) -> int:
+    """Digits of a class beyond its first: at most one lies in each quarter."""
+    half = SIDE // 2
+    quarters = classes.reshape(2, half, 2, half).transpose(0, 2, 1, 3).reshape(4, -1)
+    there = [set(np.unique(quarter)) - {0} for quarter in quarters]
+    assert all(len(one) <= 1 for one in there)
+    return sum(map(len, there)) - len(set().union(*there))
+
+
+def test_validation_has_digits_that_are_not_trained_on() -> None:
+    """Images are split before canvases are made of them."""
+    found = split_images()
+    assert len(found.train) + len(found.held) == 1797
+    apart = cKDTree(found.train.reshape(len(found.train), -1))
+    nearest, _ = apart.query(found.held.reshape(len(found.held), -1))
+    assert nearest.min() > 0
+
+
+# --- points --------------------------------------------------------------------------------------
+
+
+def test_the_chamfer_distance_is_that_of_a_tree_of_neighbours() -> None:
+    """Squares of the distances to the nearest point, mean over the points, both ways."""
+    torch.manual_seed(0)
+    one, other = torch.rand(3, 20, 3), torch.rand(3, 30, 3)
+    for a, b, found in zip(one, other, chamfer(one, other), strict=True):
+        there, _ = cKDTree(b.numpy()).query(a.numpy())
+        back, _ = cKDTree(a.numpy()).query(b.numpy())
+        assert found.item() == pytest.approx((there**2).mean() + (back**2).mean(), rel=1e-5)
+    assert torch.equal(chamfer(one, other), chamfer(other, one))
+    assert chamfer(one, one[:, torch.randperm(20)]).abs().max() == 0
+
+
+def test_clouds_are_in_the_unit_ball_and_noisy_as_said() -> None:
+    """Centred, the farthest point at radius 1; the model reads other points than it shall give."""
+    noise = []
+    for number in range(50):
+        noisy, exact = cloud((3, number))
+        assert noisy.shape == exact.shape == (POINTS, 3)
+        assert np.linalg.norm(exact, axis=1).max() == pytest.approx(1, abs=1e-5)
+        assert abs(exact.mean(0)).max() < 1e-5
+        noise.append(noisy - exact)
+    assert np.std(noise) == pytest.approx(NOISE, rel=0.02)
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_points_lie_on_their_surface(name: str) -> None:
+    """The implicit equation of each holds."""
+    u, v = np.random.default_rng(0).random((2, 200))
+    f = 0.7
+    x, y, z = SURFACES[name](u, v, f)
+    r = np.hypot(x, y)
+    left: dict[str, Any] = {
+        "ellipsoid": r**2 + (z / f) ** 2 - 1,
+        "torus": (r - 1) ** 2 + z**2 - (f / 2) ** 2,
+        "cylinder": r - f,
+        "cone": r / f - (z + 1) / 1.5,
+        "saddle": f * (x**2 - y**2) - z,
+        "helicoid": x * np.sin(np.pi * (z / f + 1)) - y * np.cos(np.pi * (z / f + 1)),
+    }
+    assert abs(left[name]).max() < 1e-12
+
+
+# --- as a user -----------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["masked_text", "segmentation", "points"])
+def test_the_command_trains_every_task(name: str, tmp_path: Path) -> None:
+    """On two ranks with CO2; the log has an accuracy where places have classes."""
+    options = f"-t {name} --size tiny --steps 8 --batch 4 --warmup 2 -s co2:tau=2 --nproc 2 -o o"
+    done = subprocess.run(
+        [sys.executable, "-m", "realrun", "train", *options.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    last = read(tmp_path / "o")[-1]
+    assert last.step == 8
+    assert last.validation_loss is not None
+    assert (last.accuracy is None) == (name == "points")
+    assert ("accuracy" in done.stdout) == (name != "points")
+    assert f" {UNITS[name]}s/s" in done.stdout
