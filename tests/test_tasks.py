@@ -226,4 +226,4 @@ def test_the_command_trains_every_task(name: str, tmp_path: Path) -> None:
     assert last.validation_loss is not None
     assert (last.accuracy is None) == (name == "points")
     assert ("accuracy" in done.stdout) == (name != "points")
-    assert f" {UNITS[name]}s/s" in done.stdout
+    assert f"{UNITS[name]}s/s" in done.stdout
