@@ -1,6 +1,6 @@
 # make run: the main job. make check: format, lint, types and unit tests, in about a minute. make test: all tests.
 # make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
-# make bench: the speed of the simulator, and published bandwidths beside those of `co2sim solve`.
+# make bench: the speed of the simulator, published bandwidths beside those of `co2sim solve`, and ZeRO++'s secondary shards.
 # make verify: the convergence bound, checked. make fuzz: 100,000 files and options that nobody means well (an hour).
 # make chaos: 1,000 faults at random times in runs, trainings, labs and studies (root, an hour).
 # make lock: the lock file of development, anew. make audit: known vulnerabilities of what is installed.
@@ -42,6 +42,7 @@ docs: $(STAMP)-docs
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py $(QUICK)
 	$(BIN)/python benchmarks/required_bandwidth.py $(QUICK)
+	$(BIN)/python benchmarks/hpz_group.py $(QUICK)
 
 fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)

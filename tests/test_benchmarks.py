@@ -38,6 +38,7 @@ SCRIPTS = {
     "failures.py": [pytest.mark.dist],
     "fidelity.py": [pytest.mark.lab],
     "fuzz.py": [],
+    "hpz_group.py": [],
     "long_study.py": [pytest.mark.dist],
     "overhead.py": [],
     "peers.py": [pytest.mark.lab],

@@ -1,0 +1,112 @@
+"""The group that holds ZeRO++'s secondary shard: memory against time, on three clusters.
+
+    python benchmarks/hpz_group.py            # seconds
+    python benchmarks/hpz_group.py --quick    # one cluster
+
+Writes hpz_group.md and hpz_group.png.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from reports import folder, made_by, parser, table
+
+import co2sim
+from co2sim import Result
+from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
+from co2sim.units import scaled
+from realrun.train.figure import MARKERS
+
+CLUSTERS = ("a100-tcp80", "a100-roce800", "dgx-h100")
+MODEL, GPUS = "llama3-8b", 64
+GROUPS = {
+    "a quarter of a node": 2,
+    "half a node": 4,
+    "a node": 8,
+    "two nodes": 16,
+    "none (hpz=false)": 0,
+}
+"""All nodes of these clusters have 8 GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a group costs on a cluster."""
+
+    cluster: str
+    group: str
+    result: Result
+
+    @property
+    def secondary(self) -> float:
+        """Bytes of the secondary shard on a GPU."""
+        return self.result.memory_bytes_per_gpu.get("secondary", 0.0)
+
+
+def points(clusters: tuple[str, ...]) -> Iterator[Point]:
+    """All groups on all clusters."""
+    for cluster in clusters:
+        for group, ranks in GROUPS.items():
+            strategy = f"zeropp(hpz_group={ranks})" if ranks else "zeropp(hpz=false)"
+            result = co2sim.simulate(cluster, MODEL, strategy, gpus=GPUS, micro_batch=1)
+            yield Point(cluster, group, result)
+
+
+def main() -> None:
+    """Simulate, and write the table and the figure."""
+    given = parser(__doc__, "one cluster").parse_args()
+    found = list(points(CLUSTERS[:1] if given.quick else CLUSTERS))
+    rows = [
+        {
+            "cluster": one.cluster,
+            "group": one.group,
+            "secondary shard": scaled(one.secondary, "B"),
+            "memory of a GPU": scaled(one.result.memory_bytes_per_gpu["total"], "B"),
+            "step": scaled(one.result.step_time_s, "s"),
+            "of it exposed": scaled(one.result.exposed_comm_s, "s"),
+        }
+        for one in found
+    ]
+    text = f"""\
+# The group of ZeRO++'s secondary shard
+
+{MODEL} on {GPUS} GPUs in nodes of 8, micro-batch 1, simulated. Backward gathers stay inside the
+group; each GPU keeps a part of a whole half-precision copy there, the larger the smaller the group.
+
+{table(rows)}
+
+{made_by()}
+"""
+    with folder(given) as out:
+        (out / "hpz_group.md").write_text(text, "utf-8")
+        (out / "hpz_group.png").write_bytes(draw(found))
+    print(text)
+
+
+def draw(found: list[Point]) -> bytes:
+    """A panel for each cluster: step time over the bytes of the shard."""
+    clusters = list(dict.fromkeys(one.cluster for one in found))
+    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
+        figure = Figure(figsize=(3.7 * len(clusters), 3.4), layout="constrained")
+        panels = figure.subplots(1, len(clusters), squeeze=False)[0]
+        for axes, cluster in zip(panels, clusters, strict=True):
+            mine = [one for one in found if one.cluster == cluster]
+            line = [(one.secondary / 1e9, one.result.step_time_s) for one in mine]
+            axes.plot(*zip(*line, strict=True), color=COLOURS[0], linewidth=1)
+            for place, (one, at) in enumerate(zip(mine, line, strict=True)):
+                axes.plot(
+                    *at, color=COLOURS[place], marker=MARKERS[place], ls="none", label=one.group
+                )
+            axes.set(title=cluster, xlabel="secondary shard, GB per GPU", xlim=(-0.3, None))
+            axes.set_ylim(0, 1.1 * max(time for _, time in line))
+        panels[0].set_ylabel("step time, s")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+        figure.suptitle(f"{MODEL} on {GPUS} GPUs: ZeRO++ by the group of its secondary shard")
+        return render(figure, "png")
+
+
+if __name__ == "__main__":
+    main()
