@@ -9,6 +9,7 @@ from co2sim.late_averages import kept
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import LocalSteps
+from realrun.train.settings import TaskName
 
 RUNS = "convergence-runs.csv"
 """The file of finished runs."""
@@ -77,6 +78,7 @@ class StudyBudget:
     eval_every: int = 96
     workers: int = 4
     quick: bool = False
+    task: TaskName = "text"
 
     @classmethod
     def small(cls) -> "StudyBudget":
@@ -86,7 +88,8 @@ class StudyBudget:
     @property
     def label(self) -> str:
         """Runs of other budgets do not count."""
-        return f"{self.size}-{self.steps}x{self.batch}"
+        named = "" if self.task == "text" else f"{self.task}-"
+        return f"{named}{self.size}-{self.steps}x{self.batch}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ def one_run(ask: Ask, world: World, path: Path) -> dict[str, Any]:
     budget = ask.budget
     outer = ask.configuration.outer(ask.choice, ask.lr)
     settings = TrainSettings(
+        task=budget.task,
         strategy=ask.configuration.trained(ask.choice),
         size=budget.size,
         steps=budget.steps,

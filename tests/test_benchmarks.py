@@ -44,6 +44,7 @@ SCRIPTS = {
     "peers.py": [pytest.mark.lab],
     "required_bandwidth.py": [],
     "speed.py": [],
+    "ssp.py": [pytest.mark.dist],
     "step_factors.py": [],
     "time_to_loss.py": [pytest.mark.lab],
 }
