@@ -130,7 +130,7 @@ def test_a_second_training_does_not_write_over_the_first(
 LAUNCH = """
 import sys
 from realrun.launch.local import run_local
-sys.exit(run_local(sys.argv[1:], 2))
+sys.exit(run_local(sys.argv[1:], 2, grace=30.0))
 """
 
 
@@ -157,7 +157,7 @@ def test_what_a_rank_raises_in_a_step_is_one_line_on_each(tmp_path: Path) -> Non
 @pytest.mark.dist
 def test_a_rank_that_dies_before_the_first_step_is_named(tmp_path: Path) -> None:
     """While ranks connect for their votes, too: one line, no traceback."""
-    died = dying(tmp_path, "1:start", *CO2, "--deadline", "20 s")
+    died = dying(tmp_path, "1:start", *CO2, "--deadline", "10 s")
     assert died.returncode == 1, died.stderr
     assert re.search(r"^\[rank 0\] error: rank 1 was killed by SIGKILL", died.stderr, re.MULTILINE)
     assert "Traceback" not in died.stderr
