@@ -42,4 +42,6 @@ def quadratic(rank: int) -> Task:
         return Batch(table[torch.from_numpy(numbers)], torch.zeros(len(numbers)))
 
     facts = {"sha256": "none"}
-    return Task("quadratic", "sample", 1, len(SAMPLES), draw, (), lambda: Quadratic(rank), facts)
+    return Task(
+        "quadratic", "loss", "sample", 1, len(SAMPLES), draw, (), lambda: Quadratic(rank), facts
+    )
