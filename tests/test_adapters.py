@@ -48,7 +48,11 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("transformers")
     own = {"trained": {"cases": OPTIONS}}
-    return together("transformers_workers", 2, calls(folder, **own, best={}, refused={}, broken={}))
+    return together(
+        "transformers_workers",
+        2,
+        calls(folder, **own, without_files={}, best={}, refused={}, broken={}),
+    )
 
 
 # --- Lightning -----------------------------------------------------------------------------------
@@ -155,6 +159,14 @@ def test_transformers_trains_as_a_loop_of_ones_own(
 
 
 @pytest.mark.dist
+def test_transformers_begins_at_a_checkpoint_of_ddp(transformers: dict[str, list[Any]]) -> None:
+    """A first round begins at its model; all ranks end alike, elsewhere than with their files."""
+    one, other = transformers["without_files"]
+    assert one == other
+    assert one != transformers["trained"][0][0]["end"]
+
+
+@pytest.mark.dist
 def test_the_best_model_of_transformers_is_loaded_last(
     transformers: dict[str, list[Any]],
 ) -> None:
@@ -175,6 +187,19 @@ def test_one_rank_goes_on_where_two_agreed(tmp_path: Path) -> None:
     assert answer["began"]
     (told,) = answer["told"]
     assert "local_updates is of 2 ranks, and here are 1: all begin at the anchor" in told
+
+
+@pytest.mark.dist
+def test_files_of_another_form_are_one_line(tmp_path: Path) -> None:
+    """Though their checksums are right; and files of another number of optimizers."""
+    together("rank_files_workers", 1, {"save": {"folder": str(tmp_path)}})
+    (told,) = together("rank_files_workers", 1, {"crafted": {"folder": str(tmp_path)}})["crafted"]
+    *crafted, optimizers = told
+    for one in crafted:
+        assert one.startswith("DamagedError: cannot read ")
+        assert "a file has another form: " in one
+        assert "\n" not in one
+    assert optimizers.endswith("it is of 1 optimizer, and here are 2")
 
 
 @pytest.mark.dist

@@ -1,10 +1,12 @@
 """What ranks of the tests of the Trainer of Transformers do."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from adapter_problem import BATCH, Network, adam, numbers, own_loop, rows
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
@@ -115,6 +117,20 @@ def _loaded(folder: Path) -> list[float]:
     plain = Network(seed=3)
     plain.load_state_dict(load_file(folder / "model.safetensors"))
     return numbers(plain)
+
+
+def without_files(world: World, folder: str) -> list[float]:
+    """From a checkpoint without files of ranks, as DDP leaves it."""
+    options: dict[str, Any] = {"tau": 4}
+    source = Path(folder) / str(options) / "checkpoint-10"
+    plain = Path(folder) / "of ddp" / source.name
+    if not world.rank:
+        shutil.copytree(source, plain, ignore=shutil.ignore_patterns("local_updates"))
+    dist.barrier()
+    trainer = _trainer(Path(folder) / "from ddp", options, seed=1)
+    trainer.train(resume_from_checkpoint=str(plain))
+    assert trainer.algorithm.stats().steps == STEPS - 10
+    return numbers(trainer.model)  # type: ignore[arg-type]
 
 
 def best(world: World, folder: str) -> bool:

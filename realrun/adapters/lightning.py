@@ -140,7 +140,7 @@ class LocalUpdateStrategy(DDPStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove the files of the ranks, too."""
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
+        if self.is_global_zero and "://" not in str(filepath):
             shutil.rmtree(_ranks_of(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *more: Any, **options: Any) -> Any:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import secrets
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from co2sim.units import counted
 from realrun.algorithms import LocalUpdate
-from realrun.errors import DamagedError
+from realrun.errors import CheckpointError, DamagedError
 from realrun.train.draft import sync, write_file
 from realrun.train.everywhere import everywhere
 from realrun.train.folder import shown
@@ -57,18 +59,24 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
     """Go on from what `save` wrote. All ranks call it.
 
     With another number of ranks they go on from the anchor, which a warning says. Raises
-    CheckpointError, the same on all ranks, when a file is not as it was written, and OptionError
-    when it is of another run.
+    CheckpointError, the same on all ranks, when a file is not as it was written or of another
+    number of optimizers, and OptionError when it is of another run.
     """
     (rank, ranks), found = _me(), []
 
     def read() -> str:
         own = rank if _read_other(folder, 0)["ranks"] == ranks else 0
         other = _read_other(folder, own)
-        found.append((other["ranks"], join(other["state"], _read_tensors(folder, own, other))))
+        state = join(other["state"], _read_tensors(folder, own, other))
+        if len(state["optimizers"]) != len(algorithm.optimizers):
+            raise CheckpointError(
+                f"it is of {counted(len(state['optimizers']), 'optimizer')}, and here are"
+                f" {len(algorithm.optimizers)}"
+            )
+        found.append((other["ranks"], state))
         return ""
 
-    everywhere(_device(algorithm), f"cannot read {shown(folder)}", read)
+    everywhere(_device(algorithm), f"cannot read {shown(folder)}", _in_a_line(read))
     ((before, state),) = found
     for optimizer, own in zip(algorithm.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(own)
@@ -84,6 +92,18 @@ def load(folder: Path, algorithm: LocalUpdate) -> None:
         return
     algorithm.model.load_state_dict(state["model"])
     algorithm.load_state_dict({f"rank{rank}": state["algorithm"]})
+
+
+def _in_a_line(read: Callable[[], str]) -> Callable[[], str]:
+    """What a file does not hold, though its checksum is right, is damage as well."""
+
+    def careful() -> str:
+        try:
+            return read()
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"a file has another form: {shown(repr(error))}") from error
+
+    return careful
 
 
 def _write(path: Path, parts: list[bytes | memoryview]) -> FileSum:
