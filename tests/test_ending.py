@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 from local_problem import network, optimizer, set_vector, train, vector  # noqa: E402 - needs torch
 from together import together  # noqa: E402 - needs torch
 
+from realrun.algorithms import LocalSGD  # noqa: E402 - needs torch
+
 pytestmark = pytest.mark.dist
 
 UNEVEN = [
@@ -191,3 +193,18 @@ def test_what_join_cannot_do_is_said(found: dict[str, list[Any]]) -> None:
             assert answer["raised"] == "ValueError: bad sample"
         else:
             assert "rank 2 raised ValueError (bad sample) after 5 steps" in answer["raised"]
+
+
+def test_steps_are_counted_over_trainings_that_were_finished() -> None:
+    """What goes on from the state after `finish` counts what each shorter round really had."""
+    state: dict[str, Any] = {}
+    for steps in (4, 9):
+        model = network()
+        optim = optimizer(model, "sgd")
+        algorithm = LocalSGD(model, optim, tau=3)
+        if state:
+            algorithm.load_state_dict(state)
+        train(model, optim, 0, range(algorithm.stats().steps, steps))
+        algorithm.finish()
+        assert algorithm.stats().steps == steps
+        state = algorithm.state_dict()

@@ -33,7 +33,7 @@ class Counters:
     """Rounds, steps of the round that has begun, averages used, and what became of them.
 
     `clipped` counts elements of the whole model over all averages used, `missing` the steps that
-    the last round had less than others, as `finish` ended it.
+    rounds had less than `tau`, where `finish` ended them.
     """
 
     round: int = 0

@@ -78,7 +78,7 @@ class Ending:
         try:
             counters = self._outer.counters
             if counters.step and not self._outer.rule.late:
-                counters.missing = self._tau - counters.step
+                counters.missing += self._tau - counters.step
                 self._end_round()
             self._outer.settle()
             average_now(others_of(self._model, also, buffers=buffers), self._links)
