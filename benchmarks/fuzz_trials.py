@@ -15,6 +15,7 @@ import fuzz_checkpoints
 import fuzz_inputs as made_of
 from fuzz_inputs import Fuzzed, Made
 from fuzz_judge import Verdict, judged
+from fuzz_options import overrides
 
 from analysis.cli import main as co2analysis
 from analysis.published.csv_tables import from_csv
@@ -144,7 +145,7 @@ def option(rng: random.Random, drawn: tuple[Any, ...]) -> Trial:  # noqa: ARG001
     """Options with any value, `--set` most of all."""
     chosen = rng.choice(("dgx-h100", "cluster.toml", "two-sites-wan"))
     words = [*_asked(rng), "-c", chosen, "-m", "small.toml"]
-    words += made_of.overrides(rng, rng.choice((1, 1, 2, 3)))
+    words += overrides(rng, rng.choice((1, 1, 2, 3)))
     for name in ("--gpus", "--micro-batch", "--accumulation", "--global-batch", "--seed"):
         if rng.random() < 0.03:  # noqa: PLR2004
             words += [name, rng.choice([*made_of.NUMBERS, *made_of.TEXTS]).replace("\0", "")]
@@ -232,7 +233,7 @@ def run_folder(rng: random.Random, drawn: tuple[Any, ...]) -> Trial:
         files["run/trace.jsonl"] = _changed_lines(trace, rng, drawn)
     words = ["compare", "run", *(["--json"] if rng.random() < 0.5 else [])]  # noqa: PLR2004
     if rng.random() < 0.2:  # noqa: PLR2004
-        words += [word.replace("\0", "") for word in made_of.overrides(rng, 1)]
+        words += [word.replace("\0", "") for word in overrides(rng, 1)]
     made = Made(files, words)
     return made, command(co2analysis, made)
 

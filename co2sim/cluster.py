@@ -10,6 +10,7 @@ from co2sim.quantities import (
     Bandwidth,
     Burst,
     Count,
+    Deviation,
     Factor,
     Fraction,
     Intensity,
@@ -114,8 +115,8 @@ class Scatter:
     Standard deviations of log(predicted / measured), of kernels and of collectives.
     """
 
-    compute: Factor
-    communication: Factor
+    compute: Deviation
+    communication: Deviation
 
     def __post_init__(self) -> None:
         """Refuse what is no standard deviation."""

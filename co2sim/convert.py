@@ -92,7 +92,10 @@ def number(name: str, value: Any) -> float:
     found = _number(value)
     if found is None:
         raise OptionError(f"{name} is {shown(value)}; it must be a number")
-    return float(found)
+    try:
+        return float(found)
+    except OverflowError:
+        raise OptionError(f"{name} is {shown(value)}; it must be at most 1.8e308") from None
 
 
 def _number(value: Any) -> int | float | None:

@@ -88,6 +88,8 @@ Factor = Annotated[float, Quantity(least=0)]
 Multiple = Annotated[float, Quantity(least=1)]
 Spread = Annotated[float, Quantity(least=0, most=1)]
 """Sigma of a lognormal factor."""
+Deviation = Annotated[float, Quantity(least=0, most=5)]
+"""Of a logarithm, where it was measured; at 5 a prediction may be off by factors of thousands."""
 Count = Annotated[int, Quantity(least=1, most=1_000_000)]
 """Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
 

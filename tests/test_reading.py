@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from analysis.cli import main as co2analysis
 from analysis.published.csv_tables import from_csv
-from co2sim import documents
+from co2sim import convert, documents
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import main as co2sim
 from co2sim.errors import CatalogError, OptionError
@@ -266,6 +266,29 @@ def test_long_values_are_cut_in_errors(command: Command) -> None:
         assert ended.code == 2
         assert len(ended.err.rstrip("\n")) <= 400
         assert ended.err.count("\n") == 1
+
+
+def test_numbers_that_are_too_large_are_refused(command: Command) -> None:
+    """A whole number that no float holds, and a spread that would make an interval infinite."""
+    huge = "9" * 400
+    ended = command("sweep", "-c", "dgx-h100", *RUN, "--vary", f"inter.bandwidth={huge}")
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "has no unit" in ended.err
+    with pytest.raises(OptionError, match=r"^x is .*; it must be at most 1\.8e308$"):
+        convert.number("x", huge)
+    spread = ("--set", "scatter.compute=2e8", "--set", "scatter.communication=2")
+    ended = command("run", "-c", "dgx-h100", *RUN, *spread)
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert "at least 0 and at most 5" in ended.err
+
+
+def test_totals_that_are_not_known_rest_on_nothing(command: Command) -> None:
+    """What a step of this variant is worth was not measured; the cluster has failures."""
+    failures = ("--set", "failures=meta-rsc-1")
+    given_ = ("-m", "gpt2-small", "-s", "co2:staleness=2", "-g", "16", "--tokens", "1e9")
+    ended = command("run", "-c", "dgx-h100", *given_, *failures)
+    assert ended.code == 0
+    assert "totals count failures" not in ended.out
 
 
 @pytest.mark.parametrize("number", ["5e-324", "1e-300", "1e-19"])

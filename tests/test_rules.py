@@ -29,6 +29,7 @@ from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
 from realrun.algorithms.finite import finite_norm  # noqa: E402 - needs torch
 from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
+from realrun.algorithms.notices import Notices  # noqa: E402 - needs torch
 from realrun.algorithms.rule import State  # noqa: E402 - needs torch
 
 ELEMENTS = 5
@@ -344,3 +345,23 @@ def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.Monkey
     granted.clear()
     late.wait()  # again: for the two that were not there yet
     assert granted == [10.0, 6.0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_average_that_ends_as_a_look_around_begins_is_no_failure(*, fails: bool) -> None:
+    """The time of a wait was up, and the average was there a moment later: asked again, it says."""
+    asked = []
+
+    def bucket(seconds: float) -> None:
+        asked.append(seconds)
+        if fails or len(asked) == 1:
+            raise TimeoutError("connection closed" if len(asked) > 1 else "time is up")
+
+    flight = Flight(7, torch.zeros(1), [bucket], polls=[lambda: True], deadline=12.0)
+    flight.notices = Notices([0], lambda: 7)
+    if fails:
+        with pytest.raises(RankFailure, match=r"average of round 7 failed: .*connection closed"):
+            flight.wait()
+    else:
+        flight.wait()
+    assert asked == [0.5, pytest.approx(12.0, abs=1.0)]

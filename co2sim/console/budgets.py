@@ -83,8 +83,10 @@ def print_basis(
 
 
 def basis_lines(cases: Sequence[Case], found: Iterable[Totals | None]) -> list[str]:
-    """What totals rest on, and which numbers are missing."""
+    """What totals rest on, and which numbers are missing; nothing where there are none."""
     known = [one for one in found if one is not None]
+    if not known:
+        return []
     facts = _facts(cases)
     lines = [_useful(cases, known)]
     if any(one.power_w is not None for one in known):
