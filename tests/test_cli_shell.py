@@ -31,19 +31,28 @@ SIZES = ",".join(str(gpus) for gpus in range(8, 8192, 8))
 SLOW = (*SMALL[:4], "-s", "zero3", "--jitter", "0.05")
 
 
+ALONE = ("sweep", "--csv", "s.csv", "--jobs", "1"), "s.csv", "they are in s.csv"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("study", "table", "where"),
+    ("study", "table", "where", "how"),
     [
-        (("sweep", "--csv", "s.csv", "--jobs", "1"), "s.csv", "they are in s.csv"),
-        (("sweep", "--csv", "s.csv", "--jobs", "2"), "s.csv", "they are in s.csv"),
-        (("scale", "--jobs", "2"), "out/scale.csv", "those of the study are in out/scale.csv"),
+        (*ALONE, signal.SIGINT),
+        (*ALONE, signal.SIGTERM),
+        (("sweep", "--csv", "s.csv", "--jobs", "2"), "s.csv", "they are in s.csv", signal.SIGINT),
+        (
+            ("scale", "--jobs", "2"),
+            "out/scale.csv",
+            "those of the study are in out/scale.csv",
+            signal.SIGTERM,
+        ),
     ],
 )
-def test_control_c_keeps_what_is_done(
-    tmp_path: Path, study: tuple[str, ...], table: str, where: str
+def test_control_c_and_sigterm_keep_what_is_done(
+    tmp_path: Path, study: tuple[str, ...], table: str, where: str, how: signal.Signals
 ) -> None:
-    """Control-C ends a study with 130; its table holds the cases that one line says were done."""
+    """A study ends with 130 or 143; its table holds the cases that one line says were done."""
     sizes = ("-g", SIZES) if study[0] == "scale" else ("--vary", f"gpus={SIZES}")
     command = [sys.executable, "-m", "co2sim", *study, *SLOW, *sizes]
     with subprocess.Popen(
@@ -57,13 +66,15 @@ def test_control_c_keeps_what_is_done(
         while _cpu_seconds(process.pid) < 8:  # after all imports, and some cases
             assert process.poll() is None
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
-        assert process.wait(timeout=30) == 130
+        if how == signal.SIGINT:
+            os.killpg(process.pid, how)  # as a terminal does: to the workers, too
+        else:
+            process.terminate()
+        assert process.wait(timeout=30) == 128 + how
         assert process.stderr is not None
         said = process.stderr.read()
-    found = re.search(
-        rf"^interrupted; (\d+) of 1,023 cases were done; {where}\n\Z", said, re.MULTILINE
-    )
+    word = "interrupted" if how == signal.SIGINT else "terminated"
+    found = re.search(rf"^{word}; (\d+) of 1,023 cases were done; {where}\n\Z", said, re.MULTILINE)
     assert found, said
     before = said[: found.start()].splitlines()  # what long work says where it is no terminal
     assert all(line.startswith("simulating cases: ") for line in before)
@@ -102,7 +113,7 @@ def _simulates(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("program", ["co2sim", "realrun"])
+@pytest.mark.parametrize("program", ["co2sim", "realrun", "analysis"])
 def test_control_c_while_a_command_is_imported_is_one_line(program: str) -> None:
     """Before its first line has run: 130, and no traceback."""
     script = f"""
@@ -119,6 +130,30 @@ main()
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
+
+
+def test_an_interrupt_that_an_import_swallows_is_not_lost() -> None:
+    """The command was given up with nothing said, or served on."""
+    script = """
+import os, signal, sys
+class Swallowing:
+    def find_spec(self, name, *given):
+        if name == "co2sim.cli.app":
+            try:
+                os.kill(os.getpid(), signal.%s)
+            except BaseException:
+                pass
+sys.meta_path.insert(0, Swallowing())
+from co2sim.cli import main
+sys.argv = ["co2sim", "list", "gpus"]
+main()
+"""
+    for name, code, word in (("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")):
+        done = subprocess.run(
+            [sys.executable, "-c", script % name], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (code, "")
+        assert done.stderr == f"{word}; nothing was written\n"
 
 
 def test_starting_the_simulator_imports_nothing_heavy() -> None:

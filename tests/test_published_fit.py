@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import linregress
 from typer.testing import CliRunner
 
-from analysis.cli import app
+from analysis.cli.app import app
 from analysis.published import ablation, calibrate, catalog_writer
 from analysis.published.cells import Cell
 from analysis.published.coverage import conformal_factor, covered

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from analysis.cli import app
+from analysis.cli.app import app
 from analysis.published import ablation, consistency, diagnosis, errors, sensitivity
 from analysis.published.cells import Cell, with_strategy_options, with_values
 from analysis.published.csv_tables import known_cells

@@ -1,11 +1,17 @@
 """The command line `co2analysis`."""
 
-from analysis.cli.app import app
-from co2sim.console.entry import run_app
+import sys
 
-__all__ = ["app", "main"]
+from co2sim.console import interrupts
 
 
 def main() -> None:
     """Run a command. Bad input ends it with one line on stderr and exit code 2."""
-    run_app(app)
+    with interrupts.noted():
+        try:  # control-C while all this is imported, too, is one line
+            from analysis.cli.app import app  # noqa: PLC0415
+            from co2sim.console.entry import run_app  # noqa: PLC0415
+        except KeyboardInterrupt:
+            print("interrupted; nothing was written", file=sys.stderr)
+            sys.exit(interrupts.exit_code())
+        run_app(app)

@@ -2,13 +2,16 @@
 
 import sys
 
+from co2sim.console import interrupts
+
 
 def main() -> None:
     """Run a command of `co2sim`."""
-    try:  # control-C while all this is imported, too, is one line
-        from co2sim.cli.app import app  # noqa: PLC0415
-        from co2sim.console.entry import run_app  # noqa: PLC0415
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
-    run_app(app)
+    with interrupts.noted():
+        try:  # control-C while all this is imported, too, is one line
+            from co2sim.cli.app import app  # noqa: PLC0415
+            from co2sim.console.entry import run_app  # noqa: PLC0415
+        except KeyboardInterrupt:
+            print("interrupted; nothing was written", file=sys.stderr)
+            sys.exit(interrupts.exit_code())
+        run_app(app)

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,11 +14,9 @@ import typer
 from typer.core import TyperCommand, TyperOption
 from typer.main import get_command
 
+from co2sim.console import interrupts
 from co2sim.errors import Co2simError, OptionError
 from co2sim.visible import error_line
-
-INTERRUPTED = 130
-"""Exit code of a shell for a process ended by control-C."""
 
 
 class _Command(TyperCommand):
@@ -56,12 +55,14 @@ def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
 
     `kept` says what is on the disk after control-C, unless the interrupt does. A reader that has
     gone, such as `head`, is no error: the exit code is 0. A single option that is given twice is
-    refused, and all that are missing are named.
+    refused, and all that are missing are named. Where signals are `interrupts.noted`, SIGTERM ends
+    a command as control-C does.
     """
     _set_up_streams()
     _refuse_repeated(app)
-    code = 0
+    code, word = 0, "interrupted"
     try:
+        interrupts.check()
         _run(app)
         sys.stdout.flush()
     except typer.Exit as ended:
@@ -71,14 +72,15 @@ def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
         print(error_line(message), file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt) as interrupt:
-        code, kept = INTERRUPTED, str(interrupt) or kept
+        code, kept = interrupts.exit_code(), str(interrupt) or kept
+        word = interrupts.WORDS[code]
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # the output is full, or gone
         print(error_line(f"cannot write the output: {error.strerror}"), file=sys.stderr)
         code = 2
-    if code == INTERRUPTED:
-        print(f"interrupted; {kept}", file=sys.stderr)
+    if code == interrupts.EXIT_CODES[signal.SIGINT] or word != "interrupted":
+        print(f"{word}; {kept}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import read
+from co2sim.console import interrupts
 from co2sim.errors import Co2simError, OptionError, ResourceError
 from co2sim.explore.asking import Asker, Files, PageView, Positions, Text, check_parts
 from co2sim.explore.guard import Guard
@@ -276,9 +277,10 @@ def serve(
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise OptionError(f"--port {port}: {reason}; 0 takes any that is free") from None
-    for name in ("SIGTERM", "SIGHUP"):  # ended in another way, it tidies up as well
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.default_int_handler)
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # ended so, it tidies up as well
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     with bound, TemporaryDirectory(prefix="co2sim-") as folder:
         answers = Answers(files, goal, Path(folder))
         try:
@@ -292,6 +294,7 @@ def serve(
                 timeout_graceful_shutdown=1,
             )
             say(f"http://{HOST}:{bound.getsockname()[1]}/?token={token}")
+            interrupts.check()
             _Server(config, answers).run(sockets=[bound])
         finally:
             answers.close()
