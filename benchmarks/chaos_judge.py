@@ -63,7 +63,8 @@ def codes(trial: Trial, fault: Fault) -> set[int]:
     elif trial.fault == "launcher killed":
         found = {-signal.SIGKILL}
     elif told and trial.target in STUDIES:
-        found = {told, -signal.SIGTERM if trial.fault == "SIGTERM" else told}
+        # Python ends by SIGINT itself where it came in an exec(), as of a dataclass, caught or not.
+        found = {told, -signal.SIGTERM if trial.fault == "SIGTERM" else -signal.SIGINT}
         found |= {0} if trial.target == "explore" else set()
     elif told:  # before the launcher has its handler, the system ends it
         found = {told, -signal.SIGTERM} if trial.fault == "SIGTERM" else {told}
@@ -131,7 +132,8 @@ def _finished(trial: Trial, one: Command) -> bool:
     """Whether all work was done, though something was hit: at the very end, or without effect."""
     told = re.search(r"^(timeline|figure) ", one.printed, re.MULTILINE)
     untouched = trial.target != "elastic" or "\n0 workers lost" in one.printed
-    return bool(told) and untouched and trial.fault in {*_DEADLY, *_TOLD} - {"network cut"}
+    ending = {*_DEADLY, *_TOLD, "launcher killed"} - {"network cut"}
+    return bool(told) and untouched and trial.fault in ending
 
 
 def left_behind(folder: Path, *, temporary: bool = True, seconds: float = 3.0) -> str:

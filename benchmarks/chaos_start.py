@@ -27,6 +27,7 @@ from realrun.launch import lab, processes
 LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_DEATH_SIGNAL, _SET_NAME, _SET_SUBREAPER = 1, 15, 36
 _NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RAISES = "CHAOS_RAISES"
 """Environment variable of ranks: which of them raises what, and when, as JSON."""
 CLOCK = "CHAOS_CLOCK"
@@ -136,15 +137,21 @@ def _forked(
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    return subprocess.Popen(
-        ["-"],  # noqa: S607 - nothing is executed
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=errors,
-        start_new_session=True,
-        # It never returns. The launcher's other thread, of torch's store, does nothing for Python.
-        preexec_fn=lambda: _rank(words[2:], environment, node, parent),  # noqa: PLW1509
-    )
+    # Python code runs around this fork, as it does not where a rank is executed, and an exception
+    # of a signal's handler would be lost in it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    try:
+        return subprocess.Popen(
+            ["-"],  # noqa: S607 - nothing is executed
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+            # It never returns. The launcher's other thread, of torch's store, is none of Python's.
+            preexec_fn=lambda: _rank(words[2:], environment, node, parent),  # noqa: PLW1509
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def in_lab() -> None:
@@ -189,6 +196,8 @@ def _rank(
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python does when it starts
         os.environ.update(environment)
         LIBC.prctl(_SET_NAME, f"rank{environment['RANK']}".encode())
         raising()

@@ -44,10 +44,12 @@ SETTINGS: dict[str, Any] = {
 class Faults:
     """Which member kills itself before which step, and the step that waits for one to come back.
 
-    `frozen`: it stops (SIGSTOP) instead.
+    `frozen`: it stops (SIGSTOP) instead. `hangs`: which one stops when it writes the results, and
+    which one once it has nothing left to do.
     """
 
     dies: Mapping[str, int]
+    hangs: tuple[str, str] = ("", "")
     holds: int = 0
     frozen: bool = False
     deadline: float = DEADLINE
@@ -63,7 +65,7 @@ def member(
 
     from co2sim.schedule import Layout  # noqa: PLC0415
     from realrun.execute.world import end  # noqa: PLC0415
-    from realrun.train.elastic_loop import train_elastic  # noqa: PLC0415
+    from realrun.train import elastic_loop  # noqa: PLC0415
     from realrun.train.local_step import LocalStep  # noqa: PLC0415
     from realrun.train.settings import TrainSettings  # noqa: PLC0415
 
@@ -82,12 +84,25 @@ def member(
         return honest(self, step)
 
     LocalStep.take = take  # type: ignore[method-assign]
+    if faults.hangs[0]:
+        elastic_loop._WRITING = 6.0  # a busy machine takes some to write
+    if faults.hangs[0] == str(me):
+        elastic_loop._ElasticTraining._write = freeze  # type: ignore[method-assign]
     membership = Membership(store, me, size, faults.deadline)
     layout = Layout(1, size)
-    history = train_elastic(TrainSettings(**settings), membership, store, layout, Path(folder))
+    history = elastic_loop.train_elastic(
+        TrainSettings(**settings), membership, store, layout, Path(folder)
+    )
     if history:
         (Path(folder) / "writer").write_text(str(me))
+    if faults.hangs[1] == str(me):
+        freeze()
     end()
+
+
+def freeze(*_: object) -> Any:
+    """Stop, as a process that hangs."""
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hold(roll: Roll) -> None:

@@ -156,6 +156,25 @@ def test_a_worker_that_hangs_is_left_out_and_killed(tmp_path: Path) -> None:
     assert outcome.facts["rounds_by_members"] == {"3": 2, "2": 10}
 
 
+def test_one_that_hangs_while_it_writes_the_results_is_killed_and_another_writes(
+    tmp_path: Path,
+) -> None:
+    """The others waited a minute for it, failed, and were started anew to wait without end."""
+    faults = Faults({}, hangs=("0.0", ""), deadline=2.0)
+    outcome = train(tmp_path, "diloco:tau=2", faults, restarts=0)
+    assert outcome.writer in {"1.0", "2.0"}  # the second, where the first is too slow, too
+    assert outcome.facts["rounds_by_members"] == {"3": ROUNDS}
+
+
+def test_one_that_hangs_once_the_results_are_written_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training has ended well, and the launcher ends, too."""
+    monkeypatch.setattr("realrun.launch.elastic.SILENT", 1.0)
+    outcome = train(tmp_path, "diloco:tau=2", Faults({}, hangs=("", "2.0")), restarts=0)
+    assert outcome.writer == "0.0"
+
+
 def test_when_none_is_left_that_holds_the_model_all_end(tmp_path: Path) -> None:
     """Also those who were started anew, and wait in vain."""
     settings = {"strategy": "diloco:tau=2", **SETTINGS}

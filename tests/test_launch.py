@@ -14,7 +14,7 @@ import pytest
 
 from realrun.errors import LaunchError
 from realrun.launch.local import rank_environment, resolved, run_local
-from realrun.launch.processes import RankProcess, start
+from realrun.launch.processes import RankProcess, guard_process, ranks_killed_at_end, start
 from realrun.launch.supervise import supervise
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -341,6 +341,21 @@ def test_ranks_of_a_stopped_launcher_are_killed(restarts: int | None, mark: str)
 
 
 @pytest.mark.dist
+def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A launcher that was stopped between two ranks ended with 0, as if nobody read its output."""
+    with guard_process(patience=60.0) as guard, ranks_killed_at_end() as ranks:
+        ranks.extend(shells("sleep 60"))
+        guard.process.kill()
+        guard.process.wait()
+        guard.put(ranks[0].process.pid)
+        assert ranks[0].process.wait(timeout=10) == -signal.SIGKILL
+        assert not guard.cut()  # it was killed itself, and has not said why
+        assert supervise(ranks, Memory(), 1.0, cut=guard.cut) == 1
+    assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
+
+
 def test_a_launcher_that_is_stopped_for_a_moment_goes_on() -> None:
     """Within its patience nothing is lost."""
     mark = f"3.{os.getpid()}"

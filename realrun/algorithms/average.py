@@ -80,16 +80,24 @@ class Flight:
         """Wait for one collective, and look now and then whether somebody has left."""
         what, notices = f"the average of round {self.round}", self.notices
         left = max(0.001, limit - time.monotonic())
-        try:
-            self.waits[0](min(PERIOD, left) if notices else left)
-        except (RuntimeError, TimeoutError) as error:
-            done = self.polls and self.polls[len(self.polls) - len(self.waits)]()
-            if notices and left > PERIOD and not done:
+        error = self._error(min(PERIOD, left) if notices else left)
+        if error and notices and left > PERIOD:
+            if not self.polls[len(self.polls) - len(self.waits)]():
                 notices.look(what, self.step, round=self.round)
                 return
+            error = self._error(left)  # it has failed, or ended just after the time was up
+        if error:
             found = notices.cause(what, round=self.round) if notices else None
             raise found or lost(what, error, self.deadline, round=self.round) from error
         self.waits.pop(0)
+
+    def _error(self, seconds: Seconds) -> Exception | None:
+        """Wait for the first collective; why it has not ended well, if it has not."""
+        try:
+            self.waits[0](seconds)
+        except (RuntimeError, TimeoutError) as error:
+            return error
+        return None
 
 
 class Stopwatch:

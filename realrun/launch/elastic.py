@@ -1,12 +1,13 @@
 """Watch ranks that may come and go: one that dies is started anew, and the others go on."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from realrun.launch.membership import ElasticMember, Generation, MemberStore, Roll
 from realrun.launch.output import TICK, RankOutput
 from realrun.launch.processes import RankProcess
-from realrun.launch.supervise import ending
+from realrun.launch.supervise import SILENT, ending
 
 _MISTAKE = 2
 """The exit code of a command with options that are not allowed: starting it anew is no help."""
@@ -25,13 +26,15 @@ def supervise_elastic(
     A rank that dies is started anew by `start`, with its number and how often it was started
     before, `restarts` times at most for all ranks together. A rank that the others left out is
     killed, and then treated so, too. When no rank is left that holds the model, all end,
-    as they do where `cut` says that a guard has killed them.
+    as they do where `cut` says that a guard has killed them. Who still runs half a minute after
+    another has ended, though the results are written, is killed: it hangs.
     """
     watched = _Watched(ranks, Roll(store), start, restarts)
     with RankOutput(ranks, plain=True) as output:
         while watched.running:
             output.forward(TICK)
             watched.kill_late()
+            watched.kill_hung()
             for member, one in watched.ended():
                 if not one.process.returncode or watched.finished:
                     continue
@@ -61,7 +64,7 @@ class _Watched:
     ) -> None:
         self._roll, self._start, self._restarts, self._used = roll, start, restarts, 0
         self.running = {ElasticMember(one.rank): one for one in ranks}
-        self._late = 0
+        self._late, self._limit = 0, float("inf")
         self._latest = Generation(-1, tuple(self.running))
 
     @property
@@ -77,6 +80,11 @@ class _Watched:
             if member in self.running:
                 self.running[member].kill()
 
+    def kill_hung(self) -> None:
+        """Kill those that have nothing left to do, and do not end."""
+        if time.monotonic() > self._limit:
+            self.kill_all()
+
     def ended(self) -> list[tuple[ElasticMember, RankProcess]]:
         """Those that have ended since; all others are told."""
         found = [pair for pair in self.running.items() if pair[1].process.poll() is not None]
@@ -84,6 +92,8 @@ class _Watched:
             one.kill()  # what it started and left behind
             del self.running[member]
             self._roll.end(member)
+        if found and self.finished:
+            self._limit = min(self._limit, time.monotonic() + SILENT)
         return found
 
     def trains(self) -> bool:

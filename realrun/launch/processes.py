@@ -1,5 +1,6 @@
 """Processes of ranks: they never outlive the launcher, nor do processes that they start."""
 
+import io
 import os
 import select
 import signal
@@ -134,15 +135,23 @@ class LaunchGuard:
     process: subprocess.Popen[bytes]
 
     def put(self, group: int) -> None:
-        """Let it kill this process group, should this process die or be stopped."""
+        """Let it kill this process group, should this process die or be stopped.
+
+        If it has ended already, because of that, the group is killed here.
+        """
         assert self.process.stdin is not None
-        self.process.stdin.write(b"%d\n" % group)
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(b"%d\n" % group)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
 
     def cut(self) -> bool:
         """Whether it has killed the ranks, as this process was stopped; it has said so then."""
-        assert self.process.stdout is not None
-        return bool(select.select([self.process.stdout], [], [], 0)[0])
+        said = self.process.stdout
+        assert isinstance(said, io.BufferedReader)
+        return bool(select.select([said], [], [], 0)[0] and said.peek(1))
 
 
 @contextmanager
@@ -163,4 +172,5 @@ def guard_process(patience: Seconds) -> Generator[LaunchGuard]:
         guard.kill()  # before its pipe ends: the numbers in it are nobody's, or another's, by now
         guard.wait()
         for pipe in filter(None, (guard.stdin, guard.stdout)):
-            pipe.close()
+            with suppress(BrokenPipeError):  # of what was put under a guard that had ended
+                pipe.close()
