@@ -23,7 +23,7 @@ from statistics import mean
 
 import numpy as np
 from convergence_launch import complete
-from convergence_plan import RATES, TUNING_SEED, Ask, Configuration, StudyBudget
+from convergence_plan import EXTENSIONS, RATES, TUNING_SEED, Ask, Configuration, StudyBudget
 from finished_runs import Known, read
 from reports import folder, machine, made_by, parser, table
 from ssp_clock import Compute, Servers, rounds, ssp
@@ -130,11 +130,14 @@ def stale(budget: StudyBudget, place: Servers, kind: str, bound: int) -> Way:
 
 @cache
 def best_rate(budget: StudyBudget, place: Servers, bound: int) -> float:
-    """The learning rate with the lowest last loss, with equal workers."""
-    ends = {
-        lr: replay(budget, place, "equal", bound, lr, TUNING_SEED)[-1][2] for lr in rates(budget)
-    }
-    return min(ends, key=ends.__getitem__)
+    """The learning rate with the lowest last loss, with equal workers; the grid grows downwards."""
+    tried = list(rates(budget))
+    while True:
+        ends = {lr: replay(budget, place, "equal", bound, lr, TUNING_SEED)[-1][2] for lr in tried}
+        best = min(ends, key=ends.__getitem__)
+        if budget.quick or best != tried[0] or len(tried) == len(RATES) + EXTENSIONS:
+            return best
+        tried.insert(0, best / 2)
 
 
 @cache
