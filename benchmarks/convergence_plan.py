@@ -79,6 +79,8 @@ class StudyBudget:
     workers: int = 4
     quick: bool = False
     task: TaskName = "text"
+    choices: int = 100
+    """Outer steps that are tried at most."""
 
     @classmethod
     def small(cls) -> "StudyBudget":
@@ -218,7 +220,7 @@ def missing(plan: Plan, known: Known) -> list[Ask]:
 
 def wanted(configuration: Configuration, budget: StudyBudget, known: Known) -> Iterator[Ask]:
     """The runs of a configuration; those that depend on others come when these are known."""
-    choices = configuration.choices[:2] if budget.quick else configuration.choices
+    choices = configuration.choices[: 2 if budget.quick else budget.choices]
     rates = list(RATES[1:2] if budget.quick else RATES)
 
     def tuned(choice: str, lr: float) -> Ask:

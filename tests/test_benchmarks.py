@@ -42,10 +42,12 @@ SCRIPTS = {
     "long_study.py": [pytest.mark.dist],
     "overhead.py": [],
     "peers.py": [pytest.mark.lab],
+    "quantization.py": [],
     "required_bandwidth.py": [],
     "speed.py": [],
     "ssp.py": [pytest.mark.dist],
     "step_factors.py": [],
+    "tasks.py": [pytest.mark.lab],
     "time_to_loss.py": [pytest.mark.lab],
 }
 ARGUMENTS = {"fidelity.py": ["sleep"]}

@@ -9,14 +9,14 @@ from realrun.train.digits import Images, split_images
 from realrun.train.shapes import CONVNETS
 from realrun.train.task import VALIDATION_BATCH, Batch, Task, fingerprint
 
-SIDE = 24
+SIDE = 20
 """Pixels of a canvas, in both directions."""
 
 CLASSES = 11
 """The background is 0, digit d is d + 1."""
 
-_CELLS, _CELL, _PIXELS = 2, 12, 8
-"""A canvas has 2 x 2 cells of 12 x 12 pixels; a digit of 8 x 8 lies anywhere in its own."""
+_CELLS, _CELL, _PIXELS = 2, 10, 8
+"""A canvas has 2 x 2 cells of 10 x 10 pixels; a digit of 8 x 8 lies anywhere in its own."""
 
 _FEWEST, _MOST = 2, 4
 """Digits on a canvas."""
@@ -24,7 +24,7 @@ _FEWEST, _MOST = 2, 4
 _INK = 0.25
 """From this shade on a pixel belongs to the digit."""
 
-_NOISE = 0.3
+_NOISE = 0.2
 """The largest shade of the noise, which is added."""
 
 _CHOICES = 10**6
@@ -35,7 +35,7 @@ _SEEDS = (8, 9)
 
 
 def canvas(images: np.ndarray, labels: np.ndarray, seed: tuple[int, int]) -> tuple[np.ndarray, ...]:
-    """Shades, fp32 [24, 24], and classes, int64 [24, 24], of a canvas with some of the digits."""
+    """Shades, fp32 [20, 20], and classes, int64 [20, 20], of a canvas with some of the digits."""
     drawn = np.random.default_rng(seed)
     shades, classes = np.zeros((SIDE, SIDE), np.float32), np.zeros((SIDE, SIDE), np.int64)
     for cell in drawn.permutation(_CELLS**2)[: drawn.integers(_FEWEST, _MOST + 1)]:
@@ -51,7 +51,7 @@ def canvas(images: np.ndarray, labels: np.ndarray, seed: tuple[int, int]) -> tup
 
 
 class Segmenter(nn.Module):
-    """Canvases [batch, 1, 24, 24] to logits [batch, 24, 24, 11]: a small U-Net.
+    """Canvases [batch, 1, 20, 20] to logits [batch, 20, 20, 11]: a small U-Net.
 
     Source of the shape: Ronneberger, Fischer and Brox, U-Net, 2015. Norms are those of groups: see
     `digits.ConvNet`.
