@@ -71,6 +71,15 @@ class Resumable:
         workers must be those that were saved (OptionError), and all ranks must load what was saved
         after the same step (MismatchError); other settings may change.
         """
+        self.take_state(state)
+        self.agree_on_state()
+
+    @torch.no_grad()
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """The first part of `load_state_dict`, on this rank alone.
+
+        For loops that tell all ranks when one of them cannot load; `agree_on_state` comes after.
+        """
         if _key() not in state:
             raise OptionError(
                 f"the saved state holds {', '.join(sorted(state)) or 'nothing'}, not {_key()}:"
@@ -79,6 +88,9 @@ class Resumable:
         own = state[_key()]
         self._refuse_other_layout(own["layout"])
         self._outer.load_state_dict(own)
+
+    def agree_on_state(self) -> None:
+        """The second part: all ranks have loaded what was saved after the same step."""
         self._agree_on("saved state", f"of step {self.stats().steps}")
 
     def _agree_on(self, what: str, text: str) -> None:

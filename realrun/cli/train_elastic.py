@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import Layout
 from realrun.cli.train_rank import asked_to_stop, check_out, lines_of_progress, show
 from realrun.launch.membership import LIFE, ElasticMember, Membership
+from realrun.train.lock import alone
 from realrun.train.settings import TrainSettings
 from realrun.train.support import check, check_elastic
 
@@ -69,7 +71,7 @@ def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: 
         store = TCPStore(address, port, size, False, limit, False)  # noqa: FBT003
         membership = Membership(store, me, size, deadline)
         out.mkdir(parents=True, exist_ok=True)
-        with asked_to_stop(rank, "") as asked:
+        with nullcontext() if rank else alone(out), asked_to_stop(rank, "") as asked:
             history = train_elastic(
                 settings,
                 membership,

@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from co2sim.errors import OptionError
 from co2sim.progress import progress_bar
 from co2sim.units import counted, duration, scaled
 from realrun.train.folder import FIGURE, LOG, Resume, check_new, checkpoints
+from realrun.train.lock import alone, check_free
 from realrun.train.log import History
 from realrun.train.manifest import check_checkpoint
 from realrun.train.settings import UNITS, TrainSettings
@@ -30,7 +31,8 @@ def resumed(from_step: int | None, *, given: bool, trust: bool) -> Resume | None
 
 
 def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | None) -> None:
-    """Refuse a folder that is of another training, or whose checkpoint is damaged."""
+    """Refuse a folder that is of another training or in use, or whose checkpoint is damaged."""
+    check_free(out)
     if not resume:
         check_new(out)
     elif last := resume.checkpoint(out):
@@ -49,29 +51,36 @@ def run(
     """Train as one rank among others; rank 0 tells how it went."""
     from realrun.train.loop import train as train_  # noqa: PLC0415 - torch
 
-    if rank.world.rank == 0:
-        if not resume:
-            check_new(out)
-        elif not checkpoints(out):
-            print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
-        if left := settings.last % settings.round:
-            print(
-                f"{settings.last} steps are no multiple of tau, {settings.round}: what workers"
-                f" learn in the last {left} enters only the final mean",
-                file=sys.stderr,
+    first = rank.world.rank == 0
+    with alone(out) if first else nullcontext():
+        if first:
+            _say(settings, out, resume)
+        with asked_to_stop(rank.world.rank) as asked, _shown(rank, settings) as shown:
+            history = train_(
+                settings,
+                rank.world,
+                out,
+                resume=resume or False,
+                estimate=estimate,
+                progress=shown,
+                stop=lambda: bool(asked),
             )
-    with asked_to_stop(rank.world.rank) as asked, _shown(rank, settings) as shown:
-        history = train_(
-            settings,
-            rank.world,
-            out,
-            resume=resume or False,
-            estimate=estimate,
-            progress=shown,
-            stop=lambda: bool(asked),
-        )
-    if rank.world.rank == 0:
+    if first:
         show(history, out, as_json=as_json)
+
+
+def _say(settings: TrainSettings, out: Path, resume: Resume | None) -> None:
+    """Refuse a folder of another training; say what may surprise."""
+    if not resume:
+        check_new(out)
+    elif not checkpoints(out):
+        print(f"no checkpoint in {out}: starting at step 0", file=sys.stderr)
+    if left := settings.last % settings.round:
+        print(
+            f"{settings.last} steps are no multiple of tau, {settings.round}: what workers"
+            f" learn in the last {left} enters only the final mean",
+            file=sys.stderr,
+        )
 
 
 def show(history: History, out: Path, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ its name is whole. All ranks must see the same folder.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import astuple
 from pathlib import Path
@@ -100,14 +100,23 @@ def load(
             found.append(_read(checkpoint, world.rank))
         return ""
 
+    reading(checkpoint, world, read)
+    return found[0]
+
+
+def reading(checkpoint: Path, world: World, work: Callable[[], str]) -> None:
+    """Do `work` on all ranks, a part of taking over a checkpoint.
+
+    Raises CheckpointError, the same on all ranks, that says which checkpoint is whole instead where
+    a file is damaged.
+    """
     try:
-        everywhere(world.device, unread(checkpoint), read)
+        everywhere(world.device, unread(checkpoint), work)
     except DamagedError as error:
         (instead, *_) = everywhere(
             world.device, unread(checkpoint), lambda: "" if world.rank else offer(checkpoint)
         )
         raise DamagedError(f"{error}; {instead}", everywhere=True) from error
-    return found[0]
 
 
 def _write(draft: Path, rank: int, state: Mapping[str, Any]) -> dict[str, FileSum]:

@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
 from co2sim.errors import OptionError
+from co2sim.files import is_folder
 from realrun.errors import CheckpointError, DamagedError
 
 LOG = "log.csv"
@@ -20,18 +22,26 @@ CHECKPOINTS = "checkpoints"
 IDENTITY = "identity.json"
 """In a checkpoint: what the training is that it is of."""
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-([0-9]+)")
 
 _SHOWN = 8
 """Steps of checkpoints in an error, at most."""
 
 
 def check_new(folder: Path) -> None:
-    """Refuse to write a second training over a first one."""
-    if (folder / LOG).exists():
+    """Refuse to write a second training over a first one, or over what is left of it."""
+    check_place(folder)
+    if checkpoints(folder) or any((folder / name).exists() for name in (LOG, RECORD, MODEL)):
         raise OptionError(
             f"{folder} holds a training run already: go on with --resume, or choose another --out"
         )
+
+
+def check_place(folder: Path) -> None:
+    """Refuse a folder in which no checkpoint can be written."""
+    place = folder / CHECKPOINTS
+    if lexists(place) and not is_folder(place):
+        raise OptionError(f"{place} is not a folder: remove it, or choose another --out")
 
 
 def checkpoint_name(step: int) -> str:
@@ -63,10 +73,22 @@ class Resume:
     trust: bool = False
 
     def checkpoint(self, folder: Path) -> Path | None:
-        """The checkpoint, if there is any. Raises OptionError when there is none of that step."""
+        """The checkpoint, if there is any.
+
+        Raises OptionError when there is none of that step, or none of a training that has ended.
+        """
+        check_place(folder)
         found = checkpoints(folder)
+        if self.step is None and found:
+            return found[-1]
         if self.step is None:
-            return found[-1] if found else None
+            ended = next((one for one in (RECORD, MODEL) if (folder / one).exists()), None)
+            if ended:
+                raise OptionError(
+                    f"{folder} holds a training that has ended ({ended}), and no checkpoint to go"
+                    " on from: choose another --out"
+                )
+            return None
         for path in found:
             if step_of(path) == self.step:
                 return path

@@ -162,7 +162,9 @@ def read(folder: Path) -> tuple[LogRow, ...]:
     try:
         whole, _, _ = text_of(path, MOST_RECORD_BYTES).rpartition("\n")  # the last may be torn
         return tuple(_row(line) for line in csv.DictReader(whole.splitlines()))
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+    except OSError as error:
+        raise CatalogError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
         raise CatalogError(f"{path} is not the log of a training: {error}") from error
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from co2sim.errors import OptionError
 from co2sim.units import Seconds
 from realrun.errors import CheckpointError
 from realrun.execute.world import World
@@ -19,7 +20,7 @@ from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
 from realrun.train.draft import clean
 from realrun.train.estimate import Estimator
-from realrun.train.folder import LOG, Resume, shown
+from realrun.train.folder import LOG, Resume
 from realrun.train.guard import guarded
 from realrun.train.local_step import LocalStep
 from realrun.train.log import History, Log, LogRow, read
@@ -152,14 +153,20 @@ class _Training:
     def _go_on(self, last: Path, *, trust: bool) -> None:
         """Take over a checkpoint."""
         state = checkpoint.load(last, self.identity, self.world, trust=trust)
-        try:
-            self.method.load_state(state["method"])
-            self.step, self.seconds = state["step"], state["seconds"]
-            self.losses = state["losses"]
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"cannot go on from {shown(last)}: it holds no state of this training"
-            ) from error
+
+        def take() -> str:
+            try:
+                self.method.load_state(state["method"])
+                self.step, self.seconds = state["step"], state["seconds"]
+                self.losses = state["losses"]
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise CheckpointError("it holds no state of this training") from error
+            except OptionError as error:
+                raise CheckpointError(str(error)) from error
+            return ""
+
+        checkpoint.reading(last, self.world, take)
+        self.method.agree()
 
     def go(self, progress: OnStep | None, stop: Callable[[], bool] | None) -> History:
         """All steps that are left."""

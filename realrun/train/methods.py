@@ -43,7 +43,8 @@ class OuterStep(Protocol):
     """An algorithm of `realrun.algorithms`, attached to a model and an optimizer."""
 
     def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
+    def take_state(self, state: dict[str, Any]) -> None: ...  # noqa: D102
+    def agree_on_state(self) -> None: ...  # noqa: D102
     def stats(self) -> OuterStats: ...  # noqa: D102
     def __enter__(self) -> object: ...
     def __exit__(self, *error: object) -> None: ...
@@ -85,11 +86,16 @@ class Method:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there, on this rank alone; `agree` comes once all have done it."""
         self.put(state["model"])
         self._load_optimizer(state["optimizer"])
         if self.outer:
-            self.outer.load_state_dict(state["outer"])
+            self.outer.take_state(state["outer"])
+
+    def agree(self) -> None:
+        """Compare what was loaded with the other ranks. All call it. Raises MismatchError."""
+        if self.outer:
+            self.outer.agree_on_state()
 
     def copy(self) -> list[Tensor]:
         """A copy of what this rank holds."""

@@ -1,0 +1,174 @@
+"""A training's folder: one training at a time, and none over what is left of another."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import realrun
+
+from co2sim.errors import OptionError
+from realrun.cli import main
+from realrun.train import draft, folder, lock
+from realrun.train.folder import Resume
+from realrun.train.manifest import MANIFEST, FileSum, Manifest
+
+TRAIN = (
+    *("train", "--size", "tiny", "--context", "16", "--batch", "8", "--log-every", "4"),
+    *("--steps", "8", "--eval-every", "8", "-s", "co2:tau=4", "--checkpoint-every", "4"),
+)
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from realrun.train.lock import alone
+with alone(Path(sys.argv[1])):
+    print("mine", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(place: Path) -> subprocess.Popen[str]:
+    """A process that has a folder for itself."""
+    found = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(place)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert found.stdout is not None
+    assert found.stdout.readline() == "mine\n"
+    return found
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is waited for only briefly."""
+    monkeypatch.setattr(lock, "_PATIENCE", 0.2)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_folder_is_of_one_training_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A second one is refused in one line before ranks start, and leaves the folder as it is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    process = holder(tmp_path / "out")
+    with process:
+        monkeypatch.setattr(sys, "argv", ["realrun", *TRAIN, "--nproc", "1"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        process.kill()
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert "another training is under way in out: wait until it ends, or choose" in said
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_killed_training_frees_its_folder(tmp_path: Path) -> None:
+    """The one after it waits until the process has gone, and leaves no file."""
+    process = holder(tmp_path)
+    with process:
+        os.kill(process.pid, signal.SIGSTOP)
+        process.kill()
+        began = time.monotonic()
+        lock.check_free(tmp_path)
+    assert time.monotonic() - began < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_free_and_stays_so(tmp_path: Path) -> None:
+    """Looking makes nothing."""
+    lock.check_free(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ranks_without_our_launcher_are_refused_too(tmp_path: Path) -> None:
+    """As under torchrun: rank 0 looks itself."""
+    (tmp_path / "out").mkdir()
+    process = holder(tmp_path / "out")
+    with process:
+        done = realrun(tmp_path, 2, *TRAIN)
+        process.kill()
+    assert done.returncode != 0
+    assert "another training is under way in out" in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "left", [folder.LOG, folder.RECORD, folder.MODEL, "checkpoints/step-000004"]
+)
+def test_nothing_is_written_over_what_is_left_of_a_training(tmp_path: Path, left: str) -> None:
+    """Whichever part of it is left."""
+    (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / left).write_text("")
+    with pytest.raises(OptionError, match="holds a training run already"):
+        folder.check_new(tmp_path)
+
+
+def test_an_ended_training_without_checkpoints_is_not_begun_anew_by_resume(tmp_path: Path) -> None:
+    """Its log and its parameters would be lost."""
+    (tmp_path / folder.RECORD).write_text("{}")
+    with pytest.raises(OptionError, match=r"has ended \(train.json\), and no checkpoint to go on"):
+        Resume().checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+def test_checkpoints_need_a_folder(tmp_path: Path, kind: str) -> None:
+    """Said before the first step, not with the first checkpoint."""
+    place = tmp_path / folder.CHECKPOINTS
+    if kind == "file":
+        place.write_text("")
+    elif kind == "link":
+        place.symlink_to(tmp_path / "nowhere")
+    else:
+        os.mkfifo(place)
+    for check in (folder.check_new, Resume().checkpoint):
+        with pytest.raises(OptionError, match="checkpoints is not a folder: remove it"):
+            check(tmp_path)
+
+
+def test_other_digits_are_no_step(tmp_path: Path) -> None:
+    """Python takes them for numbers; no checkpoint has such a name."""
+    (tmp_path / folder.CHECKPOINTS / "step-\u0664").mkdir(parents=True)
+    assert folder.checkpoints(tmp_path) == []
+
+
+@pytest.mark.dist
+def test_a_state_that_one_rank_cannot_take_ends_all_with_one_line(tmp_path: Path) -> None:
+    """Its files are as they were written, but of no training: the rank is named, none waits."""
+    done = realrun(tmp_path, 2, *TRAIN)
+    assert done.returncode == 0, done.stderr
+    last = folder.checkpoints(tmp_path / "out")[-1]
+    text = (last / "rank1.json").read_text()
+    (last / "rank1.json").write_text(text.replace('"losses"', '"gains"'))
+    rewrite(last)
+    began = time.monotonic()
+    done = realrun(tmp_path, 2, *TRAIN, "--resume")
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1
+    line = (
+        "error: cannot read the checkpoint out/checkpoints/step-000008: rank 1: it holds no state"
+    )
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
+
+
+def rewrite(checkpoint: Path) -> None:
+    """Write the manifest anew, as if the files were what had been saved."""
+    written = Manifest.of(checkpoint)
+    shutil.copy(checkpoint / MANIFEST, checkpoint.parent / "before.json")
+    sums: dict[str, FileSum] = {}
+    for name in written.files:
+        data = (checkpoint / name).read_bytes()
+        (checkpoint / name).unlink()
+        sums[name] = draft.write_file(checkpoint / name, [data])
+    (checkpoint / MANIFEST).write_text(Manifest(written.step, written.ranks, sums).text())
+    assert json.loads((checkpoint / MANIFEST).read_text())["step"] == written.step
