@@ -16,7 +16,7 @@ from pages import ROOT  # noqa: E402 - as the next
 from scipy.spatial import cKDTree  # noqa: E402 - as above
 
 from realrun.train.digits import split_images  # noqa: E402 - needs torch
-from realrun.train.gpt import GPT  # noqa: E402 - needs torch
+from realrun.train.gpt import GPT, turned  # noqa: E402 - needs torch
 from realrun.train.log import read  # noqa: E402
 from realrun.train.masked_text import MASK, SHARE, hide  # noqa: E402 - needs torch
 from realrun.train.points import NOISE, POINTS, SURFACES, cloud  # noqa: E402 - needs torch
@@ -122,6 +122,18 @@ def test_its_model_looks_both_ways() -> None:
     changed[0, 9] = (changed[0, 9] + 1) % VOCABULARY
     differs = (model(characters) != model(changed)).any(dim=2)
     assert differs.all()
+
+
+def test_what_a_place_sees_depends_on_distances_alone() -> None:
+    """Products of turned queries and keys are the same wherever both stand; lengths stay."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 1, 8).expand(2, 24, 8)
+    products = turned(query) @ turned(key).T
+    for distance in (-5, 0, 1, 9):
+        same = products.diagonal(distance)
+        assert torch.allclose(same, same[0].expand_as(same), atol=1e-5)
+    assert not torch.allclose(products.diagonal(1), products.diagonal(2)[0], atol=1e-2)
+    assert torch.allclose(turned(query).norm(dim=1), query.norm(dim=1), atol=1e-5)
 
 
 # --- segmentation --------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""A small transformer: pre-norm blocks, learned positions, a head tied to the embedding."""
+"""A small transformer: pre-norm blocks, a head tied to the embedding.
+
+A causal one learns its positions. One that looks both ways turns queries and keys by their places:
+with learned positions it finds no neighbours for hundreds of steps.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +12,24 @@ from realrun.train.shapes import VOCABULARY, GPTShape
 
 _SPREAD = 0.02
 """Standard deviation of initial weights, as in GPT-2."""
+
+_BASE = 100.0
+"""Of the angles; 10,000 in the source, whose contexts are longer than these of 64 to 256."""
+
+
+def turned(x: Tensor) -> Tensor:
+    """Pairs of features of x [..., time, features], an even number, turned by angles of places.
+
+    The product of two then depends on how far they are apart. Source: Su et al., RoFormer: Enhanced
+    Transformer with Rotary Position Embedding, 2021, eq. 34.
+    """
+    time, features = x.shape[-2:]
+    speeds = _BASE ** (-torch.arange(0, features, 2, device=x.device) / features)
+    angles = torch.arange(time, device=x.device)[:, None] * speeds
+    cosines, sines = angles.cos(), angles.sin()
+    first, second = x[..., 0::2], x[..., 1::2]
+    pair = (first * cosines - second * sines, first * sines + second * cosines)
+    return torch.stack(pair, dim=-1).flatten(-2)
 
 
 class Attention(nn.Module):
@@ -26,6 +48,8 @@ class Attention(nn.Module):
             part.view(batch, time, self.heads, -1).transpose(1, 2)
             for part in self.taken(x).split(hidden, dim=2)
         )
+        if not self.causal:
+            query, key = turned(query), turned(key)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         out: Tensor = self.given(mixed.transpose(1, 2).reshape(batch, time, hidden))
         return out
@@ -63,7 +87,7 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.embedding = nn.Embedding(vocabulary, shape.hidden)
-        self.positions = nn.Embedding(shape.context, shape.hidden)
+        self.positions = nn.Embedding(shape.context, shape.hidden) if causal else None
         self.layers = nn.ModuleList(
             Layer(shape.hidden, shape.heads, causal=causal) for _ in range(shape.layers)
         )
@@ -76,8 +100,9 @@ class GPT(nn.Module):
 
     def forward(self, characters: Tensor) -> Tensor:
         """Logits of the character that follows each; if not causal, of the one that is there."""
-        places = torch.arange(characters.shape[1], device=characters.device)
-        x = self.embedding(characters) + self.positions(places)
+        x = self.embedding(characters)
+        if self.positions:
+            x = x + self.positions(torch.arange(characters.shape[1], device=x.device))
         for layer in self.layers:
             x = layer(x)
         return functional.linear(self.norm(x), self.embedding.weight)
