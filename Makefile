@@ -111,8 +111,8 @@ TORCH_BACKEND ?= --torch-backend cpu
 
 lock: $(BIN)/python
 	$(BIN)/python -m pip install --quiet uv==0.13.9
-	$(BIN)/uv pip compile pyproject.toml --quiet --extra dev --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-package torch --no-annotate --custom-compile-command "make lock" $(TORCH_BACKEND) --upgrade \
+	$(BIN)/uv pip compile pyproject.toml --quiet --extra dev --extra chakra --universal --python-version 3.11 \
+	  --generate-hashes --no-emit-package torch --no-annotate --custom-compile-command "make lock" $(TORCH_BACKEND) --upgrade \
 	  --output-file .requirements-dev.txt
 
 audit: $(STAMP)-dev

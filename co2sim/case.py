@@ -9,7 +9,7 @@ from co2sim import convert, strategies
 from co2sim.assumptions import assumed, beyond_the_file, beyond_the_table
 from co2sim.catalog import Entry, load_cluster, load_model
 from co2sim.catalog.facts import is_file
-from co2sim.cluster import Cluster
+from co2sim.cluster import GPU, Cluster
 from co2sim.convert import Within
 from co2sim.cost import peak_flops
 from co2sim.errors import OptionError
@@ -125,8 +125,7 @@ class Case:
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:
-        preferred = (str(kind) for kind in _PRECISIONS if kind in cluster.gpu.peak)
-        precision = self.precision or next(preferred)
+        precision = self.precision or preferred_precision(cluster.gpu)
         peak_flops(cluster.gpu, precision)
         if self.recompute == "full" and not any(block.boundary_bytes for block in model.blocks):
             raise OptionError(
@@ -158,6 +157,11 @@ class Case:
                 f"{self.micro_batch} = {per_micro_step}"
             )
         return self.global_batch // per_micro_step
+
+
+def preferred_precision(gpu: GPU) -> str:
+    """What a GPU trains in, unless somebody says otherwise."""
+    return next(str(kind) for kind in _PRECISIONS if kind in gpu.peak)
 
 
 def _check_sites(strategy: Strategy, cluster: Cluster) -> None:

@@ -1,15 +1,17 @@
 """Files of users: those read are regular and not too large, of those written there are all or none.
 
-`read_bytes` and `text_of` are the only ways to open a file that a user names or gives, and
-`write_atomically` is the only one to write it.
+`read_bytes` and `text_of` are the only ways to open a file that a user names or gives,
+`write_atomically` is the only one to write it, and `new_folder` the only one to fill a folder.
 """
 
 import errno
 import io
 import os
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from tempfile import TemporaryFile
@@ -120,9 +122,47 @@ def write_atomically(contents: Mapping[Path, bytes]) -> None:
             draft.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Callable[[str, bytes], None]]:
+    """Within, a function that writes files by name; then they are a new folder, all or none.
+
+    It is made under a temporary name beside `path`, and renamed at the end, when all of it is on
+    the disk. Raises OptionError where there is something already, other than an empty folder, or
+    where a place cannot be written.
+    """
+    draft: Path | None = None
+    try:
+        path = path.resolve()
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise OptionError(f"{path} exists; give the name of a new or an empty folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = _draft_of(path)
+        draft.mkdir()
+        yield partial(_write_new, draft)
+        os.sync()  # once for all: of thousands of files, each would wait for the disk
+        draft.replace(path)
+        draft = None
+        _sync(path.parent)
+    except (OSError, RuntimeError, ValueError) as error:  # as above
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise OptionError(f"cannot write {path}: {(reason or str(error)).lower()}") from error
+    finally:
+        if draft:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft_of(path: Path) -> Path:
+    return path.with_name(f".draft-{secrets.token_hex(8)}")
+
+
+def _write_new(folder: Path, name: str, content: bytes) -> None:
+    with (folder / name).open("xb") as file:
+        file.write(content)
+
+
 def _write_draft(path: Path, content: bytes, drafts: dict[Path, Path]) -> None:
     """Write a draft beside `path`; it is put into `drafts` as soon as it is there."""
-    draft = path.with_name(f".draft-{secrets.token_hex(8)}")
+    draft = _draft_of(path)
     opened = os.open(draft, _DRAFT, 0o666)
     drafts[path] = draft
     with open(opened, "wb") as file:  # noqa: PTH123 - a descriptor, not a path

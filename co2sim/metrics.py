@@ -33,9 +33,13 @@ class Window:
 
 
 def window(trace: Trace, schedule: Schedule, rounds: int) -> Window:
-    """The last `rounds` rounds. A trace of just as many rounds starts at 0."""
+    """The last `rounds` rounds. A trace of just as many rounds starts at 0.
+
+    Where no op computes, the last op of the body stands for the last that does.
+    """
     body = schedule.body
-    last = next(n for n in range(len(body) - 1, -1, -1) if isinstance(body[n].work, Compute))
+    backwards = range(len(body) - 1, -1, -1)
+    last = next((n for n in backwards if isinstance(body[n].work, Compute)), len(body) - 1)
     ends = np.fmax.reduce(trace.grid(schedule).ends[:, last], axis=-1, initial=0.0)
     before = trace.rounds - rounds - 1
     return Window(float(ends[before]) if before >= 0 else 0.0, float(ends[-1]), rounds)

@@ -33,6 +33,11 @@ class Prepared:
     schedule: Schedule
     assumed: tuple[Fact, ...]
 
+    @property
+    def precision(self) -> str:
+        """Of the job."""
+        return self.job.precision
+
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU by item, and in all."""
         layout = self.cluster.layout

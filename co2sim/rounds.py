@@ -1,15 +1,17 @@
 """As many rounds of a case as it takes: until they repeat, or as many as are to be averaged."""
 
 from dataclasses import replace
+from typing import Protocol
 
 from co2sim import metrics
 from co2sim.case import Case
+from co2sim.cluster import Cluster
 from co2sim.errors import ResourceError
 from co2sim.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
 from co2sim.machine import require_memory
 from co2sim.noise import QUIET
-from co2sim.prepared import Prepared
 from co2sim.progress import Done
+from co2sim.schedule import Schedule
 from co2sim.simulator import execute
 from co2sim.trace import Trace
 from co2sim.units import Seconds
@@ -20,13 +22,24 @@ _ROUNDS_OF_JITTER = 10
 """Averaged where nothing repeats, unless the user says how many."""
 
 
-def round_time(case: Case, prepared: Prepared, done: Done | None) -> Seconds:
+class Scheduled(Protocol):
+    """What is simulated: a schedule on a cluster, such as `Prepared`."""
+
+    @property
+    def schedule(self) -> Schedule: ...  # noqa: D102
+    @property
+    def cluster(self) -> Cluster: ...  # noqa: D102
+    @property
+    def precision(self) -> str: ...  # noqa: D102
+
+
+def round_time(case: Case, prepared: Scheduled, done: Done | None) -> Seconds:
     """How long a round takes where all ranks are equal."""
     found, rounds, _ = simulated(replace(case, noise=QUIET), prepared, done)
     return metrics.window(found, prepared.schedule, rounds).round_time
 
 
-def simulated(case: Case, prepared: Prepared, done: Done | None) -> tuple[Trace, int, bool]:
+def simulated(case: Case, prepared: Scheduled, done: Done | None) -> tuple[Trace, int, bool]:
     """A trace, how many of its last rounds to measure, and whether they are a steady state."""
     warm_up = max(prepared.schedule.lag, 1)
     if case.noise.jitter:
@@ -44,7 +57,7 @@ def simulated(case: Case, prepared: Prepared, done: Done | None) -> tuple[Trace,
 
 
 def executed(
-    case: Case, prepared: Prepared, rounds: int, done: Done | None, *, free: bool = False
+    case: Case, prepared: Scheduled, rounds: int, done: Done | None, *, free: bool = False
 ) -> Trace:
     """Rounds in the midst of a training: where computing slows communication down, others follow.
 
@@ -56,7 +69,7 @@ def executed(
     found = execute(
         prepared.schedule,
         prepared.cluster,
-        precision=prepared.job.precision,
+        precision=prepared.precision,
         rounds=rounds + more,
         noise=case.noise,
         fold=case.fold,
@@ -66,12 +79,12 @@ def executed(
     return found.first(rounds) if more else found
 
 
-def _further(prepared: Prepared) -> int:
+def _further(prepared: Scheduled) -> int:
     """Rounds that are simulated behind those asked for; see `executed`."""
     return prepared.schedule.lag if prepared.cluster.inter.busy_efficiency < 1 else 0
 
 
-def _fits(case: Case, prepared: Prepared, rounds: int) -> bool:
+def _fits(case: Case, prepared: Scheduled, rounds: int) -> bool:
     """Whether so many rounds can be simulated here."""
     try:
         return _check_memory(case, prepared, rounds) <= MOST_SPANS
@@ -79,7 +92,7 @@ def _fits(case: Case, prepared: Prepared, rounds: int) -> bool:
         return False
 
 
-def _check_memory(case: Case, prepared: Prepared, rounds: int) -> int:
+def _check_memory(case: Case, prepared: Scheduled, rounds: int) -> int:
     """The spans of so many rounds. Raises ResourceError if they need too much memory."""
     schedule, cluster, noise = prepared.schedule, prepared.cluster, case.noise
     rounds, ops = rounds + _further(prepared), len(schedule.body)

@@ -10,7 +10,7 @@ import typer
 
 from co2sim import grid, study
 from co2sim.case import Case
-from co2sim.cli import deciding, exploring, reporting
+from co2sim.cli import deciding, exchanging, exploring, reporting
 from co2sim.console import budgets, goals, options, over_sizes
 from co2sim.console.repeated import refuse_twice
 from co2sim.console.version_option import Version
@@ -212,5 +212,6 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
 
 
 deciding.add_to(app)
+exchanging.add_to(app)
 app.command()(reporting.report)
 app.command()(exploring.explore)

@@ -1,0 +1,171 @@
+"""Folders of Chakra traces as schedules: those that co2sim wrote, and those of others."""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from co2sim.chakra import foreign, own
+from co2sim.chakra.export import MOST_NODES, MOST_RANKS
+from co2sim.chakra.process_groups import FILE, Members, read_members
+from co2sim.chakra.schema import attributes, messages, parsed, schema
+from co2sim.errors import CatalogError, Co2simError
+from co2sim.files import MOST_RECORD_BYTES, is_folder, read_bytes
+from co2sim.groups import Layout
+from co2sim.progress import Done
+from co2sim.schedule import Schedule
+from co2sim.visible import given
+
+_FILE = re.compile(r"(.+)\.(0|[1-9][0-9]{0,8})\.et", re.DOTALL)
+"""ASTRA-sim's names of files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The schedule of a trace of `ranks` ranks.
+
+    `layout` and `rounds` are those that co2sim exported; a trace of others has no layout, and is a
+    single round.
+    """
+
+    schedule: Schedule
+    ranks: int
+    layout: Layout | None = None
+    rounds: int = 1
+
+
+def read(place: Path, done: Done | None = None) -> Imported:
+    """The schedule of the traces in a folder; with several, `place` is FOLDER/NAME, without .0.et.
+
+    Raises CatalogError, with the first file, node and reason, for what is no Chakra trace, has what
+    no schedule of ours can say, or differs between ranks; OptionError without the package.
+    """
+    folder, name, ranks = _find(place)
+    kinds = schema()
+    path = folder / FILE
+    try:
+        groups = read_members(path, ranks)
+        path = _path(folder, name, 0)
+        head, nodes = _file(kinds, path)
+        found = _Found(folder, name, ranks, groups, done)
+        if own.NAME in attributes(head, "its metadata"):
+            return _own(found, head, nodes)
+        return _foreign(kinds, found, nodes)
+    except OSError as error:
+        raise CatalogError(f"{error.filename or path}: {error.strerror or error}") from error
+    except (ValueError, Co2simError) as error:
+        if isinstance(error, CatalogError):
+            raise
+        raise CatalogError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    folder: Path
+    name: str
+    ranks: int
+    groups: Members
+    done: Done | None
+
+    def others(self) -> Iterator[tuple[int, Path]]:
+        """Every rank but the first, with its file."""
+        for rank in range(1, self.ranks):
+            yield rank, _path(self.folder, self.name, rank)
+            if self.done:
+                self.done(rank + 1, self.ranks)
+
+
+def _own(found: _Found, head: Any, nodes: list[Any]) -> Imported:
+    """What co2sim wrote: the schedule of the first rank; all files must be those of it."""
+    trace = own.OwnTrace.of(head, nodes)
+    if trace.layout.world_size != found.ranks:
+        raise ValueError(
+            f"its layout has {trace.layout.world_size:,} ranks, and there are {found.ranks:,} files"
+        )
+    trace.check_groups(found.groups)
+    trace.check(0, [head, *nodes])
+    for rank, path in found.others():
+        content = _content(path)
+        if content != trace.files.of_rank(rank):
+            _at(path, lambda: trace.check(rank, _decoded(schema(), content)))  # noqa: B023 - at once
+    return Imported(trace.schedule, found.ranks, trace.layout, trace.rounds)
+
+
+def _foreign(kinds: Any, found: _Found, nodes: list[Any]) -> Imported:
+    """What others wrote: the same body on every rank, of nodes that we know."""
+    known = foreign.ForeignTraces(kinds, found.ranks, found.groups)
+    first = known.body(0, nodes)
+    for rank, path in found.others():
+        _, *others = _at(path, lambda: _decoded(kinds, _content(path)))  # noqa: B023 - at once
+        _at(path, lambda: foreign.check_same(first, known.body(rank, others), rank))  # noqa: B023
+    return Imported(foreign.schedule(found.name, first), found.ranks)
+
+
+def _at(path: Path, call: Any) -> Any:
+    """What a call gives; a ValueError of it is a CatalogError that names the file."""
+    try:
+        return call()
+    except (ValueError, Co2simError) as error:
+        if isinstance(error, CatalogError):
+            raise
+        raise CatalogError(f"{path}: {error}") from error
+
+
+def _find(place: Path) -> tuple[Path, str, int]:
+    """Folder, name and number of ranks of the trace at a place. Raises CatalogError."""
+    folder, wanted = (place, None) if is_folder(place) else (place.parent, place.name)
+    found: dict[str, set[int]] = {}
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                match = _FILE.fullmatch(entry.name)
+                if match and (wanted is None or match[1] == wanted):
+                    found.setdefault(match[1], set()).add(int(match[2]))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CatalogError(f"{folder} cannot be read: {reason}") from error
+    if not found:
+        raise CatalogError(f"{place} has no Chakra traces: no file is called NAME.0.et")
+    if len(found) > 1:
+        names = ", ".join(given(name) for name in sorted(found)[:3])
+        raise CatalogError(
+            f"{place} holds {len(found)} traces, such as {names}; name one: {place}/{min(found)}"
+        )
+    ((name, ranks),) = found.items()
+    if len(ranks) > MOST_RANKS:
+        raise CatalogError(f"{place} holds {len(ranks):,} ranks; at most {MOST_RANKS:,} are read")
+    missing = set(range(len(ranks))) - ranks
+    if missing:
+        raise CatalogError(
+            f"{_path(folder, name, min(missing))} is missing: there are {len(ranks):,} files, up to"
+            f" rank {max(ranks)}"
+        )
+    return folder, name, len(ranks)
+
+
+def _path(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}.{rank}.et"
+
+
+def _content(path: Path) -> bytes:
+    return read_bytes(path, MOST_RECORD_BYTES)
+
+
+def _file(kinds: Any, path: Path) -> tuple[Any, list[Any]]:
+    head, *nodes = _decoded(kinds, _content(path))
+    return head, nodes
+
+
+def _decoded(kinds: Any, content: bytes) -> list[Any]:
+    """The metadata and the nodes of a file. Raises ValueError."""
+    parts = messages(content, MOST_NODES + 1)
+    first = next(parts, None)
+    if first is None:
+        raise ValueError("it is empty; a Chakra trace begins with its metadata")
+    head = parsed(kinds.GlobalMetadata, first, "message 0")
+    nodes = [parsed(kinds.Node, part, f"message {n}") for n, part in enumerate(parts, start=1)]
+    if not nodes:
+        raise ValueError("it has no nodes")
+    return [head, *nodes]
