@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from co2sim.chakra import works
 from co2sim.chakra.process_groups import EVERYBODY, Members, group_of
-from co2sim.chakra.schema import attributes
+from co2sim.chakra.schema import PREFIX, attributes
 from co2sim.groups import WORLD, Group, Layout
 from co2sim.schedule import After, Op, Schedule
 from co2sim.visible import given, visible
@@ -19,8 +19,6 @@ from co2sim.work import Collective, Compute, DType, Kind, Work
 
 _COMPUTE, _COMMUNICATION = "compute", "communication"
 """The streams of such a schedule."""
-_MOST_WAITS = 10_000_000
-"""Of all nodes of a file together."""
 _KINDS = {name: kind for kind, name in works.COLLECTIVES.items()}
 _ALLOWED = (
     "allowed are COMP_NODE with num_ops, and COMM_COLL_NODE of"
@@ -62,6 +60,8 @@ class ForeignTraces:
         what = _named(node)
         facts = attributes(node, what)
         kind = self._kinds.NodeType.Name(node.type) if node.type in self._types else node.type
+        if any(fact.startswith(PREFIX) for fact in facts):
+            raise ValueError(f"{what} is of co2sim, and the metadata of the file is not")
         if facts.get("is_cpu_op"):
             raise ValueError(f"{what} is an op of the CPU (is_cpu_op); only GPUs are known")
         name = visible(node.name)
@@ -141,8 +141,6 @@ def _ordered(nodes: Sequence[Any]) -> list[int]:
     if len(place) < len(nodes):
         twice = next(one for one, times in Counter(node.id for node in nodes).items() if times > 1)
         raise ValueError(f"two nodes have the id {twice}")
-    if sum(len(node.ctrl_deps) + len(node.data_deps) for node in nodes) > _MOST_WAITS:
-        raise ValueError(f"its nodes have more than {_MOST_WAITS:,} waits")
     left: list[int] = []
     behind: dict[int, list[int]] = {}
     for number, node in enumerate(nodes):

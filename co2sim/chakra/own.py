@@ -9,15 +9,18 @@ from typing import Any
 from co2sim.chakra import works
 from co2sim.chakra.process_groups import Members
 from co2sim.chakra.rank_files import FORMAT, RankFiles
-from co2sim.chakra.schema import attributes, messages, parsed, schema
+from co2sim.chakra.schema import PREFIX, attributes, messages, parsed, schema
 from co2sim.groups import Layout
 from co2sim.schedule import After, Op, Schedule
 from co2sim.visible import given, visible
 from co2sim.work import Work
 
-NAME = "co2sim.schedule"
-"""The attribute of the metadata that only co2sim writes."""
 _SIZES = ("format", "steps", "rounds", "nodes", "gpus_per_node", "sites")
+
+
+def is_own(head: Any) -> bool:
+    """Whether co2sim wrote a file with such metadata."""
+    return any(one.name.startswith(PREFIX) for one in head.attr)
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,11 @@ class OwnTrace:
             raise ValueError(f"{len(nodes):,} nodes are not {rounds:,} rounds of equally many")
         size = len(nodes) // rounds
         body = _body(nodes, size, known)
-        name = visible(str(facts[NAME]))
+        name = facts.get("co2sim.schedule")
+        if not isinstance(name, str):
+            raise ValueError(f"its co2sim.schedule is {given(name)}, no text")  # noqa: TRY004
         micros = tuple(node.duration_micros for node in nodes[:size])
-        return cls(Schedule(name, body, steps), Layout(*layout), rounds, micros)
+        return cls(Schedule(visible(name), body, steps), Layout(*layout), rounds, micros)
 
     @cached_property
     def files(self) -> RankFiles:

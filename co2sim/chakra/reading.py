@@ -10,7 +10,7 @@ from typing import Any
 from co2sim.chakra import foreign, own
 from co2sim.chakra.export import MOST_NODES, MOST_RANKS
 from co2sim.chakra.process_groups import FILE, Members, read_members
-from co2sim.chakra.schema import attributes, messages, parsed, schema
+from co2sim.chakra.schema import messages, parsed, schema
 from co2sim.errors import CatalogError, Co2simError
 from co2sim.files import MOST_RECORD_BYTES, is_folder, read_bytes
 from co2sim.groups import Layout
@@ -20,6 +20,8 @@ from co2sim.visible import given
 
 _FILE = re.compile(r"(.+)\.(0|[1-9][0-9]{0,8})\.et", re.DOTALL)
 """ASTRA-sim's names of files."""
+_MOST_WAITS = 10_000_000
+"""Of all nodes of a file together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def read(place: Path, done: Done | None = None) -> Imported:
         path = _path(folder, name, 0)
         head, nodes = _file(kinds, path)
         found = _Found(folder, name, ranks, groups, done)
-        if own.NAME in attributes(head, "its metadata"):
+        if own.is_own(head):
             return _own(found, head, nodes)
         return _foreign(kinds, found, nodes)
     except OSError as error:
@@ -168,4 +170,6 @@ def _decoded(kinds: Any, content: bytes) -> list[Any]:
     nodes = [parsed(kinds.Node, part, f"message {n}") for n, part in enumerate(parts, start=1)]
     if not nodes:
         raise ValueError("it has no nodes")
+    if sum(len(node.ctrl_deps) + len(node.data_deps) for node in nodes) > _MOST_WAITS:
+        raise ValueError(f"its nodes have more than {_MOST_WAITS:,} waits")
     return [head, *nodes]

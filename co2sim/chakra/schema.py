@@ -19,6 +19,9 @@ Message: TypeAlias = Any
 VERSION = "1.0.0"
 """Of the schema, as MLCommons' own generator writes it."""
 
+PREFIX = "co2sim."
+"""Of the names of attributes that only co2sim writes."""
+
 _SHIFTS = range(0, 35, 7)
 _MORE = 0x80
 """Of a byte of a varint: another follows."""
