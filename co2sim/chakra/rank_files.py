@@ -31,6 +31,7 @@ class RankFiles:
     ) -> None:
         self.schedule, self.layout, self.rounds, self.micros = schedule, layout, rounds, micros
         self.numbers = numbered(schedule.groups, layout)
+        self._works = [works.typed(work) for work in schedule.works]
         self._schema: Any = schema()
         self._nodes: dict[tuple[int, int], bytes] = {}
 
@@ -61,7 +62,7 @@ class RankFiles:
             "co2sim.sites": layout.sites,
         }
         attribute = self._schema.AttributeProto
-        texts = self._schema.StringList(values=[works.text_of(work) for work in schedule.works])
+        texts = self._schema.StringList(values=[works.text_of(work) for work in self._works])
         found = self._schema.GlobalMetadata(version=VERSION)
         found.attr.append(attribute(name="co2sim.schedule", string_val=schedule.name))
         found.attr.extend(attribute(name=n, uint64_val=size) for n, size in sizes.items())
@@ -109,7 +110,8 @@ class RankFiles:
         schedule = self.schedule
         place = number % len(schedule.body)
         op, work_number = schedule.body[place], schedule.work_numbers[place]
-        kind = works.node_type(op.work, members)
+        work = self._works[work_number]
+        kind = works.node_type(work, members)
         attribute = self._schema.AttributeProto
         node = self._schema.Node(
             id=number,
@@ -120,11 +122,11 @@ class RankFiles:
             duration_micros=self.micros[place],
         )
         node.attr.append(attribute(name="is_cpu_op", bool_val=False))
-        if isinstance(op.work, Collective) and not works.is_alone(op.work, members):
-            name = works.COLLECTIVES[op.work.kind]
+        if isinstance(work, Collective) and not works.is_alone(work, members):
+            name = works.COLLECTIVES[work.kind]
             value = self._schema.CollectiveCommType.Value(name)
             node.attr.append(attribute(name="comm_type", int64_val=value))
-        amounts = works.numbers(op.work, members).items()
+        amounts = works.numbers(work, members).items()
         node.attr.extend(attribute(name=name, uint64_val=value) for name, value in amounts)
         node.attr.append(attribute(name="co2sim.stream", string_val=op.stream))
         node.attr.append(attribute(name="co2sim.work", uint64_val=work_number))

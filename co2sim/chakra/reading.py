@@ -14,14 +14,20 @@ from co2sim.chakra.schema import messages, parsed, schema
 from co2sim.errors import CatalogError, Co2simError
 from co2sim.files import MOST_RECORD_BYTES, is_folder, read_bytes
 from co2sim.groups import Layout
+from co2sim.machine import require_memory
 from co2sim.progress import Done
 from co2sim.schedule import Schedule
+from co2sim.units import Bytes
 from co2sim.visible import given
 
 _FILE = re.compile(r"(.+)\.(0|[1-9][0-9]{0,8})\.et", re.DOTALL)
 """ASTRA-sim's names of files."""
 _MOST_WAITS = 10_000_000
 """Of all nodes of a file together."""
+_MANY = 10_000
+"""Nodes whose memory is asked for before they are read."""
+_NODE_BYTES: Bytes = 4000.0
+"""Of a node while it is read and simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +168,13 @@ def _file(kinds: Any, path: Path) -> tuple[Any, list[Any]]:
 
 def _decoded(kinds: Any, content: bytes) -> list[Any]:
     """The metadata and the nodes of a file. Raises ValueError."""
-    parts = messages(content, MOST_NODES + 1)
-    first = next(parts, None)
-    if first is None:
+    first, *others = [*messages(content, MOST_NODES + 1)] or [b""]
+    if not first:
         raise ValueError("it is empty; a Chakra trace begins with its metadata")
+    if len(others) > _MANY:
+        require_memory(_NODE_BYTES * len(others), f"{len(others):,} nodes in a file")
     head = parsed(kinds.GlobalMetadata, first, "message 0")
-    nodes = [parsed(kinds.Node, part, f"message {n}") for n, part in enumerate(parts, start=1)]
+    nodes = [parsed(kinds.Node, part, f"message {n}") for n, part in enumerate(others, start=1)]
     if not nodes:
         raise ValueError("it has no nodes")
     if sum(len(node.ctrl_deps) + len(node.data_deps) for node in nodes) > _MOST_WAITS:

@@ -68,9 +68,14 @@ def _whole(value: float) -> int:
 
 
 def text_of(work: Work) -> str:
-    """All of a work, as JSON: the fields of `Compute` or `Collective`, each of its type."""
-    typed: Work = _adapter().validate_python(asdict(work))
-    return json.dumps(asdict(typed), separators=(",", ":"))
+    """All of a work, as JSON: the fields of `Compute` or `Collective`."""
+    return json.dumps(asdict(work), separators=(",", ":"))
+
+
+def typed(work: Work) -> Work:
+    """The same with every number of its type: amounts may be given as whole numbers."""
+    found: Work = _adapter().validate_python(asdict(work))
+    return found
 
 
 def work_of(text: str) -> Work:
