@@ -8,9 +8,11 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import fuzz_chakra
 import fuzz_checkpoints
 import fuzz_inputs as made_of
 from fuzz_inputs import Fuzzed, Made
@@ -290,3 +292,8 @@ KINDS: dict[str, Callable[[random.Random, tuple[Any, ...]], Trial]] = {
     "study": several,
     "checkpoint": fuzz_checkpoints.damaged,
 }
+if find_spec("chakra"):  # of an extra
+    KINDS["chakra"] = lambda rng, drawn: (
+        made := fuzz_chakra.damaged(rng, drawn),
+        command(co2sim, made),
+    )

@@ -291,6 +291,16 @@ def test_files_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert "4 ranks; at most 3" in said(own(tmp_path / "u"))
 
 
+def test_other_process_groups_than_those_of_the_schedule_are_refused(tmp_path: Path) -> None:
+    """Our file of groups was changed, or is gone."""
+    place = own(tmp_path / "t")
+    groups = place / "comm_group.json"
+    for content in (groups.read_text().replace("[0, 1]", "[0, 3]"), "{}"):
+        groups.write_text(content)
+        with pytest.raises(CatalogError, match=r"in comm_group.json, group 1 is not of ranks 0, 1"):
+            chakra.read(place)
+
+
 def test_only_nodes_as_large_as_those_of_the_trace_replay_it(tmp_path: Path) -> None:
     """Its groups are nodes of 2 GPUs: on nodes of 4 others would meet."""
     trace = chakra.read(own(tmp_path / "t"))

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from co2sim.chakra import works
-from co2sim.chakra.process_groups import Members
+from co2sim.chakra.process_groups import FILE, Members
 from co2sim.chakra.rank_files import FORMAT, RankFiles
 from co2sim.chakra.schema import PREFIX, attributes, messages, parsed, schema
 from co2sim.groups import Layout
@@ -64,8 +64,8 @@ class OwnTrace:
         for members, number in self.files.numbers.items():
             if tuple(groups.get(str(number), ())) != tuple(members):
                 raise ValueError(
-                    f"process group {number} is not of ranks {members[0]}, {members[1]} and so on,"
-                    " as the schedule has it"
+                    f"in {FILE}, group {number} is not of ranks {members[0]}, {members[1]} and so"
+                    " on, as the schedule has it"
                 )
 
     def check(self, rank: int, found: Sequence[Any]) -> None:

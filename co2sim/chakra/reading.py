@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,21 +53,14 @@ def read(place: Path, done: Done | None = None) -> Imported:
     """
     folder, name, ranks = _find(place)
     kinds = schema()
-    path = folder / FILE
-    try:
-        groups = read_members(path, ranks)
-        path = _path(folder, name, 0)
-        head, nodes = _file(kinds, path)
+    with _at(folder / FILE):
+        groups = read_members(folder / FILE, ranks)
+    with _at(_path(folder, name, 0)):
+        head, *nodes = _decoded(kinds, _content(_path(folder, name, 0)))
         found = _Found(folder, name, ranks, groups, done)
         if own.is_own(head):
             return _own(found, head, nodes)
         return _foreign(kinds, found, nodes)
-    except OSError as error:
-        raise CatalogError(f"{error.filename or path}: {error.strerror or error}") from error
-    except (ValueError, Co2simError) as error:
-        if isinstance(error, CatalogError):
-            raise
-        raise CatalogError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +89,10 @@ def _own(found: _Found, head: Any, nodes: list[Any]) -> Imported:
     trace.check_groups(found.groups)
     trace.check(0, [head, *nodes])
     for rank, path in found.others():
-        content = _content(path)
-        if content != trace.files.of_rank(rank):
-            _at(path, lambda: trace.check(rank, _decoded(schema(), content)))  # noqa: B023 - at once
+        with _at(path):
+            content = _content(path)
+            if content != trace.files.of_rank(rank):
+                trace.check(rank, _decoded(schema(), content))
     return Imported(trace.schedule, found.ranks, trace.layout, trace.rounds)
 
 
@@ -106,18 +101,22 @@ def _foreign(kinds: Any, found: _Found, nodes: list[Any]) -> Imported:
     known = foreign.ForeignTraces(kinds, found.ranks, found.groups)
     first = known.body(0, nodes)
     for rank, path in found.others():
-        _, *others = _at(path, lambda: _decoded(kinds, _content(path)))  # noqa: B023 - at once
-        _at(path, lambda: foreign.check_same(first, known.body(rank, others), rank))  # noqa: B023
+        with _at(path):
+            _, *others = _decoded(kinds, _content(path))
+            foreign.check_same(first, known.body(rank, others), rank)
     return Imported(foreign.schedule(found.name, first), found.ranks)
 
 
-def _at(path: Path, call: Any) -> Any:
-    """What a call gives; a ValueError of it is a CatalogError that names the file."""
+@contextmanager
+def _at(path: Path) -> Iterator[None]:
+    """Within, what is wrong is a CatalogError that names the file."""
     try:
-        return call()
+        yield
+    except CatalogError:
+        raise
+    except OSError as error:
+        raise CatalogError(f"{path}: {error.strerror or error}") from error
     except (ValueError, Co2simError) as error:
-        if isinstance(error, CatalogError):
-            raise
         raise CatalogError(f"{path}: {error}") from error
 
 
@@ -159,11 +158,6 @@ def _path(folder: Path, name: str, rank: int) -> Path:
 
 def _content(path: Path) -> bytes:
     return read_bytes(path, MOST_RECORD_BYTES)
-
-
-def _file(kinds: Any, path: Path) -> tuple[Any, list[Any]]:
-    head, *nodes = _decoded(kinds, _content(path))
-    return head, nodes
 
 
 def _decoded(kinds: Any, content: bytes) -> list[Any]:
