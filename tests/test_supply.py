@@ -33,9 +33,10 @@ WITHOUT_HASH = {"torch"}
 
 
 def test_the_lock_file_holds_all_that_development_needs() -> None:
-    """Each pin of the extra `dev` is in it, and a version that every other requirement allows."""
+    """Pins of `dev` and `chakra` are in it, and a version that every other requirement allows."""
     pinned = {name: {version for other, version, *_ in PINS if other == name} for name, *_ in PINS}
-    needed = map(Requirement, [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]])
+    extras = PROJECT["optional-dependencies"]
+    needed = map(Requirement, [*PROJECT["dependencies"], *extras["dev"], *extras["chakra"]])
     for one in needed:
         name = re.sub(r"[-_.]+", "-", one.name).lower()
         if name in WITHOUT_HASH:
