@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from pages import ROOT
 pytest.importorskip("torch")
 
 STEPS = 600
+JOB = os.getpid()
+"""Its number, which the port is made from: another one in each process of tests."""
 SCRIPT = ROOT / "examples" / "train.sbatch"
 
 SRUN = """#!{python}
@@ -23,6 +24,7 @@ size = int(os.environ["SLURM_NTASKS"])
 places = [{{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}} for rank in range(size)]
 tasks = [subprocess.Popen(sys.argv[1:], env={{**os.environ, **place}}) for place in places]
 signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
+open("srun.cpus", "w").write(os.environ["SRUN_CPUS_PER_TASK"])
 open("srun.pid", "w").write(str(os.getpid()))
 sys.exit(max(task.wait() for task in tasks))
 """
@@ -45,12 +47,9 @@ def write(path: Path, text: str) -> None:
 
 def begin(folder: Path) -> subprocess.Popen[str]:
     """Start the job on two ranks over Gloo, with a small training; all else as in the script."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     script = SCRIPT.read_text()
     for written, here in (
         ("BACKEND=nccl ", "BACKEND=gloo "),
-        ("MASTER_PORT=29500", f"MASTER_PORT={port}"),
         ("--size large", "--size tiny --context 8 --log-every 4 --warmup 4"),
         ("--steps 20000 --batch 256 --checkpoint-every 500", f"--steps {STEPS} --batch 4"),
         ("tau=12,delay=auto,worker=node,inner=ddp", "tau=4"),
@@ -66,7 +65,8 @@ def begin(folder: Path) -> subprocess.Popen[str]:
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_ID": str(JOB),
+        "SLURM_CPUS_PER_TASK": "3",
         "SLURM_JOB_NODELIST": "node[1-1]",
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
@@ -106,7 +106,8 @@ def test_a_job_that_is_told_to_end_is_queued_again_and_goes_on(tmp_path: Path) -
         if first.poll() is None:
             os.killpg(first.pid, signal.SIGKILL)
     assert first.returncode == 0, said
-    assert (tmp_path / "requeued").read_text() == "4711\n"
+    assert (tmp_path / "requeued").read_text() == f"{JOB}\n"
+    assert (tmp_path / "srun.cpus").read_text() == "3"
     assert record(tmp_path)["stopped"]
     done = int(log.read_text().splitlines()[-1].split(",")[0])
     assert 0 < done < STEPS
@@ -114,6 +115,6 @@ def test_a_job_that_is_told_to_end_is_queued_again_and_goes_on(tmp_path: Path) -
     second = begin(tmp_path)
     said, _ = second.communicate(timeout=120)
     assert second.returncode == 0, said
-    assert (tmp_path / "requeued").read_text() == "4711\n"
+    assert (tmp_path / "requeued").read_text() == f"{JOB}\n"
     assert not record(tmp_path)["stopped"]
     assert log.read_text().splitlines()[-1].startswith(f"{STEPS},")
