@@ -15,7 +15,7 @@ from co2sim.cost import peak_flops
 from co2sim.errors import OptionError
 from co2sim.intervals import Thoroughness
 from co2sim.noise import QUIET, Noise
-from co2sim.prepared import Prepared, of_strategy
+from co2sim.prepared import Prepared, scheduled
 from co2sim.schedule import DType
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title
@@ -112,11 +112,12 @@ class Case:
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
         _check_sites(strategy, cluster.value)
+        job, schedule = scheduled(strategy, job, sized.layout)
         return Prepared(
             cluster=sized,
             job=job,
             strategy=strategy,
-            schedule=of_strategy(strategy, strategy.schedule, job, sized.layout),
+            schedule=schedule,
             assumed=(
                 *assumed(cluster, model),
                 *beyond_the_file(cluster.value, sized),

@@ -1,6 +1,7 @@
 """Links and clusters, with their GPUs (`gpu`): the hardware in plain numbers, in SI units."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from co2sim.errors import OptionError
@@ -43,6 +44,9 @@ AllReduce = Literal["auto", "ring", "tree", "hierarchical"]
 Protocols = Literal["simple", "nvlink", "pci"]
 """Which protocols of NCCL carry a message. simple: always Simple, whose hops take the `latency` of
 the links. nvlink, pci: the fastest of those that nodes with such links have; see `protocols`."""
+
+_layout = lru_cache(64)(Layout)
+"""The same one for the same numbers: every collective that is costed asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +204,7 @@ class Cluster:
     @property
     def layout(self) -> Layout:
         """Placement of one rank per GPU."""
-        return Layout(self.nodes, self.gpus_per_node, self.sites)
+        return _layout(self.nodes, self.gpus_per_node, self.sites)
 
     @property
     def nodes_per_site(self) -> int:
@@ -225,4 +229,7 @@ class Cluster:
             raise OptionError(
                 f"{gpus} GPUs are {nodes} nodes, which do not divide into {sites} equal sites"
             )
+        sizes = nodes, per_node, sites
+        if sizes == (self.nodes, self.gpus_per_node, self.sites):
+            return self
         return replace(self, nodes=nodes, gpus_per_node=per_node, sites=sites)

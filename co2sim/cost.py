@@ -19,7 +19,7 @@ from co2sim.compute import compute_time, efficiency, kernel_time, peak_flops
 from co2sim.footprint import Footprint
 from co2sim.placement import Placement, placement
 from co2sim.protocols import Algorithm, Protocol, choices
-from co2sim.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
+from co2sim.schedule import LEADERS, PEERS, Collective, Kind, Schedule
 from co2sim.tiers import crossings
 from co2sim.units import Bytes, Seconds
 
@@ -230,21 +230,11 @@ def _tree(size: Bytes, pushed: Bytes, at: Placement, cluster: Cluster, by: Proto
 
 
 def footprints(schedule: Schedule, cluster: Cluster) -> list[Footprint | None]:
-    """Footprint of every work in `schedule.works`, None for compute.
-
-    Those of the same kind, size and group are computed once.
-    """
-    costs: dict[tuple[Kind, Bytes, Group], Footprint] = {}
-    found: list[Footprint | None] = []
-    for work in schedule.works:
-        if not isinstance(work, Collective):
-            found.append(None)
-            continue
-        key = (work.kind, work.bytes, work.group)
-        if key not in costs:
-            costs[key] = footprint(work, cluster)
-        found.append(costs[key])
-    return found
+    """Footprint of every work in `schedule.works`, None for compute."""
+    return [
+        footprint(work, cluster) if isinstance(work, Collective) else None
+        for work in schedule.works
+    ]
 
 
 def _steps(intra: int, inter: int, wan: int, by: Protocol) -> Seconds:

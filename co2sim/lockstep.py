@@ -96,7 +96,7 @@ def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Ti
 
 
 class _Run:
-    def __init__(self, lowered: Lowered, sharing: set[tuple[int, str]]) -> None:
+    def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
         self.lowered, self.steps = lowered, _steps(lowered, sharing)
         self.size = len(lowered.schedule.body)
         shape = (lowered.rounds * self.size, len(lowered.classes))
@@ -230,7 +230,7 @@ def _members(
     )
 
 
-def _steps(lowered: Lowered, sharing: set[tuple[int, str]]) -> list[_Chain | _Meeting]:
+def _steps(lowered: Lowered, sharing: set[int]) -> list[_Chain | _Meeting]:
     """The body: runs of computes in one stream in one piece, and collectives."""
     schedule = lowered.schedule
     slowdowns = np.array([c.slowdown for c in lowered.classes])
@@ -244,7 +244,7 @@ def _steps(lowered: Lowered, sharing: set[tuple[int, str]]) -> list[_Chain | _Me
                 transfers = lowered.transfers[place]
                 latency = np.array([transfer.latency for transfer in transfers])
                 costs[number] = latency, np.array([transfer.solo for transfer in transfers])
-            shares = (number, op.stream) in sharing
+            shares = number in sharing
             offsets = schedule.offsets[place]
             meeting = _Meeting(place, op.stream, offsets, op.work.group, *costs[number], shares)
             found.append(meeting)

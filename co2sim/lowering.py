@@ -189,9 +189,7 @@ def _communicators(
 ) -> dict[Group, tuple[Communicator, ...]]:
     """The communicators of every group. One stream alone never needs the lock."""
     streams: dict[Group, set[str]] = {}
-    numbers = zip(schedule.work_numbers, (op.stream for op in schedule.body), strict=True)
-    for number, stream in dict.fromkeys(numbers):
-        work = schedule.works[number]
+    for work, stream in zip(schedule.works, schedule.work_streams, strict=True):
         if isinstance(work, Collective):
             streams.setdefault(work.group, set()).add(stream)
     found: dict[Group, tuple[Communicator, ...]] = {}

@@ -10,6 +10,8 @@ from co2sim.units import Bytes, scaled
 
 _SHARE = 0.5
 """Of the free memory: what a simulation may take."""
+NEGLIGIBLE: Bytes = 1e6
+"""Not worth asking the system for: a hundredth of what importing this program took."""
 _processes = 1
 """How many simulate at a time, and share."""
 
@@ -22,6 +24,8 @@ def share_memory(processes: int) -> None:
 
 def require_memory(needed: Bytes, what: str, advice: str = "") -> None:
     """Raise NoRoomError if `what` needs more than half of the free memory; `advice` ends it."""
+    if needed <= NEGLIGIBLE:
+        return
     free = free_memory()
     if needed > _SHARE * free / _processes:
         among = f", shared by {_processes} processes" if _processes > 1 else ""

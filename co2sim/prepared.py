@@ -12,15 +12,20 @@ from co2sim.cluster import Cluster
 from co2sim.cost import peak_flops, traffic
 from co2sim.errors import Co2simError, ScheduleError
 from co2sim.memory import activations, allocated, overhead
+from co2sim.recent import Recent
 from co2sim.result import Result
 from co2sim.schedule import Layout, Schedule
-from co2sim.strategies import Strategy
+from co2sim.strategies import STRATEGIES, Strategy
 from co2sim.strategies.step import title
 from co2sim.trace import Trace
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 
 _T = TypeVar("_T")
+
+_MOST_OPS = 10_000
+"""Of a schedule that is kept: about 10 MB."""
+_SCHEDULES: Recent[tuple[str, Strategy, Workload, Layout], tuple[Workload, Schedule]] = Recent(8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,23 @@ class Prepared:
             rounds_simulated=trace.rounds,
             assumed=self.assumed,
         )
+
+
+def scheduled(strategy: Strategy, job: Workload, layout: Layout) -> tuple[Workload, Schedule]:
+    """The schedule of a strategy, and the job: an equal one, if it is kept from another case.
+
+    What changes in a sweep is mostly the cluster, which no schedule depends on but for its layout.
+    A strategy of the user's own is asked each time.
+    """
+    if type(strategy) not in STRATEGIES.values():
+        return job, of_strategy(strategy, strategy.schedule, job, layout)
+    given = title(strategy), strategy, job, layout
+    known = _SCHEDULES.find(given)
+    if known is None:
+        known = job, of_strategy(strategy, strategy.schedule, job, layout)
+        if len(known[1].body) <= _MOST_OPS:
+            _SCHEDULES.keep(given, known)
+    return known
 
 
 def of_strategy(

@@ -49,8 +49,8 @@ def simulated(case: Case, prepared: Scheduled, done: Done | None) -> tuple[Trace
     while True:
         found = executed(case, prepared, warm_up + measured, done)
         steady = metrics.is_steady(found, prepared.schedule, measured)
-        end = warm_up >= _MOST_ROUNDS or not _fits(case, prepared, 2 * warm_up + measured)
-        if steady or end:
+        most = warm_up >= _MOST_ROUNDS
+        if steady or most or not _fits(case, prepared, 2 * warm_up + measured):
             half = found.rounds // 2
             return found, (measured if steady else max(measured, half)), steady
         warm_up *= 2

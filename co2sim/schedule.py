@@ -11,7 +11,7 @@ The simulator and the executor are two interpreters of the same `Schedule`:
 5. Body order is a legal serial execution, so no schedule can deadlock.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -166,22 +166,38 @@ class Schedule:
 
     @property
     def works(self) -> tuple[Work, ...]:
-        """The different works of the body, in order of first use."""
+        """The different works of the streams, in order of first use.
+
+        Of collectives that differ only in the names of their buffers, the first stands for all.
+        """
         return self._works[0]
 
     @property
-    def work_numbers(self) -> tuple[int, ...]:
-        """For every op, the place of its work in `works`: works are slow to hash."""
+    def work_streams(self) -> tuple[str, ...]:
+        """The stream of each of `works`."""
         return self._works[1]
 
+    @property
+    def work_numbers(self) -> tuple[int, ...]:
+        """For every op, the place of its work in `works`: there are few of them, and many ops."""
+        return self._works[2]
+
     @cached_property
-    def _works(self) -> tuple[tuple[Work, ...], tuple[int, ...]]:
-        places: dict[Work, int] = {}
-        known: dict[int, int] = {}  # by identity: steps share their works, which are slow to hash
+    def _works(self) -> tuple[tuple[Work, ...], tuple[str, ...], tuple[int, ...]]:
+        first: dict[Hashable, Op] = {}
+        numbers: dict[Hashable, int] = {}
+        known: dict[tuple[int, str], int] = {}  # by identity: works are shared, and slow to hash
         for op in self.body:
-            if id(op.work) not in known:
-                known[id(op.work)] = places.setdefault(op.work, len(places))
-        return tuple(places), tuple([known[id(op.work)] for op in self.body])
+            here = id(op.work), op.stream
+            if here not in known:
+                alike = op.stream, _without_name(op.work)
+                first.setdefault(alike, op)
+                known[here] = numbers.setdefault(alike, len(numbers))
+        return (
+            tuple(op.work for op in first.values()),
+            tuple(op.stream for op in first.values()),
+            tuple([known[id(op.work), op.stream] for op in self.body]),
+        )
 
     @cached_property
     def groups(self) -> frozenset[Group]:
@@ -253,3 +269,10 @@ class Schedule:
             for row in rows
         ]
         return "\n".join([self.name, *(line.rstrip() for line in lines)])
+
+
+def _without_name(work: Work) -> Hashable:
+    """What all that a collective costs follows from; of a compute, the whole."""
+    if isinstance(work, Compute):
+        return work
+    return work.kind, work.elements, work.dtype, work.group, work.scale_block, work.root

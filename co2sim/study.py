@@ -11,7 +11,7 @@ from co2sim.convert import Count, Number, Reference
 from co2sim.errors import OptionError, nearest
 from co2sim.intervals import Predicted, Thoroughness
 from co2sim.noise import QUIET, Noise
-from co2sim.prepared import Prepared
+from co2sim.prepared import Prepared, scheduled
 from co2sim.progress import Done, progress_bar
 from co2sim.result import Result
 from co2sim.rounds import executed, round_time, simulated
@@ -175,7 +175,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
 
         def tried(strategy: Strategy) -> Seconds:
             """The step time, if it is in proportion to that of equal ranks."""
-            schedule = strategy.schedule(prepared.job, cluster.layout)
+            _, schedule = scheduled(strategy, prepared.job, cluster.layout)
             other = replace(even, strategy=strategy, schedule=schedule)
             if schedule.steps > 1:
                 return result.step_time_s * round_time(case, other, done) / nominal

@@ -116,6 +116,7 @@ def test_the_search_for_a_steady_state_ends_where_memory_does(
     assert steady.rounds_simulated > 4
     schedule = case.prepare().schedule
     room = 3 * len(schedule.body) * 2 * lowering.LOCKSTEP_SPAN_BYTES  # 3 rounds of 2 nodes
+    monkeypatch.setattr(machine, "NEGLIGIBLE", 0)
     monkeypatch.setattr(machine, "free_memory", lambda: 2 * room)
     found = study.run(case)
     assert not found.steady
