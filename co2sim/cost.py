@@ -14,7 +14,7 @@ it on. Roots are costed as if they were the first of their node.
 import math
 from dataclasses import dataclass, replace
 
-from co2sim.cluster import AllReduce, Cluster
+from co2sim.cluster import AllReduce, Cluster, Hops
 from co2sim.compute import compute_time, efficiency, kernel_time, peak_flops
 from co2sim.footprint import Footprint
 from co2sim.placement import Placement, placement
@@ -75,7 +75,13 @@ def _footprint(work: Collective, cluster: Cluster) -> Footprint:
 
 
 def _by(algorithm: Algorithm, at: Placement, cluster: Cluster) -> list[Protocol]:
-    return choices(algorithm, cluster, nodes=at.nodes, members=at.members)
+    return choices(algorithm, cluster, cluster.protocols, nodes=at.nodes, members=at.members)
+
+
+def _simple(at: Placement, cluster: Cluster) -> Protocol:
+    """The only one of what is neither a ring nor a tree."""
+    (by,) = choices("ring", cluster, "simple", nodes=at.nodes, members=at.members)
+    return by
 
 
 def _quickest(candidates: list[Footprint], cluster: Cluster) -> Footprint:
@@ -120,16 +126,23 @@ def _tree_out(size: Bytes, nodes: int) -> Bytes:
     return size * {1: 0.0, 2: 1.0, 3: 1.5}.get(nodes, 2.0)
 
 
-def _ring(pushed: Bytes, passes: int, at: Placement, cluster: Cluster, by: Protocol) -> Footprint:
+def _ring(
+    pushed: Bytes,
+    passes: int,
+    at: Placement,
+    cluster: Cluster,
+    by: Protocol,
+    hops: Hops | None = None,
+) -> Footprint:
     """Every member pushes `pushed` bytes to the next; the ring leaves each node and site once."""
-    hops = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
+    steps = _steps(at.members - at.nodes, at.nodes - at.sites, at.sites - 1, by)
     intra = pushed if at.per_node > 1 else 0.0
     before = 0.0
-    if cluster.hops == "in_turn" and at.nodes > 1:
+    if (hops or cluster.hops) == "in_turn" and at.nodes > 1:
         before, intra = intra / cluster.intra.payload_bandwidth, 0.0
     tiers = crossings(cluster, at.members, at.per_node, at.per_site, pushed)
     found = Footprint(
-        latency=passes * hops + before,
+        latency=passes * steps + before,
         intra=intra,
         inter=pushed if at.nodes > 1 else 0.0,
         wan=pushed if at.sites > 1 else 0.0,
@@ -157,16 +170,14 @@ def _chain(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
         + [piece / cluster.inter.payload_bandwidth] * (at.nodes - at.sites)
         + [piece / wan] * (at.sites - 1)
     )
-    plain = replace(cluster, hops="pipelined", protocols="simple")
-    (by,) = _by("ring", at, plain)
-    ring = _ring(size, 1, at, plain, by)
+    ring = _ring(size, 1, at, cluster, _simple(at, cluster), hops="pipelined")
     return replace(ring, latency=ring.latency + sum(hops) - max(hops), step=None)
 
 
 def _pairwise(size: Bytes, at: Placement, cluster: Cluster) -> Footprint:
     """Every member sends an equal part of its buffer to each other one, one after the other."""
     m, k, q = at.members, at.per_node, at.per_site
-    (by,) = _by("ring", at, replace(cluster, protocols="simple"))
+    by = _simple(at, cluster)
     inter = size * k * (m - k) / m
     tiers = crossings(cluster, m, k, q, inter, exchanged=size)
     slowdown = max((one.slowdown for one in tiers), default=1.0)
@@ -202,7 +213,7 @@ def _all_reduce(size: Bytes, algorithm: AllReduce, at: Placement, cluster: Clust
     if algorithm == "tree":
         trees = [_tree(size, pushed, at, cluster, by) for by in _by("tree", at, cluster)]
         return _quickest(trees, cluster)
-    (by,) = _by("ring", at, replace(cluster, protocols="simple"))
+    by = _simple(at, cluster)
     between = 2 * size * (at.nodes - 1) / at.nodes
     return replace(
         _ring(pushed, 2, at, cluster, by),

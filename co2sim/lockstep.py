@@ -19,7 +19,7 @@ import simpy
 from numpy.typing import NDArray
 from simpy.events import EventPriority
 
-from co2sim import longest_path
+from co2sim import longest_path, single_class
 from co2sim.communicators import Meetings
 from co2sim.lowering import Communicator, Lowered, Times
 from co2sim.schedule import Collective, Group
@@ -88,10 +88,12 @@ def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Ti
     alone = len(lowered.classes) == 1
     sharing = shared_works(lowered)
     slows = lowered.contend and lowered.cluster.interference > 0
+    if alone and not lowered.class_factors and not lowered.bursts:
+        if sharing or slows:
+            return single_class.run(lowered, sharing, progress)
+        return longest_path.run(lowered, progress)
     if slows or (sharing and alone):
         raise Overtaken  # one class at a time is faster in SimPy alone
-    if alone and not lowered.class_factors:
-        return longest_path.run(lowered, progress)
     return _Run(lowered, sharing).times(progress)
 
 

@@ -47,5 +47,4 @@ def _seconds(lowered: Lowered, place: int) -> tuple[Seconds, Seconds]:
     if isinstance(lowered.schedule.body[place].work, Compute):
         return 0.0, lowered.seconds[place] * lowered.classes[0].slowdown
     (transfer,) = lowered.transfers[place]
-    # as the network: by the rate of a flow
-    return transfer.latency, 1.0 / (1.0 / transfer.solo) if transfer.solo else 0.0
+    return transfer.latency, transfer.alone

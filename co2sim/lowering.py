@@ -50,6 +50,11 @@ class Transfer:
     solo: Seconds
     least: Seconds = 0.0
 
+    @property
+    def alone(self) -> Seconds:
+        """What the bytes take where nobody else is: as on the network, by the rate of a flow."""
+        return 1.0 / (1.0 / self.solo) if self.solo else 0.0
+
     def scaled(self, factor: float) -> "Transfer":
         """The same with `factor` times the bytes and the latency."""
         loads = {link: size * factor for link, size in self.loads.items()}
@@ -63,10 +68,7 @@ NOTHING = Transfer({}, {}, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """Classes of ranks that meet in the collectives of a group; `number` counts communicators.
-
-    An `exclusive` one runs one collective at a time.
-    """
+    """Classes of ranks that meet in a group: one collective at a time in an `exclusive` one."""
 
     number: int
     members: tuple[int, ...]
@@ -106,13 +108,11 @@ class Lowered:
     @cached_property
     def place(self) -> Mapping[Group, tuple[int, ...]]:
         """For every group, the place of each class's communicator among those of the group."""
-        return {
-            group: tuple(
-                next(place for place, one in enumerate(all_of_it) if index in one.members)
-                for index in range(len(self.classes))
-            )
-            for group, all_of_it in self.communicators.items()
-        }
+        found = {}
+        for group, together in self.communicators.items():
+            places = {index: n for n, one in enumerate(together) for index in one.members}
+            found[group] = tuple([place for _, place in sorted(places.items())])
+        return found
 
 
 def span_count(
@@ -199,7 +199,7 @@ def _communicators(
         exclusive = cluster.backend == "nccl" and shared
         meetings = folding.meetings(group)
         found[group] = tuple(
-            Communicator(number + place, members, exclusive)
+            Communicator(number + place, members, exclusive and _meet(group, folding, members))
             for place, members in enumerate(meetings)
         )
         number += len(meetings)
@@ -246,7 +246,7 @@ def _transfers(
     free: bool,
 ) -> tuple[tuple[Transfer, ...], ...]:
     meets = {
-        group: [_meets_others(group, folding, one) for one in together]
+        group: [_meet(group, folding, one.members) for one in together]
         for group, together in communicators.items()
     }
     costs = repeat(None) if free else footprints(schedule, cluster)
@@ -262,8 +262,9 @@ def _transfers(
     return tuple([known[number] for number in schedule.work_numbers])
 
 
-def _meets_others(group: Group, folding: Folding, one: Communicator) -> bool:
-    return len(group.members(folding.classes[one.members[0]].rank, folding.layout)) > 1
+def _meet(group: Group, folding: Folding, members: tuple[int, ...]) -> bool:
+    """Whether several ranks meet. One alone only copies, and waits for nobody."""
+    return len(group.members(folding.classes[members[0]].rank, folding.layout)) > 1
 
 
 def _transfer(

@@ -68,22 +68,23 @@ class Protocol:
     most: BytesPerSecond | None = None
 
 
-def choices(algorithm: Algorithm, cluster: Cluster, *, nodes: int, members: int) -> list[Protocol]:
-    """The protocols that a collective over so many nodes and ranks may take.
+def choices(
+    algorithm: Algorithm, cluster: Cluster, protocols: Protocols, *, nodes: int, members: int
+) -> list[Protocol]:
+    """The protocols that a collective over so many nodes and ranks may take, of `protocols`.
 
     Hops take as long as the links of the cluster say for a ring by Simple, others in proportion.
     In rings that leave the node every hop takes at least as long as the host posts a message; with
     one rank in each node all hops cross the network, and take as long as those of a tree.
     """
     wan = cluster.wan.latency if cluster.wan else cluster.inter.latency
-    tuned = cluster.backend == "nccl" and cluster.protocols
-    if not tuned or tuned == "simple":
+    if cluster.backend != "nccl" or protocols == "simple":
         return [Protocol(0.0, cluster.intra.latency, cluster.inter.latency, wan, 1.0)]
     found = []
-    for name in _NAMES[tuned]:
+    for name in _NAMES[protocols]:
         outside: Algorithm = "tree" if nodes == members else algorithm
         far = _HOP["network"][outside][name] / _HOP["network"]["ring"]["simple"]
-        near = _HOP[tuned][algorithm][name] / _HOP[tuned]["ring"]["simple"]
+        near = _HOP[protocols][algorithm][name] / _HOP[protocols]["ring"]["simple"]
         intra = cluster.intra.latency * near
         if algorithm == "ring" and nodes > 1:
             posts = _POSTS if name == "simple" else 1
