@@ -3,9 +3,11 @@
     python benchmarks/speed.py            # a minute or two
     python benchmarks/speed.py --quick    # every measurement once, smaller where it takes long
 
-In-process figures come from one warm process; commands and the large unfolded run from processes of
-their own. Every figure is the median of several runs, with the fastest and the slowest. The last
-column says whether the targets are met; it decides nothing: a machine may be slow, or busy.
+All times are CPU time, which other programs on the machine change least; what is timed has one
+thread. In-process figures come from one warm process; commands and the large unfolded run from
+processes of their own. Every run has another bandwidth, as in a sweep. Every figure is the median
+of several runs, with the fastest and the slowest. The last column says whether the targets are met;
+it decides nothing: a machine may be slow. Peers (`speed_peers`) run in turn with us.
 """
 
 import json
@@ -13,12 +15,13 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import count, cycle
 from pathlib import Path
+from typing import TypeVar
 
+import speed_peers
 from reports import folder, machine, made_by, parser, table
 
 from co2sim import Case, run
@@ -27,8 +30,9 @@ from co2sim.noise import Noise
 
 CLUSTER, MODEL = load_cluster("a100-roce800").value, load_model("llama-7b").value
 CO2 = "co2(tau=48, worker=node, inner=zero2)"
-FOLDED = ("ddp", "zero3", "zeropp")
-
+FOLDED = ("ddp", "zero3", "zeropp", "fsdp")
+LARGE = 16384
+UNEVEN = ("--jitter", "0.05"), ("--straggle", "0.1")
 
 SCALES = {"ms": 1e3, "s": 1.0}
 """Units of a time, in one second."""
@@ -88,13 +92,22 @@ def limited(what: str, times: list[float], most: float, unit: str) -> SpeedLine:
 
 
 def runs(strategy: str, gpus: int = 128) -> Callable[[], object]:
-    """What simulates the 7B model with a strategy."""
-    return partial(run, case(strategy, gpus))
+    """What simulates the 7B model with a strategy, each time with another bandwidth."""
+    bandwidths = (CLUSTER.inter.bandwidth * (1 + number / 1000) for number in range(100))
+    cases = cycle([case(strategy, gpus, bandwidth) for bandwidth in bandwidths])
+    return lambda: run(next(cases))
 
 
-def case(strategy: str, gpus: int = 128) -> Case:
+def new_schedules(strategy: str) -> Callable[[], object]:
+    """The same with a schedule that was not built before; the option changes nothing in it."""
+    numbers = count()
+    return lambda: run(case(f"{strategy}(max_live={10**12 + next(numbers)})"))
+
+
+def case(strategy: str, gpus: int = 128, bandwidth: float = CLUSTER.inter.bandwidth) -> Case:
     """The 7B model (32 layers and embedding and head) on nodes of 8 A100."""
-    return Case(cluster=CLUSTER, model=MODEL, strategy=strategy, gpus=gpus)
+    cluster = replace(CLUSTER, inter=replace(CLUSTER.inter, bandwidth=bandwidth))
+    return Case(cluster=cluster, model=MODEL, strategy=strategy, gpus=gpus)
 
 
 def timed(call: Callable[[], object], repeats: int) -> list[float]:
@@ -102,15 +115,24 @@ def timed(call: Callable[[], object], repeats: int) -> list[float]:
     call()
     found = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = used()
         call()
-        found.append(time.perf_counter() - start)
+        found.append(used() - start)
     return found
 
 
-def interleaved(calls: dict[int, Callable[[], object]], repeats: int) -> dict[int, list[float]]:
+def used() -> float:
+    """Seconds of CPU time of this process, and of those that it started and that have ended."""
+    both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in both)
+
+
+K = TypeVar("K")
+
+
+def interleaved(calls: dict[K, Callable[[], object]], repeats: int) -> dict[K, list[float]]:
     """As `timed`, the calls in turn, so that a drift of the machine meets all of them."""
-    found: dict[int, list[float]] = {key: [] for key in calls}
+    found: dict[K, list[float]] = {key: [] for key in calls}
     for _ in range(repeats):
         for key, call in calls.items():
             found[key] += timed(call, 1)
@@ -118,7 +140,7 @@ def interleaved(calls: dict[int, Callable[[], object]], repeats: int) -> dict[in
 
 
 def process(arguments: list[str], repeats: int) -> list[float]:
-    """Wall seconds of a command, from start to end."""
+    """Seconds of a command, from start to end."""
     return timed(lambda: subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL), repeats)
 
 
@@ -132,9 +154,9 @@ def unfolded(gpus: int) -> None:
         noise=Noise(jitter=0.05),
         rounds=1,
     )
-    start = time.perf_counter()
+    start = used()
     result = run(job)
-    seconds = time.perf_counter() - start
+    seconds = used() - start
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     high = kib * (1 if sys.platform == "darwin" else 1024)
     print(json.dumps({"seconds": seconds, "gib": high / 2**30, "rounds": result.rounds_simulated}))
@@ -144,29 +166,60 @@ def measurements(*, quick: bool) -> list[SpeedLine]:
     """All of them; `quick`: once each."""
     few, many = (1, 1) if quick else (10, 30)
     found = [
-        limited(f"`{name}`, 7B, 128 GPUs", timed(runs(name), many), 10, "ms") for name in FOLDED
+        limited(f"`{name}`, 7B, 128 GPUs", timed(runs(name), many), 4, "ms") for name in FOLDED
     ]
-    found.append(limited(f"`{CO2}`, 7B, 128 GPUs", timed(runs(CO2), few), 150, "ms"))
-    sizes = interleaved({n: runs("zero3", n) for n in (128, 1024, 16384)}, many)
+    found.append(limited(f"`{CO2}`, 7B, 128 GPUs", timed(runs(CO2), few), 30, "ms"))
+    new = timed(new_schedules("zeropp"), few)
+    found.append(limited("`zeropp`, 7B, 128 GPUs, with a new schedule", new, 10, "ms"))
+    sizes = interleaved({n: runs("zero3", n) for n in (128, 1024, LARGE)}, many)
     base = statistics.median(sizes[128])
     for gpus, times in sizes.items():
         ratio = statistics.median(times) / base
         what = f"`zero3`, {gpus} GPUs ({ratio:.2f} x 128)"
         found.append(SpeedLine(what, times, "ms", [Target(ratio, 1.2, "x", least=0.8)]))
-    gpus = 64 if quick else 1024
+    gpus = 64 if quick else LARGE
     alone = [sys.executable, __file__, "--unfolded", str(gpus)]
     large = [json.loads(subprocess.check_output(alone)) for _ in range(1 if quick else 3)]
     memory = max(one["gib"] for one in large)
     what = f"`zero3` step, {gpus} GPUs with jitter, unfolded ({memory:.2f} GiB)"
     times = [one["seconds"] for one in large]
-    targets = [within(times, 10, "s"), Target(memory, 2, "GiB")]
+    targets = [within(times, 60, "s"), Target(memory, 4, "GiB")]
     found.append(SpeedLine(what, times, "s", targets))
+    return found + commands(few)
+
+
+def commands(repeats: int) -> list[SpeedLine]:
+    """What takes as long as the shell says."""
+    found = []
     command = str(Path(sys.executable).with_name("co2sim"))
     shell = [command, "run", "-c", "a100-tcp80", "-m", "llama-7b", "-s", "zero3"]
-    found.append(limited("`co2sim run` from the shell", process(shell, few), 0.8, "s"))
-    help_ = process([command, "--help"], few)
+    found.append(limited("`co2sim run` from the shell", process(shell, repeats), 0.8, "s"))
+    help_ = process([command, "--help"], repeats)
     found.append(limited("`co2sim --help`", help_, 0.3, "s"))
+    uneven = [command, "run", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "co2:tau=48"]
+    for option in UNEVEN:
+        times = process([*uneven, "-g", "96", *option], min(repeats, 3))
+        found.append(
+            limited(f"`{' '.join(['co2sim', *uneven[1:], '-g 96', *option])}`", times, 3, "s")
+        )
     return found
+
+
+def beside_peers(repeats: int) -> list[dict[str, str]]:
+    """Peers as ratios to our `ddp`, run in turn; the text of a peer says why it is not here."""
+    peers = speed_peers.found()
+    calls = {name: call for name, call in peers.items() if not isinstance(call, str)}
+    ours = "co2sim, `ddp`"
+    times = interleaved({ours: runs("ddp"), **calls}, repeats) if calls else {}
+    base = statistics.median(times[ours]) if calls else 1.0
+    rows = []
+    for name in [ours, *peers] if calls else peers:
+        cell = {"median": str(peers.get(name)), "range": "", "ratio": ""}
+        if name in times:
+            cell = SpeedLine(name, times[name], "ms", []).cells
+            cell["ratio"] = f"{statistics.median(times[name]) / base:.2f}"
+        rows.append({"what": name} | {key: cell[key] for key in ("median", "range", "ratio")})
+    return rows
 
 
 def main() -> None:
@@ -178,7 +231,10 @@ def main() -> None:
         unfolded(given.unfolded)
         return
     rows = [one.cells for one in measurements(quick=given.quick)]
-    text = f"# How fast the simulator is\n\n{machine()}\n\n{table(rows)}\n\n{made_by()}\n"
+    peers = f"Beside others, in turn:\n\n{table(beside_peers(1 if given.quick else 10))}"
+    text = (
+        f"# How fast the simulator is\n\n{machine()}\n\n{table(rows)}\n\n{peers}\n\n{made_by()}\n"
+    )
     if given.out:
         with folder(given) as out:
             (out / "speed.md").write_text(text)
