@@ -6,9 +6,10 @@ refused in words.
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from types import NoneType, UnionType
+from functools import lru_cache
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from co2sim import ranges
@@ -171,5 +172,6 @@ def _annotated(hint: Any) -> bool:
     return get_origin(hint) is Annotated
 
 
-def _hints(owner: type[Any]) -> dict[str, Any]:
-    return get_type_hints(owner, include_extras=True)
+_hints: Callable[[Any], Mapping[str, Any]] = lru_cache(64)(
+    lambda owner: MappingProxyType(get_type_hints(owner, include_extras=True))
+)

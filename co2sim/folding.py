@@ -62,11 +62,18 @@ def fold(
         return Folding(
             layout, tuple(RankClass(r, 1, slowdowns[r // g]) for r in ranks), folded=False
         )
+    if _equal(slowdowns):
+        everyone = RankClass(0, layout.world_size, slowdowns[0])
+        return Folding(layout, (everyone,), folded=True)
     nodes: dict[float, list[int]] = {}
     for node, slowdown in enumerate(slowdowns):
         nodes.setdefault(slowdown, []).append(node)
     classes = (RankClass(same[0] * g, g * len(same), slow) for slow, same in nodes.items())
     return Folding(layout, tuple(classes), folded=True)
+
+
+def _equal(slowdowns: Sequence[float]) -> bool:
+    return slowdowns.count(slowdowns[0]) == len(slowdowns)
 
 
 def _folds(
@@ -77,7 +84,7 @@ def _folds(
     Blocks and sites of several nodes mix slow and fast ones in ways of their own, and who does not
     wait for the first rank of its node may be ahead of it: then every rank stands for itself.
     """
-    equal = len(set(slowdowns)) == 1
+    equal = _equal(slowdowns)
     mixed = any(_mixes(group, layout) for group in schedule.groups)
     led = layout.gpus_per_node > 1 and LEADERS in schedule.groups
     ahead = led and not _await_leaders(schedule)

@@ -147,7 +147,9 @@ def lower(
             f"{rounds:,} rounds, warm-up included, of {len(schedule.body):,} ops on {classes:,}"
             f" simulated ranks are {spans:,} spans; at most {MOST_SPANS:,} are simulated"
         )
-    slowdowns = [slowdown * one for one in noise.node_slowdowns(cluster.layout)]
+    slowdowns = noise.node_slowdowns(cluster.layout)
+    if slowdown != 1:
+        slowdowns = tuple([slowdown * one for one in slowdowns])
     allowed = fold and not noise.jitter
     folding = fold_ranks(cluster.layout, slowdowns, schedule, allowed=allowed)
     communicators = _communicators(schedule, cluster, folding)

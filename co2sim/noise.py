@@ -44,6 +44,8 @@ class Noise:
         unknown = [node for node in self.node_speed if node >= layout.nodes]
         if unknown:
             raise OptionError(f"node {unknown[0]} has a speed; nodes are 0 to {layout.nodes - 1}")
+        if not (self.straggle or self.node_speed):
+            return (1.0,) * layout.nodes
         drawn = _factors([self.seed, 0], self.straggle, layout.nodes)
         for node, speed in self.node_speed.items():
             drawn[int(node)] /= speed  # 1.0 is a node, too

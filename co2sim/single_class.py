@@ -94,7 +94,8 @@ class _Run:
         self.size = len(lowered.schedule.body)
         self.total = lowered.rounds * self.size
         self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
-        self.streams = _streams(lowered, sharing)
+        self.slows = lowered.contend and lowered.cluster.interference > 0
+        self.streams = _streams(lowered, sharing, slows=self.slows)
         self.waiting: dict[int, list[_Stream]] = {}
         self.agenda = Agenda()
         self.links = Links(lowered, self.agenda, self._done)
@@ -162,7 +163,7 @@ class _Run:
     def _done(self, now: Seconds, task: _Task, _: int) -> None:
         self.ends[task.number] = task.stream.free = now
         self._advance([task.stream, *self.waiting.pop(task.number, ())])
-        if task.step.transfer:
+        if self.slows and task.step.transfer:
             self._count(now, -1)
         if queue := task.step.queue:
             queue.running = False
@@ -191,7 +192,8 @@ class _Run:
 
     def _start(self, now: Seconds, task: _Task) -> None:
         assert task.step.transfer
-        self._count(now, 1)
+        if self.slows:
+            self._count(now, 1)
         self.links.transfer(now, task, task.step.transfer)
 
     # --- communication and computing slow each other down -----------------------------------------
@@ -233,10 +235,9 @@ _NOWHERE: Mapping[object, float] = MappingProxyType({})
 """The links of a compute."""
 
 
-def _streams(lowered: Lowered, sharing: set[int]) -> list[_Stream]:
-    """The steps of every stream."""
+def _streams(lowered: Lowered, sharing: set[int], *, slows: bool) -> list[_Stream]:
+    """The steps of every stream; `slows` says that communication slows computing down."""
     schedule = lowered.schedule
-    slows = lowered.contend and lowered.cluster.interference > 0
     queues: dict[Group, _Queue] = {
         group: _Queue() for group, (one,) in lowered.communicators.items() if one.exclusive
     }

@@ -1,8 +1,9 @@
 """The strategies, and how to name one: `co2`, or with options `co2(tau=48, worker=node)`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from types import NoneType, UnionType
+from functools import lru_cache
+from types import MappingProxyType, NoneType, UnionType
 from typing import (
     Any,
     ClassVar,
@@ -88,7 +89,7 @@ def parse(text: str) -> Strategy:
 
 def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
     """The strategy with some options changed, given as texts."""
-    hints = get_type_hints(type(strategy))
+    hints = _hints(type(strategy))
     known = [option.name for option in fields(strategy)]  # type: ignore[arg-type]
     values = {}
     for option, text in options.items():
@@ -109,7 +110,7 @@ def checked(strategy: Strategy) -> Strategy:
         return strategy
     values: dict[str, Any] = {}
     try:
-        hints = get_type_hints(type(strategy))
+        hints = _hints(type(strategy))
     except NameError:  # a type that is local to a function
         return strategy
     for option in (option.name for option in fields(strategy)):
@@ -124,6 +125,11 @@ def checked(strategy: Strategy) -> Strategy:
         if (type(found), found) != (type(given), given):
             values[option] = found
     return replace(strategy, **values) if values else strategy
+
+
+_hints: Callable[[Any], Mapping[str, Any]] = lru_cache(64)(
+    lambda made: MappingProxyType(get_type_hints(made))
+)
 
 
 def _is_plain(hint: Any) -> bool:
@@ -142,7 +148,7 @@ def _pair(item: str, name: str) -> tuple[str, str]:
 
 def strategy_options(made: type[Any]) -> list[tuple[str, str, str]]:
     """Every option of a strategy: its name, its default, and what is allowed."""
-    hints = get_type_hints(made)
+    hints = _hints(made)
     rows = []
     for option in fields(made):
         default = "none" if option.default is None else str(option.default).lower()
