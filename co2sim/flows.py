@@ -71,7 +71,7 @@ class Flow:
         return now + max(self.left, 0.0) / rate
 
 
-class Links:
+class FairLinks:
     """The links, and the flows on them; `done` is called with a flow that has arrived."""
 
     def __init__(self, lowered: Lowered, agenda: Agenda, done: Happening) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
-from co2sim.flows import LAST, Agenda, Flow, Links
+from co2sim.flows import LAST, Agenda, Flow, FairLinks
 from co2sim.lowering import Lowered, Times, Transfer
 from co2sim.schedule import Collective, Group
 from co2sim.units import Seconds
@@ -26,28 +26,31 @@ _EVENTS = 1000
 
 
 @dataclass(eq=False, slots=True)
-class _Queue:
+class _Turns:
     """The collectives of an exclusive communicator that are ready, by number; whether one runs."""
 
-    ready: "list[tuple[int, _Task]]" = field(default_factory=list)
+    ready: "list[tuple[int, _Pending]]" = field(default_factory=list)
     running: bool = False
 
 
-class _Step(NamedTuple):
-    """An op of the body: what it takes, and what others have to do with it.
+@dataclass(frozen=True, eq=False, slots=True)
+class _Work:
+    """What ops of a work take, and what others have to do with them.
 
-    It ends after `latency + seconds`, unless its `transfer` may share, or communication makes it
+    They end after `latency + seconds`, unless the `transfer` may share, or communication makes them
     `slowed`. `busy` says that the NICs attain less meanwhile.
     """
 
-    place: int
-    offsets: tuple[int, ...]
     latency: Seconds
     seconds: Seconds
     transfer: Transfer | None = None
-    queue: _Queue | None = None
+    queue: _Turns | None = None
     slowed: bool = False
     busy: bool = False
+
+
+_Step: TypeAlias = tuple[int, tuple[int, ...], _Work, bool]
+"""The place of an op in the body, its offsets, its work; whether its end is known at its start."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +61,7 @@ class _Span:
 
 
 @dataclass(eq=False, slots=True)
-class _Stream:
+class _Track:
     """How far a stream has come: to step `index` of the round that begins with instance `turn`.
 
     It has nothing else to do from `free` on, and computes in `span`, the last one that is known.
@@ -72,11 +75,11 @@ class _Stream:
 
 
 @dataclass(eq=False, slots=True)
-class _Task(Flow):
+class _Pending(Flow):
     """A collective, or a compute that is slowed down, and who waits for it."""
 
-    stream: _Stream = field(kw_only=True)
-    step: _Step = field(kw_only=True)
+    stream: _Track = field(kw_only=True)
+    work: _Work = field(kw_only=True)
 
 
 def run(
@@ -86,22 +89,22 @@ def run(
 
     `sharing` are the works that may share links or wait for their communicator, by number.
     """
-    return _Run(lowered, sharing).times(progress)
+    return _OneClass(lowered, sharing).times(progress)
 
 
-class _Run:
+class _OneClass:
     def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
         self.size = len(lowered.schedule.body)
         self.total = lowered.rounds * self.size
         self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
         self.slows = lowered.contend and lowered.cluster.interference > 0
         self.streams = _streams(lowered, sharing, slows=self.slows)
-        self.waiting: dict[int, list[_Stream]] = {}
+        self.waiting: dict[int, list[_Track]] = {}
         self.agenda = Agenda()
-        self.links = Links(lowered, self.agenda, self._done)
+        self.links = FairLinks(lowered, self.agenda, self._done)
         self.pace = 1.0 / (1.0 + lowered.cluster.interference)
         self.in_flight = 0
-        self.slowed: list[_Task] = []
+        self.slowed: list[_Pending] = []
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
         self._advance([*self.streams])
@@ -114,87 +117,94 @@ class _Run:
 
     # --- streams ----------------------------------------------------------------------------------
 
-    def _advance(self, streams: list[_Stream]) -> None:
+    def _advance(self, streams: list[_Track]) -> None:
         """Let streams run ahead as far as all is known, and those that wait for what they do."""
-        starts, ends, waiting = self.starts, self.ends, self.waiting
         while streams:
-            stream = streams.pop()
-            while stream.turn < self.total:
-                step = stream.steps[stream.index]
-                number, start = stream.turn + step.place, stream.free
-                for offset in step.offsets:
-                    if offset <= number:
-                        end = ends[number - offset]
-                        if end < 0:
-                            waiting.setdefault(number - offset, []).append(stream)
-                            break
-                        start = max(start, end)
-                else:
-                    starts[number] = start
-                    stream.index += 1
-                    if stream.index == len(stream.steps):
-                        stream.turn, stream.index = stream.turn + self.size, 0
-                    if self._goes_on(stream, step, number, start):
-                        ends[number] = stream.free
-                        if number in waiting:
-                            streams += waiting.pop(number)
-                        continue
-                break
+            streams += self._run_ahead(streams.pop())
 
-    def _goes_on(self, stream: _Stream, step: _Step, number: int, start: Seconds) -> bool:
-        """Whether the end of a step is known when it starts: then the stream is free."""
-        if step.transfer:
-            task = _Task(number, step.transfer.loads, stream=stream, step=step)
-            self.agenda.at(start, self._come, task)
-            return False
-        if step.slowed:
-            task = _Task(number, _NOWHERE, step.seconds, stream=stream, step=step)
-            self.agenda.at(start, self._compute, task)
-            return False
-        stream.free = start + step.latency + step.seconds
-        if step.busy:
-            if stream.span and stream.span.end == start:
-                stream.span.end = stream.free
+    def _run_ahead(self, stream: _Track) -> list[_Track]:
+        """Those that waited for what a stream has done."""
+        starts, ends, waiting, woken = self.starts, self.ends, self.waiting, list[_Track]()
+        steps, turn, index, free = stream.steps, stream.turn, stream.index, stream.free
+        while turn < self.total:
+            place, offsets, work, known = steps[index]
+            number, start = turn + place, free
+            for offset in offsets:
+                if offset <= number:
+                    end = ends[number - offset]
+                    if end > start:
+                        start = end
+                    elif end < 0:
+                        waiting.setdefault(number - offset, []).append(stream)
+                        break
             else:
-                stream.span = _Span(stream.free)
-                self.agenda.at(start, self._occupy, stream.span)
-        return True
+                starts[number] = start
+                index += 1
+                if index == len(steps):
+                    turn, index = turn + self.size, 0
+                if known:
+                    free = ends[number] = start + work.latency + work.seconds
+                    if work.busy:
+                        self._busy(stream, start, free)
+                    if number in waiting:
+                        woken += waiting.pop(number)
+                    continue
+                self._begin(stream, work, number, start)
+            break
+        stream.turn, stream.index, stream.free = turn, index, free
+        return woken
 
-    def _done(self, now: Seconds, task: _Task, _: int) -> None:
+    def _begin(self, stream: _Track, work: _Work, number: int, start: Seconds) -> None:
+        """Put what ends when others let it on the agenda."""
+        if work.transfer:
+            task = _Pending(number, work.transfer.loads, stream=stream, work=work)
+            self.agenda.at(start, self._come, task)
+        else:
+            task = _Pending(number, _NOWHERE, work.seconds, stream=stream, work=work)
+            self.agenda.at(start, self._compute, task)
+
+    def _busy(self, stream: _Track, start: Seconds, end: Seconds) -> None:
+        if stream.span and stream.span.end == start:
+            stream.span.end = end
+        else:
+            stream.span = _Span(end)
+            self.agenda.at(start, self._occupy, stream.span)
+
+    def _done(self, now: Seconds, task: _Pending, _: int) -> None:
         self.ends[task.number] = task.stream.free = now
         self._advance([task.stream, *self.waiting.pop(task.number, ())])
-        if self.slows and task.step.transfer:
+        if self.slows and task.work.transfer:
             self._count(now, -1)
-        if queue := task.step.queue:
+        if queue := task.work.queue:
             queue.running = False
             self._next(now, queue)
 
     # --- communicators ----------------------------------------------------------------------------
 
-    def _come(self, now: Seconds, task: _Task, _: int) -> None:
-        if queue := task.step.queue:
+    def _come(self, now: Seconds, task: _Pending, _: int) -> None:
+        if queue := task.work.queue:
             heappush(queue.ready, (task.number, task))
             self._next(now, queue)
         else:
             self._start(now, task)
 
-    def _next(self, now: Seconds, queue: _Queue) -> None:
+    def _next(self, now: Seconds, queue: _Turns) -> None:
         """Start the collective issued first, once nothing else happens at this instant."""
         if self.agenda.is_free(now):
             self._launch(now, queue, 0)
         else:
             self.agenda.at(now, self._launch, queue, priority=LAST)
 
-    def _launch(self, now: Seconds, queue: _Queue, _: int) -> None:
+    def _launch(self, now: Seconds, queue: _Turns, _: int) -> None:
         if queue.ready and not queue.running:
             queue.running = True
             self._start(now, heappop(queue.ready)[1])
 
-    def _start(self, now: Seconds, task: _Task) -> None:
-        assert task.step.transfer
+    def _start(self, now: Seconds, task: _Pending) -> None:
+        assert task.work.transfer
         if self.slows:
             self._count(now, 1)
-        self.links.transfer(now, task, task.step.transfer)
+        self.links.transfer(now, task, task.work.transfer)
 
     # --- communication and computing slow each other down -----------------------------------------
 
@@ -205,16 +215,16 @@ class _Run:
             for task in self.slowed:
                 self._go_on(now, task)
 
-    def _compute(self, now: Seconds, task: _Task, _: int) -> None:
+    def _compute(self, now: Seconds, task: _Pending, _: int) -> None:
         self.links.occupy(now, 1)
         self.slowed.append(task)
         self._go_on(now, task)
 
-    def _go_on(self, now: Seconds, task: _Task) -> None:
+    def _go_on(self, now: Seconds, task: _Pending) -> None:
         end = task.set_rate(now, self.pace if self.in_flight else 1.0)
         self.agenda.at(end, self._computed, task, task.version)
 
-    def _computed(self, now: Seconds, task: _Task, version: int) -> None:
+    def _computed(self, now: Seconds, task: _Pending, version: int) -> None:
         if version == task.version:
             self.slowed.remove(task)
             self.links.occupy(now, -1)
@@ -235,25 +245,28 @@ _NOWHERE: Mapping[object, float] = MappingProxyType({})
 """The links of a compute."""
 
 
-def _streams(lowered: Lowered, sharing: set[int], *, slows: bool) -> list[_Stream]:
+def _streams(lowered: Lowered, sharing: set[int], *, slows: bool) -> list[_Track]:
     """The steps of every stream; `slows` says that communication slows computing down."""
     schedule = lowered.schedule
-    queues: dict[Group, _Queue] = {
-        group: _Queue() for group, (one,) in lowered.communicators.items() if one.exclusive
+    queues: dict[Group, _Turns] = {
+        group: _Turns() for group, (one,) in lowered.communicators.items() if one.exclusive
     }
-    costs: dict[int, tuple[Any, ...]] = {}
-    streams = {stream: _Stream() for stream in schedule.streams}
+    works: dict[int, _Work] = {}
+    streams = {stream: _Track() for stream in schedule.streams}
     for place, (op, offsets, number) in enumerate(
         zip(schedule.body, schedule.offsets, schedule.work_numbers, strict=True)
     ):
-        if number not in costs:
-            seconds = lowered.seconds[place] * lowered.classes[0].slowdown
-            contends = lowered.contend and seconds > 0
-            costs[number] = 0.0, seconds, None, None, contends and slows, contends and not slows
+        if number not in works:
             if isinstance(op.work, Collective):
                 (one,) = lowered.transfers[place]
-                meets = number in sharing or slows
-                queue = queues.get(op.work.group)
-                costs[number] = one.latency, one.alone, *((one, queue) if meets else ())
-        streams[op.stream].steps.append(_Step(place, offsets, *costs[number]))
+                shared = (one, queues.get(op.work.group)) if number in sharing or slows else ()
+                works[number] = _Work(one.latency, one.alone, *shared)
+            else:
+                seconds = lowered.seconds[place] * lowered.classes[0].slowdown
+                contends = lowered.contend and seconds > 0
+                slowed, busy = contends and slows, contends and not slows
+                works[number] = _Work(0.0, seconds, slowed=slowed, busy=busy)
+        work = works[number]
+        known = not work.transfer and not work.slowed
+        streams[op.stream].steps.append((place, offsets, work, known))
     return list(streams.values())
