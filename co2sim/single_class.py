@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from co2sim.flows import LAST, Agenda, Flow, FairLinks
+from co2sim.flows import LAST, Agenda, FairLinks, Flow
 from co2sim.lowering import Lowered, Times, Transfer
 from co2sim.schedule import Collective, Group
 from co2sim.units import Seconds
