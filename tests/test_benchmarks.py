@@ -152,6 +152,53 @@ def test_the_speed_table_says_which_targets_are_met(monkeypatch: pytest.MonkeyPa
     assert (cells["target"], cells["met"]) == ("<= 10 s, <= 2 GiB", "no")
 
 
+CALCULON = """
+class Application:
+    def __init__(self, given): self.given = given
+class Execution:
+    from_json = staticmethod(dict)
+class Llm:
+    Application, Execution = Application, Execution
+    def __init__(self, model, logger): self.model = model.given
+    def compile(self, hardware, execution): hardware.done = [self.model, execution]
+    def run(self, hardware): hardware.done.append("run")
+"""
+
+
+def test_peers_run_in_turn_with_us_where_they_are_and_say_why_where_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins of a checkout and a command are timed as ratios; what is broken says so."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import speed  # noqa: PLC0415 - as above
+    import speed_peers  # type: ignore[import-not-found]  # noqa: PLC0415
+
+    monkeypatch.delenv("CALCULON", raising=False)
+    monkeypatch.delenv("ASTRA_SIM", raising=False)
+    assert speed_peers.found() == dict.fromkeys(
+        ("Calculon", "SimuMax", "ASTRA-sim"), speed_peers.ABSENT
+    )
+    files = {
+        "calculon/__init__.py": "",
+        "calculon/llm.py": CALCULON,
+        "calculon/system.py": "class System:\n    def __init__(self, given): pass\n",
+        "models/llama2-7b.json": "{}",
+        "examples/3072_t1_p1_d1_mbs1_full.json": "{}",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("CALCULON", str(tmp_path))
+    monkeypatch.setenv("ASTRA_SIM", f"{sys.executable} -c pass")
+    assert str(speed_peers.found()["Calculon"]).startswith("cannot be run: FileNotFoundError")
+    (tmp_path / "systems").mkdir()
+    (tmp_path / "systems/a100_80e.json").write_text("{}")
+    ours, calculon, simumax, astra = speed.beside_peers(1)
+    assert ours["ratio"] == "1.00"
+    assert 0 <= float(calculon["ratio"]) < 1 < float(astra["ratio"])
+    assert simumax == {"what": "SimuMax", "median": "not installed", "range": "", "ratio": ""}
+
+
 def test_without_out_a_long_run_goes_to_the_results_and_a_quick_one_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
