@@ -20,7 +20,7 @@ def warnings(
 
     `tried` is the step time of another strategy, by simulation.
     """
-    job, layout = prepared.job, prepared.cluster.layout
+    job, layout = prepared.job.share, prepared.layout
     found = _ahead(prepared.strategy, job, layout)
     if not found:
         return ()

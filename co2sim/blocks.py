@@ -1,6 +1,7 @@
 """A model as a chain of blocks, each with its parameters, FLOP, products and activations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from co2sim.schedule import Product
 from co2sim.units import Bytes, Flops
@@ -52,6 +53,27 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Division:
+    """What `ranks` that divide a block exchange in a pass over it (tensor parallelism).
+
+    `elements` are those of the block's input in a sample. A forward pass needs the whole of it for
+    `inputs` products and sums up the results of `outputs` products; a backward pass does so the
+    other way round. `rows` of logits are compared over the whole vocabulary by a loss. With
+    `sequence` every rank holds a part of the sequence between the products.
+
+    Source: Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3 (the operators f and g);
+    with `sequence` Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2.
+    """
+
+    ranks: int
+    sequence: bool
+    elements: int
+    inputs: int
+    outputs: int
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The unit of communication and of the schedule: an embedding, a layer, a head.
 
@@ -60,7 +82,8 @@ class Block:
     pass needs of one sample in a 2-byte type, but for scores and logits; `boundary_bytes` is the
     block's input. `products` are its matrix products in forward order and `calls` how many
     operations a framework issues for a forward pass (0: both not known). `logits` are the elements
-    of an output over a vocabulary, `tied` the parameters of another block that it uses.
+    of an output over a vocabulary, `tied` the parameters of another block that it uses. A block
+    with a `division` is the part of one of several ranks.
     """
 
     name: str
@@ -73,6 +96,7 @@ class Block:
     calls: int = 0
     logits: int = 0
     tied: int = 0
+    division: Division | None = None
 
     @property
     def parameters(self) -> int:
@@ -82,12 +106,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1)."""
+    """A model as a chain of blocks. A sample holds `tokens` units (tokens, or images: 1).
+
+    `shape` is what `architecture` made the blocks of, as plain values: a network can be divided
+    among tensor-parallel ranks where it is known.
+    """
 
     name: str
     blocks: tuple[Block, ...]
     tokens: int
     unit: str = "token"
+    shape: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def parameters(self) -> int:

@@ -19,6 +19,7 @@ from co2sim.prepared import Prepared, scheduled
 from co2sim.schedule import DType
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.step import title
+from co2sim.tensor_parallel import data_layout
 from co2sim.workload import (
     AttentionKernel,
     Checkpointing,
@@ -32,6 +33,7 @@ from co2sim.workload import (
 _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
 _MOST_GPUS = 10_000_000
+_MOST_TP = 1024
 _MOST_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
 _MOST_ROUNDS = 1_000_000
@@ -46,7 +48,9 @@ class Case:
     `precision` to bf16, or fp16 where the GPU has no bf16. `global_batch` (samples per step over
     all GPUs) sets `accumulation`. `overrides` maps dotted paths of the cluster, or of the model
     behind "model.", to texts with units. `rounds` is how many rounds are averaged (default 1, or 10
-    with jitter). `interval` says whether further simulations may be spent on the interval.
+    with jitter). `interval` says whether further simulations may be spent on the interval. `tp`
+    GPUs of a node share every layer, and train on the same samples; with `sequence_parallel` they
+    divide the sequence between matrix products, too.
 
     Values are converted where they are unambiguous: counts may be 16.0, "16" or NumPy's, names may
     be paths, overrides plain numbers. Raises OptionError for others, and for counts out of range.
@@ -58,6 +62,8 @@ class Case:
     gpus: Annotated[int | None, Within((1, _MOST_GPUS))] = None
     micro_batch: int = 1
     accumulation: int = 1
+    tp: Annotated[int, Within((1, _MOST_TP))] = 1
+    sequence_parallel: bool = False
     global_batch: Annotated[int | None, Within((1, _MOST_SAMPLES))] = None
     precision: str | None = None
     attention: AttentionKernel = "flash"
@@ -121,7 +127,7 @@ class Case:
             assumed=(
                 *assumed(cluster, model),
                 *beyond_the_file(cluster.value, sized),
-                *beyond_the_table(sized.gpu, job),
+                *beyond_the_table(sized.gpu, job.share),
             ),
         )
 
@@ -135,27 +141,30 @@ class Case:
         return Workload(
             model=model,
             micro_batch=self.micro_batch,
-            accumulation=self._accumulation(cluster.layout.world_size),
+            accumulation=self._accumulation(data_layout(cluster.layout, self.tp).world_size),
             precision=DType(precision),
             attention=self.attention,
             recompute=self.recompute,
             checkpointing=self.checkpointing,
             loss=self.loss,
             optimizer=self.optimizer,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
         )
 
-    def _accumulation(self, gpus: int) -> int:
+    def _accumulation(self, groups: int) -> int:
         if self.global_batch is None:
             return self.accumulation
         if self.accumulation != 1:
             raise OptionError(
                 "give accumulation or global_batch, not both: one follows from the other"
             )
-        per_micro_step = gpus * self.micro_batch
+        per_micro_step = groups * self.micro_batch
+        who = "GPUs" if self.tp == 1 else f"groups of {self.tp} GPUs"
         if per_micro_step < 1 or self.global_batch % per_micro_step:
             raise OptionError(
-                f"global_batch={self.global_batch} is not a multiple of {gpus} GPUs x micro_batch="
-                f"{self.micro_batch} = {per_micro_step}"
+                f"global_batch={self.global_batch} is not a multiple of {groups} {who} x"
+                f" micro_batch={self.micro_batch} = {per_micro_step}"
             )
         return self.global_batch // per_micro_step
 

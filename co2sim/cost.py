@@ -58,8 +58,8 @@ def _footprint(work: Collective, cluster: Cluster) -> Footprint:
     size = work.bytes
     if at.members == 1:
         return Footprint(0.0, 0.0, 0.0, 0.0, 0.0, 1, 1)
-    if work.group == LEADERS:
-        return _led(replace(work, group=PEERS), cluster)
+    if work.group.name == LEADERS.name:
+        return _led(replace(work, group=replace(work.group, name=PEERS.name)), cluster)
     match work.kind:
         case Kind.ALL_TO_ALL:
             return _pairwise(size, at, cluster)
@@ -104,10 +104,11 @@ def _carried(found: Footprint, by: Protocol, cluster: Cluster) -> Footprint:
 def _led(work: Collective, cluster: Cluster) -> Footprint:
     """What the first ranks of all nodes do: as peers would, but one group has the NICs alone.
 
-    With several ranks in a node it enters and leaves the node at the same one.
+    With several ranks in a node it enters and leaves the node at the same one. Of groups with a
+    stride there are as many in a node.
     """
     found = _footprint(work, cluster)
-    g = cluster.gpus_per_node
+    g = cluster.gpus_per_node // work.group.stride
     relay = cluster.inter.relay_efficiency if g > 1 else 1.0
     return replace(
         found,

@@ -86,31 +86,31 @@ def _folds(
     """
     equal = _equal(slowdowns)
     mixed = any(_mixes(group, layout) for group in schedule.groups)
-    led = layout.gpus_per_node > 1 and LEADERS in schedule.groups
+    led = layout.gpus_per_node > 1 and any(one.name == LEADERS.name for one in schedule.groups)
     ahead = led and not _await_leaders(schedule)
     return allowed and not ahead and (equal or not mixed)
 
 
 def _mixes(group: Group, layout: Layout) -> bool:
     """Whether only some nodes meet in a group, and not those of one place in every node."""
-    if group in {SITE, SITE_PEERS}:
+    if group.name in {SITE.name, SITE_PEERS.name}:
         return 1 < layout.sites < layout.nodes
     return bool(group.ranks) and leaves_node(group, layout)
 
 
 def _await_leaders(schedule: Schedule) -> bool:
     """Whether all that follows what leaders do is a collective of the node, for them and others."""
-    led = {op.name for op in schedule.body if _group(op) == LEADERS}
+    led = {op.name for op in schedule.body if _meets(op, LEADERS)}
     following = []
     for stream in schedule.streams:
         row = [op for op in schedule.body if op.stream == stream]
         following += [b for a, b in zip(row, row[1:] + row[:1], strict=True) if a.name in led]
     following += [op for op in schedule.body if any(wait.op in led for wait in op.after)]
-    return all(_group(op) == NODE for op in following)
+    return all(_meets(op, NODE) for op in following)
 
 
-def _group(op: Op) -> Group | None:
-    return op.work.group if isinstance(op.work, Collective) else None
+def _meets(op: Op, kind: Group) -> bool:
+    return isinstance(op.work, Collective) and op.work.group.name == kind.name
 
 
 def leaves_node(group: Group, layout: Layout) -> bool:

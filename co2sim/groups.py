@@ -35,20 +35,47 @@ class Layout:
         """Number of ranks at one site."""
         return self.world_size // self.sites
 
+    def strided(self, stride: int) -> "Layout":
+        """The layout in which `stride` consecutive ranks of a node count as one.
+
+        Raises ScheduleError where they do not divide the ranks of a node.
+        """
+        if stride == 1:
+            return self
+        whole("stride", stride, 1, error=ScheduleError)
+        if self.gpus_per_node % stride:
+            raise ScheduleError(
+                f"groups of {stride} ranks do not divide the {self.gpus_per_node} GPUs of a node"
+            )
+        return Layout(self.nodes, self.gpus_per_node // stride, self.sites)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Which ranks meet in a collective; `ranks` is the size of blocks, 0 where these are nodes."""
+    """Which ranks meet in a collective; `ranks` is the size of blocks, 0 where these are nodes.
+
+    `stride` consecutive ranks count as one in it: as many groups of the kind lie side by side, each
+    with the ranks of one place in their strides.
+    """
 
     name: str
     ranks: int = 0
+    stride: int = 1
 
     def __str__(self) -> str:
-        """`world`, `node`, `site`, `peers`, `site_peers`, `leaders`, `block(4)` or `peers(4)`."""
-        return f"{self.name}({self.ranks})" if self.ranks else self.name
+        """`world`, `node`, `site`, `peers`, `site_peers`, `leaders`, `block(4)` or `peers(4)`.
+
+        With a stride of 8 `world/8`, `block(4)/8`.
+        """
+        name = f"{self.name}({self.ranks})" if self.ranks else self.name
+        return f"{name}/{self.stride}" if self.stride > 1 else name
 
     def members(self, rank: int, layout: Layout) -> range:
         """Ranks of the group that `rank` belongs to, in ring order."""
+        if self.stride > 1:
+            place, by = rank % self.stride, self.stride
+            found = Group(self.name, self.ranks).members(rank // by, layout.strided(by))
+            return range(found.start * by + place, found.stop * by, found.step * by)
         g, n = layout.gpus_per_node, layout.world_size
         size = self.ranks or (layout.ranks_per_site if self.name.startswith("site") else g)
         match self.name:
@@ -60,7 +87,7 @@ class Group:
                 return range(rank % size, n, size)
             case "leaders":
                 return range(rank, rank + 1) if rank % g else range(0, n, g)
-            case "block" if self.ranks and n % size == 0:
+            case "block" | "tensor" if self.ranks and n % size == 0:
                 return range(rank // size * size, rank // size * size + size)
         raise ScheduleError(f"group {self} does not divide {n} ranks")
 
@@ -87,3 +114,8 @@ def block(ranks: int) -> Group:
 def peers_of_blocks(ranks: int) -> Group:
     """The ranks with the same place in every block of `ranks` consecutive ranks."""
     return Group("peers", ranks)
+
+
+def tensor(ranks: int) -> Group:
+    """Tensor-parallel groups: blocks of `ranks` consecutive ranks that hold a model together."""
+    return Group("tensor", ranks)

@@ -92,6 +92,7 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
     The busiest and the longest waiting rank count; where the first ranks of nodes do something
     alone, the others wait for what these do, so that only the waits of these count.
     """
+    led = next((one for one in schedule.groups if one.name == LEADERS.name), None)
     totals = [
         (_busy(come, ends, during), _busy(starts, come, during))
         for starts, come, ends in _meetings(trace, schedule, during.start)
@@ -101,7 +102,7 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
         waiting=max(
             waiting
             for rank, (_, waiting) in zip(trace.ranks, totals, strict=True)
-            if LEADERS not in schedule.groups or not rank % trace.layout.gpus_per_node
+            if led is None or rank % trace.layout.gpus_per_node < led.stride
         ),
     )
 

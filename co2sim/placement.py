@@ -33,7 +33,7 @@ def placement(group: Group, cluster: Cluster) -> Placement:
     per_node = max(1, min(len(members), layout.gpus_per_node // members.step))
     on_site = layout.gpus_per_node * cluster.nodes_per_site // members.step
     per_site = max(1, min(len(members), on_site))
-    block = group.ranks  # other groups are spread evenly on any layout
+    block = group.ranks * group.stride  # other groups are spread evenly on any layout
     if block and not (
         _divides(block, layout.gpus_per_node)
         and _divides(block, layout.gpus_per_node * cluster.nodes_per_site)

@@ -10,13 +10,14 @@ from co2sim import metrics
 from co2sim.catalog import Fact
 from co2sim.cluster import Cluster
 from co2sim.cost import peak_flops, traffic
-from co2sim.errors import Co2simError, ScheduleError
+from co2sim.errors import Co2simError, OptionError, ScheduleError
 from co2sim.memory import activations, allocated, overhead
 from co2sim.recent import Recent
 from co2sim.result import Result
 from co2sim.schedule import Layout, Schedule
 from co2sim.strategies import STRATEGIES, Strategy
 from co2sim.strategies.step import title
+from co2sim.tensor_parallel import data_layout, divided
 from co2sim.trace import Trace
 from co2sim.units import Bytes
 from co2sim.workload import Workload
@@ -43,13 +44,17 @@ class Prepared:
         """Of the job."""
         return self.job.precision
 
+    @property
+    def layout(self) -> Layout:
+        """Of data parallelism: tensor-parallel GPUs count as one rank."""
+        return data_layout(self.cluster.layout, self.job.tp)
+
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU by item, and in all."""
-        layout = self.cluster.layout
-        items = of_strategy(self.strategy, self.strategy.memory, self.job, layout)
-        items = items | activations(self.job)
+        items = of_strategy(self.strategy, self.strategy.memory, self.job.share, self.layout)
+        items = items | activations(self.job.share)
         if self.cluster.backend == "nccl":  # Gloo is for processors, which have no context
-            items = items | overhead(items, self.schedule.groups, layout)
+            items = items | overhead(items, self.schedule.groups, self.cluster.layout)
         return items | {"total": sum(items.values())}
 
     @property
@@ -67,7 +72,7 @@ class Prepared:
         comm = metrics.communication(trace, schedule, during)
         gpus = cluster.layout.world_size
         step_time = round_time / schedule.steps
-        samples = gpus * job.samples_per_gpu / step_time
+        samples = gpus // job.tp * job.samples_per_gpu / step_time
         tokens = samples * job.model.tokens
         model_flops = samples * job.model.flops_per_sample / gpus
         sent = traffic(schedule, cluster)
@@ -83,7 +88,9 @@ class Prepared:
             nodes=cluster.nodes,
             micro_batch=job.micro_batch,
             accumulation=job.accumulation,
-            tokens_per_gpu_per_step=job.samples_per_gpu * job.model.tokens,
+            tp=job.tp,
+            sequence_parallel=job.sequence_parallel,
+            tokens_per_gpu_per_step=_each(job.samples_per_gpu * job.model.tokens, job.tp),
             precision=str(job.precision),
             steps_per_round=schedule.steps,
             round_time_s=round_time,
@@ -122,14 +129,31 @@ def scheduled(strategy: Strategy, job: Workload, layout: Layout) -> tuple[Worklo
     A strategy of the user's own is asked each time.
     """
     if type(strategy) not in STRATEGIES.values():
-        return job, of_strategy(strategy, strategy.schedule, job, layout)
+        return job, schedule_of(strategy, job, layout)
     given = title(strategy), strategy, job, layout
     known = _SCHEDULES.find(given)
     if known is None:
-        known = job, of_strategy(strategy, strategy.schedule, job, layout)
+        known = job, schedule_of(strategy, job, layout)
         if len(known[1].body) <= _MOST_OPS:
             _SCHEDULES.keep(given, known)
     return known
+
+
+def _each(tokens: int, gpus: int) -> float:
+    """What each of some GPUs has of tokens: a whole number wherever it is one."""
+    return tokens // gpus if tokens % gpus == 0 else tokens / gpus
+
+
+def schedule_of(strategy: Strategy, job: Workload, layout: Layout) -> Schedule:
+    """What every rank does in a round of a job on GPUs of a layout."""
+    among = data_layout(layout, job.tp)
+    try:
+        found = of_strategy(strategy, strategy.schedule, job.share, among)
+    except OptionError as error:
+        if job.tp == 1:
+            raise
+        raise OptionError(f"{error} ({job.tp} GPUs that share layers count as one)") from error
+    return divided(found, job.tp)
 
 
 def of_strategy(

@@ -41,7 +41,9 @@ class Result:
     nodes: int
     micro_batch: int
     accumulation: int
-    tokens_per_gpu_per_step: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    tokens_per_gpu_per_step: int | float
     precision: str
     steps_per_round: int
     round_time_s: Seconds

@@ -28,6 +28,7 @@ from co2sim.groups import (
     Layout,
     block,
     peers_of_blocks,
+    tensor,
 )
 from co2sim.notebook import SHOWN, card, charts
 from co2sim.ranges import whole
@@ -37,6 +38,7 @@ from co2sim.work import (
     Collective,
     Compute,
     DType,
+    Exchanges,
     FusedAttention,
     Kernels,
     Kind,
@@ -59,6 +61,7 @@ __all__ = [
     "Collective",
     "Compute",
     "DType",
+    "Exchanges",
     "FusedAttention",
     "Group",
     "Instance",
@@ -71,6 +74,7 @@ __all__ = [
     "Work",
     "block",
     "peers_of_blocks",
+    "tensor",
 ]
 
 

@@ -32,6 +32,8 @@ class JobOptions(TypedDict, total=False):
 
     micro_batch: Count
     accumulation: Count
+    tp: Count
+    sequence_parallel: bool
     global_batch: Count | None
     precision: str | None
     attention: AttentionKernel
@@ -64,6 +66,8 @@ def simulate(  # noqa: PLR0913 - one keyword per field
     gpus: Count | None = None,
     micro_batch: Count = 1,
     accumulation: Count = 1,
+    tp: Count = 1,
+    sequence_parallel: bool = False,
     global_batch: Count | None = None,
     precision: str | None = None,
     attention: AttentionKernel = "flash",
@@ -91,6 +95,9 @@ def simulate(  # noqa: PLR0913 - one keyword per field
         gpus: How many; default: the whole cluster. More than it has is a what-if.
         micro_batch: Samples per GPU and micro-step.
         accumulation: Micro-steps per optimizer step.
+        tp: GPUs of a node that share every layer (tensor parallelism), and train on the same
+            samples: `micro_batch` is that of all of them. It combines with every strategy.
+        sequence_parallel: Let them divide the sequence between matrix products, too.
         global_batch: Samples per optimizer step over all GPUs, instead of `accumulation`.
         precision: "bf16", "fp16" or "fp32"; default: bf16 if the GPU has it, else fp16.
         attention: "flash" (one kernel, scores are never kept) or "eager".
@@ -204,6 +211,7 @@ def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | 
         tokens_per_s=result.tokens_per_s,
         exposed_share=result.exposed_share,
         again=again,
+        tp=prepared.job.tp,
     ).interval(case.interval)
     return replace(
         result,

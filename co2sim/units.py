@@ -231,6 +231,6 @@ def timespan(seconds: Seconds) -> str:
     return duration(seconds)
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: float, noun: str) -> str:
     """A count with its noun: "1 node", "1,024 nodes"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -105,7 +105,8 @@ class Compute:
     """Local work: looked up by `kernel` when run, costed by FLOP and bytes of memory traffic.
 
     `kernels` says what it consists of, for GPUs whose kernels are known (`co2sim.cost`). `parts`
-    are works that it does one after the other; the other fields then hold their sums.
+    are works that it does one after the other; the other fields then hold their sums. `exchanges`
+    are those of tensor-parallel ranks: `tensor_parallel` makes ops of them, and nothing else does.
     """
 
     kernel: str
@@ -113,6 +114,7 @@ class Compute:
     memory_bytes: Bytes = 0.0
     kernels: Kernels | None = None
     parts: tuple["Compute", ...] = ()
+    exchanges: "Exchanges | None" = None
 
     def __post_init__(self) -> None:
         """Refuse negative or infinite work."""
@@ -171,6 +173,26 @@ class Collective:
         root = f", root {self.root}" if self.root else ""
         what = f"{self.buffer}: {self.elements} {self.dtype}{scales}"
         return f"{self.kind}({what}) over {self.group}{root}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """What a pass exchanges with other ranks: `before` it, `beside` it, and `behind` it, in turn.
+
+    What follows on the pass's stream waits for all of them.
+    """
+
+    before: tuple[Collective, ...] = ()
+    beside: tuple[Collective, ...] = ()
+    behind: tuple[Collective, ...] = ()
+
+    def then(self, other: "Exchanges") -> "Exchanges":
+        """Those of two passes that are one op: what lies between the two comes behind it."""
+        return Exchanges(
+            self.before,
+            (*self.beside, *other.beside),
+            (*self.behind, *other.before, *other.behind),
+        )
 
 
 Work: TypeAlias = Compute | Collective

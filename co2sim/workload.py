@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from co2sim.architecture import part_of
 from co2sim.blocks import Block, MatMul, Model, Scores
+from co2sim.errors import OptionError
+from co2sim.exchanges import Pass, exchanged
 from co2sim.ranges import whole
-from co2sim.schedule import Compute, DType, FusedAttention, Kernels
+from co2sim.schedule import Compute, DType, Exchanges, FusedAttention, Kernels
 from co2sim.units import Bytes, Flops
 
 __all__ = [
@@ -83,7 +86,8 @@ class Workload:
 
     `micro_batch` is samples per GPU and micro-step, `accumulation` micro-steps per optimizer step.
     `attention`, `recompute`, `checkpointing` and `loss` are what the training framework does; the
-    defaults are those of most of them today.
+    defaults are those of most of them today. `tp` tensor-parallel GPUs hold the model together, and
+    count as one for the batch; with `sequence_parallel` they divide the sequence between products.
     """
 
     model: Model
@@ -95,11 +99,15 @@ class Workload:
     checkpointing: Checkpointing = "non_reentrant"
     loss: Loss = "fused"
     optimizer: Optimizer = "adamw"
+    tp: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Refuse batches that are not positive."""
-        for name in ("micro_batch", "accumulation"):
+        for name in ("micro_batch", "accumulation", "tp"):
             object.__setattr__(self, name, whole(name, getattr(self, name), 1, _MOST_SAMPLES))
+        if self.sequence_parallel and self.tp == 1:
+            raise OptionError("sequence_parallel=true needs tp of 2 or more: it divides no more")
 
     @property
     def parameters(self) -> int:
@@ -108,8 +116,19 @@ class Workload:
 
     @property
     def samples_per_gpu(self) -> int:
-        """Samples that one GPU sees in an optimizer step."""
+        """Samples that one GPU sees in an optimizer step: of tensor-parallel ones all the same."""
         return self.micro_batch * self.accumulation
+
+    @cached_property
+    def share(self) -> "Workload":
+        """What one GPU does of it: its part of every block, and the exchanges between them.
+
+        Raises OptionError for a model that cannot be divided so.
+        """
+        if self.tp == 1:
+            return self
+        part = part_of(self.model, self.tp, sequence=self.sequence_parallel)
+        return replace(self, model=part, tp=1, sequence_parallel=False)
 
     def works(self) -> tuple[BlockWork, ...]:
         """Forward and backward work of every block; equal blocks share their works.
@@ -153,14 +172,22 @@ class Workload:
         weights = (
             block.parameters * self.precision.bytes if flops else 0.0
         )  # a look-up reads only rows
+        again: list[Pass] = ["recompute"] if self.repeats(block) else []
         traffic = weights + 2 * self._written(block) * self.precision.bytes / 2 * self.micro_batch
         return (
-            Compute("forward", flops, traffic, self._kernels(block, 1)),
+            Compute(
+                "forward",
+                flops,
+                traffic,
+                self._kernels(block, 1),
+                exchanges=self._exchanges(block, "forward"),
+            ),
             Compute(
                 "backward",
                 2 * flops + repeated,
                 2 * traffic,
                 self._kernels(block, 2, again=self.repeats(block)),
+                exchanges=self._exchanges(block, *again, "backward"),
             ),
         )
 
@@ -218,14 +245,24 @@ class Workload:
         """A backward pass with full recomputation in two: the forward pass again, then the rest."""
         forward, whole = work.forward, work.backward
         return (
-            replace(forward, kernel="recompute", kernels=self._kernels(work.block, 0, again=True)),
+            replace(
+                forward,
+                kernel="recompute",
+                kernels=self._kernels(work.block, 0, again=True),
+                exchanges=self._exchanges(work.block, "recompute"),
+            ),
             Compute(
                 "backward",
                 whole.flops - forward.flops,
                 whole.memory_bytes,
                 self._kernels(work.block, 2),
+                exchanges=self._exchanges(work.block, "backward"),
             ),
         )
+
+    def _exchanges(self, block: Block, *passes: Pass) -> Exchanges | None:
+        early = self.checkpointing == "non_reentrant"
+        return exchanged(block.division, passes, self.micro_batch, self.precision, early)
 
     @property
     def hardware_flops_per_sample(self) -> Flops:

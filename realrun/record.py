@@ -40,6 +40,7 @@ _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
 """Fields of `Case` that are applied to cluster and model before a run, or that only simulate."""
 _PLAIN = tuple(field for field in fields(Case) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
 """The other fields of `Case`, kept as they are."""
+_LATER = ("tp", "sequence_parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +128,10 @@ def _read(folder: Path) -> Record:
 
 
 def _plain(run: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
-    """What run.json holds of a field; older ones lack what can be None."""
-    return run.get(field.name) if field.default is None else run[field.name]
+    """What run.json holds of a field; older ones lack what can be None, and tensor parallelism."""
+    if field.default is None or field.name in _LATER:
+        return run.get(field.name, field.default)
+    return run[field.name]
 
 
 def _dotted(place: Place) -> str:

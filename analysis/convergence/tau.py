@@ -138,7 +138,7 @@ def _timing(
     prepared: Prepared, round_time: Seconds, exposed: Seconds | None, source: str
 ) -> Timing:
     strategy = averaging(prepared.strategy)
-    layout = prepared.cluster.layout
+    layout = prepared.layout
     return Timing(
         tau=round_steps(strategy),
         round_time=round_time,

@@ -142,7 +142,9 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         str | None,
         typer.Option(help="Samples per GPU and micro-step, such as 1,2,4; default: powers of two."),
     ] = None,
-    global_batch: options.GlobalBatch = None,
+    tp: training.Tp = 1,
+    sequence_parallel: training.SequenceParallel = False,  # noqa: FBT002
+    global_batch: training.GlobalBatch = None,
     recompute: Annotated[
         str, typer.Option(help="Activations to recompute: none, selective, full, or several.")
     ] = ",".join(RECOMPUTES),
@@ -152,7 +154,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
             help="Memory to leave free. Measured peaks lie within 10 % of predicted ones."
         ),
     ] = "10%",
-    precision: options.Precision = None,
+    precision: training.Precision = None,
     attention: training.Attention = "flash",
     checkpointing: training.Checkpointing = "non_reentrant",
     loss: training.Loss = "fused",
@@ -172,6 +174,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         cluster="",
         model=model,
         strategy="",
+        tp=tp,
+        sequence_parallel=sequence_parallel,
         global_batch=global_batch,
         precision=precision,
         attention=attention,  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from co2sim.case import Case
 from co2sim.console.tables import print_lines, print_table
 from co2sim.errors import Co2simError, OptionError
 from co2sim.memory import model_states
-from co2sim.prepared import Prepared
+from co2sim.prepared import Prepared, schedule_of
 from co2sim.schedule import Schedule
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
@@ -51,7 +51,7 @@ class Alternative:
 
 def largest(prepared: Prepared) -> str:
     """The largest item of memory, and what makes it smaller, in a line."""
-    memory, job = prepared.memory(), prepared.job
+    memory, job = prepared.memory(), prepared.job.share
     name = max((item for item in memory if item != "total"), key=lambda item: memory[item])
     idle = {f"--recompute {job.recompute}", f"--loss {job.loss}"}
     if job.micro_batch == 1:
@@ -123,7 +123,7 @@ def alternatives(prepared: Prepared, asked: Strategy) -> Iterator[Alternative]:
             continue
         try:
             if text not in schedules:
-                schedules[text] = strategies[text].schedule(job, layout)
+                schedules[text] = schedule_of(strategies[text], job, layout)
             found = replace(
                 prepared,
                 strategy=strategies[text],

@@ -10,7 +10,18 @@ import typer
 
 from co2sim import convert
 from co2sim.case import Case
-from co2sim.console.training import Attention, Checkpointing, Loss, Optimizer, Recompute
+from co2sim.console.training import (
+    Accumulation,
+    Attention,
+    Checkpointing,
+    GlobalBatch,
+    Loss,
+    Optimizer,
+    Precision,
+    Recompute,
+    SequenceParallel,
+    Tp,
+)
 from co2sim.errors import OptionError, UnitError
 from co2sim.noise import Noise
 from co2sim.ranges import parse_number
@@ -82,24 +93,6 @@ MicroBatch = Annotated[
     typer.Option(
         parser=whole("--micro-batch"), metavar="N", help="Samples per GPU and micro-step."
     ),
-]
-Accumulation = Annotated[
-    int,
-    typer.Option(
-        parser=whole("--accumulation"), metavar="N", help="Micro-steps per optimizer step."
-    ),
-]
-GlobalBatch = Annotated[
-    int | None,
-    typer.Option(
-        parser=whole("--global-batch"),
-        metavar="N",
-        help="Samples per optimizer step over all GPUs; sets the accumulation.",
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16."),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -195,6 +188,8 @@ def _job(  # noqa: PLR0913 - one parameter per option
     *,
     micro_batch: MicroBatch = 1,
     accumulation: Accumulation = 1,
+    tp: Tp = 1,
+    sequence_parallel: SequenceParallel = False,
     global_batch: GlobalBatch = None,
     precision: Precision = None,
     attention: Attention = "flash",
@@ -211,6 +206,8 @@ def _job(  # noqa: PLR0913 - one parameter per option
         strategy="",
         micro_batch=micro_batch,
         accumulation=accumulation,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
         global_batch=global_batch,
         precision=precision,
         attention=attention,  # type: ignore[arg-type]

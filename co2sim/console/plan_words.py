@@ -170,7 +170,8 @@ def trial(choice: Candidate) -> str:
     """The command that runs the same on two real nodes, with the samples that a GPU has."""
     case, cluster = choice.case, choice.cluster
     nodes = min(2, cluster.nodes)
-    batch = nodes * cluster.gpus_per_node * case.micro_batch * choice.result.accumulation
+    groups = nodes * cluster.gpus_per_node // case.tp
+    batch = groups * case.micro_batch * choice.result.accumulation
     asked = command_of(case, "run").replace("co2sim run", "-m realrun run --backend nccl", 1)
     asked = asked.replace(f" --gpus {case.gpus}", "")
     asked = asked.replace(f"--global-batch {case.global_batch}", f"--global-batch {batch}")

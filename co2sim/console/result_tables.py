@@ -109,9 +109,14 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
         Text.assemble((r.strategy, "bold"), where),
         f"cluster  {r.cluster}",
         f"model    {r.model}, {batch}: {size} per GPU and step, {r.precision}",
+        *([f"layers   each layer on {r.tp} GPUs{_sequence(r)}"] if r.tp > 1 else []),
         *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),
         "",
     )
+
+
+def _sequence(r: Result) -> str:
+    return ", the sequence between products, too" if r.sequence_parallel else ""
 
 
 def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:

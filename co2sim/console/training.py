@@ -1,8 +1,49 @@
-"""Options that say what the training framework does with attention, activations and loss."""
+"""Options that say what the training framework does with a job, its activations and its loss."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
+
+from co2sim import convert
+
+Precision = Annotated[
+    str | None,
+    typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16."),
+]
+Accumulation = Annotated[
+    int,
+    typer.Option(
+        parser=partial(convert.whole, "--accumulation"),
+        metavar="N",
+        help="Micro-steps per optimizer step.",
+    ),
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option(
+        parser=partial(convert.whole, "--global-batch"),
+        metavar="N",
+        help="Samples per optimizer step over all GPUs; sets the accumulation.",
+    ),
+]
+Tp = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        parser=partial(convert.whole, "--tp"),
+        metavar="N",
+        help="GPUs of a node that share every layer (tensor parallelism), and train on the same"
+        " samples.",
+    ),
+]
+SequenceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel",
+        help="Let GPUs that share layers divide the sequence between matrix products, too.",
+    ),
+]
 
 Attention = Annotated[
     str,

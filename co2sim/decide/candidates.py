@@ -104,7 +104,7 @@ def candidates(space: Space) -> Candidates:
     large = 0
     for cluster in space.clusters:
         for count in grid.counts(replace(space.job, cluster=cluster), space.gpus):
-            if space.global_batch % count:
+            if space.global_batch % -(-count // space.job.tp):
                 reason = f"they do not divide the global batch of {space.global_batch:,} samples"
                 impossible[f"{count:,} GPUs"] = reason
                 continue
@@ -150,7 +150,7 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
     """The cases of one cluster, size and strategy that fit, and how many do not."""
     gpus = case.gpus
     assert gpus is not None
-    samples = space.global_batch // gpus
+    samples = space.global_batch // -(-gpus // case.tp)
     micros = [m for m in space.micro_batches or _powers(samples) if samples % m == 0]
     if not micros:
         raise OptionError(
@@ -194,7 +194,7 @@ def _link_time(prepared: Prepared) -> Seconds:
 
 
 def _fits(space: Space, prepared: Prepared, micro: int, recompute: Recompute) -> bool:
-    samples = space.global_batch // prepared.cluster.layout.world_size
+    samples = space.global_batch // prepared.layout.world_size
     job = replace(
         prepared.job, micro_batch=micro, recompute=recompute, accumulation=samples // micro
     )

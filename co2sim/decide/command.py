@@ -12,7 +12,7 @@ from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.strategies.step import title
 from co2sim.workload import Model
 
-_SWITCHES = {"fold": "--no-fold"}
+_SWITCHES = {"fold": "--no-fold", "sequence_parallel": "--sequence-parallel"}
 _NAMED = {"cluster", "model", "strategy", "overrides", "noise"}
 
 

@@ -7,7 +7,9 @@ from co2sim.case import Case
 
 
 class Floor:
-    """The highest throughput by case; every kind of micro-step is simulated once, on one GPU.
+    """The highest throughput by case; every kind of micro-step is simulated once.
+
+    On one GPU, or on those that share every layer.
 
     A strategy adds communication, an optimizer's step and waiting to it, and takes nothing off.
     """
@@ -19,14 +21,14 @@ class Floor:
         """Of all GPUs of a case, if they did nothing but their micro-steps."""
         assert case.gpus is not None
         cluster = case.cluster if isinstance(case.cluster, str) else id(case.cluster)
-        key = (cluster, case.micro_batch, case.recompute)
+        key = (cluster, case.micro_batch, case.recompute, case.tp)
         if key not in self._speeds:
-            self._speeds[key] = _one_gpu(case)
+            self._speeds[key] = _each_gpu(case)
         return case.gpus * self._speeds[key]
 
 
-def _one_gpu(case: Case) -> float:
-    """Tokens/s of what a second micro-step adds to a step of one GPU."""
-    one = study.run(replace(case, strategy="ddp", gpus=1, global_batch=None, accumulation=1))
-    two = study.run(replace(case, strategy="ddp", gpus=1, global_batch=None, accumulation=2))
+def _each_gpu(case: Case) -> float:
+    """Tokens/s of a GPU by what a second micro-step adds to a step of as few as are needed."""
+    alone = replace(case, strategy="ddp", gpus=case.tp, global_batch=None)
+    one, two = (study.run(replace(alone, accumulation=steps)) for steps in (1, 2))
     return one.tokens_per_gpu_per_step / (two.step_time_s - one.step_time_s)

@@ -55,8 +55,8 @@ class Positions(BaseModel):
 
 
 OPTIONS = (
-    *("recompute", "precision", "global_batch", "accumulation", "micro_batch"),
-    *("attention", "checkpointing", "loss", "optimizer"),
+    *("recompute", "precision", "global_batch", "accumulation", "micro_batch", "tp"),
+    *("attention", "checkpointing", "loss", "optimizer", "sequence_parallel"),
 )
 """Fields of a case that a view may set."""
 _GIVEN = ("cluster", "model", "strategy")

@@ -19,6 +19,7 @@ from co2sim.result import Result
 from co2sim.schedule import Layout
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, Replica
+from co2sim.tensor_parallel import data_layout
 from co2sim.units import Bytes, Seconds
 from co2sim.workload import OPTIMIZER_BYTES, Model, Optimizer
 
@@ -59,7 +60,7 @@ def goodput_of(
     strategy = parse(result.strategy) if strategy is None else strategy
     workers = 1
     if isinstance(strategy, LocalSteps):
-        layout = Layout(result.nodes, result.gpus // result.nodes)
+        layout = data_layout(Layout(result.nodes, result.gpus // result.nodes), result.tp)
         workers = Replica.of(strategy).workers(layout)
     link = cluster.inter if result.nodes > 1 else cluster.intra
     if cluster.wan is not None and workers == cluster.sites > 1:

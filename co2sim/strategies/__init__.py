@@ -66,6 +66,10 @@ STRATEGIES: dict[str, type[Any]] = {
 }
 
 
+_OF_THE_JOB = ("tp", "sequence_parallel")
+"""What combines with every strategy."""
+
+
 def parse(text: str) -> Strategy:
     """Read a strategy: `co2`, `co2(tau=48, worker=node)` or `co2:tau=48,worker=node`.
 
@@ -95,6 +99,10 @@ def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
     for option, text in options.items():
         if option not in known:
             allowed = nearest(option, known)
+            if option in _OF_THE_JOB:
+                allowed = (
+                    f"it is one of the job: --{option.replace('_', '-')}, or in Python {option}="
+                )
             raise OptionError(f"{strategy.name} has no option {option!r}; {allowed}")
         values[option] = _value(f"{strategy.name}: {option}", text, hints[option])
     return replace(strategy, **values)  # type: ignore[type-var]

@@ -143,7 +143,8 @@ def sharded_step(
         for number, elements in enumerate(parts, start=1):
             end = f".{number}" if len(parts) > 1 else ""
             share = elements / block.parameters if len(parts) > 1 else 1.0
-            op = Op(f"{prefix}{direction}.{block.name}{end}", _share(compute, share), COMPUTE)
+            work = _share(compute, share, last=number == len(parts))
+            op = Op(f"{prefix}{direction}.{block.name}{end}", work, COMPUTE)
             named = reduce(f"{block.name}.gradient", elements) if elements else ()
             laid.append(
                 Use(
@@ -206,13 +207,16 @@ def _parts(block: Block, bucket: int) -> list[int]:
     return [part.elements for part in buckets([block], bucket)]
 
 
-def _share(work: Compute, share: float) -> Compute:
-    """A part of a pass."""
+def _share(work: Compute, share: float, *, last: bool) -> Compute:
+    """A part of a pass; the last one has the exchanges of tensor-parallel ranks."""
     if share == 1:
         return work
-    kernels = work.kernels and work.kernels.times(share)
     return replace(
-        work, flops=work.flops * share, memory_bytes=work.memory_bytes * share, kernels=kernels
+        work,
+        flops=work.flops * share,
+        memory_bytes=work.memory_bytes * share,
+        kernels=work.kernels and work.kernels.times(share),
+        exchanges=work.exchanges if last else None,
     )
 
 

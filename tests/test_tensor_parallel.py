@@ -1,0 +1,355 @@
+"""Tensor parallelism: what ranks that share layers hold, do and exchange, in every strategy."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import tiny
+from commands import Command
+from hypothesis import given
+from hypothesis import strategies as st
+
+from co2sim import Co2simError, simulate, strategies
+from co2sim.architecture import Transformer, language_model
+from co2sim.cluster import Cluster, Link
+from co2sim.cost import footprints, traffic
+from co2sim.groups import LEADERS, NODE, PEERS, SITE, SITE_PEERS, WORLD, Group, Layout
+from co2sim.memory import activations
+from co2sim.prepared import schedule_of
+from co2sim.schedule import Collective, Kind, Schedule, block, peers_of_blocks, tensor
+from co2sim.simulator import execute
+from co2sim.tensor_parallel import TENSOR
+from co2sim.workload import Workload
+
+BODY = Transformer(layers=2, hidden=64, heads=8, ffn=256, dropout=True)
+"""A GPT: all widths of keys and values are those of the layer."""
+VOCAB = 1000
+TOKENS = 32
+
+DIVISIONS = [(2, False), (4, False), (2, True), (4, True)]
+"""Ranks that share layers, and whether they divide the sequence."""
+
+GROUPS = [WORLD, NODE, PEERS, LEADERS, SITE, SITE_PEERS, block(2), peers_of_blocks(2)]
+
+
+def job(tp: int = 1, *, sequence: bool = False, **changes: object) -> Workload:
+    """A small GPT in bf16."""
+    model = language_model("gpt", BODY, vocab=VOCAB, tokens=TOKENS, tied=True, positions=TOKENS)
+    return Workload(model, tp=tp, sequence_parallel=sequence, **changes)  # type: ignore[arg-type]
+
+
+def planned(strategy: str, work: Workload, layout: Layout) -> Schedule:
+    """What every rank does."""
+    return schedule_of(strategies.parse(strategy), work, layout)
+
+
+def exchanges(schedule: Schedule, kind: Kind, buffer: str = "activations") -> list[Collective]:
+    """The exchanges of a kind among ranks that share layers."""
+    works = (op.work for op in schedule.body if op.stream == TENSOR)
+    return [
+        work
+        for work in works
+        if isinstance(work, Collective) and (work.kind, work.buffer) == (kind, buffer)
+    ]
+
+
+def cluster(nodes: int = 2, gpus: int = 4, **changes: object) -> Cluster:
+    """A tiny cluster with latencies."""
+    links = {"intra": Link(1e10, 1e-7), "inter": Link(1e9, 1e-6)}
+    return tiny.cluster(nodes, gpus, **links | changes)
+
+
+@given(
+    st.sampled_from(GROUPS),
+    st.sampled_from([(1, 4, 1), (2, 4, 1), (3, 8, 1), (4, 4, 2), (4, 8, 2)]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_ranks_meet_those_with_their_own_place_in_other_tensor_parallel_groups(
+    group: Group, shape: tuple[int, int, int], stride: int
+) -> None:
+    """A group with a stride is the group itself where each of its ranks stands for `stride`."""
+    layout = Layout(*shape)
+    inner = Layout(layout.nodes, layout.gpus_per_node // stride, layout.sites)
+    if group.ranks and inner.world_size % group.ranks:
+        return
+    wide = replace(group, stride=stride)
+    for rank in range(layout.world_size):
+        found, alike = wide.members(rank, layout), group.members(rank // stride, inner)
+        assert [member // stride for member in found] == list(alike)
+        assert {member % stride for member in found} == {rank % stride}
+        assert rank in found
+    together = [set(tensor(stride).members(rank, layout)) for rank in range(layout.world_size)]
+    assert all(len({member // stride for member in one}) == 1 for one in together)
+
+
+def asked(command: Command, line: str) -> str:
+    """What a command prints that works."""
+    ended = command(*line.split())
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+def test_one_rank_alone_has_the_schedule_of_its_strategy(strategy: str) -> None:
+    """tp=1 changes nothing: neither ops, nor groups, nor works."""
+    layout, work = Layout(2, 4), job()
+    assert planned(strategy, work, layout) == strategies.parse(strategy).schedule(work, layout)
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+@pytest.mark.parametrize(("tp", "sequence"), [(4, False), (2, True)])
+def test_every_strategy_combines_with_it_folded_or_not(
+    strategy: str,
+    tp: int,
+    sequence: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """One rank stands for all: the trace is that of all ranks, each simulated on its own."""
+    here = cluster(2, 4)
+    schedule = planned(strategy, job(tp, sequence=sequence), here.layout)
+    folded, unfolded = (
+        execute(schedule, here, precision="bf16", rounds=3, fold=fold) for fold in (True, False)
+    )
+    assert not list(unfolded.violations(schedule, 1e-12))
+    one = tiny.by_op(folded)
+    for rank in unfolded.ranks:
+        if "leader" in strategy and rank % 4 >= tp:  # who wait for the leaders start earlier
+            continue
+        for key, span in tiny.by_op(unfolded, rank).items():
+            assert span.end == pytest.approx(one[key].end, rel=1e-9), key
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+@pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
+def test_each_pass_exchanges_what_megatron_does(strategy: str, tp: int, sequence: bool) -> None:  # noqa: FBT001 - pytest's
+    """Forward: the embedding and two sums a layer; backward: two sums a layer and the head's.
+
+    Along the sequence each of them is a reduce-scatter and an all-gather, and the inputs of
+    products are gathered once more for the gradients of weights.
+    """
+    schedule = planned(strategy, job(tp, sequence=sequence), Layout(2, 4))
+    sums = schedule.steps * (2 * 2 * BODY.layers + 2)
+    inputs = schedule.steps * (2 * BODY.layers + 1)
+    elements = TOKENS * BODY.hidden
+    if sequence:
+        counts = {Kind.ALL_REDUCE: 0, Kind.REDUCE_SCATTER: sums, Kind.ALL_GATHER: sums + inputs}
+    else:
+        counts = {Kind.ALL_REDUCE: sums, Kind.REDUCE_SCATTER: 0, Kind.ALL_GATHER: 0}
+    for kind, count in counts.items():
+        found = exchanges(schedule, kind)
+        assert len(found) == count
+        assert {work.elements for work in found} <= {elements}
+        assert {work.group for work in found} <= {tensor(tp)}
+    loss = exchanges(schedule, Kind.ALL_REDUCE, "loss")
+    assert [work.elements for work in loss] == [TOKENS] * 3 * schedule.steps
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_bytes_on_links_are_those_of_the_closed_form(tp: int) -> None:
+    """2 (t-1)/t of b s h elements for each sum, on the GPU's link, and nothing leaves the node."""
+    here, micro = cluster(2, 4), 3
+    whole = planned("local_sgd(tau=1)", job(micro_batch=micro), here.layout)
+    schedule = planned("local_sgd(tau=1)", job(tp, micro_batch=micro), here.layout)
+    costs = [
+        cost
+        for number in schedule.work_numbers
+        if (cost := footprints(schedule, here)[number]) is not None
+        and schedule.works[number].group == tensor(tp)  # type: ignore[union-attr]
+    ]
+    sums, ring = 4 * BODY.layers + 2, 2 * (tp - 1) / tp
+    expected = ring * (sums * 2 * micro * TOKENS * BODY.hidden + 3 * 4 * micro * TOKENS)
+    assert sum(cost.intra for cost in costs) == pytest.approx(expected)
+    assert {cost.inter for cost in costs} == {0.0}
+    # the average: one group of every place sends its part, all parts together the whole model
+    held = job(tp).share.parameters
+    groups = 8 // tp
+    assert traffic(schedule, here).nic == pytest.approx(tp * 2 * (groups - 1) / groups * 4 * held)
+    assert traffic(whole, here).nic == pytest.approx(2 * 7 / 8 * 4 * job().parameters)
+
+
+@pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_ranks_together_do_the_flop_of_the_model(tp: int, sequence: bool, recompute: str) -> None:  # noqa: FBT001 - pytest's
+    """Of matrix products and attention; the vocabulary is filled up to equal parts."""
+    one = job(recompute=recompute)
+    part = job(tp, sequence=sequence, recompute=recompute).share
+    for whole, divided in zip(one.works(), part.works(), strict=True):
+        for name in ("forward", "backward"):
+            did, does = getattr(whole, name).flops, getattr(divided, name).flops
+            assert tp * does == pytest.approx(did, rel=1e-12), (whole.block.name, name)
+
+
+@given(
+    *(st.sampled_from(values) for values in ([1, 2, 4, 8], [False, True], [16, 48], [1, 3])),
+    st.booleans(),
+)
+def test_activations_are_those_of_korthikanti(
+    tp: int,
+    sequence: bool,  # noqa: FBT001
+    tokens: int,
+    micro: int,
+    eager: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """A layer keeps s b h (10 + 24/t + 5 a s / (h t)); sequence: s b h (34 + 5 a s / h) / t.
+
+    Source: Korthikanti et al. 2022, arXiv 2205.05198, equations 2 and 4. Without the scores that is
+    the table's row of selective recomputation, s b h (10 + 24/t) and 34 s b h / t.
+    """
+    model = language_model("gpt", BODY, vocab=VOCAB, tokens=tokens, tied=True)
+    sequence = sequence and tp > 1
+    work = Workload(
+        model,
+        micro_batch=micro,
+        attention="eager" if eager else "flash",
+        recompute="none",
+        tp=tp,
+        sequence_parallel=sequence,
+    )
+    layer = replace(work.share.model.blocks[1], products=())
+    alone = replace(work.share, model=replace(model, blocks=(layer,)))
+    s, b, h, a = tokens, micro, BODY.hidden, BODY.heads
+    scores = 5 * a * s / h if eager else 4 * a / h  # flash keeps 4 bytes for every row instead
+    around = 34 / tp if sequence else 10 + 24 / tp
+    found = activations(alone)["activations"]
+    assert found == pytest.approx(s * b * h * (around + scores / tp))
+
+
+@pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
+def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(
+    tp: int,
+    sequence: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """Norms and biases of outputs of a layer, the last norm, and the positions stay whole."""
+    del sequence  # it divides no parameters
+    h = BODY.hidden
+    whole = BODY.layers * (2 * 2 * h + 2 * h) + 2 * h + TOKENS * h
+    share = job(tp).share.parameters
+    assert share == whole + (job().parameters - whole) // tp
+    states = strategies.parse("ddp").memory(job(tp).share, Layout(2, 4 // tp))
+    assert sum(states.values()) == 16 * share
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3(max_reuse=1)", "fsdp"])
+def test_a_layer_that_runs_again_exchanges_again(strategy: str, checkpointing: str) -> None:
+    """Both sums of its forward pass, or only the first: the last product is not repeated."""
+    work = job(2, recompute="full", checkpointing=checkpointing)
+    usual = 4 * BODY.layers + 2
+    again = BODY.layers * (2 if checkpointing == "reentrant" else 1)
+    blocks = 1 if checkpointing == "reentrant" else 0  # the embedding runs again, too
+    found = exchanges(planned(strategy, work, Layout(1, 4)), Kind.ALL_REDUCE)
+    assert len(found) == usual + again + blocks
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_step_without_other_communication_takes_the_sum_of_passes_and_exchanges(
+    sequence: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """Exchanges block: DDP on one tensor-parallel group has nothing that hides them.
+
+    Only the second gathering along the sequence runs beside a pass.
+    """
+    here = cluster(1, 4)
+    schedule = planned("ddp", job(4, sequence=sequence), here.layout)
+    trace = execute(schedule, here, precision="bf16", rounds=1)
+    again = 2 * BODY.layers + 1 if sequence else 0
+    spans = tiny.by_op(trace)
+    total = sum(span.end - span.start for span in spans.values())
+    (gather,) = {
+        cost.alone(here)
+        for work, cost in zip(schedule.works, footprints(schedule, here), strict=True)
+        if cost and isinstance(work, Collective) and work.kind is Kind.ALL_GATHER
+    } or {0.0}
+    end = tiny.makespan(trace)
+    assert end <= total
+    assert end >= total - again * gather - 1e-12
+
+
+def test_faster_links_inside_nodes_make_shared_layers_faster_and_never_slower() -> None:
+    """The exchanges are on these links."""
+    times = [
+        tiny.makespan(
+            execute(
+                planned("fsdp", job(4), Layout(1, 4)),
+                cluster(1, 4, intra=Link(speed)),
+                precision="bf16",
+                rounds=2,
+            )
+        )
+        for speed in (1e8, 1e9, 1e10)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 2 * times[-1]
+
+
+def test_tokens_and_batches_count_groups_that_share_layers_once() -> None:
+    """16 GPUs with tp=8 see two samples a micro-step; a global batch of 8 is four of them."""
+    one = simulate("dgx-h100", "gpt2-small", "fsdp", gpus=16, micro_batch=1)
+    both = simulate("dgx-h100", "llama-7b", "fsdp", gpus=16, tp=8, global_batch=8)
+    assert (one.tp, both.tp, both.accumulation) == (1, 8, 4)
+    assert both.samples_per_s * both.step_time_s == pytest.approx(8)
+    assert both.tokens_per_gpu_per_step * 16 == 8 * 2048
+    assert "no published run" in both.interval_source
+
+
+def test_more_ranks_that_share_layers_need_less_memory() -> None:
+    """Of a model that fits on no card alone."""
+    sizes = [
+        simulate("dgx-h100", "llama-13b", "ddp", gpus=8, tp=tp, micro_batch=1)
+        for tp in (1, 2, 4, 8)
+    ]
+    needed = [result.memory_bytes_per_gpu["total"] for result in sizes]
+    assert needed == sorted(needed, reverse=True)
+    assert (sizes[0].fits_in_memory, sizes[-1].fits_in_memory) == (False, True)
+    along = simulate("dgx-h100", "llama-13b", "ddp", gpus=8, tp=8, sequence_parallel=True)
+    assert along.memory_bytes_per_gpu["total"] < needed[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 3}, "tp=3 does not divide the 8 GPUs of a node: tensor-parallel GPUs are those"),
+        ({"tp": 16}, "tp=16 does not divide the 8 GPUs of a node"),
+        ({"tp": 0}, "tp is 0; it must be 1 to 1024"),
+        ({"tp": "two"}, "tp is 'two'; it must be a whole number"),
+        ({"tp": 8, "model": "gpt2-small"}, "tp=8 does not divide the 12 heads of GPT-2 small"),
+        ({"tp": 8, "model": "resnet-50"}, "tp=8 does not apply to ResNet-50: only transformers"),
+        ({"tp": 4, "model": "vit-b16", "sequence_parallel": True}, "does not apply to ViT-B/16"),
+        ({"sequence_parallel": True}, "sequence_parallel=true needs tp of 2 or more"),
+        (
+            {"tp": 8, "sequence_parallel": True, "overrides": {"model.seq_len": 2044}},
+            "tp=8 does not divide the 2044 positions of a sequence",
+        ),
+        ({"tp": 8, "global_batch": 3}, "not a multiple of 2 groups of 8 GPUs x micro_batch=1 = 2"),
+        ({"tp": 8, "strategy": "fsdp(shard=4)"}, r"shard=4 .* \(8 GPUs that share layers count"),
+        ({"strategy": "fsdp(tp=8)"}, "fsdp has no option 'tp'; it is one of the job: --tp"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_in_one_line(
+    options: dict[str, object], message: str
+) -> None:
+    """It says what was given, and what is allowed."""
+    given = {"model": "llama-7b", "strategy": "fsdp"} | options
+    with pytest.raises(Co2simError, match=message) as caught:
+        simulate("dgx-h100", gpus=16, **given)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) <= 400
+
+
+def test_a_model_whose_blocks_were_changed_is_not_divided_by_its_old_shape() -> None:
+    """Its shape says how to divide other blocks than it has."""
+    work = job(2)
+    changed = replace(work.model, blocks=work.model.blocks[:-1])
+    with pytest.raises(Co2simError, match="only transformers divide"):
+        _ = replace(work, model=changed).share
+
+
+def test_it_is_an_option_of_every_command_and_part_of_a_grid(cli: Command) -> None:
+    """`--tp` for run and scale, `--vary tp=1,8` for a sweep; JSON says what was taken."""
+    where = "-c dgx-h100 -m llama-7b -s fsdp"
+    found = json.loads(asked(cli, f"run {where} -g 16 --tp 8 --sequence-parallel --json"))
+    assert (found["tp"], found["sequence_parallel"]) == (8, True)
+    swept = json.loads(asked(cli, f"sweep {where} -g 16 --vary tp=1,8 --json"))
+    assert [row["tp"] for row in swept] == [1, 8]
+    scaled = json.loads(asked(cli, f"scale {where} -g 8,16 --tp 4 --json"))["results"]
+    assert {row["tp"] for row in scaled} == {4}
+    assert "each layer on 8 GPUs" in asked(cli, f"run {where} -g 16 --tp 8")
