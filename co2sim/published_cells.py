@@ -77,6 +77,28 @@ class TflopsCell(PublishedCell):
     tokens_per_gpu: PositiveInt
 
 
+class IterationCell(PublishedCell):
+    """Time of an optimizer step of a GPT, in which `tp` GPUs share every layer.
+
+    `run` names what is alike in several cells, such as "22B".
+    """
+
+    quantity: Literal["iteration_ms"]
+    cluster: str
+    strategy: str
+    run: str
+    gpus: PositiveInt
+    tp: PositiveInt
+    global_batch: PositiveInt
+    micro_batch: PositiveInt
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    seq_len: PositiveInt
+    recompute: Literal["none", "selective", "full"]
+    sequence_parallel: bool = False
+
+
 class SpeedupCell(PublishedCell):
     """The largest or smallest speed-up of a strategy over a baseline, over several models."""
 
@@ -119,7 +141,13 @@ class QualityCell(PublishedCell):
 
 SpeedCell: TypeAlias = ThroughputCell | ScalabilityCell
 AnyCell: TypeAlias = Annotated[
-    SpeedCell | TflopsCell | SpeedupCell | ThroughputRatioCell | VolumeCell | QualityCell,
+    SpeedCell
+    | TflopsCell
+    | IterationCell
+    | SpeedupCell
+    | ThroughputRatioCell
+    | VolumeCell
+    | QualityCell,
     Field(discriminator="quantity"),
 ]
 
@@ -164,7 +192,7 @@ def _problem(error: ValidationError, tree: dict[str, Any]) -> str:
 
 
 _KINDS: tuple[type[PublishedCell], ...] = (
-    *(ThroughputCell, ScalabilityCell, TflopsCell, SpeedupCell),
+    *(ThroughputCell, ScalabilityCell, TflopsCell, IterationCell, SpeedupCell),
     *(ThroughputRatioCell, VolumeCell, QualityCell),
 )
 

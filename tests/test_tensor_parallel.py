@@ -213,6 +213,50 @@ def test_activations_are_those_of_korthikanti(
     assert found == pytest.approx(s * b * h * (around + scores / tp))
 
 
+@pytest.mark.parametrize(
+    ("hidden", "heads", "published"),
+    [
+        (6144, 64, {"seq": 66.84, "sel": 49.42, "seqsel": 16.18, "full": 7.64}),
+        (12288, 96, {"seq": 62.04, "sel": 56.53, "seqsel": 18.49, "full": 8.71}),
+        (20480, 128, {"seq": 58.31, "sel": 62.04, "seqsel": 20.27, "full": 9.42}),
+        (25600, 160, {"seq": 58.31, "sel": 62.04, "seqsel": 20.27, "full": 9.42}),
+    ],
+    ids=["22B", "175B", "530B", "1T"],
+)
+def test_activations_of_published_models_are_those_that_were_measured(
+    hidden: int, heads: int, published: dict[str, float]
+) -> None:
+    """Per cent of those without recomputation and along the sequence not divided, on 8 GPUs.
+
+    Source: Korthikanti et al. 2022, arXiv 2205.05198, figure 7, as quoted in the validation of
+    Calculon (calculon/llm/validation.py); shapes from its models.
+    """
+    body = Transformer(layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, dropout=True)
+    model = language_model("gpt", body, vocab=8, tokens=2048, tied=True)
+
+    def layer(recompute: str, *, sequence: bool) -> float:
+        work = Workload(
+            model,
+            attention="eager",
+            recompute=recompute,  # type: ignore[arg-type]
+            tp=8,
+            sequence_parallel=sequence,
+        ).share
+        only = replace(work.model.blocks[1], products=())
+        found = activations(replace(work, model=replace(work.model, blocks=(only,))))
+        return found["checkpoints" if recompute == "full" else "activations"]
+
+    whole = layer("none", sequence=False)
+    kept = {
+        "seq": layer("none", sequence=True),
+        "sel": layer("selective", sequence=False),
+        "seqsel": layer("selective", sequence=True),
+        "full": layer("full", sequence=False),
+    }
+    for name, share in published.items():
+        assert 100 * kept[name] / whole == pytest.approx(share, abs=0.15), name
+
+
 @pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
 def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(
     tp: int,

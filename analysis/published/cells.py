@@ -41,6 +41,8 @@ class RunSetup:
     recompute: Recompute = "none"
     checkpointing: Checkpointing = "non_reentrant"
     loss: Loss = "fused"
+    tp: int = 1
+    sequence_parallel: bool = False
     overrides: tuple[tuple[str, str], ...] = ()
     model_overrides: tuple[tuple[str, str], ...] = ()
     constants: tuple[tuple[str, float], ...] = ()
@@ -70,6 +72,8 @@ class RunSetup:
             recompute=self.recompute,
             checkpointing=self.checkpointing,
             loss=self.loss,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
         )
 
     def as_stated(self) -> "RunSetup":
@@ -123,7 +127,9 @@ class Cell:
 
 
 def run_kind(setup: RunSetup) -> RunKind | None:
-    """The kind of a run; see `co2sim.kinds`."""
+    """The kind of a run; see `co2sim.kinds`. Runs of GPUs that share layers are of none."""
+    if setup.tp > 1:
+        return None
     model = model_of(setup.model, setup.model_overrides)
     return kind_of(setup.used_cluster(), setup.strategy, model)
 

@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term
+from analysis.published.iteration_cells import gpt
 from analysis.published.paper_cells import PublishedRun, ratio_cell, throughput_cell
 from analysis.published.papers import Paper
 from analysis.published.parameters import cluster_of
@@ -200,19 +201,12 @@ class IterationRow(TableRow):
         most = cluster_of(paper.setting("cluster"), ()).layout.gpus_per_node
         if self.gpus > most:
             raise CatalogError(f"{self.gpus} GPUs; these runs are of one node, which has {most}")
-        shape = {
-            "layers": self.layers,
-            "hidden": self.hidden,
-            "heads": self.heads,
-            "seq_len": self.seq_len,
-            "ffn": 4 * self.hidden,
-            "vocab": paper.setting("vocab"),
-            "positions": self.seq_len,
-        }
+        shape = gpt(
+            paper, layers=self.layers, hidden=self.hidden, heads=self.heads, seq_len=self.seq_len
+        )
         return RunSetup(
             cluster=paper.setting("cluster"),
-            model=paper.setting("model"),
-            model_overrides=tuple((name, str(value)) for name, value in shape.items()),
+            **shape,
             strategy=ONE_BUCKET,
             gpus=self.gpus,
             precision=paper.setting("precision"),

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from analysis.published import zeropp_cells
 from analysis.published.cells import Cell, RunSetup, Term, check_runs
+from analysis.published.iteration_cells import iteration_cell
 from analysis.published.papers import PAPERS, Paper, papers
 from analysis.published.parameters import GROUPS
 from co2sim.errors import CatalogError, Co2simError, OptionError
 from co2sim.published_cells import (
     AnyCell,
+    IterationCell,
     QualityCell,
     ScalabilityCell,
     SpeedCell,
@@ -104,6 +106,8 @@ def _converted(paper: Paper | None, row: AnyCell) -> Cell | str:
             found = "no [simulation] in its paper.toml"
         case ThroughputCell() | ScalabilityCell():
             found = _speed(paper, row)
+        case IterationCell():
+            found = iteration_cell(paper, row)
         case _ if paper.key != _ZEROPP:
             found = f"this quantity is predicted for {_ZEROPP} only"
         case TflopsCell():
