@@ -15,6 +15,7 @@ from co2sim.cost import peak_flops
 from co2sim.errors import OptionError
 from co2sim.intervals import Thoroughness
 from co2sim.noise import QUIET, Noise
+from co2sim.pipeline_stages import stage_cluster, stage_of
 from co2sim.prepared import Prepared, scheduled
 from co2sim.schedule import DType
 from co2sim.strategies import LocalSteps, Strategy
@@ -34,6 +35,8 @@ _PRECISIONS = (DType.BF16, DType.FP16, DType.FP32)
 """Training precisions, the default first."""
 _MOST_GPUS = 10_000_000
 _MOST_TP = 1024
+_MOST_PP = 1024
+_MOST_CHUNKS = 128
 _MOST_SAMPLES = 10**12
 """Of a global batch: beyond any training, and still exact as a float."""
 _MOST_ROUNDS = 1_000_000
@@ -50,7 +53,8 @@ class Case:
     behind "model.", to texts with units. `rounds` is how many rounds are averaged (default 1, or 10
     with jitter). `interval` says whether further simulations may be spent on the interval. `tp`
     GPUs of a node share every layer, and train on the same samples; with `sequence_parallel` they
-    divide the sequence between matrix products, too.
+    divide the sequence between matrix products, too. `pp` stages of a pipeline have a part of the
+    layers each, in `interleave` chunks.
 
     Values are converted where they are unambiguous: counts may be 16.0, "16" or NumPy's, names may
     be paths, overrides plain numbers. Raises OptionError for others, and for counts out of range.
@@ -64,6 +68,8 @@ class Case:
     accumulation: int = 1
     tp: Annotated[int, Within((1, _MOST_TP))] = 1
     sequence_parallel: bool = False
+    pp: Annotated[int, Within((1, _MOST_PP))] = 1
+    interleave: Annotated[int, Within((1, _MOST_CHUNKS))] = 1
     global_batch: Annotated[int | None, Within((1, _MOST_SAMPLES))] = None
     precision: str | None = None
     attention: AttentionKernel = "flash"
@@ -111,9 +117,28 @@ class Case:
 
     def prepare(self) -> Prepared:
         """Load everything and build the schedule. Raises Co2simError when anything is wrong."""
+        if self.pp > 1:
+            raise OptionError(
+                f"pp={self.pp}: stages of a pipeline are simulated one by one, and it has no"
+                " schedule of its own to show or to execute; co2sim run, scale and sweep give its"
+                " figures"
+            )
+        if self.interleave > 1:
+            raise OptionError(f"interleave={self.interleave} needs pp of 2 or more")
+        return self._prepared()
+
+    def stage(self, number: int, held: float = 1.0) -> Prepared:
+        """A stage of a pipeline, as if it were alone; see `Prepared`. Raises as `prepare` does."""
+        return self._prepared(number, held)
+
+    def _prepared(self, number: int = 0, held: float = 1.0) -> Prepared:
         cluster, model = self.load()
         sized = cluster.value.resized(self.gpus) if self.gpus is not None else cluster.value
+        if self.pp > 1:
+            sized = stage_cluster(sized, self.pp)
         job = self._workload(model.value, sized)
+        if self.pp > 1:
+            job = stage_of(job, number, self.pp, self.interleave)
         strategy = self.strategy
         if isinstance(strategy, str):
             strategy = strategies.parse(strategy)
@@ -129,6 +154,7 @@ class Case:
                 *beyond_the_file(cluster.value, sized),
                 *beyond_the_table(sized.gpu, job.share),
             ),
+            held=held,
         )
 
     def _workload(self, model: Model, cluster: Cluster) -> Workload:

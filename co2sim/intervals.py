@@ -69,15 +69,15 @@ class Predicted:
     tokens_per_s: float
     exposed_share: float
     again: Callable[[Cluster], float]
-    tp: int = 1
-    """GPUs that share layers: nothing that was published of one is like it."""
+    alike: bool = True
+    """Whether errors on published runs tell of it: they share no layers, and have no pipeline."""
 
     def interval(self, thoroughness: Thoroughness = "quick") -> Interval:
         """Its interval."""
         full = thoroughness == "full"
         if self.cluster.scatter is not None:
             return self._of_probe(full=full)
-        kind = kind_of(self.cluster, self.strategy, self.model) if self.tp == 1 else None
+        kind = kind_of(self.cluster, self.strategy, self.model) if self.alike else None
         fit = None if kind is None else calibration_of(self.cluster, kind)
         if fit is not None:
             return self._of_fit(fit, full=full)

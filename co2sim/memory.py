@@ -60,9 +60,11 @@ def model_states(
     }
 
 
-def activations(job: Workload) -> dict[str, Bytes]:
+def activations(job: Workload, held: float = 1.0) -> dict[str, Bytes]:
     """What a micro-step needs at its peak, beside states; items of no bytes are left out.
 
+    What is kept for backward passes is that of `held` micro-batches: a stage of a pipeline begins
+    several before it ends one.
     `checkpoints` are the inputs of the blocks that are run again, `activations` what is kept of the
     others, and of the one that is run again just then. `logits` are those with their gradient and
     what the loss holds, `workspace` the gradients of a block's activations, `tied_gradient` that of
@@ -70,9 +72,9 @@ def activations(job: Workload) -> dict[str, Bytes]:
     """
     blocks = job.model.blocks
     repeated = [block for block in blocks if job.repeats(block)]
-    kept = sum(_kept(job, block) for block in blocks if not job.repeats(block))
+    kept = held * sum(_kept(job, block) for block in blocks if not job.repeats(block))
     always = {
-        "checkpoints": _scaled(job, sum(block.boundary_bytes for block in repeated)),
+        "checkpoints": held * _scaled(job, sum(block.boundary_bytes for block in repeated)),
         "tied_gradient": sum(block.tied for block in blocks) * job.precision.bytes,
     }
     loss = {"activations": kept, "logits": max(_loss(job, block) for block in blocks)}

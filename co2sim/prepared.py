@@ -31,13 +31,18 @@ _SCHEDULES: Recent[tuple[str, Strategy, Workload, Layout], tuple[Workload, Sched
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A case with everything loaded and sized."""
+    """A case with everything loaded and sized.
+
+    Of a stage of a pipeline these are its GPUs and its part of the model; it holds the activations
+    of `held` micro-batches.
+    """
 
     cluster: Cluster
     job: Workload
     strategy: Strategy
     schedule: Schedule
     assumed: tuple[Fact, ...]
+    held: float = 1.0
 
     @property
     def precision(self) -> str:
@@ -52,7 +57,7 @@ class Prepared:
     def memory(self) -> dict[str, Bytes]:
         """Bytes on one GPU by item, and in all."""
         items = of_strategy(self.strategy, self.strategy.memory, self.job.share, self.layout)
-        items = items | activations(self.job.share)
+        items = items | activations(self.job.share, self.held)
         if self.cluster.backend == "nccl":  # Gloo is for processors, which have no context
             items = items | overhead(items, self.schedule.groups, self.cluster.layout)
         return items | {"total": sum(items.values())}
@@ -90,7 +95,7 @@ class Prepared:
             accumulation=job.accumulation,
             tp=job.tp,
             sequence_parallel=job.sequence_parallel,
-            tokens_per_gpu_per_step=_each(job.samples_per_gpu * job.model.tokens, job.tp),
+            tokens_per_gpu_per_step=each(job.samples_per_gpu * job.model.tokens, job.tp),
             precision=str(job.precision),
             steps_per_round=schedule.steps,
             round_time_s=round_time,
@@ -139,7 +144,7 @@ def scheduled(strategy: Strategy, job: Workload, layout: Layout) -> tuple[Worklo
     return known
 
 
-def _each(tokens: int, gpus: int) -> float:
+def each(tokens: int, gpus: int) -> float:
     """What each of some GPUs has of tokens: a whole number wherever it is one."""
     return tokens // gpus if tokens % gpus == 0 else tokens / gpus
 

@@ -78,7 +78,7 @@ class TflopsCell(PublishedCell):
 
 
 class IterationCell(PublishedCell):
-    """Time of an optimizer step of a GPT, in which `tp` GPUs share every layer.
+    """Time of an optimizer step of a GPT: `tp` GPUs share every layer, in `pp` stages.
 
     `run` names what is alike in several cells, such as "22B".
     """
@@ -89,6 +89,7 @@ class IterationCell(PublishedCell):
     run: str
     gpus: PositiveInt
     tp: PositiveInt
+    pp: PositiveInt = 1
     global_batch: PositiveInt
     micro_batch: PositiveInt
     layers: PositiveInt

@@ -43,6 +43,8 @@ class Result:
     accumulation: int
     tp: int = 1
     sequence_parallel: bool = False
+    pp: int = 1
+    interleave: int = 1
     tokens_per_gpu_per_step: int | float
     precision: str
     steps_per_round: int

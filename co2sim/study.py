@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, TypedDict, Unpack, get_type_hints
 
-from co2sim import advice, convert, hiding, metrics, strategies
+from co2sim import advice, convert, hiding, metrics, stages, strategies
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference
@@ -34,6 +34,8 @@ class JobOptions(TypedDict, total=False):
     accumulation: Count
     tp: Count
     sequence_parallel: bool
+    pp: Count
+    interleave: Count
     global_batch: Count | None
     precision: str | None
     attention: AttentionKernel
@@ -68,6 +70,8 @@ def simulate(  # noqa: PLR0913 - one keyword per field
     accumulation: Count = 1,
     tp: Count = 1,
     sequence_parallel: bool = False,
+    pp: Count = 1,
+    interleave: Count = 1,
     global_batch: Count | None = None,
     precision: str | None = None,
     attention: AttentionKernel = "flash",
@@ -98,6 +102,9 @@ def simulate(  # noqa: PLR0913 - one keyword per field
         tp: GPUs of a node that share every layer (tensor parallelism), and train on the same
             samples: `micro_batch` is that of all of them. It combines with every strategy.
         sequence_parallel: Let them divide the sequence between matrix products, too.
+        pp: Stages of a pipeline (1F1B), each with a part of the layers. `accumulation` is how many
+            micro-batches pass through it in a step.
+        interleave: Chunks of layers of each stage (interleaved 1F1B).
         global_batch: Samples per optimizer step over all GPUs, instead of `accumulation`.
         precision: "bf16", "fp16" or "fp32"; default: bf16 if the GPU has it, else fp16.
         attention: "flash" (one kernel, scores are never kept) or "eager".
@@ -167,6 +174,8 @@ def _noise(node_speed: Any, others: Mapping[str, Any]) -> Noise:
 def run(case: Case, *, progress: bool | None = False) -> Result:
     """Simulate and measure. `progress` as in `simulate`."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
+        if case.pp > 1:
+            return _of_pipeline(case, stages.measured(case, done))
         case, notes = _settle(case, done)
         prepared = case.prepare()
         found, rounds, steady = simulated(case, prepared, done)
@@ -195,6 +204,27 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
     return replace(result, warnings=warnings)
 
 
+def _of_pipeline(case: Case, result: Result) -> Result:
+    """The result with its interval, which takes no further simulation."""
+    cluster, model = case.load()
+    strategy = case.strategy
+    found = Predicted(
+        cluster=cluster.value,
+        strategy=strategies.parse(strategy) if isinstance(strategy, str) else strategy,
+        model=model.value,
+        tokens_per_s=result.tokens_per_s,
+        exposed_share=result.exposed_share,
+        again=lambda _: result.tokens_per_s,
+        alike=False,
+    ).interval()
+    return replace(
+        result,
+        tokens_per_s_low=found.low,
+        tokens_per_s_high=found.high,
+        interval_source=found.source,
+    )
+
+
 def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | None) -> Result:
     """The result with its interval; the schedule is the same on all clusters of one layout."""
 
@@ -211,7 +241,7 @@ def _with_interval(case: Case, prepared: Prepared, result: Result, done: Done | 
         tokens_per_s=result.tokens_per_s,
         exposed_share=result.exposed_share,
         again=again,
-        tp=prepared.job.tp,
+        alike=prepared.job.tp == 1,
     ).interval(case.interval)
     return replace(
         result,

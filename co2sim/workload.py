@@ -125,10 +125,10 @@ class Workload:
 
         Raises OptionError for a model that cannot be divided so.
         """
-        if self.tp == 1:
+        if self.tp == 1 or any(block.division for block in self.model.blocks):
             return self
         part = part_of(self.model, self.tp, sequence=self.sequence_parallel)
-        return replace(self, model=part, tp=1, sequence_parallel=False)
+        return replace(self, model=part)
 
     def works(self) -> tuple[BlockWork, ...]:
         """Forward and backward work of every block; equal blocks share their works.

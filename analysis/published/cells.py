@@ -42,6 +42,7 @@ class RunSetup:
     checkpointing: Checkpointing = "non_reentrant"
     loss: Loss = "fused"
     tp: int = 1
+    pp: int = 1
     sequence_parallel: bool = False
     overrides: tuple[tuple[str, str], ...] = ()
     model_overrides: tuple[tuple[str, str], ...] = ()
@@ -73,6 +74,7 @@ class RunSetup:
             checkpointing=self.checkpointing,
             loss=self.loss,
             tp=self.tp,
+            pp=self.pp,
             sequence_parallel=self.sequence_parallel,
         )
 
@@ -127,8 +129,8 @@ class Cell:
 
 
 def run_kind(setup: RunSetup) -> RunKind | None:
-    """The kind of a run; see `co2sim.kinds`. Runs of GPUs that share layers are of none."""
-    if setup.tp > 1:
+    """The kind of a run; see `co2sim.kinds`. Runs with tensor or pipeline parallelism have none."""
+    if setup.tp * setup.pp > 1:
         return None
     model = model_of(setup.model, setup.model_overrides)
     return kind_of(setup.used_cluster(), setup.strategy, model)

@@ -26,13 +26,15 @@ def gpt(paper: Paper, *, layers: int, hidden: int, heads: int, seq_len: int) -> 
 
 def iteration_cell(paper: Paper, row: IterationCell) -> Cell:
     """The cell of a time. Raises OptionError for a batch that is not divided evenly."""
-    groups = row.gpus // row.tp
+    together = row.tp * row.pp
+    groups = row.gpus // together
     samples = groups * row.micro_batch
-    if row.gpus % row.tp or row.global_batch % samples:
+    if row.gpus % together or row.global_batch % samples:
         raise OptionError(
             f"global_batch {row.global_batch} is not a multiple of {groups} groups x micro_batch"
             f" {row.micro_batch}"
         )
+    stages = f" pp {row.pp}," if row.pp > 1 else ""
     along = ", sequence parallel" if row.sequence_parallel else ""
     setup = RunSetup(
         cluster=paper.simulation.clusters.get(row.cluster, row.cluster),
@@ -42,18 +44,21 @@ def iteration_cell(paper: Paper, row: IterationCell) -> Cell:
         micro_batch=row.micro_batch,
         accumulation=row.global_batch // samples,
         tp=row.tp,
+        pp=row.pp,
         sequence_parallel=row.sequence_parallel,
         **gpt(paper, layers=row.layers, hidden=row.hidden, heads=row.heads, seq_len=row.seq_len),
         **paper.training | {"recompute": row.recompute},
     )
     return Cell(
         source=paper.key,
-        name=f"{row.run}, {row.gpus} GPUs, tp {row.tp}, micro-batch {row.micro_batch}{along}",
+        name=(
+            f"{row.run}, {row.gpus} GPUs, tp {row.tp},{stages} micro-batch {row.micro_batch}{along}"
+        ),
         strategy=row.strategy,
         group="",
         published=row.value,
         use=row.use,
         terms=(Term(setup=setup, quantity="iteration_ms"),),
         rounding=row.rounding,
-        labels={"gpus": str(row.gpus), "tp": str(row.tp), "micro_batch": str(row.micro_batch)},
+        labels={name: str(getattr(row, name)) for name in ("gpus", "tp", "pp", "micro_batch")},
     )

@@ -96,6 +96,8 @@ def _part(name: str, work: Collective) -> str:
 @lru_cache(_MANY_TIMES)
 def simulated_step_time(setup: RunSetup) -> Seconds:
     """Simulated time of an optimizer step, in the steady state."""
+    if setup.pp > 1:
+        return study.run(setup.case()).step_time_s
     schedule, trace = study.trace(setup.case())
     return metrics.window(trace, schedule, 1).round_time / schedule.steps
 
@@ -103,7 +105,7 @@ def simulated_step_time(setup: RunSetup) -> Seconds:
 @lru_cache(_MANY_TIMES)
 def quick_step_time(setup: RunSetup) -> Seconds:
     """The same by a shorter way where there is one: without overlap, and for equal layers."""
-    if _is_serial(setup):
+    if _is_serial(setup) and setup.pp == 1:
         return _serial_step_time(setup)
     if setup.strategy.name in {"zero3", "zeropp", "fsdp"}:
         return _extrapolated_step_time(setup)
@@ -224,6 +226,9 @@ def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seco
 @lru_cache(_MANY_SCHEDULES)
 def memory_of(setup: RunSetup) -> Memory:
     """Memory of a run; that of two micro-steps is that of many."""
+    if setup.pp > 1:
+        needed = study.run(setup.case()).memory_bytes_per_gpu["total"]
+        return Memory(needed, needed / setup.whole_cluster().gpu.memory)
     plain = _plain(setup)
     short = replace(plain, accumulation=min(plain.accumulation, _FEW))
     needed = _prepared(short).memory()["total"]
@@ -236,7 +241,7 @@ def phases(cell: Cell) -> dict[str, Seconds]:
     Empty for cells whose steps overlap, or that are no single term.
     """
     setup = cell.setup
-    if cell.over or not _is_serial(setup):
+    if cell.over or not _is_serial(setup) or setup.pp > 1:
         return {}
     cluster = setup.used_cluster()
     found: dict[str, Seconds] = {}

@@ -72,6 +72,9 @@ def print_fitting(out: Console, case: Case, settle: Callable[[Case], Case]) -> N
 
     `settle` gives a case numbers for what it leaves open.
     """
+    if case.pp > 1:  # its stages are simulated one by one
+        print_lines(out, "less memory: more stages (--pp), --tp, or --recompute full", "")
+        return
     asked = parse(case.strategy) if isinstance(case.strategy, str) else case.strategy
     prepared = settle(case).prepare()
     memory = prepared.cluster.gpu.memory

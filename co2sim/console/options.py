@@ -21,6 +21,7 @@ from co2sim.console.training import (
     Recompute,
     SequenceParallel,
     Tp,
+    pipeline,
 )
 from co2sim.errors import OptionError, UnitError
 from co2sim.noise import Noise
@@ -241,17 +242,17 @@ def _single(cluster: Cluster, strategy: Strategy, gpus: Gpus = None) -> dict[str
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command all options but where and how; its parameter `job` receives the case."""
-    return _sharing(command, "job", _job, _simulation)
+    return _sharing(command, "job", _job, pipeline, _simulation)
 
 
 def case_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command all options of one configuration; its parameter `case` receives it."""
-    return _sharing(command, "case", _job, _single, _simulation)
+    return _sharing(command, "case", _job, pipeline, _single, _simulation)
 
 
 def sweep_options(command: Callable[..., None]) -> Callable[..., None]:
     """As `case_options`, but what varies need not be given; see `refuse_varied`."""
-    return _sharing(command, "case", _job, _single, _simulation, optional=MAY_VARY)
+    return _sharing(command, "case", _job, pipeline, _single, _simulation, optional=MAY_VARY)
 
 
 def model_options(

@@ -109,14 +109,20 @@ def _print_header(out: Console, r: Result, noise: Noise) -> None:
         Text.assemble((r.strategy, "bold"), where),
         f"cluster  {r.cluster}",
         f"model    {r.model}, {batch}: {size} per GPU and step, {r.precision}",
-        *([f"layers   each layer on {r.tp} GPUs{_sequence(r)}"] if r.tp > 1 else []),
+        *([f"layers   {_division(r)}"] if r.tp * r.pp > 1 else []),
         *([f"speeds   {speeds(noise, r)}"] if noise.uneven else []),
         "",
     )
 
 
-def _sequence(r: Result) -> str:
-    return ", the sequence between products, too" if r.sequence_parallel else ""
+def _division(r: Result) -> str:
+    """How GPUs divide the layers."""
+    along = ", the sequence between products, too" if r.sequence_parallel else ""
+    found = [f"each layer on {r.tp} GPUs{along}"] if r.tp > 1 else []
+    if r.pp > 1:
+        chunks = f" of {r.interleave} chunks each" if r.interleave > 1 else ""
+        found.append(f"{r.pp} stages{chunks}; spans and what is sent are those of the first")
+    return "; ".join(found)
 
 
 def speeds(noise: Noise, result: Result | None = None, varied: Collection[str] = ()) -> str:

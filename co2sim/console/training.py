@@ -37,6 +37,24 @@ Tp = Annotated[
         " samples.",
     ),
 ]
+Pp = Annotated[
+    int,
+    typer.Option(
+        "--pp",
+        parser=partial(convert.whole, "--pp"),
+        metavar="N",
+        help="Stages of a pipeline (1F1B), each with a part of the layers.",
+    ),
+]
+Interleave = Annotated[
+    int,
+    typer.Option(
+        "--interleave",
+        parser=partial(convert.whole, "--interleave"),
+        metavar="N",
+        help="Chunks of layers of each stage of a pipeline.",
+    ),
+]
 SequenceParallel = Annotated[
     bool,
     typer.Option(
@@ -73,3 +91,8 @@ Loss = Annotated[
     ),
 ]
 Optimizer = Annotated[str, typer.Option(help="adamw or sgd.")]
+
+
+def pipeline(*, pp: Pp = 1, interleave: Interleave = 1) -> dict[str, int]:
+    """Of a case: its pipeline."""
+    return {"pp": pp, "interleave": interleave}

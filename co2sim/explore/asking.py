@@ -55,8 +55,8 @@ class Positions(BaseModel):
 
 
 OPTIONS = (
-    *("recompute", "precision", "global_batch", "accumulation", "micro_batch", "tp"),
-    *("attention", "checkpointing", "loss", "optimizer", "sequence_parallel"),
+    *("recompute", "precision", "global_batch", "accumulation", "micro_batch", "tp", "pp"),
+    *("attention", "checkpointing", "loss", "optimizer", "sequence_parallel", "interleave"),
 )
 """Fields of a case that a view may set."""
 _GIVEN = ("cluster", "model", "strategy")

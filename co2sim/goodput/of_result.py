@@ -60,7 +60,8 @@ def goodput_of(
     strategy = parse(result.strategy) if strategy is None else strategy
     workers = 1
     if isinstance(strategy, LocalSteps):
-        layout = data_layout(Layout(result.nodes, result.gpus // result.nodes), result.tp)
+        nodes, each = max(1, result.nodes // result.pp), result.gpus // result.pp
+        layout = data_layout(Layout(nodes, each // nodes), result.tp)
         workers = Replica.of(strategy).workers(layout)
     link = cluster.inter if result.nodes > 1 else cluster.intra
     if cluster.wan is not None and workers == cluster.sites > 1:
