@@ -94,10 +94,17 @@ def _part(name: str, work: Collective) -> str:
 
 
 @lru_cache(_MANY_TIMES)
+def _pipeline(setup: RunSetup) -> tuple[Seconds, Bytes]:
+    """The step time of several stages, and the memory of the one that needs most."""
+    result = study.run(setup.case())
+    return result.step_time_s, result.memory_bytes_per_gpu["total"]
+
+
+@lru_cache(_MANY_TIMES)
 def simulated_step_time(setup: RunSetup) -> Seconds:
     """Simulated time of an optimizer step, in the steady state."""
     if setup.pp > 1:
-        return study.run(setup.case()).step_time_s
+        return _pipeline(setup)[0]
     schedule, trace = study.trace(setup.case())
     return metrics.window(trace, schedule, 1).round_time / schedule.steps
 
@@ -227,7 +234,7 @@ def _alone(work: Compute | Collective, cluster: Cluster, precision: str) -> Seco
 def memory_of(setup: RunSetup) -> Memory:
     """Memory of a run; that of two micro-steps is that of many."""
     if setup.pp > 1:
-        needed = study.run(setup.case()).memory_bytes_per_gpu["total"]
+        needed = _pipeline(setup)[1]
         return Memory(needed, needed / setup.whole_cluster().gpu.memory)
     plain = _plain(setup)
     short = replace(plain, accumulation=min(plain.accumulation, _FEW))

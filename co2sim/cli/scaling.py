@@ -15,6 +15,7 @@ from co2sim.cli.figure import draw
 from co2sim.cli.reporting import page
 from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.result_tables import (
+    division,
     print_assumed,
     print_chosen,
     print_warnings,
@@ -228,6 +229,7 @@ def _print_cluster(
         f"{cluster}: {first.model}, {first.unit}s/s per GPU by number of GPUs;"
         f" {first.tokens_per_gpu_per_step:,} {first.unit}s per GPU and step, {first.precision}"
     )
+    title += f"; {division(first)}" if division(first) else ""
     title += f"; {speeds(noise)}" if noise.uneven else ""
     print_table(terminal, title, columns, rows)
     notes = ["a->b: throughput per GPU at b, relative to that at a"] if starts else []
