@@ -31,7 +31,9 @@ class RankFiles:
     ) -> None:
         self.schedule, self.layout, self.rounds, self.micros = schedule, layout, rounds, micros
         self.numbers = numbered(schedule.groups, layout)
-        self._works = [works.typed(work) for work in schedule.works]
+        places = works.places(op.work for op in schedule.body)
+        self._works = [works.typed(work) for work in places]
+        self._numbers = [places[op.work] for op in schedule.body]
         self._schema: Any = schema()
         self._nodes: dict[tuple[int, int], bytes] = {}
 
@@ -109,7 +111,7 @@ class RankFiles:
     def _made(self, number: int, members: int) -> Any:
         schedule = self.schedule
         place = number % len(schedule.body)
-        op, work_number = schedule.body[place], schedule.work_numbers[place]
+        op, work_number = schedule.body[place], self._numbers[place]
         work = self._works[work_number]
         kind = works.node_type(work, members)
         attribute = self._schema.AttributeProto

@@ -6,7 +6,7 @@ work, once in a file; the standard attributes are what a simulator of others rea
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,11 @@ COLLECTIVES: Mapping[Kind, str] = {
 
 MOST = 2**63 - 1
 """Of a number in a trace: others read them as signed."""
+
+
+def places(found: Iterable[Work]) -> dict[Work, int]:
+    """The different works, buffers' names included, in order of first use, with their places."""
+    return {work: place for place, work in enumerate(dict.fromkeys(found))}
 
 
 def is_alone(work: Work, members: int) -> bool:
