@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         ScheduleError,
         UnitError,
     )
-    from co2sim.experiments import scale, sweep
+    from co2sim.experiments import scale, sweep, sweep_to
     from co2sim.failures import Failures
     from co2sim.noise import Noise
     from co2sim.notebook import plot
@@ -51,7 +51,7 @@ _EXPORTS = {
         *("CatalogError", "Co2simError", "OptionError", "ResourceError", "ScheduleError"),
         "UnitError",
     ),
-    "experiments": ("scale", "sweep"),
+    "experiments": ("scale", "sweep", "sweep_to"),
     "noise": ("Noise",),
     "notebook": ("plot",),
     "result": ("Result",),
@@ -111,6 +111,7 @@ __all__ = [
     "scale",
     "simulate",
     "sweep",
+    "sweep_to",
     "to_loss",
     "totals_of",
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from co2sim import convert, strategies
 from co2sim.assumptions import assumed, beyond_the_file, beyond_the_table
-from co2sim.catalog import Entry, load_cluster, load_model
+from co2sim.catalog import Contents, Entry, load_cluster, load_model
 from co2sim.catalog.facts import is_file
 from co2sim.cluster import GPU, Cluster
 from co2sim.convert import Within
@@ -47,6 +47,8 @@ _MOST_ROUNDS = 1_000_000
 class Case:
     """One configuration. Clusters and models are catalog names, paths of files, or objects.
 
+    `Contents` stand for a name, or a file that was read before.
+
     `strategy` is a text such as "co2(tau=48, worker=node)". `gpus` defaults to the whole cluster,
     `precision` to bf16, or fp16 where the GPU has no bf16. `global_batch` (samples per step over
     all GPUs) sets `accumulation`. `overrides` maps dotted paths of the cluster, or of the model
@@ -60,8 +62,8 @@ class Case:
     be paths, overrides plain numbers. Raises OptionError for others, and for counts out of range.
     """
 
-    cluster: str | Cluster
-    model: str | Model
+    cluster: str | Cluster | Contents
+    model: str | Model | Contents
     strategy: str | Strategy
     gpus: Annotated[int | None, Within((1, _MOST_GPUS))] = None
     micro_batch: int = 1
@@ -213,9 +215,9 @@ def _check_sites(strategy: Strategy, cluster: Cluster) -> None:
 
 
 def _entry(
-    given: Any, load: Callable[[str, Mapping[str, str]], Entry[Any]], overrides: Mapping[str, str]
+    given: Any, load: Callable[[Any, Mapping[str, str]], Entry[Any]], overrides: Mapping[str, str]
 ) -> Entry[Any]:
-    if isinstance(given, str):
+    if isinstance(given, str | Contents):
         return load(given, overrides)
     if overrides:
         raise OptionError(
@@ -228,7 +230,7 @@ def _named(name: str, given: Any, kind: type[Any]) -> Any:
     """A name, a path as a text, or an object of `kind`."""
     if isinstance(given, os.PathLike):
         return str(given) if is_file(str(given)) else f"./{given}"
-    if not isinstance(given, str | kind):
+    if not isinstance(given, str | kind | Contents):
         raise OptionError(
             f"{name} is {convert.shown(given)}; it must be a catalog name, the path of a file, or"
             f" a {kind.__name__}"

@@ -32,6 +32,10 @@ class NoRoomError(ResourceError):
     """A simulation that was refused before it began: it needs more memory than it may take."""
 
 
+class EngineError(ResourceError):
+    """Workers that cannot be reached, have all gone, or have another co2sim."""
+
+
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Words to end an error with: the nearest allowed name, or all of them."""
     names = sorted(set(allowed))

@@ -3,14 +3,18 @@
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from co2sim import grid
 from co2sim.batch import run_all
+from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference, number, shown
+from co2sim.engines import Engine, opened
 from co2sim.errors import OptionError
 from co2sim.noise import QUIET, Noise
+from co2sim.points import Points, Shard
 from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.strategies import Strategy
 from co2sim.study import JobOptions, Options, describe
@@ -20,8 +24,10 @@ from co2sim.workload import Model
 if TYPE_CHECKING:
     import pandas as pd
 
+    from co2sim.streamed import Kept
 
-def sweep(
+
+def sweep(  # noqa: PLR0913 - one keyword per choice
     cluster: Reference | Cluster | None = None,
     model: Reference | Model | None = None,
     strategy: str | Strategy | None = None,
@@ -31,6 +37,8 @@ def sweep(
     goal: Goal = NO_GOAL,
     tokens: Number | None = None,
     jobs: Count = 1,
+    engine: str = "loky",
+    scheduler: str | None = None,
     progress: bool | None = None,
     **options: Unpack[Options],
 ) -> "pd.DataFrame":
@@ -48,6 +56,9 @@ def sweep(
         tokens: Tokens that ddp would train, such as 1e12; adds what that takes, as columns with
             the names of `Totals`, empty where a number is missing.
         jobs: Processes, -1: one per core; never more than cases, or than two per core.
+        engine: Who runs the cases: "loky" (processes of this machine), "dask" or "ray".
+        scheduler: The address of Dask's or Ray's; default: workers are started on this machine, as
+            many as `jobs` says. A script that starts Dask's needs `if __name__ == "__main__":`.
         progress: Show a bar on stderr; default: if it is a terminal.
         options: The further keywords of `simulate`.
 
@@ -57,7 +68,7 @@ def sweep(
         `error`, which says why a case has no figures: one that fails does not stop the others.
 
     Raises:
-        Co2simError: if an input cannot be read, or no case gives a result.
+        Co2simError: if an input cannot be read, no worker is there, or no case gives a result.
 
     >>> found = sweep("a100-tcp80", "gpt2-small", gpus=16, vary={"strategy": "ddp, zero3"})
     >>> list(found["strategy"])
@@ -65,22 +76,74 @@ def sweep(
     """
     from co2sim import frames  # noqa: PLC0415 - pandas
 
-    given = {"cluster": cluster, "model": model, "strategy": strategy}
-    grid.check(vary)
     if sort is not None and not isinstance(sort, str):
         raise OptionError(f"sort is {shown(sort)}; it must be the name of a column")
-    _refuse_both(vary, given, options)
+    base = _base(cluster, model, strategy, vary, options)
     settings = grid.settings(vary)
     tokens = _tokens(tokens)
     if sort is not None:
         frames.check_column(sort, settings, goal, tokens)
-    base: dict[str, Any] = {k: "" if value is None else value for k, value in given.items()}
-    cases = grid.cases_of(describe(**base, **options), settings)
-    outcomes = run_all(cases, jobs, progress=progress)
+    cases = grid.cases_of(base, settings)
+    outcomes = run_all(cases, engine=Engine(engine, scheduler, jobs), progress=progress)
     frame = frames.to_frame(cases, outcomes, settings, goal, tokens)
     if sort is None:
         return frame
     return frame.iloc[frames.order(frame, sort)].reset_index(drop=True)
+
+
+def sweep_to(  # noqa: PLR0913 - one keyword per choice
+    folder: Reference,
+    cluster: Reference | Cluster | None = None,
+    model: Reference | Model | None = None,
+    strategy: str | Strategy | None = None,
+    *,
+    vary: grid.Grid,
+    shard: str | None = None,
+    goal: Goal = NO_GOAL,
+    tokens: Number | None = None,
+    jobs: Count = 1,
+    engine: str = "loky",
+    scheduler: str | None = None,
+    progress: bool | None = None,
+    **options: Unpack[Options],
+) -> "Kept":
+    """As `sweep`, but to Parquet files in a folder as it runs, for up to 10 million cases.
+
+    What the folder has already is not computed again, unless the case failed, or any of its inputs
+    or co2sim itself has changed. The bytes of the files are the same whoever computes them.
+    `pandas.read_parquet(folder)` reads them.
+
+    Args:
+        folder: Of this table alone.
+        cluster: As in `sweep`.
+        model: As in `sweep`.
+        strategy: As in `sweep`.
+        vary: As in `sweep`.
+        shard: Only a part of the cases, such as "3/16": every sixteenth, from the third on. When
+            all shards are in one folder, the same call without `shard` makes one table of them.
+        goal: As in `sweep`.
+        tokens: As in `sweep`.
+        jobs: As in `sweep`.
+        engine: As in `sweep`.
+        scheduler: As in `sweep`.
+        progress: As in `sweep`.
+        options: The further keywords of `simulate`.
+
+    Returns:
+        How many cases were computed, found in the folder, and failed.
+
+    Raises:
+        Co2simError: if an input cannot be read, no worker is there, or the folder cannot be
+            written.
+    """
+    from co2sim.streamed import Table, stream  # noqa: PLC0415 - only here
+
+    base = _base(cluster, model, strategy, vary, options)
+    part = Shard() if shard is None else Shard.read(shard)
+    points = Points.of(base, vary)
+    table = Table(points, Path(folder), part, goal, _tokens(tokens))
+    with opened(Engine(engine, scheduler, jobs), len(part.places(len(points)))) as pool:
+        return stream(table, pool, progress)
 
 
 def scale(
@@ -126,6 +189,15 @@ def scale(
     cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)
     outcomes = run_all(cases, jobs, progress=progress)
     return frames.to_frame(cases, outcomes, goal=goal, tokens=tokens)
+
+
+def _base(cluster: Any, model: Any, strategy: Any, vary: grid.Grid, options: Options) -> Case:
+    """What all cases of a sweep have in common; empty where it varies."""
+    given = {"cluster": cluster, "model": model, "strategy": strategy}
+    grid.check(vary)
+    _refuse_both(vary, given, options)
+    known: dict[str, Any] = {k: "" if value is None else value for k, value in given.items()}
+    return describe(**known, **options)
 
 
 def _tokens(value: Any) -> float | None:

@@ -1,32 +1,19 @@
 """Results as a table: one row a case, units in the names of the columns."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import get_type_hints
 
 import pandas as pd
 
-from co2sim.batch import Failure, Outcome
+from co2sim.batch import Outcome
 from co2sim.case import Case
 from co2sim.errors import OptionError, nearest
 from co2sim.grid import Setting, label
 from co2sim.result import Result
-from co2sim.step_factors import NO_GOAL, Goal, to_loss
-from co2sim.totals import Totals, totals_of
+from co2sim.rows import TO_LOSS, TOTAL, TOTALS, VARIED, row_of, sortable
+from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.units import CURRENCIES
 
-VARIED = "vary "
-"""What the name of a column starts with that holds the values of a path."""
-_NESTED = {"assumed", "breakdown_s", "memory_bytes_per_gpu", "notes", "warnings"}
-_DERIVED = ("efficiency_vs_free_communication",)
-"""Properties of a result that are columns too."""
-_TOTAL = "memory_total_bytes"
-TO_LOSS = ("steps_factor", "steps_to_loss", "time_to_loss_s", "cost_to_loss")
-"""Columns of what it takes to the loss of a goal."""
-TOTALS = tuple(
-    f.name for f in fields(Totals) if f.name not in {"factor", "goodput", "currency", "missing"}
-)
-"""Columns of what it takes to train so many tokens."""
 _IN_TABLES = {
     "per GPU": "tokens_per_s_per_gpu",
     "90 % interval": "tokens_per_s_low",
@@ -35,7 +22,7 @@ _IN_TABLES = {
     "efficiency": "efficiency_vs_free_communication",
     "overlap": "overlap_ratio",
     "MFU": "mfu",
-    "memory": _TOTAL,
+    "memory": TOTAL,
     "to loss": "time_to_loss_s",
     "cost to loss": "cost_to_loss",
     "GPU-hours": "gpu_hours",
@@ -56,12 +43,10 @@ def to_frame(
 ) -> pd.DataFrame:
     """One row per case; memory items in columns of their own, `settings` in the first columns.
 
-    A case that failed has its reason in `error`, and no figures. Columns of `TO_LOSS` only if the
-    goal has steps, of `TOTALS` only with `tokens` to train; None where no factor is known.
+    See `row_of` for what stands in a row.
     """
     rows = [
-        _row(case, outcome) | _loss(outcome, goal) | _totals(case, outcome, goal, tokens)
-        for case, outcome in zip(cases, outcomes, strict=True)
+        row_of(case, outcome, goal, tokens) for case, outcome in zip(cases, outcomes, strict=True)
     ]
     frame = pd.DataFrame(rows)
     frame["error"] = frame.pop("error") if "error" in frame else None
@@ -71,47 +56,6 @@ def to_frame(
         values = [label(setting[path]) for setting in settings or ()]
         frame.insert(place, f"{VARIED}{path}", values)
     return frame
-
-
-def _row(case: Case, outcome: Outcome) -> dict[str, object]:
-    keys: dict[str, object] = {"cluster_key": label(case.cluster), "model_key": label(case.model)}
-    if isinstance(outcome, Failure):
-        known = {
-            "strategy": label(case.strategy),
-            "gpus": case.gpus,
-            "error": outcome.reason,
-            "warnings": "",
-        }
-        return keys | dict.fromkeys(sortable(), None) | known
-    figures = {f.name: getattr(outcome, f.name) for f in fields(Result) if f.name not in _NESTED}
-    derived = {name: getattr(outcome, name) for name in _DERIVED}
-    memory = outcome.memory_bytes_per_gpu
-    items = {f"memory_{item}_bytes": size for item, size in memory.items()}
-    return keys | figures | derived | items | {"warnings": "; ".join(outcome.warnings)}
-
-
-def _loss(outcome: Outcome, goal: Goal) -> dict[str, object]:
-    """Factor, steps, seconds and cost to the loss of the goal."""
-    if goal.steps is None:
-        return {}
-    found = to_loss(outcome, goal) if isinstance(outcome, Result) else None
-    if found is None:
-        return dict.fromkeys(TO_LOSS)
-    values = (found.factor.factor, found.steps, found.time_s, found.cost)
-    return dict(zip(TO_LOSS, values, strict=True))
-
-
-def _totals(case: Case, outcome: Outcome, goal: Goal, tokens: float | None) -> dict[str, object]:
-    """What it takes to train so many tokens."""
-    if tokens is None:
-        return {}
-    found = totals_of(case, outcome, tokens, goal) if isinstance(outcome, Result) else None
-    return {name: getattr(found, name, None) for name in TOTALS}
-
-
-def sortable() -> list[str]:
-    """Columns of every table, in order."""
-    return [*(f.name for f in fields(Result) if f.name not in _NESTED), *_DERIVED, _TOTAL]
 
 
 def check_column(

@@ -89,17 +89,25 @@ def check(grid: Any) -> None:
 
 def settings(grid: Grid) -> list[Setting]:
     """All combinations, the last path fastest. Raises OptionError for none, or too many."""
+    found = axes(grid, _MOST_CASES, "; give a folder (--out) for more")
+    return [dict(zip(found, point, strict=True)) for point in product(*found.values())]
+
+
+def axes(grid: Grid, most: int, otherwise: str = "") -> dict[str, list[Any]]:
+    """The values of every path. Raises OptionError for none, or for more than `most` cases."""
     check(grid)
-    axes = {path: _values(path, given) for path, given in grid.items()}
-    for path, values in axes.items():
-        _refuse_twice(path, values)
-    if not axes:
+    found = {path: _values(path, given) for path, given in grid.items()}
+    if not found:
         raise OptionError("nothing varies; give a path with values, such as gpus=8,16")
-    count = math.prod(map(len, axes.values()))
-    if count > _MOST_CASES:
-        sizes = " x ".join(str(len(axis)) for axis in axes.values())
-        raise OptionError(f"the grid has {sizes} = {count} cases; at most {_MOST_CASES} are run")
-    return [dict(zip(axes, point, strict=True)) for point in product(*axes.values())]
+    count = math.prod(map(len, found.values()))
+    if count > most:
+        sizes = " x ".join(str(len(axis)) for axis in found.values())
+        raise OptionError(
+            f"the grid has {sizes} = {count} cases; at most {most} are run{otherwise}"
+        )
+    for path, values in found.items():
+        _refuse_twice(path, values)
+    return found
 
 
 def cases_of(case: Case, found: Sequence[Setting]) -> list[Case]:
@@ -107,13 +115,14 @@ def cases_of(case: Case, found: Sequence[Setting]) -> list[Case]:
 
     Clusters and models are loaded, each once: what cannot be read is better said before any run.
     """
-    _refuse_both(case, found[0])
+    refuse_both(case, found[0])
     cases = [varied(case, setting) for setting in found]
     check_inputs(cases)
     return cases
 
 
-def _refuse_both(case: Case, setting: Setting) -> None:
+def refuse_both(case: Case, setting: Setting) -> None:
+    """Raise OptionError for a path that is overridden and varied."""
     both = case.overrides.keys() & setting.keys()
     if both:
         raise OptionError(f"{both.pop()} is both overridden (--set) and varied (--vary)")
@@ -175,7 +184,7 @@ def panels(
         if path in {"cluster", "strategy", "gpus"} or path.startswith("strategy."):
             flag = path.partition(".")[0]
             raise OptionError(f"--vary {path}: here give --{flag} as often as it takes")
-    _refuse_both(job, found[0])
+    refuse_both(job, found[0])
     made = []
     for cluster, setting in product(clusters, found):
         name = ", ".join([cluster, *(f"{path}={label(value)}" for path, value in setting.items())])
@@ -190,7 +199,7 @@ def counts(case: Case, given: Any = None) -> list[int]:
     """GPU counts: those given, or one node doubled up to the whole cluster, where sites divide."""
     changes = {path: v for path, v in case.overrides.items() if not path.startswith("model.")}
     cluster = case.cluster
-    found = load_cluster(cluster, changes).value if isinstance(cluster, str) else cluster
+    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, changes).value
     if given is not None:
         values = _values("gpus", given)
         _refuse_twice("gpus", values)

@@ -29,6 +29,7 @@ from co2sim import (
     ResourceError,
     Schedule,
     batch,
+    engines,
     grid,
 )
 from co2sim.cli import main
@@ -548,10 +549,10 @@ def test_the_command_sorts(cli: Run) -> None:
 def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:
     """`--jobs 3000` for 2 cases is 2 processes; for 3000 cases, two per core."""
     cores = joblib.cpu_count()
-    assert batch.processes(3000, 2) == min(2, 2 * cores)
-    assert batch.processes(3000, 3000) == 2 * cores
-    assert batch.processes(-1, 3000) == cores
-    assert batch.processes(5, 1) == batch.processes(1, 5) == 1
+    assert engines.processes(3000, 2) == min(2, 2 * cores)
+    assert engines.processes(3000, 3000) == 2 * cores
+    assert engines.processes(-1, 3000) == cores
+    assert engines.processes(5, 1) == engines.processes(1, 5) == 1
     for wrong in (0, -2):
         with pytest.raises(OptionError, match=f"jobs is {wrong}; it must be"):
-            batch.processes(wrong, 5)
+            engines.processes(wrong, 5)

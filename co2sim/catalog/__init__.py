@@ -1,6 +1,7 @@
 """Clusters, GPUs and models by name or file, with overrides and the source of every number."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,16 @@ from co2sim.workload import Model
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
-__all__ = ["Entry", "Fact", "load_cluster", "load_model", "names"]
+__all__ = [
+    "Contents",
+    "Entry",
+    "Fact",
+    "cluster_contents",
+    "load_cluster",
+    "load_model",
+    "model_contents",
+    "names",
+]
 
 T = TypeVar("T")
 
@@ -62,19 +72,57 @@ class Entry(Generic[T]):
         return tuple(fact for fact in self.facts if fact.assumed)
 
 
-def load_cluster(reference: str, overrides: Mapping[str, str] | None = None) -> Entry[Cluster]:
-    """A cluster by catalog key or by the path of a TOML file.
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What stands in the files of a cluster or a model: no file has to be read again.
+
+    `tree` is never changed. `chosen` are facts about what the files name.
+    """
+
+    name: str
+    tree: Tree
+    chosen: tuple[Fact, ...] = ()
+
+
+def cluster_contents(reference: str, overrides: Mapping[str, str]) -> Contents | None:
+    """What a user's files say of a cluster, with its GPU and failures; None if all is catalog.
+
+    Of `overrides` those count that name a GPU or failures. Raises CatalogError like `load_cluster`.
+    """
+    named = (overrides[name] for name in _KIND_OF if name in overrides)
+    return _of_cluster(reference, overrides) if any(map(is_file, (reference, *named))) else None
+
+
+def model_contents(reference: str) -> Contents | None:
+    """What a user's file says of a model; None for a key of the catalog. Raises CatalogError."""
+    ours = is_file(reference) or is_regular(Path(reference) / "config.json")
+    return Contents(reference, _of_model(reference)) if ours else None
+
+
+def _of_cluster(reference: str, overrides: Mapping[str, str]) -> Contents:
+    tree, changes = read("clusters", reference), dict(overrides)
+    chosen: list[Fact] = []
+    for name, kind in _KIND_OF.items():
+        chosen += _named(tree, reference, changes, name, kind)
+    return Contents(reference, tree, tuple(chosen))
+
+
+def load_cluster(
+    reference: str | Contents, overrides: Mapping[str, str] | None = None
+) -> Entry[Cluster]:
+    """A cluster by catalog key, by the path of a TOML file, or by what stands in it.
 
     `overrides` maps dotted paths, such as "inter.bandwidth", to texts, such as "25 Gbit/s".
     Raises CatalogError when anything is unknown, missing, or of the wrong kind.
     """
     from co2sim.catalog.specs import ClusterSpec  # noqa: PLC0415 - pydantic is slow
 
-    tree = read("clusters", reference)
-    changes = dict(overrides or {})
-    chosen: list[Fact] = []
-    for name, kind in _KIND_OF.items():
-        chosen += _named(tree, reference, changes, name, kind)
+    if isinstance(reference, Contents):
+        tree, chosen, reference = deepcopy(reference.tree), [*reference.chosen], reference.name
+    else:
+        found = _of_cluster(reference, overrides or {})
+        tree, chosen = found.tree, [*found.chosen]
+    changes = {path: text for path, text in (overrides or {}).items() if path not in _KIND_OF}
     for name, fact in (
         ("interference", _NO_PROBE),
         ("node_spread", _EVEN_NODES),
@@ -142,17 +190,27 @@ def _apply(
         tree["name"] = f"{tree['name']}, with {changed}"
 
 
-def load_model(reference: str, overrides: Mapping[str, str] | None = None) -> Entry[Model]:
-    """A model by catalog key, by the path of a TOML file, or of a Hugging Face `config.json`.
+def _of_model(reference: str) -> Tree:
+    tree = read("models", reference)
+    if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
+        tree = huggingface.convert(tree, reference)
+    tree.setdefault("name", reference)
+    return tree
+
+
+def load_model(
+    reference: str | Contents, overrides: Mapping[str, str] | None = None
+) -> Entry[Model]:
+    """A model by catalog key, by a TOML file or Hugging Face `config.json`, or what stands there.
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
     from co2sim.catalog.model_specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
-    tree = read("models", reference)
-    if reference.endswith(".json") or is_regular(Path(reference) / "config.json"):
-        tree = huggingface.convert(tree, reference)
-    tree.setdefault("name", reference)
+    if isinstance(reference, Contents):
+        tree, reference = deepcopy(reference.tree), reference.name
+    else:
+        tree = _of_model(reference)
     for path, text in (overrides or {}).items():
         if path == "parameters":
             raise CatalogError(

@@ -1,7 +1,6 @@
 """The commands of `co2sim`: their options, and what they print."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ import typer
 
 from co2sim import grid, study
 from co2sim.case import Case
-from co2sim.cli import deciding, exchanging, exploring, reporting
+from co2sim.cli import deciding, exchanging, exploring, reporting, varying
 from co2sim.console import budgets, goals, options, over_sizes
 from co2sim.console.repeated import refuse_twice
 from co2sim.console.version_option import Version
@@ -27,21 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Predict how CO2, ZeRO++, ZeRO, DDP and the local-update family scale on a cluster.",
 )
-
-
-def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
-    """Refuse an option that is given together with a --vary of the same name.
-
-    Of the cluster, the model and the strategy, each has to be given or varied.
-    """
-    varied = set(paths)
-    for path in (*paths, *options.MAY_VARY):
-        source, flag = context.get_parameter_source(path), f"--{path.replace('_', '-')}"
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and path in varied:
-            raise OptionError(f"{flag} is given, and --vary {path}, too; leave one of them out")
-        if not given and path not in varied:
-            raise OptionError(f"{flag} is missing; give it, or --vary {path}=...")
 
 
 @app.callback(invoke_without_command=True)
@@ -165,52 +149,7 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     scaling.scale(cases, published, out, jobs, goal, tokens, report, as_json=json_)
 
 
-@app.command()
-@options.sweep_options
-def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
-    context: typer.Context,
-    case: Case,
-    over: Annotated[
-        list[str],
-        typer.Option(
-            "--vary",
-            help='What to vary, and its values: --vary inter.bandwidth="25 Gbit/s, 100 Gbit/s",'
-            " --vary strategy.tau=1,12,48, --vary gpus=8,64, --vary model.seq_len=1024,2048,"
-            ' --vary strategy="ddp, co2:tau=48,worker=node".'
-            " Repeatable: all combinations. What varies is not given as an option, too.",
-        ),
-    ],
-    csv: Annotated[Path | None, typer.Option(help="Write all figures to this CSV file.")] = None,
-    sort: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="Sort by a column of the table or of the CSV file, such as step; by falling"
-            " values: -tokens_per_s. A --vary name keeps the order that it was given in.",
-        ),
-    ] = None,
-    jobs: options.Jobs = -1,
-    to_loss_steps: goals.ToLossSteps = None,
-    steps_factor: goals.StepsFactor = None,
-    tokens: budgets.Tokens = None,
-    report: over_sizes.Report = None,
-    json_: options.Json = False,  # noqa: FBT002
-) -> None:
-    """Vary any parameter over values, in parallel."""
-    from co2sim.cli import sweeping  # noqa: PLC0415 - pandas
-
-    varied = options.pairs(over, "--vary")
-    _refuse_varied(context, varied)
-    settings = grid.settings(varied)
-    cases = grid.cases_of(case, settings)
-    goal = goals.goal(to_loss_steps, steps_factor)
-    check("--report", report)
-    wishes = sweeping.Wishes(
-        csv=csv, report=report, sort=sort, goal=goal, tokens=tokens, as_json=json_
-    )
-    sweeping.sweep(cases, settings, jobs, wishes)
-
-
+varying.add_to(app)
 deciding.add_to(app)
 exchanging.add_to(app)
 app.command()(reporting.report)

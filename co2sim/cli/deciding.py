@@ -8,7 +8,7 @@ import typer
 from co2sim import convert
 from co2sim.case import Case
 from co2sim.cli.goodput import goodput
-from co2sim.console import goals, options, over_sizes, training
+from co2sim.console import goals, options, over_sizes, training, workers
 from co2sim.console.repeated import refuse_twice
 from co2sim.decide.candidates import RECOMPUTES, STRATEGIES, Space
 from co2sim.decide.wanted import Wanted
@@ -81,6 +81,7 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
 
 
 def plan(  # noqa: PLR0913, PLR0917 - one argument per option
+    context: typer.Context,
     model: options.Model,
     cluster: Annotated[
         list[str],
@@ -162,6 +163,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     overrides: options.Overrides = None,
     steps_factor: goals.StepsFactor = None,
     jobs: options.Jobs = 1,
+    engine: workers.Name = "loky",
+    scheduler: workers.Scheduler = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -170,6 +173,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
 
     refuse_twice("cluster", cluster)
     check("--report", report)
+    who = workers.engine(context, engine, scheduler, jobs)
     job = Case(
         cluster="",
         model=model,
@@ -201,7 +205,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         power=None if power is None else _watts(power),
         goal=goals.goal(None, steps_factor),
     )
-    planning.planning(space, wanted, jobs, report, as_json=json_)
+    planning.planning(space, wanted, who, report, as_json=json_)
 
 
 def _tokens(tokens: float | None, steps: int | None, space: Space) -> float:

@@ -25,15 +25,20 @@ def end_with_failures(names: Iterable[str], outcomes: Sequence[Outcome], kept: s
         for name, outcome in zip(names, outcomes, strict=True)
         if isinstance(outcome, Failure)
     ]
+    end_with(failed, len(failed), len(outcomes), kept)
+
+
+def end_with(failed: Sequence[tuple[str, Failure]], count: int, cases: int, kept: str) -> NoReturn:
+    """As `end_with_failures`; `failed` are the first of those that failed, with their names."""
     first = {_kind(outcome): (name, outcome.reason) for name, outcome in reversed(failed)}
     counts = Counter(_kind(outcome) for _, outcome in failed)
     said = []
-    for kind, count in counts.most_common(_MOST_REASONS):
+    for kind, times in counts.most_common(_MOST_REASONS):
         name, reason = first[kind]
-        said.append(f"{name}: {reason}" + (f" (and {count - 1} like it)" if count > 1 else ""))
-    rest = sum(counts.values()) - sum(n for _, n in counts.most_common(_MOST_REASONS))
+        said.append(f"{name}: {reason}" + (f" (and {times - 1} like it)" if times > 1 else ""))
+    rest = count - sum(n for _, n in counts.most_common(_MOST_REASONS))
     said += [f"{rest} more for other reasons"] if rest else []
-    head = f"{len(failed)} of {len(outcomes)} cases failed"
+    head = f"{count} of {cases} cases failed"
     print(f"error: {head}: {'; '.join(said)}; {kept}", file=sys.stderr)
     raise typer.Exit(1)
 

@@ -20,6 +20,7 @@ from co2sim.decide.candidates import Space
 from co2sim.decide.levers import Lever, levers
 from co2sim.decide.plan import Recommendation, plan
 from co2sim.decide.wanted import Wanted
+from co2sim.engines import Engine
 from co2sim.errors import OptionError
 from co2sim.progress import progress_bar
 from co2sim.step_factors import remark
@@ -29,11 +30,11 @@ _MOST_ROWS = 12
 
 
 def planning(
-    space: Space, wanted: Wanted, jobs: int, report: Path | None, *, as_json: bool
+    space: Space, wanted: Wanted, engine: Engine, report: Path | None, *, as_json: bool
 ) -> None:
     """Plan, and print; `report` is an HTML page to write besides."""
     with progress_bar("looking at candidates") as done:
-        found = plan(space, wanted, jobs=jobs, done=done)
+        found = plan(space, wanted, engine=engine, done=done)
     choice, other = found.choice, found.runner_up
     if not found.front:
         if found.interrupted:

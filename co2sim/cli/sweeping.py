@@ -16,6 +16,7 @@ from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.command_line import command_line
 from co2sim.console.result_tables import print_assumed, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
+from co2sim.engines import Engine
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
 from co2sim.grid import Setting, label
@@ -43,7 +44,9 @@ class Wishes:
     as_json: bool
 
 
-def sweep(cases: Sequence[Case], settings: Sequence[Setting], jobs: int, wishes: Wishes) -> None:
+def sweep(
+    cases: Sequence[Case], settings: Sequence[Setting], engine: Engine, wishes: Wishes
+) -> None:
     """Simulate all cases; `settings` says what each varies. Those that fail are named.
 
     At control-C those that are done are shown, and written.
@@ -52,7 +55,7 @@ def sweep(cases: Sequence[Case], settings: Sequence[Setting], jobs: int, wishes:
     if wishes.sort is not None:
         check_column(wishes.sort, settings, wishes.goal, wishes.tokens)
     try:
-        outcomes = run_all(cases, jobs)
+        outcomes = run_all(cases, engine=engine)
     except Interrupted as interrupt:
         done, missing = interrupt.outcomes, str(interrupt)
 

@@ -3,17 +3,17 @@
 import shlex
 import sys
 
-_JOBS = "--jobs"
-"""How many processes compute changes nothing of what they find."""
+_WHO = ("--jobs", "--engine", "--scheduler")
+"""Who computes, and how many, changes nothing of what they find."""
 
 
 def command_line(program: str) -> str:
-    """What a page names as its command, for a shell: without `--jobs`, which changes no page."""
+    """What a page names as its command, for a shell: without those, which change no page."""
     words = iter(sys.argv[1:])
     kept = [program]
     for word in words:
-        if word == _JOBS:
+        if word in _WHO:
             next(words, None)
-        elif not word.startswith(f"{_JOBS}="):
+        elif not word.startswith(tuple(f"{name}=" for name in _WHO)):
             kept.append(word)
     return shlex.join(kept)

@@ -7,6 +7,7 @@ from co2sim import power
 from co2sim.decide.candidates import Space, candidates
 from co2sim.decide.search import Search
 from co2sim.decide.wanted import Candidate, Want, Wanted
+from co2sim.engines import Engine
 from co2sim.errors import OptionError
 from co2sim.grid import strategy_title
 from co2sim.progress import Done
@@ -45,15 +46,21 @@ class Recommendation:
 
 
 def plan(
-    space: Space, wanted: Wanted, *, jobs: int = 1, done: Done | None = None
+    space: Space,
+    wanted: Wanted,
+    *,
+    jobs: int = 1,
+    engine: Engine | None = None,
+    done: Done | None = None,
 ) -> Recommendation:
-    """The best candidates of a space.
+    """The best candidates of a space, simulated by so many `jobs`, or by an `engine` instead.
 
     Gives what simulating all of them would give, but leaves out those whose computation alone, or
     whose communication alone, is too slow or too dear. At control-C it answers with what it has.
     Raises OptionError for a space that lacks prices or power that are wanted, and Co2simError where
     no candidate can be simulated.
     """
+    engine = engine or Engine(jobs=jobs)
     _check_prices(space, wanted)
     tried = candidates(space)
     names = dict.fromkeys(strategy_title(one.case.strategy) for one in tried.fitting)
@@ -67,11 +74,11 @@ def plan(
             f" --steps-factor {unknown[0].partition('(')[0]}=1.3, say"
         )
     search = Search(kept, wanted, space.headroom)
-    complete = search.run(jobs, done)
+    complete = search.run(engine, done)
     inside = bool(search.options)
     if not inside and complete and wanted.limited:
         search.lift_limits()
-        complete = search.run(jobs, done)
+        complete = search.run(engine, done)
     best = search.best()
     choice = best[0] if best and inside else None
     runner_up = best[1] if choice and len(best) > 1 else None

@@ -8,13 +8,14 @@ from itertools import islice
 from typing import TypeAlias
 
 from co2sim import power
-from co2sim.batch import Failure, Interrupted, Outcome, processes, run_all
+from co2sim.batch import Failure, Interrupted, Outcome, run_on
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.decide.candidates import Fitting, fits
 from co2sim.decide.floor import Floor
 from co2sim.decide.wanted import Candidate, Wanted
-from co2sim.errors import Co2simError, OptionError
+from co2sim.engines import Engine, Pool, opened
+from co2sim.errors import Co2simError, EngineError, OptionError
 from co2sim.grid import label, strategy_title
 from co2sim.progress import Done
 from co2sim.step_factors import step_factor
@@ -65,22 +66,22 @@ class Search:
         self.large = 0
         self.simulated = 0
 
-    def run(self, jobs: int, done: Done | None) -> bool:
+    def run(self, engine: Engine, done: Done | None) -> bool:
         """Look at all cases; False if somebody stopped it.
 
         What cannot win once those before it in its wave are known does not count, as if one process
         had looked at one case after the other: the answer is the same, however many there are.
         """
         total = len(self._promises)
-        workers = processes(jobs, total)
-        size = 1 if workers == 1 else _WAVE * workers
         try:
-            while now := list(islice(self._hopeful(), size)):
-                for promise, outcome in zip(now, _outcomes(now, jobs), strict=True):
-                    if not self._hopeless(promise):
-                        self._note(promise, outcome)
-                if done:
-                    done(total - len(self._left), total)
+            with opened(engine, total) as pool:
+                size = 1 if pool is None else _WAVE * pool.slots
+                while now := list(islice(self._hopeful(), size)):
+                    for promise, outcome in zip(now, _outcomes(now, pool), strict=True):
+                        if not self._hopeless(promise):
+                            self._note(promise, outcome)
+                    if done:
+                        done(total - len(self._left), total)
         except KeyboardInterrupt:
             return False
         return True
@@ -221,12 +222,14 @@ def _grouping(cases: Sequence[Case]) -> Callable[[Case], object]:
     return lambda case: case.gpus
 
 
-def _outcomes(promises: Sequence[_Promise], jobs: int) -> Sequence[Outcome]:
+def _outcomes(promises: Sequence[_Promise], pool: Pool | None) -> Sequence[Outcome]:
     """A result or a failure for each."""
     cases = [one.case for one in promises]
     try:
-        return run_all(cases, jobs, progress=False)
+        return run_on(pool, cases, progress=False)
     except Interrupted:
         raise KeyboardInterrupt from None
+    except EngineError:
+        raise
     except Co2simError as error:  # all of them
         return [Failure(case.title, error) for case in cases]

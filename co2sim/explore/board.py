@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from co2sim.batch import Failure, Outcome, processes, run_all
+from co2sim.batch import Failure, Outcome, run_all
 from co2sim.case import Case
+from co2sim.engines import processes
 from co2sim.errors import Co2simError, OptionError
 from co2sim.explore.controls import Control
 from co2sim.explore.figures import Figures, figures

@@ -1,0 +1,133 @@
+"""The workers of a Dask scheduler, or of one on this machine."""
+
+import logging
+import sys
+import time
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from co2sim.engines.pool import ABSENCE, PATIENCE
+from co2sim.engines.task import expected, work
+from co2sim.errors import EngineError, OptionError
+from co2sim.units import Seconds
+
+_AHEAD = 2
+"""Tasks for each thread of a worker: one that it runs, and one that waits there."""
+_FEW_SECONDS: Seconds = 5.0
+
+
+class DaskPool:
+    """Dask's workers. It runs a task elsewhere if its worker dies, up to three times."""
+
+    def __init__(self, scheduler: str | None, count: int) -> None:
+        """Reach the scheduler, or start one here with `count` workers."""
+        distributed = _distributed()
+        self._address = scheduler
+        self._killed = distributed.KilledWorker
+        self._cluster: Any = None
+        if scheduler is None:
+            self._cluster = distributed.LocalCluster(
+                n_workers=count,
+                threads_per_worker=1,
+                processes=True,
+                host="127.0.0.1",
+                dashboard_address=None,
+                silence_logs=logging.CRITICAL,
+            )
+        self._client: Any = None
+        try:
+            self._client = _client(distributed, scheduler, self._cluster)
+            self._client.wait_for_workers(1, timeout=PATIENCE)
+            self._executor = self._client.get_executor(pure=False)
+            self._there, self._hosts = 0, 0
+            self._seen = time.monotonic()
+            self._look()
+        except TimeoutError:
+            self.close()
+            raise EngineError(
+                f"the scheduler at {scheduler} has no workers after {PATIENCE:g} s; start some with"
+                f" `dask worker {scheduler} --nthreads 1`"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def slots(self) -> int:
+        """A task for each thread, and one that waits."""
+        return _AHEAD * max(self._there, 1)
+
+    @property
+    def share(self) -> int:
+        """The most threads that one host has."""
+        return max(self._hosts, 1)
+
+    def submit(self, share: int, content: bytes) -> Future[Any]:
+        """Start a task."""
+        future: Future[Any] = self._executor.submit(work, expected(), share, content)
+        return future
+
+    def died(self, error: BaseException) -> bool:
+        """Whether a task has killed all workers that tried it."""
+        return isinstance(error, self._killed)
+
+    def check(self) -> None:
+        """Raise EngineError where the scheduler is gone, or has had no worker for long."""
+        if self._client.status != "running":
+            raise EngineError(f"the connection to the scheduler at {self._address} was lost")
+        self._look()
+        if time.monotonic() - self._seen > ABSENCE:
+            raise EngineError(
+                f"the scheduler at {self._address} has had no workers for {ABSENCE:g} s"
+            )
+
+    def close(self) -> None:
+        """Leave the scheduler; end the one on this machine."""
+        for one in (self._client, self._cluster):
+            if one is not None:
+                with suppress(TimeoutError, OSError):
+                    one.close(timeout=_FEW_SECONDS)
+
+    def _look(self) -> None:
+        """Note which workers are there now: others may come at any time."""
+        with suppress(OSError, TimeoutError):
+            threads = self._client.nthreads()
+            hosts: Counter[str] = Counter()
+            for address, count in threads.items():
+                hosts[address.rpartition("://")[2].rpartition(":")[0]] += count
+            self._there, self._hosts = hosts.total(), max(hosts.values(), default=0)
+        if self._there:
+            self._seen = time.monotonic()
+
+
+def _distributed() -> Any:
+    try:
+        if "distributed" not in sys.modules:  # else its logs are the business of who imported it
+            import dask  # noqa: PLC0415 - optional
+
+            dask.config.set({"logging.distributed": "critical"})
+        import distributed  # noqa: PLC0415 - optional
+    except ImportError:
+        raise OptionError("the engine dask needs Dask: pip install 'co2sim[dask]'") from None
+    return distributed
+
+
+def _client(distributed: Any, scheduler: str | None, cluster: Any) -> Any:
+    """A client of the scheduler: at an address, or in the file that it wrote."""
+    common: dict[str, Any] = {"timeout": PATIENCE, "set_as_default": False}
+    if scheduler is None:
+        return distributed.Client(cluster, **common)
+    if scheduler.endswith(".json"):
+        if not Path(scheduler).is_file():
+            raise OptionError(f"scheduler is {scheduler!r}; there is no such file")
+        common["scheduler_file"] = scheduler
+    else:
+        common["address"] = scheduler
+    try:
+        return distributed.Client(**common)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise EngineError(f"no Dask scheduler answers at {scheduler}: {reason}") from None
