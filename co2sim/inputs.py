@@ -75,8 +75,8 @@ class Inputs:
         if isinstance(given, str):
             return given
         if id(given) not in self._trees:
-            parts = [given.name, given.tree, [str(fact) for fact in given.chosen]]
-            plain = parts if isinstance(given, Contents) else _plain(given)
+            read = isinstance(given, Contents)
+            plain = [given.name, given.tree, str(given.chosen)] if read else _plain(given)
             self._trees[id(given)] = given, sha256(_text(plain)).hexdigest()
         return [self._trees[id(given)][1]]
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from co2sim.engines.pool import ABSENCE, PATIENCE
+from co2sim.engines.pool import ABSENCE, PATIENCE, reach
 from co2sim.engines.task import expected, work
 from co2sim.errors import EngineError, OptionError
 from co2sim.units import Seconds
@@ -125,6 +125,7 @@ def _client(distributed: Any, scheduler: str | None, cluster: Any) -> Any:
             raise OptionError(f"scheduler is {scheduler!r}; there is no such file")
         common["scheduler_file"] = scheduler
     else:
+        reach("Dask", scheduler, "tcp|tls|ws|wss", "tcp://HOST:8786, or the .json file it wrote")
         common["address"] = scheduler
     try:
         return distributed.Client(**common)

@@ -2,13 +2,12 @@
 
 import logging
 import os
-import socket
 import sys
 from concurrent.futures import Future
 from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
-from co2sim.engines.pool import PATIENCE
+from co2sim.engines.pool import reach
 from co2sim.engines.task import expected, work
 from co2sim.errors import EngineError, OptionError
 from co2sim.units import Bytes
@@ -107,22 +106,9 @@ def _start(ray: Any, scheduler: str | None, count: int) -> None:
         )
         return
     if scheduler != "auto":
-        _reach(scheduler)
+        reach("Ray", scheduler, "ray", "HOST:6379, ray://HOST:10001 or auto")
     try:
         ray.init(address=scheduler, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise EngineError(f"no Ray cluster answers at {scheduler}: {reason}") from None
-
-
-def _reach(address: str) -> None:
-    """Raise an error unless something listens at an address: Ray itself would wait for long."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise OptionError(
-            f"scheduler is {address!r}; of Ray it is HOST:6379, ray://HOST:10001 or auto"
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
-    except (OSError, OverflowError) as error:
-        raise EngineError(f"no Ray cluster answers at {address}: {error}") from None
+        raise EngineError(f"no Ray scheduler answers at {scheduler}: {reason}") from None

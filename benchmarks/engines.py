@@ -1,0 +1,225 @@
+"""A sweep of 100,000 cases on a Dask cluster that loses half of its workers, and on one process.
+
+    python benchmarks/engines.py            # ten minutes on two free cores
+    python benchmarks/engines.py --quick    # 3,000 cases
+
+The cases are the cheapest that there are, so that what is measured is all but the simulation. One
+process computes them first. Then a scheduler and four worker processes do, of which one is killed
+after a quarter of the cases, and another after half. The last line reads the folder again: nothing
+is left to compute. Writes benchmarks/results/engines.md.
+"""
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from reports import folder, installed, machine, made_by, parser, table
+
+from co2sim import GPU, Block, Cluster, Link, Model, sweep_to
+
+_WORKERS = 4
+_LOST = (0.25, 0.5)
+"""Shares of the cases after which a worker is killed."""
+_QUICK = (50, 60)
+_FULL = (400, 250)
+"""Values of the micro-batch and of the size of buckets."""
+_PART = 1000
+"""Rows of a file."""
+_PATIENCE = 60.0
+
+
+def main() -> None:
+    """Run all three, and write the table."""
+    command = parser(__doc__, "3,000 cases")
+    command.add_argument("--child", nargs=3, help="one run: its folder, its sizes, its scheduler")
+    given = command.parse_args()
+    if given.child:
+        print(json.dumps(child(Path(given.child[0]), json.loads(given.child[1]), given.child[2])))
+        return
+    sizes = _QUICK if given.quick else _FULL
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        alone = measured(here / "one", sizes)
+        with cluster(here) as (address, workers):
+            killer = Killer(here / "dask", sizes[0] * sizes[1], workers)
+            killer.start()
+            spread = measured(here / "dask", sizes, address)
+            killer.over.set()
+            killer.join()
+        again = measured(here / "dask", sizes)
+        sums = {run: digest(here / run) for run in ("one", "dask")}
+    rows = [
+        row("one process", alone, sums["one"]),
+        row(f"Dask, {_WORKERS} workers, {killer.killed} of them killed", spread, sums["dask"]),
+        row("the folder of Dask again, one process", again, sums["dask"]),
+    ]
+    cases = sizes[0] * sizes[1]
+    same = "the same" if sums["one"] == sums["dask"] else "NOT the same"
+    text = f"""\
+# A sweep on a cluster that loses half of its workers
+
+{cases:,} cases of a model of one layer on two GPUs: {sizes[0]} micro-batches by {sizes[1]} sizes of
+buckets, kept in a folder (`co2sim sweep --out`). One process, and a Dask scheduler with {_WORKERS}
+workers of one thread on the same machine. The bytes of both folders are {same}.
+
+Time and memory are those of the process that asks; without Dask it simulates, too. "After a
+quarter" is the largest resident memory until a quarter of the cases was done.
+
+{table(rows)}
+
+{machine()} Dask {installed("distributed")}, pyarrow {installed("pyarrow")}.
+
+{made_by()}
+"""
+    with folder(given) as out:
+        (out / "engines.md").write_text(text, "utf-8")
+        print(text)
+    if sums["one"] != sums["dask"] or again["computed"]:
+        sys.exit("the folders differ, or something was computed twice")
+
+
+def row(what: str, found: dict[str, Any], digest: str) -> dict[str, str]:
+    """A line of the table."""
+    return {
+        "run": what,
+        "computed": f"{found['computed']:,}",
+        "found": f"{found['reused']:,}",
+        "time": f"{found['seconds']:.0f} s",
+        "CPU time": f"{found['cpu']:.0f} s",
+        "memory after a quarter": f"{found['quarter'] / 2**20:.0f} MiB",
+        "memory at most": f"{found['most'] / 2**20:.0f} MiB",
+        "SHA-256 of all files": digest[:12],
+    }
+
+
+def measured(place: Path, sizes: tuple[int, int], address: str = "") -> dict[str, Any]:
+    """A run in a process of its own."""
+    words = [sys.executable, __file__, "--child", str(place), json.dumps(sizes), address]
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def child(place: Path, sizes: tuple[int, int], address: str) -> dict[str, Any]:
+    """Sweep, and measure this process."""
+    gpu = GPU("small", 1e9, 1e12, {"bf16": 1e12}, ((1.0, 1.0),))
+    two = Cluster(
+        name="two GPUs",
+        gpu=gpu,
+        nodes=2,
+        gpus_per_node=1,
+        intra=Link(1e10),
+        inter=Link(1e9),
+        all_reduce="ring",
+        backend="gloo",
+    )
+    model = Model("one layer", (Block("layer", (1000,), 1e6, 100.0),), tokens=1)
+    vary = {
+        "micro_batch": range(1, sizes[0] + 1),
+        "strategy.bucket_mib": [n / 8 for n in range(1, sizes[1] + 1)],
+    }
+    seen = Memory(place, sizes[0] * sizes[1] // 4)
+    seen.start()
+    began = time.monotonic()
+    engine = {"engine": "dask", "scheduler": address} if address else {}
+    kept = sweep_to(place, two, model, "ddp", vary=vary, **engine)
+    assert not kept.failed
+    return {
+        "computed": kept.computed,
+        "reused": kept.reused,
+        "seconds": time.monotonic() - began,
+        "cpu": time.process_time(),
+        "quarter": seen.until,
+        "most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+class Memory(threading.Thread):
+    """Notes the most resident memory until the folder has so many cases."""
+
+    def __init__(self, place: Path, cases: int) -> None:
+        super().__init__(daemon=True)
+        self.until, self._place, self._cases = 0, place, cases
+
+    def run(self) -> None:
+        """Look every half second."""
+        while True:
+            pages = int(Path("/proc/self/statm").read_text("utf-8").split()[1])
+            self.until = max(self.until, pages * os.sysconf("SC_PAGE_SIZE"))
+            if there(self._place) >= self._cases:
+                return
+            time.sleep(0.5)
+
+
+class Killer(threading.Thread):
+    """Kills a worker each time that a further share of the cases is in the folder."""
+
+    def __init__(self, place: Path, cases: int, workers: list[subprocess.Popen[bytes]]) -> None:
+        super().__init__(daemon=True)
+        self.over, self.killed = threading.Event(), 0
+        self._place, self._cases, self._workers = place, cases, workers
+
+    def run(self) -> None:
+        """Until it has killed all that it should, or the sweep is over."""
+        while self.killed < len(_LOST) and not self.over.wait(0.05):
+            if there(self._place) >= _LOST[self.killed] * self._cases:
+                self._workers[self.killed].send_signal(signal.SIGKILL)
+                self.killed += 1
+
+
+def there(place: Path) -> int:
+    """About how many cases a folder has."""
+    return _PART * len(list(place.glob("*.parquet")))
+
+
+@contextmanager
+def cluster(here: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """A scheduler on this machine, as its address, and its workers; all gone at the end."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": here}
+    module = [sys.executable, "-m", "distributed.cli.dask_"]
+    local = ["--host", "127.0.0.1", "--no-dashboard"]
+    told = here / "scheduler.json"
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *words: str) -> None:
+        made = [*module[:-1], module[-1] + name, *words, *local]
+        started.append(subprocess.Popen(made, **quiet))  # type: ignore[call-overload]
+
+    try:
+        start("scheduler", "--port", "0", "--scheduler-file", str(told))
+        until = time.monotonic() + _PATIENCE
+        while not told.exists() or not told.read_text("utf-8").endswith("}"):
+            if time.monotonic() > until:
+                sys.exit(f"Dask's scheduler did not start within {_PATIENCE:g} s")
+            time.sleep(0.1)
+        address = json.loads(told.read_text("utf-8"))["address"]
+        for _ in range(_WORKERS):
+            start("worker", address, "--nthreads", "1", "--no-nanny")
+        yield address, started[1:]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def digest(place: Path) -> str:
+    """The hash of all files, in order, with their names."""
+    found = hashlib.sha256()
+    for path in sorted(place.glob("*.parquet")):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    main()
