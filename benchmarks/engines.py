@@ -4,9 +4,9 @@
     python benchmarks/engines.py --quick    # 3,000 cases
 
 The cases are the cheapest that there are, so that what is measured is all but the simulation. One
-process computes them first. Then a scheduler and four worker processes do, of which one is killed
-after a quarter of the cases, and another after half. The last line reads the folder again: nothing
-is left to compute. Writes benchmarks/results/engines.md.
+process computes them, and at the same time a scheduler and four worker processes do, of which one
+is killed after a quarter of the cases, and another after half. The last line reads the folder
+again: nothing is left to compute. With --cases there are fewer. Writes benchmarks/results/engines.md.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ _LOST = (0.25, 0.5)
 """Shares of the cases after which a worker is killed."""
 _QUICK = (50, 60)
 _FULL = (400, 250)
-"""Values of the micro-batch and of the size of buckets."""
+"""Values of the micro-batch and of the size of buckets; of the latter fewer with --cases."""
 _PART = 1000
 """Rows of a file."""
 _PATIENCE = 60.0
@@ -42,21 +43,25 @@ _PATIENCE = 60.0
 def main() -> None:
     """Run all three, and write the table."""
     command = parser(__doc__, "3,000 cases")
+    command.add_argument(
+        "--cases", type=int, default=_FULL[0] * _FULL[1], help="how many, in steps of 400"
+    )
     command.add_argument("--child", nargs=3, help="one run: its folder, its sizes, its scheduler")
     given = command.parse_args()
     if given.child:
         print(json.dumps(child(Path(given.child[0]), json.loads(given.child[1]), given.child[2])))
         return
-    sizes = _QUICK if given.quick else _FULL
+    sizes = _QUICK if given.quick else (_FULL[0], given.cases // _FULL[0])
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
-        alone = measured(here / "one", sizes)
-        with cluster(here) as (address, workers):
+        with cluster(here) as (address, workers), ThreadPoolExecutor(1) as beside:
+            running = beside.submit(measured, here / "one", sizes)
             killer = Killer(here / "dask", sizes[0] * sizes[1], workers)
             killer.start()
             spread = measured(here / "dask", sizes, address)
             killer.over.set()
             killer.join()
+            alone = running.result()
         again = measured(here / "dask", sizes)
         sums = {run: digest(here / run) for run in ("one", "dask")}
     rows = [
@@ -71,7 +76,7 @@ def main() -> None:
 
 {cases:,} cases of a model of one layer on two GPUs: {sizes[0]} micro-batches by {sizes[1]} sizes of
 buckets, kept in a folder (`co2sim sweep --out`). One process, and a Dask scheduler with {_WORKERS}
-workers of one thread on the same machine. The bytes of both folders are {same}.
+workers of one thread on the same machine, at the same time. The bytes of both folders are {same}.
 
 Time and memory are those of the process that asks; without Dask it simulates, too. "After a
 quarter" is the largest resident memory until a quarter of the cases was done.

@@ -1,6 +1,5 @@
 """The workers of a Dask scheduler, or of one on this machine."""
 
-import logging
 import sys
 import time
 from collections import Counter
@@ -9,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from co2sim.engines.dask_cluster import DaskCluster
 from co2sim.engines.pool import ABSENCE, PATIENCE, reach
 from co2sim.engines.task import expected, work
 from co2sim.errors import EngineError, OptionError
@@ -25,21 +25,12 @@ class DaskPool:
     def __init__(self, scheduler: str | None, count: int) -> None:
         """Reach the scheduler, or start one here with `count` workers."""
         distributed = _distributed()
-        self._address = scheduler
         self._killed = distributed.KilledWorker
-        self._cluster: Any = None
-        if scheduler is None:
-            self._cluster = distributed.LocalCluster(
-                n_workers=count,
-                threads_per_worker=1,
-                processes=True,
-                host="127.0.0.1",
-                dashboard_address=None,
-                silence_logs=logging.CRITICAL,
-            )
+        self._cluster = DaskCluster(count) if scheduler is None else None
+        self._address = self._cluster.address if self._cluster else str(scheduler)
         self._client: Any = None
         try:
-            self._client = _client(distributed, scheduler, self._cluster)
+            self._client = _client(distributed, self._address)
             self._client.wait_for_workers(1, timeout=PATIENCE)
             self._executor = self._client.get_executor(pure=False)
             self._there, self._hosts = 0, 0
@@ -48,8 +39,8 @@ class DaskPool:
         except TimeoutError:
             self.close()
             raise EngineError(
-                f"the scheduler at {scheduler} has no workers after {PATIENCE:g} s; start some with"
-                f" `dask worker {scheduler} --nthreads 1`"
+                f"the scheduler at {self._address} has no workers after {PATIENCE:g} s; start some"
+                f" with `dask worker {self._address} --nthreads 1`"
             ) from None
         except BaseException:
             self.close()
@@ -86,10 +77,11 @@ class DaskPool:
 
     def close(self) -> None:
         """Leave the scheduler; end the one on this machine."""
-        for one in (self._client, self._cluster):
-            if one is not None:
-                with suppress(TimeoutError, OSError):
-                    one.close(timeout=_FEW_SECONDS)
+        if self._client is not None:
+            with suppress(TimeoutError, OSError):
+                self._client.close(timeout=_FEW_SECONDS)
+        if self._cluster is not None:
+            self._cluster.close()
 
     def _look(self) -> None:
         """Note which workers are there now: others may come at any time."""
@@ -115,11 +107,9 @@ def _distributed() -> Any:
     return distributed
 
 
-def _client(distributed: Any, scheduler: str | None, cluster: Any) -> Any:
+def _client(distributed: Any, scheduler: str) -> Any:
     """A client of the scheduler: at an address, or in the file that it wrote."""
     common: dict[str, Any] = {"timeout": PATIENCE, "set_as_default": False}
-    if scheduler is None:
-        return distributed.Client(cluster, **common)
     if scheduler.endswith(".json"):
         if not Path(scheduler).is_file():
             raise OptionError(f"scheduler is {scheduler!r}; there is no such file")
