@@ -6,7 +6,9 @@
 The cases are the cheapest that there are, so that what is measured is all but the simulation. One
 process computes them, and at the same time a scheduler and four worker processes do, of which one
 is killed after a quarter of the cases, and another after half. The last line reads the folder
-again: nothing is left to compute. With --cases there are fewer. Writes benchmarks/results/engines.md.
+again: nothing is left to compute. With --cases there are fewer.
+
+Writes benchmarks/results/engines.md.
 """
 
 import hashlib
