@@ -85,6 +85,9 @@ quantization: $(STAMP)-dev
 explore-speed: $(STAMP)-dev
 	$(BIN)/python benchmarks/explore.py $(QUICK)
 
+engines: $(STAMP)-dev
+	$(BIN)/python benchmarks/engines.py $(QUICK)
+
 checkpoints: $(STAMP)-dev
 	$(BIN)/python benchmarks/checkpoints.py $(QUICK)
 

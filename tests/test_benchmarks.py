@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from graphlib import TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,12 @@ SCRIPTS = {
     "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
     "elastic.py": [pytest.mark.lab],
+    "engines.py": [
+        pytest.mark.skipif(
+            not (find_spec("distributed") and find_spec("pyarrow")),
+            reason="the extra `dask` is not installed",
+        )
+    ],
     "explore.py": [
         pytest.mark.skipif(
             not (shutil.which("chromium-headless-shell") or shutil.which("chromium")),

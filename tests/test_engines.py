@@ -1,0 +1,299 @@
+"""Loky, Dask and Ray give the same bytes, whoever dies, and say in one line what is missing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+import co2sim
+from co2sim import Case, OptionError, ResourceError, Result, batch, run, streamed, sweep_to
+from co2sim.engines import Engine, opened, task
+from co2sim.errors import EngineError
+from co2sim.identity import own_identity
+from co2sim.inputs import Inputs
+
+VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
+PATIENCE = 60.0
+
+
+def cases(count: int) -> list[Case]:
+    """As many, all different, and cheap."""
+    one = Case(cluster=tiny.cluster(), model=tiny.model(), strategy="ddp")
+    return [replace(one, micro_batch=n + 1) for n in range(count)]
+
+
+def kept(folder: Path, **engine: Any) -> dict[str, bytes]:
+    """The files of a sweep of 24 cases, in parts of five."""
+    sweep_to(folder, tiny.cluster(), tiny.model(), "ddp", vary=VARY, **engine)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five rows, so that 24 cases make several."""
+    monkeypatch.setattr(streamed, "ROWS", 5)
+
+
+def dask(name: str, *words: str) -> "subprocess.Popen[bytes]":
+    """A process of Dask, quiet, on this machine alone."""
+    local = ("--host", "127.0.0.1", "--no-dashboard")
+    return subprocess.Popen(
+        [sys.executable, "-m", f"distributed.cli.dask_{name}", *words, *local],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+@contextmanager
+def scheduler(folder: Path, workers: int) -> Iterator[tuple[str, list["subprocess.Popen[bytes]"]]]:
+    """A real scheduler, as the file that it wrote, with worker processes that nobody restarts."""
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+    told = folder / "scheduler.json"
+    started = [dask("scheduler", "--port", "0", "--scheduler-file", str(told))]
+    try:
+        until = time.monotonic() + PATIENCE
+        while not told.exists() or not told.read_text().endswith("}"):
+            assert time.monotonic() < until, "Dask's scheduler did not start"
+            time.sleep(0.05)
+        address = json.loads(told.read_text())["address"]
+        started += [
+            dask("worker", address, "--nthreads", "1", "--no-nanny") for _ in range(workers)
+        ]
+        yield str(told), started[1:]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_parts")
+def test_dask_gives_the_bytes_of_one_process_and_loses_nothing_with_a_worker(
+    tmp_path: Path,
+) -> None:
+    """A real scheduler with two worker processes: first both, then one is killed midway."""
+    with scheduler(tmp_path, 2) as (file, workers):
+        one = kept(tmp_path / "one")
+        assert len(one) == 5
+        assert kept(tmp_path / "dask", engine="dask", scheduler=file) == one
+        many = cases(60)
+        address = json.loads(Path(file).read_text())["address"]
+        with opened(Engine("dask", address), len(many)) as pool:
+            assert pool is not None
+            assert pool.share >= 1
+            found = {}
+            inputs = Inputs()
+            items = ((n, inputs.inlined(case)) for n, case in enumerate(many))
+            for place, outcome in batch.spread(pool, items, batch.outcome_of, len(many)):
+                found[place] = outcome
+                if len(found) == 5:
+                    workers[0].kill()
+        assert [found[place] for place in range(60)] == [run(case) for case in many]
+        workers[1].kill()
+        table = co2sim.sweep(tiny.cluster(), tiny.model(), "ddp", vary=VARY)
+    assert len(table) == 24
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_parts")
+def test_dask_starts_its_own_workers_where_no_scheduler_is_given(tmp_path: Path) -> None:
+    """A script without `if __name__` does, too; nothing is left, and control-C is one line."""
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, co2sim\n"
+        "print('once')\n"
+        "co2sim.sweep_to(sys.argv[1], 'a100-tcp80', 'gpt2-small', 'ddp', gpus=16,"
+        " vary={'micro_batch': [1, 2, 3]}, engine='dask', jobs=2, progress=False)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "dask"], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("once\n", "")
+    sweep_to(
+        tmp_path / "one",
+        "a100-tcp80",
+        "gpt2-small",
+        "ddp",
+        gpus=16,
+        vary={"micro_batch": [1, 2, 3]},
+    )
+    part = "part-000000.parquet"
+    assert (tmp_path / "dask" / part).read_bytes() == (tmp_path / "one" / part).read_bytes()
+    words = (
+        "-m",
+        "co2sim",
+        "sweep",
+        "-c",
+        "a100-tcp80",
+        "-m",
+        "gpt2-small",
+        "-s",
+        "co2",
+        "--engine",
+    )
+    vary = (
+        "--vary",
+        f"strategy.tau={','.join(map(str, range(1, 400)))}",
+        "--out",
+        "c",
+        "--jobs",
+        "2",
+    )
+    command = subprocess.Popen(
+        [sys.executable, *words, "dask", *vary],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _wait(lambda: _children(command.pid) >= 1)
+    time.sleep(1)
+    os.killpg(command.pid, signal.SIGINT)
+    out, err = command.communicate(timeout=PATIENCE)
+    assert (command.returncode, out) == (130, "")
+    assert err.splitlines()[-1].startswith("interrupted; ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_loky_gives_the_same_bytes_with_any_number_of_processes(tmp_path: Path, jobs: int) -> None:
+    """Whoever is done first, rows and files are in the order of the grid."""
+    assert kept(tmp_path / "one") == kept(tmp_path / "other", jobs=jobs)
+
+
+@pytest.mark.slow
+def test_ray_gives_the_bytes_of_one_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With workers that it starts here; nothing is printed on the standard output."""
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    one = kept(tmp_path / "one")
+    assert kept(tmp_path / "ray", engine="ray", jobs=2, progress=False) == one
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
+    """A case whose process dies once is computed again: all results are there."""
+    mark = tmp_path / "died"
+
+    def once(case: Case) -> Any:
+        """Die at the third case, the first time that it comes."""
+        if case.micro_batch == 3 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch.outcome_of(case)
+
+    many = cases(8)
+    with opened(Engine(jobs=2), len(many)) as pool:
+        assert pool is not None
+        found = dict(batch.spread(pool, enumerate(many), once, len(many)))
+    assert mark.exists()
+    assert [found[place] for place in range(8)] == [run(case) for case in many]
+
+
+def test_a_worker_with_another_co2sim_is_named_with_both() -> None:
+    """Version, source, Python and NumPy; it reads nothing of the case."""
+    other = ("9.9", "f" * 64, "3.99", "0.1")
+    with pytest.raises(EngineError) as caught:
+        task.answers(task.work(other, 1, b"nothing that could be read"))
+    assert str(own_identity()) in str(caught.value)
+    assert "install the same there" in str(caught.value)
+    assert len(str(caught.value)) < 390
+
+
+def test_what_a_worker_cannot_read_is_named() -> None:
+    """Such as a class of a module that only the sender has."""
+    with pytest.raises(
+        EngineError, match=r"a worker cannot read the cases: .*; what they are made"
+    ):
+        task.answers(task.work(task.expected(), 1, b"no pickle"))
+
+
+def test_a_task_gives_answers_in_order() -> None:
+    """And the seconds that they took."""
+    seconds, found = task.answers(task.work(task.expected(), 1, task.pack(run, cases(2))))
+    assert seconds > 0
+    assert found == [run(case) for case in cases(2)]
+    assert isinstance(found[0], Result)
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "said"),
+    [
+        ("dask", "host", "scheduler is 'host'; of Dask it is tcp://HOST:8786, or the .json file"),
+        ("dask", "http://host:1", "scheduler is 'http://host:1'; of Dask it is"),
+        ("dask", "tcp://127.0.0.1:9", "no Dask scheduler answers at tcp://127.0.0.1:9: "),
+        ("dask", "none.json", "scheduler is 'none.json'; there is no such file"),
+        ("dask", "127.0.0.1:99999", "no Dask scheduler answers at 127.0.0.1:99999: "),
+        ("ray", "host", "scheduler is 'host'; of Ray it is HOST:6379, ray://HOST:10001 or auto"),
+        ("ray", "127.0.0.1:9", "no Ray scheduler answers at 127.0.0.1:9: "),
+    ],
+)
+def test_a_scheduler_that_cannot_be_reached_is_one_line(name: str, address: str, said: str) -> None:
+    """At once, not after the minutes that a library would wait."""
+    pytest.importorskip({"dask": "distributed", "ray": "ray"}[name], reason=f"{name} is missing")
+    began = time.monotonic()
+    with pytest.raises((OptionError, ResourceError)) as caught, opened(Engine(name, address), 5):
+        pass
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - began < PATIENCE
+
+
+@pytest.mark.parametrize(("name", "module"), [("dask", "distributed"), ("ray", "ray")])
+def test_a_missing_package_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    """It says which extra to install."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with (
+        pytest.raises(OptionError, match=rf"pip install 'co2sim\[{name}\]'"),
+        opened(Engine(name), 2),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": "spark"}, "engine is 'spark'; it is one of loky, dask, ray"),
+        ({"name": 3}, "engine is 3; it is one of loky, dask, ray"),
+        ({"scheduler": "tcp://h:1"}, "a scheduler needs the engine dask or ray"),
+        ({"name": "dask", "scheduler": " "}, "scheduler is ' '; it must be an address"),
+        ({"name": "dask", "scheduler": "h:1", "jobs": 2}, "jobs is 2, and a scheduler is given"),
+        ({"jobs": 0}, "jobs is 0; it must be -1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(given: dict[str, Any], said: str) -> None:
+    """What was given, and what is allowed."""
+    with pytest.raises(OptionError) as caught:
+        Engine(**given)
+    assert str(caught.value).startswith(said)
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def _children(process: int) -> int:
+    """How many processes a process has started."""
+    listed = Path(f"/proc/{process}/task/{process}/children")
+    return len(listed.read_text().split()) if listed.exists() else 0

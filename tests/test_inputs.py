@@ -1,0 +1,150 @@
+"""A case without files, and its key: what workers on other machines get, and what resuming asks."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import tiny
+
+import co2sim
+from co2sim import CO2, DDP, Case, Noise, OptionError, inputs, run
+from co2sim.catalog import Contents
+from co2sim.identity import own_identity
+from co2sim.inputs import Inputs
+
+CATALOG = Path(co2sim.__file__).parent / "catalog"
+CASE = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2:tau=2", gpus=16)
+
+CONFIG = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 32,
+    "vocab_size": 100,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cluster that names a GPU and failures beside it, and a model in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    cluster = (CATALOG / "clusters" / "dgx-h100.toml").read_text()
+    assert 'gpu = "h100"' in cluster
+    shutil.copy(CATALOG / "gpus" / "h100.toml", tmp_path / "mine.toml")
+    shutil.copy(CATALOG / "failures" / "meta-rsc-1.toml", tmp_path / "failing.toml")
+    named = cluster.replace('gpu = "h100"', 'gpu = "mine.toml"\nfailures = "failing.toml"')
+    (tmp_path / "cluster.toml").write_text(named)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.mark.parametrize("gpu", [None, "./other.toml", "a100-80"])
+def test_an_inlined_case_gives_the_same_result_without_any_file(
+    folder: Path, gpu: str | None
+) -> None:
+    """Names, facts, notes and figures are those of the files, which are gone by then."""
+    shutil.copy(CATALOG / "gpus" / "h200.toml", folder / "other.toml")
+    overrides = {"inter.bandwidth": "90 Gbit/s", "model.seq_len": "16"} | (
+        {"gpu": gpu} if gpu else {}
+    )
+    case = Case(cluster="cluster.toml", model="model", strategy="ddp", gpus=16, overrides=overrides)
+    expected = run(case)
+    whole = Inputs().inlined(case)
+    assert isinstance(whole.cluster, Contents)
+    assert isinstance(whole.model, Contents)
+    assert whole.title == case.title
+    shutil.rmtree(folder / "model")
+    for path in folder.glob("*.toml"):
+        path.unlink()
+    assert run(whole) == expected
+    assert run(whole) == expected  # what was read is not changed by a run
+
+
+def test_names_of_the_catalog_travel_as_names() -> None:
+    """Workers have the same catalog: the hash of the source covers it."""
+    assert Inputs().inlined(CASE) is CASE
+
+
+def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> None:
+    """Each field, changed alone, gives another key; how a value is written does not matter."""
+    others: dict[str, Any] = {
+        "cluster": "dgx-h100",
+        "model": "gpt2-medium",
+        "strategy": "co2:tau=3",
+        "gpus": 8,
+        "micro_batch": 2,
+        "accumulation": 2,
+        "global_batch": 64,
+        "precision": "fp16",
+        "attention": "eager",
+        "recompute": "full",
+        "checkpointing": "reentrant",
+        "loss": "eager",
+        "optimizer": "sgd",
+        "overrides": {"inter.bandwidth": "9 Gbit/s"},
+        "noise": Noise(jitter=0.1),
+        "rounds": 3,
+        "fold": False,
+        "interval": "full",
+    }
+    assert others.keys() == {field.name for field in fields(Case)}
+    key = Inputs().key
+    keys = {key(replace(CASE, **{name: value})) for name, value in others.items()}
+    assert len(keys | {key(CASE)}) == len(others) + 1
+    assert key(replace(CASE, strategy=CO2(tau=2))) == key(CASE)
+    assert key(replace(CASE, strategy="co2(tau=2)", gpus="16")) == key(CASE)  # type: ignore[arg-type]
+    assert Inputs(["tokens", 1e9]).key(CASE) != key(CASE)
+
+
+def test_a_key_changes_with_what_stands_in_a_file_and_with_objects(folder: Path) -> None:
+    """The file of the GPU beside that of the cluster counts, where it lies does not change."""
+    case = replace(CASE, cluster="cluster.toml")
+
+    def key() -> str:
+        inputs = Inputs()
+        return inputs.key(inputs.inlined(case))
+
+    before = key()
+    assert key() == before
+    gpu = folder / "mine.toml"
+    gpu.write_text(gpu.read_text().replace("launch_overhead", "# \nlaunch_overhead"))
+    assert key() == before  # a comment
+    gpu.write_text(gpu.read_text() + '\n[idle]\nvalue = "1 W"\n')
+    assert key() != before
+    one, two = tiny.cluster(), tiny.cluster(nodes=3)
+    keys = {Inputs().key(replace(CASE, cluster=c, model=tiny.model())) for c in (one, two, one)}
+    assert len(keys) == 2
+
+
+def test_a_key_changes_with_co2sim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another source is another program, whatever its version says."""
+    before = Inputs().key(CASE)
+    other = replace(own_identity(), source="0" * 64)
+    monkeypatch.setattr(inputs, "own_identity", lambda: other)
+    assert Inputs().key(CASE) != before
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A strategy of a user."""
+
+    name: ClassVar[str] = "mine"
+    steps: Any = 1
+
+    schedule: ClassVar[Callable[..., Any]] = DDP().schedule
+    memory: ClassVar[Callable[..., Any]] = DDP().memory
+
+
+def test_a_strategy_of_a_user_counts_with_its_source() -> None:
+    """And one that nobody can compare is refused in words."""
+    key = Inputs().key
+    assert key(replace(CASE, strategy=Mine())) == key(replace(CASE, strategy=Mine()))
+    assert key(replace(CASE, strategy=Mine())) != key(replace(CASE, strategy=Mine(steps=2)))
+    with pytest.raises(OptionError, match="nobody can tell when its results change"):
+        key(replace(CASE, strategy=Mine(steps=object())))

@@ -1,0 +1,363 @@
+"""`co2sim sweep --out`: a folder that grows, goes on where it was, and is made of shards."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+import co2sim
+from co2sim import Co2simError, OptionError, grid, streamed, sweep_to
+from co2sim.cli import main
+from co2sim.columns import MEMORY_ITEMS, columns
+from co2sim.points import Points, Shard
+from co2sim.step_factors import NO_GOAL, Goal
+from co2sim.streamed import Kept, Stopped
+
+pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+
+ASKED: dict[str, Any] = {"cluster": tiny.cluster(), "model": tiny.model(), "strategy": "ddp"}
+VARY: dict[str, Any] = {"micro_batch": [1, 2, 3, 4], "strategy.bucket_mib": [1, 2]}
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three rows, so that few cases make several."""
+    monkeypatch.setattr(streamed, "ROWS", 3)
+
+
+def kept(folder: Path, vary: dict[str, Any] = VARY, **changes: Any) -> Kept:
+    """A sweep of eight cases."""
+    return sweep_to(folder, **ASKED, vary=vary, **changes)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files of a folder."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def read(folder: Path) -> pd.DataFrame:
+    """All rows, by their place in the grid."""
+    return pd.read_parquet(folder).sort_values("case").reset_index(drop=True)
+
+
+def test_a_folder_holds_what_a_sweep_returns(tmp_path: Path) -> None:
+    """Every column that both have is the same, row for row, the failed one included."""
+    vary = {"gpus": [2, 3, 4], "strategy": ["ddp", "zeropp"]}
+    asked = {name: value for name, value in ASKED.items() if name != "strategy"}
+    whole = co2sim.sweep(**asked, vary=vary, tokens=1e9)
+    found = sweep_to(tmp_path, **asked, vary=vary, tokens=1e9)
+    assert (found.cases, found.computed, found.reused, found.failed) == (6, 6, 0, 2)
+    table = read(tmp_path)
+    assert table["case"].tolist() == list(range(6))
+    assert table["error"].notna().tolist() == [False, False, True, True, False, False]
+    assert set(whole) <= set(table)
+    for name in whole:
+        ours, theirs = table[name].tolist(), whole[name].tolist()
+        assert [None if pd.isna(v) else v for v in ours] == [
+            None if pd.isna(v) else v for v in theirs
+        ], name
+
+
+def test_every_strategy_keeps_memory_in_columns_that_tables_have(tmp_path: Path) -> None:
+    """No item of ours is hidden in the column of others, with every variant of a strategy."""
+    vary = {"strategy": tiny.VARIANTS, "recompute": ["none", "full"]}
+    sweep_to(tmp_path, tiny.cluster(), tiny.model(), vary=vary)
+    table = read(tmp_path)
+    assert table["memory_other_bytes"].isna().all()
+    items = [f"memory_{item}_bytes" for item in MEMORY_ITEMS if item != "total"]
+    done = table[table["error"].isna()]
+    sums = done[items].fillna(0.0).sum(axis=1)
+    assert sums.tolist() == pytest.approx(done["memory_total_bytes"].tolist())
+
+
+def test_what_is_there_is_not_computed_again_and_what_changed_is(tmp_path: Path) -> None:
+    """The same call finds all; another value of one path keeps the others, and drops its rows."""
+    assert kept(tmp_path).summary() == {
+        "out": str(tmp_path),
+        "cases": 8,
+        "computed": 8,
+        "reused": 0,
+        "failed": 0,
+    }
+    before = files(tmp_path)
+    assert sorted(before) == [f"part-00000{number}.parquet" for number in range(3)]
+    again = kept(tmp_path)
+    assert (again.computed, again.reused) == (0, 8)
+    assert files(tmp_path) == before
+    more = {**VARY, "micro_batch": [1, 5, 2, 3]}
+    changed = kept(tmp_path, more)
+    assert (changed.computed, changed.reused) == (2, 6)
+    fresh = tmp_path / "fresh"
+    sweep_to(fresh, **ASKED, vary=more)
+    assert files(fresh) == {n: c for n, c in files(tmp_path).items() if not n.startswith("fresh")}
+
+
+def test_an_edited_file_is_computed_again(tmp_path: Path) -> None:
+    """The content of the user's cluster counts, not its name."""
+    source = Path(co2sim.__file__).parent / "catalog" / "clusters" / "dgx-h100.toml"
+    place = tmp_path / "mine.toml"
+    place.write_text(source.read_text())
+    asked: dict[str, Any] = {
+        "cluster": place,
+        "model": "gpt2-small",
+        "strategy": "ddp",
+        "vary": {"gpus": [8, 16]},
+    }
+    assert sweep_to(tmp_path / "out", **asked).computed == 2
+    assert sweep_to(tmp_path / "out", **asked).computed == 0
+    place.write_text(f"# a remark\n{source.read_text()}")
+    assert sweep_to(tmp_path / "out", **asked).computed == 0
+    place.write_text(f"interference = 0.1\n{source.read_text()}")
+    assert sweep_to(tmp_path / "out", **asked).computed == 2
+
+
+def interrupted(after: int, error: type[BaseException]) -> Callable[..., Any]:
+    """What computes figures, until it is stopped at a case."""
+    done: list[object] = []
+    compute = streamed.figures
+
+    def stop(*given: Any, **options: Any) -> Any:
+        done.append(given)
+        if len(done) > after:
+            raise error
+        return compute(*given, **options)
+
+    return stop
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_stopped_sweep_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """The part that was under way is kept; in the end all bytes are those of one go."""
+    kept(tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed, "figures", interrupted(5, error))
+        with pytest.raises(BaseException) as stopped:  # noqa: PT011 - either
+            kept(tmp_path / "out")
+    if error is KeyboardInterrupt:
+        assert isinstance(stopped.value, Stopped)
+        assert str(stopped.value).startswith("5 of 8 cases are in ")
+    assert len(read(tmp_path / "out")) == 5
+    rest = kept(tmp_path / "out")
+    assert (rest.computed, rest.reused) == (3, 5)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_rows_that_a_later_part_needs_outlive_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grid whose cases all move: after a stop in the middle none of them is computed twice."""
+    kept(tmp_path)
+    turned = {**VARY, "micro_batch": [9, 4, 3, 2, 1]}
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed, "figures", interrupted(1, KeyboardInterrupt))
+        with pytest.raises(Stopped):
+            kept(tmp_path, turned)
+    rest = kept(tmp_path, turned)
+    assert (rest.computed, rest.reused) == (1, 9)
+    assert len(read(tmp_path)) == 10
+    assert not (tmp_path / "_earlier").exists()
+
+
+def test_a_case_that_failed_is_tried_again(tmp_path: Path) -> None:
+    """An error may be that of a machine; it costs next to nothing where it is that of the case."""
+    asked = {**ASKED, "vary": {"gpus": [2, 3, 4]}}
+    assert sweep_to(tmp_path, **asked).failed == 1
+    again = sweep_to(tmp_path, **asked)
+    assert (again.computed, again.reused, again.failed) == (1, 2, 1)
+    ((setting, failure),) = again.failures
+    assert setting == {"gpus": 3}
+    assert "3 GPUs do not fill nodes of 2" in failure.reason
+
+
+def test_a_point_without_a_case_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    """Ddp has no tau: with co2 it has; the others go on."""
+    vary = {"strategy": ["co2", "ddp"], "strategy.tau": [1, 2]}
+    with pytest.raises(OptionError, match="ddp has no option 'tau'"):
+        sweep_to(tmp_path, tiny.cluster(), tiny.model(), vary=vary)
+    points = Points(co2sim.Case(cluster=tiny.cluster(), model=tiny.model(), strategy=""), vary)
+    found = streamed.stream(streamed.Table(points, tmp_path), None)
+    assert (found.computed, found.failed) == (4, 2)
+    errors = read(tmp_path)["error"]
+    assert errors.isna().tolist() == [True, True, False, False]
+    assert "ddp has no option 'tau'" in errors[3]
+
+
+@given(cases=st.integers(0, 3000), count=st.integers(1, 60))
+def test_shards_partition_the_cases(cases: int, count: int) -> None:
+    """Every case is in exactly one of them, and their sizes differ by one at most."""
+    shards = [Shard(number, count).places(cases) for number in range(1, count + 1)]
+    assert sorted(place for shard in shards for place in shard) == list(range(cases))
+    sizes = {len(shard) for shard in shards}
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.data())
+def test_points_are_the_settings_of_a_grid(data: st.DataObject) -> None:
+    """In the same order, whatever the sizes of its axes."""
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    paths = ("micro_batch", "accumulation", "rounds", "seed")
+    vary = {path: list(range(1, size + 1)) for path, size in zip(paths, sizes, strict=False)}
+    points = Points(co2sim.Case(cluster="", model="", strategy=""), vary)
+    assert [points.setting(place) for place in range(len(points))] == grid.settings(vary)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_shards_together_are_the_bytes_of_one_process(tmp_path: Path, *, shared: bool) -> None:
+    """In one folder, or copied into one: the call without a shard computes nothing more."""
+    kept(tmp_path / "whole")
+    for number in (3, 1, 2):
+        place = tmp_path / "out" if shared else tmp_path / str(number)
+        part = kept(place, shard=f"{number}/3")
+        assert part.computed == part.cases == (2 if number == 3 else 3)
+        assert kept(place, shard=f"{number}/3").computed == 0
+        if not shared:
+            (tmp_path / "out").mkdir(exist_ok=True)
+            for path in place.iterdir():
+                path.rename(tmp_path / "out" / path.name)
+    assert len(read(tmp_path / "out")) == 8
+    assert kept(tmp_path / "out").computed == 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "1/0", "a/b", "1/20000", "-1/3", "1/3/5", ""])
+def test_a_shard_that_cannot_be_is_one_line(text: str) -> None:
+    """What was given, and what is allowed."""
+    with pytest.raises(OptionError, match=r"^shard is .*; it must be N/COUNT, such as 3/16"):
+        Shard.read(text)
+
+
+def test_a_folder_of_another_question_or_of_other_files_is_left_alone(tmp_path: Path) -> None:
+    """It is refused in one line, and so is a part that somebody cut."""
+    kept(tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(OptionError, match="other columns than this table"):
+        kept(tmp_path, {"micro_batch": [1, 2]})
+    assert files(tmp_path) == before
+    (tmp_path / "part-000001.parquet").write_bytes(b"PAR1 cut")
+    with pytest.raises(OptionError, match=r"cannot read .*part-000001.*; remove it, and go on"):
+        kept(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OptionError, match="it is not a folder"):
+        kept(tmp_path / "file")
+
+
+def test_without_pyarrow_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(OptionError, match=r"needs pyarrow: pip install 'co2sim\[parquet\]'"):
+        kept(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_cases_than_a_folder_takes_are_refused_before_any_work(tmp_path: Path) -> None:
+    """A folder takes ten million; without one it is ten thousand, and the line says so."""
+    vary = {"micro_batch": range(1, 4001), "accumulation": range(1, 4001)}
+    with pytest.raises(OptionError, match=r"4000 x 4000 = 16000000 cases; at most 10000000"):
+        kept(tmp_path, vary)
+    with pytest.raises(OptionError, match=r"at most 10000 are run; give a folder \(--out\)"):
+        co2sim.sweep(**ASKED, vary=vary)
+
+
+def test_columns_do_not_depend_on_results() -> None:
+    """They follow from the question: goals and tokens add theirs."""
+    plain = columns(["gpus"], NO_GOAL, None)
+    assert list(plain)[:3] == ["case", "key", "vary gpus"]
+    assert list(plain)[-2:] == ["warnings", "error"]
+    assert {"cost_to_loss", "energy_kwh"} <= set(columns(["gpus"], Goal(steps=10), 1e9))
+    assert not {"cost_to_loss", "energy_kwh"} & set(plain)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """A sweep over counts of GPUs from an empty folder; its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        asked = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--jobs", "1")
+        monkeypatch.setattr(sys, "argv", ["co2sim", *asked, *words])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_says_how_many(cli: Run) -> None:
+    """In words or as JSON; a failed case is named on stderr, with exit code 1."""
+    asked = ("--vary", "gpus=8,12,16", "--out", "kept")
+    code, out, err = cli(*asked)
+    assert (code, out) == (1, "3 cases simulated: all 3 in kept\n")
+    assert err.startswith("error: 1 of 3 cases failed: gpus=12: 12 GPUs do not fill nodes of 8")
+    assert err.endswith("; the others are in kept\n")
+    code, out, _ = cli(*asked, "--json")
+    assert code == 1
+    assert json.loads(out) == {"out": "kept", "cases": 3, "computed": 1, "reused": 2, "failed": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--out", "o", "--csv", "c.csv"), "--csv and --out are both given"),
+        (("--out", "o", "--sort", "step"), "--sort and --out are both given"),
+        (("--out", "o", "--report", "r.html"), "--report and --out are both given"),
+        (("--shard", "1/2"), "--shard needs a folder: give --out, too"),
+        (("--out", "o", "--shard", "2"), "shard is '2'; it must be N/COUNT"),
+        (("--engine", "spark"), "engine is 'spark'; it is one of loky, dask, ray"),
+        (("--engine", "dusk"), "did you mean 'dask'?"),
+        (("--scheduler", "tcp://h:1"), "a scheduler needs the engine dask or ray"),
+        (("--engine", "dask", "--scheduler", "host"), "of Dask it is tcp://HOST:8786"),
+        (("--engine", "dask", "--scheduler", "no.json"), "there is no such file"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(
+    cli: Run, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    """Before anything is read, started or written."""
+    code, out, err = cli("--vary", "gpus=8,16", *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err) <= 401
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_control_c_says_what_the_folder_has(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, exit code 130, and how to go on."""
+    monkeypatch.setattr(streamed, "figures", interrupted(1, KeyboardInterrupt))
+    code, out, err = cli("--vary", "gpus=8,16", "--out", "kept")
+    assert (code, out) == (130, "")
+    words = "1 of 2 cases are in kept; the same command goes on from there"
+    assert err == f"interrupted; {words}\n"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """Such as one below a file."""
+    (tmp_path / "file").touch()
+    with pytest.raises(Co2simError, match="cannot write into"):
+        kept(tmp_path / "file" / "out")
+
+
+def test_a_case_is_the_same_in_every_table(tmp_path: Path) -> None:
+    """Its key does not depend on where it stands in the grid, nor on what else varies with it."""
+    kept(tmp_path / "one", {"micro_batch": [1, 2, 3]})
+    kept(tmp_path / "two", {"micro_batch": [7, 3]})
+    one, two = read(tmp_path / "one"), read(tmp_path / "two")
+    assert one["key"][2] == two["key"][1]
+    assert replace(Shard(1, 2), count=1).prefix == ""
