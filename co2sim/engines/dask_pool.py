@@ -17,6 +17,8 @@ from co2sim.units import Seconds
 _AHEAD = 2
 """Tasks for each thread of a worker: one that it runs, and one that waits there."""
 _FEW_SECONDS: Seconds = 5.0
+_LOGGERS = ("distributed", "distributed.client", "tornado")
+"""They would tell on stderr of workers that were lost, which is no trouble."""
 
 
 class DaskPool:
@@ -100,7 +102,7 @@ def _distributed() -> Any:
         if "distributed" not in sys.modules:  # else its logs are the business of who imported it
             import dask  # noqa: PLC0415 - optional
 
-            dask.config.set({"logging.distributed": "critical"})
+            dask.config.set({"logging": dict.fromkeys(_LOGGERS, "critical")})
         import distributed  # noqa: PLC0415 - optional
     except ImportError:
         raise OptionError("the engine dask needs Dask: pip install 'co2sim[dask]'") from None
