@@ -11,7 +11,7 @@ from co2sim.batch import run_all
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference, number, shown
-from co2sim.engines import Engine, opened
+from co2sim.engines.engine import Engine, opened
 from co2sim.errors import OptionError
 from co2sim.noise import QUIET, Noise
 from co2sim.points import Points, Shard

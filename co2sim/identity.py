@@ -4,10 +4,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
-
-from co2sim.own_version import own_version
 
 _SHOWN = 12
 """Characters of the hash of the source: enough to tell two apart."""
@@ -30,6 +27,10 @@ class Identity:
 @cache
 def own_identity() -> Identity:
     """Of this process. Versions alone do not do: between tags, and in a checkout, they repeat."""
+    from importlib.metadata import version  # noqa: PLC0415 - time that few commands need
+
+    from co2sim.own_version import own_version  # noqa: PLC0415 - as above
+
     folder = Path(__file__).parent
     found = sha256()
     for path in sorted(folder.rglob("*")):

@@ -16,8 +16,8 @@ from typing import Any
 from co2sim.batch import Failure, outcome_of, spread
 from co2sim.case import Case
 from co2sim.columns import columns, fitted
-from co2sim.engines import Pool
-from co2sim.errors import Co2simError
+from co2sim.engines.pool import Pool
+from co2sim.errors import Co2simError, EngineError
 from co2sim.grid import Setting, label
 from co2sim.inputs import Inputs
 from co2sim.parts import ROWS, Parts
@@ -55,6 +55,11 @@ class Kept:
         """Cases that the folder has."""
         return self.computed + self.reused
 
+    def so_far(self) -> str:
+        """What the folder has of a sweep that did not end."""
+        cases = counted(self.cases, "case")
+        return f"{self.done:,} of {cases} are in {self.folder}; the same command goes on from there"
+
     def summary(self) -> dict[str, Any]:
         """As plain values for JSON."""
         counts = {name: getattr(self, name) for name in ("cases", "computed", "reused", "failed")}
@@ -65,10 +70,7 @@ class Stopped(KeyboardInterrupt):
     """Control-C before all cases were done: what the folder has by now."""
 
     def __init__(self, kept: Kept) -> None:
-        super().__init__(
-            f"{kept.done:,} of {counted(kept.cases, 'case')} are in {kept.folder}; the same command"
-            " goes on from there"
-        )
+        super().__init__(kept.so_far())
         self.kept = kept
 
 
@@ -96,6 +98,9 @@ def stream(table: Table, pool: Pool | None, progress: bool | None = None) -> Kep
         except KeyboardInterrupt:
             run.save()
             raise Stopped(run.kept) from None
+        except EngineError as error:
+            run.save()
+            raise EngineError(f"{error}; {run.kept.so_far()}") from error
         except BaseException:
             with suppress(Co2simError):  # such as a full disk, which is what is raised
                 run.save()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,17 @@ from typing import Any
 import pytest
 import tiny
 
-import co2sim
 from co2sim import Case, OptionError, ResourceError, Result, batch, run, streamed, sweep_to
-from co2sim.engines import Engine, opened, task
+from co2sim.decide.candidates import Space
+from co2sim.decide.plan import plan
+from co2sim.decide.wanted import Wanted
+from co2sim.engines import task
+from co2sim.engines.engine import Engine, opened
 from co2sim.errors import EngineError
 from co2sim.identity import own_identity
 from co2sim.inputs import Inputs
+from co2sim.points import Points
+from co2sim.streamed import Table, stream
 
 VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
 PATIENCE = 60.0
@@ -99,9 +105,55 @@ def test_dask_gives_the_bytes_of_one_process_and_loses_nothing_with_a_worker(
                 if len(found) == 5:
                     workers[0].kill()
         assert [found[place] for place in range(60)] == [run(case) for case in many]
-        workers[1].kill()
-        table = co2sim.sweep(tiny.cluster(), tiny.model(), "ddp", vary=VARY)
-    assert len(table) == 24
+        space = Space(
+            job=Case(cluster="", model="gpt2-small", strategy="", global_batch=64),
+            clusters=("dgx-h100",),
+            strategies=("ddp", "fsdp"),
+            gpus="8,16",
+        )
+        wanted = Wanted(want="fastest", tokens=1e9)
+        assert plan(space, wanted, engine=Engine("dask", address)) == plan(space, wanted)
+
+
+class Fallen:
+    """A pool whose workers go after a few tasks."""
+
+    slots, share = 2, 1
+
+    def __init__(self) -> None:
+        self.tasks = 0
+
+    def submit(self, share: int, content: bytes) -> "Future[Any]":
+        """Do it at once, or lose it."""
+        future: Future[Any] = Future()
+        self.tasks += 1
+        if self.tasks > 3:
+            future.set_exception(ConnectionError("gone"))
+        else:
+            future.set_result(task.work(task.expected(), share, content))
+        return future
+
+    def died(self, error: BaseException) -> bool:
+        """No worker: the scheduler."""
+        return not isinstance(error, ConnectionError)
+
+    def check(self) -> None:
+        """As a pool does that has lost its scheduler."""
+        raise EngineError("the connection to the scheduler was lost")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_what_was_done_before_the_scheduler_was_lost_is_in_the_folder(tmp_path: Path) -> None:
+    """One line says how many, and the same call goes on."""
+    points = Points.of(replace(cases(1)[0], micro_batch=1), {"accumulation": range(1, 9)})
+    table = Table(points, tmp_path)
+    with pytest.raises(EngineError, match=r"scheduler was lost; \d of 8 cases are in .*goes on"):
+        stream(table, Fallen(), progress=False)
+    rest = stream(table, None)
+    assert rest.reused >= 2
+    assert rest.done == 8
 
 
 @pytest.mark.slow

@@ -29,11 +29,11 @@ from co2sim import (
     ResourceError,
     Schedule,
     batch,
-    engines,
     grid,
 )
 from co2sim.cli import main
 from co2sim.cli.failures import end_with_failures
+from co2sim.engines.engine import processes
 from co2sim.machine import free_memory, require_memory
 from co2sim.workload import Workload
 
@@ -549,10 +549,10 @@ def test_the_command_sorts(cli: Run) -> None:
 def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:
     """`--jobs 3000` for 2 cases is 2 processes; for 3000 cases, two per core."""
     cores = joblib.cpu_count()
-    assert engines.processes(3000, 2) == min(2, 2 * cores)
-    assert engines.processes(3000, 3000) == 2 * cores
-    assert engines.processes(-1, 3000) == cores
-    assert engines.processes(5, 1) == engines.processes(1, 5) == 1
+    assert processes(3000, 2) == min(2, 2 * cores)
+    assert processes(3000, 3000) == 2 * cores
+    assert processes(-1, 3000) == cores
+    assert processes(5, 1) == processes(1, 5) == 1
     for wrong in (0, -2):
         with pytest.raises(OptionError, match=f"jobs is {wrong}; it must be"):
-            engines.processes(wrong, 5)
+            processes(wrong, 5)

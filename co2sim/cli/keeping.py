@@ -3,7 +3,7 @@
 import json
 
 from co2sim.cli.failures import end_with
-from co2sim.engines import Engine, opened
+from co2sim.engines.engine import Engine, opened
 from co2sim.grid import label
 from co2sim.streamed import Kept, Table, stream
 from co2sim.units import counted

@@ -20,7 +20,7 @@ from co2sim.decide.candidates import Space
 from co2sim.decide.levers import Lever, levers
 from co2sim.decide.plan import Recommendation, plan
 from co2sim.decide.wanted import Wanted
-from co2sim.engines import Engine
+from co2sim.engines.engine import Engine
 from co2sim.errors import OptionError
 from co2sim.progress import progress_bar
 from co2sim.step_factors import remark

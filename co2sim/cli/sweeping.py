@@ -16,7 +16,7 @@ from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.command_line import command_line
 from co2sim.console.result_tables import print_assumed, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
-from co2sim.engines import Engine
+from co2sim.engines.engine import Engine
 from co2sim.files import write_atomically
 from co2sim.frames import check_column, order, to_frame
 from co2sim.grid import Setting, label

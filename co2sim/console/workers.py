@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from co2sim.engines import LOKY, Engine
+from co2sim.engines.engine import LOKY, Engine
 
 Name = Annotated[
     str,

@@ -14,7 +14,8 @@ from co2sim.cluster import Cluster
 from co2sim.decide.candidates import Fitting, fits
 from co2sim.decide.floor import Floor
 from co2sim.decide.wanted import Candidate, Wanted
-from co2sim.engines import Engine, Pool, opened
+from co2sim.engines.engine import Engine, opened
+from co2sim.engines.pool import Pool
 from co2sim.errors import Co2simError, EngineError, OptionError
 from co2sim.grid import label, strategy_title
 from co2sim.progress import Done

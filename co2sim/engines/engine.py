@@ -3,15 +3,32 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from co2sim.convert import Count, shown
-from co2sim.engines.loky_pool import LokyPool, processes
-from co2sim.engines.pool import Pool
+from co2sim.convert import Count, shown, whole
 from co2sim.errors import OptionError, nearest
+
+if TYPE_CHECKING:
+    from co2sim.engines.pool import Pool
+
+_PER_CORE = 2
+"""Processes: more than that would only wait for each other."""
 
 EngineName: TypeAlias = Literal["loky", "dask", "ray"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
+
+
+def processes(jobs: Count, cases: int) -> int:
+    """How many processes are worth starting. Raises OptionError for a number that says nothing."""
+    jobs = whole("jobs", jobs)
+    if jobs == 0 or jobs < -1:
+        raise OptionError(f"jobs is {jobs}; it must be -1 (all cores), or 1 or more")
+    if cases <= 1 or jobs == 1:
+        return 1
+    from joblib.externals import loky  # noqa: PLC0415 - 0.1 s that one process does not need
+
+    cores: int = loky.cpu_count()
+    return min(cases, cores if jobs == -1 else jobs, _PER_CORE * cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +76,7 @@ LOKY = Engine()
 
 
 @contextmanager
-def opened(engine: Engine, cases: int) -> Iterator[Pool | None]:
+def opened(engine: Engine, cases: int) -> "Iterator[Pool | None]":
     """The workers of an engine for so many cases, until the end of the block; None: this process.
 
     Raises OptionError without the package of the engine, EngineError without its workers.
@@ -72,7 +89,7 @@ def opened(engine: Engine, cases: int) -> Iterator[Pool | None]:
             made.close()
 
 
-def _made(engine: Engine, cases: int) -> Pool | None:
+def _made(engine: Engine, cases: int) -> "Pool | None":
     count = processes(engine.jobs, max(cases, 1))
     if engine.name == "dask":
         from co2sim.engines.dask_pool import DaskPool  # noqa: PLC0415 - an optional package
@@ -82,4 +99,8 @@ def _made(engine: Engine, cases: int) -> Pool | None:
         from co2sim.engines.ray_pool import RayPool  # noqa: PLC0415 - an optional package
 
         return RayPool(engine.scheduler, count)
-    return None if count == 1 else LokyPool(count)
+    if count == 1:
+        return None
+    from co2sim.engines.loky_pool import LokyPool  # noqa: PLC0415 - which one process does not need
+
+    return LokyPool(count)

@@ -7,29 +7,11 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from co2sim.convert import Count, whole
 from co2sim.engines.task import expected, work
-from co2sim.errors import OptionError
 from co2sim.units import Seconds
-
-_PER_CORE = 2
-"""Processes: more than that would only wait for each other."""
 
 _LOOK: Seconds = 0.5
 """Between two looks of a worker at whether its parent lives: loky's live on for minutes."""
-
-
-def processes(jobs: Count, cases: int) -> int:
-    """How many processes are worth starting. Raises OptionError for a number that says nothing."""
-    jobs = whole("jobs", jobs)
-    if jobs == 0 or jobs < -1:
-        raise OptionError(f"jobs is {jobs}; it must be -1 (all cores), or 1 or more")
-    if cases <= 1 or jobs == 1:
-        return 1
-    from joblib.externals import loky  # noqa: PLC0415 - 0.1 s that one process does not need
-
-    cores: int = loky.cpu_count()
-    return min(cases, cores if jobs == -1 else jobs, _PER_CORE * cores)
 
 
 class LokyPool:
@@ -68,7 +50,7 @@ class LokyPool:
 
 
 def _worker() -> Any:
-    from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415 - see `processes`
+    from joblib.externals.loky import ProcessPoolExecutor  # noqa: PLC0415 - see `engine.processes`
 
     return ProcessPoolExecutor(max_workers=1, initializer=_begin, initargs=(os.getpid(),))
 

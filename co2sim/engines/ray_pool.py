@@ -97,13 +97,17 @@ def _ray() -> Any:
 def _start(ray: Any, scheduler: str | None, count: int) -> None:
     quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if scheduler is None:
-        ray.init(
-            address="local",
-            num_cpus=count,
-            include_dashboard=False,
-            object_store_memory=int(_STORE),
-            **quiet,
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=count,
+                include_dashboard=False,
+                object_store_memory=int(_STORE),
+                **quiet,
+            )
+        except Exception as error:  # a plain one, where the machine is too busy to start in time
+            reason = " ".join(str(error).split())
+            raise EngineError(f"Ray could not be started on this machine: {reason}") from error
         return
     if scheduler != "auto":
         reach("Ray", scheduler, "ray", "HOST:6379, ray://HOST:10001 or auto")

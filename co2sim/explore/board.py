@@ -8,7 +8,7 @@ from functools import cached_property
 
 from co2sim.batch import Failure, Outcome, run_all
 from co2sim.case import Case
-from co2sim.engines import processes
+from co2sim.engines.engine import processes
 from co2sim.errors import Co2simError, OptionError
 from co2sim.explore.controls import Control
 from co2sim.explore.figures import Figures, figures
