@@ -136,12 +136,12 @@ def sweep_to(  # noqa: PLR0913 - one keyword per choice
         Co2simError: if an input cannot be read, no worker is there, or the folder cannot be
             written.
     """
-    from co2sim.streamed import Table, stream  # noqa: PLC0415 - only here
+    from co2sim.streamed import SweepTable, stream  # noqa: PLC0415 - only here
 
     base = _base(cluster, model, strategy, vary, options)
     part = Shard() if shard is None else Shard.read(shard)
     points = Points.of(base, vary)
-    table = Table(points, Path(folder), part, goal, _tokens(tokens))
+    table = SweepTable(points, Path(folder), part, goal, _tokens(tokens))
     with opened(Engine(engine, scheduler, jobs), len(part.places(len(points)))) as pool:
         return stream(table, pool, progress)
 

@@ -66,7 +66,7 @@ class Kept:
         return {"out": str(self.folder), **counts}
 
 
-class Stopped(KeyboardInterrupt):
+class SweepStopped(KeyboardInterrupt):
     """Control-C before all cases were done: what the folder has by now."""
 
     def __init__(self, kept: Kept) -> None:
@@ -75,7 +75,7 @@ class Stopped(KeyboardInterrupt):
 
 
 @dataclass(frozen=True)
-class Table:
+class SweepTable:
     """What is asked for: the cases, the loss and the tokens of further columns, and the place."""
 
     points: Points
@@ -85,19 +85,19 @@ class Table:
     tokens: float | None = None
 
 
-def stream(table: Table, pool: Pool | None, progress: bool | None = None) -> Kept:  # noqa: FBT001
+def stream(table: SweepTable, pool: Pool | None, progress: bool | None = None) -> Kept:  # noqa: FBT001
     """Simulate what the folder does not have yet.
 
-    Raises `Stopped` at control-C, EngineError where no worker is left, and OptionError for a folder
+    Raises `SweepStopped` at control-C, EngineError where no worker is left, and OptionError for a folder
     that cannot be written; whatever was done by then is in the folder.
     """
     with progress_bar("simulating cases", shown=progress) as done:
-        run = _Run(table, done)
+        run = _Filling(table, done)
         try:
             run.through(pool)
         except KeyboardInterrupt:
             run.save()
-            raise Stopped(run.kept) from None
+            raise SweepStopped(run.kept) from None
         except EngineError as error:
             run.save()
             raise EngineError(f"{error}; {run.kept.so_far()}") from error
@@ -123,10 +123,10 @@ class _Part:
     unsaved: bool = False
 
 
-class _Run:
+class _Filling:
     """The parts that are not complete yet, and what became of the others."""
 
-    def __init__(self, table: Table, done: Done | None) -> None:
+    def __init__(self, table: SweepTable, done: Done | None) -> None:
         self._table, self._done = table, done
         self._columns = columns(table.points.axes, table.goal, table.tokens)
         self.parts = Parts(table.folder, self._columns, table.shard.prefix)

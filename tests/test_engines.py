@@ -26,7 +26,7 @@ from co2sim.errors import EngineError
 from co2sim.identity import own_identity
 from co2sim.inputs import Inputs
 from co2sim.points import Points
-from co2sim.streamed import Table, stream
+from co2sim.streamed import SweepTable, stream
 
 VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
 PATIENCE = 60.0
@@ -148,7 +148,7 @@ class Fallen:
 def test_what_was_done_before_the_scheduler_was_lost_is_in_the_folder(tmp_path: Path) -> None:
     """One line says how many, and the same call goes on."""
     points = Points.of(replace(cases(1)[0], micro_batch=1), {"accumulation": range(1, 9)})
-    table = Table(points, tmp_path)
+    table = SweepTable(points, tmp_path)
     with pytest.raises(EngineError, match=r"scheduler was lost; \d of 8 cases are in .*goes on"):
         stream(table, Fallen(), progress=False)
     rest = stream(table, None)

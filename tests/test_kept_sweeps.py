@@ -19,7 +19,7 @@ from co2sim.cli import main
 from co2sim.columns import MEMORY_ITEMS, columns
 from co2sim.points import Points, Shard
 from co2sim.step_factors import NO_GOAL, Goal
-from co2sim.streamed import Kept, Stopped
+from co2sim.streamed import Kept, SweepStopped
 
 pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
 
@@ -145,7 +145,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(
         with pytest.raises(BaseException) as stopped:  # noqa: PT011 - either
             kept(tmp_path / "out")
     if error is KeyboardInterrupt:
-        assert isinstance(stopped.value, Stopped)
+        assert isinstance(stopped.value, SweepStopped)
         assert str(stopped.value).startswith("5 of 8 cases are in ")
     assert len(read(tmp_path / "out")) == 5
     rest = kept(tmp_path / "out")
@@ -161,7 +161,7 @@ def test_rows_that_a_later_part_needs_outlive_a_stop(
     turned = {**VARY, "micro_batch": [9, 4, 3, 2, 1]}
     with monkeypatch.context() as patch:
         patch.setattr(streamed, "figures", interrupted(1, KeyboardInterrupt))
-        with pytest.raises(Stopped):
+        with pytest.raises(SweepStopped):
             kept(tmp_path, turned)
     rest = kept(tmp_path, turned)
     assert (rest.computed, rest.reused) == (1, 9)
@@ -186,7 +186,7 @@ def test_a_point_without_a_case_is_a_row_with_its_reason(tmp_path: Path) -> None
     with pytest.raises(OptionError, match="ddp has no option 'tau'"):
         sweep_to(tmp_path, tiny.cluster(), tiny.model(), vary=vary)
     points = Points(co2sim.Case(cluster=tiny.cluster(), model=tiny.model(), strategy=""), vary)
-    found = streamed.stream(streamed.Table(points, tmp_path), None)
+    found = streamed.stream(streamed.SweepTable(points, tmp_path), None)
     assert (found.computed, found.failed) == (4, 2)
     errors = read(tmp_path)["error"]
     assert errors.isna().tolist() == [True, True, False, False]

@@ -27,6 +27,8 @@ COMMAND_LINES = {
     "co2sim/study.py": "simulate",
     "co2sim/cli/deciding.py": "plan",
     "co2sim/cli/exploring.py": "explore",
+    "co2sim/cli/varying.py": "sweep",
+    "co2sim/experiments.py": "sweep",
 }
 """Functions that may be longer: an argument for every option, with its help."""
 

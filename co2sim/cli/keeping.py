@@ -5,13 +5,13 @@ import json
 from co2sim.cli.failures import end_with
 from co2sim.engines.engine import Engine, opened
 from co2sim.grid import label
-from co2sim.streamed import Kept, Table, stream
+from co2sim.streamed import Kept, SweepTable, stream
 from co2sim.units import counted
 
-__all__ = ["Table", "keep"]
+__all__ = ["SweepTable", "keep"]
 
 
-def keep(table: Table, engine: Engine, *, as_json: bool) -> None:
+def keep(table: SweepTable, engine: Engine, *, as_json: bool) -> None:
     """Simulate what the folder does not have, and say so; exit code 1 if a case failed."""
     with opened(engine, len(table.shard.places(len(table.points)))) as pool:
         kept = stream(table, pool)

@@ -93,7 +93,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
         _refuse_beside_out({"--csv": csv, "--sort": sort, "--report": report})
         part = Shard() if shard is None else Shard.read(shard)
         points = Points.of(case, varied)
-        keeping.keep(keeping.Table(points, out, part, goal, tokens), who, as_json=json_)
+        keeping.keep(keeping.SweepTable(points, out, part, goal, tokens), who, as_json=json_)
         return
     if shard is not None:
         raise OptionError("--shard needs a folder: give --out, too")

@@ -44,7 +44,7 @@ def through(
     those whose answer is `crowded`: they have no room beside others. Raises EngineError where
     workers have another co2sim, or where none is left.
     """
-    flow = _Flow(pool, function, total)
+    flow = _CaseFlow(pool, function, total)
     source = iter(items)
     try:
         while True:
@@ -63,7 +63,7 @@ def through(
         flow.cancel()
 
 
-class _Flow:
+class _CaseFlow:
     """What is under way; `paused` starts nothing new."""
 
     def __init__(self, pool: Pool, function: Callable[[Any], Any], total: int) -> None:
