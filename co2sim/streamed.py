@@ -85,7 +85,11 @@ class SweepTable:
     tokens: float | None = None
 
 
-def stream(table: SweepTable, pool: Pool | None, progress: bool | None = None) -> Kept:  # noqa: FBT001
+def stream(
+    table: SweepTable,
+    pool: Pool | None,
+    progress: bool | None = None,  # noqa: FBT001
+) -> Kept:
     """Simulate what the folder does not have yet.
 
     Raises `SweepStopped` at control-C, EngineError where no worker is left, and OptionError for a folder
