@@ -92,8 +92,8 @@ def stream(
 ) -> Kept:
     """Simulate what the folder does not have yet.
 
-    Raises `SweepStopped` at control-C, EngineError where no worker is left, and OptionError for a folder
-    that cannot be written; whatever was done by then is in the folder.
+    Raises `SweepStopped` at control-C, EngineError where no worker is left, and OptionError for a
+    folder that cannot be written; whatever was done by then is in the folder.
     """
     with progress_bar("simulating cases", shown=progress) as done:
         run = _Filling(table, done)
