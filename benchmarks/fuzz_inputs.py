@@ -49,6 +49,12 @@ TEXTS = (
     *("", " ", "true", "[]", "{}", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "\u202eabc", "a\nb"),
     *("\x00", "\ud800", "x" * 100_000, "[" * 3000, "../../etc/passwd", "/dev/zero", "/etc/passwd"),
     *("h100", "a100-40", "virtual", "nccl", "gloo", "meta-rsc-1", "france", "h100-median-2026-05"),
+    *(
+        '"' + '\\"' * 40_000,
+        "1" * 30_000 + "\n\nx",
+        "1 " + "a" * 30_000,
+        "1 a" + " " * 30_000 + "a",
+    ),
     *("gpu.toml", ".", "..", "~", "a=b", "%s%n", "${HOME}", "`id`", "\u0000\u0001\u0002", "\r\n"),
 )
 VALUES: tuple[Any, ...] = (

@@ -19,14 +19,17 @@ _MOST_DIGITS = 300
 """Of a whole number: more than a float can hold is no number of any of our files."""
 
 _LEXEMES = re.compile(
-    r'"""(?:[^\\"]++|\\.|"(?!""))*+"""|'
-    r"'''(?:[^']++|'(?!''))*+'''|"
-    r'"(?:[^\\"\n]++|\\.)*+"|'
-    r"'[^'\n]*+'|"
+    r'"""(?:[^\\"]++|\\.|"(?!""))*+(?:"{3,5})?+|'
+    r"'''(?:[^']++|'(?!''))*+(?:'{3,5})?+|"
+    r'"(?:[^\\"\n]++|\\.)*+"?+|'
+    r"'[^'\n]*+'?+|"
     r"\#[^\n]*+|(?P<open>[\[{])|(?P<close>[\]}])|(?P<dot>\.)|(?P<end>[\n=,])",
     re.DOTALL,
 )
-"""The parts of TOML that say how deep it is; texts and comments may hold any brackets and dots."""
+"""The parts of TOML that say how deep it is; texts and comments may hold any brackets and dots.
+
+A text that is not closed is one all the same, as far as it could go: nothing is read twice.
+"""
 
 
 def toml(text: str) -> dict[str, Any]:

@@ -76,10 +76,14 @@ CURRENCIES = (
 """Currencies of prices, by ISO 4217. They are never converted: rates change."""
 
 _QUANTITY = re.compile(
-    r"\s*(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*?)\s*", re.ASCII
+    r"(?P<number>[-+]?(?:\d++\.?+\d*+|\.\d++)(?:[eE][-+]?\d++)?+)\s*+(?P<unit>.*+)", re.ASCII
 )
+"""Without spaces around it. Nothing is tried twice, or long texts would take very long."""
+_SPACE = " \t\n\r\f\v"
 _COMMA = re.compile(r"\s*[-+]?\d*,\d")
-_UNIT = re.compile(r"[A-Za-z\u00b5]+(/[A-Za-z]+)?")
+_CURRENCY = re.compile(r"(?<![A-Za-z])([A-Za-z]++)\s*+/")
+_UNIT = re.compile(r"[A-Za-z\u00b5]{1,20}(/[A-Za-z]{1,20})?")
+"""Longer than any that the registry knows, whose parser takes minutes for very long ones."""
 _BITS = re.compile(
     r"(?P<prefix>[kKmMgGtTpP]?)(?:(?P<size>bits?)|bits?/s|bps)|(?P<large>[kKMGTP]?)b/s"
 )
@@ -93,7 +97,7 @@ def parse(text: str | float, unit: Unit) -> float:
     Raises UnitError when there is no number, no unit, an unknown one, or one of another kind.
     """
     _refuse_comma(text)
-    match = _QUANTITY.fullmatch(str(text)) if not isinstance(text, bool) else None
+    match = _QUANTITY.fullmatch(str(text).strip(_SPACE)) if not isinstance(text, bool) else None
     if match is None:
         raise UnitError(f"{shown(text)} is not {EXAMPLES[unit]}")
     if not match["unit"] and unit:
@@ -110,7 +114,7 @@ def parse_price(text: str | float) -> tuple[float, str]:
     Raises UnitError like `parse`, for a currency that is not known, and below 0.
     """
     _refuse_comma(text)
-    currency = re.search(r"([A-Za-z]+)\s*/", str(text))
+    currency = _CURRENCY.search(str(text))
     found = currency[1] if currency else "USD"
     if currency and found not in CURRENCIES and found.upper() in CURRENCIES:
         raise UnitError(f"{shown(text)}: write the currency as {found.upper()}")

@@ -1,6 +1,7 @@
 """The server of `co2sim explore`: who may ask, what may be read, and exact answers."""
 
 import base64
+import errno
 import hashlib
 import html
 import http.client
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -363,6 +365,29 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.rglob("*.*")) == []
 
 
+def test_a_name_may_not_have_too_many_bytes(tmp_path: Path) -> None:
+    """No file system has room for 98 Chinese characters; 83 of them and an ending are 254."""
+    with serving(tmp_path) as client:
+        said = error(upload(client, "\u6f22" * 98 + ".toml", OWN))
+        assert said.endswith("has 299 bytes; at most 255 are allowed")
+        assert str(tmp_path) not in said
+        assert upload(client, "\u6f22" * 83 + ".toml", OWN).status_code == 200
+
+
+def test_what_cannot_be_written_is_refused_without_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, for instance."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x.toml"))
+
+    with serving(tmp_path) as client:
+        monkeypatch.setattr(Path, "write_text", full)
+        said = error(upload(client, "x.toml", OWN))
+    assert said == "'x.toml' cannot be kept: no space left on device"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -512,6 +537,27 @@ def test_what_takes_too_long_ends_and_the_server_goes_on(
         assert time.monotonic() - before < 20
         assert said == "this takes longer than 1 s; ask `co2sim run` on the command line"
         assert client.post("/check", json=VIEW).status_code == 200
+
+
+def test_an_upload_that_takes_too_long_ends_and_others_are_answered_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read in a process; the server goes on."""
+
+    def slow(*_: object) -> None:
+        time.sleep(60)
+
+    monkeypatch.setattr(asking, "load_model", slow)
+    with serving(tmp_path, limit=2.0) as client, ThreadPoolExecutor() as beside:
+        sent = beside.submit(upload, client, "x.toml", OWN, "model")
+        assert client.get(f"/?token={TOKEN}").status_code == 200
+        assert not sent.done()
+        assert "takes longer than 2 s" in error(sent.result())
+        assert list(tmp_path.rglob("*.toml")) == []
+        end = time.monotonic() + 60
+        while (answer := upload(client, "x.toml", OWN)).status_code != 200:
+            assert error(answer)  # on a busy machine, two seconds may be too few
+            assert time.monotonic() < end
 
 
 def test_what_fails_in_the_simulator_is_a_line_and_a_traceback_for_the_terminal(

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import threading
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -371,6 +372,28 @@ def test_links_in_a_ring_are_an_error_of_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "a", tmp_path / ("x" * 300), tmp_path / "a\0b"):
         with pytest.raises(OptionError, match="cannot write"):
             write_atomically({path: b""})
+
+
+@pytest.mark.parametrize("head", ['name = "', '"""', "'''", "name = [", '{a = """'])
+@pytest.mark.parametrize("part", ['\\"', '""', '\\"""', "'", "[", '"a', "\n[["])
+def test_texts_that_are_not_closed_are_refused_in_linear_time(head: str, part: str) -> None:
+    """A megabyte takes a second; in quadratic time it would be many minutes."""
+    text = head + part * ((documents.MOST_TOML_BYTES - len(head)) // len(part))
+    began = time.process_time()
+    with pytest.raises(ValueError, match="."):
+        documents.toml(text)
+    assert time.process_time() - began < 5
+
+
+def test_a_quote_before_the_end_of_a_text_hides_no_bracket() -> None:
+    """TOML lets texts in three quotes end with up to two more: forty such lists are not deep."""
+    for end in ('"', '""', "'", "''"):
+        marks = end[0] * 3
+        text = "".join(f"a{n} = [{marks}b{end}{marks}]\n" for n in range(40))
+        assert documents.toml(text)["a39"] == [f"b{end}"]
+        deep = f"a = [{marks}b{end}{marks}, " + "[" * 40
+        with pytest.raises(ValueError, match="nested more than 32"):
+            documents.toml(deep)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Quantities: what is read, what is refused, and how it is shown."""
 
 import math
+import time
 
 import pytest
 from hypothesis import example, given
@@ -237,3 +238,33 @@ def test_figures_keep_their_zeros(value: float, text: str) -> None:
 def test_no_difference_has_no_sign(share: float, whole: str, tenths: str) -> None:
     """What is rounded to nothing is neither above nor below."""
     assert (percent(share), percent(share, 1)) == (whole, tenths)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1" * 10**6 + "\n\nx",
+        "1 a" + " " * 10**6 + "a",
+        "1 " + "a" * 10**6,
+        "1 B/" + "s" * 10**6,
+        "a" * 10**6,
+        "1 a" + "\n" * 10**6 + "b",
+    ],
+    ids=["digits", "spaces", "unit", "rate", "letters", "lines"],
+)
+def test_long_texts_are_refused_in_linear_time(text: str) -> None:
+    """A megabyte takes a moment; in quadratic time it would be many minutes."""
+    began = time.process_time()
+    for read in (lambda: parse(text, "B/s"), lambda: parse(text, ""), lambda: parse_price(text)):
+        with pytest.raises(UnitError):
+            read()
+    assert time.process_time() - began < 5
+
+
+def test_spaces_around_a_quantity_do_not_matter() -> None:
+    """Those of ASCII; a quantity with another line behind it is none."""
+    assert parse(" \t\n12.5 GB/s \r\n", "B/s") == 12.5e9
+    assert parse(" 3.\n", "") == 3
+    for text in ("1 GB/s\u00a0", "1 GB\n/s", "1 . 5", "1e 5"):
+        with pytest.raises(UnitError):
+            parse(text, "B/s")

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from co2sim import study
 from co2sim.case import Case
-from co2sim.catalog import names
-from co2sim.catalog.facts import Kind, Tree
+from co2sim.catalog import load_cluster, load_model, names
+from co2sim.catalog.facts import Kind, Tree, read
 from co2sim.decide.command import command_of, with_tokens
 from co2sim.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.explore.controls import Control, controls
@@ -144,6 +144,15 @@ class Asker:
     def check(self, view: PageView) -> None:
         """Raise Co2simError for what cannot be read."""
         question_of(view, self.files, self.goal).case(0, {}).load()
+
+    @staticmethod
+    def check_file(kind: str, path: str) -> None:
+        """Raise Co2simError unless the file of a stranger is a cluster, or a model."""
+        if kind == "cluster":
+            check_parts(read("clusters", path))
+            load_cluster(path)
+        else:
+            load_model(path)
 
     def begin(self, view: PageView) -> dict[str, Any]:
         """The controls, and every number with its source."""

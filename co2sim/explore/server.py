@@ -1,7 +1,6 @@
 """The server of `co2sim explore`, on this machine only: the page, and exact answers."""
 
 import asyncio
-import re
 import signal
 import socket
 import time
@@ -16,19 +15,19 @@ from typing import Any
 
 import uvicorn
 from pebble import ProcessExpired, ProcessPool
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from co2sim.catalog import load_cluster, load_model, names
-from co2sim.catalog.facts import read
+from co2sim.catalog import names
 from co2sim.console import interrupts
 from co2sim.errors import Co2simError, OptionError, ResourceError
-from co2sim.explore.asking import Asker, Files, PageView, Positions, Text, check_parts
+from co2sim.explore.asking import Asker, Files, PageView, Positions
 from co2sim.explore.guard import Guard
 from co2sim.explore.page import server_page
+from co2sim.explore.uploads import Upload, checked_name, kept
 from co2sim.machine import share_memory
 from co2sim.step_factors import Goal
 from co2sim.units import Seconds
@@ -43,17 +42,6 @@ _LONGEST = 300
 """Characters of an error."""
 _ENDED = "the server is ending"
 _MOST_FILES = 50
-_NAME = re.compile(r"[\w][\w .()+-]{0,99}\.(toml|json)")
-
-
-class Upload(BaseModel):
-    """A file of a user: a cluster or a model, as TOML, or the config.json of a model."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kind: Text
-    name: Text
-    text: str
 
 
 class Answers:
@@ -116,35 +104,29 @@ class Answers:
             return [[found[place % _PROCESSES][0][place // _PROCESSES] for place in places]]
         return [found[at % _PROCESSES][at // _PROCESSES] for at in range(len(settings))]
 
-    def add(self, upload: Upload) -> str:
-        """Keep a file, if it can be read; its name. Raises Co2simError."""
-        name = Path(upload.name).name
-        if not _NAME.fullmatch(name):
-            raise OptionError(f"{name!r} is no name for a file; it must end in .toml or .json")
-        if upload.kind not in {"cluster", "model"}:
-            raise OptionError(f"kind is {upload.kind!r}; it must be cluster or model")
-        known = getattr(self.files, f"{upload.kind}s")
+    async def add(self, upload: Upload) -> str:
+        """Keep a file, if a process can read it in time; its name. Raises Co2simError."""
+        name = checked_name(upload)
+        self._check_room(upload.kind, name)
+        self.uploads += 1  # a path of its own: nothing that was read before is taken for it
+        path = kept(upload, name, self.folder / f"{self.uploads}")
+        try:
+            await self.ask("check_file", upload.kind, str(path))
+            changed = {**self._check_room(upload.kind, name), name: str(path)}
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, Co2simError):
+                raise OptionError(str(error).replace(str(path), name)) from None
+            raise
+        self.files = replace(self.files, **{f"{upload.kind}s": changed})
+        return name
+
+    def _check_room(self, kind: str, name: str) -> Mapping[str, str]:
+        """The files of a kind. Raises OptionError if there are too many for one more."""
+        known: Mapping[str, str] = getattr(self.files, f"{kind}s")
         if len(known) >= _MOST_FILES and name not in known:
             raise OptionError(f"there are {_MOST_FILES} files already; start anew for more")
-        self.uploads += 1  # a path of its own: nothing that was read before is taken for it
-        path = self.folder / f"{self.uploads}" / Path(name).stem / name  # config.json has no name
-        path.parent.mkdir(parents=True)
-        path.write_text(upload.text, "utf-8")
-        try:
-            if upload.kind == "cluster":
-                check_parts(read("clusters", str(path)))
-                load_cluster(str(path))
-            else:
-                load_model(str(path))
-        except Co2simError as error:
-            path.unlink()
-            raise OptionError(str(error).replace(str(path), name)) from None
-        changed = {**known, name: str(path)}
-        if upload.kind == "cluster":
-            self.files = replace(self.files, clusters=changed)
-        else:
-            self.files = replace(self.files, models=changed)
-        return name
+        return known
 
     def warm(self, view: PageView) -> None:
         """Let every process read and simulate what the page begins with, before it asks."""
@@ -225,7 +207,7 @@ def application(answers: Answers, view: PageView, token: str) -> Starlette:
         return HTMLResponse(await answers.ask("report", asked.view, asked.settings[0]))
 
     async def upload(request: Request) -> Response:
-        return JSONResponse({"name": answers.add(await _read(request, Upload))})
+        return JSONResponse({"name": await answers.add(await _read(request, Upload))})
 
     asking = (begin, check, figures, commands, report, upload)
     made = Starlette(
