@@ -32,7 +32,9 @@ def damaged(rng: random.Random, drawn: tuple[Any, ...]) -> tuple[Made, Any]:
     files = dict(_written())
     name = rng.choice(sorted(files))
     before = files[name]
-    if name.endswith(".json") and rng.random() < 0.5:  # noqa: PLR2004 - half of them
+    if rng.random() < 0.03:  # noqa: PLR2004 - a few are far too large
+        files[name] = before + b" " * (1 << 24)
+    elif name.endswith(".json") and rng.random() < 0.5:  # noqa: PLR2004 - half of them
         files[name] = made_of.as_json(made_of.changed(json.loads(before), rng, drawn))
     else:
         files[name] = made_of.bytewise(before, rng)

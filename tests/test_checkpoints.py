@@ -2,12 +2,14 @@
 
 import errno
 import fcntl
+import hashlib
 import io
 import json
 import os
 import pickle
 import random
 import threading
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -296,6 +298,7 @@ def test_a_damaged_file_is_named(
     harm(path / name)
     said = refused(ranks, path)
     assert f": {name}: " in said
+    assert (harm is linked) == (": it is a link;" in said)
     assert said.endswith("; no checkpoint before it is whole: start again with another --out")
 
 
@@ -387,6 +390,69 @@ def test_a_crafted_file_is_one_line_though_its_checksum_is_right(
         assert isinstance(said, DamagedError)
         assert f": rank 0: {name}: " in str(said)
         assert len(str(said)) <= 390
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [
+        (folder.IDENTITY, 20_000_000_000, "it is larger than 1 MB"),
+        ("rank1.json", 20_000_000_000, "it is larger than 16 MB"),
+        (MANIFEST, 20_000_000_000, "it is larger than 4 MB"),
+        (folder.IDENTITY, 1_000_001, "it is larger than 1 MB"),
+        ("rank1.json", 16_000_001, "it is larger than 16 MB"),
+    ],
+)
+def test_a_file_that_is_too_large_is_not_read(
+    ranks: Ranks, tmp_path: Path, name: str, size: int, said: str
+) -> None:
+    """Though the manifest says that this is its size; nothing so large is ever in memory."""
+    (path,) = save(ranks, tmp_path, 6)
+    os.truncate(path / name, size)
+    if name != MANIFEST:
+        sums = dict(Manifest.of(path).files)
+        own = hashlib.sha256((path / name).read_bytes()).hexdigest() if size < 10**9 else "0" * 64
+        sums[name] = FileSum(size, own)
+        (path / MANIFEST).write_text(Manifest(6, RANKS, sums).text())
+    tracemalloc.start()
+    found = load(ranks, path)
+    assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    tracemalloc.stop()
+    for line in found:
+        assert isinstance(line, DamagedError)
+        assert f"{name}: {said}; no checkpoint" in str(line)
+
+
+def test_what_could_not_be_read_is_not_written(ranks: Ranks, tmp_path: Path) -> None:
+    """A state with more than is read back is refused, and nothing is left of it."""
+    state_ = {"text": "x" * 16_000_000}
+    for said in ranks(lambda world: checkpoint.save(tmp_path, 6, state_, IDENTITY, world)):
+        assert str(said).endswith("rank 0: rank0.json: it would be larger than 16 MB")
+    assert not list((tmp_path / folder.CHECKPOINTS).iterdir())
+
+
+def test_a_manifest_of_many_ranks_fits(tmp_path: Path) -> None:
+    """Ten thousand of them, whose files are as large as any."""
+    one = FileSum(10**12, "f" * 64)
+    names = [f"rank{rank}.{kind}" for rank in range(10_000) for kind in ("json", "safetensors")]
+    path = tmp_path / "step-000006"
+    path.mkdir()
+    written = Manifest(6, 10_000, {folder.IDENTITY: one, **dict.fromkeys(names, one)})
+    (path / MANIFEST).write_text(written.text())
+    assert Manifest.of(path) == written
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_folder_behind_a_link_is_refused_as_files_are(
+    ranks: Ranks, tmp_path: Path, *, old: bool
+) -> None:
+    """Whoever the link belongs to; the one before it is offered."""
+    _, path = save(ranks, tmp_path, 6, 12)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    if old:
+        (path / MANIFEST).rename(path / OLD)
+    for line in load(ranks, path, trust=old):
+        assert "step-000012: it is a link, not a folder; step-000006 is whole" in str(line)
 
 
 class Runs:

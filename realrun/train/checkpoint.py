@@ -13,7 +13,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from realrun.errors import DamagedError
+from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
 from realrun.train import draft as drafts
 from realrun.train.everywhere import everywhere
@@ -26,6 +26,7 @@ from realrun.train.folder import (
     shown,
 )
 from realrun.train.manifest import (
+    MOST_REST,
     FileSum,
     Manifest,
     identity_of,
@@ -124,6 +125,8 @@ def _write(draft: Path, rank: int, state: Mapping[str, Any]) -> dict[str, FileSu
     named: dict[str, Any] = {}
     rest = json.dumps(split(state, "", named)).encode()
     tensors, other = rank_files(rank)
+    if len(rest) > MOST_REST:
+        raise CheckpointError(f"{other}: it would be larger than {MOST_REST // 10**6} MB")
     return {
         tensors: drafts.write_file(draft / tensors, tensor_parts(named)),
         other: drafts.write_file(draft / other, [rest]),

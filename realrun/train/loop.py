@@ -14,7 +14,7 @@ from torch import nn
 
 from co2sim.errors import OptionError
 from co2sim.units import Seconds
-from realrun.errors import CheckpointError
+from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
@@ -160,7 +160,7 @@ class _Training:
                 self.step, self.seconds = state["step"], state["seconds"]
                 self.losses = state["losses"]
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-                raise CheckpointError("it holds no state of this training") from error
+                raise DamagedError("it holds no state of this training") from error
             except OptionError as error:
                 raise CheckpointError(str(error)) from error
             return ""

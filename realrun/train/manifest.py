@@ -5,6 +5,7 @@ written. The checksum is SHA-256: of those in the standard library only CRC-32 i
 files with the same CRC-32 are easily made.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -30,8 +31,14 @@ _FORMAT = 1
 _CHUNK = 1 << 24
 """Bytes that are read while those before are added to a checksum."""
 
-_MOST_BYTES = 64_000_000
-"""Of a manifest, which has some 250 bytes a rank."""
+_MOST_MANIFEST = 4_000_000
+"""Bytes of a manifest, which has some 250 a rank: 16,000 ranks. To parse it takes 25 times that."""
+
+_MOST_IDENTITY = 1_000_000
+"""Bytes of the settings of a training: several hundred times what they have."""
+
+MOST_REST = 16_000_000
+"""Bytes of what a rank holds besides tensors: some 80 for each tensor, numbers, and losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +67,13 @@ class Manifest:
     @staticmethod
     def of(checkpoint: Path) -> "Manifest":
         """The manifest of a checkpoint. Raises DamagedError if it is not as it was written."""
+        _check_folder(checkpoint)
         if is_old(checkpoint):
             raise CheckpointError(
                 "it is of the old format, and reading that can run code that is in it: add --trust"
                 " if you know who wrote it"
             )
-        text = read_file(checkpoint / MANIFEST)
+        text = read_file(checkpoint / MANIFEST, _MOST_MANIFEST)
         try:
             found = _parsed(json.loads(text))
         except (
@@ -84,8 +92,9 @@ class Manifest:
         return found
 
     def read(self, checkpoint: Path, name: str) -> bytes:
-        """The bytes of a file. Raises DamagedError if they are not those that were written."""
+        """The bytes of a JSON file. Raises DamagedError if they are not those that were written."""
         wanted = self._wanted(name)
+        _check_size(name, wanted.bytes, _MOST_IDENTITY if name == IDENTITY else MOST_REST)
         with _opened(checkpoint / name, wanted.bytes) as file:
             data = file.read(wanted.bytes + 1)
         _compare(name, FileSum(len(data), hashlib.sha256(data).hexdigest()), wanted)
@@ -169,7 +178,8 @@ def check_checkpoint(
 def identity_of(checkpoint: Path, *, trust: bool) -> bytes:
     """What a checkpoint says of its training."""
     if trust and is_old(checkpoint):
-        return read_file(checkpoint / IDENTITY)
+        _check_folder(checkpoint)
+        return read_file(checkpoint / IDENTITY, _MOST_IDENTITY)
     return Manifest.of(checkpoint).read(checkpoint, IDENTITY)
 
 
@@ -195,13 +205,23 @@ def offer(checkpoint: Path) -> str:
     return "no checkpoint before it is whole: start again with another --out"
 
 
-def read_file(path: Path) -> bytes:
-    """A small file. Raises DamagedError if it cannot be read, or is no regular one."""
+def read_file(path: Path, most: int = MOST_REST) -> bytes:
+    """A small file. Raises DamagedError if it cannot be read, is no regular one, or too large."""
     with _opened(path) as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise DamagedError(f"{path.name}: it is larger than {_MOST_BYTES // 10**6} MB")
+        data = file.read(most + 1)
+    _check_size(path.name, len(data), most)
     return data
+
+
+def _check_size(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise DamagedError(f"{name}: it is larger than {most // 10**6} MB")
+
+
+def _check_folder(checkpoint: Path) -> None:
+    """A link may lead to what another one changes meanwhile."""
+    if checkpoint.is_symlink():
+        raise DamagedError("it is a link, not a folder")
 
 
 def _opened(path: Path, size: int | None = None) -> IO[bytes]:
@@ -210,7 +230,8 @@ def _opened(path: Path, size: int | None = None) -> IO[bytes]:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         file = os.fdopen(number, "rb")
     except OSError as error:
-        raise DamagedError(f"{path.name}: {error.strerror}") from error
+        reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise DamagedError(f"{path.name}: {reason}") from error
     found = os.fstat(number)
     if S_ISREG(found.st_mode) and size in {None, found.st_size}:
         return file
