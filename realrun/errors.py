@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from co2sim.errors import Co2simError
+from co2sim.errors import CatalogError, Co2simError, OptionError, ScheduleError, UnitError
+
+BAD_INPUT = (OptionError, CatalogError, ScheduleError, UnitError)
+"""Errors whose exit code is 2, as of every command of ours, also where ranks have begun."""
 
 
 class LabError(Co2simError):
@@ -30,7 +33,8 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
     """A rank died, hung or raised an error, so that others could not go on.
 
     `ranks` are those at fault, empty if unknown. `op` and `round` say what this rank was doing.
-    `trace` holds the spans that this rank had finished.
+    `trace` holds the spans that this rank had finished. `said`: those at fault tell it themselves,
+    and it is bad input.
     """
 
     def __init__(
@@ -40,10 +44,11 @@ class RankFailure(Co2simError):  # noqa: N818 - what it is called in the field
         ranks: tuple[int, ...] = (),
         op: str | None = None,
         round: int | None = None,  # noqa: A002 - what it is called everywhere here
+        said: bool = False,
     ) -> None:
         """Keep who failed, and where this rank was."""
         super().__init__(message)
-        self.ranks, self.op, self.round = ranks, op, round
+        self.ranks, self.op, self.round, self.said = ranks, op, round, said
         self.trace: Any = None
 
 

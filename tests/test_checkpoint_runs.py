@@ -16,7 +16,7 @@ import torch
 from ranks import realrun
 
 from co2sim.errors import Co2simError
-from realrun.train import draft, folder
+from realrun.train import draft, folder, log
 from realrun.train.manifest import MANIFEST, Manifest
 from realrun.train.settings import TrainSettings
 
@@ -160,6 +160,20 @@ def test_a_full_disk_is_said_and_what_was_written_goes_on(disk: Path, tmp_path: 
     remount(disk, "size=40m")
     done = realrun(tmp_path, 2, *TRAIN, *out, "--resume")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.dist
+def test_a_disk_that_is_full_of_the_log_is_said(disk: Path, tmp_path: Path) -> None:
+    """Rank 0 alone writes it, and says so in the one line that there is."""
+    remount(disk, "size=12k")
+    words = dict(zip(TRAIN[1::2], TRAIN[2::2], strict=True))
+    words |= {"--steps": "2000", "--log-every": "1", "--eval-every": "0", "-s": "local_sgd:tau=4"}
+    words |= {"--checkpoint-every": "0", "--out": str(disk / "out")}
+    done = realrun(tmp_path, 2, "train", *(word for pair in words.items() for word in pair))
+    said = f"error: cannot write {disk}/out/log.csv: no space left on device\n"
+    assert (errors(done), done.returncode) == (said, 2)
+    assert (tmp_path / "err1").read_text() == ""
+    assert log.read(disk / "out")
 
 
 @pytest.mark.dist

@@ -1,20 +1,25 @@
 """A training's folder: one training at a time, and none over what is left of another."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import realrun
 
-from co2sim.errors import OptionError
-from realrun.cli import main
-from realrun.train import draft, folder, lock
+from co2sim.errors import CatalogError, OptionError
+from realrun.cli import main, train_rank
+from realrun.train import draft, folder, lock, log
+from realrun.train.elastic_record import GenerationRow, append, read_generations
 from realrun.train.folder import Resume
 from realrun.train.manifest import MANIFEST, FileSum, Manifest
 
@@ -97,8 +102,9 @@ def test_ranks_without_our_launcher_are_refused_too(tmp_path: Path) -> None:
     with process:
         done = realrun(tmp_path, 2, *TRAIN)
         process.kill()
-    assert done.returncode != 0
-    assert "another training is under way in out" in done.stderr
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: another training is under way in out: .*\n", done.stderr)
+    assert (tmp_path / "err1").read_text() == ""
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -133,6 +139,123 @@ def test_checkpoints_need_a_folder(tmp_path: Path, kind: str) -> None:
     for check in (folder.check_new, Resume().checkpoint):
         with pytest.raises(OptionError, match="checkpoints is not a folder: remove it"):
             check(tmp_path)
+
+
+@pytest.mark.parametrize("name", [folder.LOG, folder.MODEL, folder.FIGURE, "elastic.csv"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_files_of_a_training_need_regular_files(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    """A pipe would be waited for, and a folder told once all is trained."""
+    make(tmp_path / name)
+    for check in (folder.check_new, Resume().checkpoint):
+        with pytest.raises(OptionError, match=f"{name} is not a regular file: remove it, or"):
+            check(tmp_path)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_pipe_in_the_folder_is_refused_before_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    elastic: bool,
+) -> None:
+    """One line that names the file, and exit code 2."""
+    (tmp_path / "out").mkdir()
+    name = "elastic.csv" if elastic else "log.csv"
+    os.mkfifo(tmp_path / "out" / name)
+    monkeypatch.chdir(tmp_path)
+    how = ("--elastic",) if elastic else ("--resume", "--checkpoint-every", "4")
+    monkeypatch.setattr(sys, "argv", ["realrun", *TRAIN[:-2], *how, "--nproc", "2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = f"error: out/{name} is not a regular file: remove it, or choose another --out\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_full_disk_is_said_of_the_log(tmp_path: Path) -> None:
+    """With the name of the file; closing it afterwards is no error."""
+    row = log.LogRow(step=1, tokens=8, seconds=0.1, train_loss=4.5, lr=0.1)
+    written = log.Log(tmp_path)
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        assert written._file is not None
+        written._file.close()
+        written._file = full
+        with pytest.raises(OptionError, match=r"^cannot write .*/log.csv: no space left on device"):
+            written.add(row)
+    written.close()
+
+
+def test_the_record_of_members_is_written_whole_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row by row; a full disk or a pipe in its place are said, and what was there stays."""
+    given: dict[str, Any] = {
+        "step": 4,
+        "round": 1,
+        "lost": "",
+        "joined": "",
+        "noticed": 1.5,
+        "went_on": 2.0,
+    }
+    rows = [
+        GenerationRow(generation=n, members="0.0 1.0", same=2, standing=2, anchor="ab", **given)
+        for n in range(3)
+    ]
+    for row in rows[:2]:
+        append(tmp_path, row)
+    assert read_generations(tmp_path) == tuple(rows[:2])
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OptionError, match=r"elastic.csv: no space left on device"):
+            append(tmp_path, rows[2])
+    assert read_generations(tmp_path) == tuple(rows[:2])
+    append(tmp_path, rows[0])  # of a training that begins in the same folder
+    assert read_generations(tmp_path) == (rows[0],)
+    (tmp_path / "elastic.csv").unlink()
+    os.mkfifo(tmp_path / "elastic.csv")
+    with pytest.raises(CatalogError, match="regular file"):
+        append(tmp_path, rows[1])
+    with pytest.raises(OptionError, match="regular file"):
+        append(tmp_path, rows[0])
+
+
+def test_the_log_is_checked_before_a_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the launcher, which starts no rank."""
+    place = tmp_path / "out" / folder.CHECKPOINTS / "step-000004"
+    place.mkdir(parents=True)
+    (tmp_path / "out" / folder.LOG).write_text("broken,log\n1,2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_rank, "check_checkpoint", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["realrun", *TRAIN, "--resume", "--nproc", "2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: out/log.csv is not the log of a training: 'step'\n"
+
+
+@pytest.mark.dist
+def test_a_log_that_rank_0_cannot_read_ends_all_with_one_line(tmp_path: Path) -> None:
+    """Where no launcher has looked before, as under torchrun."""
+    done = realrun(tmp_path, 2, *TRAIN)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "out" / folder.LOG).write_text("broken,log\n1,2\n")
+    for path in tmp_path.glob("err*"):
+        path.unlink()
+    began = time.monotonic()
+    done = realrun(tmp_path, 2, *TRAIN, "--resume")
+    assert time.monotonic() - began < 30
+    said = "error: cannot go on: rank 0: out/log.csv is not the log of a training: 'step'\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    assert (tmp_path / "err1").read_text() == ""
 
 
 def test_other_digits_are_no_step(tmp_path: Path) -> None:

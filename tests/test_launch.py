@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from realrun.errors import LaunchError
+from realrun.launch.elastic import supervise_elastic
 from realrun.launch.local import rank_environment, resolved, run_local
 from realrun.launch.processes import RankProcess, guard_process, ranks_killed_at_end, start
 from realrun.launch.supervise import supervise
@@ -425,3 +427,16 @@ def test_unreadable_program_ends_in_one_line(
     first, second = capfd.readouterr().err.splitlines()
     assert first == f"[rank 0] cannot run {program}: Exec format error"
     assert second == "error: rank 0 exited with code 1"
+
+
+@pytest.mark.dist
+def test_a_command_that_is_refused_is_not_started_anew(capfd: pytest.CaptureFixture[str]) -> None:
+    """The one line of the rank is all, and the exit code that of a command alone."""
+
+    def start_anew(rank: int, life: int) -> RankProcess:
+        raise AssertionError((rank, life))
+
+    ranks = shells("echo error: no such option >&2; exit 2", "sleep 60")
+    store: Any = Memory()
+    assert supervise_elastic(ranks, store, start_anew, 10) == 2
+    assert capfd.readouterr().err == "[rank 0] error: no such option\n"

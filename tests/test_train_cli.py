@@ -155,6 +155,24 @@ def test_what_a_rank_raises_in_a_step_is_one_line_on_each(tmp_path: Path) -> Non
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("alone", [False, True])
+def test_bad_input_that_ranks_find_is_one_line_and_exit_code_2(
+    tmp_path: Path, *, alone: bool
+) -> None:
+    """All ranks alike, or rank 0 alone; as in a lab, whose launcher knows no training."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / folder.LOG).write_text("")
+    words = TRAIN if alone else ("train", "--size", "tiny", "--batch", "3", "-s", "co2:tau=500")
+    done = call(tmp_path, *REALRUN, *words, launcher=(sys.executable, "-c", LAUNCH))
+    said = {
+        True: "out holds a training run already: go on with --resume, or choose another --out",
+        False: "batch is 3; it must be a multiple of the 2 ranks, which share it",
+    }[alone]
+    assert re.fullmatch(rf"\[rank \d\] error: {re.escape(said)}\n", done.stderr), done.stderr
+    assert done.returncode == 2
+
+
+@pytest.mark.dist
 def test_a_rank_that_dies_before_the_first_step_is_named(tmp_path: Path) -> None:
     """While ranks connect for their votes, too: one line, no traceback."""
     died = dying(tmp_path, "1:start", *CO2, "--deadline", "10 s")

@@ -118,7 +118,10 @@ class Answers:
             if isinstance(error, Co2simError):
                 raise OptionError(str(error).replace(str(path), name)) from None
             raise
-        self.files = replace(self.files, **{f"{upload.kind}s": changed})
+        if upload.kind == "cluster":
+            self.files = replace(self.files, clusters=changed)
+        else:
+            self.files = replace(self.files, models=changed)
         return name
 
     def _check_room(self, kind: str, name: str) -> Mapping[str, str]:

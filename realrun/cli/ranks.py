@@ -17,9 +17,10 @@ from co2sim.result import Result
 from co2sim.units import Seconds, counted, duration
 from co2sim.visible import error_line
 from realrun import record
-from realrun.errors import CheckpointError
+from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World, end, join, need_gpus
 from realrun.launch.local import run_local
+from realrun.launch.watch import Place
 from realrun.measure import KernelName, Say, computing_time, measure, partial_trace
 from realrun.record import Record
 
@@ -94,7 +95,10 @@ class Rank:
 
 
 def as_rank(settings: RankSettings, folder: Path | None, work: Callable[[Rank], None]) -> None:
-    """Join the others and do `work`. A failure ends the process with one line and exit code 1."""
+    """Join the others and do `work`. A failure ends the process with one line and exit code 1.
+
+    Bad input does so with exit code 2, on all ranks; if it is bad on one only, this one says why.
+    """
     rank: Rank | None = None
     try:
         rank = Rank(join(settings.backend, settings.deadline), folder)
@@ -153,9 +157,13 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
         except Co2simError as failed:
             message += f"; {failed}"
     everywhere = isinstance(error, CheckpointError) and error.everywhere
-    if not (everywhere and rank and rank.world.rank):  # else rank 0 says it
-        print(error_line(message), file=sys.stderr)
-    end(1)
+    said = isinstance(error, RankFailure) and error.said
+    if not said and not (everywhere and rank and rank.world.rank):  # else another rank says it
+        print(error_line(message), file=sys.stderr, flush=True)
+    bad = isinstance(error, BAD_INPUT)
+    if bad and rank and not rank.world.watch.failure:
+        rank.world.watch.raised(Place(-1, 0, "start"), error, said=True)
+    end(2 if bad or said else 1)
 
 
 def _foretell(case: Case, world: World, rounds: int) -> None:

@@ -10,7 +10,9 @@ from co2sim import ranges
 from co2sim.cluster import Backend
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import Layout
+from co2sim.visible import error_line
 from realrun.cli.train_rank import asked_to_stop, check_out, lines_of_progress, show
+from realrun.errors import BAD_INPUT
 from realrun.launch.membership import LIFE, ElasticMember, Membership
 from realrun.train.lock import alone
 from realrun.train.settings import TrainSettings
@@ -85,5 +87,5 @@ def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: 
             show(history, out, as_json=as_json)
         end()
     except (Co2simError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        end(1)
+        print(error_line(str(error)), file=sys.stderr)
+        end(2 if isinstance(error, BAD_INPUT) else 1)

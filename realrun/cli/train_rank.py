@@ -13,9 +13,10 @@ from co2sim.progress import progress_bar
 from co2sim.units import counted, duration, scaled
 from realrun.train.folder import FIGURE, LOG, Resume, check_new, checkpoints
 from realrun.train.lock import alone, check_free
-from realrun.train.log import History
+from realrun.train.log import History, read
 from realrun.train.manifest import check_checkpoint
 from realrun.train.settings import UNITS, TrainSettings
+from realrun.train.support import check
 
 if TYPE_CHECKING:
     from realrun.cli.ranks import Rank
@@ -31,12 +32,14 @@ def resumed(from_step: int | None, *, given: bool, trust: bool) -> Resume | None
 
 
 def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | None) -> None:
-    """Refuse a folder that is of another training or in use, or whose checkpoint is damaged."""
+    """Refuse a folder that is of another training or in use, or what cannot be gone on from."""
     check_free(out)
     if not resume:
         check_new(out)
     elif last := resume.checkpoint(out):
         check_checkpoint(last, settings.identity(), ranks, trust=resume.trust)
+        if (out / LOG).exists():
+            read(out)
 
 
 def run(
@@ -51,6 +54,7 @@ def run(
     """Train as one rank among others; rank 0 tells how it went."""
     from realrun.train.loop import train as train_  # noqa: PLC0415 - torch
 
+    check(settings, rank.world.layout)
     first = rank.world.rank == 0
     with alone(out) if first else nullcontext():
         if first:

@@ -23,6 +23,8 @@ def supervise_elastic(
 ) -> int:
     """Pass on what the ranks print until all have ended: 0 if they finished the training, else 1.
 
+    It is 2, and all end, where one refused what it was given: starting it anew would be no help.
+
     A rank that dies is started anew by `start`, with its number and how often it was started
     before, `restarts` times at most for all ranks together. A rank that the others left out is
     killed, and then treated so, too. When no rank is left that holds the model, all end,
@@ -36,11 +38,12 @@ def supervise_elastic(
             watched.kill_late()
             watched.kill_hung()
             for member, one in watched.ended():
-                if not one.process.returncode or watched.finished:
+                if not one.process.returncode or watched.over:
                     continue
                 if cut():
                     return 1
                 if one.process.returncode == _MISTAKE:
+                    watched.refused = True
                     watched.kill_all()
                 elif not watched.trains():
                     watched.say(one, "no rank is left that holds the model: the training is lost")
@@ -49,7 +52,7 @@ def supervise_elastic(
                     continue
                 elif begun := watched.start_anew(member, one):
                     output.add(begun)
-    return int(not watched.finished)
+    return watched.code
 
 
 class _Watched:
@@ -65,7 +68,20 @@ class _Watched:
         self._roll, self._start, self._restarts, self._used = roll, start, restarts, 0
         self.running = {ElasticMember(one.rank): one for one in ranks}
         self._late, self._limit = 0, float("inf")
+        self.refused = False
         self._latest = Generation(-1, tuple(self.running))
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody is to be started anew."""
+        return self.refused or self.finished
+
+    @property
+    def code(self) -> int:
+        """The exit code, once all have ended."""
+        if self.finished:
+            return 0
+        return _MISTAKE if self.refused else 1
 
     @property
     def finished(self) -> bool:

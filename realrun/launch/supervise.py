@@ -66,7 +66,8 @@ def supervise(
                 _kill(running)
     if first is None:
         return 0
-    if codes == {_WRONG_INPUT} and not late and output.errors:
+    told = output.errors or any(one.process.stderr is None for one in ranks)  # on the terminal
+    if codes == {_WRONG_INPUT} and not late and told:
         return _WRONG_INPUT
     _say(first, frozen, late)
     return 1

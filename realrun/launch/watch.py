@@ -43,13 +43,14 @@ class Place:
         return f"{self.op!r} of round {self.round}"
 
 
-def tell(store: Store, rank: int, reason: str, *, silent: bool = False) -> None:
+def tell(store: Store, rank: int, reason: str, *, silent: bool = False, said: bool = False) -> None:
     """Report to all that `rank` failed, and how: "was killed by SIGKILL".
 
-    A silent rank cannot react any more: the launcher need not wait for it.
+    A silent rank cannot react any more: the launcher need not wait for it. One that has `said` what
+    is wrong with its input needs no other to say so, too.
     """
     index = store.add(f"{FAILURES}/reserved", 1) - 1
-    told = {"rank": rank, "reason": reason, "silent": silent}
+    told = {"rank": rank, "reason": reason, "silent": silent, "said": said}
     store.set(f"realrun/failure/{index}", json.dumps(told))
     store.add(FAILURES, 1)
 
@@ -120,10 +121,10 @@ class Watch:
         self._stop.set()
         self._thread.join()
 
-    def raised(self, place: Place, error: BaseException) -> RankFailure:
-        """This rank's own work failed: report it."""
+    def raised(self, place: Place, error: BaseException, *, said: bool = False) -> RankFailure:
+        """This rank's own work failed: report it. `said`: this rank itself tells the user."""
         reason = f"raised {type(error).__name__} in {place}: {_one_line(error)}"
-        return self._fail([self._rank], reason, place)
+        return self._fail([self._rank], reason, place, said=said)
 
     def lost(self, place: Place, members: Iterable[int], error: BaseException) -> RankFailure:
         """A collective did not end. Find out which rank is at fault, and report it.
@@ -160,13 +161,19 @@ class Watch:
         return self._fail(ranks, reason, None, silent=True)
 
     def _fail(
-        self, ranks: Sequence[int], reason: str, place: Place | None, *, silent: bool = False
+        self,
+        ranks: Sequence[int],
+        reason: str,
+        place: Place | None,
+        *,
+        silent: bool = False,
+        said: bool = False,
     ) -> RankFailure:
         for rank in ranks or [self._rank]:
             self._quietly(
-                lambda rank=rank: tell(self._store, rank, reason, silent=silent)  # type: ignore[misc]
+                lambda rank=rank: tell(self._store, rank, reason, silent=silent, said=said)  # type: ignore[misc]
             )
-        self.failure = self.failure or failure(ranks, reason, place)
+        self.failure = self.failure or failure(ranks, reason, place, said=said)
         return self.failure
 
     def _hearts(self) -> dict[int, Mapping[str, Any]]:
@@ -199,9 +206,9 @@ class Watch:
         if not told:
             return False
         here = next(iter(self._places.values()), None)
-        between = here is None
+        place, between = here or self._left, here is None
         self.failure = self.failure or failure(
-            [told["rank"]], told["reason"], here or self._left, between=between
+            [told["rank"]], told["reason"], place, between=between, said=told["said"]
         )
         return True
 
@@ -214,7 +221,12 @@ class Watch:
 
 
 def failure(
-    ranks: Sequence[int], reason: str, place: Place | None, *, between: bool = False
+    ranks: Sequence[int],
+    reason: str,
+    place: Place | None,
+    *,
+    between: bool = False,
+    said: bool = False,
 ) -> RankFailure:
     """The error to raise here: who failed and how, and where this rank was.
 
@@ -227,6 +239,7 @@ def failure(
         ranks=tuple(ranks),
         op=place.op if place else None,
         round=place.round if place else None,
+        said=said,
     )
 
 

@@ -1,17 +1,17 @@
 """The record of an elastic training: a row for every generation of its members. Needs no torch."""
 
 import csv
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from co2sim.errors import CatalogError
-from co2sim.files import MOST_RECORD_BYTES, text_of
+from co2sim.files import MOST_RECORD_BYTES, text_of, write_atomically
 from co2sim.units import Seconds
 from realrun.launch.membership import ElasticMember
-
-RECORD_OF_MEMBERS = "elastic.csv"
+from realrun.train.folder import RECORD_OF_MEMBERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,16 @@ def names(members: Iterable[ElasticMember]) -> str:
 
 
 def append(folder: Path, row: GenerationRow) -> None:
-    """Add a row: each is there once it is added, whoever leads next. The first begins the file."""
-    path = folder / RECORD_OF_MEMBERS
-    with path.open("a" if row.generation else "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, _NAMES, lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        writer.writerow(asdict(row))
+    """Add a row: each is there once it is added, whoever leads next. The first begins the file.
+
+    Raises OptionError if it cannot be written, and CatalogError for a record of another form.
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _NAMES, lineterminator="\n")
+    writer.writeheader()
+    before = read_generations(folder) if row.generation else ()
+    writer.writerows(map(asdict, (*before, row)))
+    write_atomically({folder / RECORD_OF_MEMBERS: text.getvalue().encode()})
 
 
 def read_generations(folder: Path) -> tuple[GenerationRow, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.errors import OptionError
-from co2sim.files import is_folder
+from co2sim.files import is_folder, is_regular
 from realrun.errors import CheckpointError, DamagedError
 
 LOG = "log.csv"
@@ -17,6 +17,7 @@ RECORD = "train.json"
 FIGURE = "loss.png"
 MODEL = "model.pt"
 ESTIMATE = "estimate.json"
+RECORD_OF_MEMBERS = "elastic.csv"
 CHECKPOINTS = "checkpoints"
 
 IDENTITY = "identity.json"
@@ -38,7 +39,11 @@ def check_new(folder: Path) -> None:
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a folder in which no checkpoint can be written."""
+    """Refuse a folder in which no checkpoint can be written, or none of the other files."""
+    for name in (LOG, RECORD, FIGURE, MODEL, ESTIMATE, RECORD_OF_MEMBERS):
+        file = folder / name
+        if file.exists() and not is_regular(file):
+            raise OptionError(f"{file} is not a regular file: remove it, or choose another --out")
     place = folder / CHECKPOINTS
     if lexists(place) and not is_folder(place):
         raise OptionError(f"{place} is not a folder: remove it, or choose another --out")

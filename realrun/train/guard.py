@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from torch.distributed import DistError
 
 from co2sim.errors import Co2simError
-from realrun.errors import CheckpointError, RankFailure
+from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 
@@ -36,7 +36,7 @@ def guarded(world: World, place: Place) -> Iterator[None]:
             raise  # all know
         if world.watch.failure:
             raise world.watch.failure from error
-        world.watch.raised(place, error)
+        world.watch.raised(place, error, said=isinstance(error, BAD_INPUT))
         raise
     except RuntimeError as error:
         if not _of_network(error):

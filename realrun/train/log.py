@@ -3,12 +3,13 @@
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from co2sim.errors import CatalogError
+from co2sim.errors import CatalogError, OptionError
 from co2sim.files import MOST_RECORD_BYTES, text_of, write_atomically
 from realrun.train.constants import Estimates
 from realrun.train.folder import LOG, RECORD
@@ -121,11 +122,12 @@ class Log:
         self._rewrite()
 
     def add(self, row: LogRow) -> None:
-        """Add a row."""
+        """Add a row. Raises OptionError if it cannot be written, as all methods do."""
         self.rows.append(row)
         if self._file:
-            self._file.write(_line(row))
-            self._file.flush()
+            with self._writing():
+                self._file.write(_line(row))
+                self._file.flush()
 
     def fill(self, step: int, validation_loss: float, accuracy: float | None) -> None:
         """Add to the row of a step what was found out later."""
@@ -137,14 +139,29 @@ class Log:
     def close(self) -> None:
         """Close the file."""
         if self._file:
-            self._file.close()
+            with self._writing():
+                self._file.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Within, the file is written. Once that has failed, it is written no more."""
+        try:
+            yield
+        except OSError as error:
+            file, self._file = self._file, None
+            with suppress(OSError):
+                if file:
+                    file.close()
+            reason = (error.strerror or str(error)).lower()
+            raise OptionError(f"cannot write {self._path}: {reason}") from error
 
     def _rewrite(self) -> None:
         if self._path:
             self.close()
             text = ",".join(_NAMES) + "\n" + "".join(map(_line, self.rows))
             write_atomically({self._path: text.encode()})
-            self._file = self._path.open("a", encoding="utf-8")
+            with self._writing():
+                self._file = self._path.open("a", encoding="utf-8")
 
 
 def _line(row: LogRow) -> str:

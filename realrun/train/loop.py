@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from co2sim.errors import OptionError
+from co2sim.errors import CatalogError, OptionError
 from co2sim.units import Seconds
 from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
@@ -20,6 +20,7 @@ from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
 from realrun.train.draft import clean
 from realrun.train.estimate import Estimator
+from realrun.train.everywhere import everywhere
 from realrun.train.folder import LOG, Resume
 from realrun.train.guard import guarded
 from realrun.train.local_step import LocalStep
@@ -146,9 +147,23 @@ class _Training:
                 self.world.agree("last checkpoint", str(last))
                 if last:
                     self._go_on(last, trust=resume.trust)
-                if last and self.world.rank == 0 and (self.folder / LOG).exists():
-                    rows = tuple(row for row in read(self.folder) if row.step <= self.step)
+                    rows = self._known(self.folder)
         self.log = Log(self.folder if self.world.rank == 0 else None, rows)
+
+    def _known(self, folder: Path) -> tuple[LogRow, ...]:
+        """The rows of the log so far, on rank 0. All ranks call it, and hear if that fails."""
+        rows: list[LogRow] = []
+
+        def look() -> str:
+            if self.world.rank == 0 and (folder / LOG).exists():
+                try:
+                    rows.extend(row for row in read(folder) if row.step <= self.step)
+                except CatalogError as error:
+                    raise CheckpointError(str(error)) from error
+            return ""
+
+        everywhere(self.world.device, "cannot go on", look)
+        return tuple(rows)
 
     def _go_on(self, last: Path, *, trust: bool) -> None:
         """Take over a checkpoint."""
