@@ -156,6 +156,40 @@ main()
         assert done.stderr == f"{word}; nothing was written\n"
 
 
+@pytest.mark.parametrize(
+    ("how", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_that_comes_again_and_again_is_one_line(
+    how: signal.Signals, code: int, word: str
+) -> None:
+    """Every millisecond, until the process has ended: as when control-C is held down."""
+    script = """
+import sys, time
+from co2sim import study
+from co2sim.cli import main
+def busy(*_, **__):
+    print("busy", flush=True)
+    time.sleep(60)
+study.run = busy
+sys.argv = "co2sim run -c dgx-h100 -m gpt2-small -s ddp -g 8".split()
+main()
+"""
+    for _ in range(3):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen([sys.executable, "-c", script], text=True, **pipes) as process:
+            assert process.stdout
+            assert process.stderr
+            assert process.stdout.readline() == "busy\n"
+            while process.poll() is None:
+                process.send_signal(how)
+                time.sleep(0.001)
+            assert (process.stderr.read(), process.returncode) == (
+                f"{word}; nothing was written\n",
+                code,
+            )
+
+
 def test_starting_the_simulator_imports_nothing_heavy() -> None:
     """`co2sim run` imports neither torch, pandas, matplotlib nor joblib (pint may take scipy)."""
     code = (

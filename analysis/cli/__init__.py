@@ -12,6 +12,7 @@ def main() -> None:
             from analysis.cli.app import app  # noqa: PLC0415
             from co2sim.console.entry import run_app  # noqa: PLC0415
         except KeyboardInterrupt:
+            interrupts.settle()
             print("interrupted; nothing was written", file=sys.stderr)
             sys.exit(interrupts.exit_code())
         run_app(app)

@@ -72,6 +72,7 @@ def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
         print(error_line(message), file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt) as interrupt:
+        interrupts.settle()
         code, kept = interrupts.exit_code(), str(interrupt) or kept
         word = interrupts.WORDS[code]
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone

@@ -1,10 +1,12 @@
 """Control-C and SIGTERM both interrupt a command, and neither is lost.
 
 What a signal's handler raises can vanish: Python and libraries swallow the errors of some
-callbacks, above all while modules are imported. So it is noted, and asked for before long work.
+callbacks, above all while modules are imported. So it is noted, and asked for before long work. Who
+presses control-C several times means one interrupt: another one would cut off its last line.
 """
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,19 +14,27 @@ EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """Of a shell, for a process ended by these."""
 WORDS = {130: "interrupted", 143: "terminated"}
 
+_SAME = 1.0
+"""In seconds. A control-C so soon after another is the same: that one is on its way still."""
+
 _told: list[int] = []
 
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """Within, the first SIGTERM and every control-C raise KeyboardInterrupt, and are noted.
+    """Within, the first signal and every later control-C raise KeyboardInterrupt, and are noted.
 
-    A signal that is ignored, or handled by others, is left alone.
+    A signal that is ignored, or handled by others, is left alone. After one that came all are
+    ignored: the process is ending.
     """
+    raised = -_SAME
 
     def interrupt(number: int, _: object) -> None:
+        nonlocal raised
         _told.append(number)
-        if number == signal.SIGINT or len(_told) == 1:
+        now = time.monotonic()
+        if len(_told) == 1 or (number == signal.SIGINT and now - raised > _SAME):
+            raised = now
             raise KeyboardInterrupt
 
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -34,9 +44,18 @@ def noted() -> Iterator[None]:
             signal.signal(number, interrupt)
         yield
     finally:
-        for number, handler in found.items():
-            signal.signal(number, handler)
+        if _told:
+            settle()
+        else:
+            for number, handler in found.items():
+                signal.signal(number, handler)
         _told.clear()
+
+
+def settle() -> None:
+    """Ignore further signals, if one has come: what it interrupts has ended, and is being told."""
+    for number in EXIT_CODES if _told else ():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def check() -> None:
