@@ -1,6 +1,7 @@
 """The pieces of the protocol of `verify`: what is kept, what counts, what is fitted."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from analysis.convergence.protocol.tightness import TightnessRow
 from analysis.convergence.setting import Setting
 from analysis.convergence.simulate import run
 from analysis.convergence.variants import RunSize, variants
+from co2sim.errors import CatalogError
 
 PROBLEM = Setting(
     smoothness=10.0,
@@ -63,6 +65,11 @@ def test_broken_cells_are_measured_again(tmp_path: Path) -> None:
     place.write_text(whole)
     assert store.kept(place, task) == IdentityCell(task, (1e-16,))
     assert store.kept(tmp_path / "none.json", task) is None
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "folder.json").mkdir()
+    for name, said in (("pipe", "it is not a regular file"), ("folder", "Is a directory")):
+        with pytest.raises(CatalogError, match=f"cannot read .*/{name}.json: {said}"):
+            store.kept(tmp_path / f"{name}.json", task)
 
 
 def test_diverged_cells_come_back_as_they_were(tmp_path: Path) -> None:

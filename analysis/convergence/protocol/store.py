@@ -23,7 +23,8 @@ from analysis.convergence.protocol.grid import GridCell, GridTask
 from analysis.convergence.protocol.late_oracle import LateOracleCell, LateOracleTask
 from analysis.convergence.protocol.oracle import OracleCell, OracleTask
 from analysis.convergence.protocol.rates import RateCell, RateTask
-from co2sim.files import write_atomically
+from co2sim.errors import CatalogError
+from co2sim.files import MOST_RECORD_BYTES, read_bytes, write_atomically
 from co2sim.progress import Done
 
 Task: TypeAlias = OracleTask | GridTask | RateTask | ControlTask | LateOracleTask
@@ -68,11 +69,16 @@ def measure(folder: Path, *, quick: bool, jobs: int, progress: Done | None = Non
 
 
 def kept(path: Path, task: Task) -> Cell | None:
-    """The cell of a file; None without a file, if it was cut off, or is of another task."""
+    """The cell of a file; None without a file, if it was cut off, or is of another task.
+
+    Raises CatalogError for what is no regular file, and for what cannot be read.
+    """
     try:
-        cell = _CELLS.validate_json(path.read_bytes())
+        cell = _CELLS.validate_json(read_bytes(path, MOST_RECORD_BYTES))
     except (FileNotFoundError, ValueError):
         return None
+    except OSError as error:
+        raise CatalogError(f"cannot read {path}: {error.strerror or error}") from error
     return cell if cell.task == task else None
 
 
