@@ -157,7 +157,7 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
         except Co2simError as failed:
             message += f"; {failed}"
     everywhere = isinstance(error, CheckpointError) and error.everywhere
-    said = isinstance(error, RankFailure) and error.said
+    said = isinstance(error, RankFailure) and rank is not None and rank.world.watch.said()
     if not said and not (everywhere and rank and rank.world.rank):  # else another rank says it
         print(error_line(message), file=sys.stderr, flush=True)
     bad = isinstance(error, BAD_INPUT)

@@ -126,6 +126,10 @@ class Watch:
         reason = f"raised {type(error).__name__} in {place}: {_one_line(error)}"
         return self._fail([self._rank], reason, place, said=said)
 
+    def said(self) -> bool:
+        """Whether the first failure that was reported is of a rank that tells it itself."""
+        return bool((self.failure or self._told()) and self.failure and self.failure.said)
+
     def lost(self, place: Place, members: Iterable[int], error: BaseException) -> RankFailure:
         """A collective did not end. Find out which rank is at fault, and report it.
 
