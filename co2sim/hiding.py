@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from co2sim.errors import OptionError
+from co2sim.late_averages import bounded
 from co2sim.schedule import Schedule
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import MOST_STEPS, OUTER, round_steps
@@ -49,6 +50,8 @@ def choose(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]:
     """
     times = cache(round_time)
     notes = []
+    keep, predict = strategy.keep, strategy.predict
+    strategy = replace(strategy, keep=None, predict=None)  # which change no time
     if strategy.tau == "auto":
         given = strategy.delay if isinstance(strategy.delay, int) else 1
         shortest = _HALVES if strategy.delay == "auto" else 1
@@ -62,7 +65,12 @@ def choose(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]:
         delay, note = _least_delay(strategy, times)
         strategy = replace(strategy, delay=delay, fragments=parts if parts > 1 else None)
         notes.append(note)
-    return strategy, tuple(notes)
+        if predict is not None:
+            share = replace(strategy, keep=keep, predict=0).kept()[0]
+            given, predict = predict, bounded(round_steps(strategy), delay, share, predict)
+            if predict != given:
+                notes.append(f"predict {given:g} would repeat progress for ever: {predict:g} taken")
+    return replace(strategy, keep=keep, predict=predict), tuple(notes)
 
 
 def _shortest_round(strategy: CO2, least: int, times: RoundTime) -> tuple[int, str]:

@@ -281,3 +281,12 @@ def test_fragments_are_within_a_round() -> None:
         CO2(fragments=2)
     found = chosen("co2(tau=auto,delay=auto,fragments=5)", slow(0.5))
     assert found.strategy == "co2(tau=5, delay=1, fragments=5)"
+
+
+def test_what_is_predicted_is_bounded_where_the_delay_is_chosen() -> None:
+    """It is kept where it dies out; averages that take the whole round would repeat it for ever."""
+    short = chosen("co2(tau=12,delay=auto,fragments=1,keep=0.25,predict=1)", slow(3))
+    assert "predict=1.0" in short.strategy
+    long = chosen("co2(tau=4,delay=auto,fragments=1,keep=0.25,predict=1)", slow(20))
+    assert long.strategy == "co2(tau=4, delay=4, keep=0.25, predict=0.75)"
+    assert "predict 1 would repeat progress for ever: 0.75 taken" in long.notes

@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch")
 import reference_local_update as reference  # noqa: E402 - needs torch
 from hypothesis import given  # noqa: E402 - needs torch
 from hypothesis import strategies as st  # noqa: E402 - needs torch
-from local_problem import network, optimizer, train, vector  # noqa: E402 - needs torch
+from local_problem import loss, network, optimizer, train, vector  # noqa: E402 - needs torch
 
 from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
+from realrun.algorithms.auto_delay import AutoDelay  # noqa: E402 - needs torch
 from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.late import LateAverages, depart, keep_since, stand  # noqa: E402 - needs torch
 
@@ -71,7 +72,7 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
         if k == flying + d and flying > 0:
             anchor = anchor - mean
             for i in range(workers):
-                keep_since(late, d / tau, own[i], x[i], mean)
+                keep_since(late, d, tau, own[i], x[i], mean)
                 x[i] = anchor + own[i]
         np.testing.assert_allclose(torch.stack(x).mean(0), plain, rtol=0, atol=1e-12)
         if k % tau == 0:
@@ -115,6 +116,9 @@ def test_a_vector_is_cut_where_the_type_changes() -> None:
         ({"delay": 2, "keep": 1.5}, "keep is 1.5; it must be 0 to 1"),
         ({"delay": 2, "keep": "x"}, "keep is 'x'; it must be a number, 0 to 1"),
         ({"delay": 2, "predict": -1}, "predict is -1; it must be 0 to 1"),
+        ({"delay": 12, "keep": 0.25, "predict": 1}, "predict times delay / tau is 1 and must be"),
+        ({"delay": 12, "keep": 0}, "predict=1 with keep=0, and an average used up to delay=12"),
+        ({"delay": "auto", "keep": 0}, "and must be below 1, or progress is repeated for ever"),
         ({"delay": 2, "staleness": 2}, "staleness is 2, but delay=2 says when"),
         ({"delay": 2, "fragments": 13}, "fragments is 13; it must be 1 to 12"),
         ({"delay": 2, "fragments": 2, "gap": "gap_aware"}, "needs norms of the whole model"),
@@ -127,3 +131,29 @@ def test_options_of_late_averages_out_of_range(options: dict[str, Any], words: s
     with pytest.raises(OptionError) as caught:
         CO2(model, optimizer(model, "sgd"), tau=12, **options)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("more", [{"tau": 1, "delay": 1}, {"tau": 2, "delay": 2}, {"delay": 4}])
+def test_what_dies_out_may_be_predicted(more: dict[str, int]) -> None:
+    """A whole round late with the defaults of short rounds; the choice that learned best."""
+    model = network()
+    recipe = {"keep": 0.25, "predict": 1} if "tau" not in more else {}
+    CO2(model, optimizer(model, "sgd"), **more, **recipe).close()  # type: ignore[arg-type]
+
+
+def test_a_measured_delay_bounds_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Averages that take the whole round: it was repeated for ever, and the loss exploded."""
+    measured = iter([4])
+    monkeypatch.setattr(AutoDelay, "used", lambda *_: next(measured, None))
+    with pytest.warns(UserWarning, match=r"predict=1 .* so that 0\.75 is taken") as said:
+        assert _last_loss(tau=4, delay="auto", keep=0.25, predict=1, fragments=1) < 0.2
+    assert len(said) == 1
+
+
+def _last_loss(**options: Any) -> float:
+    model = network()
+    optim = optimizer(model, "sgd")
+    with CO2(model, optim, **options) as co2:
+        train(model, optim, 0, range(80))
+        with co2.consensus():
+            return loss(model, 0, 0).item()

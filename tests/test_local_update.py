@@ -60,7 +60,7 @@ CASES = [
         for inner, tau, d, keep, predict in (
             ("adamw", 4, 1, 0.5, 0.5),
             ("sgd", 4, 3, 1.0, 0.0),
-            ("momentum", 3, 3, 0.25, 1.0),
+            ("momentum", 3, 3, 0.25, 0.75),
             ("adamw", 1, 1, 1.0, 0.0),
         )
     ),

@@ -508,6 +508,10 @@ def test_a_strategy_reads_back_from_its_title(text: str) -> None:
         ("co2(delay=2,staleness=2)", "staleness=2 does not apply with delay"),
         ("co2(delay=2,keep=1.5)", "keep is 1.5; it must be 0 to 1"),
         ("co2(delay=2,predict=-1)", "predict is -1.0; it must be 0 to 1"),
+        (
+            "co2(tau=4,delay=4,keep=0.25,predict=1)",
+            "predict times delay / tau is 1 and must be below",
+        ),
         ("co2(delay=2,keep=nan)", "keep is 'nan'; it must be a number"),
         ("co2(keep=0.5)", "give delay"),
         ("co2(predict=0.5)", "give delay"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from co2sim.errors import OptionError
-from co2sim.late_averages import even_fragments, kept
+from co2sim.late_averages import check_predict, even_fragments, kept
 from co2sim.ranges import between
 from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
@@ -71,6 +71,8 @@ class CO2:
             raise OptionError("co2: staleness is 0; it must be at least 1 (slowmo is staleness 0)")
         whole_options(self, "staleness", most=_MOST_STALENESS)
         self._check_delay()
+        if self.delay is not None and self.tau != "auto":
+            check_predict(self.tau, self.delay, *self.kept())
         if self.average == "leader":
             if self.worker != "node" or self.inner in {"zero3", "zeropp", "fsdp"}:
                 raise OptionError(

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from co2sim.late_averages import bounded, check_predict
 from co2sim.ranges import between, whole
 from realrun.checks import one_of
 
@@ -49,6 +50,11 @@ class LateAverages:
         between("keep", self.keep, 0, 1)
         between("predict", self.predict, 0, 1)
         whole("fragments", self.fragments, 1, tau)
+        check_predict(tau, self.delay, self.keep, self.predict)
+
+    def predicted(self, delay: int, tau: int) -> float:
+        """What is predicted for a delay: `predict`, or less where that was measured too long."""
+        return bounded(tau, delay, self.keep, self.predict)
 
 
 def depart(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor, moved: Tensor) -> None:
@@ -70,13 +76,12 @@ def stand(parts: Parts, anchor: Tensor, offset: Tensor, live: Tensor) -> None:
 
 
 def keep_since(
-    late: LateAverages, share: float, launched: Tensor, live: Tensor, mean: Tensor
+    late: LateAverages, delay: int, tau: int, launched: Tensor, live: Tensor, mean: Tensor
 ) -> None:
     """`launched` <- the offset: what is kept since the launch, and what is predicted for the rest.
 
-    `share` is the delay as a share of a round.
+    The average was used `delay` steps after it, in rounds of `tau`.
     """
     launched.neg_().add_(live).mul_(late.keep)
     if late.predict:
-        mean_steps = -late.predict * share
-        launched.add_(mean, alpha=mean_steps)
+        launched.add_(mean, alpha=-late.predicted(delay, tau) * (delay / tau))

@@ -1,5 +1,6 @@
 """The outer loop whose averages are used in the middle of the next round, without a restart."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -86,11 +87,22 @@ class LateLoop(OuterLoop):
         self.use_average(flight, part, first=span.start, share=1 / late.fragments)
         self.rule.move(part)
         if before is None:
-            keep_since(late, launch.delay / self._tau, own, live, flight.vector)
+            keep_since(late, launch.delay, self._tau, own, live, flight.vector)
         else:
             own.add_(before).sub_(part.anchor).mul_(late.keep)
         self.publish(torch.add(part.anchor, own, out=live), span.start)
-        self.counters.delay = self._auto.used(launch) or self.counters.delay
+        if measured := self._auto.used(launch):
+            self.counters.delay = measured
+            self._say_what_is_predicted(measured)
+
+    def _say_what_is_predicted(self, delay: int) -> None:
+        late, tau = self._late, self._tau
+        if (less := late.predicted(delay, tau)) != late.predict:
+            warnings.warn(
+                f"averages take {delay} local steps in rounds of {tau}: predict={late.predict:g}"
+                f" would repeat progress for ever, so that {less:g} is taken",
+                stacklevel=2,
+            )
 
     def settle(self) -> None:
         """What is under way, and then an average of where every worker stands, waited for."""
