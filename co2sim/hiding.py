@@ -67,9 +67,10 @@ def choose(strategy: CO2, round_time: RoundTime) -> tuple[CO2, tuple[str, ...]]:
         notes.append(note)
         if predict is not None:
             share = replace(strategy, keep=keep, predict=0).kept()[0]
-            given, predict = predict, bounded(round_steps(strategy), delay, share, predict)
-            if predict != given:
-                notes.append(f"predict {given:g} would repeat progress for ever: {predict:g} taken")
+            less = bounded(round_steps(strategy), delay, share, predict)
+            if less != predict:
+                notes.append(f"predict {predict:g} would repeat progress for ever: {less:g} taken")
+            predict = less
     return replace(strategy, keep=keep, predict=predict), tuple(notes)
 
 

@@ -3,6 +3,7 @@
 import copy
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -167,3 +168,102 @@ def rates(world: World) -> list[str]:
             train(model, optim, world.rank, range(2))
         said.append(" ".join(str(one.message) for one in caught))
     return said
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The error in words that a call ends with."""
+    try:
+        call()
+    except (Co2simError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def partly(world: World) -> dict[str, Any]:
+    """Of two optimizers only one takes steps in the end, and more than a round has."""
+    model = network()
+    optims = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[3:])]
+    local = LocalSGD(model, optims, tau=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optims[0], world.rank, range(6))
+    means: list[Any] = [None] * world.layout.world_size
+    dist.all_gather_object(means, vector(model))
+    local.finish()
+    close = torch.allclose(vector(model), torch.stack(means).mean(0), atol=1e-6)
+    moved = float((vector(model) - vector(network())).abs().max())
+    said = [str(one.message) for one in caught]
+    return {"said": said, "mean": close, "moved": moved, "steps": local.stats().steps}
+
+
+def unfrozen(world: World) -> dict[str, str]:
+    """A parameter is trained since the last round: what evaluates, saves and ends says."""
+    model = network()
+    model[0].weight.requires_grad_(requires_grad=False)
+    optim = optimizer(model, "sgd")
+    co2 = CO2(model, optim, tau=4, delay=2)
+    train(model, optim, world.rank, range(5))
+    model[0].weight.requires_grad_(requires_grad=True)
+    train(model, optim, world.rank, range(5, 6))
+    return {
+        "consensus": told(lambda: co2.consensus().__enter__()),
+        "state": told(co2.state_dict),
+        "finish": told(co2.finish),
+    }
+
+
+def within(world: World) -> dict[str, str]:
+    """What cannot be done where the model holds the consensus, nor after an attempt."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    with LocalSGD(model, optim, tau=2) as local:
+        state = local.state_dict()
+        with local.consensus():
+            calls = {
+                "consensus()": lambda: local.consensus().__enter__(),
+                "finish()": local.finish,
+                "join()": lambda: local.join().__enter__(),
+                "state_dict()": local.state_dict,
+                "load_state_dict()": lambda: local.load_state_dict(state),
+                "step": lambda: train(model, optim, world.rank, range(1)),
+            }
+            found = {name: told(call) for name, call in calls.items()}
+        found["dict"] = told(lambda: local.finish({"weight": torch.ones(2)}))  # type: ignore[arg-type]
+    return found
+
+
+def elsewhere(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank 1 comes to `finish` after 6 steps; the others take more, and do something."""
+    found = []
+    for case in cases:
+        model = network()
+        optim = optimizer(model, "sgd")
+        began = time.monotonic()
+
+        def end(case: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer) -> None:
+            with CO2(model, optim, tau=4, **case["options"]) as co2:
+                train(model, optim, world.rank, range(6 if world.rank == 1 else case["steps"]))
+                if world.rank != 1 and case["evaluates"]:
+                    with co2.consensus(buffers=True):
+                        pass
+                co2.finish()
+
+        words = told(lambda: end(case, model, optim))  # noqa: B023 - called at once
+        found.append({"told": words, "seconds": time.monotonic() - began})
+        dist.barrier()
+    return found
+
+
+def joined_buffers(world: World) -> dict[str, Any]:
+    """Buffers at the end of `join`: rank 0 took no step. And what cannot be within."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optim = optimizer(model, "sgd")
+    local = LocalSGD(model, optim, tau=2)
+    words = []
+    with local.join(buffers=True):
+        train(model, optim, world.rank, range(3 * world.rank))
+        words = [told(local.finish), told(local.consensus(buffers=True).__enter__)]
+        own = model[1].running_mean.tolist()
+    means: list[Any] = [None] * world.layout.world_size
+    dist.all_gather_object(means, own)
+    return {"end": model[1].running_mean.tolist(), "own": means, "told": words}

@@ -1,5 +1,6 @@
 """Local-update algorithms end alike on all ranks, and who leaves is named to the others."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ torch = pytest.importorskip("torch")
 
 from local_problem import network, optimizer, set_vector, train, vector  # noqa: E402 - needs torch
 from together import together  # noqa: E402 - needs torch
+from torch import distributed as dist  # noqa: E402 - needs torch
 
-from realrun.algorithms import LocalSGD  # noqa: E402 - needs torch
+from realrun.algorithms import LocalSGD, notices  # noqa: E402 - needs torch
+from realrun.algorithms.notices import Notices  # noqa: E402 - needs torch
 
 pytestmark = pytest.mark.dist
 
@@ -34,6 +37,13 @@ FINISHED: list[dict[str, Any]] = [
     {"algorithm": "LocalSGD", "steps": 5, "options": {"tau": 3}},
 ]
 
+
+ELSEWHERE: list[dict[str, Any]] = [
+    {"steps": 8, "options": {"delay": 1, "fragments": 4}, "evaluates": False},
+    {"steps": 12, "options": {}, "evaluates": False},
+    {"steps": 7, "options": {"delay": "auto"}, "evaluates": True},
+]
+"""What ranks 0 and 2 do, while rank 1 finishes after 6 steps, in rounds of 4."""
 
 UNEQUAL = [7, 4, 9]
 JOINED: list[dict[str, Any]] = [
@@ -67,6 +77,11 @@ def found() -> dict[str, list[Any]]:
         "rates": {},
         "joined": {"cases": [*JOINED, *EVEN]},
         "not_joined": {},
+        "partly": {},
+        "unfrozen": {},
+        "within": {},
+        "elsewhere": {"cases": ELSEWHERE},
+        "joined_buffers": {},
     }
     return together("ending_workers", 3, calls)
 
@@ -208,3 +223,66 @@ def test_steps_are_counted_over_trainings_that_were_finished() -> None:
         algorithm.finish()
         assert algorithm.stats().steps == steps
         state = algorithm.state_dict()
+
+
+def test_steps_that_only_one_of_two_optimizers_took_count(found: dict[str, list[Any]]) -> None:
+    """They are averaged by `finish`, where they were lost; and it is said that no round ends."""
+    for answer in found["partly"]:
+        assert (answer["mean"], answer["steps"]) == (True, 1)
+        assert answer["moved"] > 0.01
+        (said,) = answer["said"]
+        assert said.startswith("optimizer 0 (SGD) has taken 4 steps since optimizer 1 (SGD) took")
+
+
+def test_a_parameter_that_is_not_averaged_is_named_at_the_end(found: dict[str, list[Any]]) -> None:
+    """Not only where a round ends: ranks ended with different models."""
+    for answer in found["unfrozen"]:
+        for said in answer.values():
+            assert said.startswith("OptionError: the optimizer trains a parameter of shape (7, 5)")
+
+
+def test_what_would_mistake_the_consensus_is_refused(found: dict[str, list[Any]]) -> None:
+    """Each in a line; and a step is, after another consensus was refused."""
+    for answer in found["within"]:
+        assert answer.pop("step").startswith("OptionError: a step of the optimizer within")
+        assert "is a dict; it must be a torch.nn.Module" in answer.pop("dict")
+        for name, said in answer.items():
+            assert said == (
+                f"OptionError: {name} within consensus(), where the model holds another point:"
+                " leave it"
+            )
+
+
+@pytest.mark.parametrize("case", range(len(ELSEWHERE)))
+def test_all_come_to_an_end_after_the_same_steps(case: int, found: dict[str, list[Any]]) -> None:
+    """Else all are told at once who is where after how many: a process was aborted."""
+    answers = [answer[case] for answer in found["elsewhere"]]
+    steps = ELSEWHERE[case]["steps"]
+    for rank in (0, 2):
+        assert answers[rank]["told"].startswith("RankFailure: ")
+        assert "failed: rank 1 is at finish() after 6 steps; rank" in answers[rank]["told"]
+    assert f"after {steps} steps; rank 1 has taken 6" in answers[1]["told"]
+    assert all(answer["seconds"] < 20 for answer in answers)
+
+
+def test_join_averages_buffers_where_asked(found: dict[str, list[Any]]) -> None:
+    """Over the ranks that took a step, for good; what others would have to join in is refused."""
+    for answer in found["joined_buffers"]:
+        assert np.allclose(answer["end"], np.mean(answer["own"][1:], axis=0), atol=1e-6)
+        finish, consensus = answer["told"]
+        assert finish == "OptionError: finish() within join(): the end of that block does it"
+        assert consensus.startswith("OptionError: consensus() within join() averages no buffers")
+
+
+def test_a_store_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that held it has ended well; the deadline of 60 s was waited for."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    monkeypatch.setattr(notices, "_get_default_store", lambda: client)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    one = Notices([0, 1], lambda: 12)
+    one.leave()
+    del store
+    began = time.monotonic()
+    one.compare(4, 60.0)
+    assert time.monotonic() - began < 10

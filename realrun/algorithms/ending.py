@@ -14,9 +14,10 @@ from co2sim.errors import Co2simError, OptionError
 from realrun.algorithms.average import Average
 from realrun.algorithms.evaluation import average_now, averaged, others_of
 from realrun.algorithms.links import Links
-from realrun.algorithms.notices import raised
+from realrun.algorithms.notices import of_network, raised
 from realrun.algorithms.optimizers import ATTACHED
 from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop
+from realrun.errors import RankFailure
 
 
 class Ending:
@@ -31,16 +32,41 @@ class Ending:
     _failure: Co2simError | None = None
     _closed = False
     _evaluating = False
+    _joining = False
     _idle = 0
     """Steps that were only counted, since this rank's data are used up."""
+    _stepped: dict[Optimizer, int]
+    """Steps of each optimizer since the last local step."""
 
     @property
     def closed(self) -> bool:
         """Whether it has ended, and averages nothing any more."""
         return self._closed
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether the model holds the consensus, for a moment."""
+        return self._evaluating
+
+    def cause_of(self, error: BaseException) -> RankFailure | None:
+        """The rank to blame, where an error is of a collective of others that failed with it.
+
+        None for other errors, and where no rank has told why it left.
+        """
+        if isinstance(error, Co2simError) or not of_network(error):
+            return None
+        return self._links.notices.cause("a collective of others")
+
+    def _ready(self, what: str) -> None:
+        """Raise OptionError where what all ranks do together would be wrong."""
+        raise NotImplementedError
+
     def _idle_step(self) -> None:
         """Count a step that this rank does not take, and do what comes after it."""
+        raise NotImplementedError
+
+    def _count_step(self) -> None:
+        """Count a step, and do what comes after it."""
         raise NotImplementedError
 
     def _end_round(self) -> None:
@@ -55,9 +81,20 @@ class Ending:
         the anchor as it will be once those under way have been used, which are waited for.
         With `buffers` the model's buffers (of BatchNorm) are the mean over all ranks within, and
         so is all that the modules `also` hold, such as a moving average of the model.
-        All ranks enter and leave together; an optimizer step inside raises OptionError.
+        All ranks enter and leave together; an optimizer step inside raises OptionError, and so do
+        another consensus, an end and a state. Within `join` ranks may have left that would have to
+        average, so that neither `also` nor `buffers` can be given.
         """
+        self._ready("consensus()")
         held = others_of(self._model, also, buffers=buffers)
+        if also or buffers:
+            if self._joining:
+                raise OptionError(
+                    "consensus() within join() averages no buffers and modules: other ranks may"
+                    " have left; evaluate without them, or after the block"
+                )
+            if not self._closed:
+                self._links.meet("consensus()")
         self._evaluating = True
         try:
             with self._outer.consensus(), averaged(held, self._links):
@@ -69,31 +106,41 @@ class Ending:
     def finish(self, *also: nn.Module, buffers: bool = False) -> None:
         """End the training: use all averages, and close. All ranks end with the same parameters.
 
-        Steps since the last full round count: they are averaged, too, as a shorter round.
-        `also` and `buffers` are averaged for good, as within `consensus`. All ranks call this after
-        the same number of steps. Raises what a step raises.
+        Steps since the last full round count: they are averaged, too, as a shorter round; so does
+        a step that only some of several optimizers have taken. `also` and `buffers` are averaged
+        for good, as within `consensus`. All ranks call this after the same number of steps: else
+        all raise RankFailure with the numbers. Raises what a step raises.
         """
         if self._failure or self._closed:
             raise self._failure or OptionError("finish() comes before close(), once")
+        if self._joining:
+            raise OptionError("finish() within join(): the end of that block does it")
+        self._ready("finish()")
+        held = others_of(self._model, also, buffers=buffers)
         try:
+            self._links.meet("finish()", begun=bool(self._stepped))
+            if self._stepped:
+                self._stepped.clear()
+                self._count_step()
             counters = self._outer.counters
             if counters.step and not self._outer.rule.late:
                 counters.missing += self._tau - counters.step
                 self._end_round()
             self._outer.settle()
-            average_now(others_of(self._model, also, buffers=buffers), self._links)
+            average_now(held, self._links)
         except Co2simError as error:
             self._failure = error
             raise
         self.close()
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
         """For data that are used up at different times: train within, with any number of steps.
 
         A rank that leaves the block goes on with what the others need, until all have left. An
         average is the mean over the ranks that took a step since the one before. In the end all
-        ranks hold the anchor with all averages used, and this is closed. A worker is one rank.
+        ranks hold the anchor with all averages used, and this is closed. `also` and `buffers` are
+        averaged then, as by `finish`, over the ranks that took any step. A worker is one rank.
         Raises OptionError, and what a step raises.
         """
         if len(self._links.workers.inner_ranks) > 1:
@@ -103,18 +150,25 @@ class Ending:
             )
         if self._failure or self._closed or self._outer.counters.step or self._idle:
             raise self._failure or OptionError("join() is entered once, between two rounds")
+        self._ready("join()")
+        held = others_of(self._model, also, buffers=buffers)
         average = self._outer.average
         assert isinstance(average, Average)
         average.weigh(lambda: self._idle < self._tau, self._links.counting)
+        begin, self._joining = self._links.steps, True
         yield
+        self._joining = False
+        if self._links.counting is None:
+            self.finish(*also, buffers=buffers)
+            return
+        counts = self._links.steps > begin
         with suppress(NobodyLeftError):
-            while self._links.counting is not None:
+            while True:
                 self._idle += 1
                 self._idle_step()
         self._outer.drain()
-        if self._links.counting is None:
-            self.finish()
         self._outer.start_at_anchor()
+        average_now(held, self._links, counts=counts)
         self.close()
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realrun.algorithms.notices import Notices, lost
+from realrun.algorithms.notices import PERIOD, Notices, lost
 from realrun.algorithms.workers import Workers
 from realrun.errors import MismatchError
 
@@ -68,6 +69,10 @@ class Links:
         self._made, self._own = {}, ()
         self.average = self._peers = self.gather = self._inner = None
 
+    def meet(self, what: str, *, begun: bool = False) -> None:
+        """Wait until all ranks come here after the same steps; see Notices.meet."""
+        self.notices.meet(what, self.deadline, begun=begun)
+
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Sums of numbers over this worker's ranks."""
         if self._inner is None:
@@ -83,10 +88,33 @@ class Links:
         return self._peers
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
-        """The largest of each number on any rank. All ranks call this, and get the same."""
+        """The largest of each number on any rank. All ranks call this, and get the same.
+
+        It is called within a step: one that waits looks for ranks that have left, on GPUs, too.
+        """
+        most, what = torch.tensor(numbers, dtype=torch.float64), "comparison between ranks"
         for group in (self._peers, self._inner):
-            numbers = [max(column) for column in zip(*self.collect(numbers, group), strict=True)]
-        return list(numbers)
+            if group is None:
+                continue
+            with self.together(what):
+                work = dist.all_reduce(most, dist.ReduceOp.MAX, group, async_op=True)
+                limit = time.monotonic() + self.deadline
+                while not self._ended(work, min(PERIOD, max(0.001, limit - time.monotonic()))):
+                    if time.monotonic() > limit:
+                        raise TimeoutError(f"{self.deadline:g} s are over")
+                    self.notices.look(what, self.steps)
+        return [float(one) for one in most]
+
+    def _ended(self, work: dist.Work, seconds: float) -> bool:
+        """Whether a collective ended within so many seconds. Raises what it has failed with."""
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()
+            else:
+                return False
+        return True
 
     def agree(self, what: str, text: str, *, across: str) -> None:
         """Compare a text with the other ranks; `across` only with peers.
@@ -136,10 +164,11 @@ class Links:
             dist.all_gather_object(found, value, group=group)
         return found
 
-    def mean(self, tensor: Tensor, *, sharded: bool) -> None:
+    def mean(self, tensor: Tensor, *, sharded: bool, weight: float = 1.0) -> None:
         """Replace it by its mean over workers, and unless sharded over each one's ranks.
 
-        What is not floating point becomes the first one's.
+        This rank counts `weight` times, 1 on average. What is not floating point becomes the first
+        one's.
         """
         with self.together("mean of what is not averaged in rounds"):
             for group in (None if sharded else self._inner, self._peers):
@@ -147,7 +176,7 @@ class Links:
                     continue
                 sent = tensor.detach().cpu().contiguous()
                 if sent.is_floating_point():
-                    sent = sent.double()
+                    sent = sent.double() * weight
                     dist.all_reduce(sent, group=group)
                     sent /= group.size()
                 else:

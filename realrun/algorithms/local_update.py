@@ -27,6 +27,7 @@ from realrun.algorithms.optimizers import (
     Optimizers,
     optimizers_of,
     refuse_others,
+    say_idle,
     trainable,
 )
 from realrun.algorithms.options import Wire, wait_of, wire_of
@@ -155,7 +156,8 @@ class LocalUpdate(Regrouping, Resumable, Ending):
             else RoundLoop(model, rule, flat, self._links, average)
         )
         self._started = False
-        self._stepped: set[Optimizer] = set()
+        self._stepped: dict[Optimizer, int] = {}
+        self._said_uneven = False
         self._hooks = [
             hook
             for one in optimizers
@@ -200,10 +202,21 @@ class LocalUpdate(Regrouping, Resumable, Ending):
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """The hook: a local step is over once every optimizer has taken one."""
         del args, kwargs
-        self._stepped.add(optimizer)
+        self._stepped[optimizer] = self._stepped.get(optimizer, 0) + 1
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
             self._count_step()
+        elif self._stepped[optimizer] > self._tau and not self._said_uneven:
+            self._said_uneven = True
+            say_idle(self._optimizers, self._stepped, optimizer)
+
+    def _ready(self, what: str) -> None:
+        if self._evaluating:
+            raise OptionError(
+                f"{what} within consensus(), where the model holds another point: leave it"
+            )
+        if not self._closed:
+            refuse_others(self._optimizers, self._trained, type(self).__name__)
 
     def _idle_step(self) -> None:
         self._before_step(self._optimizers[0], (), {})

@@ -1,12 +1,14 @@
 """Who has left an algorithm, and after how many steps: told to the others through torch's store.
 
 A collective that waits for a worker which has left learns so only at its deadline, and not why. So
-every rank leaves a note when it closes, raises, or ends, and those who wait look for notes.
+every rank leaves a note when it closes, raises, or ends, and those who wait look for notes. What
+all do together begins with a meeting: it fails at once where a rank is elsewhere, and says where.
 """
 
 import atexit
 import itertools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +17,7 @@ from dataclasses import asdict, dataclass
 from weakref import WeakSet
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from co2sim.units import Seconds
@@ -25,8 +27,12 @@ PERIOD: Seconds = 0.5
 """How often one that waits looks for notes."""
 
 _COUNT = "count"
+_ARRIVED = "arrived"
 _SETTLE: Seconds = 0.4
 """How long after a failed collective a note may still come from the rank that caused it."""
+
+_NETWORK = re.compile(r"gloo|nccl|process ?group|connection|peer|timed? ?out|socket", re.IGNORECASE)
+"""What errors of collectives say: Gloo's are RuntimeErrors, as are those of a kernel."""
 
 _NUMBERS = itertools.count()
 """Ranks make their algorithms in the same order, as making one is collective."""
@@ -57,7 +63,7 @@ class Notices:
         """All ranks of torch.distributed call this, in the same order."""
         number = next(_NUMBERS)
         self.ranks, self._steps = sorted(set(ranks)), steps
-        self._me, self._left = 0, False
+        self._me, self._left, self._met = 0, False, 0
         self._store: PrefixStore | None = None
         if len(self.ranks) > 1:
             self._me = dist.get_rank()
@@ -80,22 +86,98 @@ class Notices:
             self._store.set(str(self._me), json.dumps(asdict(note)))
             self._store.add(_COUNT, 1)
 
+    def meet(self, what: str, patience: Seconds, *, begun: bool = False) -> None:
+        """Wait until all come to `what` after the same number of steps. All ranks call this.
+
+        `begun`: a step that not all optimizers have taken is there besides. Raises RankFailure for
+        one that left, comes to something else, took other steps, or has not come in time.
+        """
+        if self._store is None:
+            return
+        try:
+            odd = self._arrive(what, patience, begun=begun)
+        except RuntimeError as error:
+            raise lost(what, error, patience) from error
+        if odd:
+            raise self._failure(what, odd, None)
+        self._met += 1
+
+    def _arrive(self, what: str, patience: Seconds, *, begun: bool) -> list[Note]:
+        """Wait for all at a meeting; gives those that are elsewhere."""
+        assert self._store is not None
+        reason = f"is at {what}" + (" with a step begun" if begun else "")
+        note = Note(self._me, self._steps(), reason)
+        alike, everybody = f"{self._met} {reason} {note.steps}", len(self.ranks)
+        self._store.set(f"at {self._me}", json.dumps([self._met, asdict(note)]))
+        self._store.add(alike, 1)
+        self._store.add(_ARRIVED, 1)
+        limit, pause = time.monotonic() + patience, 0.001
+        while True:
+            left = self.notes()  # before: who has passed this meeting may leave
+            if self._store.add(_ARRIVED, 0) >= everybody * (self._met + 1):
+                break
+            if left:
+                return left
+            if time.monotonic() > limit:
+                raise self._not_come(what, patience)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        if self._store.add(alike, 0) == everybody:
+            return []
+        here = (note.steps, reason)
+        return [one for one in self._waiting() if (one.steps, one.reason) != here]
+
+    def _not_come(self, what: str, patience: Seconds) -> RankFailure:
+        there = {one.rank for one in self._waiting()}
+        missing = tuple(rank for rank in self.ranks if rank not in there)
+        return RankFailure(
+            f"{what} failed: rank {', '.join(map(str, missing[:8]))} has not come within"
+            f" {patience:g} s; rank {self._me} has taken {self._steps()} steps",
+            ranks=missing,
+            op=what,
+        )
+
+    def _waiting(self) -> list[Note]:
+        """Who is at a meeting that this rank has not passed."""
+        assert self._store is not None
+        if self._store.add(_ARRIVED, 0) <= len(self.ranks) * self._met:
+            return []
+        found = []
+        for rank in self.ranks:
+            if self._store.check([f"at {rank}"]):
+                number, note = json.loads(self._store.get(f"at {rank}"))
+                found += [Note(**note)] if number == self._met else []
+        return found
+
     def notes(self) -> list[Note]:
         """Those that others have left so far."""
+        return self._read() or []
+
+    def _read(self) -> list[Note] | None:
+        """Those that others have left; None if the store is gone, or is another one by now."""
         if self._store is None:
             return []
         with suppress(Exception):
-            if self._store.add(_COUNT, 0):
-                others = [rank for rank in self.ranks if rank != self._me]
-                left = [rank for rank in others if self._store.check([str(rank)])]
-                return [Note(**json.loads(self._store.get(str(rank)))) for rank in left]
-        return []
+            if not self._store.add(_COUNT, 0):
+                return None if self._left else []
+            others = [rank for rank in self.ranks if rank != self._me]
+            left = [rank for rank in others if self._store.check([str(rank)])]
+            return [Note(**json.loads(self._store.get(str(rank)))) for rank in left]
+        return None
+
+    def _absent(self, behind: Callable[[int], bool]) -> list[Note]:
+        """Who has left and raised, or has left or waits elsewhere after steps that are behind."""
+        notes = [note for note in self.notes() if not note.is_told]
+        absent = [note for note in notes if note.reason or behind(note.steps)]
+        with suppress(Exception):
+            absent += (
+                [note for note in self._waiting() if behind(note.steps)] if self._store else []
+            )
+        return absent
 
     def look(self, what: str, step: int, *, round: int | None = None) -> None:  # noqa: A002
         """Raise RankFailure if someone left who will not come to what was launched after `step`."""
-        notes = [note for note in self.notes() if not note.is_told]
-        absent = [note for note in notes if note.steps < step or note.reason]
-        if absent:
+        if absent := self._absent(lambda steps: steps < step):
             raise self._failure(what, absent, round)
 
     def cause(
@@ -108,9 +190,7 @@ class Notices:
         limit = time.monotonic() + _SETTLE
         while self._store is not None:
             here = self._steps()
-            notes = [note for note in self.notes() if not note.is_told]
-            absent = [note for note in notes if note.steps != here or note.reason]
-            if absent:
+            if absent := self._absent(lambda steps: steps != here):  # noqa: B023 - used at once
                 return self._failure(what, absent, round)
             if time.monotonic() > limit:
                 break
@@ -118,10 +198,15 @@ class Notices:
         return None
 
     def compare(self, tau: int, patience: Seconds) -> None:
-        """Wait until all have left; raise RankFailure for one that raised or took other rounds."""
+        """Wait until all have left; raise RankFailure for one that raised or took other rounds.
+
+        A store that is gone has been taken away by a process that ended: nobody is left.
+        """
         limit = time.monotonic() + patience
         while self._store is not None:
-            notes = self.notes()
+            notes = self._read()
+            if notes is None:
+                break
             rounds = self._steps() // tau
             other = [note for note in notes if note.reason or note.steps // tau != rounds]
             if other:
@@ -150,6 +235,13 @@ def _end() -> None:
     reason = raised(error) if error is not None else ""
     for one in list(_OPEN):
         one.leave(reason)
+
+
+def of_network(error: BaseException) -> bool:
+    """Whether a collective has failed, for which another rank may be the cause."""
+    if not isinstance(error, RuntimeError | TimeoutError):
+        return False
+    return isinstance(error, DistError) or bool(_NETWORK.search(str(error)))
 
 
 def raised(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """The optimizers of a model, and what they must hold: one of them mostly, or several."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 from weakref import WeakSet
 
@@ -71,6 +72,20 @@ def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm:
                 f"the optimizer trains a parameter of shape {tuple(one.shape)} that was frozen,"
                 f" or not there, when averaging began: close this, and make a new {algorithm}"
             )
+
+
+def say_idle(
+    optimizers: Sequence[Optimizer], stepped: Mapping[Optimizer, int], busy: Optimizer
+) -> None:
+    """Warn of optimizers that take no step while another one has taken those of a round."""
+    names = {one: f"optimizer {at} ({type(one).__name__})" for at, one in enumerate(optimizers)}
+    idle = next(one for one in optimizers if one not in stepped)
+    warnings.warn(
+        f"{names[busy]} has taken {stepped[busy]} steps since {names[idle]} took its last: a local"
+        " step is over when each has taken one, so that no round ends and nothing is averaged"
+        " meanwhile",
+        stacklevel=5,
+    )
 
 
 def rates(optimizers: Sequence[Optimizer]) -> list[float]:

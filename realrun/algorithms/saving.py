@@ -27,6 +27,10 @@ class Resumable:
         """What was done so far."""
         raise NotImplementedError
 
+    def _ready(self, what: str) -> None:
+        """Raise OptionError where what all ranks do together would be wrong."""
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, Any]:
         """All that is kept, this rank's part under the key `rankR`. All ranks call this.
 
@@ -37,6 +41,7 @@ class Resumable:
         torch.distributed.checkpoint keeps all of them: `dcp.save({"co2": co2, ...})`. Tensors are
         the live ones, as in optimizers: copy what is not written at once.
         """
+        self._ready("state_dict()")
         return {_key(): {"layout": self._layout, **self._outer.state_dict()}}
 
     @torch.no_grad()
@@ -50,6 +55,7 @@ class Resumable:
         noisy: think of the learning rate. Raises OptionError, and MismatchError where ranks load
         different anchors.
         """
+        self._ready("load_anchor()")
         own = next(iter(state.values()), {"layout": ""})
         self._refuse_other_layout(own["layout"], _one_worker)
         self._outer.load_state_dict(own)
@@ -61,7 +67,11 @@ class Resumable:
         pairs = zip_longest(form(saved).splitlines(), form(self._layout).splitlines())
         for line, here in pairs:
             if line != here:
-                raise OptionError(f"the saved state is of another run: {line!r}, here {here!r}")
+                other = str(line).startswith("workers = ")
+                raise OptionError(
+                    f"the saved state is of another run: {line!r}, here {here!r}"
+                    + (": load it on as many ranks, or take load_anchor()" if other else "")
+                )
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -80,6 +90,7 @@ class Resumable:
 
         For loops that tell all ranks when one of them cannot load; `agree_on_state` comes after.
         """
+        self._ready("load_state_dict()")
         if _key() not in state:
             raise OptionError(
                 f"the saved state holds {', '.join(sorted(state)) or 'nothing'}, not {_key()}:"

@@ -1,18 +1,13 @@
 """Errors of a rank that cannot go on: which rank is at fault, and what it was doing."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.distributed import DistError
-
 from co2sim.errors import Co2simError
+from realrun.algorithms.notices import of_network
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World
 from realrun.launch.watch import Place
-
-_NETWORK = re.compile(r"gloo|nccl|process ?group|connection|peer|timed? ?out|socket", re.IGNORECASE)
-"""What errors of collectives say: Gloo's are RuntimeErrors, as are those of a kernel."""
 
 
 @contextmanager
@@ -39,15 +34,10 @@ def guarded(world: World, place: Place) -> Iterator[None]:
         world.watch.raised(place, error, said=isinstance(error, BAD_INPUT))
         raise
     except RuntimeError as error:
-        if not _of_network(error):
+        if not of_network(error):
             raise world.watch.raised(place, error) from error
         raise world.watch.lost(place, everybody, error) from error
     except Exception as error:
         raise world.watch.raised(place, error) from error
     finally:
         world.watch.exit("training")
-
-
-def _of_network(error: RuntimeError) -> bool:
-    """Whether a collective has failed, for which another rank may be the cause."""
-    return isinstance(error, DistError) or bool(_NETWORK.search(str(error)))
