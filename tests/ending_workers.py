@@ -154,11 +154,11 @@ def not_joined(world: World) -> dict[str, str]:
 
 
 def rates(world: World) -> list[str]:
-    """What is said where rank 2 begins with another learning rate, and where none does."""
+    """What is said where rank 2 begins with another learning rate, has one later, or neither."""
     said = []
-    for odd in (True, False):
+    for odd in ("first", "later", ""):
         model = network()
-        rate = 0.2 if odd and world.rank == 2 else 0.1
+        rate = 0.2 if odd == "first" and world.rank == 2 else 0.1
         optim = torch.optim.SGD(model.parameters(), lr=rate)
         with (
             warnings.catch_warnings(record=True) as caught,
@@ -166,6 +166,9 @@ def rates(world: World) -> list[str]:
         ):
             warnings.simplefilter("always")
             train(model, optim, world.rank, range(2))
+            if odd == "later" and world.rank == 2:
+                optim.param_groups[0]["lr"] = 0.05
+            train(model, optim, world.rank, range(2, 9))
         said.append(" ".join(str(one.message) for one in caught))
     return said
 

@@ -1,13 +1,16 @@
 """What ranks of the tests of several optimizers, and of other numbers of workers, do."""
 
 import copy
+import warnings
 from contextlib import suppress
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from local_problem import loss, network, optimizer, train, vector
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from co2sim.errors import Co2simError
 from realrun.algorithms import CO2, Workers
@@ -72,7 +75,12 @@ def refused(world: World) -> list[str]:
     one, other = optimizer(model, "sgd"), optimizer(model, "sgd")
     half = torch.optim.SGD(model[0].parameters(), lr=0.1)
     told = []
-    for given in ([], [one, one], [one, other], [half], [half, "adam"]):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, when this is loaded
+        optim = import_module("torch.distributed.optim")
+    post = optim.PostLocalSGDOptimizer(one, PeriodicModelAverager(period=2))
+    zero = optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for given in ([], [one, one], [one, other], [half], [half, "adam"], post, zero):
         try:
             CO2(model, given)  # type: ignore[arg-type]
         except Co2simError as error:
@@ -101,6 +109,11 @@ def fewer(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         again = optimizer(other, "momentum")
         mine = Workers(pair) if world.rank < 2 else Workers(None)
         less = CO2(other, again, **options, worker=mine)
+        hint = ""
+        try:
+            less.load_state_dict(state)
+        except Co2simError as error:
+            hint = str(error)
         less.load_anchor(state)
         began = vector(other)
         train(other, again, world.rank, range(8, 14))
@@ -108,6 +121,7 @@ def fewer(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append(
             {
                 "began": torch.equal(began, wanted),
+                "hint": hint,
                 "steps": less.stats().steps,
                 "end": vector(other).tolist(),
             }

@@ -148,8 +148,11 @@ def test_a_step_within_consensus_is_refused(found: dict[str, list[Any]]) -> None
 
 
 def test_different_learning_rates_are_said(found: dict[str, list[Any]]) -> None:
-    """By rank and value; nothing is said where they are equal."""
-    for rank, (odd, even) in enumerate(found["rates"]):
+    """By rank and value, once; nothing is said where they are equal."""
+    for rank, (odd, later, even) in enumerate(found["rates"]):
+        assert odd.count("learning rates") == later.count("learning rates") == 1
+        other, theirs, own = (0, 0.1, 0.05) if rank == 2 else (2, 0.05, 0.1)
+        assert f"rank {other} goes on with the learning rates [{theirs}], this rank" in later
         other, theirs, own = (0, 0.1, 0.2) if rank == 2 else (2, 0.2, 0.1)
         assert f"rank {other} begins with the learning rates [{theirs}], this rank with" in odd
         assert f"this rank with [{own}]" in odd

@@ -59,14 +59,16 @@ def test_an_optimizer_in_a_wrapper_counts(found: dict[str, list[Any]]) -> None:
 
 @pytest.mark.dist
 def test_optimizers_that_cannot_be_are_refused(found: dict[str, list[Any]]) -> None:
-    """None, one twice, a parameter in two, a parameter in none, something else."""
+    """None, one twice, a parameter in two, in none, something else, and what averages itself."""
     for told in found["refused"]:
-        none, twice, shared, missing, other = told
+        none, twice, shared, missing, other, post, zero = told
         assert none == "optimizer is an empty list; give one optimizer at least"
         assert twice == "an optimizer is there twice"
         assert shared == "two optimizers hold '0.weight'; one must, and no other"
         assert missing.startswith("the optimizer does not hold '1.weight', which is trainable")
         assert other == "optimizer is a str, not a torch.optim.Optimizer"
+        assert "give the optimizer inside it" in post
+        assert "ZeroRedundancyOptimizer over ranks [0, 1, 2], but a worker is ranks [" in zero
 
 
 @pytest.mark.dist
@@ -78,6 +80,7 @@ def test_other_numbers_of_workers_go_on_from_the_anchor(
     two, same, alone = (answer[case] for answer in found["fewer"])
     for answer in (two, same, alone):
         assert answer["began"]
+        assert answer["hint"].endswith("or take load_anchor()")
         assert answer["steps"] == 14
     assert two["end"] == same["end"] != alone["end"]
 

@@ -1,8 +1,14 @@
 """What must stay equal while workers train, and what is said where it does not."""
 
 import warnings
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from zlib import crc32
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from realrun.algorithms.links import Links
@@ -32,14 +38,66 @@ def refuse_drift(outer: OuterLoop, links: Links) -> None:
         raise MismatchError(f"after round {last} the anchor of {who} is not that of the others")
 
 
-def say_different_rates(optimizers: Sequence[Optimizer], links: Links) -> None:
-    """Warn where workers begin with different learning rates. All ranks call this."""
-    own = rates(optimizers)
-    for rank, other in zip(links.workers.peer_ranks, links.of_peers(own), strict=True):
-        if other != own:
-            warnings.warn(
-                f"rank {rank} begins with the learning rates {other}, this rank with {own}: the"
-                " average weights workers alike, so those with larger ones count for more",
-                stacklevel=4,
-            )
+_ROW = 8
+"""Numbers that a rank tells of its learning rates: a checksum, and the first of them."""
+
+
+class RateWatch:
+    """Says once where workers have different learning rates.
+
+    They are compared before the first step, and told at the end of every round: what has come from
+    all by the end of a later one is looked at there, so that nothing is waited for.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], links: Links) -> None:
+        self._optimizers, self._links, self._said = optimizers, links, False
+        self._under_way: deque[tuple[dist.Work, list[Tensor], Tensor]] = deque()
+
+    def begin(self) -> None:
+        """Compare. All ranks call this."""
+        own = rates(self._optimizers)
+        others = self._links.of_peers(own)
+        self._say([(other != own, other) for other in others], own, "begins with")
+
+    def end_round(self) -> None:
+        """Tell the others, and look at what they told in rounds before. All ranks call this."""
+        group = self._links.counting
+        if group is None:
             return
+        while self._under_way and self._under_way[0][0].is_completed():
+            self._look(*self._under_way.popleft())
+        own = rates(self._optimizers)
+        row = torch.full((_ROW,), torch.nan, dtype=torch.float64)
+        first = [float(crc32(repr(own).encode())), *own][:_ROW]
+        row[: len(first)] = torch.tensor(first, dtype=torch.float64)
+        rows = [torch.empty_like(row) for _ in range(group.size())]
+        work = dist.all_gather(rows, row, group, async_op=True)
+        assert work is not None
+        self._under_way.append((work, rows, row))
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        with self._links.together("comparison of learning rates"):
+            for work, _, _ in self._under_way:
+                work.wait()
+        self._under_way.clear()
+
+    def _look(self, work: dist.Work, rows: list[Tensor], own: Tensor) -> None:
+        with suppress(RuntimeError):  # what is lost is found where it is needed
+            work.wait()
+            told = [(bool(one[0] != own[0]), _told(one)) for one in rows]
+            self._say(told, _told(own), "goes on with")
+
+    def _say(self, others: list[tuple[bool, list[float]]], own: list[float], verb: str) -> None:
+        for rank, (differs, other) in zip(self._links.workers.peer_ranks, others, strict=True):
+            if differs and not self._said:
+                self._said = True
+                warnings.warn(
+                    f"rank {rank} {verb} the learning rates {other}, this rank with {own}: the"
+                    " average weights workers alike, so those with larger ones count for more",
+                    stacklevel=5,
+                )
+
+
+def _told(row: Tensor) -> list[float]:
+    return [float(rate) for rate in row[1:] if rate.isfinite()]

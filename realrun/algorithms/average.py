@@ -162,6 +162,11 @@ class Average:
         """
         self._present, self._counting = present, group
 
+    @property
+    def weighs(self) -> bool:
+        """Whether ranks may be left out."""
+        return self._present is not None
+
     def launch(self, vector: Tensor, number: int) -> Flight:
         """Start averaging `vector` in place, for round `number`."""
         if self._present is None or self._counting is None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from co2sim.errors import Co2simError, OptionError
+from realrun.algorithms.agreement import RateWatch
 from realrun.algorithms.average import Average
 from realrun.algorithms.evaluation import average_now, averaged, others_of
 from realrun.algorithms.links import Links
@@ -28,6 +29,7 @@ class Ending:
     _links: Links
     _outer: OuterLoop
     _tau: int
+    _rates: RateWatch
     _hooks: list[RemovableHandle]
     _failure: Co2simError | None = None
     _closed = False
@@ -194,6 +196,7 @@ class Ending:
         self._outer.drain()
         notices.compare(self._tau, self._links.deadline)
         self._outer.average.close()
+        self._rates.close()
         self._links.close()
 
     def __enter__(self) -> Self:

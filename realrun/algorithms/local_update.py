@@ -11,11 +11,7 @@ from torch.optim import Optimizer
 from co2sim.errors import Co2simError, OptionError
 from co2sim.ranges import above, whole
 from co2sim.units import Seconds
-from realrun.algorithms.agreement import (
-    refuse_different_inside,
-    refuse_drift,
-    say_different_rates,
-)
+from realrun.algorithms.agreement import RateWatch, refuse_different_inside, refuse_drift
 from realrun.algorithms.average import BUCKET_MIB, Average
 from realrun.algorithms.counters import Stats
 from realrun.algorithms.ending import Ending
@@ -40,7 +36,7 @@ from realrun.algorithms.start import (
     describe_others,
     describe_settings,
     first_tensors,
-    refuse_wider_ddp,
+    refuse_wider,
 )
 from realrun.algorithms.workers import Worker, workers_of
 
@@ -136,7 +132,7 @@ class LocalUpdate(Regrouping, Resumable, Ending):
         optimizers = optimizers_of(optimizer)
         parameters = trainable(model, optimizers)
         workers = workers_of(worker)
-        refuse_wider_ddp(model, workers)
+        refuse_wider(model, optimizers, workers)
         self._links = Links(workers, seconds, owns=worker in {"node", "site"})
         self._trained = {id(one) for _, one in parameters}
         self._model, self._optimizers = model, optimizers
@@ -155,6 +151,7 @@ class LocalUpdate(Regrouping, Resumable, Ending):
             if rule.late
             else RoundLoop(model, rule, flat, self._links, average)
         )
+        self._rates = RateWatch(optimizers, self._links)
         self._started = False
         self._stepped: dict[Optimizer, int] = {}
         self._said_uneven = False
@@ -192,7 +189,7 @@ class LocalUpdate(Regrouping, Resumable, Ending):
             return
         self._started = True
         try:
-            say_different_rates(self._optimizers, self._links)
+            self._rates.begin()
             loaded = self._outer.restart()
             self._links.agree("start of training", "", across=loaded)
         except Co2simError as error:
@@ -250,6 +247,8 @@ class LocalUpdate(Regrouping, Resumable, Ending):
         if last:
             counters.step = 0
             counters.round += 1
+            if isinstance(average := self._outer.average, Average) and not average.weighs:
+                self._rates.end_round()
             if checks:
                 self.check_drift()
 

@@ -37,6 +37,11 @@ def _inside(given: object) -> Optimizer:
         given = inner
     if not isinstance(given, Optimizer):
         raise OptionError(f"optimizer is a {type(given).__name__}, not a torch.optim.Optimizer")
+    if not hasattr(given, "_optimizer_step_pre_hooks"):
+        raise OptionError(
+            f"optimizer is a {type(given).__name__}, which does not call the step hooks of torch"
+            " that count steps: give the optimizer inside it; averaging is done here"
+        )
     return given
 
 
@@ -70,7 +75,9 @@ def refuse_others(optimizers: Sequence[Optimizer], trained: set[int], algorithm:
         if one.requires_grad and id(one) not in trained:
             raise OptionError(
                 f"the optimizer trains a parameter of shape {tuple(one.shape)} that was frozen,"
-                f" or not there, when averaging began: close this, and make a new {algorithm}"
+                f" or not there, when averaging began: train it from the start (at a rate of 0), or"
+                f" end before with finish() and make a new {algorithm}; in Lightning and"
+                " Transformers, with a second fit() or train()"
             )
 
 

@@ -1,5 +1,6 @@
 """What is averaged, and what must be equal on all ranks before round 0."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
@@ -15,16 +16,29 @@ from realrun.algorithms.rule import Rule
 from realrun.algorithms.workers import Workers
 
 
-def refuse_wider_ddp(model: nn.Module, workers: Workers) -> None:
-    """Raise OptionError if DDP, anywhere in the model, makes models of several workers the same."""
+def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
+    """Raise OptionError for what several workers share: a DDP in the model, or a ZeRO-1."""
+    own = set(workers.inner_ranks)
     for module in model.modules():
         if not isinstance(module, DistributedDataParallel):
             continue
         ranks = dist.get_process_group_ranks(module.process_group)
-        if set(ranks) - set(workers.inner_ranks):
+        if set(ranks) - own:
             raise OptionError(
                 f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
                 " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
+                " process_group=Workers.per_node().inner)"
+            )
+    zero = sys.modules.get("torch.distributed.optim")  # whose import takes long, and warns
+    for one in optimizers:
+        if zero is None or not isinstance(one, zero.ZeroRedundancyOptimizer):
+            continue
+        ranks = dist.get_process_group_ranks(one.process_group)
+        if set(ranks) - own:
+            raise OptionError(
+                f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker is"
+                f" ranks {workers.inner_ranks}: it would send every rank's parameters to all; take"
+                " the optimizer inside it, or give it the worker's ranks (worker='node',"
                 " process_group=Workers.per_node().inner)"
             )
 
