@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from co2sim.errors import Co2simError
 from realrun.adapters.lightning import LocalUpdateStrategy
-from realrun.algorithms import CO2
+from realrun.algorithms import CO2, LocalSGD
 from realrun.execute.world import World
 
 
@@ -155,3 +155,46 @@ def refused(world: World, folder: str) -> str:
     except Co2simError as error:
         return str(error)
     return ""
+
+
+class Own(pl.Callback):
+    """At the end, weights of this rank's own are put into the model, as an EMA's are."""
+
+    ended: list[float]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep what the model was."""
+        self.ended = numbers(pl_module.network)
+        for one in pl_module.parameters():
+            one.data.fill_(1.0 + 2.0 * trainer.global_rank)
+
+
+def replaced(world: World, folder: str) -> dict[str, Any]:
+    """What a callback finds at the end, and what all end with after it."""
+    own, module = Own(), Module()
+    place = Path(folder) / "replaced"
+    strategy = LocalUpdateStrategy(LocalSGD, tau=4)
+    trainer = _trainer(place, {}, strategy=strategy, callbacks=[own], max_epochs=1)
+    _fit(world, trainer, module, 0)
+    ends = [sorted({float(x) for x in one.detach().flatten()}) for one in module.parameters()]
+    return {"found": own.ended, "end": ends}
+
+
+class Stop(pl.Callback):
+    """The second rank stops early."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *others: Any) -> None:
+        """After five steps."""
+        del others
+        trainer.should_stop = trainer.global_rank == 1 and trainer.global_step == 5
+
+
+def stopped(world: World, folder: str) -> dict[str, Any]:
+    """What is said where one rank stops."""
+    trainer = _trainer(Path(folder) / "stopped", {"tau": 4}, callbacks=[Stop()])
+    begin, told = time.monotonic(), ""
+    try:
+        _fit(world, trainer, Module(), 0)
+    except Co2simError as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "took": time.monotonic() - begin}

@@ -28,9 +28,9 @@ def lightning(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     pytest.importorskip("lightning")
     folder = tmp_path_factory.mktemp("lightning")
     own = {"trained": {"cases": OPTIONS}, "resumed": {"cases": OPTIONS}}
-    return together(
-        "lightning_workers", 2, calls(folder, **own, other_checkpoints={}, refused={}, broken={})
-    )
+    own |= {"other_checkpoints": {}, "refused": {}, "replaced": {}, "broken": {}}
+    found = together("lightning_workers", 2, calls(folder, **own))
+    return found | together("lightning_workers", 2, calls(folder, stopped={}))
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,9 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("transformers")
     own = {"trained": {"cases": OPTIONS}}
-    return together(
-        "transformers_workers",
-        2,
-        calls(folder, **own, without_files={}, best={}, refused={}, broken={}),
-    )
+    own |= {"without_files": {}, "best": {}, "refused": {}, "broken": {}}
+    found = together("transformers_workers", 2, calls(folder, **own))
+    return found | together("transformers_workers", 2, calls(folder, stopped={}))
 
 
 # --- Lightning -----------------------------------------------------------------------------------
@@ -110,6 +108,29 @@ def test_an_exception_on_one_rank_ends_all(library: str, request: pytest.Fixture
     assert other["told"].startswith("RankFailure: the average of round ")
     assert "rank 1 raised ValueError (a bad batch) after " in other["told"]
     assert max(other["took"], own["took"]) < 5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_an_early_stop_on_one_rank_ends_all(library: str, request: pytest.FixtureRequest) -> None:
+    """Long before the deadline; both sides name rank 1, and the numbers of steps of both."""
+    other, own = request.getfixturevalue(library)["stopped"]
+    assert other["told"].startswith("RankFailure: ")
+    assert "failed: rank 1 is at " in other["told"]
+    assert " after 5 steps; rank 0 has taken " in other["told"]
+    assert "rank 1 has taken 5" in own["told"]
+    assert max(other["took"], own["took"]) < 30
+
+
+@pytest.mark.dist
+def test_lightning_callbacks_find_the_end_and_may_replace_it(
+    lightning: dict[str, list[Any]],
+) -> None:
+    """All find one model; of what each puts there, such as an EMA, all end with the mean."""
+    first, second = lightning["replaced"]
+    assert first["found"] == second["found"]
+    for one in (first, second):
+        assert one["end"] == [[2.0]] * len(one["end"])
 
 
 # --- Accelerate ----------------------------------------------------------------------------------

@@ -169,3 +169,25 @@ def broken(world: World, folder: str) -> dict[str, Any]:
     except (Co2simError, ValueError) as error:
         return {"told": f"{type(error).__name__}: {error}", "took": time.monotonic() - begin}
     return {}
+
+
+class Stop(TrainerCallback):
+    """The second rank stops early."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """After five steps."""
+        del args, others
+        control.should_training_stop = state.global_step == 5
+
+
+def stopped(world: World, folder: str) -> dict[str, Any]:
+    """What is said where one rank stops."""
+    trainer = _trainer(Path(folder) / "stopped", {"tau": 4}, eval_strategy="no", save_strategy="no")
+    if world.rank:
+        trainer.add_callback(Stop())
+    begin, told = time.monotonic(), ""
+    try:
+        trainer.train()
+    except Co2simError as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "took": time.monotonic() - begin}

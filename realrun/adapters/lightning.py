@@ -7,7 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from co2sim.errors import OptionError
@@ -25,7 +27,8 @@ class LocalUpdateStrategy(DDPStrategy):
     arguments of Lightning's DDPStrategy, such as {"process_group_backend": "gloo"}.
 
     Validation, and the model in a checkpoint, are the point that all ranks agree on (the
-    consensus), with the mean of the buffers. Training ends with it on all ranks. Beside a
+    consensus), with the mean of the buffers. Training ends with it on all ranks; where a callback
+    puts other weights into the model then, such as an EMA, with their mean. Beside a
     checkpoint `x.ckpt` is a folder `x.ckpt.ranks`, where every rank keeps its own model and
     optimizers, from which `ckpt_path=` goes on: keep both, in a place that all ranks reach. A
     checkpoint of DDP starts an algorithm at its model. Random numbers are not kept, as by DDP.
@@ -46,6 +49,7 @@ class LocalUpdateStrategy(DDPStrategy):
         self._running: LocalUpdate | None = None
         self._evaluation: ExitStack | None = None
         self._source = Path()
+        self._ended: list[float] = []
 
     def configure_ddp(self) -> None:
         """Nothing: gradients stay where they are."""
@@ -60,6 +64,8 @@ class LocalUpdateStrategy(DDPStrategy):
             )
         assert self.lightning_module is not None
         self._running = self._algorithm(self.lightning_module, self.optimizers, **self._options)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set outside
+        callbacks[:] = [_Finish(self), *(one for one in callbacks if not isinstance(one, _Finish))]
 
     @property
     def algorithm(self) -> LocalUpdate:
@@ -86,10 +92,30 @@ class LocalUpdateStrategy(DDPStrategy):
             inside.close()
         return inside is not None
 
-    def on_train_end(self) -> None:
-        """Use all averages: every rank ends with the same model."""
-        super().on_train_end()
+    def finish(self) -> None:
+        """Use all averages: every rank ends with the same model. Before callbacks see the end."""
         self._finish()
+        self._ended = self._sums()
+
+    def on_train_end(self) -> None:
+        """After callbacks: the mean of what these have put into the models, such as an EMA."""
+        super().on_train_end()
+        if not self.reduce_boolean_decision(self._sums() != self._ended, all=False):
+            return
+        for one in self._tensors():
+            if one.is_floating_point():
+                one.copy_(self.reduce(one.float().clone(), reduce_op="mean"))
+            else:
+                dist.broadcast(one, 0)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        return [one.detach() for one in (*module.parameters(), *module.buffers())]
+
+    def _sums(self) -> list[float]:
+        """Of every tensor of the model: they tell whether it was changed."""
+        return [float(one.double().sum()) for one in self._tensors()]
 
     def teardown(self) -> None:
         """The same where a checkpoint was loaded and no step was left to take."""
@@ -101,11 +127,17 @@ class LocalUpdateStrategy(DDPStrategy):
             self._running.finish(buffers=True)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, which end as well."""
+        """Tell the other ranks, which end as well.
+
+        Raises RankFailure where Lightning has waited for a rank that left, which it names.
+        """
         super().on_exception(exception)
         self._leave()
         if self._running:
+            cause = self._running.cause_of(exception)
             self._running.__exit__(type(exception), exception, exception.__traceback__)
+            if cause:
+                raise cause from exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The consensus."""
@@ -161,3 +193,15 @@ def _ranks_of(path: str | Path) -> Path:
     if "://" in str(path):
         raise OptionError(f"the checkpoint is {path}; local updates need a folder of a file system")
     return Path(f"{path}.ranks")
+
+
+class _Finish(Callback):
+    """The first callback: those after it find the model with which training ends."""
+
+    def __init__(self, strategy: LocalUpdateStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finish."""
+        del trainer, pl_module
+        self._strategy.finish()

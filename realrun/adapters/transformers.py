@@ -91,8 +91,12 @@ class LocalUpdateTrainer(Trainer):
         try:
             return super()._inner_training_loop(*args, **options)
         except BaseException as error:
-            if self._running:
-                self._running.__exit__(type(error), error, error.__traceback__)
+            if self._running is None:
+                raise
+            cause = self._running.cause_of(error)
+            self._running.__exit__(type(error), error, error.__traceback__)
+            if cause:
+                raise cause from error
             raise
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
@@ -100,7 +104,7 @@ class LocalUpdateTrainer(Trainer):
         return super()._finalize_training(*args, **options)
 
     def _consensus(self) -> AbstractContextManager[None]:
-        if self._running is None or self._running.closed:
+        if self._running is None or self._running.closed or self._running.evaluating:
             return nullcontext()
         return self._running.consensus(buffers=True)
 
