@@ -30,7 +30,8 @@ def prepare(
 
     Gives the algorithm, the model, the optimizer (or their list), and `others`: data loaders and
     schedulers, prepared as always. `options` are those of the algorithm, such as tau=12. Every
-    rank is a worker. Training is `with algorithm:`; call `algorithm.finish()` in its end.
+    rank is a worker. Training is `with algorithm:`; call `algorithm.finish(buffers=True)` in its
+    end.
 
     `accelerator.save_state` and `load_state` work as always: every rank adds a file of its own to
     the checkpoint, whose model is the one that all agree on (the consensus).

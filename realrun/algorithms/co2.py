@@ -144,12 +144,13 @@ class CO2(LocalUpdate):
     launch, 1 to tau, and workers do not start anew. With l what a worker held at the launch, it
     goes on from x <- anchor + keep (x - l) - predict (delay / tau) D: it keeps that share of what
     it has learned since, and `predict` replaces more of it by what all learned on average a moment
-    ago. By default all is kept in rounds below 8 steps, half of it in longer ones, and predict is
-    1 - keep. With keep=1 and a gain of 1, the default here, the mean of all workers moves exactly
-    as in LocalSGD, and only their agreement is late. `fragments` cuts the model into parts, which
-    launch at evenly spread steps of a round: each takes less time to arrive, so that its delay is
-    shorter, and the network is used evenly. In rounds of 12 steps in 12 fragments keep=0.25,
-    predict=1, outer_momentum=0.2, outer_lr=0.9 learned best (docs/training.md).
+    ago; predict delay / tau must be below 1. By default all is kept in rounds below 8 steps, half
+    of it in longer ones, and predict is 1 - keep. With keep=1 and a gain of 1, the default here,
+    the mean of all workers moves exactly as in LocalSGD, and only their agreement is late.
+    `fragments` cuts the model into parts, which launch at evenly spread steps of a round: each
+    takes less time to arrive, so that its delay is shorter, and the network is used evenly. In
+    rounds of 12 steps in 12 fragments keep=0.25, predict=1, outer_momentum=0.2, outer_lr=0.9
+    learned best (docs/training.md).
 
     delay="auto" measures the first averages, in which it is tau, and then takes the fewest steps
     that leave none to wait for, the same on all ranks (`stats().delay`). There is one fragment then
