@@ -5,7 +5,7 @@
 # make chaos: 1,000 faults at random times in runs, trainings, labs and studies (root, an hour).
 # make lock: the lock file of development, anew. make audit: known vulnerabilities of what is installed.
 # Measurements of the real backend: fidelity (root, 30 min), failures, elastic (root), convergence and long-study (an hour or
-# more), time-to-loss, tasks and peers (root), overhead, checkpoints, explore-speed, ssp, quantization (an hour).
+# more), time-to-loss, tasks and peers (root), overhead, checkpoints, explore-speed, ssp, quantization (an hour), engines.
 # QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3
 QUICK ?=
@@ -16,7 +16,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
 .PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
-  checkpoints explore-speed ssp quantization tasks fuzz chaos mutants lock audit golden format lint clean
+  checkpoints explore-speed ssp quantization tasks engines fuzz chaos mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
