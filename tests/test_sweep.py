@@ -3,9 +3,11 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +19,8 @@ import pandas as pd
 import pytest
 import tiny
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 
 import co2sim
 from co2sim import (
@@ -556,3 +560,17 @@ def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:
     for wrong in (0, -2):
         with pytest.raises(OptionError, match=f"jobs is {wrong}; it must be"):
             processes(wrong, 5)
+
+
+@given(st.text("a,()", max_size=20))
+def test_values_are_split_at_commas_outside_parentheses(text: str) -> None:
+    """As a regular expression says it, which takes quadratic time."""
+    assert grid._outside(text.split(",")) == re.split(r",(?![^(]*\))", text)
+
+
+def test_many_commas_are_split_in_linear_time() -> None:
+    """As many as an argument of a command may have on Linux: 128 KiB."""
+    began = time.process_time()
+    assert len(grid._outside(("," * 131_000).split(","))) == 131_001
+    assert len(grid._outside(("(" + "," * 131_000 + ")").split(","))) == 1
+    assert time.process_time() - began < 5
