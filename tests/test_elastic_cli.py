@@ -12,10 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
-from realrun.cli import main
+from co2sim.errors import OptionError
+from realrun.cli import main, ranks
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
 from realrun.launch.membership import LIFE
+from realrun.train import lock
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -80,6 +82,29 @@ def test_a_launcher_that_starts_ranks_anew_is_needed(
     assert "--restarts is -1" in refused("lab", "run", "--restarts", "-1", "--", "true")
     monkeypatch.setenv(LIFE, "0")
     assert "the launcher was given --restarts: `realrun train` needs" in refused(*TRAIN)
+
+
+def test_the_launcher_has_the_folder_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nobody else can begin there while rank 0 starts anew; afterwards it is free."""
+    started: list[str] = []
+
+    def start(*_: object, **__: object) -> int:
+        with pytest.raises(OptionError, match="another training is under way in out"):
+            lock.check_free(Path("out"))
+        started.append(os.environ["REALRUN_FOLDER_HELD"])
+        return 0
+
+    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(ranks, "start", start)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["realrun", *ELASTIC, "--nproc", "2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, started) == (0, ["1"])
+    assert "REALRUN_FOLDER_HELD" not in os.environ
+    lock.check_free(Path("out"))
 
 
 @pytest.mark.dist

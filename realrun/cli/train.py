@@ -1,6 +1,7 @@
 """`realrun train`: train a small model on real data with any strategy."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from co2sim.schedule import Layout
 from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 from realrun.cli import options as launching
-from realrun.cli.train_elastic import RESTARTS, check_alone, check_launcher, run_member
+from realrun.cli.train_elastic import RESTARTS, check_alone, check_launcher, held, run_member
 from realrun.cli.train_rank import check_out, resumed, run
 from realrun.train.outer import pairs
 from realrun.train.settings import TrainSettings
@@ -269,7 +270,8 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     how = ranks.RankSettings(means, limit, nproc)
     if nproc is not None:
         allowed = (RESTARTS if restarts is None else restarts) if elastic else None
-        raise typer.Exit(ranks.start(how, sys.argv[1:], training=True, restarts=allowed))
+        with held(out) if elastic else nullcontext():
+            raise typer.Exit(ranks.start(how, sys.argv[1:], training=True, restarts=allowed))
     if elastic:
         run_member(settings, limit, out, as_json=json_)
         return

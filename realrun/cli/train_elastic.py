@@ -2,7 +2,8 @@
 
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from realrun.launch.membership import LIFE, ElasticMember, Membership
 from realrun.train.lock import alone
 from realrun.train.settings import TrainSettings
 from realrun.train.support import check, check_elastic
+
+_HELD = "REALRUN_FOLDER_HELD"
+"""Environment variable of ranks whose launcher has the folder, whoever of them comes and goes."""
 
 RESTARTS = 10
 """Of all ranks together, unless said otherwise."""
@@ -53,6 +57,20 @@ def check_alone(backend: Backend, *, resume: bool, estimate: bool) -> None:
         raise OptionError(f"{name} needs all ranks throughout: not with --elastic")
 
 
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Within, what is started trains in a folder that this process, its launcher, has for itself.
+
+    Raises OptionError when another training has it.
+    """
+    with alone(out):
+        os.environ[_HELD] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[_HELD]
+
+
 def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: bool) -> None:
     """Train as one member; the first one, at the end, tells how it went."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415
@@ -66,14 +84,15 @@ def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: 
     layout, me = Layout(size // per_node, per_node), ElasticMember(rank, int(os.environ[LIFE]))
     check(settings, layout)
     check_elastic(settings, layout)
-    if not me.life and not rank:
+    own = not rank and _HELD not in os.environ
+    if own and not me.life:
         check_out(settings, out, size, None)
     try:
         address, limit = os.environ["MASTER_ADDR"], timedelta(seconds=deadline)
         store = TCPStore(address, port, size, False, limit, False)  # noqa: FBT003
         membership = Membership(store, me, size, deadline)
         out.mkdir(parents=True, exist_ok=True)
-        with nullcontext() if rank else alone(out), asked_to_stop(rank, "") as asked:
+        with alone(out) if own else nullcontext(), asked_to_stop(rank, "") as asked:
             history = train_elastic(
                 settings,
                 membership,
