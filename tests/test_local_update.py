@@ -371,7 +371,9 @@ def test_misuse_is_told_and_not_trained_on(three_ranks: dict[str, list[Any]]) ->
             "again": "OptionError: this CO2 is closed and averages nothing; make a new one",
             "unfrozen": (
                 "OptionError: the optimizer trains a parameter of shape (7, 5) that was frozen, or"
-                " not there, when averaging began: close this, and make a new CO2"
+                " not there, when averaging began: train it from the start (at a rate of 0), or end"
+                " before with finish() and make a new CO2; in Lightning and Transformers, with a"
+                " second fit() or train()"
             ),
         }
 

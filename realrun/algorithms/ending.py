@@ -57,7 +57,7 @@ class Ending:
         """
         if isinstance(error, Co2simError) or not of_network(error):
             return None
-        return self._links.notices.cause("a collective of others")
+        return self._links.notices.cause("a collective of others", foreign=True)
 
     def _ready(self, what: str) -> None:
         """Raise OptionError where what all ranks do together would be wrong."""

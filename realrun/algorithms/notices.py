@@ -185,12 +185,16 @@ class Notices:
         what: str,
         *,
         round: int | None = None,  # noqa: A002 - what it is called everywhere here
+        foreign: bool = False,
     ) -> RankFailure | None:
-        """The error for a collective that failed, if somebody's note explains it."""
+        """The error for a collective that failed, if somebody's note explains it.
+
+        One of others, `foreign`, needs ranks that are elsewhere after the same steps, too.
+        """
         limit = time.monotonic() + _SETTLE
         while self._store is not None:
             here = self._steps()
-            if absent := self._absent(lambda steps: steps != here):  # noqa: B023 - used at once
+            if absent := self._absent(lambda steps: foreign or steps != here):  # noqa: B023 - used at once
                 return self._failure(what, absent, round)
             if time.monotonic() > limit:
                 break
