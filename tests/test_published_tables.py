@@ -61,7 +61,9 @@ def test_rows_without_a_published_number_are_named(cli: Run, tmp_path: Path) -> 
     text = CO2 + "co2_zero2,80 Gbit/s TCP/IP,24,64,,,\n"
     code, out, errors = cli("validate", "--brief", "--cells", str(written(tmp_path, text)))
     assert code == 0
-    assert errors == f"{tmp_path / 'cells.csv'}, line 5: no published number, left out\n"
+    first, *progress = errors.splitlines()
+    assert first == f"{tmp_path / 'cells.csv'}, line 5: no published number, left out"
+    assert all(" done after " in line for line in progress)  # on a slow machine
     assert "tau=12" in out
 
 
