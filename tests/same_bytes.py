@@ -48,6 +48,8 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "co2sim plan": (f"{_OFFERS} -s ddp -s zero2 -g 8,16 --jobs {{jobs}} --json --report r.html",),
     "co2sim goodput": (f"{_CASE} {_TWO} --set failures=meta-rsc-1 --check --json",),
     "co2sim report": (f"{_CASE} {_TWO} -g 8,16 --jobs {{jobs}} --tokens 1e11 -o r.html",),
+    "co2sim export": (f"{_CASE} -s co2:tau=2,worker=node -g 8 --out made",),
+    "co2sim replay": ("traces -c a100-roce800 --json",),
     "co2sim explore": (f"{_CASE} -s ddp -g 8 --tolerance 0.3 --jobs {{jobs}} -o e.html",),
     "realrun lab cluster": ("", "--sites 2 --wan '50 Mbit/s'"),
     "co2analysis compare": ("runs --json --csv ops.csv --figure f.svg --report r.html", "runs"),

@@ -14,6 +14,7 @@ import pytest
 from same_bytes import COMMANDS, MEASURING, ROOT, Place, all_commands
 from test_compare import measured
 
+from co2sim import Case, chakra
 from realrun.record import write
 
 CASES = [(command, text) for command, texts in COMMANDS.items() for text in texts]
@@ -29,12 +30,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     runs = tmp_path_factory.mktemp("measured")
     for strategy in ("ddp", "zero3", "co2(tau=2)"):
         write(runs / strategy, measured(strategy))
+    case = Case(cluster="a100-roce800", model="gpt2-small", strategy="co2:tau=2", gpus=16).prepare()
+    traces = tmp_path_factory.mktemp("exported") / "traces"
+    chakra.write(case.schedule, case.cluster, traces, precision="bf16")
 
     def fill(folder: Path) -> None:
         for name in ("examples", "papers"):
             shutil.copytree(ROOT / name, folder / name)
         shutil.copytree(ROOT / "papers" / "zeropp", folder / "few" / "zeropp")
         shutil.copytree(runs, folder / "runs")
+        shutil.copytree(traces, folder / "traces")
 
     return fill
 

@@ -154,9 +154,12 @@ def paper_figures(
 
 
 def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[NotDrawn]]:
-    """Of each figure, in the order of the file, and the cells of none."""
+    """Of each figure, in the order of the file, and the cells of none.
+
+    Sources of which nothing is drawn, such as tables of many runs, are left out without a word.
+    """
     found: dict[Mirror, _Contents] = {}
-    left_out = []
+    nowhere = []
     nothing = "no figure is drawn of this place"
     rest = unpredicted(folder)
     for cell in (*from_papers(folder), *(one.cell for one in rest if one.cell)):
@@ -164,7 +167,13 @@ def _contents(folder: Path) -> tuple[dict[Mirror, _Contents], list[NotDrawn]]:
         if mirror:
             found.setdefault(mirror, _Contents([], [])).cells.append(cell)
         else:
-            left_out.append(NotDrawn(cell.where, cell.name, cell.published, nothing))
+            nowhere.append(cell)
+    sources = {cell.source for contents in found.values() for cell in contents.cells}
+    left_out = [
+        NotDrawn(cell.where, cell.name, cell.published, nothing)
+        for cell in nowhere
+        if cell.source in sources
+    ]
     for one in rest:
         row = one.row
         mirror = mirror_of(row.where, "quality") if isinstance(row, QualityCell) else None
