@@ -407,7 +407,7 @@ def test_control_c_answers_with_what_there_is(
     cli: Command, offers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the third candidate: an answer, a line that more was to come, exit code 130."""
-    real, calls = search_module.run_all, []
+    real, calls = search_module.run_on, []
 
     def stopping(*given: Any, **named: Any) -> Any:
         calls.append(given)
@@ -415,7 +415,7 @@ def test_control_c_answers_with_what_there_is(
             raise KeyboardInterrupt
         return real(*given, **named)
 
-    monkeypatch.setattr(search_module, "run_all", stopping)
+    monkeypatch.setattr(search_module, "run_on", stopping)
     ended = cli(*arguments(offers))
     assert ended.code == 130
     assert ended.out.startswith("Stopped after 3 of ")
