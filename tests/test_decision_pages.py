@@ -157,7 +157,7 @@ def test_an_interrupted_plan_says_so_on_its_page(
     co2sim: Command, offers: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was found until then, as on the terminal."""
-    real, calls = search.run_all, []
+    real, calls = search.run_on, []
 
     def stopping(*given: Any, **named: Any) -> Any:
         calls.append(given)
@@ -165,7 +165,7 @@ def test_an_interrupted_plan_says_so_on_its_page(
             raise KeyboardInterrupt
         return real(*given, **named)
 
-    monkeypatch.setattr(search, "run_all", stopping)
+    monkeypatch.setattr(search, "run_on", stopping)
     out = tmp_path / "r.html"
     done = co2sim(*asked_plan(offers, "--report", str(out)))
     assert done.code == 130
