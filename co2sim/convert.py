@@ -175,3 +175,16 @@ def _annotated(hint: Any) -> bool:
 _hints: Callable[[Any], Mapping[str, Any]] = lru_cache(64)(
     lambda owner: MappingProxyType(get_type_hints(owner, include_extras=True))
 )
+
+
+def outside_parentheses(parts: list[str]) -> list[str]:
+    """The parts between commas, joined again where the next parenthesis is a closing one."""
+    found, inside = [parts[-1]], ")" in parts[-1].partition("(")[0]
+    for part in reversed(parts[:-1]):
+        if inside:
+            found[-1] = f"{part},{found[-1]}"
+        else:
+            found.append(part)
+        if "(" in part or ")" in part:
+            inside = ")" in part.partition("(")[0]
+    return found[::-1]

@@ -278,25 +278,12 @@ def _meaning(path: str, value: Any) -> Any:
         return text.lower() if path.startswith("strategy.") else text
 
 
-def _outside(parts: list[str]) -> list[str]:
-    """The parts between commas, joined again where the next parenthesis is a closing one."""
-    found, inside = [parts[-1]], ")" in parts[-1].partition("(")[0]
-    for part in reversed(parts[:-1]):
-        if inside:
-            found[-1] = f"{part},{found[-1]}"
-        else:
-            found.append(part)
-        if "(" in part or ")" in part:
-            inside = ")" in part.partition("(")[0]
-    return found[::-1]
-
-
 def _split(path: str, text: str) -> list[str]:
     """Values between semicolons, or between commas; those inside parentheses belong to a value.
 
     So do those before an option of a strategy: "co2:tau=48,worker=node, ddp" are two.
     """
-    parts = text.split(";") if ";" in text else _outside(text.split(","))
+    parts = text.split(";") if ";" in text else convert.outside_parentheses(text.split(","))
     found: list[str] = []
     for part in parts:
         if path == "strategy" and found and ":" in found[-1] and re.match(r"\s*\w+\s*=", part):

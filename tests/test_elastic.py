@@ -152,7 +152,7 @@ def test_a_worker_that_hangs_is_left_out_and_killed(tmp_path: Path) -> None:
     faults = Faults({"1.0": 5}, frozen=True, deadline=2.0)
     outcome = train(tmp_path, "diloco:tau=2", faults, restarts=0)
     assert [row.lost for row in outcome.rows] == ["", "1.0"]
-    assert 2 <= outcome.rows[1].stood_still < 30  # it is waited for that long, and no longer
+    assert 1 <= outcome.rows[1].stood_still < 30  # it is waited for 2 s, less what it took to see
     assert outcome.facts["rounds_by_members"] == {"3": 2, "2": 10}
 
 

@@ -92,6 +92,10 @@ def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> Non
         "rounds": 3,
         "fold": False,
         "interval": "full",
+        "tp": 2,
+        "sequence_parallel": True,
+        "pp": 2,
+        "interleave": 2,
     }
     assert others.keys() == {field.name for field in fields(Case)}
     key = Inputs().key

@@ -33,6 +33,7 @@ from co2sim import (
     ResourceError,
     Schedule,
     batch,
+    convert,
     grid,
 )
 from co2sim.cli import main
@@ -565,12 +566,12 @@ def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:
 @given(st.text("a,()", max_size=20))
 def test_values_are_split_at_commas_outside_parentheses(text: str) -> None:
     """As a regular expression says it, which takes quadratic time."""
-    assert grid._outside(text.split(",")) == re.split(r",(?![^(]*\))", text)
+    assert convert.outside_parentheses(text.split(",")) == re.split(r",(?![^(]*\))", text)
 
 
 def test_many_commas_are_split_in_linear_time() -> None:
     """As many as an argument of a command may have on Linux: 128 KiB."""
     began = time.process_time()
-    assert len(grid._outside(("," * 131_000).split(","))) == 131_001
-    assert len(grid._outside(("(" + "," * 131_000 + ")").split(","))) == 1
+    assert len(convert.outside_parentheses(("," * 131_000).split(","))) == 131_001
+    assert len(convert.outside_parentheses(("(" + "," * 131_000 + ")").split(","))) == 1
     assert time.process_time() - began < 5
