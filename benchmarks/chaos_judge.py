@@ -63,7 +63,7 @@ def codes(trial: Trial, fault: Fault) -> set[int]:
     elif trial.fault == "launcher killed":
         found = {-signal.SIGKILL}
     elif told and trial.target in STUDIES:
-        # Python ends by SIGINT itself where it came in an exec(), as of a dataclass, caught or not.
+        # Before the command has its handlers, the signal itself ends it.
         found = {told, -signal.SIGTERM if trial.fault == "SIGTERM" else -signal.SIGINT}
         found |= {0} if trial.target == "explore" else set()
     elif told:  # before the launcher has its handler, the system ends it

@@ -132,28 +132,58 @@ main()
     assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
 
 
-def test_an_interrupt_that_an_import_swallows_is_not_lost() -> None:
-    """The command was given up with nothing said, or served on."""
+@pytest.mark.parametrize("program", ["co2sim", "realrun", "analysis"])
+def test_an_interrupt_that_an_import_swallows_is_not_lost(program: str) -> None:
+    """The command was given up with nothing said, or served on; a second one was a traceback."""
     script = """
 import os, signal, sys
 class Swallowing:
     def find_spec(self, name, *given):
-        if name == "co2sim.cli.app":
-            try:
-                os.kill(os.getpid(), signal.%s)
-            except BaseException:
-                pass
+        if name == "PROGRAM.cli.app":
+            for _ in range(2):
+                try:
+                    os.kill(os.getpid(), signal.%s)
+                except BaseException:
+                    pass
 sys.meta_path.insert(0, Swallowing())
-from co2sim.cli import main
-sys.argv = ["co2sim", "list", "gpus"]
+from PROGRAM.cli import main
+sys.argv = ["PROGRAM", "--help"]
 main()
-"""
+""".replace("PROGRAM", program)
     for name, code, word in (("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")):
         done = subprocess.run(
             [sys.executable, "-c", script % name], capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stdout) == (code, "")
         assert done.stderr == f"{word}; nothing was written\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+)
+def test_a_signal_while_a_text_is_executed_ends_by_its_own_exit_code(
+    tmp_path: Path, how: str, code: int, word: str
+) -> None:
+    """As a dataclass is made: `python -m` ended by SIGINT then, also where SIGTERM came."""
+    script = f"""
+import sys
+class Making:
+    def find_spec(self, name, *given):
+        if name == "co2sim.cli.app":
+            exec("import os, signal; os.kill(os.getpid(), signal.{how}); [0 for _ in range(9)]")
+sys.meta_path.insert(0, Making())
+from co2sim.cli import main
+main()
+"""
+    (tmp_path / "command.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "command"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (code, f"{word}; nothing was written\n")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The command line `co2analysis`."""
 
-import sys
-
 from co2sim.console import interrupts
 
 
@@ -12,7 +10,5 @@ def main() -> None:
             from analysis.cli.app import app  # noqa: PLC0415
             from co2sim.console.entry import run_app  # noqa: PLC0415
         except KeyboardInterrupt:
-            interrupts.settle()
-            print("interrupted; nothing was written", file=sys.stderr)
-            sys.exit(interrupts.exit_code())
+            interrupts.end()
         run_app(app)

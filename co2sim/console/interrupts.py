@@ -6,9 +6,11 @@ presses control-C several times means one interrupt: another one would cut off i
 """
 
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 EXIT_CODES: dict[int, int] = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """Of a shell, for a process ended by these."""
@@ -20,9 +22,17 @@ _SAME = 1.0
 _told: list[int] = []
 
 
+class Signalled(KeyboardInterrupt):
+    """A signal has come. Not KeyboardInterrupt itself.
+
+    Where that leaves an exec(), as of a dataclass, CPython (3.11, `run_eval_code_obj`) ends the
+    process by SIGINT at its exit, caught or not.
+    """
+
+
 @contextmanager
 def noted() -> Iterator[None]:
-    """Within, the first signal and every later control-C raise KeyboardInterrupt, and are noted.
+    """Within, the first signal and every later control-C raise Signalled, and are noted.
 
     A signal that is ignored, or handled by others, is left alone. After one that came all are
     ignored: the process is ending.
@@ -35,7 +45,7 @@ def noted() -> Iterator[None]:
         now = time.monotonic()
         if len(_told) == 1 or (number == signal.SIGINT and now - raised > _SAME):
             raised = now
-            raise KeyboardInterrupt
+            raise Signalled
 
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     found = {number: one for number, one in usual.items() if signal.getsignal(number) == one}
@@ -59,9 +69,17 @@ def settle() -> None:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt if a signal has come before."""
+    """Raise Signalled if a signal has come before."""
     if _told:
-        raise KeyboardInterrupt
+        raise Signalled
+
+
+def end() -> NoReturn:
+    """End a command that was interrupted before it ran, with one line."""
+    settle()
+    code = exit_code()
+    print(f"{WORDS[code]}; nothing was written", file=sys.stderr)
+    sys.exit(code)
 
 
 def exit_code() -> int:

@@ -2,15 +2,19 @@
 
 import sys
 
+from co2sim.console import interrupts
+
 
 def main() -> None:
     """Run a command of `realrun`."""
-    try:  # control-C while all this is imported, too, is one line
-        from co2sim.console.entry import run_app  # noqa: PLC0415
-        from realrun.cli.app import app  # noqa: PLC0415
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
+    with interrupts.noted():  # later the launcher has handlers of its own
+        try:  # control-C while all this is imported, too, is one line
+            from co2sim.console.entry import run_app  # noqa: PLC0415
+            from realrun.cli.app import app  # noqa: PLC0415
+
+            interrupts.check()
+        except KeyboardInterrupt:
+            interrupts.end()
     try:
         run_app(app, kept="runs that had finished are kept")
     except ModuleNotFoundError as error:
