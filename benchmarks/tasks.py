@@ -51,7 +51,8 @@ def main() -> None:
             run_ranks(partial(study, delays(times(out)), given.quick), out / RUNS)
             return
         nodes = budget(tasks(quick=given.quick)[0], quick=given.quick).workers
-        if not (out / TIMES).exists():
+        timed = times(out) if (out / TIMES).exists() else {}
+        if any(task not in timed for task in tasks(quick=given.quick)):
             ranks = [sys.executable, __file__, *sys.argv[1:], "--out", str(out), "--in-lab"]
             if code := run_lab(ranks, Lab(nodes, 1, RATE)):
                 sys.exit(code)

@@ -649,7 +649,7 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
             with algorithm:
                 _train_inside(model, optim, world, range(3))
                 if world.rank == 2:  # the first rank of the second node, in its own part
-                    algorithm._outer.average.launch = _poison(algorithm._outer.average.launch)  # type: ignore[method-assign]
+                    algorithm._outer.launch = _poison(algorithm._outer.launch)  # type: ignore[method-assign]
                 _train_inside(model, optim, world, range(3, 8))
 
         def tampered(case: dict[str, Any] = case) -> None:
@@ -685,9 +685,9 @@ def wrong_inside(world: World, folder: str) -> dict[str, Any]:
     return found
 
 
-def _poison(launch: Callable[[torch.Tensor, int], Flight]) -> Callable[[torch.Tensor, int], Flight]:
-    def launch_nan(given: torch.Tensor, number: int) -> Flight:
+def _poison(launch: Callable[[torch.Tensor], Flight]) -> Callable[[torch.Tensor], Flight]:
+    def launch_nan(given: torch.Tensor) -> Flight:
         given[0] = torch.nan
-        return launch(given, number)
+        return launch(given)
 
     return launch_nan

@@ -48,7 +48,7 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("transformers")
     own = {"trained": {"cases": OPTIONS}}
-    own |= {"without_files": {}, "best": {}, "refused": {}, "broken": {}}
+    own |= {"without_files": {}, "best": {}, "refused": {}, "replaced": {}, "broken": {}}
     found = together("transformers_workers", 2, calls(folder, **own))
     return found | together("transformers_workers", 2, calls(folder, stopped={}))
 
@@ -123,11 +123,12 @@ def test_an_early_stop_on_one_rank_ends_all(library: str, request: pytest.Fixtur
 
 
 @pytest.mark.dist
-def test_lightning_callbacks_find_the_end_and_may_replace_it(
-    lightning: dict[str, list[Any]],
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_callbacks_find_the_end_and_may_replace_it(
+    library: str, request: pytest.FixtureRequest
 ) -> None:
     """All find one model; of what each puts there, such as an EMA, all end with the mean."""
-    first, second = lightning["replaced"]
+    first, second = request.getfixturevalue(library)["replaced"]
     assert first["found"] == second["found"]
     for one in (first, second):
         assert one["end"] == [[2.0]] * len(one["end"])

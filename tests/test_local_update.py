@@ -325,7 +325,7 @@ def test_an_average_that_is_not_finite_is_not_used(
         assert answer["told"].startswith(
             f"NonFiniteError: the average of round 1, used in round {1 + staleness}, has "
         ), answer
-        assert "first in '3.weight'" in answer["told"]
+        assert "first in '3.weight'; from rank 2; " in answer["told"]
         assert answer["again"] == answer["told"]
         assert answer["kept"] == [True, True]
         assert answer["live"] == 0
@@ -563,6 +563,7 @@ def test_nodes_fail_and_resume_as_one(two_nodes: dict[str, list[Any]]) -> None:
                 "NonFiniteError: the average of round 1, used in round 2, has 1 elements"
             ), answer
             assert ("0.weight" in answer[f"{inside} nan"]) == (rank in {0, 2})
+            assert "; from rank 2; " in answer[f"{inside} nan"], answer
             assert answer[f"{inside} drift"].startswith("MismatchError: after round 1"), answer
             assert answer[f"{inside} loaded"] == [True, True, 5]
         mine = [0, 1] if rank < 2 else [2, 3]

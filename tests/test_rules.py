@@ -29,8 +29,10 @@ from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
 from realrun.algorithms.finite import finite_norm  # noqa: E402 - needs torch
 from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
+from realrun.algorithms.links import Links  # noqa: E402 - needs torch
 from realrun.algorithms.notices import Notices  # noqa: E402 - needs torch
 from realrun.algorithms.rule import State  # noqa: E402 - needs torch
+from realrun.algorithms.workers import Workers  # noqa: E402 - needs torch
 
 ELEMENTS = 5
 AVERAGES = st.lists(
@@ -278,11 +280,12 @@ def test_huge_averages_are_finite_and_infinite_ones_are_not() -> None:
     flat = Flat.of([("a", torch.zeros(3)), ("b", torch.zeros(2))])
     state = State(flat.empty(), {}, {}, 2)
     huge = torch.tensor([3e30, 0.0, 0.0, 0.0, -4e30])
-    norm = finite_norm(Flight(4, huge), 5, flat, state, list)
+    links = Links(Workers.per_gpu(), 1.0, owns=False)
+    norm = finite_norm(Flight(4, huge), 5, flat, state, links)
     assert norm == pytest.approx(5e30)
     huge[3] = -math.inf
     with pytest.raises(NonFiniteError, match=r"round 4, used in round 5, has 1 .*first in 'b'"):
-        finite_norm(Flight(4, huge), 5, flat, state, list)
+        finite_norm(Flight(4, huge), 5, flat, state, links)
 
 
 def test_norms_of_large_parts_add_up_in_double_precision() -> None:

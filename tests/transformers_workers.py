@@ -171,6 +171,29 @@ def broken(world: World, folder: str) -> dict[str, Any]:
     return {}
 
 
+class Own(TrainerCallback):
+    """At the end, weights of this rank's own are put into the model, as an EMA's are."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Keep what the model was."""
+        del state, control
+        self.ended = numbers(others["model"])
+        for one in others["model"].parameters():
+            one.data.fill_(1.0 + 2.0 * args.process_index)
+
+
+def replaced(world: World, folder: str) -> dict[str, Any]:
+    """What a callback finds at the end, and what all end with after it."""
+    del world
+    own, place = Own(), Path(folder) / "replaced"
+    trainer = _trainer(place, {"tau": 4}, eval_strategy="no", save_strategy="no")
+    trainer.add_callback(own)
+    trainer.train()
+    assert trainer.model is not None
+    ends = [sorted({float(x) for x in one.flatten()}) for one in trainer.model.parameters()]
+    return {"found": own.ended, "end": ends}
+
+
 class Stop(TrainerCallback):
     """The second rank stops early."""
 

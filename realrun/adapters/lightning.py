@@ -7,13 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
 from co2sim.errors import OptionError
 from realrun.adapters import rank_files
+from realrun.adapters.ending import mean_where_different
 from realrun.algorithms import LocalUpdate
 
 _MARK = "local_updates"
@@ -49,7 +48,6 @@ class LocalUpdateStrategy(DDPStrategy):
         self._running: LocalUpdate | None = None
         self._evaluation: ExitStack | None = None
         self._source = Path()
-        self._ended: list[float] = []
 
     def configure_ddp(self) -> None:
         """Nothing: gradients stay where they are."""
@@ -92,37 +90,19 @@ class LocalUpdateStrategy(DDPStrategy):
             inside.close()
         return inside is not None
 
-    def finish(self) -> None:
-        """Use all averages: every rank ends with the same model. Before callbacks see the end."""
-        self._finish()
-        self._ended = self._sums()
-
     def on_train_end(self) -> None:
         """After callbacks: the mean of what these have put into the models, such as an EMA."""
         super().on_train_end()
-        if not self.reduce_boolean_decision(self._sums() != self._ended, all=False):
-            return
-        for one in self._tensors():
-            if one.is_floating_point():
-                one.copy_(self.reduce(one.float().clone(), reduce_op="mean"))
-            else:
-                dist.broadcast(one, 0)
-
-    def _tensors(self) -> list[torch.Tensor]:
         assert self.lightning_module is not None
-        module = self.lightning_module
-        return [one.detach() for one in (*module.parameters(), *module.buffers())]
-
-    def _sums(self) -> list[float]:
-        """Of every tensor of the model: they tell whether it was changed."""
-        return [float(one.double().sum()) for one in self._tensors()]
+        mean_where_different(self.lightning_module)
 
     def teardown(self) -> None:
-        """The same where a checkpoint was loaded and no step was left to take."""
-        self._finish()
+        """Finish where a checkpoint was loaded and no step was left to take, too."""
+        self.finish()
         super().teardown()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Use all averages: every rank ends with the same model. Before callbacks see the end."""
         if self._running and not self._running.closed:
             self._running.finish(buffers=True)
 

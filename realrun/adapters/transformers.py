@@ -10,6 +10,7 @@ from transformers import Trainer
 from co2sim.errors import OptionError
 from realrun.adapters import rank_files
 from realrun.adapters.accelerate import refuse
+from realrun.adapters.ending import mean_where_different
 from realrun.algorithms import LocalUpdate
 
 _OVERRIDDEN = (
@@ -28,8 +29,9 @@ class LocalUpdateTrainer(Trainer):
     {"tau": 12}; the other arguments are those of Trainer. Every rank is a worker.
 
     Evaluation, and the model in a checkpoint, are the point that all ranks agree on (the
-    consensus), with the mean of the buffers. Training ends with it on all ranks. In a checkpoint,
-    the folder `local_updates` holds what each rank trains, from which `resume_from_checkpoint` goes
+    consensus), with the mean of the buffers. Training ends with it on all ranks; where a callback
+    puts other weights into the model then, such as an EMA, with their mean. In a checkpoint, the
+    folder `local_updates` holds what each rank trains, from which `resume_from_checkpoint` goes
     on. A checkpoint without it, of DDP, starts an algorithm at its model.
 
     Sets args.average_tokens_across_devices to False: each worker's loss is the mean of its own
@@ -101,7 +103,10 @@ class LocalUpdateTrainer(Trainer):
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         self.algorithm.finish(buffers=True)
-        return super()._finalize_training(*args, **options)
+        ended = super()._finalize_training(*args, **options)
+        assert self.model is not None
+        mean_where_different(self.model)
+        return ended
 
     def _consensus(self) -> AbstractContextManager[None]:
         if self._running is None or self._running.closed or self._running.evaluating:

@@ -43,8 +43,8 @@ _BITS: dict[Wire, Bits] = {"int8": 8, "int4": 4}
 class Flight:
     """An average under way. `vector` must not be touched until `wait` has returned.
 
-    It was launched after local step `step`; a rank that has left before that will not come.
-    `members` are the ranks that it is the mean of, once it has arrived; None: all.
+    Launched after local step `step`: who left before will not come. It is the mean of `members`
+    ranks; None: of all. `given`: the largest element of this rank's; `blame`: whose are not finite.
     """
 
     round: int
@@ -56,6 +56,8 @@ class Flight:
     notices: Notices | None = None
     step: int = 0
     members: int | None = None
+    given: Tensor | None = None
+    blame: str = ""
 
     def arrived(self) -> bool:
         """Whether nothing is left to wait for. Where a GPU averages, as its host sees it."""

@@ -66,8 +66,7 @@ class LateLoop(OuterLoop):
         depart(flat.parts(span.start, len(own)), part.anchor, own, live, moved)
         if self._late.keeps == "launched":
             own.copy_(live)
-        flight = self.average.launch(moved, self.counters.round)
-        self._under_way.append((launch, flight))
+        self._under_way.append((launch, self.launch(moved)))
 
     def _use_due(self, now: int) -> None:
         for launch, flight in [pair for pair in self._under_way if pair[0].due <= now]:

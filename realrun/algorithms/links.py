@@ -155,6 +155,13 @@ class Links:
         """The value of every peer, in the order of their ranks. All ranks call this."""
         return self.collect(value, self._peers)
 
+    def which(self, *, here: bool) -> list[int]:
+        """The ranks where something is `here`. All ranks call this."""
+        found = [dist.get_rank()] if here and dist.is_initialized() else []
+        for group in (self._peers, self._inner):
+            found = sorted({rank for one in self.collect(found, group) for rank in one})
+        return found
+
     def collect(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         """Everybody's value, by place in the group."""
         if group is None:

@@ -68,6 +68,13 @@ class OuterLoop(ABC):
     def after_step(self, *, last: bool) -> None:
         """What is to be done after a local step; `last` of a round."""
 
+    def launch(self, vector: Tensor) -> Flight:
+        """Start averaging `vector` in place, for this round."""
+        given = torch.linalg.vector_norm(vector, torch.inf) if len(vector) else None
+        flight = self.average.launch(vector, self.counters.round)
+        flight.given = given
+        return flight
+
     def use_average(
         self, flight: Flight, state: State, *, first: int = 0, share: float = 1.0
     ) -> None:
@@ -81,7 +88,7 @@ class OuterLoop(ABC):
         counters.waited += flight.wait()
         if flight.members == 0:
             raise NobodyLeftError
-        norm = finite_norm(flight, counters.round, self.flat, state, total, first)
+        norm = finite_norm(flight, counters.round, self.flat, state, self.links, first)
         absorbed = self.rule.absorb(state, flight.vector, norm, total)
         counters.used += share
         counters.penalty = absorbed.penalty
@@ -208,7 +215,7 @@ class RoundLoop(OuterLoop):
             flat.round(buffer)
             self.publish(buffer)
         flat.displace(state.anchor, buffer)
-        self.flights.append(self.average.launch(buffer, self.counters.round))
+        self.flights.append(self.launch(buffer))
         if not rule.staleness:
             self._use_oldest()
         if rule.pull is None:
