@@ -40,8 +40,9 @@ def draw(task: TaskName, known: Known, delays: Delays, *, quick: bool) -> bytes:
         with mpl.rc_context(GRID):
             _losses(left, made, task, known, delays, quick=quick)
         batch = Batch(*(part[:_SHOWN] for part in made.validation[0]))
-        right.suptitle(f"{ask.configuration.name}, tau 12, in the validation", fontsize=10)
-        _DRAWN[task](right, batch, model(batch.inputs))
+        what, show = _SHOW[task]
+        right.suptitle(f"{ask.configuration.name}, tau 12, in the validation: {what}", fontsize=9)
+        show(right, batch, model(batch.inputs))
         return render(figure, "png")
 
 
@@ -101,12 +102,12 @@ def _losses(
 
 
 def _text(part: SubFigure, batch: Batch, logits: Tensor) -> None:
-    """Each line as it is, and the most probable character after each: grey where it is wrong."""
+    """Each line as it is, and below each character the most probable one there."""
     _lines(part, batch.targets, logits.argmax(2), torch.ones_like(batch.targets, dtype=torch.bool))
 
 
 def _masked(part: SubFigure, batch: Batch, logits: Tensor) -> None:
-    """Each line as it was read, a box for what was hidden, and what the model says is there."""
+    """Each line, and below characters that were hidden what the model says is there."""
     asked = batch.targets != LEFT_OUT
     truth = torch.where(asked, batch.targets, batch.inputs)
     _lines(part, truth, torch.where(asked, logits.argmax(2), batch.inputs), asked)
@@ -170,10 +171,14 @@ def _points(part: SubFigure, batch: Batch, clouds: Tensor) -> None:
             axes.set_axis_off()
 
 
-_DRAWN: dict[TaskName, Callable[[SubFigure, Batch, Tensor], None]] = {
-    "text": _text,
-    "masked_text": _masked,
-    "digits": _digits,
-    "segmentation": _segmentation,
-    "points": _points,
+_SHOW: dict[TaskName, tuple[str, Callable[[SubFigure, Batch, Tensor], None]]] = {
+    "text": ("below each character what it expects there, right (green) or wrong (orange)", _text),
+    "masked_text": (
+        "below, what it puts for hidden ones, right (green) or wrong (orange)",
+        _masked,
+    ),
+    "digits": ("above each image what it takes it for", _digits),
+    "segmentation": ("images, their classes, and those that it names", _segmentation),
+    "points": ("points as it reads them, as they are, and as it reconstructs them", _points),
 }
+"""By task: what is shown, in words, and how."""
