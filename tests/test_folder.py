@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,19 @@ def test_a_killed_training_frees_its_folder(tmp_path: Path) -> None:
         lock.check_free(tmp_path)
     assert time.monotonic() - began < 5
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_folder_is_held_until_the_last_rank_of_a_training_has_left(tmp_path: Path) -> None:
+    """An elastic one in the lab goes on without rank 0, which found the folder free."""
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(lock.alone(tmp_path))()
+        second.enter_context(lock.among(tmp_path))
+        first.close()
+        with pytest.raises(OptionError, match="another training is under way"):
+            lock.check_free(tmp_path)
+        second.close()
+        lock.check_free(tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_free_and_stays_so(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,12 +15,15 @@ from co2sim.visible import error_line
 from realrun.cli.train_rank import asked_to_stop, check_out, lines_of_progress, show
 from realrun.errors import BAD_INPUT
 from realrun.launch.membership import LIFE, ElasticMember, Membership
-from realrun.train.lock import alone
+from realrun.train.lock import alone, among
 from realrun.train.settings import TrainSettings
 from realrun.train.support import check, check_elastic
 
 _HELD = "REALRUN_FOLDER_HELD"
 """Environment variable of ranks whose launcher has the folder, whoever of them comes and goes."""
+
+_READY = "realrun/folder"
+"""Key in the store, once rank 0 has found the folder fit and free."""
 
 RESTARTS = 10
 """Of all ranks together, unless said otherwise."""
@@ -84,15 +87,20 @@ def run_member(settings: TrainSettings, deadline: float, out: Path, *, as_json: 
     layout, me = Layout(size // per_node, per_node), ElasticMember(rank, int(os.environ[LIFE]))
     check(settings, layout)
     check_elastic(settings, layout)
-    own = not rank and _HELD not in os.environ
-    if own and not me.life:
-        check_out(settings, out, size, None)
     try:
         address, limit = os.environ["MASTER_ADDR"], timedelta(seconds=deadline)
         store = TCPStore(address, port, size, False, limit, False)  # noqa: FBT003
         membership = Membership(store, me, size, deadline)
-        out.mkdir(parents=True, exist_ok=True)
-        with alone(out) if own else nullcontext(), asked_to_stop(rank, "") as asked:
+        with ExitStack() as stack:
+            if _HELD not in os.environ:
+                if not rank and not store.check([_READY]):
+                    check_out(settings, out, size, None)
+                    stack.enter_context(alone(out))()
+                    store.set(_READY, "")
+                else:  # whoever is left last has it
+                    store.wait([_READY], limit)
+                    stack.enter_context(among(out))
+            asked = stack.enter_context(asked_to_stop(rank, ""))
             history = train_elastic(
                 settings,
                 membership,

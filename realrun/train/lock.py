@@ -3,8 +3,9 @@
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from co2sim.errors import OptionError
@@ -17,13 +18,27 @@ _PAUSE: Seconds = 0.05
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[Callable[[], None]]:
     """Within, no other training can begin in the folder, which is made.
 
-    The lock is of the folder itself: no file is left, and the system takes it away when the process
-    ends, however it does. Where a file system has no such locks there is none. Raises OptionError
-    when another training has it.
+    Gives what lets other processes of this training hold it, too (`among`). The lock is of the
+    folder itself: no file is left, and the system takes it away when the process ends, however it
+    does. Where a file system has no such locks there is none. Raises OptionError when another
+    training has it.
     """
+    with _locked(folder, fcntl.LOCK_EX) as number:
+        yield partial(_take, number, folder, fcntl.LOCK_SH)
+
+
+@contextmanager
+def among(folder: Path) -> Iterator[None]:
+    """The same beside other processes of one training: it ends when the last of them does."""
+    with _locked(folder, fcntl.LOCK_SH):
+        yield
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -31,8 +46,8 @@ def alone(folder: Path) -> Iterator[None]:
         reason = (error.strerror or str(error)).lower()
         raise OptionError(f"cannot write into {folder}: {reason}") from error
     try:
-        _take(number, folder)
-        yield
+        _take(number, folder, how)
+        yield number
     finally:
         os.close(number)
 
@@ -44,11 +59,11 @@ def check_free(folder: Path) -> None:
             pass
 
 
-def _take(number: int, folder: Path) -> None:
+def _take(number: int, folder: Path, how: int) -> None:
     limit = time.monotonic() + _PATIENCE
     while True:
         try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(number, how | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > limit:
                 raise OptionError(
