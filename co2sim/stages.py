@@ -26,7 +26,7 @@ from co2sim.rounds import executed, simulated
 from co2sim.schedule import Collective, Compute, Kind, tensor
 from co2sim.strategies import parse
 from co2sim.units import Bytes, Seconds
-from co2sim.workload import Workload
+from co2sim.workload import Recompute, Workload
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,30 @@ def measured(case: Case, done: Done | None) -> Result:
     between = _between(whole, first.cluster, sent)
     lines = _Line(pipeline, paid, between), _Line(pipeline, free, 0.0)
     return _result(case, whole, *lines, sent)
+
+
+class StageMemory:
+    """What the fullest stage takes on its GPUs, without a simulation.
+
+    Cases that differ in micro-batch, micro-steps and recomputation alone share the stages.
+    """
+
+    def __init__(self, case: Case) -> None:
+        few = replace(case, global_batch=None, accumulation=1, micro_batch=1)
+        # those between the first and the last are alike; the first of them holds most
+        self._stages = {number: few.stage(number) for number in {0, 1, case.pp - 1}}
+        self._case = case
+
+    def total(self, micro_batch: int, micro_steps: int, recompute: Recompute) -> Bytes:
+        """Bytes on a GPU. Raises OptionError for steps that interleaved stages cannot take."""
+        pipeline, most = Pipeline(self._case.pp, self._case.interleave, micro_steps), 0.0
+        for number, one in self._stages.items():
+            job = replace(
+                one.job, micro_batch=micro_batch, accumulation=micro_steps, recompute=recompute
+            )
+            held = pipeline.held(number) / pipeline.chunks
+            most = max(most, replace(one, job=job, held=held).memory()["total"])
+        return most
 
 
 def _check(case: Case) -> None:

@@ -23,6 +23,7 @@ from co2sim.decide.plan import Recommendation, front, plan
 from co2sim.decide.wanted import Candidate, Want, Wanted
 from co2sim.errors import OptionError
 from co2sim.grid import label, strategy_title
+from co2sim.stages import StageMemory
 from co2sim.step_factors import Goal
 from co2sim.totals import totals, totals_of
 
@@ -138,6 +139,38 @@ def test_it_finds_what_simulating_all_candidates_finds(
         assert runner_up == (ranked[1] if len(ranked) > 1 else None)
     shown = [(option.totals.days, option.spent) for option in found.front]
     assert shown == [(option.totals.days, option.spent) for option in front(all_)]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"pp": 2},
+        {"pp": 2, "tp": 2},
+        {"pp": 3, "interleave": 2, "tp": 2, "sequence_parallel": True},
+        {"tp": 4},
+    ],
+    ids=str,
+)
+def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]) -> None:
+    """As simulating all of them does; memory is known before a simulation."""
+    space = Space(
+        job=Case(cluster="", model="gpt2-small", strategy="", global_batch=48, **job),
+        clusters=offers[:1],
+        strategies=("zero1", "fsdp"),
+        gpus=[8, 24] if "pp" not in job else [8 * job["pp"]],
+        micro_batches=(2, 4),
+        recomputes=("none", "full"),
+    )
+    wanted = Wanted(want="cheapest", tokens=1e9)
+    every, found = brute_force(space, wanted), plan(space, wanted)
+    assert found.choice
+    assert found.choice.score("cheapest") == min(one.score("cheapest") for one in every)
+    assert found.choice.case.pp == job.get("pp", 1)
+    for one in every:
+        memory = StageMemory(one.case) if one.case.pp > 1 else None
+        if memory:
+            steps = (one.case.micro_batch, one.result.accumulation, one.case.recompute)
+            assert memory.total(*steps) == one.result.memory_bytes_per_gpu["total"]
 
 
 def test_it_leaves_out_what_cannot_win() -> None:

@@ -145,6 +145,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = None,
     tp: training.Tp = 1,
     sequence_parallel: training.SequenceParallel = False,  # noqa: FBT002
+    pp: training.Pp = 1,
+    interleave: training.Interleave = 1,
     global_batch: training.GlobalBatch = None,
     recompute: Annotated[
         str, typer.Option(help="Activations to recompute: none, selective, full, or several.")
@@ -180,6 +182,8 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         strategy="",
         tp=tp,
         sequence_parallel=sequence_parallel,
+        pp=pp,
+        interleave=interleave,
         global_batch=global_batch,
         precision=precision,
         attention=attention,  # type: ignore[arg-type]

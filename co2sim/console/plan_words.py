@@ -157,8 +157,9 @@ def looked(space: Space, found: Recommendation) -> Iterator[str]:
 def commands(choice: Candidate, wanted: Wanted) -> Iterator[str]:
     """What repeats it, and what tests it on two nodes."""
     yield f"to see it in full: {in_full(choice, wanted)}"
-    nodes = "two nodes" if choice.cluster.nodes > 1 else "one node"
-    yield f"to test it on {nodes}: {trial(choice)}"
+    if command := trial(choice):
+        nodes = "two nodes" if choice.cluster.nodes > 1 else "one node"
+        yield f"to test it on {nodes}: {command}"
 
 
 def in_full(choice: Candidate, wanted: Wanted) -> str:
@@ -167,8 +168,13 @@ def in_full(choice: Candidate, wanted: Wanted) -> str:
 
 
 def trial(choice: Candidate) -> str:
-    """The command that runs the same on two real nodes, with the samples that a GPU has."""
+    """The command that runs the same on two real nodes, with the samples that a GPU has.
+
+    Empty for a pipeline, which cannot be run.
+    """
     case, cluster = choice.case, choice.cluster
+    if case.pp > 1:
+        return ""
     nodes = min(2, cluster.nodes)
     groups = nodes * cluster.gpus_per_node // case.tp
     batch = groups * case.micro_batch * choice.result.accumulation

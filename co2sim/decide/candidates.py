@@ -1,9 +1,9 @@
 """What could be trained on what: clusters, GPUs, strategies, micro-batches and recomputation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from co2sim import grid
@@ -14,8 +14,9 @@ from co2sim.errors import Co2simError, OptionError
 from co2sim.hiding import is_open
 from co2sim.prepared import Prepared
 from co2sim.ranges import whole
+from co2sim.stages import StageMemory
 from co2sim.strategies import Strategy, parse
-from co2sim.units import Seconds
+from co2sim.units import Bytes, Seconds
 from co2sim.workload import Recompute
 
 STRATEGIES = (
@@ -104,7 +105,7 @@ def candidates(space: Space) -> Candidates:
     large = 0
     for cluster in space.clusters:
         for count in grid.counts(replace(space.job, cluster=cluster), space.gpus):
-            if space.global_batch % -(-count // space.job.tp):
+            if space.global_batch % -(-count // _together(space.job)):
                 reason = f"they do not divide the global batch of {space.global_batch:,} samples"
                 impossible[f"{count:,} GPUs"] = reason
                 continue
@@ -150,8 +151,10 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
     """The cases of one cluster, size and strategy that fit, and how many do not."""
     gpus = case.gpus
     assert gpus is not None
-    samples = space.global_batch // -(-gpus // case.tp)
+    samples = space.global_batch // -(-gpus // _together(case))
     micros = [m for m in space.micro_batches or _powers(samples) if samples % m == 0]
+    if case.interleave > 1:  # interleaved stages take micro-batches by turns
+        micros = [m for m in micros if samples // m % case.pp == 0]
     if not micros:
         raise OptionError(
             f"no micro-batch divides the {samples} samples that a GPU has of the global batch"
@@ -160,20 +163,33 @@ def _fitting(space: Space, case: Case) -> tuple[list[Fitting], int]:
         sizes = [(recompute, micro) for recompute in space.recomputes for micro in micros]
         open_ = [replace(case, micro_batch=m, recompute=r) for r, m in sizes]
         return [Fitting(case=one, link_time=0.0) for one in open_], 0
-    # who meets whom is the same with more micro-steps, and what is sent no less
-    prepared = replace(case, global_batch=None, accumulation=1).prepare()
-    link_time = _link_time(prepared)
+    fitting, link_time = _memory(space, case)
+    blocks = case.load()[1].value.blocks
     kept, large = [], 0
     for recompute in space.recomputes:
-        if recompute == "full" and not any(b.boundary_bytes for b in prepared.job.model.blocks):
+        if recompute == "full" and not any(block.boundary_bytes for block in blocks):
             continue
         for place, micro in enumerate(micros):
-            if not _fits(space, prepared, micro, recompute):
+            one = replace(case, micro_batch=micro, recompute=recompute)
+            if not fitting(one):
                 large += len(micros) - place  # more samples never take less
                 break
-            one = replace(case, micro_batch=micro, recompute=recompute)
             kept.append(Fitting(case=one, link_time=link_time))
     return kept, large
+
+
+def _together(case: Case) -> int:
+    """GPUs that train on the same samples."""
+    return case.tp * case.pp
+
+
+def _memory(space: Space, case: Case) -> tuple[Callable[[Case], bool], Seconds]:
+    """What says whether a case fits, of those with other micro-batches, and `link_time` of all."""
+    if case.pp > 1:
+        return partial(_stages_fit, space, StageMemory(case), case.load()[0].value.gpu.memory), 0.0
+    # who meets whom is the same with more micro-steps, and what is sent no less
+    prepared = replace(case, global_batch=None, accumulation=1).prepare()
+    return partial(_fits, space, prepared), _link_time(prepared)
 
 
 def _parsed(case: Case) -> Strategy:
@@ -193,13 +209,19 @@ def _link_time(prepared: Prepared) -> Seconds:
     return max(sent.nic / cluster.inter.payload_bandwidth, far) / schedule.steps
 
 
-def _fits(space: Space, prepared: Prepared, micro: int, recompute: Recompute) -> bool:
-    samples = space.global_batch // prepared.layout.world_size
+def _fits(space: Space, prepared: Prepared, one: Case) -> bool:
+    samples, micro = space.global_batch // prepared.layout.world_size, one.micro_batch
     job = replace(
-        prepared.job, micro_batch=micro, recompute=recompute, accumulation=samples // micro
+        prepared.job, micro_batch=micro, recompute=one.recompute, accumulation=samples // micro
     )
     memory = replace(prepared, job=job).memory()["total"]
     return fits(memory, prepared.cluster.gpu.memory, space.headroom)
+
+
+def _stages_fit(space: Space, memory: StageMemory, room: Bytes, one: Case) -> bool:
+    assert one.gpus is not None
+    steps = space.global_batch * _together(one) // one.gpus // one.micro_batch
+    return fits(memory.total(one.micro_batch, steps, one.recompute), room, space.headroom)
 
 
 def fits(memory: float, room: float, headroom: float) -> bool:

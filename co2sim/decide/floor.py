@@ -12,6 +12,7 @@ class Floor:
     On one GPU, or on those that share every layer.
 
     A strategy adds communication, an optimizer's step and waiting to it, and takes nothing off.
+    A pipeline does the same work, and adds a bubble.
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,6 @@ class Floor:
 
 def _each_gpu(case: Case) -> float:
     """Tokens/s of a GPU by what a second micro-step adds to a step of as few as are needed."""
-    alone = replace(case, strategy="ddp", gpus=case.tp, global_batch=None)
+    alone = replace(case, strategy="ddp", gpus=case.tp, global_batch=None, pp=1, interleave=1)
     one, two = (study.run(replace(alone, accumulation=steps)) for steps in (1, 2))
     return one.tokens_per_gpu_per_step / (two.step_time_s - one.step_time_s)
