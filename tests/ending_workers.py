@@ -39,6 +39,35 @@ def uneven(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def within_a_long_round(world: World) -> dict[str, Any]:
+    """Rank 1 raises in a round that takes the others 20 seconds more."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    began, told, step = time.monotonic(), "", 0
+    try:
+        with CO2(model, optim, tau=500):
+            for step in range(500):
+                if step == 3:
+                    began = time.monotonic()
+                    if world.rank == 1:
+                        raise ValueError("bad sample")  # noqa: TRY301 - as a user's loop
+                train(model, optim, world.rank, range(1))
+                time.sleep(0.04)
+    except (Co2simError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "seconds": time.monotonic() - began, "step": step}
+
+
+def steps_joined(world: World, steps: list[int]) -> int:
+    """The steps that a rank says it took within `join`."""
+    model = network()
+    optim = optimizer(model, "sgd")
+    algorithm = LocalSGD(model, optim, tau=3)
+    with algorithm.join():
+        train(model, optim, world.rank, range(steps[world.rank]))
+    return algorithm.stats().steps
+
+
 def finished(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What all end with, after full rounds and a part of one; and what LocalSGD's mean is."""
     found = []

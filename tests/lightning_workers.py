@@ -180,6 +180,26 @@ def replaced(world: World, folder: str) -> dict[str, Any]:
     return {"found": own.ended, "end": ends}
 
 
+def broadcasts(world: World, folder: str) -> int:
+    """How often Lightning and the algorithm broadcast in a training without validation."""
+    count, broadcast = 0, dist.broadcast
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return broadcast(*args, **options)
+
+    place = Path(folder) / "broadcasts"
+    trainer = _trainer(place, {"tau": 4}, max_epochs=4, limit_val_batches=0)
+    dist.broadcast = counted
+    try:
+        _fit(world, trainer, Module(), 0)
+    finally:
+        dist.broadcast = broadcast
+    assert trainer.global_step == 24
+    return count
+
+
 class Stop(pl.Callback):
     """The second rank stops early."""
 

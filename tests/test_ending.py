@@ -82,6 +82,8 @@ def found() -> dict[str, list[Any]]:
         "within": {},
         "elsewhere": {"cases": ELSEWHERE},
         "joined_buffers": {},
+        "within_a_long_round": {},
+        "steps_joined": {"steps": UNEQUAL},
     }
     return together("ending_workers", 3, calls)
 
@@ -109,6 +111,24 @@ def test_an_exception_is_told_at_once(case: int, steps: int, found: dict[str, li
         assert told.startswith("RankFailure: ")
         assert f"rank 1 raised ValueError (bad sample) after {steps} steps" in told
     assert all(answer["seconds"] < 20 for answer in answers)
+
+
+def test_an_exception_is_told_within_a_round(found: dict[str, list[Any]]) -> None:
+    """In seconds, however long the round takes: those who train look once a second."""
+    answers = found["within_a_long_round"]
+    assert answers[1]["told"] == "ValueError: bad sample"
+    for rank in (0, 2):
+        told = answers[rank]["told"]
+        assert told.startswith(
+            "RankFailure: training failed: rank 1 raised ValueError (bad sample)"
+        )
+        assert answers[rank]["seconds"] < 5
+        assert answers[rank]["step"] < 499
+
+
+def test_steps_are_those_that_a_rank_took(found: dict[str, list[Any]]) -> None:
+    """Not those that it helped others with, within `join`."""
+    assert found["steps_joined"] == UNEQUAL
 
 
 @pytest.mark.parametrize("case", range(len(FINISHED)))

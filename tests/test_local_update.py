@@ -349,10 +349,9 @@ def test_blocks_end_in_good_order(three_ranks: dict[str, list[Any]]) -> None:
     answers = three_ranks["leave"]
     assert answers[0]["told"] == "mine"
     for rank in (1, 2):
-        assert answers[rank]["told"] == (
-            "closing failed: rank 0 raised KeyError ('mine') after 1 steps;"
-            f" rank {rank} has taken 1"
-        )
+        at, told = answers[rank]["told"].split(" failed: ")
+        assert at in {"closing", "training"}  # on a slow machine within the step, too
+        assert told == f"rank 0 raised KeyError ('mine') after 1 steps; rank {rank} has taken 1"
     assert all(answer["seconds"] < 20 for answer in answers)  # of a deadline of 60
     for answer in answers:
         assert answer["under way"] == 1

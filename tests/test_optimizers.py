@@ -93,7 +93,7 @@ def test_states_that_do_not_fit_are_refused(found: dict[str, list[Any]]) -> None
         assert steps.startswith("MismatchError: rank 1 has another saved state than rank 0: 'of")
         assert anchors.startswith("MismatchError: rank 1 has another anchor than rank 0")
         assert other.startswith("OptionError: the saved state is of another run: 'tau = 5', here")
-        assert none.startswith("OptionError: the saved state is of another run: None, here")
+        assert none.startswith("OptionError: the saved state holds nothing; load_anchor() takes")
         assert key.endswith("load it on as many ranks as saved it, or take load_anchor()")
 
 

@@ -62,6 +62,9 @@ class LocalUpdateStrategy(DDPStrategy):
             )
         assert self.lightning_module is not None
         self._running = self._algorithm(self.lightning_module, self.optimizers, **self._options)
+        # Before every batch Lightning (2.6) asks rank 0 for SIGTERM, and all wait. Each rank ends
+        # by its own signal as well; the others are told.
+        trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = _nothing
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set outside
         callbacks[:] = [_Finish(self), *(one for one in callbacks if not isinstance(one, _Finish))]
 
@@ -167,6 +170,10 @@ class LocalUpdateStrategy(DDPStrategy):
             return
         place = _ranks_of(self._source) / f"step{checkpoint['global_step']}"
         rank_files.load(place, self.algorithm)
+
+
+def _nothing() -> None:
+    """What Lightning then does."""
 
 
 def _ranks_of(path: str | Path) -> Path:

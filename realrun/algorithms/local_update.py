@@ -1,5 +1,6 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
+from dataclasses import replace
 from datetime import timedelta
 from inspect import signature
 from typing import TypedDict, Unpack
@@ -228,6 +229,8 @@ class LocalUpdate(Regrouping, Resumable, Ending):
         self._links.steps += 1
         last = counters.step >= self._tau
         try:
+            if isinstance(self._outer.average, Average):  # an elastic one goes on without others
+                self._links.notices.glance()
             self._after_local_step(last=last)
         except Co2simError as error:
             self._failure = error
@@ -261,5 +264,6 @@ class LocalUpdate(Regrouping, Resumable, Ending):
         refuse_drift(self._outer, self._links)
 
     def stats(self) -> Stats:
-        """What was done so far."""
-        return self._outer.stats(self._tau)
+        """What was done so far; `steps` without those of others for which this rank had no data."""
+        found = self._outer.stats(self._tau)
+        return replace(found, steps=found.steps - self._idle)

@@ -20,14 +20,21 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
+from co2sim.errors import OptionError
 from co2sim.units import Seconds
-from realrun.errors import RankFailure
+from realrun.errors import MismatchError, NonFiniteError, RankFailure
 
 PERIOD: Seconds = 0.5
 """How often one that waits looks for notes."""
 
+_GLANCE: Seconds = 1.0
+"""How often one that does not wait looks for notes."""
+
 _COUNT = "count"
 _ARRIVED = "arrived"
+_OURS = tuple(
+    f"raised {one.__name__}" for one in (OptionError, MismatchError, NonFiniteError, RankFailure)
+)
 _SETTLE: Seconds = 0.4
 """How long after a failed collective a note may still come from the rank that caused it."""
 
@@ -51,6 +58,11 @@ class Note:
         """Whether it left because of another one, which is the one to name."""
         return self.reason.startswith(f"raised {RankFailure.__name__}")
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it raised an error of this package."""
+        return self.is_told or self.reason.startswith(_OURS)
+
     def __str__(self) -> str:
         """As in "rank 1 closed after 36 steps"."""
         return f"rank {self.rank} {self.reason or 'closed'} after {self.steps} steps"
@@ -64,6 +76,7 @@ class Notices:
         number = next(_NUMBERS)
         self.ranks, self._steps = sorted(set(ranks)), steps
         self._me, self._left, self._met = 0, False, 0
+        self._glanced: Seconds = time.monotonic()
         self._store: PrefixStore | None = None
         if len(self.ranks) > 1:
             self._me = dist.get_rank()
@@ -179,6 +192,18 @@ class Notices:
         """Raise RankFailure if someone left who will not come to what was launched after `step`."""
         if absent := self._absent(lambda steps: steps < step):
             raise self._failure(what, absent, round)
+
+    def glance(self) -> None:
+        """Raise RankFailure if someone has raised; once a second, as between two averages.
+
+        Not for errors of ours, which others find themselves, or are told at the next average.
+        """
+        now = time.monotonic()
+        if self._store is None or now < self._glanced + _GLANCE:
+            return
+        self._glanced = now
+        if absent := [one for one in self.notes() if one.reason and not one.is_ours]:
+            raise self._failure("training", absent, None)
 
     def cause(
         self,

@@ -56,7 +56,12 @@ class Resumable:
         different anchors.
         """
         self._ready("load_anchor()")
-        own = next(iter(state.values()), {"layout": ""})
+        own = next(iter(state.values()), None)
+        if not isinstance(own, Mapping) or "layout" not in own:
+            raise OptionError(
+                f"the saved state holds {', '.join(sorted(map(str, state))) or 'nothing'};"
+                " load_anchor() takes what state_dict() of the algorithm gave"
+            )
         self._refuse_other_layout(own["layout"], _one_worker)
         self._outer.load_state_dict(own)
         self._outer.counters.step = 0

@@ -70,6 +70,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(
             parser=options.whole("--context"),
             metavar="N",
+            show_default=False,
             help="Characters in a sample of text; default: 64 to 256, by size.",
         ),
     ] = 0,
@@ -81,6 +82,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(
             parser=options.whole("--stop"),
             metavar="N",
+            show_default=False,
             help="End after this step with a checkpoint, to go on with --resume.",
         ),
     ] = 0,
