@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -272,6 +273,19 @@ def test_commands_know_it(cli: Command) -> None:
     shown = asked(cli, f"run {where} --pp 4 --interleave 2")
     assert "4 stages of 2 chunks each" in shown
     assert "idle" in shown
+
+
+@pytest.mark.slow
+def test_pages_of_pipelines_leave_out_the_round_of_a_rank(cli: Command, tmp_path: Path) -> None:
+    """There is none that all ranks follow; all other parts are there."""
+    job = "-m gpt2-small -c dgx-h100 -s zero1 --pp 2 -g 16 --global-batch 32"
+    for command in (f"scale {job} --out {tmp_path}", f"plan {job} --tokens 1e10"):
+        for stages in ("--pp 2", "--pp 1"):
+            page = tmp_path / "page.html"
+            asked(cli, f"{command.replace('--pp 2', stages)} --report {page}")
+            text = page.read_text("utf-8")
+            assert "Where the time goes" in text
+            assert ("One rank" in text) == (stages == "--pp 1")
 
 
 def test_states_of_a_stage_are_those_of_its_part() -> None:

@@ -188,9 +188,11 @@ def _turns(turns: Sequence[BreakEven]) -> PageSection:
 def _timelines(planned: Planned) -> Timelines | None:
     """The choice's above the runner-up's."""
     rounds = {
-        f"{words}: {_about(one)}": last_round(one.case) for words, one in planned.named.items()
+        f"{words}: {_about(one)}": last_round(one.case)
+        for words, one in planned.named.items()
+        if one.case.pp == 1
     }
-    if not rounds:
+    if not rounds:  # pipelines have no round that all ranks follow
         return None
     return Timelines("One rank of each.", rounds, bar_charts.timeline(rounds.values()))
 

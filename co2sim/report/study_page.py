@@ -76,7 +76,9 @@ def _speed(study: Study, names: Sequence[str]) -> PageSection:
 
 
 def _time(study: Study) -> PageSection:
-    timed = study.largest[study.best.cluster]
+    timed = [one for one in study.largest[study.best.cluster] if one.case.pp == 1]
+    if not timed:  # pipelines have no round that all ranks follow
+        return sections.time(study.largest)
     rounds = {one.strategy: last_round(one.case) for one in timed[:MOST_ROUNDS]}
     note = f"One rank, on {timed[0].result.gpus} GPUs of {timed[0].cluster}."
     lines = Timelines(note, rounds, bar_charts.timeline(rounds.values()))
