@@ -178,7 +178,8 @@ def drafts(out: Path) -> str:
 def saved(trial: Trial, out: Path) -> str:
     """What is not whole of the files that a run has left; "" if all are."""
     for path in sorted(out.rglob("*")):
-        if path.is_dir() or path.name.startswith(".") or path.name == "filler":
+        draft = any(part.startswith(".") for part in path.relative_to(out).parts)
+        if path.is_dir() or draft or path.name == "filler":
             continue
         try:
             if path.suffix == ".json":
