@@ -1,5 +1,7 @@
 """What ranks of the tests of Lightning do."""
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -216,5 +218,26 @@ def stopped(world: World, folder: str) -> dict[str, Any]:
     try:
         _fit(world, trainer, Module(), 0)
     except Co2simError as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "took": time.monotonic() - begin}
+
+
+class Signal(pl.Callback):
+    """The second rank gets SIGTERM, as from a batch system that wants its node."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *others: Any) -> None:
+        """After five steps."""
+        del others
+        if trainer.global_rank == 1 and trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def signalled(world: World, folder: str) -> dict[str, Any]:
+    """What is said where one rank gets SIGTERM."""
+    trainer = _trainer(Path(folder) / "signalled", {"tau": 4}, callbacks=[Signal()])
+    begin, told = time.monotonic(), ""
+    try:
+        _fit(world, trainer, Module(), 0)
+    except (Co2simError, SystemExit) as error:
         told = f"{type(error).__name__}: {error}"
     return {"told": told, "took": time.monotonic() - begin}

@@ -31,7 +31,8 @@ def lightning(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     own |= {"other_checkpoints": {}, "refused": {}, "replaced": {}, "broken": {}}
     own |= {"broadcasts": {}}
     found = together("lightning_workers", 2, calls(folder, **own))
-    return found | together("lightning_workers", 2, calls(folder, stopped={}))
+    found |= together("lightning_workers", 2, calls(folder, stopped={}))
+    return found | together("lightning_workers", 2, calls(folder, signalled={}))
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,16 @@ def test_an_early_stop_on_one_rank_ends_all(library: str, request: pytest.Fixtur
     assert "failed: rank 1 is at " in other["told"]
     assert " after 5 steps; rank 0 has taken " in other["told"]
     assert "rank 1 has taken 5" in own["told"]
+    assert max(other["took"], own["took"]) < 30
+
+
+@pytest.mark.dist
+def test_sigterm_on_one_rank_of_lightning_ends_all(lightning: dict[str, list[Any]]) -> None:
+    """At once: it does not wait in its handler for others, which are told."""
+    other, own = lightning["signalled"]
+    assert own["told"].startswith("SIGTERMException")
+    assert other["told"].startswith("RankFailure: ")
+    assert "rank 1 raised SIGTERMException after 5 steps" in other["told"]
     assert max(other["took"], own["took"]) < 30
 
 

@@ -62,9 +62,7 @@ class LocalUpdateStrategy(DDPStrategy):
             )
         assert self.lightning_module is not None
         self._running = self._algorithm(self.lightning_module, self.optimizers, **self._options)
-        # Before every batch Lightning (2.6) asks rank 0 for SIGTERM, and all wait. Each rank ends
-        # by its own signal as well; the others are told.
-        trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = _nothing
+        _leave_signals_to_ranks(trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # set outside
         callbacks[:] = [_Finish(self), *(one for one in callbacks if not isinstance(one, _Finish))]
 
@@ -172,8 +170,24 @@ class LocalUpdateStrategy(DDPStrategy):
         rank_files.load(place, self.algorithm)
 
 
-def _nothing() -> None:
-    """What Lightning then does."""
+def _leave_signals_to_ranks(trainer: Trainer) -> None:
+    """Let a rank end by its own SIGTERM, after its batch; the others are told as of an exception.
+
+    Lightning (2.6) has all ranks wait for rank 0 before every batch, to ask whether it got one, and
+    a rank that got one wait in its handler, until rank 0 asks. It is not public; another version
+    may do neither. Comes before the trainer registers its handlers.
+    """
+    connector = trainer._signal_connector  # noqa: SLF001 - no other way
+
+    def noted(signum: int, frame: object) -> None:
+        del frame
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)
+        connector.received_sigterm = True
+
+    vars(connector)["_sigterm_notifier_fn"] = noted
+    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
 
 
 def _ranks_of(path: str | Path) -> Path:
