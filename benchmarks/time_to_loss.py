@@ -25,19 +25,19 @@ What goes into a prediction is known before the run begins:
   the steps counts. One in which something is sent all the time tells how much that slows the
   steps down: ranks send with the cores that they compute with. One with an average after each step
   tells what the network attains of its stated rate: a core that comes late loses it. torchft's
-  LocalSGD averages every tensor by itself: what that takes beside the messages is found with
-  tensors of one element;
+  LocalSGD averages every tensor by itself: what the cores need for so many messages is found with
+  tensors of hardly any bytes. Cores and network work at the same time, so that the slower counts;
 - all communication: from the rate at which the lab is built, and what is attained of it, by
   co2sim. It runs the model of
   `realrun train --describe` on a GPU that takes the calibrated time for a step. Methods of torch
-  and torchft have the schedule of the strategy that does the same; torchft's LocalSGD averages
-  every tensor by itself.
+  and torchft have the schedule of the strategy that does the same.
 
 The loss to reach is the worst with which one of the runs without a lab ends, so that all reach it.
 CO2 as published is run first: the others end soon after they have reached what it ends with; one
 that does not sets the loss. --target gives another. Between two validations the loss is taken to
 fall evenly. Learning rates and outer steps are those of convergence.csv, where there is one.
-Measured seconds are rank 0's, and count all but validation, which comes after the training.
+Measured seconds are rank 0's, and count all but validation, which comes after the training. Waits
+for averages are those of the rank that waited least.
 
 Each finished run is a row of time_to_loss-runs.csv; what is there is not run again: remove the file
 to measure anew. Writes time_to_loss.csv, time_to_loss.md and time_to_loss.png.

@@ -139,12 +139,13 @@ IN_DDP = Contender("calibration: DDP that sends nothing", _STEPS_ALONE, "", 5e-3
 SENDING = Contender("calibration: always sending", _STEPS_ALONE, "", 5e-3, peer="sending")
 AVERAGING = Contender("calibration: an average after each step", "local_sgd:tau=1", "", 5e-3)
 SMALL_AVERAGES = Contender(
-    "calibration: torchft averages next to nothing", _LOCAL, "", 5e-3, peer="torchft small"
+    "calibration: messages of torchft", _LOCAL, "", 5e-3, peer="torchft small"
 )
 CALIBRATIONS = (ALONE, IN_DDP, SENDING, AVERAGING)
 """How long local steps take where the ranks share the cores: the bare model's, torch's, and while
 the network is busy all the time. The last tells how long a blocking average takes there. Before
-torchft's LocalSGD comes `SMALL_AVERAGES`: as many tensors as the model has, of one element each."""
+torchft's LocalSGD comes `SMALL_AVERAGES`: as many tensors as the model has, so small that their
+bytes take no time, and large enough for every message: Gloo sends none for an empty segment."""
 
 
 def calibrations(chosen: Collection[Contender]) -> list[Contender]:

@@ -84,8 +84,12 @@ def always_sending(
 
 @contextmanager
 def torchft_small(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
-    """Local steps of the model, and torchft's averages of one element for each of its tensors."""
-    small = nn.ParameterList(torch.zeros(1) for _ in model.parameters())
+    """Local steps of the model, and torchft's averages of a small tensor for each of its tensors.
+
+    Gloo's ring cuts a tensor into two segments a rank, of one element at least.
+    """
+    elements = 2 * world.layout.world_size
+    small = nn.ParameterList(torch.zeros(elements) for _ in model.parameters())
     with torchft_local(small, optimizer, world, tau=TAU):
         yield Attached(model, optimizer)
 

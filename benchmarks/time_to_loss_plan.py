@@ -25,7 +25,6 @@ from time_to_loss_contenders import (
 from time_to_loss_predict import (
     Calibrated,
     Place,
-    beside_messages,
     network_efficiency,
     shortest_round,
     with_delay,
@@ -108,11 +107,10 @@ def calibrated(plan: Plan, known: Known, ask: Ask) -> Calibrated:
         for one in (alone(ask.entry), ALONE, SENDING, AVERAGING)
     )
     place = plan.place(ask.where)
-    efficiency, host = network_efficiency(place, bare, averaging), 0.0
+    efficiency, messages = network_efficiency(place, bare, averaging), 0.0
     if ask.entry.tensor_by_tensor:
-        small = step_of(plan, known, SMALL_AVERAGES, ask.where, ask.seed)
-        host = beside_messages(place, bare, small, TAU)
-    return Calibrated(own, max(0.0, sending / bare - 1), efficiency, host)
+        messages = step_of(plan, known, SMALL_AVERAGES, ask.where, ask.seed)
+    return Calibrated(own, max(0.0, sending / bare - 1), efficiency, messages)
 
 
 def delay_at(plan: Plan, rate: str, entry: Contender) -> int:

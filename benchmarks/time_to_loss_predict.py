@@ -8,11 +8,10 @@ from pathlib import Path
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.cluster import GPU
-from co2sim.schedule import Collective, DType, Layout, Op, Schedule
+from co2sim.schedule import DType
 from co2sim.strategies import Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps
-from co2sim.strategies.local_sgd import LocalSGD
 from co2sim.study import settle
 from co2sim.units import Seconds, parse
 from co2sim.workload import Workload
@@ -39,36 +38,14 @@ class Calibrated:
     """What a lab is found to be, just before a run: seconds of a local step alone.
 
     `interference`: the share by which sending slows it down. `efficiency`: the fraction of its
-    stated rate that the network attains. `host`: seconds of a step that averages take beside their
-    messages, where every tensor is averaged by itself.
+    stated rate that the network attains. `messages`: seconds of a step with averages of hardly any
+    bytes, where every tensor is averaged by itself: so long do the cores need for the messages.
     """
 
     local_step: Seconds
     interference: float = 0.0
     efficiency: float = 1.0
-    host: Seconds = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorByTensor(LocalSGD):
-    """LocalSGD that averages every tensor of the model by itself, as torchft's does."""
-
-    tensors: tuple[int, ...]
-    """Elements of each."""
-
-    def schedule(self, job: Workload, layout: Layout) -> Schedule:
-        """The schedule of LocalSGD with its average cut up."""
-        whole = LocalSGD.schedule(self, job, layout)
-        body = [piece for op in whole.body for piece in self._pieces(op)]
-        return Schedule(whole.name, tuple(body), whole.steps)
-
-    def _pieces(self, op: Op) -> list[Op]:
-        if not isinstance(op.work, Collective):
-            return [op]
-        works = [replace(op.work, elements=count) for count in self.tensors]
-        names = [*(f"{op.name}{number}" for number in range(1, len(works))), op.name]
-        pieces = [Op(name, work, op.stream) for name, work in zip(names, works, strict=True)]
-        return [replace(pieces[0], after=op.after), *pieces[1:]]
+    messages: Seconds = 0.0
 
 
 def case(place: Place, strategy: str | Strategy, found: Calibrated) -> Case:
@@ -95,28 +72,11 @@ def case(place: Place, strategy: str | Strategy, found: Calibrated) -> Case:
 
 @cache
 def predicted_step(place: Place, strategy: str | Strategy, found: Calibrated) -> Seconds:
-    """Seconds of a step, communication included."""
-    return run(case(place, strategy, found)).step_time_s + found.host
+    """Seconds of a step, communication included.
 
-
-def beside_messages(place: Place, local_step: Seconds, averaging: Seconds, tau: int) -> Seconds:
-    """Seconds of a step that averages of one element for each tensor take, beside their messages.
-
-    `averaging` is a step with them. At least 0.
+    The cores prepare a message while the network carries the one before: the slower one counts.
     """
-    small = TensorByTensor(tau=tau, tensors=(1,) * len(tensors(place.size)))
-    return max(0.0, averaging - predicted_step(place, small, Calibrated(local_step)))
-
-
-@cache
-def tensors(size: str) -> tuple[int, ...]:
-    """Elements of each parameter of the model."""
-    import torch  # noqa: PLC0415 - only where somebody averages tensor by tensor
-
-    from realrun.train.gpt import GPT  # noqa: PLC0415
-
-    with torch.device("meta"):
-        return tuple(p.numel() for p in GPT(GPTS[size]).parameters())
+    return max(run(case(place, strategy, found)).step_time_s, found.messages)
 
 
 def network_efficiency(place: Place, local_step: Seconds, averaging: Seconds) -> float:

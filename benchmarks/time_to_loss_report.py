@@ -86,7 +86,7 @@ A GPT of {shape.parameters:,} parameters, {plan.nodes} nodes of one rank, {plan.
  {frame["late_steps"].max():.1%} in a run). Predicted before: steps from a\
  run without a lab; a local step, how much sending slows it down, and what the network attains of\
  its stated rate, from calibrations in the lab, as are the averages of torchft's LocalSGD beside\
- their messages; communication by co2sim.\
+ their bytes; communication by co2sim.\
  Means over seeds, ± the standard deviation. torchft-nightly: {version("torchft-nightly")}.\
  {machine()}
 
@@ -170,7 +170,8 @@ def _hidden(frame: pd.DataFrame) -> str:
         return ""
     return f"""\
 What was hidden of the averages of a round where training chose the delay. All rounds count, the\
- first ones, too, in which it is measured:
+ first ones, too, in which it is measured. *Waited* is the least that one of the ranks waited: the\
+ others waited for slower ranks, too:
 
 {table(rows)}"""
 

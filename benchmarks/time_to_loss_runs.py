@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from time_to_loss_contenders import ALONE, REFERENCE, SENDING, TAU
+from time_to_loss_contenders import ALONE, REFERENCE, SENDING
 from time_to_loss_methods import Pace, attach_of, build_alone, build_with, paced, said
 from time_to_loss_plan import (
     FREE,
@@ -29,9 +29,9 @@ from time_to_loss_plan import (
     step_of,
     target_of,
 )
-from time_to_loss_predict import TensorByTensor, elements_of_a_step, predicted_step, tensors
+from time_to_loss_predict import elements_of_a_step, predicted_step
 
-from co2sim.strategies import Strategy
+from co2sim.units import Seconds
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
 from realrun.train.loop import Build, Standing, train
@@ -75,10 +75,7 @@ def _said_before(plan: Plan, known: Known, results: Path, ask: Ask) -> dict[str,
     if ask.where == FREE or ask.entry.calibrates:
         return {}
     free, found = free_ask(plan, ask), calibrated(plan, known, ask)
-    strategy: str | Strategy = settled(plan, ask.where, ask.entry)
-    if ask.entry.tensor_by_tensor:
-        strategy = TensorByTensor(tau=TAU, tensors=tensors(plan.size))
-    step = predicted_step(plan.place(ask.where), strategy, found)
+    step = predicted_step(plan.place(ask.where), settled(plan, ask.where, ask.entry), found)
     told: dict[str, Any] = {"local_step_s": found.local_step, "interference": found.interference}
     told |= {"efficiency": found.efficiency, "predicted_step_s": step, "stop": 0}
     point = reached(curve(known[free.key(plan)]), target_of(plan, known, results))
@@ -130,10 +127,18 @@ def one_run(
     with said(ask.delay):
         if ask.where != FREE:
             found = figures(train(settings, world, build=partial(paced, pace, how)))
+            found["waited"] = _least(found["waited"] or 0.0, world)
             return {**found, "late_steps": pace.late / max(1, pace.steps)}
         watched = ask.entry.name != REFERENCE and not ask.entry.calibrates
         until = Until(enough(plan, known, results) if watched else None)
         return figures(train(settings, world, build=how, progress=until.note, stop=until.low))
+
+
+def _least(waited: Seconds, world: World) -> Seconds:
+    """Of what the ranks waited for averages, the least: others waited for slower ranks, too."""
+    all_waited: list[Any] = [None] * world.layout.world_size
+    dist.all_gather_object(all_waited, waited)
+    return float(min(all_waited))
 
 
 class Until:

@@ -20,7 +20,6 @@ import torch
 from realrun.algorithms import CO2
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
-from realrun.train.shapes import GPTS
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -358,25 +357,20 @@ def test_contenders_are_tuned_as_in_the_study(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("scripts")
-def test_an_average_tensor_by_tensor_costs_the_latencies_of_each() -> None:
-    """Each small all-reduce of a ring of 4 adds 6 times the stated 250 us; the bytes are one's.
+def test_a_predicted_step_takes_what_was_calibrated_into_account() -> None:
+    """Sending slows only what runs meanwhile: nothing under LocalSGD, the steps under a late CO2.
 
-    Sending slows only what runs meanwhile: nothing under LocalSGD, the steps under a late CO2.
+    Cores that prepare messages all the time are slower than the network, or are not seen.
     """
     from time_to_loss_predict import (  # type: ignore[import-not-found]  # noqa: PLC0415
         Calibrated,
         Place,
-        TensorByTensor,
         network_efficiency,
         predicted_step,
     )
 
     place = Place(4, "100 Mbit/s", "mini", 8)
-    parameters = GPTS["mini"].model().parameters
-    tensors = (8,) * 30 + (parameters - 240,)
     whole = predicted_step(place, "local_sgd:tau=12", Calibrated(0.027))
-    parts = predicted_step(place, TensorByTensor(tau=12, tensors=tensors), Calibrated(0.027))
-    assert 12 * (parts - whole) == pytest.approx(30 * 6 * 250e-6, rel=0.01)
     slow = Calibrated(0.027, interference=0.1)
     assert predicted_step(place, "local_sgd:tau=12", slow) == pytest.approx(whole)
     late = [
@@ -389,32 +383,9 @@ def test_an_average_tensor_by_tensor_costs_the_latencies_of_each() -> None:
     averaging = predicted_step(place, "local_sgd:tau=1", found)
     assert network_efficiency(place, 0.027, averaging) == pytest.approx(0.8, rel=0.03)
     assert network_efficiency(place, 0.027, 0.028) == 1
-
-
-@pytest.mark.usefixtures("scripts")
-def test_what_averages_take_beside_their_messages_is_added_to_a_step() -> None:
-    """Found with tensors of one element, whose messages the simulation knows; at least 0."""
-    from time_to_loss_predict import (  # noqa: PLC0415 - a folder of scripts
-        Calibrated,
-        Place,
-        TensorByTensor,
-        beside_messages,
-        predicted_step,
-        tensors,
-    )
-
-    place, local = Place(4, "100 Mbit/s", "mini", 8), 0.1
-    sizes = tensors("mini")
-    assert sum(sizes) == GPTS["mini"].model().parameters
-    messages = predicted_step(
-        place, TensorByTensor(tau=12, tensors=(1,) * len(sizes)), Calibrated(local)
-    )
-    assert messages > local
-    assert beside_messages(place, local, messages + 0.004, 12) == pytest.approx(0.004)
-    assert beside_messages(place, local, local, 12) == 0
-    whole = TensorByTensor(tau=12, tensors=sizes)
-    slower = predicted_step(place, whole, Calibrated(local, host=0.004))
-    assert slower - predicted_step(place, whole, Calibrated(local)) == pytest.approx(0.004)
+    for messages, step in ((0.028, whole), (0.04, 0.04)):
+        found = Calibrated(0.027, messages=messages)
+        assert predicted_step(place, "local_sgd:tau=12", found) == step
 
 
 @pytest.mark.usefixtures("scripts")
