@@ -2,11 +2,13 @@
 
     python benchmarks/engines.py            # ten minutes on two free cores
     python benchmarks/engines.py --quick    # 3,000 cases
+    python benchmarks/engines.py --alone --cases 1000000    # one process, half an hour
 
 The cases are the cheapest that there are, so that what is measured is all but the simulation. One
 process computes them, and at the same time a scheduler and four worker processes do, of which one
 is killed after a quarter of the cases, and another after half. The last line reads the folder
-again: nothing is left to compute. With --cases there are fewer.
+again: nothing is left to compute. --cases says how many there are. With --alone there is only the
+run of one process, for any number of cases; it is printed, and nothing is written.
 
 Writes benchmarks/results/engines.md.
 """
@@ -48,6 +50,7 @@ def main() -> None:
     command.add_argument(
         "--cases", type=int, default=_FULL[0] * _FULL[1], help="how many, in steps of 400"
     )
+    command.add_argument("--alone", action="store_true", help="only one process, without Dask")
     command.add_argument("--child", nargs=3, help="one run: its folder, its sizes, its scheduler")
     given = command.parse_args()
     if given.child:
@@ -56,6 +59,10 @@ def main() -> None:
     sizes = _QUICK if given.quick else (_FULL[0], given.cases // _FULL[0])
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
+        if given.alone:
+            found = measured(here / "one", sizes)
+            print(table([row("one process", found, digest(here / "one"))]))
+            return
         with cluster(here) as (address, workers), ThreadPoolExecutor(1) as beside:
             running = beside.submit(measured, here / "one", sizes)
             killer = Killer(here / "dask", sizes[0] * sizes[1], workers)

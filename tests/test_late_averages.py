@@ -13,7 +13,7 @@ from hypothesis import strategies as st  # noqa: E402 - needs torch
 from local_problem import loss, network, optimizer, train, vector  # noqa: E402 - needs torch
 
 from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
-from realrun.algorithms.auto_delay import AutoDelay  # noqa: E402 - needs torch
+from realrun.algorithms.auto_delay import AutoDelay, Launch  # noqa: E402 - needs torch
 from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.late import LateAverages, depart, keep_since, stand  # noqa: E402 - needs torch
 
@@ -156,3 +156,55 @@ def _last_loss(**options: Any) -> float:
         train(model, optim, 0, range(80))
         with co2.consensus():
             return loss(model, 0, 0).item()
+
+
+class OfRanks:
+    """Links that know what the other ranks say: `others` are their numbers, call by call."""
+
+    def __init__(self, others: list[list[float]]) -> None:
+        self.others = iter(others)
+
+    def largest(self, numbers: list[float]) -> list[float]:
+        """As of `Links`."""
+        return [max(pair) for pair in zip(numbers, next(self.others), strict=True)]
+
+
+def delay_of(own: list[int], others: list[list[float]]) -> tuple[int | None, AutoDelay]:
+    """What is chosen where averages take so many steps here, and 0 means that nobody can tell."""
+    auto = AutoDelay(8, OfRanks(others), measures=True)  # type: ignore[arg-type]
+    chosen = None
+    for step, took in enumerate(own, start=1):
+        assert chosen is None
+        auto.took[step] = took
+        chosen = auto.used(Launch(0, step, 8))
+    return chosen, auto
+
+
+def test_the_middle_one_of_three_averages_is_the_delay() -> None:
+    """Slow first steps do not decide for the whole training; the very first average is left out."""
+    quick = [[0.0, 1.0]] * 8
+    assert delay_of([7, 1, 1, 1], quick)[0] == 1
+    assert delay_of([1, 5, 1, 1], quick)[0] == 1
+    assert delay_of([1, 5, 2, 3], quick)[0] == 3
+    assert delay_of([1, 5, 5, 1], quick)[0] == 5
+    assert delay_of([1, 1, 1], quick)[0] is None
+
+
+def test_every_average_counts_as_on_its_slowest_rank_or_not_at_all() -> None:
+    """Ranks agree on each one; where one cannot tell, all of them leave it out."""
+    slow = [[0.0, 1.0], [0.0, 4.0], [0.0, 3.0], [0.0, 1.0]]
+    assert delay_of([1, 1, 1, 2], slow)[0] == 3
+    assert delay_of([1, 1, 1, 1], [[0.0, 1.0], [1.0, 0.0], *slow[:2]])[0] is None
+    assert delay_of([1, 0, 2, 2, 2], [[0.0, 1.0]] * 5)[0] == 2
+
+
+def test_what_was_measured_is_kept() -> None:
+    """A resumed training counts on; names are the same before and after."""
+    _, auto = delay_of([1, 5, 2], [[0.0, 1.0]] * 3)
+    resumed = AutoDelay(8, OfRanks([[0.0, 1.0]]), measures=True)  # type: ignore[arg-type]
+    assert resumed.numbers().keys() == auto.numbers().keys()
+    resumed.go_on(auto.numbers(), [])
+    assert (resumed.samples, resumed.uses, resumed.measures) == ([5, 2], 3, True)
+    resumed.took[4] = 3
+    assert resumed.used(Launch(0, 4, 8)) == 3
+    assert not resumed.measures

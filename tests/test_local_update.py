@@ -395,7 +395,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert three_ranks["resume"] == [[]] * 3
 
 
-def test_the_chosen_delay_is_that_of_the_slowest_rank_on_all(
+def test_the_chosen_delay_counts_each_average_as_on_its_slowest_rank(
     three_ranks: dict[str, list[Any]],
 ) -> None:
     """A whole round until three were measured, then 3 for 1, 2 and 3; resuming keeps it."""

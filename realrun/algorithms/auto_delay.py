@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 import torch
 
@@ -9,7 +10,11 @@ from realrun.algorithms.average import Flight
 from realrun.algorithms.links import Links
 
 SAMPLES = 3
-"""Averages that are measured; the slowest on any rank decides."""
+"""Averages that are measured, each as on its slowest rank; the middle one decides.
+
+The first steps of a training may take longer than those that follow. The longest of the three would
+then stay the delay of the whole training, though every later average comes sooner.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +37,15 @@ class AutoDelay:
 
     Until then averages are used a whole round late. The very first is not counted: it opens
     connections. Nor are those that something else waited for, such as an evaluation. `took` are the
-    local steps that averages under way took, by their launch; 0 where that cannot be told.
+    local steps that averages under way took, by their launch; 0 where that cannot be told. Those of
+    averages that were used are `samples`, each as on its slowest rank.
     """
 
     tau: int
     links: Links
     measures: bool
     uses: int = 0
-    samples: int = 0
-    slowest: int = 0
+    samples: list[int] = field(default_factory=list)
     took: dict[int, int] = field(default_factory=dict)
 
     def look(self, now: int, under_way: Sequence[tuple[Launch, Flight]]) -> None:
@@ -65,28 +70,24 @@ class AutoDelay:
         if not self.measures:
             return None
         took = self.took.pop(launch.step, self.tau)
-        if self.uses and took:
-            self.samples += 1
-            self.slowest = max(self.slowest, took)
+        unknown, slowest = self.links.largest([float(not took), float(took)])
+        if self.uses and not unknown:
+            self.samples.append(int(slowest))
         self.uses += 1
-        fewest, slowest = self.links.largest([-float(self.samples), float(self.slowest)])
-        self.measures = -fewest < SAMPLES
-        return None if self.measures else min(self.tau, int(slowest))
+        self.measures = len(self.samples) < SAMPLES
+        return None if self.measures else min(self.tau, median_low(self.samples))
 
     def numbers(self) -> dict[str, float]:
-        """To be saved."""
-        return {
-            "measures": self.measures,
-            "uses": self.uses,
-            "samples": self.samples,
-            "slowest": self.slowest,
-        }
+        """To be saved, always by the same names; 0: no such sample yet."""
+        padded = [*self.samples, *[0] * SAMPLES][:SAMPLES]
+        samples = {f"sample{place}": sample for place, sample in enumerate(padded)}
+        return {"measures": self.measures, "uses": self.uses, **samples}
 
     def go_on(
         self, numbers: Mapping[str, float], under_way: Sequence[tuple[Launch, Flight]]
     ) -> None:
         """Go on from what was saved; averages that were under way then were waited for."""
-        self.measures = bool(numbers["measures"])
-        self.uses, self.samples = int(numbers["uses"]), int(numbers["samples"])
-        self.slowest = int(numbers["slowest"])
+        self.measures, self.uses = bool(numbers["measures"]), int(numbers["uses"])
+        saved = [int(numbers[f"sample{place}"]) for place in range(SAMPLES)]
+        self.samples = [sample for sample in saved if sample]
         self.took = {launch.step: 0 for launch, _ in under_way}
