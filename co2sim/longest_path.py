@@ -25,21 +25,22 @@ def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Ti
             schedule.body, schedule.offsets, schedule.work_numbers, strict=True
         )
     ]
+    before = max((offset for _, offsets, _, _ in steps for offset in offsets), default=0)
     starts: list[Seconds] = []
-    ends: list[Seconds] = []
+    ends = [0.0] * before  # what the first rounds wait for has ended
     free = [0.0] * len(streams)
     for turn in range(lowered.rounds):
-        for number, (track, offsets, latency, seconds) in enumerate(steps, len(ends)):
+        for track, offsets, latency, seconds in steps:
             start = free[track]
             for offset in offsets:
-                if offset <= number and ends[number - offset] > start:
-                    start = ends[number - offset]
+                if ends[-offset] > start:  # noqa: PLR1730 - a call of max takes longer
+                    start = ends[-offset]
             end = free[track] = start + latency + seconds
             starts.append(start)
             ends.append(end)
         if progress:
             progress((turn + 1) / lowered.rounds)
-    return np.array(starts).reshape(-1, 1), np.array(ends).reshape(-1, 1)
+    return np.array(starts).reshape(-1, 1), np.array(ends[before:]).reshape(-1, 1)
 
 
 def _seconds(lowered: Lowered, place: int) -> tuple[Seconds, Seconds]:

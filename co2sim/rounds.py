@@ -7,6 +7,7 @@ from co2sim import metrics
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.errors import ResourceError
+from co2sim.folding import class_count
 from co2sim.lowering import LOCKSTEP_SPAN_BYTES, MOST_SPANS, SPAN_BYTES, span_count
 from co2sim.machine import require_memory
 from co2sim.noise import QUIET
@@ -46,6 +47,8 @@ def simulated(case: Case, prepared: Scheduled, done: Done | None) -> tuple[Trace
         measured = case.rounds or _ROUNDS_OF_JITTER
         return executed(case, prepared, warm_up + measured, done), measured, False
     measured = case.rounds or 1
+    if _repeats(case, prepared):
+        return executed(case, prepared, measured, done), measured, True
     while True:
         found = executed(case, prepared, warm_up + measured, done)
         steady = metrics.is_steady(found, prepared.schedule, measured)
@@ -63,7 +66,7 @@ def executed(
 
     Else what is under way behind the last step would be faster than it ever is.
     """
-    more = _further(prepared)
+    more = _further(case, prepared)
     if not free:  # which comes second, and is counted with the first
         _check_memory(case, prepared, rounds)
     found = execute(
@@ -79,9 +82,24 @@ def executed(
     return found.first(rounds) if more else found
 
 
-def _further(prepared: Scheduled) -> int:
+def _repeats(case: Case, prepared: Scheduled) -> bool:
+    """Whether all rounds are like the first: nothing of a round is left when the next one begins.
+
+    All ranks end it at the same time, and no link has bytes saved that it may send at once.
+    """
+    schedule, cluster, noise = prepared.schedule, prepared.cluster, case.noise
+    links = cluster.intra, cluster.inter, *([cluster.wan] if cluster.wan else [])
+    if noise.uneven or any(link.burst for link in links) or not schedule.apart:
+        return False
+    slowdowns = noise.node_slowdowns(cluster.layout)
+    return class_count(cluster.layout, slowdowns, schedule, allowed=True) == 1
+
+
+def _further(case: Case, prepared: Scheduled) -> int:
     """Rounds that are simulated behind those asked for; see `executed`."""
-    return prepared.schedule.lag if prepared.cluster.inter.busy_efficiency < 1 else 0
+    if prepared.cluster.inter.busy_efficiency == 1 or _repeats(case, prepared):
+        return 0
+    return prepared.schedule.lag
 
 
 def _fits(case: Case, prepared: Scheduled, rounds: int) -> bool:
@@ -95,7 +113,7 @@ def _fits(case: Case, prepared: Scheduled, rounds: int) -> bool:
 def _check_memory(case: Case, prepared: Scheduled, rounds: int) -> int:
     """The spans of so many rounds. Raises ResourceError if they need too much memory."""
     schedule, cluster, noise = prepared.schedule, prepared.cluster, case.noise
-    rounds, ops = rounds + _further(prepared), len(schedule.body)
+    rounds, ops = rounds + _further(case, prepared), len(schedule.body)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=case.fold)
     ranks = spans // (rounds * ops)
     in_arrays = ranks > 1 and not cluster.interference

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from co2sim import boundaries
 from co2sim.errors import ScheduleError, nearest
 from co2sim.groups import (
     LEADERS,
@@ -212,6 +213,12 @@ class Schedule:
     def lag(self) -> int:
         """The farthest round, counted back, that a round waits for."""
         return max((wait.rounds_ago for op in self.body for wait in op.after), default=0)
+
+    @cached_property
+    def apart(self) -> bool:
+        """Whether a round begins when the one before has ended, with a compute op."""
+        ends = isinstance(self.body[-1].work, Compute)
+        return ends and boundaries.apart([op.stream for op in self.body], self.offsets)
 
     @cached_property
     def places(self) -> tuple[tuple[str, str], ...]:

@@ -94,11 +94,14 @@ def run(
 
 class _OneClass:
     def __init__(self, lowered: Lowered, sharing: set[int]) -> None:
+        offsets = lowered.schedule.offsets
         self.size = len(lowered.schedule.body)
-        self.total = lowered.rounds * self.size
+        self.before = max((offset for each in offsets for offset in each), default=0)
+        self.total = self.before + lowered.rounds * self.size
         self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
+        self.ends[: self.before] = [0.0] * self.before  # what the first rounds wait for
         self.slows = lowered.contend and lowered.cluster.interference > 0
-        self.streams = _streams(lowered, sharing, slows=self.slows)
+        self.streams = _streams(lowered, sharing, self.before, slows=self.slows)
         self.waiting: dict[int, list[_Track]] = {}
         self.agenda = Agenda()
         self.links = FairLinks(lowered, self.agenda, self._done)
@@ -110,10 +113,12 @@ class _OneClass:
         self._advance([*self.streams])
         while self.agenda.run(_EVENTS):
             if progress:
-                progress(min(stream.turn for stream in self.streams) / self.total)
+                rounds = min(stream.turn for stream in self.streams) - self.before
+                progress(rounds / (self.total - self.before))
         if progress:
             progress(1.0)
-        return np.array(self.starts).reshape(-1, 1), np.array(self.ends).reshape(-1, 1)
+        starts, ends = (np.array(times[self.before :]) for times in (self.starts, self.ends))
+        return starts.reshape(-1, 1), ends.reshape(-1, 1)
 
     # --- streams ----------------------------------------------------------------------------------
 
@@ -130,13 +135,12 @@ class _OneClass:
             place, offsets, work, known = steps[index]
             number, start = turn + place, free
             for offset in offsets:
-                if offset <= number:
-                    end = ends[number - offset]
-                    if end > start:
-                        start = end
-                    elif end < 0:
-                        waiting.setdefault(number - offset, []).append(stream)
-                        break
+                end = ends[number - offset]
+                if end > start:
+                    start = end
+                elif end < 0:
+                    waiting.setdefault(number - offset, []).append(stream)
+                    break
             else:
                 starts[number] = start
                 index += 1
@@ -245,14 +249,17 @@ _NOWHERE: Mapping[object, float] = MappingProxyType({})
 """The links of a compute."""
 
 
-def _streams(lowered: Lowered, sharing: set[int], *, slows: bool) -> list[_Track]:
-    """The steps of every stream; `slows` says that communication slows computing down."""
+def _streams(lowered: Lowered, sharing: set[int], first: int, *, slows: bool) -> list[_Track]:
+    """The steps of every stream; `slows` says that communication slows computing down.
+
+    `first` is the number of the first instance.
+    """
     schedule = lowered.schedule
     queues: dict[Group, _Turns] = {
         group: _Turns() for group, (one,) in lowered.communicators.items() if one.exclusive
     }
     works: dict[int, _Work] = {}
-    streams = {stream: _Track() for stream in schedule.streams}
+    streams = {stream: _Track(turn=first) for stream in schedule.streams}
     for place, (op, offsets, number) in enumerate(
         zip(schedule.body, schedule.offsets, schedule.work_numbers, strict=True)
     ):

@@ -193,11 +193,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             """The step time, if it is in proportion to that of equal ranks."""
             _, schedule = scheduled(strategy, prepared.job, cluster.layout)
             other = replace(even, strategy=strategy, schedule=schedule)
-            if schedule.steps > 1:
-                return result.step_time_s * round_time(case, other, done) / nominal
-            # a step begins when the one before has ended: the first is like all
-            first = executed(replace(case, noise=QUIET), other, 1, done)
-            return result.step_time_s * metrics.window(first, schedule, 1).round_time / nominal
+            return result.step_time_s * round_time(case, other, done) / nominal
 
         warnings = advice.warnings(prepared, result.step_time_s, tried)
         result = _with_interval(case, prepared, result, done)
@@ -256,7 +252,10 @@ def trace(case: Case, *, progress: bool | None = False) -> tuple[Schedule, Trace
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         case, _ = _settle(case, done)
         prepared = case.prepare()
-        return prepared.schedule, simulated(case, prepared, done)[0]
+        found = simulated(case, prepared, done)[0]
+        if found.rounds == 1:  # two show where one ends
+            found = executed(case, prepared, 2, done)
+        return prepared.schedule, found
 
 
 def settle(case: Case) -> Case:

@@ -1,7 +1,9 @@
 """The schedule: what it refuses, what its waits mean, and how it reads."""
 
 from collections import Counter
+from dataclasses import replace
 
+import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,3 +208,41 @@ def test_prefixed_ops_wait_for_prefixed_ops() -> None:
     first, second = prefixed([op("a"), op("b", After("a", 2), stream="s")], "s1.")
     assert (first.name, second.name) == ("s1.a", "s1.b")
     assert second.after == (After("s1.a", 2),)
+
+
+def closed(body: tuple[Op, ...]) -> tuple[Op, ...]:
+    """The body with an op that waits for all of a round, and that all of the next wait for."""
+    waiting = [replace(each, after=(*each.after, After("end", 1))) for each in body]
+    return (*waiting, op("end", *(After(each.name) for each in body)))
+
+
+@given(bodies(), st.booleans())
+def test_rounds_are_apart_if_the_last_op_stands_between_them(
+    body: tuple[Op, ...],
+    close: bool,  # noqa: FBT001
+) -> None:
+    """All of a round are behind the last op of the round before, and before its own: by paths.
+
+    The graph has every instance of six rounds; none waits for more than three rounds back.
+    """
+    schedule = Schedule("random", closed(body) if close else body)
+    size, graph, last = len(schedule.body), nx.DiGraph(), dict[str, int]()
+    for number, instance in enumerate(schedule.instances(6)):
+        graph.add_node(number)
+        graph.add_edges_from((other, number) for other in instance.waits)
+        if instance.op.stream in last:
+            graph.add_edge(last[instance.op.stream], number)
+        last[instance.op.stream] = number
+    here = set(range(5 * size, 6 * size))
+    behind = nx.descendants(graph, 5 * size - 1)
+    ahead = nx.ancestors(graph, 6 * size - 1)
+    assert schedule.apart == (here <= behind and here - {6 * size - 1} <= ahead)
+    assert schedule.apart or not close
+
+
+def test_rounds_that_end_with_a_collective_are_not_apart() -> None:
+    """A round is measured to its last compute op; behind that there is more of it."""
+    work = Collective(Kind.ALL_GATHER, "weights", 1, DType.BF16, WORLD)
+    body = (op("step", After("gather", 1)), Op("gather", work, "comm", (After("step"),)))
+    assert not Schedule("zero1", body).apart
+    assert not Schedule("free", (replace(body[1], after=()), op("step", After("gather")))).apart

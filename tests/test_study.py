@@ -306,3 +306,24 @@ def test_a_files_path_and_a_key_give_the_same_answer(tmp_path: Path) -> None:
     case: dict[str, Any] = {**SMALL, "strategy": "zero3"}
     assert simulate(**{**case, "cluster": str(copy)}) == simulate(**case)
     assert math.isfinite(simulate(**case).mfu)
+
+
+@pytest.mark.parametrize("cluster", ["a100-roce800", "a100-tcp80", "dgx-h100"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero3", "zeropp", "zeropp(chunks=4)", "fsdp", "zero1"]
+)
+def test_where_rounds_are_apart_one_is_like_all(
+    monkeypatch: pytest.MonkeyPatch, cluster: str, strategy: str
+) -> None:
+    """A case gives what it gives when rounds before it, and behind it, are simulated, too."""
+    case = Case(cluster=cluster, model="gpt2-xl", strategy=strategy, gpus=16, accumulation=2)
+    quick = study.run(case)
+    monkeypatch.setattr("co2sim.rounds._repeats", lambda *_: False)
+    long = study.run(case)
+    assert long.steady
+    assert quick.steady
+    assert quick.rounds_simulated < long.rounds_simulated or strategy == "zero1"
+    for name in {field.name for field in fields(Result)} - {"rounds_simulated"}:
+        value = getattr(long, name)
+        near = pytest.approx(value, rel=1e-9) if isinstance(value, float | dict) else value
+        assert getattr(quick, name) == near, name
