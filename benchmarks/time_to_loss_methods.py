@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from torch.optim import Optimizer
 
 from co2sim.schedule import WORLD
 from co2sim.units import Seconds
-from realrun.algorithms.auto_delay import AutoDelay
 from realrun.algorithms.counters import Stats
 from realrun.execute.world import World
 from realrun.train import TrainSettings
@@ -139,21 +137,6 @@ def build_alone(settings: TrainSettings, model: nn.Module, world: World) -> Meth
     """Our own method with workers that average with nobody: all arithmetic, and nothing is sent."""
     own, _ = dist.new_subgroups(1)
     return build(settings, model, replace(world, _groups={("training", WORLD): own}))
-
-
-@contextmanager
-def said(delay: int) -> Iterator[None]:
-    """Within, CO2 with delay="auto" takes this for what it measured; 0: what it did measure."""
-    if not delay:
-        yield
-        return
-    measured = AutoDelay.used
-
-    def used(self: AutoDelay, *arguments: Any) -> int | None:
-        return None if measured(self, *arguments) is None else delay
-
-    with mock.patch.object(AutoDelay, "used", used):
-        yield
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from time_to_loss_contenders import ALONE, REFERENCE, SENDING
-from time_to_loss_methods import Pace, attach_of, build_alone, build_with, paced, said
+from time_to_loss_methods import Pace, attach_of, build_alone, build_with, paced
 from time_to_loss_plan import (
     FREE,
     KEY,
@@ -31,6 +31,8 @@ from time_to_loss_plan import (
 )
 from time_to_loss_predict import elements_of_a_step, predicted_step
 
+from co2sim.strategies import parse
+from co2sim.strategies.co2 import CO2
 from co2sim.units import Seconds
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
@@ -95,8 +97,13 @@ def _words(row: dict[str, Any]) -> str:
 
 def settings_of(plan: Plan, ask: Ask, stop: int) -> TrainSettings:
     """What a run trains."""
+    strategy = ask.entry.strategy
+    if ask.delay:  # co2sim's stands for what would be measured, in as many fragments
+        chosen = parse(strategy)
+        assert isinstance(chosen, CO2)
+        strategy = strategy.replace("delay=auto", f"delay={ask.delay},fragments={chosen.parts()}")
     return TrainSettings(
-        strategy=ask.entry.strategy,
+        strategy=strategy,
         size=plan.size,
         steps=plan.steps,
         stop=min(3 * plan.every, plan.steps) if ask.entry.calibrates else stop,
@@ -124,14 +131,13 @@ def one_run(
         how = partial(build_with, attach)
     settings = settings_of(plan, ask, stop)
     pace = Pace(plan.pace)
-    with said(ask.delay):
-        if ask.where != FREE:
-            found = figures(train(settings, world, build=partial(paced, pace, how)))
-            found["waited"] = _least(found["waited"] or 0.0, world)
-            return {**found, "late_steps": pace.late / max(1, pace.steps)}
-        watched = ask.entry.name != REFERENCE and not ask.entry.calibrates
-        until = Until(enough(plan, known, results) if watched else None)
-        return figures(train(settings, world, build=how, progress=until.note, stop=until.low))
+    if ask.where != FREE:
+        found = figures(train(settings, world, build=partial(paced, pace, how)))
+        found["waited"] = _least(found["waited"] or 0.0, world)
+        return {**found, "late_steps": pace.late / max(1, pace.steps)}
+    watched = ask.entry.name != REFERENCE and not ask.entry.calibrates
+    until = Until(enough(plan, known, results) if watched else None)
+    return figures(train(settings, world, build=how, progress=until.note, stop=until.low))
 
 
 def _least(waited: Seconds, world: World) -> Seconds:

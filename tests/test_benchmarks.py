@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from realrun.algorithms import CO2
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
 
@@ -410,14 +409,13 @@ def test_tau_and_delay_are_as_many_steps_as_an_average_takes() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch, importing
 @pytest.mark.usefixtures("scripts")
-def test_co2_takes_the_delay_that_it_is_told() -> None:
+def test_co2_takes_the_delay_that_it_is_told(tmp_path: Path) -> None:
     """Without a lab the delay that co2sim chose stands for what would be measured."""
-    from time_to_loss_methods import said  # type: ignore[import-not-found]  # noqa: PLC0415
+    from time_to_loss_plan import Ask, Plan, tuned  # noqa: PLC0415 - a folder of scripts
+    from time_to_loss_runs import settings_of  # type: ignore[import-not-found]  # noqa: PLC0415
 
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with said(3), CO2(model, optimizer, tau=4, delay="auto") as co2:
-        for _ in range(4 * 6):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-        assert co2.stats().delay == 3
+    plan, rate = Plan(), "100 Mbit/s"
+    (entry,) = (one for one in tuned(plan, tmp_path, rate) if one.name == "CO2, delay auto")
+    free, lab = (settings_of(plan, Ask(entry, rate, 0, delay), 0) for delay in (3, 0))
+    assert free.strategy == "co2:tau=12,delay=3,fragments=12,keep=0.5,predict=0.5"
+    assert lab.strategy == "co2:tau=12,delay=auto,keep=0.5,predict=0.5"

@@ -14,6 +14,7 @@ from local_problem import loss, network, optimizer, train, vector  # noqa: E402 
 
 from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
 from realrun.algorithms.auto_delay import AutoDelay, Launch  # noqa: E402 - needs torch
+from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
 from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.late import LateAverages, depart, keep_since, stand  # noqa: E402 - needs torch
 
@@ -169,42 +170,63 @@ class OfRanks:
         return [max(pair) for pair in zip(numbers, next(self.others), strict=True)]
 
 
-def delay_of(own: list[int], others: list[list[float]]) -> tuple[int | None, AutoDelay]:
-    """What is chosen where averages take so many steps here, and 0 means that nobody can tell."""
-    auto = AutoDelay(8, OfRanks(others), measures=True)  # type: ignore[arg-type]
+def measuring(others: list[list[float]]) -> AutoDelay:
+    """In rounds of eight steps."""
+    return AutoDelay(8, OfRanks(others), measures=True)  # type: ignore[arg-type]
+
+
+def delay_of(took: list[int], untold: set[int] = frozenset()) -> int | None:  # type: ignore[assignment]
+    """What is chosen where averages take so many steps; other ranks cannot tell those `untold`."""
+    auto = measuring([[float(place in untold)] for place in range(len(took))])
     chosen = None
-    for step, took in enumerate(own, start=1):
+    for place, steps in enumerate(took):
         assert chosen is None
-        auto.took[step] = took
-        chosen = auto.used(Launch(0, step, 8))
-    return chosen, auto
+        chosen = auto.used(Launch(0, place, 8), steps)
+    return chosen
 
 
 def test_the_middle_one_of_three_averages_is_the_delay() -> None:
     """Slow first steps do not decide for the whole training; the very first average is left out."""
-    quick = [[0.0, 1.0]] * 8
-    assert delay_of([7, 1, 1, 1], quick)[0] == 1
-    assert delay_of([1, 5, 1, 1], quick)[0] == 1
-    assert delay_of([1, 5, 2, 3], quick)[0] == 3
-    assert delay_of([1, 5, 5, 1], quick)[0] == 5
-    assert delay_of([1, 1, 1], quick)[0] is None
+    assert delay_of([7, 1, 1, 1]) == 1
+    assert delay_of([1, 5, 1, 1]) == 1
+    assert delay_of([1, 5, 2, 3]) == 3
+    assert delay_of([1, 5, 5, 1]) == 5
+    assert delay_of([1, 1, 1]) is None
 
 
-def test_every_average_counts_as_on_its_slowest_rank_or_not_at_all() -> None:
-    """Ranks agree on each one; where one cannot tell, all of them leave it out."""
-    slow = [[0.0, 1.0], [0.0, 4.0], [0.0, 3.0], [0.0, 1.0]]
-    assert delay_of([1, 1, 1, 2], slow)[0] == 3
-    assert delay_of([1, 1, 1, 1], [[0.0, 1.0], [1.0, 0.0], *slow[:2]])[0] is None
-    assert delay_of([1, 0, 2, 2, 2], [[0.0, 1.0]] * 5)[0] == 2
+def test_an_average_that_was_waited_for_on_any_rank_does_not_count() -> None:
+    """Ranks agree on which ones count: another says so, or this one."""
+    assert delay_of([1, 8, 2, 2, 2], untold={1}) == 2
+    assert delay_of([1, 8, 2, 2], untold={1}) is None
+    auto = measuring([[0.0]] * 2)
+    flight = Flight(0, torch.zeros(1))
+    auto.disturb([(Launch(0, 1, 8), flight)])
+    for step in (0, 1):
+        assert auto.used(Launch(0, step, 8), 3) is None
+    assert not auto.samples
+    assert not auto.disturbed
+
+
+def test_while_it_measures_an_average_is_used_when_all_ranks_have_it() -> None:
+    """One that is there on this rank, and not on another, is left; later, nobody is asked."""
+    here, away = (Flight(0, torch.zeros(1)) for _ in range(2))
+    away.waits, away.polls = [lambda _: None], [lambda: False]
+    pairs = [(Launch(0, 1, 8), here), (Launch(1, 2, 8), away)]
+    auto = measuring([[1.0, 0.0], [0.0, 0.0]])
+    assert auto.arrived(pairs) == []
+    assert auto.arrived(pairs) == pairs[:1]
+    assert auto.arrived([]) == []
+    auto.measures = False
+    assert auto.arrived(pairs) == []
 
 
 def test_what_was_measured_is_kept() -> None:
     """A resumed training counts on; names are the same before and after."""
-    _, auto = delay_of([1, 5, 2], [[0.0, 1.0]] * 3)
-    resumed = AutoDelay(8, OfRanks([[0.0, 1.0]]), measures=True)  # type: ignore[arg-type]
+    auto, resumed = measuring([[0.0]] * 3), measuring([[0.0]])
+    for step, took in enumerate([1, 5, 2]):
+        auto.used(Launch(0, step, 8), took)
     assert resumed.numbers().keys() == auto.numbers().keys()
     resumed.go_on(auto.numbers(), [])
     assert (resumed.samples, resumed.uses, resumed.measures) == ([5, 2], 3, True)
-    resumed.took[4] = 3
-    assert resumed.used(Launch(0, 4, 8)) == 3
+    assert resumed.used(Launch(0, 4, 8), 3) == 3
     assert not resumed.measures

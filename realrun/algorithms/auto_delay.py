@@ -10,7 +10,7 @@ from realrun.algorithms.average import Flight
 from realrun.algorithms.links import Links
 
 SAMPLES = 3
-"""Averages that are measured, each as on its slowest rank; the middle one decides.
+"""Averages that are measured, each until all ranks have it; the middle one decides.
 
 The first steps of a training may take longer than those that follow. The longest of the three would
 then stay the delay of the whole training, though every later average comes sooner.
@@ -33,12 +33,12 @@ class Launch:
 
 @dataclass
 class AutoDelay:
-    """Looks after every local step which averages have arrived, until enough were seen.
+    """Measures how many local steps averages take, until enough were seen.
 
-    Until then averages are used a whole round late. The very first is not counted: it opens
-    connections. Nor are those that something else waited for, such as an evaluation. `took` are the
-    local steps that averages under way took, by their launch; 0 where that cannot be told. Those of
-    averages that were used are `samples`, each as on its slowest rank.
+    Until then ranks ask each other after every local step which averages have come to all of them;
+    these are used at once. The very first is not counted: it opens connections. Nor are those that
+    something else waited for, such as an evaluation: `disturbed` are their launches. `samples` are
+    the steps that the others took.
     """
 
     tau: int
@@ -46,33 +46,34 @@ class AutoDelay:
     measures: bool
     uses: int = 0
     samples: list[int] = field(default_factory=list)
-    took: dict[int, int] = field(default_factory=dict)
+    disturbed: set[int] = field(default_factory=set)
 
-    def look(self, now: int, under_way: Sequence[tuple[Launch, Flight]]) -> None:
-        """After a local step: note which averages are there."""
-        if not self.measures:
-            return
-        missing = [pair for pair in under_way if pair[0].step not in self.took]
-        if missing and missing[0][1].vector.is_cuda:  # the host may be steps ahead
-            torch.cuda.current_stream(missing[0][1].vector.device).synchronize()
-        for launch, flight in missing:
-            if flight.arrived():
-                self.took[launch.step] = max(1, now - launch.step)
+    def arrived(self, under_way: Sequence[tuple[Launch, Flight]]) -> list[tuple[Launch, Flight]]:
+        """After a local step, while it measures: what has come to all ranks. All call this."""
+        if not self.measures or not under_way:
+            return []
+        vector = under_way[0][1].vector
+        if vector.is_cuda:  # the host may be steps ahead
+            torch.cuda.current_stream(vector.device).synchronize()
+        missing = self.links.largest([float(not flight.arrived()) for _, flight in under_way])
+        return [pair for pair, late in zip(under_way, missing, strict=True) if not late]
 
-    def disturbed(self, under_way: Sequence[tuple[Launch, Flight]]) -> None:
+    def disturb(self, under_way: Sequence[tuple[Launch, Flight]]) -> None:
         """Averages under way are about to be waited for."""
-        for launch, flight in under_way if self.measures else ():
-            if not flight.arrived():
-                self.took.setdefault(launch.step, 0)
+        if self.measures:
+            self.disturbed |= {launch.step for launch, _ in under_way}
 
-    def used(self, launch: Launch) -> int | None:
-        """An average was used. All ranks call this; gives the delay when it is known, once."""
+    def used(self, launch: Launch, took: int) -> int | None:
+        """An average was used so many steps after its launch.
+
+        All ranks call this; gives the delay when it is known, once.
+        """
         if not self.measures:
             return None
-        took = self.took.pop(launch.step, self.tau)
-        unknown, slowest = self.links.largest([float(not took), float(took)])
+        (unknown,) = self.links.largest([float(launch.step in self.disturbed)])
+        self.disturbed.discard(launch.step)
         if self.uses and not unknown:
-            self.samples.append(int(slowest))
+            self.samples.append(took)
         self.uses += 1
         self.measures = len(self.samples) < SAMPLES
         return None if self.measures else min(self.tau, median_low(self.samples))
@@ -90,4 +91,4 @@ class AutoDelay:
         self.measures, self.uses = bool(numbers["measures"]), int(numbers["uses"])
         saved = [int(numbers[f"sample{place}"]) for place in range(SAMPLES)]
         self.samples = [sample for sample in saved if sample]
-        self.took = {launch.step: 0 for launch, _ in under_way}
+        self.disturbed = {launch.step for launch, _ in under_way}

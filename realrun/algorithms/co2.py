@@ -152,8 +152,8 @@ class CO2(LocalUpdate):
     rounds of 12 steps in 12 fragments keep=0.25, predict=1, outer_momentum=0.2, outer_lr=0.9
     learned best (docs/training.md).
 
-    delay="auto" measures three averages, in which it is tau, and then takes the steps of the middle
-    one, as on the slowest rank, for all ranks (`stats().delay`). There is one fragment then
+    delay="auto" uses the first averages when all ranks have them, and then takes the steps that the
+    middle one of three took, at most tau (`stats().delay`; until then tau). There is one fragment
     for each step by default, up to 64. An average that takes longer is waited for (`stats().late`).
     keep=1 and gain 1 are DaSGD (Zhou et al. 2020, arXiv 2006.00441), with delay=tau CoCoD-SGD (Shen
     et al. 2019, arXiv 1906.12043).

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,9 @@ class LateLoop(OuterLoop):
         counters, delay = self.counters, self.counters.delay
         assert delay is not None
         now = counters.round * self._tau + counters.step
-        self._auto.look(now, self._under_way)
+        for launch, flight in self._auto.arrived(self._under_way):
+            self._use(replace(launch, delay=now - launch.step), flight)
+            self._under_way.remove((launch, flight))
         self._use_due(now)
         for fragment, start in enumerate(self._starts):
             if counters.step == start:
@@ -90,7 +93,7 @@ class LateLoop(OuterLoop):
         else:
             own.add_(before).sub_(part.anchor).mul_(late.keep)
         self.publish(torch.add(part.anchor, own, out=live), span.start)
-        if measured := self._auto.used(launch):
+        if measured := self._auto.used(launch, launch.delay):
             self.counters.delay = measured
             self._say_what_is_predicted(measured)
 
@@ -105,7 +108,7 @@ class LateLoop(OuterLoop):
 
     def settle(self) -> None:
         """What is under way, and then an average of where every worker stands, waited for."""
-        self._auto.disturbed(self._under_way)
+        self._auto.disturb(self._under_way)
         counters = self.counters
         now = counters.round * self._tau + counters.step
         self._use_due(now + self._tau)
@@ -116,7 +119,7 @@ class LateLoop(OuterLoop):
 
     def use_all(self) -> None:
         """What is under way."""
-        self._auto.disturbed(self._under_way)
+        self._auto.disturb(self._under_way)
         self._use_due((self.counters.round + 2) * self._tau)
         self.start_at_anchor()
 
@@ -154,7 +157,7 @@ class LateLoop(OuterLoop):
 
     def drain(self) -> None:
         """Wait for all averages under way; how long these took cannot be told any more."""
-        self._auto.disturbed(self._under_way)
+        self._auto.disturb(self._under_way)
         super().drain()
 
     def own_vectors(self) -> dict[str, Tensor]:
