@@ -138,6 +138,11 @@ class Case:
         sized = cluster.value.resized(self.gpus) if self.gpus is not None else cluster.value
         if self.pp > 1:
             sized = stage_cluster(sized, self.pp)
+            if sized.gpus_per_node % self.tp:
+                raise OptionError(
+                    f"tp={self.tp} does not divide the {sized.gpus_per_node} GPUs of a node that"
+                    f" one of the pp={self.pp} stages has"
+                )
         job = self._workload(model.value, sized)
         if self.pp > 1:
             job = stage_of(job, number, self.pp, self.interleave)

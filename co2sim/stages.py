@@ -219,8 +219,7 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
     tight = max(
         (one.result for one in line.stages), key=lambda one: one.memory_bytes_per_gpu["total"]
     )
-    moved = times * sent.bytes
-    far = moved * whole.gpus_per_node if whole.nodes > 1 else 0.0
+    moved, far = _moved(line, whole, sent)
     price = whole.price_per_gpu
     cost = price * gpus / tokens * 1e9 if price is not None else None
     return replace(
@@ -252,6 +251,19 @@ def _result(case: Case, whole: Cluster, line: _Line, free: _Line, sent: _Sent) -
         usd_per_billion_tokens=cost if whole.currency == "USD" else None,
         cost_per_billion_tokens=cost,
     )
+
+
+def _moved(line: _Line, whole: Cluster, sent: _Sent) -> tuple[Bytes, Bytes]:
+    """What a GPU of the first stage, and the NICs of its node, send for other stages in a step.
+
+    The first stage sends the outputs of all chunks, and gradients of all chunks but its first. It
+    receives as many messages, each of which GPUs that share layers gather.
+    """
+    pipeline, first = line.pipeline, line.stages[0].prepared.cluster
+    times = (2 * pipeline.chunks - 1) * pipeline.micros
+    gathered = footprint(sent.gathered, first).sent if sent.gathered else 0.0
+    crossing = min(whole.gpus_per_node, first.layout.world_size) if whole.nodes > 1 else 0
+    return times * (sent.bytes + gathered), times * sent.bytes * crossing
 
 
 def _idle(line: _Line) -> Seconds:

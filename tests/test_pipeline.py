@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -14,6 +15,7 @@ from test_tensor_parallel import asked
 from co2sim import Case, Co2simError, simulate, strategies
 from co2sim.architecture import Transformer, language_model
 from co2sim.cluster import Cluster, Link
+from co2sim.cost import traffic
 from co2sim.pipeline import Pipeline, StagePass, ends
 from co2sim.pipeline_stages import chunks_of, sizes, stage_cluster, stage_of
 from co2sim.schedule import Layout
@@ -298,3 +300,28 @@ def test_states_of_a_stage_are_those_of_its_part() -> None:
     whole = strategies.parse("ddp").memory(Workload(MODEL), Layout(4, 4))
     assert states < sum(whole.values())
     assert replace(case(), pp=2).pp == 2
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (2, 2), (8, 1)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_first_stage_sends_outputs_of_all_chunks_and_gradients_of_all_but_one(
+    pp: int, tp: int, chunks: int
+) -> None:
+    """Beside what its strategy sends; what comes is gathered by GPUs that share layers.
+
+    On 4 nodes of 4 GPUs a stage of 2 has two nodes, and a stage of 8 half of a node.
+    """
+    deep: dict[str, Any] = {"pp": pp, "interleave": chunks, "accumulation": 8, "tp": tp}
+    found = simulate(cluster(), MODEL, "ddp", **deep)
+    stage = case(**deep).stage(0)
+    alone = traffic(stage.schedule, stage.cluster)
+    edge = MODEL.blocks[1].boundary_bytes * stage.job.precision.bytes / 2
+    messages = (2 * chunks - 1) * 8
+    gathered = (tp - 1) / tp * edge
+    assert found.wire_bytes_per_gpu_per_step - alone.gpu == pytest.approx(
+        messages * (edge / tp + gathered)
+    )
+    gpus = min(4, 16 // pp)
+    assert found.nic_bytes_per_node_per_step - alone.nic == pytest.approx(
+        messages * edge / tp * gpus
+    )
