@@ -192,6 +192,7 @@ def test_the_middle_one_of_three_averages_is_the_delay() -> None:
     assert delay_of([1, 5, 2, 3]) == 3
     assert delay_of([1, 5, 5, 1]) == 5
     assert delay_of([1, 1, 1]) is None
+    assert delay_of([1, 0, 0, 3, 2, 2]) == 2  # those of a finish() are waited for at once
 
 
 def test_an_average_that_was_waited_for_on_any_rank_does_not_count() -> None:

@@ -64,7 +64,7 @@ class AutoDelay:
             self.disturbed |= {launch.step for launch, _ in under_way}
 
     def used(self, launch: Launch, took: int) -> int | None:
-        """An average was used so many steps after its launch.
+        """An average was used so many steps after its launch; 0: it was waited for at once.
 
         All ranks call this; gives the delay when it is known, once.
         """
@@ -72,7 +72,7 @@ class AutoDelay:
             return None
         (unknown,) = self.links.largest([float(launch.step in self.disturbed)])
         self.disturbed.discard(launch.step)
-        if self.uses and not unknown:
+        if self.uses and took and not unknown:
             self.samples.append(took)
         self.uses += 1
         self.measures = len(self.samples) < SAMPLES
