@@ -5,7 +5,6 @@ size of the op needs, and compute nothing of use.
 """
 
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -42,7 +41,7 @@ class KernelSet(Protocol):
     def compute(self, instance: Instance, ready: Seconds) -> Seconds | None:
         """Do the work of a compute op whose inputs were there at `ready` (monotonic seconds).
 
-        Gives when it ended, if that is not now: a virtual device keeps its own time.
+        Gives when it ends, if that is not now: a virtual device keeps its own time.
         """
 
     def fill(self, instance: Instance, given: Tensor) -> None:
@@ -72,19 +71,16 @@ class Sleep(Synthetic):
 
     `seconds` holds the time of every work. The virtual device starts an op when its inputs are
     there and ends it exactly that much later: delays of a host that wakes up late do not add up.
+    Whoever sends what the op computes waits until then; others need not wake up.
     """
 
     seconds: Mapping[Compute, Seconds]
 
     def compute(self, instance: Instance, ready: Seconds) -> Seconds:
-        """Sleep until the op's end."""
+        """When the op ends."""
         work = instance.op.work
         assert isinstance(work, Compute)
-        end = ready + self.seconds[work]
-        left = end - time.monotonic()
-        if left > 0:
-            time.sleep(left)
-        return end
+        return ready + self.seconds[work]
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,13 @@ class Run:
             by_op[op.name] = made[key]
         return by_op
 
+    def reports(self, instance: Instance) -> bool:
+        """Whether somebody wants to know of this instance: it is the first of its round."""
+        return self.progress is not None and instance.op is self.schedule.body[0]
+
     def begin(self, instance: Instance) -> None:
         """Report the round, if this instance is the first of it."""
-        if self.progress and instance.op is self.schedule.body[0]:
+        if self.progress and self.reports(instance):
             self.progress(instance.round)
 
     def trace(self, spans: list[Span]) -> Trace:

@@ -1,4 +1,8 @@
-"""Streams as threads: one thread per stream, so that no communicator is used by two at once."""
+"""Streams as threads: one thread per stream, so that no communicator is used by two at once.
+
+The end of an op on a virtual device is known when it starts. Its thread goes on at once; only who
+sends what the op computes waits until then.
+"""
 
 import threading
 import time
@@ -35,24 +39,29 @@ class _Threads:
         self.ends: list[Seconds | None] = [None] * len(instances)
         self.left = len(instances)
         self.spans: list[Span] = []
-        self.changed = threading.Condition()
         self.failure: Co2simError | None = None
         self.streams: dict[str, list[Instance]] = {s: [] for s in run.schedule.streams}
+        # Each thread has a condition of its own: an op that ends wakes those that wait for it.
+        self.lock = threading.Lock()
+        self.over = threading.Condition(self.lock)
+        self.changed = {stream: threading.Condition(self.lock) for stream in self.streams}
+        self.awaited: dict[str, int] = {}
         for instance in instances:
             self.streams[instance.op.stream].append(instance)
-        self.start = 0.0
+        self.start = self.last = 0.0
 
     def trace(self) -> Trace:
         threads = [
-            threading.Thread(target=partial(self._stream, found), name=name, daemon=True)
+            threading.Thread(target=partial(self._stream, name, found), name=name, daemon=True)
             for name, found in self.streams.items()
         ]
         self.start = common_start(self.world)
         self.world.watch.listen(self._stop)
         for thread in threads:
             thread.start()
-        with self.changed:
-            self.changed.wait_for(lambda: self.failure or not self.left)
+        with self.over:
+            self.over.wait_for(lambda: self.failure or not self.left)
+            self._until(self.last, self.over)
         if not self.failure:
             for thread in threads:
                 thread.join()
@@ -60,30 +69,48 @@ class _Threads:
         limit = time.monotonic() + _GRACE
         for thread in threads:
             thread.join(max(0.0, limit - time.monotonic()))
-        self.failure.trace = self.run.trace(self.spans)  # type: ignore[attr-defined]
+        now = time.monotonic() - self.start
+        ended = [span for span in self.spans if span.end <= now]
+        self.failure.trace = self.run.trace(ended)  # type: ignore[attr-defined]
         raise self.failure
 
     def _stop(self, failure: Co2simError) -> None:
-        with self.changed:
+        with self.lock:
             self.failure = self.failure or failure
-            self.changed.notify_all()
+            for condition in (self.over, *self.changed.values()):
+                condition.notify()
 
-    def _stream(self, instances: Sequence[Instance]) -> None:
+    def _stream(self, stream: str, instances: Sequence[Instance]) -> None:
         free = self.start
         try:
             for instance in instances:
-                ready = max(free, self._await(instance.waits))
+                ready = max(free, self._await(stream, instance.waits))
                 free = self._perform(instance, ready)
         except _Stopped:
             pass  # why stands in self.failure, and the main thread raises it
 
-    def _await(self, waits: Sequence[int]) -> Seconds:
+    def _until(self, moment: Seconds, changed: threading.Condition) -> None:
+        """Wait until then, or a failure, with the lock."""
+        left = moment - time.monotonic()
+        if left > 0:
+            changed.wait_for(lambda: self.failure, left)
+
+    def _begin_at(self, ready: Seconds, stream: str) -> None:
+        """Wait until a virtual device has computed what an op needs."""
+        if ready > time.monotonic():
+            with self.lock:
+                self._until(ready, self.changed[stream])
+            if self.failure:
+                raise _Stopped
+
+    def _await(self, stream: str, waits: Sequence[int]) -> Seconds:
         """When the last of the awaited ops ended."""
         latest = self.start
         for wait in waits:
             if self.ends[wait] is None:
-                with self.changed:
-                    self.changed.wait_for(
+                with self.lock:
+                    self.awaited[stream] = wait
+                    self.changed[stream].wait_for(
                         lambda wait=wait: self.failure or self.ends[wait] is not None  # type: ignore[misc]
                     )
             if self.failure:
@@ -95,12 +122,17 @@ class _Threads:
         number, turn, op, _ = instance
         if self.failure:
             raise _Stopped
-        self.run.begin(instance)
+        if self.run.reports(instance):
+            self._begin_at(ready, op.stream)
+            self.run.begin(instance)
         place = Place(number, turn, op.name)
         self.world.watch.enter(op.stream, place)
         try:
             if isinstance(op.work, Collective):
-                end = ready if self.run.free_communication else self._communicate(instance, place)
+                end = ready
+                if not self.run.free_communication:
+                    self._begin_at(ready, op.stream)
+                    end = self._communicate(instance, place)
             else:
                 end = self.run.kernels.compute(instance, ready) or time.monotonic()
         except (_Stopped, RankFailure, MismatchError) as error:
@@ -109,11 +141,16 @@ class _Threads:
             self._give_up(self.world.watch.raised(place, error))
         span = Span(self.world.rank, turn, op.name, op.stream, ready - self.start, end - self.start)
         self.world.watch.exit(op.stream)
-        with self.changed:
+        with self.lock:
             self.spans.append(span)
             self.ends[number] = end
+            self.last = max(self.last, end)
             self.left -= 1
-            self.changed.notify_all()
+            for stream, wait in self.awaited.items():
+                if wait == number:
+                    self.changed[stream].notify()
+            if not self.left:
+                self.over.notify()
         return end
 
     def _give_up(self, error: Exception) -> None:

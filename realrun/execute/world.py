@@ -23,6 +23,7 @@ from co2sim.units import Seconds
 from realrun.checks import sites_of
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.clock import Clock, synchronize
+from realrun.execute.gloo_threads import patient
 from realrun.launch.watch import Place, Store, Watch
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -97,9 +98,10 @@ class World:
         for members in meetings:
             if len(members) < 2:  # noqa: PLR2004 - one rank meets nobody
                 continue
-            made = dist.new_group(
-                list(members), timeout=timedelta(seconds=self.deadline), backend=self.backend
-            )
+            with patient():
+                made = dist.new_group(
+                    list(members), timeout=timedelta(seconds=self.deadline), backend=self.backend
+                )
             if self.rank in members:
                 place = members.index(self.rank)
                 self._made[stream, group] = RankCommunicator(made, tuple(members), place)
@@ -112,7 +114,8 @@ class World:
         if (purpose, kind) not in self._groups:
             size, limit = self.layout.world_size, timedelta(seconds=self.deadline)
             for members in dict.fromkeys(kind.members(rank, self.layout) for rank in range(size)):
-                made = dist.new_group(list(members), timeout=limit)
+                with patient():
+                    made = dist.new_group(list(members), timeout=limit)
                 if self.rank in members:
                     self._groups[purpose, kind] = made
         return self._groups[purpose, kind]
@@ -186,14 +189,15 @@ def join(
         raise RankFailure(f"rank {rank} cannot reach {address}:{port}: {error}") from error
     _wait_for_all(store, watch, rank, size, deadline)
     try:
-        dist.init_process_group(
-            "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
-            store=PrefixStore("world", store),
-            rank=rank,
-            world_size=size,
-            timeout=limit,
-            device_id=None if backend == "gloo" else device,
-        )
+        with patient():
+            dist.init_process_group(
+                "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
+                store=PrefixStore("world", store),
+                rank=rank,
+                world_size=size,
+                timeout=limit,
+                device_id=None if backend == "gloo" else device,
+            )
     except RuntimeError as error:
         raise watch.lost(Place(-1, 0, "start-up"), range(size), error) from error
     layout = Layout(size // per_node, per_node, sites_of(env))
