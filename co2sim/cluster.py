@@ -1,5 +1,6 @@
 """Links and clusters, with their GPUs (`gpu`): the hardware in plain numbers, in SI units."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -32,6 +33,7 @@ Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
 
 Communicators = Literal["group", "stream"]
+Hosts = Literal["apart", "shared"]
 """Who has a communicator: every group, as in training frameworks, or every stream and group."""
 
 Hops = Literal["pipelined", "in_turn"]
@@ -74,7 +76,8 @@ class Link:
     Fractions of that are left to some collectives: `exchange_efficiency` to an all-to-all with its
     many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
     of them, and `busy_efficiency` to all while GPUs of the node compute. `burst` is what a shaper
-    lets pass at once after a pause (see `shaping`), counted as `bandwidth` is.
+    lets pass after a pause (see `shaping`), counted as `bandwidth` is: at once, or at
+    `burst_bandwidth` where hosts are slow.
     """
 
     bandwidth: Bandwidth
@@ -86,6 +89,7 @@ class Link:
     rail: Tier | None = None
     spine: Tier | None = None
     burst: Burst = 0.0
+    burst_bandwidth: Bandwidth | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
@@ -110,6 +114,13 @@ class Link:
     def payload_burst(self) -> Bytes:
         """Payload bytes of a burst."""
         return self.burst * self.efficiency
+
+    @property
+    def payload_burst_bandwidth(self) -> BytesPerSecond:
+        """Payload bytes per second of a burst; inf where it passes at once."""
+        if self.burst_bandwidth is None:
+            return math.inf
+        return self.burst_bandwidth * self.efficiency
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +148,10 @@ class Cluster:
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
     `network_overhead` is what the host of a node needs to post a message (`protocols`), and
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
-    and notice its end. `currency` is that of `price_per_gpu`. `scatter` is known where a probe
-    measured the cluster, `failures` where it is known how often its parts fail.
+    and notice its end. `hosts` are `shared` where all nodes are one machine, as in a lab:
+    collectives in flight at once share what their latencies take of it. `currency` is that of
+    `price_per_gpu`. `scatter` is known where a probe measured the cluster, `failures` where it is
+    known how often its parts fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -157,6 +170,7 @@ class Cluster:
     inter: Link
     backend: Backend = "nccl"
     communicators: Communicators = "group"
+    hosts: Hosts = "apart"
     channels: Count = 2
     all_reduce: AllReduce = "auto"
     hops: Hops = "pipelined"
@@ -188,7 +202,11 @@ class Cluster:
         in_order(self, self.name, *ends)
         for where, link in (("intra", self.intra), ("wan", self.wan)):
             if link and link != Link(
-                link.bandwidth, link.latency, link.efficiency, burst=link.burst
+                link.bandwidth,
+                link.latency,
+                link.efficiency,
+                burst=link.burst,
+                burst_bandwidth=link.burst_bandwidth,
             ):
                 raise OptionError(
                     f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"

@@ -37,7 +37,7 @@ class Meetings:
     def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
         """Start without a class under way to any collective."""
         self._env, self._lowered = env, lowered
-        self._network = Network(env, lowered.capacity, lowered.bursts)
+        self._network = Network(env, lowered.capacity, lowered.shapers)
         self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
         self._size = len(lowered.schedule.body)
         classes = range(len(lowered.classes))
@@ -111,6 +111,7 @@ class Meetings:
                 done,
                 transfer.copies,
                 transfer.least,
+                transfer.host,
             )
         else:
             done()

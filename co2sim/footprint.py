@@ -73,6 +73,7 @@ class Footprint:
     def alone(self, cluster: Cluster) -> Seconds:
         """Time when nothing but the groups of the same kind is in flight, after a pause."""
         times = self.link_times(cluster)
-        burst = shaping.passed(times, (cluster.intra, cluster.inter, cluster.wan))
-        longest = max(*times, *self.tier_times(cluster))
-        return max(self.latency, self.lead(cluster) + (1 - burst) * longest)
+        links = (cluster.intra, cluster.inter, cluster.wan)
+        burst, longest = shaping.passed(times, links), max(*times, *self.tier_times(cluster))
+        steps = max(self.latency, self.lead(cluster) + (1 - burst) * longest)
+        return steps + burst * shaping.held(times, links)

@@ -88,7 +88,7 @@ def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Ti
     alone = len(lowered.classes) == 1
     sharing = shared_works(lowered)
     slows = lowered.contend and lowered.cluster.interference > 0
-    if alone and not lowered.class_factors and not lowered.bursts:
+    if alone and not lowered.class_factors and lowered.steady:
         if sharing or slows:
             return single_class.run(lowered, sharing, progress)
         return longest_path.run(lowered, progress)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.cluster import Cluster, Tier
+from co2sim.cluster import Cluster, Link, Tier
 from co2sim.cost import Footprint, compute_time, footprints
 from co2sim.errors import OptionError
 from co2sim.folding import Folding, RankClass, class_count
@@ -20,6 +20,7 @@ from co2sim.folding import fold as fold_ranks
 from co2sim.noise import Noise
 from co2sim.ranges import whole
 from co2sim.schedule import Collective, Compute, Group, Schedule
+from co2sim.shaping import HOST, Shaper
 from co2sim.tiers import uplinks
 from co2sim.units import Bytes, BytesPerSecond, Seconds
 
@@ -41,7 +42,8 @@ class Transfer:
 
     `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
     for there, `latency` comes before the first byte, `solo` is what the bytes take alone, and the
-    whole takes `least` at least.
+    whole takes `least` at least. `host` is the fraction of a shared host that latency takes for so
+    long, 0 where hosts are apart.
     """
 
     loads: Mapping[Hashable, Bytes]
@@ -49,6 +51,7 @@ class Transfer:
     latency: Seconds
     solo: Seconds
     least: Seconds = 0.0
+    host: float = 0.0
 
     @property
     def alone(self) -> Seconds:
@@ -58,8 +61,8 @@ class Transfer:
     def scaled(self, factor: float) -> "Transfer":
         """The same with `factor` times the bytes and the latency."""
         loads = {link: size * factor for link, size in self.loads.items()}
-        times = (factor * time for time in (self.latency, self.solo, self.least))
-        return Transfer(loads, self.copies, *times)
+        latency, solo, least = (factor * time for time in (self.latency, self.solo, self.least))
+        return Transfer(loads, self.copies, latency, solo, least, self.host)
 
 
 NOTHING = Transfer({}, {}, 0.0, 0.0)
@@ -95,10 +98,15 @@ class Lowered:
     communicators: Mapping[Group, tuple[Communicator, ...]]
     transfers: tuple[tuple[Transfer, ...], ...]
     capacity: Mapping[Hashable, BytesPerSecond]
-    bursts: Mapping[Hashable, Bytes]
+    shapers: Mapping[Hashable, Shaper]
     class_factors: tuple[NDArray[np.float64], ...] | None
     communicator_factors: tuple[NDArray[np.float64], ...] | None
     contend: bool
+
+    @property
+    def steady(self) -> bool:
+        """Whether links and hosts give a collective alone the same time whenever it comes."""
+        return not self.shapers and self.cluster.hosts == "apart"
 
     @property
     def classes(self) -> tuple[RankClass, ...]:
@@ -166,7 +174,7 @@ def lower(
         communicators=communicators,
         transfers=_transfers(schedule, cluster, folding, communicators, capacity, free=free),
         capacity=capacity,
-        bursts=_bursts(cluster, folding),
+        shapers=_shapers(cluster, folding),
         class_factors=tuple(noise.op_slowdowns(1, c.rank, count) for c in folding.classes)
         if noise.jitter
         else None,
@@ -209,13 +217,15 @@ def _communicators(
 
 
 def _capacity(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
-    """Payload bytes per second of every link."""
+    """Payload bytes per second of every link, and seconds per second of a shared host."""
     found: dict[Hashable, float] = {}
     for index in range(len(folding.classes)):
         found["gpu", index] = cluster.intra.payload_bandwidth
         found["nic", folding.node(index)] = cluster.inter.payload_bandwidth
         for tier in cluster.inter.tiers:
             found[tier, _pod(tier, folding, index)] = uplinks(tier, cluster)
+    if cluster.hosts == "shared":
+        found[HOST] = 1.0
     if cluster.wan:
         speed = cluster.wan.payload_bandwidth
         found.update({("wan", site): speed for site in range(cluster.sites)})
@@ -227,15 +237,15 @@ def _pod(tier: Tier, folding: Folding, index: int) -> int:
     return 0 if folding.folded else folding.node(index) // tier.nodes
 
 
-def _bursts(cluster: Cluster, folding: Folding) -> dict[Hashable, Bytes]:
-    """Payload bytes that shaped links let pass at once."""
-    found: dict[Hashable, float] = {}
+def _shapers(cluster: Cluster, folding: Folding) -> dict[Hashable, Shaper]:
+    """Those of the links that have one."""
+    found: dict[Hashable, Link] = {}
     for index in range(len(folding.classes)):
-        found["gpu", index] = cluster.intra.payload_burst
-        found["nic", folding.node(index)] = cluster.inter.payload_burst
+        found["gpu", index] = cluster.intra
+        found["nic", folding.node(index)] = cluster.inter
     if cluster.wan:
-        found.update({("wan", site): cluster.wan.payload_burst for site in range(cluster.sites)})
-    return {link: burst for link, burst in found.items() if burst}
+        found.update({("wan", site): cluster.wan for site in range(cluster.sites)})
+    return {at: Shaper.of(link) for at, link in found.items() if link.burst}
 
 
 def _transfers(
@@ -254,7 +264,9 @@ def _transfers(
     costs = repeat(None) if free else footprints(schedule, cluster)
     known = [
         tuple(
-            _transfer(cluster, folding, one.members, cost, capacity) if cost and others else NOTHING
+            _transfer(cluster, folding, one.members, cost, capacity, sum(meets[work.group]))
+            if cost and others
+            else NOTHING
             for one, others in zip(communicators[work.group], meets[work.group], strict=True)
         )
         if isinstance(work, Collective)
@@ -275,8 +287,12 @@ def _transfer(
     members: tuple[int, ...],
     cost: Footprint,
     capacity: Mapping[Hashable, BytesPerSecond],
+    together: int,
 ) -> Transfer:
-    """Bytes on every link; a folded rank stands for all groups that share its node and site."""
+    """Bytes on every link; a folded rank stands for all groups that share its node and site.
+
+    `together` counts the communicators of the group: what is known of hosts is known of all.
+    """
     loads: dict[Hashable, float] = {}
     copies: dict[Hashable, int] = {}
     intra, nic, wan = cost.loads(cluster)
@@ -297,4 +313,5 @@ def _transfer(
             loads[pod], copies[pod] = one.bytes * many, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
-    return Transfer(loads, copies, cost.lead(cluster), solo, cost.latency)
+    host = 1 / together if cluster.hosts == "shared" else 0.0
+    return Transfer(loads, copies, cost.lead(cluster), solo, cost.latency, host)

@@ -78,7 +78,7 @@ def _busy(starts: _Array, ends: _Array, during: Window) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Seconds per round of the busiest rank: collectives under way, and waits for slower ranks."""
+    """Seconds per round of the busiest rank: its collectives, and waits for slower ranks."""
 
     busy: Seconds
     waiting: Seconds
@@ -87,8 +87,9 @@ class Communication:
 def communication(trace: Trace, schedule: Schedule, during: Window) -> Communication:
     """Split the spans of collectives into waiting and communication.
 
-    A span starts when its rank is ready. Until the last member is there it waits; from then on it
-    communicates (or waits for its communicator). A rank that is alone in its group only copies.
+    A span starts when its rank is ready. Until the last member is there it waits. From then on the
+    collective is under way (or waits for its communicator), until the last member has ended: ranks
+    that share a core end one after the other. A rank that is alone in its group only copies.
     The busiest and the longest waiting rank count; where the first ranks of nodes do something
     alone, the others wait for what these do, so that only the waits of these count.
     """
@@ -108,7 +109,7 @@ def communication(trace: Trace, schedule: Schedule, during: Window) -> Communica
 
 
 def _meetings(trace: Trace, schedule: Schedule, after: Seconds) -> list[_Array]:
-    """By rank: when it comes to each collective that ends after `after`, the last does, it ends."""
+    """By rank, when it comes to each collective that ends after `after`; the last come and end."""
     grid = trace.grid(schedule)
     found = [[np.empty((3, 0))] for _ in trace.ranks]
     numbers = np.array(schedule.work_numbers)
@@ -124,9 +125,10 @@ def _meetings(trace: Trace, schedule: Schedule, after: Seconds) -> list[_Array]:
             starts, ends = (times[:, here][..., indices] for times in grid)
             counts = ends > after
             come = np.where(counts, starts, -np.inf).max(axis=-1)
+            over = np.where(counts, ends, -np.inf).max(axis=-1)
             for place, index in enumerate(indices):
                 kept = counts[..., place]
-                times = (starts[..., place][kept], come[kept], ends[..., place][kept])
+                times = (starts[..., place][kept], come[kept], over[kept])
                 found[index].append(np.stack(times))
     return [np.concatenate(parts, axis=1) for parts in found]
 

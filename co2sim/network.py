@@ -9,12 +9,13 @@ with a bucket lets a flow that comes pass at once, as far as its credit goes (`s
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import simpy
 from simpy.events import EventPriority
 
-from co2sim.shaping import Buckets
+from co2sim.shaping import HOST, Buckets, Shaper
 from co2sim.units import Bytes, BytesPerSecond, Seconds
 
 _LAST = EventPriority(8)
@@ -103,12 +104,28 @@ def _fill(wanted: Sequence[tuple[float, int]], capacity: float) -> float:
     return math.inf
 
 
+def _last_of(count: int, call: Callable[[], None]) -> Callable[[], None]:
+    """A call that is passed on when it has come so many times."""
+    left = count
+
+    def one() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            call()
+
+    return one
+
+
 @dataclass(eq=False, slots=True)
 class _Flow:
     loads: Mapping[Hashable, Bytes]
     copies: Mapping[Hashable, int]
     on_done: Callable[[], None]
     solo_rate: float
+    earliest: Seconds = 0.0
+    host: float = 0.0
+    later: Seconds = 0.0
     left: float = 1.0
     rate: float = 0.0
     since: Seconds = 0.0
@@ -127,12 +144,12 @@ class Network:
         self,
         env: simpy.Environment,
         capacity: Mapping[Hashable, BytesPerSecond],
-        bursts: Mapping[Hashable, Bytes] = MappingProxyType({}),
+        shapers: Mapping[Hashable, Shaper] = MappingProxyType({}),
     ) -> None:
-        """Start with no flow in flight. `bursts` are those of shaped links, full at the start."""
+        """Start with no flow in flight. `shapers` are those of links, their credit full."""
         self._env = env
         self.capacity = capacity
-        self._buckets = Buckets(capacity, bursts) if bursts else None
+        self._buckets = Buckets(capacity, shapers) if shapers else None
         self._coming: list[_Flow] = []
         self._now = dict(capacity)
         self._users: dict[Hashable, dict[_Flow, None]] = {
@@ -147,36 +164,36 @@ class Network:
         on_done: Callable[[], None],
         copies: Mapping[Hashable, int] = MappingProxyType({}),
         least: Seconds = 0.0,
+        host: float = 0.0,
     ) -> None:
         """Start a transfer; `on_done` is called when its last byte has arrived.
 
         `solo` is the time that the bytes take alone, without latency; `copies` as above. It ends no
-        earlier than `least` seconds after its start.
+        earlier than `least` seconds after its start. With `host`, latency and what bytes of a burst
+        take are work of a shared host: that fraction of it is busy with them.
         """
-        if least > latency:
-            on_done = self._not_before(self._env.now + least, on_done)
         if solo <= 0:
-            self._later(latency, lambda _: on_done())
+            self._wait(max(latency, least), host, on_done)
             return
         flow = _Flow(loads, copies, on_done, 1 / solo)
-        self._later(latency, lambda _: self._enter(flow))
+        if host:
+            flow.host, flow.later = host, max(0.0, least - latency)
+        else:
+            flow.earliest = self._env.now + least
+        self._wait(latency, host, lambda: self._enter(flow))
+
+    def _wait(self, seconds: Seconds, host: float, call: Callable[[], None]) -> None:
+        """Call after so many seconds, or after so much work of a shared host."""
+        if host and seconds > 0:
+            self._begin(_Flow({HOST: seconds * host}, {}, call, 1 / seconds))
+        else:
+            self._later(seconds, lambda _: call())
 
     def resize(self, link: Hashable, capacity: BytesPerSecond) -> None:
         """Give a link another capacity from now on; flows on it get new rates."""
         if capacity != self._now[link]:
             self._now[link] = capacity
             self._share(self._users[link])
-
-    def _not_before(self, time: Seconds, call: Callable[[], None]) -> Callable[[], None]:
-        """A call that waits until then."""
-
-        def late() -> None:
-            if self._env.now < time:
-                self._later(time - self._env.now, lambda _: call())
-            else:
-                call()
-
-        return late
 
     def _later(self, delay: Seconds, call: Callable[[simpy.Event], None]) -> None:
         timer = self._env.timeout(delay)
@@ -185,7 +202,7 @@ class Network:
 
     def _enter(self, flow: _Flow) -> None:
         if self._buckets is None or not any(link in self._buckets for link in flow.loads):
-            self._begin(flow)
+            self._send(flow)
             return
         if not self._coming:  # all that come at this instant share the credit
             last = simpy.Event(self._env)
@@ -196,13 +213,24 @@ class Network:
         self._coming.append(flow)
 
     def _admit(self, _: simpy.Event) -> None:
-        """Let what there is credit for pass at once."""
+        """Let what there is credit for pass."""
         assert self._buckets is not None
         coming, self._coming = self._coming, []
         passed = self._buckets.spend([flow.loads for flow in coming], self._env.now)
-        for flow, fraction in zip(coming, passed, strict=True):
+        for flow, (fraction, took) in zip(coming, passed, strict=True):
             flow.left = 1.0 - fraction
-            self._begin(flow)
+            flow.earliest += took
+            if took:
+                self._wait(took, flow.host, partial(self._send, flow))
+            else:
+                self._send(flow)
+
+    def _send(self, flow: _Flow) -> None:
+        """Let the bytes flow; later latency steps are work of a shared host meanwhile."""
+        if flow.later > 0:
+            flow.on_done = _last_of(2, flow.on_done)
+            self._wait(flow.later, flow.host, flow.on_done)
+        self._begin(flow)
 
     def _begin(self, flow: _Flow) -> None:
         flow.since = self._env.now
@@ -228,7 +256,10 @@ class Network:
             neighbours.update(users)
         if neighbours:
             self._share(neighbours)
-        flow.on_done()
+        if self._env.now < flow.earliest:
+            self._later(flow.earliest - self._env.now, lambda _: flow.on_done())
+        else:
+            flow.on_done()
 
     def _share(self, seeds: Iterable[_Flow]) -> None:
         """Set the rates of all flows that share links with `seeds`, directly or through others."""

@@ -7,13 +7,21 @@ credit takes no time on the link (tc-tbf(8); RFC 2697).
 So latency steps of a collective are not lost: what the link could not send meanwhile passes at once
 in the next step, as far as the burst holds it. The collective takes one step and its bytes, or all
 of its steps, whichever is longer.
+
+Where hosts are slow, the bytes of a burst take time, too: those of `burst_bandwidth`, on top of all
+latency steps, since the same cores work for both. Where all nodes are one machine (`hosts` of a
+cluster), collectives in flight at once share its cores: what each takes of them alone adds up.
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from co2sim.cluster import Link
 from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+HOST = "host"
+"""The link that stands for a host which all nodes share; its bytes are seconds."""
 
 
 def hidden_share(link: Link, step: Seconds) -> float:
@@ -35,6 +43,31 @@ def passed(times: Sequence[Seconds], links: Sequence[Link | None]) -> float:
     return min(1.0, *shares) if shares else 0.0
 
 
+def held(times: Sequence[Seconds], links: Sequence[Link | None]) -> Seconds:
+    """The time of a transfer's bytes as fast as bursts pass; `times` as in `passed`."""
+    return max(
+        (
+            time * link.payload_bandwidth / link.payload_burst_bandwidth
+            for time, link in zip(times, links, strict=True)
+            if link and link.burst
+        ),
+        default=0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shaper:
+    """Payload bytes of a burst, and how fast they pass."""
+
+    burst: Bytes
+    pace: BytesPerSecond = math.inf
+
+    @classmethod
+    def of(cls, link: Link) -> "Shaper":
+        """The shaper of a link."""
+        return cls(link.payload_burst, link.payload_burst_bandwidth)
+
+
 @dataclass(slots=True)
 class _Bucket:
     """The credit of one link in bytes; `used` is what its flows take, in B/s."""
@@ -42,6 +75,7 @@ class _Bucket:
     depth: Bytes
     rate: BytesPerSecond
     level: Bytes
+    pace: BytesPerSecond
     used: BytesPerSecond = 0.0
     since: Seconds = 0.0
 
@@ -57,21 +91,25 @@ class Buckets:
     """The buckets of a network's links, full at the start."""
 
     def __init__(
-        self, capacity: Mapping[Hashable, BytesPerSecond], bursts: Mapping[Hashable, Bytes]
+        self, capacity: Mapping[Hashable, BytesPerSecond], shapers: Mapping[Hashable, Shaper]
     ) -> None:
         """Of the links that have a burst, in bytes of payload as their capacity is."""
         self._buckets = {
-            link: _Bucket(burst, capacity[link], burst) for link, burst in bursts.items()
+            link: _Bucket(one.burst, capacity[link], one.burst, one.pace)
+            for link, one in shapers.items()
         }
 
     def __contains__(self, link: Hashable) -> bool:
         """Whether a link is shaped."""
         return link in self._buckets
 
-    def spend(self, flows: Sequence[Mapping[Hashable, Bytes]], now: Seconds) -> list[float]:
-        """The fraction of each flow that passes at once, of those that come at this moment.
+    def spend(
+        self, flows: Sequence[Mapping[Hashable, Bytes]], now: Seconds
+    ) -> list[tuple[float, Seconds]]:
+        """The fraction of each flow that passes with the burst, and how long that takes.
 
-        Flows are given by their bytes on each link. Those on one link share its credit by these.
+        The flows come at this moment, and are given by their bytes on each link. Those on one link
+        share its credit by these, and pass together.
         """
         asked: dict[Hashable, Bytes] = {}
         for loads in flows:
@@ -82,7 +120,14 @@ class Buckets:
         for loads, fraction in zip(flows, passing, strict=True):
             for link in loads.keys() & asked.keys():
                 self._buckets[link].level -= fraction * loads[link]
-        return passing
+        passed = dict.fromkeys(asked, 0.0)
+        for loads, fraction in zip(flows, passing, strict=True):
+            for link in loads.keys() & asked.keys():
+                passed[link] += fraction * loads[link] / self._buckets[link].pace
+        return [
+            (fraction, max(passed[link] for link in loads if link in asked))
+            for loads, fraction in zip(flows, passing, strict=True)
+        ]
 
     def use(self, loads: Mapping[Hashable, Bytes], change: float, now: Seconds) -> None:
         """A flow changes its rate, in whole flows per second."""

@@ -32,7 +32,8 @@ def shared_works(lowered: Lowered) -> set[int]:
             (one.exclusive and (transfer.solo or transfer.latency))
             or any(len(users[link]) > 1 for link in transfer.loads)
             or (lowered.contend and any(link in nics for link in transfer.loads))
-            or any(link in lowered.bursts for link in transfer.loads)
+            or any(link in lowered.shapers for link in transfer.loads)
+            or transfer.host
             for one, transfer in zip(together, transfers, strict=True)
         )
     }

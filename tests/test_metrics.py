@@ -156,6 +156,15 @@ def test_waiting_for_slower_ranks_is_not_communication() -> None:
     assert (found.busy, found.waiting) == (1, 2)
 
 
+def test_a_collective_is_under_way_until_its_last_member_has_ended() -> None:
+    """Ranks that share a core take turns: one ends 1 s after its start, the other after 2 s."""
+    first = hand((1, 5, 1, 2), (6, 10, 6, 7))
+    last = hand((1, 5, 1, 3), (6, 10, 6, 8), rank=1)
+    trace = traced(*first, *last)
+    during = metrics.window(trace, SCHEDULE, 2)
+    assert metrics.communication(trace, SCHEDULE, during) == metrics.Communication(2, 0)
+
+
 def test_waits_behind_the_first_rank_of_a_node_do_not_count() -> None:
     """Where first ranks do something alone, what the others wait for them is no straggling.
 

@@ -508,8 +508,9 @@ def test_the_scatter_of_a_probe_gives_its_cluster_an_interval(tmp_path: Path) ->
 def test_what_hosts_add_is_found_from_small_collectives(
     layout: tuple[int, int], call: float
 ) -> None:
-    """A call and a step on every link, exactly; large collectives, whose bytes count, are left."""
-    intra, inter = Link(1e8, 3e-4, burst=1e5), Link(5e7, 7e-4, burst=5e4)
+    """A call, a step and a byte on every link, exactly; large collectives are left out."""
+    intra = Link(1e8, 3e-4, burst=1e5, burst_bandwidth=1e9)
+    inter = Link(5e7, 7e-4, burst=5e4, burst_bandwidth=1e9)
     true_ = tiny.cluster(*layout, intra=intra, inter=inter, backend="gloo", call_overhead=call)
     every = groups(true_.layout)
     samples = []
@@ -519,12 +520,13 @@ def test_what_hosts_add_is_found_from_small_collectives(
     stated = replace(
         true_,
         call_overhead=0.0,
-        intra=replace(intra, latency=1.0),
-        inter=replace(inter, latency=1.0),
+        intra=replace(intra, latency=1.0, burst_bandwidth=None),
+        inter=replace(inter, latency=1.0, burst_bandwidth=None),
     )
     found = fit_hosts(samples, stated)
     assert found.call_overhead == pytest.approx(call, abs=1e-9)
     assert found.inter.latency == pytest.approx(7e-4)
+    assert found.inter.burst_bandwidth == pytest.approx(1e9)
     assert found.intra.latency == pytest.approx(3e-4 if layout[1] > 1 else 1.0)
 
 

@@ -1,8 +1,9 @@
 """Shaped links: token buckets, against the virtual-scheduling form of the same algorithm."""
 
+import math
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import pytest
 import simpy
@@ -10,10 +11,11 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.cluster import Cluster, Link
+from co2sim.cluster import Cluster, Hosts, Link
 from co2sim.cost import footprint
 from co2sim.network import Network
 from co2sim.schedule import PEERS, WORLD, Collective, DType, Group, Kind, Op, Schedule
+from co2sim.shaping import Shaper
 from co2sim.simulator import execute
 
 Loads: TypeAlias = dict[Hashable, float]
@@ -26,10 +28,12 @@ def ends(
     capacity: Loads,
     bursts: Loads,
     least: float = 0.0,
+    pace: float = math.inf,
 ) -> list[float]:
     """When each flow (start, bytes on each link) ends."""
     env = simpy.Environment()
-    network = Network(env, capacity, bursts)
+    shapers = {link: Shaper(burst, pace) for link, burst in bursts.items()}
+    network = Network(env, capacity, shapers)
     found: dict[int, float] = {}
 
     def begin(number: int, loads: Loads) -> None:
@@ -56,6 +60,17 @@ def test_a_burst_passes_at_once_and_is_earned_again_in_pauses() -> None:
         (18.0, {"nic": 100.0}),
     ]
     assert ends(flows, {"nic": RATE}, {"nic": 40.0}) == pytest.approx([6.0, 16.0, 26.0])
+
+
+def test_hosts_need_time_for_the_bytes_of_a_burst() -> None:
+    """The burst of 40 B passes at 20 B/s: 2 s. The link, idle meanwhile, earns 20 B in them.
+
+    The other 60 B take 6 s. Two flows that come at once pass half of the burst each, together.
+    """
+    one: list[tuple[float, Loads]] = [(0.0, {"nic": 100.0}), (8.0, {"nic": 20.0})]
+    assert ends(one, {"nic": RATE}, {"nic": 40.0}, pace=20.0) == pytest.approx([8.0, 9.0])
+    two: list[tuple[float, Loads]] = [(0.0, {"nic": 20.0}), (0.0, {"nic": 20.0})]
+    assert ends(two, {"nic": RATE}, {"nic": 40.0}, pace=20.0) == pytest.approx([2.0, 2.0])
 
 
 def test_flows_that_come_together_share_the_credit() -> None:
@@ -106,14 +121,21 @@ def test_one_after_the_other_agrees_with_virtual_scheduling(
 LATENCY = 1e-3
 
 
-def shaped(nodes: int, burst: float, per_node: int = 1) -> Cluster:
+def shaped(
+    nodes: int,
+    burst: float,
+    per_node: int = 1,
+    pace: float | None = None,
+    hosts: Hosts = "apart",
+) -> Cluster:
     """1 MB/s between nodes, 4 MB/s inside, 1 ms a step, Gloo, the same burst on every link."""
     return tiny.cluster(
         nodes,
         per_node,
-        intra=Link(4e6, LATENCY, burst=burst),
-        inter=Link(1e6, LATENCY, burst=burst),
+        intra=Link(4e6, LATENCY, burst=burst, burst_bandwidth=pace),
+        inter=Link(1e6, LATENCY, burst=burst, burst_bandwidth=pace),
         backend="gloo",
+        hosts=hosts,
     )
 
 
@@ -130,18 +152,63 @@ def in_a_row(kind: Kind, size: int, cluster: Cluster, count: int, group: Group =
     st.integers(1, 200_000),
     st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2), (1, 2)]),
     st.sampled_from([0.0, 300.0, 2_000.0, 50_000.0]),
+    st.sampled_from([None, 3e6, 2e7]),
+    st.sampled_from(get_args(Hosts)),
 )
 def test_alone_is_what_the_simulation_takes_after_a_pause(
-    kind: Kind, size: int, layout: tuple[int, int], burst: float
+    kind: Kind,
+    size: int,
+    layout: tuple[int, int],
+    burst: float,
+    pace: float | None,
+    hosts: Hosts,
 ) -> None:
-    """The closed form of the cost model, and the network event by event; a burst slows nothing."""
-    cluster = shaped(layout[0], burst, layout[1])
+    """The closed form of the cost model, and the network event by event.
+
+    A burst that passes at once slows nothing. Whether hosts are shared changes nothing for one
+    collective alone.
+    """
+    cluster = shaped(layout[0], burst, layout[1], pace, hosts)
     work = Collective(kind, "x", size, DType.INT8, WORLD)
     alone = footprint(work, cluster).alone(cluster)
     assert in_a_row(kind, size, cluster, 1) == pytest.approx(alone, rel=1e-9)
     plain = shaped(layout[0], 0.0, layout[1])
     assert footprint(work, cluster).latency <= alone
-    assert alone <= footprint(work, plain).alone(plain) * (1 + 1e-12)
+    if pace is None:
+        assert alone <= footprint(work, plain).alone(plain) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("burst", [0.0, 2_000.0])
+def test_collectives_in_flight_share_a_host(burst: float) -> None:
+    """Two all-gathers of 100 B, three steps of 1 ms each: 3 ms both, on one machine 6 ms.
+
+    Large ones share the link anyway: 2 x 30 ms for 3/4 of 40 kB at 1 MB/s, and their steps beside.
+    """
+
+    def both(size: int, hosts: Hosts) -> float:
+        work = Collective(Kind.ALL_GATHER, "x", size, DType.INT8, WORLD)
+        body = Schedule("both", tuple(Op(stream, work, stream) for stream in ("a", "b")))
+        cluster = shaped(4, burst, hosts=hosts)
+        trace = execute(body, cluster, precision="bf16", rounds=1, fold=False)
+        return max(span.end for span in trace.spans)
+
+    small = (0.0 if burst else 2 * 75e-6) + 3 * LATENCY
+    assert both(100, "apart") == pytest.approx(small)
+    assert both(100, "shared") == pytest.approx(small + 3 * LATENCY)
+    apart, shared = both(40_000, "apart"), both(40_000, "shared")
+    assert 60e-3 - 2e-3 <= apart <= shared <= apart + 3 * LATENCY
+
+
+def test_folded_and_unfolded_ranks_share_a_host_alike() -> None:
+    """Two groups of peers, whose latency was measured while both were under way."""
+    work = Collective(Kind.ALL_GATHER, "x", 10_000, DType.INT8, PEERS)
+    body = Schedule("both", tuple(Op(stream, work, stream) for stream in ("a", "b")))
+    cluster = shaped(3, 2_000.0, 2, 2e7, "shared")
+    traces = [
+        execute(body, cluster, precision="bf16", rounds=2, fold=fold) for fold in (True, False)
+    ]
+    folded, unfolded = (max(span.end for span in trace.spans) for trace in traces)
+    assert folded == pytest.approx(unfolded)
 
 
 @pytest.mark.parametrize("size", [100, 40_000])

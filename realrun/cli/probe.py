@@ -31,8 +31,8 @@ _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16",
 """Largest collective, and precisions."""
 
 _QUICK = ("1 MiB", "5 s")
-_STATED = ("64 KiB", "5 s")
-"""Latencies show in what passes with the burst of a lab."""
+_STATED = ("256 KiB", "10 s")
+"""What hosts add shows in what passes with the burst of a lab."""
 _PRECISIONS = (DType.FP32, DType.FP16, DType.BF16)
 
 

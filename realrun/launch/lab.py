@@ -157,6 +157,7 @@ nodes = {lab.nodes}
 gpus_per_node = {lab.gpus_per_node}
 {sites}gpu = "virtual"
 backend = "gloo"
+hosts = {{ value = "shared", source = "all nodes are one machine" }}
 
 [intra]
 bandwidth = {{ value = "{intra}", source = "rate of tc tbf at each node's loopback, per rank" }}

@@ -52,6 +52,9 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
         _text("stream"),
         "realrun makes a communicator for every stream and group",
     )
+    if fitted.one_host:
+        source = "the nodes of a lab are one machine, which serves all collectives in flight"
+        yield _fact("hosts", _text("shared"), source)
     yield _interference(measured, kernels=fitted.processor is not None)
     if fitted.call_overhead:
         source = "fitted to collectives that pass at once with the bursts that the lab states"
@@ -171,6 +174,9 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
         )
         if link and link.burst:
             yield _fact("burst", _text(quantity(link.burst, "B")), "payload, as the lab states it")
+        if link and link.burst_bandwidth:
+            value = _text(quantity(link.burst_bandwidth, "B/s"))
+            yield _fact("burst_bandwidth", value, "fitted to collectives that pass with the burst")
         yield _fact(
             "latency", _text(quantity((link or other).latency, "s")), source, assumed=link is None
         )

@@ -142,15 +142,18 @@ def fit_links(
     start = _bounds(samples, layout, backend)
     free = np.repeat(present, 2)
     call = hosts.call_overhead if hosts else 0.0
-    near_burst, far_burst = (
-        (hosts.intra.payload_burst, hosts.inter.payload_burst) if hosts else (0.0, 0.0)
+    near_link, far_link = (
+        (_payload(hosts.intra), _payload(hosts.inter)) if hosts else (Link(1.0), Link(1.0))
     )
 
     def links(values: Vector) -> tuple[Link, Link]:
         every = start.copy()
         every[free] = values
         near_latency, near, far_latency, far = map(float, np.exp(every))
-        return Link(near, near_latency, burst=near_burst), Link(far, far_latency, burst=far_burst)
+        return (
+            replace(near_link, bandwidth=near, latency=near_latency),
+            replace(far_link, bandwidth=far, latency=far_latency),
+        )
 
     def errors(values: Vector) -> Vector:
         cluster = bare(layout, backend, *links(values), call)
@@ -219,8 +222,9 @@ class Fitted:
 
     `processor` is None if no kernel was run, a link if it joins no two ranks. `lines` fit every
     kind and group by itself; `misfit` says how far predictions from the links are off there, and
-    `overall` the same for all samples at once. `stated` says that bandwidths were not fitted. The
-    scatters are those of kernels and collectives, None where none was measured.
+    `overall` the same for all samples at once. `stated` says that bandwidths were not fitted,
+    `one_host` that all ranks are in a lab. The scatters are those of kernels and collectives, None
+    where none was measured.
     """
 
     processor: GPU | None
@@ -233,6 +237,7 @@ class Fitted:
     communication_scatter: float | None = None
     call_overhead: Seconds = 0.0
     stated: bool = False
+    one_host: bool = False
 
 
 def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -> Fitted:
@@ -266,10 +271,23 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
         kernel_scatter = scatter(kernels, exact)
     spread = scatter(samples, predict(samples, cluster))
     return Fitted(
-        gpu, intra, inter, lines, misfit, off(samples), kernel_scatter, spread, call, not rates
+        gpu,
+        intra,
+        inter,
+        lines,
+        misfit,
+        off(samples),
+        kernel_scatter,
+        spread,
+        call,
+        stated=not rates,
+        one_host=hosts is not None,
     )
 
 
 def _payload(link: Link) -> Link:
     """The same link by what payload gets of it."""
-    return Link(link.payload_bandwidth, link.latency, burst=link.payload_burst)
+    pace = link.payload_burst_bandwidth if link.burst_bandwidth else None
+    return Link(
+        link.payload_bandwidth, link.latency, burst=link.payload_burst, burst_bandwidth=pace
+    )

@@ -38,8 +38,8 @@ from realrun.probe.tasks import (
 
 T = TypeVar("T")
 _PASSES = 3
-_ROUNDS = 8
-"""The most rounds of a pass; one more warms up."""
+_ROUNDS, _ROUNDS_OF_MEANS = 8, 64
+"""The most rounds of a pass; one more warms up. Means need many: a rare late wake-up counts."""
 
 _SMALLEST = 2**12
 _FACTOR = 4
@@ -89,7 +89,8 @@ class _Idle(Synthetic):
 def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     """Measure everything. Raises what `execute` raises."""
     say("how long things take")
-    sweeps = _sweeps(world, plan.max_size, 0.6 * plan.budget)
+    most = _ROUNDS_OF_MEANS if plan.means else _ROUNDS
+    sweeps = _sweeps(world, plan.max_size, 0.6 * plan.budget, most)
     burns = _burns(world, plan.precisions, 0.25 * plan.budget)
     times: dict[str, list[list[Seconds]]] = {}
     tasks = [*sweeps, *burns, *_overheads(world)]
@@ -171,8 +172,8 @@ def _time(world: World, task: _Task) -> dict[str, list[Seconds]]:
     return _shared(world, durations(_execute(world, task), task.schedule))
 
 
-def _sweeps(world: World, max_size: Bytes, budget: Seconds) -> list[_Task]:
-    """A sweep for every group, with sizes and rounds that its share of the time allows."""
+def _sweeps(world: World, max_size: Bytes, budget: Seconds, most: int) -> list[_Task]:
+    """A sweep for every group: sizes, and rounds up to `most`, as its share of time allows."""
     found = []
     every = groups(world.layout)
     for group in every:
@@ -186,7 +187,7 @@ def _sweeps(world: World, max_size: Bytes, budget: Seconds) -> list[_Task]:
             if following > max_size or 2 * _FACTOR * _KINDS_COST * last > share:
                 break
             sizes.append(following)
-        rounds = min(_ROUNDS, max(1, int(share / cost) - 1))
+        rounds = min(most, max(1, int(share / cost) - 1))
         schedule = sweep(group, list(Kind), sizes)
         found.append(_Task(f"collectives of {group}", schedule, _Idle(), rounds))
     return found
