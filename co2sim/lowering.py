@@ -20,7 +20,7 @@ from co2sim.folding import fold as fold_ranks
 from co2sim.noise import Noise
 from co2sim.ranges import whole
 from co2sim.schedule import Collective, Compute, Group, Schedule
-from co2sim.shaping import HOST, Shaper
+from co2sim.shaping import HOST, HostShare, Shaper
 from co2sim.tiers import uplinks
 from co2sim.units import Bytes, BytesPerSecond, Seconds
 
@@ -42,8 +42,7 @@ class Transfer:
 
     `loads` are the bytes on each link, `copies` the number of equal flows that a folded one stands
     for there, `latency` comes before the first byte, `solo` is what the bytes take alone, and the
-    whole takes `least` at least. `host` is the fraction of a shared host that latency takes for so
-    long, 0 where hosts are apart.
+    whole takes `least` at least. `host` says what it takes of a shared host, if there is one.
     """
 
     loads: Mapping[Hashable, Bytes]
@@ -51,7 +50,7 @@ class Transfer:
     latency: Seconds
     solo: Seconds
     least: Seconds = 0.0
-    host: float = 0.0
+    host: HostShare | None = None
 
     @property
     def alone(self) -> Seconds:
@@ -291,7 +290,7 @@ def _transfer(
 ) -> Transfer:
     """Bytes on every link; a folded rank stands for all groups that share its node and site.
 
-    `together` counts the communicators of the group: what is known of hosts is known of all.
+    `together` counts the communicators of the group.
     """
     loads: dict[Hashable, float] = {}
     copies: dict[Hashable, int] = {}
@@ -313,5 +312,8 @@ def _transfer(
             loads[pod], copies[pod] = one.bytes * many, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
     solo = max((size / capacity[link] for link, size in loads.items()), default=0.0)
-    host = 1 / together if cluster.hosts == "shared" else 0.0
+    host = None
+    if cluster.hosts == "shared":
+        on_link = on_node if cost.inter and not folding.folded else 1
+        host = HostShare(1 / together, min(1.0, on_link / together))
     return Transfer(loads, copies, cost.lead(cluster), solo, cost.latency, host)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import simpy
 from simpy.events import EventPriority
 
-from co2sim.shaping import HOST, Buckets, Shaper
+from co2sim.shaping import HOST, Buckets, HostShare, Shaper
 from co2sim.units import Bytes, BytesPerSecond, Seconds
 
 _LAST = EventPriority(8)
@@ -124,7 +124,7 @@ class _Flow:
     on_done: Callable[[], None]
     solo_rate: float
     earliest: Seconds = 0.0
-    host: float = 0.0
+    host: HostShare | None = None
     later: Seconds = 0.0
     left: float = 1.0
     rate: float = 0.0
@@ -164,23 +164,24 @@ class Network:
         on_done: Callable[[], None],
         copies: Mapping[Hashable, int] = MappingProxyType({}),
         least: Seconds = 0.0,
-        host: float = 0.0,
+        host: HostShare | None = None,
     ) -> None:
         """Start a transfer; `on_done` is called when its last byte has arrived.
 
         `solo` is the time that the bytes take alone, without latency; `copies` as above. It ends no
         earlier than `least` seconds after its start. With `host`, latency and what bytes of a burst
-        take are work of a shared host: that fraction of it is busy with them.
+        take are work of a shared host.
         """
+        steps = host.steps if host else 0.0
         if solo <= 0:
-            self._wait(max(latency, least), host, on_done)
+            self._wait(max(latency, least), steps, on_done)
             return
         flow = _Flow(loads, copies, on_done, 1 / solo)
         if host:
             flow.host, flow.later = host, max(0.0, least - latency)
         else:
             flow.earliest = self._env.now + least
-        self._wait(latency, host, lambda: self._enter(flow))
+        self._wait(latency, steps, lambda: self._enter(flow))
 
     def _wait(self, seconds: Seconds, host: float, call: Callable[[], None]) -> None:
         """Call after so many seconds, or after so much work of a shared host."""
@@ -217,19 +218,22 @@ class Network:
         assert self._buckets is not None
         coming, self._coming = self._coming, []
         passed = self._buckets.spend([flow.loads for flow in coming], self._env.now)
-        for flow, (fraction, took) in zip(coming, passed, strict=True):
-            flow.left = 1.0 - fraction
+        for flow, each in zip(coming, passed, strict=True):
+            took, share = each.together, 0.0
+            if flow.host:
+                took, share = each.alone, flow.host.bytes
+            flow.left = 1.0 - each.fraction
             flow.earliest += took
             if took:
-                self._wait(took, flow.host, partial(self._send, flow))
+                self._wait(took, share, partial(self._send, flow))
             else:
                 self._send(flow)
 
     def _send(self, flow: _Flow) -> None:
         """Let the bytes flow; later latency steps are work of a shared host meanwhile."""
-        if flow.later > 0:
+        if flow.host and flow.later > 0:
             flow.on_done = _last_of(2, flow.on_done)
-            self._wait(flow.later, flow.host, flow.on_done)
+            self._wait(flow.later, flow.host.steps, flow.on_done)
         self._begin(flow)
 
     def _begin(self, flow: _Flow) -> None:

@@ -16,12 +16,23 @@ cluster), collectives in flight at once share its cores: what each takes of them
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from co2sim.cluster import Link
 from co2sim.units import Bytes, BytesPerSecond, Seconds
 
 HOST = "host"
 """The link that stands for a host which all nodes share; its bytes are seconds."""
+
+
+class HostShare(NamedTuple):
+    """Fractions of a shared host that one transfer takes: its latency steps, and its bytes.
+
+    What is known are times of all groups of a kind at once.
+    """
+
+    steps: float
+    bytes: float
 
 
 def hidden_share(link: Link, step: Seconds) -> float:
@@ -87,6 +98,17 @@ class _Bucket:
         return self.level
 
 
+class Passing(NamedTuple):
+    """What passes of a flow with the burst: a fraction, and how long its bytes take.
+
+    `alone`, or `together` with those of all flows that came at the same moment.
+    """
+
+    fraction: float
+    alone: Seconds
+    together: Seconds
+
+
 class Buckets:
     """The buckets of a network's links, full at the start."""
 
@@ -103,13 +125,10 @@ class Buckets:
         """Whether a link is shaped."""
         return link in self._buckets
 
-    def spend(
-        self, flows: Sequence[Mapping[Hashable, Bytes]], now: Seconds
-    ) -> list[tuple[float, Seconds]]:
-        """The fraction of each flow that passes with the burst, and how long that takes.
+    def spend(self, flows: Sequence[Mapping[Hashable, Bytes]], now: Seconds) -> list[Passing]:
+        """What passes of each flow, of those that come at this moment.
 
-        The flows come at this moment, and are given by their bytes on each link. Those on one link
-        share its credit by these, and pass together.
+        Flows are given by their bytes on each link. Those on one link share its credit by these.
         """
         asked: dict[Hashable, Bytes] = {}
         for loads in flows:
@@ -120,13 +139,14 @@ class Buckets:
         for loads, fraction in zip(flows, passing, strict=True):
             for link in loads.keys() & asked.keys():
                 self._buckets[link].level -= fraction * loads[link]
-        passed = dict.fromkeys(asked, 0.0)
-        for loads, fraction in zip(flows, passing, strict=True):
-            for link in loads.keys() & asked.keys():
-                passed[link] += fraction * loads[link] / self._buckets[link].pace
-        return [
-            (fraction, max(passed[link] for link in loads if link in asked))
+        times = [
+            {at: fraction * loads[at] / self._buckets[at].pace for at in loads if at in asked}
             for loads, fraction in zip(flows, passing, strict=True)
+        ]
+        sums = {link: sum(each.get(link, 0.0) for each in times) for link in asked}
+        return [
+            Passing(fraction, max(each.values()), max(sums[link] for link in each))
+            for fraction, each in zip(passing, times, strict=True)
         ]
 
     def use(self, loads: Mapping[Hashable, Bytes], change: float, now: Seconds) -> None:

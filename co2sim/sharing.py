@@ -33,7 +33,7 @@ def shared_works(lowered: Lowered) -> set[int]:
             or any(len(users[link]) > 1 for link in transfer.loads)
             or (lowered.contend and any(link in nics for link in transfer.loads))
             or any(link in lowered.shapers for link in transfer.loads)
-            or transfer.host
+            or transfer.host is not None
             for one, transfer in zip(together, transfers, strict=True)
         )
     }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from co2sim.cluster import Cluster, Hosts, Link
 from co2sim.cost import footprint
 from co2sim.network import Network
-from co2sim.schedule import PEERS, WORLD, Collective, DType, Group, Kind, Op, Schedule
+from co2sim.schedule import NODE, PEERS, WORLD, Collective, DType, Group, Kind, Op, Schedule
 from co2sim.shaping import Shaper
 from co2sim.simulator import execute
 
@@ -199,9 +199,21 @@ def test_collectives_in_flight_share_a_host(burst: float) -> None:
     assert 60e-3 - 2e-3 <= apart <= shared <= apart + 3 * LATENCY
 
 
-def test_folded_and_unfolded_ranks_share_a_host_alike() -> None:
-    """Two groups of peers, whose latency was measured while both were under way."""
-    work = Collective(Kind.ALL_GATHER, "x", 10_000, DType.INT8, PEERS)
+def test_bytes_of_bursts_share_a_host_once() -> None:
+    """Two all-to-alls of 1 kB each way: the burst takes 1 ms at 1 MB/s, and so does a step."""
+    work = Collective(Kind.ALL_TO_ALL, "x", 2_000, DType.INT8, WORLD)
+    body = Schedule("both", tuple(Op(stream, work, stream) for stream in ("a", "b")))
+    cluster = shaped(2, 50_000.0, pace=1e6, hosts="shared")
+    trace = execute(body, cluster, precision="bf16", rounds=1, fold=False)
+    alone = footprint(work, cluster).alone(cluster)
+    assert alone == pytest.approx(LATENCY + 1e-3)
+    assert max(span.end for span in trace.spans) == pytest.approx(2 * alone)
+
+
+@pytest.mark.parametrize("group", [WORLD, NODE, PEERS])
+def test_folded_and_unfolded_ranks_share_a_host_alike(group: Group) -> None:
+    """Groups of one kind, whose times were measured while all of them were under way."""
+    work = Collective(Kind.ALL_GATHER, "x", 10_000, DType.INT8, group)
     body = Schedule("both", tuple(Op(stream, work, stream) for stream in ("a", "b")))
     cluster = shaped(3, 2_000.0, 2, 2e7, "shared")
     traces = [
