@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.cluster import Cluster, Link, Tier
+from co2sim.cluster import Cluster
 from co2sim.cost import Footprint, compute_time, footprints
 from co2sim.errors import OptionError
 from co2sim.folding import Folding, RankClass, class_count
@@ -20,8 +20,8 @@ from co2sim.folding import fold as fold_ranks
 from co2sim.noise import Noise
 from co2sim.ranges import whole
 from co2sim.schedule import Collective, Compute, Group, Schedule
-from co2sim.shaping import HOST, HostShare, Shaper
-from co2sim.tiers import uplinks
+from co2sim.shaping import HostShare, Shaper
+from co2sim.simulated_links import capacities, pod_of, shapers
 from co2sim.units import Bytes, BytesPerSecond, Seconds
 
 Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -160,7 +160,7 @@ def lower(
     allowed = fold and not noise.jitter
     folding = fold_ranks(cluster.layout, slowdowns, schedule, allowed=allowed)
     communicators = _communicators(schedule, cluster, folding)
-    capacity = _capacity(cluster, folding)
+    capacity = capacities(cluster, folding)
     count = rounds * len(schedule.body)
     total = sum(map(len, communicators.values()))
     return Lowered(
@@ -173,7 +173,7 @@ def lower(
         communicators=communicators,
         transfers=_transfers(schedule, cluster, folding, communicators, capacity, free=free),
         capacity=capacity,
-        shapers=_shapers(cluster, folding),
+        shapers=shapers(cluster, folding),
         class_factors=tuple(noise.op_slowdowns(1, c.rank, count) for c in folding.classes)
         if noise.jitter
         else None,
@@ -213,38 +213,6 @@ def _communicators(
         )
         number += len(meetings)
     return found
-
-
-def _capacity(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
-    """Payload bytes per second of every link, and seconds per second of a shared host."""
-    found: dict[Hashable, float] = {}
-    for index in range(len(folding.classes)):
-        found["gpu", index] = cluster.intra.payload_bandwidth
-        found["nic", folding.node(index)] = cluster.inter.payload_bandwidth
-        for tier in cluster.inter.tiers:
-            found[tier, _pod(tier, folding, index)] = uplinks(tier, cluster)
-    if cluster.hosts == "shared":
-        found[HOST] = 1.0
-    if cluster.wan:
-        speed = cluster.wan.payload_bandwidth
-        found.update({("wan", site): speed for site in range(cluster.sites)})
-    return found
-
-
-def _pod(tier: Tier, folding: Folding, index: int) -> int:
-    """The pod of a class; folded ones share one."""
-    return 0 if folding.folded else folding.node(index) // tier.nodes
-
-
-def _shapers(cluster: Cluster, folding: Folding) -> dict[Hashable, Shaper]:
-    """Those of the links that have one."""
-    found: dict[Hashable, Link] = {}
-    for index in range(len(folding.classes)):
-        found["gpu", index] = cluster.intra
-        found["nic", folding.node(index)] = cluster.inter
-    if cluster.wan:
-        found.update({("wan", site): cluster.wan for site in range(cluster.sites)})
-    return {at: Shaper.of(link) for at, link in found.items() if link.burst}
 
 
 def _transfers(
@@ -307,7 +275,7 @@ def _transfer(
             loads["nic", node] = cost.inter / cost.inter_efficiency
             loads["wan", node // cluster.nodes_per_site] = cost.wan
         for one in cost.tiers:
-            pod = one.tier, _pod(one.tier, folding, index)
+            pod = one.tier, pod_of(one.tier, folding, index)
             many = one.groups(cluster) if folding.folded else 1
             loads[pod], copies[pod] = one.bytes * many, many
     loads = {link: size / cost.share for link, size in loads.items() if size}
