@@ -8,7 +8,7 @@
     sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
 `sleep` predicts twice, from what was measured in the same lab just before: from its stated
-rates and latencies that take five seconds to measure, and from a whole probe. `flops` predicts from
+rates and latencies that take ten seconds to measure, and from a whole probe. `flops` predicts from
 the probe. `sites` predicts the link between sites from its stated rate, with latencies that were
 measured in a lab of the same nodes at one site. `invented` draws labs of 2 to 4 nodes, rates of
 250 Mbit/s to 2.2 Gbit/s, models and options from the seed, and predicts from stated rates and

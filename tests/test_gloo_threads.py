@@ -32,6 +32,19 @@ def test_threads_that_start_inside_do_not_interrupt_others() -> None:
     assert policy_of_a_new_thread() == os.SCHED_OTHER
 
 
+def test_where_the_system_refuses_groups_are_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sandbox may forbid to change policies: then small collectives are slower, and no more."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with patient():
+        assert policy_of_a_new_thread() == os.SCHED_OTHER
+
+
 def test_a_policy_that_somebody_chose_stays() -> None:
     """A process that runs as a batch job goes on as one."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -122,17 +122,15 @@ class _Threads:
         number, turn, op, _ = instance
         if self.failure:
             raise _Stopped
-        if self.run.reports(instance):
+        sends = isinstance(op.work, Collective) and not self.run.free_communication
+        if sends or self.run.reports(instance):
             self._begin_at(ready, op.stream)
-            self.run.begin(instance)
+        self.run.begin(instance)
         place = Place(number, turn, op.name)
         self.world.watch.enter(op.stream, place)
         try:
             if isinstance(op.work, Collective):
-                end = ready
-                if not self.run.free_communication:
-                    self._begin_at(ready, op.stream)
-                    end = self._communicate(instance, place)
+                end = self._communicate(instance, place) if sends else ready
             else:
                 end = self.run.kernels.compute(instance, ready) or time.monotonic()
         except (_Stopped, RankFailure, MismatchError) as error:
