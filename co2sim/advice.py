@@ -16,7 +16,7 @@ from co2sim.workload import Workload
 def warnings(
     prepared: Prepared, step_time: Seconds, tried: Callable[[Strategy], Seconds]
 ) -> tuple[str, ...]:
-    """A line on a prefetch budget that is smaller than the largest block, which is then exposed.
+    """A line on a prefetch budget that is smaller than some blocks, whose gathers are then exposed.
 
     `tried` is the step time of another strategy, by simulation.
     """
@@ -24,8 +24,10 @@ def warnings(
     found = _ahead(prepared.strategy, job, layout)
     if not found:
         return ()
-    budget, better, options = found
-    largest = max(job.model.blocks, key=lambda block: block.parameters)
+    given_as, budget, better, options = found
+    blocks = job.model.blocks
+    largest = max(blocks, key=lambda block: block.parameters)
+    over = sum(block.parameters > budget for block in blocks)
     samples = layout.world_size * job.samples_per_gpu * job.model.tokens
     given, instead = (f"{samples / time:,.0f}" for time in (step_time, tried(better)))
     speed = f"{job.model.unit}s/s"
@@ -33,13 +35,17 @@ def warnings(
     if instead == given:
         gain = f"gives no more than these {given} {speed}"
     line = (
-        f"{budget}: {largest.name} has {counted(largest.parameters, 'parameter')}, more than the"
-        f" prefetch budget, so it is gathered only when it is needed; {options} {gain}"
+        f"{given_as}{budget}: that prefetch budget is less than {over} of"
+        f" {counted(len(blocks), 'block')} need ({largest.name} has"
+        f" {counted(largest.parameters, 'parameter')}), so these are gathered only when they are"
+        f" needed; {options} {gain}"
     )
     return (line,)
 
 
-def _ahead(strategy: Strategy, job: Workload, layout: Layout) -> tuple[str, Strategy, str] | None:
+def _ahead(
+    strategy: Strategy, job: Workload, layout: Layout
+) -> tuple[str, int, Strategy, str] | None:
     """The budget that is too small, a strategy that gathers every block ahead, and its options."""
     sizes = [block.parameters for block in job.model.blocks]
     largest = max(sizes)
@@ -51,11 +57,11 @@ def _ahead(strategy: Strategy, job: Workload, layout: Layout) -> tuple[str, Stra
         if both > strategy.max_live:
             options["max_live"] = str(both)
         text = ",".join(f"{name}={value}" for name, value in options.items())
-        return f"prefetch={strategy.prefetch}", with_options(strategy, options), text
+        return "prefetch=", strategy.prefetch, with_options(strategy, options), text
     if not isinstance(strategy, LocalSteps):
         return None
     budget, ranks = Zero3().prefetch, Replica.of(strategy).ranks(layout)
     if ranks == 1 or strategy.inner != "zero3" or largest <= budget:
         return None
     better = with_options(strategy, {"inner": "fsdp"})
-    return f"inner=zero3 has prefetch={budget}", better, "inner=fsdp"
+    return "inner=zero3 has prefetch=", budget, better, "inner=fsdp"

@@ -12,6 +12,7 @@ import numpy as np
 
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError
+from co2sim.near import Ranges, ranges_from
 
 T = TypeVar("T")
 
@@ -38,9 +39,10 @@ class Calibration:
     the standard deviation of log(predicted / published), and `assumed` says where that is from if
     not from this fit. An interval reaches `factor` standard deviations to both sides; `coverage` is
     the share of cells, left out of the fit, in such intervals. `kinds` are those of the runs that
-    were fitted to, or checked with. `mape`, `cross_validated` and `left_out` (by label) are mean
-    absolute errors as fractions; `left_out_errors` are log(predicted / published) of the cells when
-    they are left out, in their order.
+    were fitted to, or checked with, and `ranges` says where these lie (`near`). `mape`,
+    `cross_validated` and `left_out` (by label) are mean absolute errors as fractions;
+    `left_out_errors` are log(predicted / published) of the cells when they are left out, in their
+    order.
     """
 
     group: str
@@ -54,6 +56,7 @@ class Calibration:
     scatter: float
     factor: float
     kinds: tuple[str, ...]
+    ranges: Ranges
     cells: int
     mape: float
     cross_validated: float | None
@@ -78,6 +81,7 @@ class Calibration:
             scatter=float(entry["scatter"]),
             factor=float(entry["interval_factor"]),
             kinds=tuple(entry["kinds"]),
+            ranges=ranges_from(entry["ranges"]),
             cells=int(entry["cells"]),
             mape=float(entry["mape"]),
             cross_validated=entry.get("cross_validated"),

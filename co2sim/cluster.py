@@ -9,16 +9,17 @@ from co2sim.errors import OptionError
 from co2sim.failures import Failures
 from co2sim.gpu import GPU, KernelTimes
 from co2sim.quantities import (
+    MOST_NODES,
     Bandwidth,
     Burst,
     Count,
     Deviation,
-    Factor,
     Fraction,
     Intensity,
     Multiple,
     Power,
     Price,
+    Slowdown,
     Spread,
     Time,
     check,
@@ -176,7 +177,7 @@ class Cluster:
     hops: Hops = "pipelined"
     protocols: Protocols = "simple"
     network_overhead: Time = 0.0
-    interference: Factor = 0.0
+    interference: Slowdown = 0.0
     node_spread: Spread = 0.0
     step_spread: Spread = 0.0
     call_overhead: Time = 0.0
@@ -242,6 +243,11 @@ class Cluster:
                 f" {self.gpus_per_node}, or 1 to {self.gpus_per_node}"
             )
         nodes = gpus // per_node
+        if nodes > MOST_NODES:
+            raise OptionError(
+                f"{gpus:,} GPUs are {nodes:,} nodes of {per_node}; at most {MOST_NODES:,} nodes"
+                " can be simulated"
+            )
         sites = min(self.sites, nodes)
         if nodes % sites:
             raise OptionError(

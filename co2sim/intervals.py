@@ -2,8 +2,8 @@
 
 Three sources, the nearest first: the scatter of the probe that measured the cluster; the fit of the
 constants that the cluster has (`calibrations`); the errors on published runs of the same kind
-(`kinds`), of predictions that were not fitted to them. Where no published run is of the kind, it is
-the errors on runs of all other kinds, each kind counted alike.
+(`kinds`), of predictions that were not fitted to them. The last two tell of runs that are `near`.
+Where no published run of the kind is, it is the errors on runs of all kinds, each counted alike.
 """
 
 import math
@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from co2sim.calibrations import CATALOG, Calibration, calibrations, replaced, squares
 from co2sim.cluster import Cluster, Link
 from co2sim.kinds import RunKind, kind_of
+from co2sim.near import Ranges, beyond, figures_of, ranges_from
 from co2sim.strategies import Strategy
 from co2sim.units import counted
 from co2sim.workload import Model
@@ -28,7 +29,8 @@ Thoroughness: TypeAlias = Literal["quick", "full"]
 ERRORS = "published_errors.toml"
 """The record of errors on published runs by kind."""
 
-NOTHING_NEAR = "no published run is near this: errors on published runs of all kinds, each alike"
+NOTHING_NEAR = "no published run is near this"
+ALL_KINDS = "errors on published runs of all kinds, each alike"
 
 TAIL = 1.645
 """Standard deviations of a normal distribution that a 90 % interval reaches to both sides."""
@@ -48,12 +50,13 @@ class KindErrors:
     """Errors of predictions on published runs of one kind, none of which was fitted to its run.
 
     `low` and `high` are the ends of a 90 % interval of log(published / predicted) of a further run;
-    `runs` says of how many runs of which source they are.
+    `runs` says of how many runs of which source they are, and `ranges` where these lie (`near`).
     """
 
     low: float
     high: float
     runs: Mapping[str, int]
+    ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +81,29 @@ class Predicted:
         if self.cluster.scatter is not None:
             return self._of_probe(full=full)
         kind = kind_of(self.cluster, self.strategy, self.model) if self.alike else None
+        run = figures_of(self.cluster, self.model)
         fit = None if kind is None else calibration_of(self.cluster, kind)
-        if fit is not None:
-            return self._of_fit(fit, full=full)
-        known, words = other_errors(), NOTHING_NEAR
-        if kind in kind_errors():
-            known, words = kind_errors()[kind], f"errors on published runs of the kind ({kind})"
+        if fit is None:
+            return self._of_errors(kind, run)
+        far = beyond(run, fit.ranges)
+        if far:
+            return self._of_errors(kind, run, f"far from calibration {fit.group} ({far})")
+        return self._of_fit(fit, full=full)
+
+    def _of_errors(
+        self, kind: RunKind | None, run: Mapping[str, float], reason: str = ""
+    ) -> Interval:
+        """From errors on published runs: of the kind where the run is near them, else of all."""
+        known = kind_errors().get(kind)
+        far = beyond(run, known.ranges, wide=True) if known else ""
+        if known and not far:
+            words = f"errors on published runs of the kind ({kind})"
+        else:
+            known = other_errors()
+            words = f"{NOTHING_NEAR} ({far})" if far and not reason else NOTHING_NEAR
+            words += f": {ALL_KINDS}"
         told = ", ".join(f"{source} {count}" for source, count in known.runs.items())
+        words = f"{reason}: {words}" if reason else words
         return self._from(-known.low, known.high, f"{words}: {told}")
 
     def _of_fit(self, fit: Calibration, *, full: bool) -> Interval:
@@ -207,4 +226,5 @@ def _record() -> Mapping[str, Any]:
 
 
 def _read(entry: Mapping[str, Any]) -> KindErrors:
-    return KindErrors(entry["low"], entry["high"], entry["runs"])
+    lie = ranges_from(entry.get("ranges", {}))
+    return KindErrors(entry["low"], entry["high"], entry["runs"], lie)

@@ -6,9 +6,10 @@ from typing import Literal, TypeAlias
 
 from co2sim.cluster import Cluster
 from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies.zeropp import ZeroPP
 from co2sim.workload import Model
 
-Exchange: TypeAlias = Literal["gradients", "parameters", "averages"]
+Exchange: TypeAlias = Literal["gradients", "parameters", "quantized", "averages"]
 Extent: TypeAlias = Literal["one node", "several nodes"]
 
 _GENERATIONS = {"A800": "A100", "H800": "H100", "GH200": "H100", "H200": "H100"}
@@ -24,6 +25,7 @@ _EXCHANGED: dict[str, Exchange] = {
 _IN_WORDS: dict[Exchange, str] = {
     "gradients": "gradients exchanged every step",
     "parameters": "parameters gathered block by block",
+    "quantized": "quantized parameters and gradients, block by block",
     "averages": "averages of local steps",
 }
 
@@ -58,6 +60,8 @@ def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> RunKind | Non
     gpu = generation(cluster.gpu.name)
     local = isinstance(strategy, LocalSteps)
     exchange = "averages" if local else _EXCHANGED.get(strategy.name)
+    if isinstance(strategy, ZeroPP) and (strategy.qwz or strategy.qgz):
+        exchange = "quantized"
     if gpu is None or exchange is None or model.unit != "token":
         return None
     return RunKind(gpu, exchange, "several nodes" if cluster.nodes > 1 else "one node")

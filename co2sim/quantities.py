@@ -84,13 +84,15 @@ Price = Annotated[UsdPerSecond, Quantity(unit="USD/s", least=0)]
 Power = Annotated[Watts, Quantity(unit="W", least=0)]
 Intensity = Annotated[KgPerKwh, Quantity(unit="kg/kWh", least=0)]
 Fraction = Annotated[float, Quantity(most=1)]
-Factor = Annotated[float, Quantity(least=0)]
+Slowdown = Annotated[float, Quantity(least=0, most=10)]
+"""The fraction by which something takes longer; at 10 it takes eleven times as long."""
 Multiple = Annotated[float, Quantity(least=1)]
 Spread = Annotated[float, Quantity(least=0, most=1)]
 """Sigma of a lognormal factor."""
 Deviation = Annotated[float, Quantity(least=0, most=5)]
 """Of a logarithm, where it was measured; at 5 a prediction may be off by factors of thousands."""
-Count = Annotated[int, Quantity(least=1, most=1_000_000)]
+MOST_NODES = 1_000_000
+Count = Annotated[int, Quantity(least=1, most=MOST_NODES)]
 """Nodes, GPUs of a node, or sites: far beyond any machine, and still quick to count."""
 
 Natural = Annotated[int, Quantity(least=0, most=1_000_000)]

@@ -28,8 +28,9 @@ def test_a_block_above_the_budget_is_named_with_what_a_larger_budget_gives(name:
     assert better.tokens_per_s > found.tokens_per_s
     (line,) = found.warnings
     assert line == (
-        "prefetch=100: embedding has 640 parameters, more than the prefetch budget, so it is"
-        f" gathered only when it is needed; prefetch=640 gives {better.tokens_per_s:,.0f} tokens/s"
+        "prefetch=100: that prefetch budget is less than 4 of 4 blocks need (embedding has 640"
+        " parameters), so these are gathered only when they are needed; prefetch=640 gives"
+        f" {better.tokens_per_s:,.0f} tokens/s"
         f" instead of {found.tokens_per_s:,.0f}"
     )
     assert better.warnings == ()
@@ -58,7 +59,10 @@ def test_zero3_inside_a_node_is_compared_with_fsdp() -> None:
         for inner in ("zero3", "fsdp")
     )
     (line,) = found.warnings
-    assert line.startswith("inner=zero3 has prefetch=50000000: embedding has 60,000,000 parameters")
+    start = (
+        "inner=zero3 has prefetch=50000000: that prefetch budget is less than 1 of 4 blocks need"
+    )
+    assert line.startswith(f"{start} (embedding has 60,000,000 parameters)")
     assert "; inner=fsdp gives " in line
     assert f" {better.tokens_per_s:,.0f} tokens/s" in line
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import co2sim
 from analysis.published import coverage
 from analysis.published.csv_tables import known_cells
 from analysis.published.kind_errors import coverage as coverage_by_kind
-from analysis.published.kind_errors import errors_by_kind, record_file
+from analysis.published.kind_errors import errors_by_kind, ranges_by_kind, record_file
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
 from co2sim.calibrations import Calibration, calibrations, replaced
@@ -65,11 +66,17 @@ def test_a_gpu_has_the_generation_that_its_name_says() -> None:
 
 
 def test_a_kind_is_generation_exchange_and_extent() -> None:
-    """All strategies have one; a model of images, or a strategy that is not ours, has none."""
+    """All strategies have one; a model of images, or a strategy that is not ours, has none.
+
+    ZeRO++ without quantization exchanges what ZeRO does.
+    """
     cluster, model = load_cluster("a100-roce800").value, load_model("gpt2-small").value
     one = cluster.resized(8)
     assert kind_of(cluster, parse("ddp"), model) == RunKind("A100", "gradients", "several nodes")
-    assert kind_of(one, parse("zeropp"), model) == RunKind("A100", "parameters", "one node")
+    assert kind_of(one, parse("fsdp"), model) == RunKind("A100", "parameters", "one node")
+    assert kind_of(one, parse("zeropp"), model) == RunKind("A100", "quantized", "one node")
+    hpz = parse("zeropp(qwz=false, qgz=false)")
+    assert kind_of(one, hpz, model) == RunKind("A100", "parameters", "one node")
     assert kind_of(one, parse(CO2), model) == RunKind("A100", "averages", "one node")
     for name in co2sim.strategies.STRATEGIES:
         assert kind_of(cluster, parse(name), model) is not None, name
@@ -241,6 +248,48 @@ def test_the_interval_of_other_kinds_is_wider_than_that_of_most() -> None:
     assert len(wider) <= 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason", "kind"),
+    [
+        ({"gpus": 4096}, "", ""),
+        ({"model": "gpt2-small", "gpus": 8}, "", ""),
+        ({"gpus": 16384}, "16,384 GPUs, there 8 to 512", "of the kind (H100, parameters"),
+        ({"gpus": 32768}, "32,768 GPUs", NOTHING_NEAR),
+        ({"overrides": {"inter.bandwidth": "1 Gbit/s"}}, "125 Mbit/s a GPU", NOTHING_NEAR),
+        ({"model": "tiny-5m"}, "million parameters, there 124 million", NOTHING_NEAR),
+    ],
+)
+def test_far_from_the_fitted_runs_the_interval_is_no_longer_that_of_the_fit(
+    changes: dict[str, Any], reason: str, kind: str
+) -> None:
+    """It says what is far, and is that of errors of the kind, or of all kinds: always wider."""
+    job = {"cluster": "h100-calibrated", "model": "mpt-7b", "strategy": "fsdp", "gpus": 128}
+    here = co2sim.simulate(**job)
+    found = co2sim.simulate(**job | changes)
+    assert here.interval_source.startswith("calibration mpt-fsdp")
+    if not reason:
+        assert found.interval_source == here.interval_source
+        assert width(found) == pytest.approx(width(here))
+        return
+    assert found.interval_source.startswith("far from calibration mpt-fsdp (")
+    assert reason in found.interval_source
+    assert kind in found.interval_source
+    assert width(found) > 3 * width(here)
+
+
+def test_what_a_strategy_quantizes_is_not_known_from_one_that_does_not() -> None:
+    """ZeRO++ on a cluster that FSDP's runs calibrated: nothing near was published."""
+    found = co2sim.simulate("h100-calibrated", "mpt-7b", "zeropp", gpus=128)
+    assert found.interval_source.startswith(NOTHING_NEAR)
+
+
+def test_a_kind_does_not_tell_of_networks_unlike_those_of_its_runs() -> None:
+    """An uncalibrated cluster with 1 Gbit/s between nodes: the errors of all kinds, and why."""
+    slow = {"inter.bandwidth": "1 Gbit/s"}
+    found = co2sim.simulate("dgx-h100", "mpt-7b", "fsdp", gpus=64, overrides=slow)
+    assert found.interval_source.startswith(f"{NOTHING_NEAR} (125 Mbit/s a GPU between nodes")
+
+
 def test_elsewhere_the_interval_is_that_of_errors_on_published_runs() -> None:
     """As the record says for the kind, around the prediction, with the runs that are behind it."""
     result = co2sim.simulate("dgx2-ib1", "gpt-18b", "zero3", gpus=32)
@@ -312,12 +361,16 @@ def test_coverage_is_of_cells_that_did_not_set_the_factor() -> None:
 
 
 def test_the_interval_of_one_source_is_that_of_a_further_normal_value() -> None:
-    """Mean plus and minus t s sqrt(1 + 1/n), as textbooks have it, stretched to hold 0."""
+    """Mean plus and minus t s sqrt(1 + 1/n), as textbooks have it, and as far around 0.
+
+    All runs of one source may err the same way: a prediction is never at the end of its interval.
+    """
     values = [0.1, 0.15, 0.12, 0.4, 0.2]
     reach = t.ppf(0.95, 4) * np.std(values, ddof=1) * math.sqrt(1 + 1 / 5)
     low, high = coverage.interval([values]) or (0.0, 0.0)
-    assert low == pytest.approx(min(0.0, np.mean(values) - reach))
+    assert low == pytest.approx(-reach)
     assert high == pytest.approx(np.mean(values) + reach)
+    assert coverage.interval([[-v for v in values]]) == pytest.approx((-high, -low))
 
 
 @given(
@@ -363,7 +416,7 @@ def test_the_record_of_errors_is_up_to_date() -> None:
     at_hand = len(tables_elsewhere()) == len(TABLES_ELSEWHERE)
     cells = known_cells(PAPERS) if at_hand else from_papers(PAPERS)
     found = errors_by_kind(cells, papers(PAPERS))
-    path, content = record_file(found)
+    path, content = record_file(found, ranges_by_kind(cells))
     if at_hand:
         assert content == path.read_bytes()
     for kind, known in kind_errors().items():

@@ -33,7 +33,7 @@ Data = Annotated[
     typer.Option(
         metavar="PATH",
         help=f"Folder with {' or '.join(TABLES_ELSEWHERE.values())}, or one of these files; by"
-        f" default what {DATA_VARIABLE} names.",
+        f" default what {DATA_VARIABLE} names, else shared/data beside a checkout.",
     ),
 ]
 
@@ -44,7 +44,8 @@ def validate_command(  # noqa: PLR0917 - one argument per option
         list[Path] | None,
         typer.Option(
             metavar="FILE.csv",
-            help="Predict further cells, in the format of one of the published tables. Repeatable.",
+            help="Predict further cells, in the format of one of the published tables, and the"
+            " ratios that they state with known ones. Repeatable.",
         ),
     ] = None,
     papers_: Papers = PAPERS,
@@ -143,7 +144,8 @@ def _kind_record(known: Sequence["Cell"], folder: Path) -> dict[Path, bytes]:
     for key, table in TABLES_ELSEWHERE.items():
         if not any(cell.source == key for cell in known):
             raise OptionError(f"--write needs all sources; --data is missing, with {table}")
-    return dict([kind_errors.record_file(kind_errors.errors_by_kind(known, papers(folder)))])
+    errors = kind_errors.errors_by_kind(known, papers(folder))
+    return dict([kind_errors.record_file(errors, kind_errors.ranges_by_kind(known))])
 
 
 def _missing(known: Sequence["Cell"], chosen: Sequence["Cell"], folder: Path) -> Iterator[str]:

@@ -8,18 +8,19 @@ cross-validated on the model linearised at the fit, as it has many cells and con
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from analysis.published.cells import Cell, run_kind
+from analysis.published.cells import Cell, run_figures, run_kind
 from analysis.published.coverage import conformal_factor, covered, student_factor
 from analysis.published.parameters import GROUPS, ConstantGroup, stated
 from analysis.published.predict import predict
 from co2sim.errors import OptionError
+from co2sim.near import Ranges, ranges
 
 FOLDS = 5
 
@@ -27,6 +28,9 @@ _WITHIN, _QUANTILE = 0.9, 1.645
 """A share of the residuals, and of how many standard deviations a normal one holds as many."""
 
 Array = npt.NDArray[np.float64]
+
+_STARTS = (0.2, 0.5, 0.8)
+"""Where a fit starts, as fractions of the constants' ranges."""
 
 _STEP = 1e-3
 """Of a derivative, as a fraction of a constant's range."""
@@ -44,7 +48,7 @@ class Fit:
     log(predicted / published) of the runs, in order, each when its fold is left out. A 90 %
     interval reaches `factor` standard deviations to both sides, and `coverage` is the share of
     cells that, left out, lie in intervals whose factor the others determine. `kinds` are those of
-    its runs, cells for checks included.
+    its runs, cells for checks included, and `ranges` says where these lie.
     """
 
     group: str
@@ -61,6 +65,7 @@ class Fit:
     coverage: float | None = None
     left_out: tuple[float, ...] = ()
     kinds: tuple[str, ...] = ()
+    ranges: Ranges = field(default_factory=dict)
 
 
 def kinds_of(cells: Sequence[Cell]) -> tuple[str, ...]:
@@ -109,6 +114,7 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
             for label, parts in parts_by_label(rows).items()
             if label not in group.apart
         }
+    mine = [cell for cell in cells if cell.group == group.name]
     own = jacobian[runs]
     leverages = np.einsum("ij,jk,ik->i", own, inverse, own)
     scores = list(errors / ((scatter or math.inf) * np.sqrt(1 + leverages))) if len(errors) else []
@@ -126,7 +132,8 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
         factor=conformal_factor(scores) or student_factor(freedom or math.inf),
         coverage=covered(scores, FOLDS) if scores else None,
         left_out=tuple(map(float, errors)),
-        kinds=kinds_of([cell for cell in cells if cell.group == group.name]),
+        kinds=kinds_of(mine),
+        ranges=ranges(run_figures(setup) for cell in mine for setup in cell.setups),
     )
 
 
@@ -160,15 +167,16 @@ def _solve(
 ) -> tuple[dict[str, float], Array, Array]:
     """Least squares inside the bounds, with constants scaled to [0, 1], as is the Jacobian.
 
-    It starts in the middle of the bounds, and if `thorough` at the values of the catalog too: where
-    cells are left out, what the catalog has learned from them must not come back.
+    It starts at several places between the bounds, as there may be several minima, and if
+    `thorough` at the values of the catalog too: where cells are left out, what the catalog has
+    learned from them must not come back.
     """
     weights = _weights(group, cells)
 
     def residuals(scaled: Array) -> Array:
         return weights * residuals_of(cells, _named(group, scaled))
 
-    starts = [np.full(len(group.constants), 0.5)]
+    starts = [np.full(len(group.constants), share) for share in _STARTS]
     if thorough:
         starts.append(np.clip(_shares(group, stated(group)), 0.01, 0.99))
     found = _minimum(group, residuals, starts)

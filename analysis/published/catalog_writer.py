@@ -8,6 +8,7 @@ from analysis.published.calibrate import Fit
 from analysis.published.parameters import GROUPS, Constant, ConstantGroup, cluster_of
 from co2sim.calibrations import CATALOG, RECORD
 from co2sim.errors import CatalogError
+from co2sim.near import Ranges
 from co2sim.units import parse
 
 _SUBSTITUTE = "v100-zeropp"
@@ -22,6 +23,7 @@ _HEAD = (
     "log(predicted / published) over the fit cells. 'left_out_errors' are these logarithms of the",
     "cells when their fold is left out, 'interval_factor' is their 90 % quantile in standard",
     "deviations, and 'coverage' the share of cells in intervals that the other folds determine.",
+    "'ranges' are the least and the most of each figure among these runs; speeds in bit/s a GPU.",
 )
 
 
@@ -77,7 +79,8 @@ def record_file(fits: Sequence[Fit]) -> tuple[Path, bytes]:
             document.add(tomlkit.nl())
             fitted = name in new
             document.add(name, _entry(new[name], substitute) if fitted else _copied(before[name]))
-    return path, tomlkit.dumps(document).encode()
+    # a table that is copied brings the empty line behind it along
+    return path, tomlkit.dumps(document).replace("\n\n\n", "\n\n").encode()
 
 
 def _copied(entry: Any) -> Any:
@@ -105,6 +108,7 @@ def _entry(found: Fit, substitute: float | None) -> Any:
     table = tomlkit.table()
     table["source"] = f"cells marked fit of papers/{group.source}: {found.cells}"
     table["kinds"] = list(found.kinds)
+    table["ranges"] = ranges_table(found.ranges)
     table["constants"] = [constant.name for constant in group.constants]
     table["paths"] = [constant.path for constant in group.constants]
     table["values"] = [_as_written(one, found.values[one.name]) for one in group.constants]
@@ -129,6 +133,15 @@ def _entry(found: Fit, substitute: float | None) -> Any:
         table.add(tomlkit.key(["left_out", label]), _rounded(error))
     if found.left_out:
         table["left_out_errors"] = [_rounded(error) for error in found.left_out]
+    return table
+
+
+def ranges_table(ranges: Ranges) -> Any:
+    """Where runs lie, as a record has it, to six digits."""
+    import tomlkit  # noqa: PLC0415 - only to write
+
+    table = tomlkit.inline_table()
+    table.update({name: [float(f"{end:.6g}") for end in ends] for name, ends in ranges.items()})
     return table
 
 

@@ -10,6 +10,7 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError, nearest
 from co2sim.kinds import RunKind, kind_of
+from co2sim.near import figures_of
 from co2sim.published_cells import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title
@@ -134,6 +135,11 @@ def run_kind(setup: RunSetup) -> RunKind | None:
         return None
     model = model_of(setup.model, setup.model_overrides)
     return kind_of(setup.used_cluster(), setup.strategy, model)
+
+
+def run_figures(setup: RunSetup) -> dict[str, float]:
+    """Where a run lies; see `co2sim.near`."""
+    return figures_of(setup.used_cluster(), model_of(setup.model, setup.model_overrides))
 
 
 def check_runs(cell: Cell) -> None:

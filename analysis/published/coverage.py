@@ -56,7 +56,9 @@ def interval(errors: Sequence[Sequence[float]]) -> tuple[float, float] | None:
 
     Every source counts alike, however many cells it has: cells of one source share causes. Mean
     plus and minus Student's t of the standard deviation, with the effective number of cells of
-    Kish (Survey Sampling, 1965). None for fewer than three effective cells.
+    Kish (Survey Sampling, 1965). None for fewer than three effective cells. Cells of a single
+    source may all be off the same way, which says little of the next source: then it reaches as
+    far around 0 as around their mean, and everywhere between.
     """
     if not errors:
         return None
@@ -68,4 +70,5 @@ def interval(errors: Sequence[Sequence[float]]) -> tuple[float, float] | None:
     mean = float(weights @ values)
     variance = float(weights @ (values - mean) ** 2) * count / (count - 1)
     reach = student_factor(count - 1) * math.sqrt(variance * (1 + 1 / count))
-    return min(0.0, mean - reach), max(0.0, mean + reach)
+    nearest = 0.0 if len(errors) > 1 else reach
+    return min(-nearest, mean - reach), max(nearest, mean + reach)

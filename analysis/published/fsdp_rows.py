@@ -57,8 +57,10 @@ class FsdpRow(TableRow):
     tokens_per_s: Published
 
     @model_validator(mode="after")
-    def _batch_of_the_steps(self) -> Self:
-        """The global batch is that of all micro-batches."""
+    def _whole_heads_and_batch(self) -> Self:
+        """The global batch is that of all micro-batches, and heads divide the hidden size."""
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
         made = self.gpus * self.micro_batch * self.accumulation
         if self.global_batch != made:
             raise ValueError(

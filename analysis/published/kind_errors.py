@@ -11,20 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from analysis.published.cells import Cell, changed, run_kind
+from analysis.published.catalog_writer import ranges_table
+from analysis.published.cells import Cell, changed, run_figures, run_kind
 from analysis.published.coverage import interval
 from analysis.published.papers import Paper
 from analysis.published.predict import predict
 from co2sim.calibrations import CATALOG, calibrations
 from co2sim.intervals import ERRORS
 from co2sim.kinds import RunKind
+from co2sim.near import Ranges, ranges
 
 _SPEEDS = {"tokens_per_s", "tflops_per_gpu"}
 
 _HEAD = (
     "Errors on published runs by kind, of predictions that were not fitted to them; written by",
     "`co2analysis validate --write`. 'low' and 'high' are the ends of a 90 % interval of",
-    "log(published / predicted) of a further run of the kind, 'runs' counts those known by source.",
+    "log(published / predicted) of a further run of the kind, 'runs' counts those known by source,",
+    "'ranges' are the least and the most of each figure among them; speeds in bit/s a GPU.",
     "[other]: of a run of a kind that is not here, from all kinds, each of which counts alike.",
 )
 
@@ -119,8 +122,18 @@ def _share(inside: Sequence[bool | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def record_file(errors: KindSources) -> tuple[Path, bytes]:
-    """The record of the catalog: kinds with an interval."""
+def ranges_by_kind(cells: Sequence[Cell]) -> dict[RunKind, Ranges]:
+    """Where the runs of each kind lie."""
+    found: dict[RunKind, list[dict[str, float]]] = {}
+    for cell in cells:
+        kind = None if cell.over else run_kind(cell.setup)
+        if kind is not None:
+            found.setdefault(kind, []).append(run_figures(cell.setup))
+    return {kind: ranges(runs) for kind, runs in found.items()}
+
+
+def record_file(errors: KindSources, lie: Mapping[RunKind, Ranges]) -> tuple[Path, bytes]:
+    """The record of the catalog: kinds with an interval, and where their runs lie."""
     import tomlkit  # noqa: PLC0415 - only to write
 
     document = tomlkit.document()
@@ -130,7 +143,7 @@ def record_file(errors: KindSources) -> tuple[Path, bytes]:
     for kind, sources in errors.items():
         ends = interval(list(sources.values()))
         if ends is not None:
-            tables.append(_table(kind, sources, ends))
+            tables.append(_table(kind, sources, ends, lie[kind]))
     document.add("kind", tables)
     pooled = interval([[e for some in kind.values() for e in some] for kind in errors.values()])
     assert pooled is not None
@@ -142,11 +155,17 @@ def record_file(errors: KindSources) -> tuple[Path, bytes]:
     return Path(str(CATALOG / ERRORS)), tomlkit.dumps(document).encode()
 
 
-def _table(kind: RunKind, sources: Mapping[str, Sequence[float]], ends: tuple[float, float]) -> Any:
+def _table(
+    kind: RunKind,
+    sources: Mapping[str, Sequence[float]],
+    ends: tuple[float, float],
+    lie: Ranges,
+) -> Any:
     import tomlkit  # noqa: PLC0415 - only to write
 
     table = tomlkit.table()
     table["gpu"], table["exchange"], table["extent"] = kind.gpu, kind.exchange, kind.extent
+    table["ranges"] = ranges_table(lie)
     return _figures(table, sources, ends)
 
 

@@ -69,6 +69,9 @@ STRATEGIES: dict[str, type[Any]] = {
 _OF_THE_JOB = ("tp", "sequence_parallel")
 """What combines with every strategy."""
 
+_ELSEWHERE = {"hsdp": "shard"}
+"""Options of other frameworks, with our names."""
+
 
 def parse(text: str) -> Strategy:
     """Read a strategy: `co2`, `co2(tau=48, worker=node)` or `co2:tau=48,worker=node`.
@@ -98,7 +101,7 @@ def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
     values = {}
     for option, text in options.items():
         if option not in known:
-            allowed = nearest(option, known)
+            allowed = nearest(_ELSEWHERE.get(option, option), known)
             if option in _OF_THE_JOB:
                 allowed = (
                     f"it is one of the job: --{option.replace('_', '-')}, or in Python {option}="
