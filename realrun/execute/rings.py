@@ -94,7 +94,7 @@ def reduce_scatter(source: Tensor, result: Tensor, at: RankCommunicator, deadlin
     """Fill `result` with this member's part of the sum; `source` is left with partial sums."""
     n, me = len(at.members), at.me
     parts = source.view(n, -1)
-    received = parts.new_empty(n - 1, parts.shape[1])
+    received = at.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
     exchange = Exchange(at, deadline)
     receives = [exchange.swap(parts[at.previous], received[0])]
     receives += [
@@ -154,7 +154,7 @@ def reduce(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -
     """
     exchange = Exchange(at, deadline)
     first, last = at.previous == root, at.me == root
-    received = buffer.new_empty(0 if first else len(buffer))
+    received = at.room(0 if first else len(buffer), buffer.dtype)
     receives = [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(0, received)]
     new = segments(received)
     for number, (tag, piece) in enumerate(_tagged(0, buffer)):

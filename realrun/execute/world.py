@@ -37,6 +37,17 @@ class RankCommunicator:
     group: dist.ProcessGroup
     members: tuple[int, ...]
     me: int
+    _rooms: list[torch.Tensor] = field(default_factory=list, repr=False, compare=False)
+
+    def room(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for what comes in, until the next call; collectives of a stream take turns.
+
+        It is kept: new memory would be paged in while bytes arrive, which takes longer than they.
+        """
+        size = elements * dtype.itemsize
+        if not self._rooms or len(self._rooms[0]) < size:
+            self._rooms[:] = [torch.empty(size, dtype=torch.uint8)]
+        return self._rooms[0][:size].view(dtype)
 
     @property
     def next(self) -> int:
