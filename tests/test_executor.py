@@ -193,3 +193,17 @@ def test_a_rank_needs_the_environment_of_a_launcher() -> None:
 
     with pytest.raises(OptionError, match=r"RANK is not set: start ranks with .*torchrun"):
         join("gloo", 1.0, {})
+
+
+def test_what_comes_in_is_kept_in_the_same_memory() -> None:
+    """New memory would be paged in while bytes arrive. It grows, and has the type that is asked."""
+    from realrun.execute.world import RankCommunicator  # noqa: PLC0415
+
+    at = RankCommunicator(None, (0, 1), 0)  # type: ignore[arg-type]
+    first = at.room(100, torch.float32)
+    assert (first.dtype, len(first)) == (torch.float32, 100)
+    again = at.room(150, torch.bfloat16)
+    assert (again.dtype, len(again)) == (torch.bfloat16, 150)
+    assert again.data_ptr() == first.data_ptr()
+    assert len(at.room(1000, torch.float32)) == 1000
+    assert not len(at.room(0, torch.float32))

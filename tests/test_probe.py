@@ -41,7 +41,7 @@ from realrun.probe.cluster_file import quantity, to_toml
 from realrun.probe.hosts import fit_hosts
 from realrun.probe.processor import fit_gpu
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
-from realrun.probe.tasks import durations, groups, slowdown, sweep
+from realrun.probe.tasks import PAUSE, durations, groups, slowdown, sweep
 
 ROOT = Path(__file__).parent.parent
 INTRA, INTER = Link(1.3e9, 40e-6), Link(118e6, 150e-6)
@@ -536,3 +536,14 @@ def test_where_nothing_passes_at_once_hosts_cannot_be_told() -> None:
     work = Collective(Kind.ALL_GATHER, "swept", 1024, DType.FP32, WORLD)
     with pytest.raises(OptionError, match="no collective was small enough to pass with the burst"):
         fit_hosts([Sample(work, 1.0)], stated)
+
+
+def test_ranks_pause_between_meeting_and_collective_where_asked() -> None:
+    """As a schedule has them: whoever waited has to wake up. Without, one follows the other."""
+    kinds, sizes = [Kind.ALL_GATHER, Kind.REDUCE], [4096, 65536]
+    plain = sweep(WORLD, kinds, sizes).body
+    paused = sweep(WORLD, kinds, sizes, pauses=True).body
+    assert [op.name for op in paused if op.work != PAUSE] == [op.name for op in plain]
+    works = [op.work for op in paused]
+    assert works[1::3] == [PAUSE] * 4
+    assert {op.stream for op in paused} == {"comm"}

@@ -21,11 +21,12 @@ from co2sim.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, 
 from co2sim.trace import Trace
 from co2sim.units import Bytes, Flops, Seconds
 from realrun.execute.executor import execute
-from realrun.execute.kernels import Burn, KernelSet, Synthetic
+from realrun.execute.kernels import Burn, KernelSet, Sleep, Synthetic
 from realrun.execute.world import World, describe, gather_objects
 from realrun.measure import TORCH_DTYPE, Say
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import (
+    PAUSE,
     SWEPT,
     crossing,
     durations,
@@ -47,6 +48,9 @@ _FACTOR = 4
 
 _KINDS_COST = 4.0
 """A sweep of all kinds takes so many times as long as its largest all-reduce (ring: 3 x 4/3)."""
+
+_PAUSE: Seconds = 2e-3
+"""Between two collectives where means count."""
 
 _KERNEL: Seconds = 0.1
 """The longest kernel."""
@@ -90,7 +94,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     """Measure everything. Raises what `execute` raises."""
     say("how long things take")
     most = _ROUNDS_OF_MEANS if plan.means else _ROUNDS
-    sweeps = _sweeps(world, plan.max_size, 0.6 * plan.budget, most)
+    sweeps = _sweeps(world, plan.max_size, 0.6 * plan.budget, most, pauses=plan.means)
     burns = _burns(world, plan.precisions, 0.25 * plan.budget)
     times: dict[str, list[list[Seconds]]] = {}
     tasks = [*sweeps, *burns, *_overheads(world)]
@@ -172,7 +176,9 @@ def _time(world: World, task: _Task) -> dict[str, list[Seconds]]:
     return _shared(world, durations(_execute(world, task), task.schedule))
 
 
-def _sweeps(world: World, max_size: Bytes, budget: Seconds, most: int) -> list[_Task]:
+def _sweeps(
+    world: World, max_size: Bytes, budget: Seconds, most: int, *, pauses: bool
+) -> list[_Task]:
     """A sweep for every group: sizes, and rounds up to `most`, as its share of time allows."""
     found = []
     every = groups(world.layout)
@@ -187,9 +193,12 @@ def _sweeps(world: World, max_size: Bytes, budget: Seconds, most: int) -> list[_
             if following > max_size or 2 * _FACTOR * _KINDS_COST * last > share:
                 break
             sizes.append(following)
+        if pauses:
+            cost += _PAUSE * len(Kind) * len(sizes)
         rounds = min(most, max(1, int(share / cost) - 1))
-        schedule = sweep(group, list(Kind), sizes)
-        found.append(_Task(f"collectives of {group}", schedule, _Idle(), rounds))
+        schedule = sweep(group, list(Kind), sizes, pauses=pauses)
+        kernels = Sleep({PAUSE: _PAUSE}) if pauses else _Idle()
+        found.append(_Task(f"collectives of {group}", schedule, kernels, rounds))
     return found
 
 

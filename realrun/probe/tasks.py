@@ -37,15 +37,26 @@ def groups(layout: Layout) -> list[Group]:
     return found
 
 
-def sweep(group: Group, kinds: Sequence[Kind], sizes: Iterable[int]) -> Schedule:
-    """Collectives of all kinds and sizes (bytes), before each of which all ranks meet."""
+PAUSE = Compute("pause", 1.0)
+"""A kernel between collectives, as a schedule has them: who sleeps has to wake up."""
+
+
+def sweep(
+    group: Group, kinds: Sequence[Kind], sizes: Iterable[int], *, pauses: bool = False
+) -> Schedule:
+    """Collectives of all kinds and sizes (bytes), before each of which all ranks meet.
+
+    With `pauses` they compute for a while after they have met.
+    """
     meet = Collective(Kind.ALL_REDUCE, "meeting", 1, DType.FP32, WORLD)
     ops = []
     for size in sizes:
         for kind in kinds:
             work = Collective(kind, SWEPT, size // 4, DType.FP32, group)
             name = f"{kind} {size} {group}"
-            ops += [Op(f"before {name}", meet, "comm"), Op(name, work, "comm")]
+            ops.append(Op(f"before {name}", meet, "comm"))
+            ops += [Op(f"pause before {name}", PAUSE, "comm")] * pauses
+            ops.append(Op(name, work, "comm"))
     return Schedule(f"sweep of {group}", tuple(ops))
 
 
