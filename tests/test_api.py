@@ -149,6 +149,9 @@ def test_values_are_taken_where_they_are_unambiguous(
         ({"gpus": float("nan")}, "gpus is nan; it must be a whole number"),
         ({"gpus": float("inf")}, "gpus is inf; it must be a whole number"),
         ({"gpus": 10**9}, "gpus is 1000000000; it must be 1 to 10000000"),
+        ({"gpus": 10**7}, "10,000,000 GPUs are 1,250,000 nodes of 8; at most 1,000,000 nodes"),
+        ({"strategy": "fsdp:hsdp=true"}, "fsdp has no option 'hsdp'; did you mean 'shard'?"),
+        ({"overrides": {"interference": "11"}}, "it must be at least 0 and at most 10"),
         ({"gpus": "9" * 5000}, "gpus is '9999"),
         ({"rounds": 10**9}, "rounds is 1000000000; it must be 1 to 1000000"),
         ({"global_batch": 10**15}, "global_batch is 1000000000000000; it must be 1 to"),
@@ -172,7 +175,7 @@ def test_values_are_taken_where_they_are_unambiguous(
         ({"node_speed": [0.5]}, "node_speed is [0.5]; it must map nodes to speeds"),
         ({"node_speed": {"first": 0.5}}, "node is 'first'; it must be a whole number"),
     ],
-    ids=[str(number) for number in range(32)],
+    ids=[str(number) for number in range(35)],
 )
 def test_values_that_could_mean_two_things_are_refused_in_words(
     given: dict[str, Any], said: str

@@ -63,6 +63,7 @@ def test_a_row_is_the_run_that_it_describes(cells: list[Cell]) -> None:
     ("old", "new", "words"),
     [
         (",64,800000", ",63,800000", "global_batch 63 is not 16 GPUs x micro_batch 4"),
+        (",2048,16,50368", ",2048,7,50368", "hidden 2048 is no multiple of heads 7"),
         (
             ",510218240",
             ",520000000",
