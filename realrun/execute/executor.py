@@ -6,6 +6,7 @@ from co2sim.schedule import Schedule
 from co2sim.trace import Trace
 from co2sim.units import Seconds
 from realrun.errors import MismatchError
+from realrun.execute.garbage import short_collections
 from realrun.execute.kernels import KernelSet
 from realrun.execute.run import OnRound, Run
 from realrun.execute.threads import run_on_threads
@@ -38,12 +39,13 @@ def execute(
     world.agree("run", f"{schedule}\nfor {rounds} rounds")
     world.connect(schedule)
     run = Run(schedule, kernels, rounds, world, check, free_communication, progress)
-    if world.device.type == "cuda":
-        from realrun.execute.cuda_streams import run_on_gpu  # noqa: PLC0415 - only where there is one
+    with short_collections():
+        if world.device.type == "cuda":
+            from realrun.execute.cuda_streams import run_on_gpu  # noqa: PLC0415 - only where there is one
 
-        trace = run_on_gpu(run)
-    else:
-        trace = run_on_threads(run)
+            trace = run_on_gpu(run)
+        else:
+            trace = run_on_threads(run)
     broken = trace.violations(schedule, _ROUNDING, skew=math.inf)
     if broken:
         raise MismatchError(f"the trace breaks {len(broken)} rules of its schedule: {broken[0]}")

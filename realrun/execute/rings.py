@@ -118,12 +118,16 @@ def all_to_all(source: Tensor, result: Tensor, at: RankCommunicator, deadline: S
     gives, takes = source.view(n, -1), result.view(n, -1)
     exchange = Exchange(at, deadline)
     parts = [(segments(give), segments(take)) for give, take in zip(gives, takes, strict=True)]
+    others = [(me + distance) % n for distance in range(1, n)]
     receives = []
     for number in range(len(parts[me][0])):
-        for distance in range(1, n):
-            source_at, to, tag = (me - distance) % n, (me + distance) % n, _tag(0, number)
-            receives.append(exchange.receive(parts[source_at][1][number], source_at, tag))
-            exchange.send(parts[to][0][number], to, tag)
+        tag = _tag(0, number)
+        # All receives come first: to announce one to a member waits behind what is sent to it.
+        receives += [
+            exchange.receive(parts[member][1][number], member, tag) for member in reversed(others)
+        ]
+        for member in others:
+            exchange.send(parts[member][0][number], member, tag)
     takes[me].copy_(gives[me])  # while the messages are on their way
     for work in receives:
         exchange.wait(work)

@@ -15,6 +15,7 @@ from torch import nn
 from co2sim.errors import CatalogError, OptionError
 from co2sim.units import Seconds
 from realrun.errors import CheckpointError, DamagedError
+from realrun.execute.garbage import short_collections
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
@@ -94,22 +95,9 @@ def train(
             estimator = Estimator(settings, task, method, world) if estimate else None
         run = _Training(settings, task, world, method, validation, identity, folder, estimator)
         run.begin(Resume() if resume is True else resume or None)
-        with _short_collections():
+        gc.collect()
+        with short_collections():
             return run.go(progress, stop)
-
-
-@contextmanager
-def _short_collections() -> Iterator[None]:
-    """Within, the garbage collector leaves alone what is there already: modules, above all.
-
-    Looking through these takes 0.3 to 0.5 s, at another moment on each rank: all others wait.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @dataclass
