@@ -38,7 +38,7 @@ from co2sim.trace import Span, Trace
 from co2sim.units import parse
 from realrun.probe import fit
 from realrun.probe.cluster_file import quantity, to_toml
-from realrun.probe.hosts import fit_hosts
+from realrun.probe.hosts import fit_bursts, fit_hosts
 from realrun.probe.processor import fit_gpu
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import PAUSE, durations, groups, slowdown, sweep
@@ -528,6 +528,31 @@ def test_what_hosts_add_is_found_from_small_collectives(
     assert found.inter.latency == pytest.approx(7e-4)
     assert found.inter.burst_bandwidth == pytest.approx(1e9)
     assert found.intra.latency == pytest.approx(3e-4 if layout[1] > 1 else 1.0)
+
+
+def test_what_hosts_add_is_right_on_average() -> None:
+    """Of two times of one collective it is the mean; relative to the times it would be 1.2 ms."""
+    stated = tiny.cluster(2, 1, inter=Link(5e7, 0.0, burst=5e4), backend="gloo")
+    work = Collective(Kind.ALL_GATHER, "swept", 1024, DType.FP32, WORLD)
+    found = fit_hosts([Sample(work, 1e-3), Sample(work, 3e-3)], stated)
+    assert footprint(work, found).alone(found) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(("late", "left"), [(0.0, 5e4), (4e-4, 3e4), (2e-3, 0.0), (-4e-4, 5e4)])
+@pytest.mark.parametrize("layout", [(2, 1), (4, 1)])
+def test_what_comes_late_from_a_shaper_shortens_its_burst(
+    layout: tuple[int, int], late: float, left: float
+) -> None:
+    """By the bytes of that time, never below 0 or above what is stated; small ones say nothing."""
+    hosts = tiny.cluster(*layout, inter=Link(5e7, 7e-4, burst=5e4), backend="gloo")
+    samples = []
+    for kind, size in itertools.product(Kind, (2**12, 2**20)):
+        work = Collective(kind, "swept", size // 4, DType.FP32, WORLD)
+        seen = footprint(work, hosts).alone(hosts) + (late if size > 2**12 else 1.0)
+        samples.append(Sample(work, seen))
+    found = fit_bursts(samples, hosts)
+    assert found.inter.burst == pytest.approx(left)
+    assert replace(found, inter=hosts.inter) == hosts
 
 
 def test_where_nothing_passes_at_once_hosts_cannot_be_told() -> None:

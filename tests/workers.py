@@ -1,6 +1,7 @@
 """What ranks of the tests do: functions from a joined world to something that JSON can hold."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,13 +167,14 @@ def recursion(world: World) -> list[float]:
 
 
 def overlap(world: World) -> list[list[Any]]:
-    """Two streams that each sleep, and a collective: the spans of this rank."""
+    """Two streams that sleep, a collective, and one of a rank alone: the spans of this rank."""
     nap = Compute("nap", 1.0)
     work = Collective(Kind.ALL_REDUCE, "x", 10, DType.FP32, WORLD)
     body = (
         Op("a", nap, "one"),
         Op("b", nap, "two"),
         Op("c", work, "comm", (After("a"), After("b"))),
+        Op("d", replace(work, group=PEERS), "alone", (After("a"),)),
     )
     trace = execute(Schedule("two", body), Sleep({nap: 0.2}), 2, world)
     free = execute(Schedule("two", body), Sleep({nap: 0.2}), 2, world, free_communication=True)

@@ -33,6 +33,8 @@ _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16",
 _QUICK = ("1 MiB", "5 s")
 _STATED = ("256 KiB", "10 s")
 """What hosts add shows in what passes with the burst of a lab."""
+_BURSTS = 8
+"""And in what takes so many bursts, about 16 ms: how late the shaper is."""
 _PRECISIONS = (DType.FP32, DType.FP16, DType.BF16)
 
 
@@ -126,7 +128,8 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         raise OptionError(NOTHING)
     if nproc is not None:
         raise typer.Exit(ranks.start(settings, sys.argv[1:]))
-    plan = Plan(precisions, largest, seconds, means=stated)
+    beyond = _BURSTS * load_cluster(os.environ[CLUSTER]).value.inter.burst if stated else None
+    plan = Plan(precisions, largest, seconds, means=stated, beyond=beyond)
     ranks.as_rank(
         settings, None, lambda rank: _measure(rank, plan, out, name, gpu, rates=not stated)
     )

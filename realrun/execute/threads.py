@@ -16,6 +16,7 @@ from co2sim.units import Seconds
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.collectives import alone, carry_out
 from realrun.execute.run import Run, common_start, compare
+from realrun.execute.world import RankCommunicator
 from realrun.launch.watch import Place
 
 _GRACE: Seconds = 1.0
@@ -122,15 +123,17 @@ class _Threads:
         number, turn, op, _ = instance
         if self.failure:
             raise _Stopped
-        sends = isinstance(op.work, Collective) and not self.run.free_communication
-        if sends or self.run.reports(instance):
+        at, carried = None, False
+        if isinstance(op.work, Collective) and not self.run.free_communication:
+            at, carried = self.world.communicator(op.stream, op.work.group), True
+        if at or self.run.reports(instance):
             self._begin_at(ready, op.stream)
         self.run.begin(instance)
         place = Place(number, turn, op.name)
         self.world.watch.enter(op.stream, place)
         try:
             if isinstance(op.work, Collective):
-                end = self._communicate(instance, place) if sends else ready
+                end = self._communicate(instance, at, ready, place) if carried else ready
             else:
                 end = self.run.kernels.compute(instance, ready) or time.monotonic()
         except (_Stopped, RankFailure, MismatchError) as error:
@@ -156,24 +159,29 @@ class _Threads:
             self._stop(error)
         raise _Stopped from error
 
-    def _communicate(self, instance: Instance, place: Place) -> Seconds:
-        """Carry out a collective. An error of Gloo means that a rank is missing; find out which."""
+    def _communicate(
+        self, instance: Instance, at: RankCommunicator | None, ready: Seconds, place: Place
+    ) -> Seconds:
+        """Carry out a collective; when it ends. Of a rank alone that is at once: nothing is sent.
+
+        An error of Gloo means that a rank is missing; find out which.
+        """
         op, kernels = instance.op, self.run.kernels
         assert isinstance(op.work, Collective)
         buffers = self.buffers[op.name]
         kernels.fill(instance, buffers.given)
-        at = self.world.communicator(op.stream, op.work.group)
         if at is None:
             alone(buffers)
-        else:
-            try:
-                if self.run.check:
-                    compare(instance, at)
-                carry_out(op.work, buffers, at, self.world.deadline)
-            except RuntimeError as error:
-                if self.failure:
-                    raise _Stopped from error
-                raise self.world.watch.lost(place, at.members, error) from error
+            kernels.drain(instance, buffers.taken)
+            return ready
+        try:
+            if self.run.check:
+                compare(instance, at)
+            carry_out(op.work, buffers, at, self.world.deadline)
+        except RuntimeError as error:
+            if self.failure:
+                raise _Stopped from error
+            raise self.world.watch.lost(place, at.members, error) from error
         end = time.monotonic()
         kernels.drain(instance, buffers.taken)
         return end

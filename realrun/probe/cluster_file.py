@@ -173,7 +173,9 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
             assumed=link is None,
         )
         if link and link.burst:
-            yield _fact("burst", _text(quantity(link.burst, "B")), "payload, as the lab states it")
+            late = ", less what collectives beyond it took longer" if fitted.stated else ""
+            why_burst = f"payload, as the lab states it{late}"
+            yield _fact("burst", _text(quantity(link.burst, "B")), why_burst)
         if link and link.burst_bandwidth:
             value = _text(quantity(link.burst_bandwidth, "B/s"))
             yield _fact("burst_bandwidth", value, "fitted to collectives that pass with the burst")

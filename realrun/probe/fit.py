@@ -18,7 +18,7 @@ from co2sim.cost import compute_time, footprint
 from co2sim.errors import OptionError
 from co2sim.schedule import Compute, Group, Kind, Layout
 from co2sim.units import Bytes, BytesPerSecond, Seconds
-from realrun.probe.hosts import fit_hosts
+from realrun.probe.hosts import fit_bursts, fit_hosts
 from realrun.probe.processor import fit_gpu
 from realrun.probe.samples import ComputeSample, Measured, Sample, by_kind
 
@@ -248,6 +248,7 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
     layout, backend, samples = measured.layout, measured.backend, measured.collectives
     hosts = fit_hosts(samples, lab) if lab else None
     if hosts and not rates:
+        hosts = fit_bursts(samples, hosts)
         intra: Link | None = _payload(hosts.intra) if layout.gpus_per_node > 1 else None
         inter: Link | None = _payload(hosts.inter) if layout.nodes > 1 else None
     else:

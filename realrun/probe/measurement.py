@@ -51,6 +51,8 @@ _KINDS_COST = 4.0
 
 _PAUSE: Seconds = 2e-3
 """Between two collectives where means count."""
+_LONG_PAUSE: Seconds = 30e-3
+"""Before large ones: what a rank does after local steps takes longer, as its core has been idle."""
 
 _KERNEL: Seconds = 0.1
 """The longest kernel."""
@@ -64,13 +66,15 @@ class Plan:
     """What to measure: no kernels if there is no precision. `budget` bounds the time, roughly.
 
     Of repetitions the median counts, or with `means` the mean: many small collectives take the sum
-    of their times, late wake-ups included.
+    of their times, late wake-ups included. Where rates are stated, `beyond` is a size that does not
+    pass with a burst.
     """
 
     precisions: tuple[str, ...]
     max_size: Bytes
     budget: Seconds
     means: bool = False
+    beyond: Bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,8 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     sweeps = _sweeps(world, plan.max_size, 0.6 * plan.budget, most, pauses=plan.means)
     burns = _burns(world, plan.precisions, 0.25 * plan.budget)
     times: dict[str, list[list[Seconds]]] = {}
+    if plan.beyond:
+        sweeps += [_beyond(group, plan.beyond) for group in groups(world.layout)]
     tasks = [*sweeps, *burns, *_overheads(world)]
     for turn in range(_PASSES):
         for task in tasks:
@@ -200,6 +206,13 @@ def _sweeps(
         kernels = Sleep({PAUSE: _PAUSE}) if pauses else _Idle()
         found.append(_Task(f"collectives of {group}", schedule, kernels, rounds))
     return found
+
+
+def _beyond(group: Group, size: Bytes) -> _Task:
+    """What does not pass with a burst, after a long pause; no chains, which their hops bind."""
+    kinds = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    schedule = sweep(group, kinds, [int(size)], pauses=True)
+    return _Task(f"large collectives of {group}", schedule, Sleep({PAUSE: _LONG_PAUSE}), _ROUNDS)
 
 
 def _trial(world: World, group: Group, size: int) -> Seconds:
