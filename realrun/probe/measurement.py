@@ -5,16 +5,12 @@ the same answer. Sizes and kinds take turns, several times, since the speed of m
 """
 
 import math
-import os
-import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
 from co2sim.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, Schedule
@@ -22,8 +18,9 @@ from co2sim.trace import Trace
 from co2sim.units import Bytes, Flops, Seconds
 from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet, Sleep, Synthetic
-from realrun.execute.world import World, describe, gather_objects
+from realrun.execute.world import World, gather_objects
 from realrun.measure import TORCH_DTYPE, Say
+from realrun.probe.machine import machine, memory
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import (
     PAUSE,
@@ -128,7 +125,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         layout=world.layout,
         backend=world.backend,
         machine=_shared(world, machine(world)),
-        memory=_shared(world, _memory(world)),
+        memory=_shared(world, memory(world)),
         collectives=collectives,
         compute=compute,
         copies=_samples(works, seconds, drifts, "copy "),
@@ -136,31 +133,6 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         handover=max(0.0, _middle(seconds, "crossing ") - launch),
         slowdown=slower,
     )
-
-
-def machine(world: World) -> str:
-    """What this ran on, in words: hardware, torch, threads."""
-    about = describe(world.device, world.backend)
-    hardware = about["hardware"]
-    if world.device.type == "cpu":
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if _is_linux() else []
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        hardware = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
-        threads = torch.get_num_threads()
-        hardware += f", {threads} thread{'s' if threads > 1 else ''} a rank"
-    return f"{hardware}, torch {about['torch']}"
-
-
-def _is_linux() -> bool:
-    return Path("/proc/cpuinfo").is_file()
-
-
-def _memory(world: World) -> Bytes:
-    """Memory of one rank: the GPU's, or its share of the node's."""
-    if world.device.type == "cuda":
-        return float(torch.cuda.get_device_properties(world.device).total_memory)
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return pages / world.layout.gpus_per_node
 
 
 def _shared(world: World, value: T) -> T:
