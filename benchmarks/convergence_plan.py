@@ -59,6 +59,9 @@ KEPT = (
 The rate is tuned with what CO2 takes by itself in rounds of that length.
 """
 
+PREVIEWED = ("keep=1,momentum=0.9,lr=0.1", "keep=1,momentum=0.8,lr=0.2")
+"""Outer steps of CO2 with a preview: they take the place of AdamW's momentum."""
+
 
 def split(choice: str) -> tuple[str, str]:
     """The options of a choice that are part of a strategy, and those of the outer step."""
@@ -99,6 +102,7 @@ class Configuration:
     """A line of the table. `extra` are options of the outer step that are not tuned.
 
     `peer`: Eager DiLoCo, to which `strategy` only gives the length of a round and the options.
+    `momentum` is AdamW's, its first beta.
     """
 
     name: str
@@ -106,6 +110,7 @@ class Configuration:
     extra: Mapping[str, str] = field(default_factory=dict)
     clips: bool = False
     peer: bool = False
+    momentum: float = 0.9
 
     @property
     def kind(self) -> str:
@@ -128,6 +133,8 @@ class Configuration:
             return PEERS
         if not self.keeps:
             return OUTER.get(self.kind, ("",))
+        if "preview" in self.strategy:
+            return PREVIEWED
         share, rest = kept(self.tau, None, None)
         usual = f"keep={share:g}" + (f",predict={rest:g}" if rest else "")
         return tuple(sorted(KEPT, key=lambda choice: choice != usual))
@@ -170,6 +177,8 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
         name = f"CO2 delay {delay}, tau {tau}" + (f", {parts} fragments" if parts > 1 else "")
         strategy = f"co2:tau={tau},delay={delay},fragments={parts}"
         found.append(Configuration(name, strategy))
+    alone = "co2:tau=1,delay=1,preview=true"
+    found.append(Configuration("CO2 delay 1, tau 1, preview", alone, momentum=0.0))
     streamed = "diloco:tau=12,fragments=3,delay=4"
     found.append(Configuration("Streaming DiLoCo delay 4, tau 12", streamed))
     found.append(Configuration("Eager DiLoCo 12", "diloco:tau=12", peer=True))

@@ -71,6 +71,7 @@ def one_run(ask: Ask, world: World, path: Path) -> dict[str, Any]:
         batch=budget.batch,
         warmup=budget.warmup,
         lr=ask.lr,
+        momentum=ask.configuration.momentum,
         outer=pairs(outer),
         seed=ask.seed,
         log_every=max(ask.configuration.tau, 12),

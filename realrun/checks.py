@@ -47,6 +47,12 @@ def penalty(name: str, value: float, gap: Gap) -> None:
         raise OptionError(f"{name} is {value}, but gap={gap!r} computes it; use gap='constant'")
 
 
+def flag(name: str, given: object) -> None:
+    """True or False."""
+    if not isinstance(given, bool):
+        raise OptionError(f"{name} is {given!r}; it must be True or False")
+
+
 def one_of(name: str, given: str, allowed: Sequence[str]) -> None:
     """One of a few names."""
     if given not in allowed:

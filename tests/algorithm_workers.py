@@ -104,6 +104,7 @@ def equal(world: World) -> list[str]:
         ("CO2", {"dtype": "int8", "delay": 3}),
         ("CO2", {"delay": 2, "fragments": 3}),
         ("CO2", {"dtype": "bf16", "delay": 2, "keep": 0.3}),
+        ("CO2", {"delay": 1, "preview": True, "outer_momentum": 0.5, "outer_lr": 0.5}),
         ("OverlapLocalSGD", {}),
     ):
         overlapped = run(name, tau=3, bucket_mib=SMALL, **options)
@@ -373,6 +374,7 @@ def resume(world: World, folder: str) -> list[str]:
         ("CO2", {"delay": 1, "dtype": "int8"}, ("momentum",), each),
         ("CO2", {"delay": 2, "fragments": 3}, ("adamw",), each),
         ("CO2", {"delay": 2, "keep": 0.5, "predict": 0.5}, ("adamw",), each),
+        ("CO2", {"delay": 2, "fragments": 2, "preview": True}, ("adamw",), each),
     ]
     wrong = []
     for name, options, inners, cuts in runs:

@@ -74,9 +74,14 @@ def late_co2(  # noqa: PLR0913 - the symbols of the algorithm
     keep: float = 1.0,
     predict: float = 0.0,
     phi: float | None = None,
+    penalty: float = 1.0,
     fragments: int = 1,
+    preview: bool = False,
 ) -> Vector:
     """CO2 whose averages are used d local steps after their launch, without a restart.
+
+    With `preview` a worker steps alone at the launch; half of what it was wrong by is left when the
+    mean has come, and nothing when the next one has.
 
     `step` makes one local step, the third argument is its number in the run. Fragments are shares
     of the elements; number i launches after step tau (i + 1) // fragments of a round.
@@ -84,19 +89,31 @@ def late_co2(  # noqa: PLR0913 - the symbols of the algorithm
     x, anchor, m = np.array([x0] * workers), x0.copy(), np.zeros_like(x0)
     ends = [len(x0) * (i + 1) // fragments for i in range(fragments)]
     spans = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
+    alone, apart = np.zeros_like(x), np.zeros_like(x)
     flying: dict[int, tuple[slice, Vector, Vector]] = {}
     history = []
+
+    def momentum(span: slice, moved: Vector) -> Vector:
+        new = beta * m[span] + moved / penalty
+        return new if phi is None else np.clip(new, -phi, phi)
+
     for k in range(1, rounds * tau + 1):
         x = np.array([step(i, x[i], k - 1) for i in range(workers)])
         if k - d in flying:
             span, mean, launched = flying.pop(k - d)
-            m[span] = beta * m[span] + mean
-            m[span] = m[span] if phi is None else np.clip(m[span], -phi, phi)
+            if preview:
+                apart[:, span] = (alone[:, span] + alpha * momentum(span, mean)) / 2
+            m[span] = momentum(span, mean)
             anchor[span] -= alpha * m[span]
             x[:, span] = anchor[span] + keep * (x[:, span] - launched) - predict * d / tau * mean
+            x[:, span] += apart[:, span]
         for i, span in enumerate(spans):
             if (k - tau * (i + 1) // fragments) % tau == 0:
-                flying[k] = (span, np.mean(anchor[span] - x[:, span], axis=0), x[:, span].copy())
+                moved = anchor[span] + apart[:, span] - x[:, span]
+                if preview:
+                    alone[:, span] = [-alpha * momentum(span, one) for one in moved]
+                    x[:, span] = anchor[span] + apart[:, span] + alone[:, span]
+                flying[k] = (span, np.mean(moved, axis=0), x[:, span].copy())
         if k % tau == 0:
             history.append(x)
     return np.array(history)

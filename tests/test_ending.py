@@ -31,6 +31,7 @@ FINISHED: list[dict[str, Any]] = [
     {"algorithm": "CO2", "steps": 8, "options": {"tau": 3, "staleness": 2}},
     {"algorithm": "CO2", "steps": 8, "options": {"tau": 3, "delay": 2}},
     {"algorithm": "CO2", "steps": 7, "options": {"tau": 3, "delay": 1, "fragments": 3}},
+    {"algorithm": "CO2", "steps": 7, "options": {"tau": 3, "delay": 1, "preview": True}},
     {"algorithm": "OverlapLocalSGD", "steps": 5, "options": {"tau": 2}},
     {"algorithm": "DiLoCo", "steps": 5, "options": {"tau": 2}},
     {"algorithm": "SlowMo", "steps": 4, "options": {"tau": 3}},

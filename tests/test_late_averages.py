@@ -20,21 +20,28 @@ from realrun.algorithms.late import LateAverages, depart, keep_since, stand  # n
 
 
 @pytest.mark.parametrize(
-    ("inner", "tau", "d", "keep", "predict"),
+    ("inner", "tau", "d", "keep", "predict", "preview"),
     [
-        ("sgd", 1, 1, 1.0, 0.0),
-        ("sgd", 3, 1, 0.5, 0.5),
-        ("sgd", 3, 2, 1.0, 1.0),
-        ("sgd", 3, 3, 0.25, 0.75),
+        ("sgd", 1, 1, 1.0, 0.0, False),
+        ("sgd", 3, 1, 0.5, 0.5, False),
+        ("sgd", 3, 2, 1.0, 1.0, False),
+        ("sgd", 3, 3, 0.25, 0.75, False),
+        ("sgd", 1, 1, 1.0, 0.0, True),
+        ("sgd", 3, 2, 0.5, 0.5, True),
     ],
 )
 def test_one_worker_equals_the_transcription(
-    inner: str, tau: int, d: int, keep: float, predict: float
+    inner: str,
+    tau: int,
+    d: int,
+    keep: float,
+    predict: float,
+    preview: bool,  # noqa: FBT001 - of a table
 ) -> None:
     """Every delay up to a whole round, with momentum and clipping; nothing is waited for."""
     rounds = 5
     x0, step = reference.steps_of(1, inner, 1)
-    options: dict[str, Any] = {"keep": keep, "predict": predict}
+    options: dict[str, Any] = {"keep": keep, "predict": predict, "preview": preview}
     wanted = reference.late_co2(
         x0, step, 1, rounds, tau=tau, d=d, beta=0.5, alpha=0.8, phi=0.05, **options
     )
@@ -84,6 +91,64 @@ def test_with_all_kept_the_mean_moves_as_in_local_sgd(steps: tuple[int, int], se
             mean, flying = torch.stack(moved).mean(0), k
 
 
+@given(
+    st.integers(1, 4).flatmap(lambda tau: st.tuples(st.just(tau), st.integers(1, tau))),
+    st.floats(0, 0.95),
+    st.floats(0.05, 1.5),
+    st.integers(0, 2**31),
+)
+def test_with_a_preview_the_mean_moves_as_in_slowmo(
+    steps: tuple[int, int], beta: float, alpha: float, seed: int
+) -> None:
+    """Keep 1, the same gradients: at a round's end the mean of workers is SlowMo's, within 1e-12.
+
+    So outer momentum is not late; without a preview the mean is where it was not yet.
+    """
+    (tau, d), workers, rounds = steps, 3, 6
+    gradients = np.random.default_rng(seed).normal(size=(workers, rounds * tau, 4))
+    x0 = np.zeros(4)
+    symbols = {"beta": beta, "alpha": alpha, "preview": True}
+    late = reference.late_co2(
+        x0, lambda i, x, k: x - gradients[i, k], workers, rounds, tau=tau, d=d, **symbols
+    )
+    wanted = reference.slowmo(
+        x0,
+        lambda i, x, t: x - gradients[i, t * tau : (t + 1) * tau].sum(0),
+        workers,
+        rounds,
+        beta=beta,
+        alpha=alpha,
+        rate=1.0,
+    )
+    np.testing.assert_allclose(late.mean(1), wanted.mean(1), rtol=0, atol=1e-11)
+
+
+def test_the_second_half_of_a_preview_doubles_what_is_stable() -> None:
+    """Rounds of a step, used a step late: workers come together where alpha h < 2, and only there.
+
+    h is the curvature in units of the inner step. With all of the difference gone when the mean
+    comes it would be 1: z + c = 0 instead of z^2 + c z + c / 2 = 0, with c = alpha h.
+    """
+
+    def apart(c: float) -> float:
+        """How far two workers are apart after many rounds on a parabola, of 1 at the start."""
+        alpha = 0.1
+        late = reference.late_co2(
+            np.zeros(1),
+            lambda i, x, k: x - c / alpha * x + (i - 0.5 if not k else 0.0),
+            2,
+            1000,
+            tau=1,
+            d=1,
+            alpha=alpha,
+            preview=True,
+        )
+        return float(np.ptp(late[-1]))
+
+    assert apart(1.98) < 1e-2
+    assert apart(2.02) > 1e2
+
+
 @given(st.lists(st.floats(-100, 100, width=16), min_size=3, max_size=3), st.floats(0, 1, width=16))
 def test_a_parameter_that_did_not_move_has_no_displacement(
     anchor: list[float], offset: float
@@ -123,7 +188,10 @@ def test_a_vector_is_cut_where_the_type_changes() -> None:
         ({"delay": 2, "staleness": 2}, "staleness is 2, but delay=2 says when"),
         ({"delay": 2, "fragments": 13}, "fragments is 13; it must be 1 to 12"),
         ({"delay": 2, "fragments": 2, "gap": "gap_aware"}, "needs norms of the whole model"),
-        ({"keep": 0.5}, "keep, predict and fragments need delay"),
+        ({"delay": 2, "preview": 4}, "preview is 4; it must be True or False"),
+        ({"delay": 2, "preview": True, "gap": "gap_aware"}, "preview has none yet"),
+        ({"keep": 0.5}, "keep, predict, fragments and preview need delay"),
+        ({"preview": True}, "keep, predict, fragments and preview need delay"),
     ],
 )
 def test_options_of_late_averages_out_of_range(options: dict[str, Any], words: str) -> None:

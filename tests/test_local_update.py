@@ -78,6 +78,14 @@ CASES = [
         outer_lr=0.8,
     ),
     *(
+        case("CO2", inner, delay=d, preview=True, outer_momentum=0.9, outer_lr=0.1, **more)
+        for inner, d, more in (
+            ("adamw", 1, {"tau": 1}),
+            ("sgd", 3, {"tau": 3, "keep": 0.5, "predict": 0.25, "clip": 0.05}),
+            ("adamw", 2, {"tau": 4, "fragments": 3, "penalty": 1.5}),
+        )
+    ),
+    *(
         case("SlowMo", inner, tau=tau, outer_momentum=beta, outer_lr=alpha)
         for inner, tau, beta, alpha in (("sgd", 1, 0.5, 1.0), ("adamw", 4, 0.8, 0.6))
     ),
@@ -118,6 +126,8 @@ def expected_late(given: dict[str, Any], workers: int) -> NDArray[np.float64]:
         "predict": "predict",
         "clip": "phi",
         "fragments": "fragments",
+        "preview": "preview",
+        "penalty": "penalty",
         "outer_lr": "alpha",
         "outer_momentum": "beta",
     }

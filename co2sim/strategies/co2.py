@@ -38,8 +38,11 @@ class CO2:
     With `delay` it is used that many local steps later, and workers go on from where they are: x
     becomes anchor + `keep` (x - x at the launch) + `predict` (delay / tau) (mean progress). The
     model is cut into `fragments`, which are averaged at evenly spread steps of a round; their
-    defaults are those of `late_averages`. "auto" is chosen by simulation: the least delay that
-    hides the averages, the shortest such round.
+    defaults are those of `late_averages`. With a `preview` workers take the outer step at once, by
+    their own displacements, and hold these until the mean has replaced them.
+
+    "auto" is chosen by simulation: the least delay that hides the averages, the shortest such
+    round.
 
     Where a node is the worker, `average` says who averages: "shares", every rank its share with
     its peers; "leader", the first rank of each node everything, which it broadcasts inside, as in
@@ -59,6 +62,7 @@ class CO2:
     keep: float | None = None
     predict: float | None = None
     fragments: int | None = None
+    preview: bool = False
     worker: Worker = "gpu"
     inner: Inner | None = None
     dtype: Unquantized | Literal[DType.INT8] = DType.FP32
@@ -101,9 +105,9 @@ class CO2:
             if given is not None:
                 object.__setattr__(self, option, between(f"co2: {option}", given, 0, 1))
         if self.delay is None:
-            if (self.keep, self.predict) != (None, None):
+            if (self.keep, self.predict, self.preview) != (None, None, False):
                 raise OptionError(
-                    "co2: keep and predict say how a late average is used: give delay"
+                    "co2: keep, predict and preview say how a late average is used: give delay"
                 )
             if self.fragments not in {None, 1}:
                 raise OptionError("co2: fragments are averaged within a round: give delay")
@@ -119,15 +123,17 @@ class CO2:
         if self.delay is None:
             # the outer step reads x, average, anchor and momentum; writes momentum, anchor, x and
             # the displacement
-            fill, delay = 0, self.staleness * round_steps(self)
+            fill, outer, delay = 0, 8, self.staleness * round_steps(self)
         else:
             # filling reads anchor and x; writes the displacement and a copy of x. The outer step
-            # reads average, momentum, anchor, x and the copy; writes momentum, anchor and x
-            fill, delay = 4, settled(self.name, "delay", self.delay)
+            # reads average, momentum, anchor, x and the copy; writes momentum, anchor and x.
+            # Stepping alone reads the momentum and writes x; that step is read and written, too
+            fill, outer = (8, 10) if self.preview else (4, 8)
+            delay = settled(self.name, "delay", self.delay)
         plan = Averages(
             buffer="displacement",
             fill=fill,
-            outer=8,
+            outer=outer,
             delay=delay,
             fragments=self.parts(),
             by=self.average,
@@ -135,9 +141,13 @@ class CO2:
         return averaged_rounds(self, job, layout, plan)
 
     def memory(self, job: Workload, layout: Layout) -> dict[str, Bytes]:
-        """The inner strategy, anchor, momentum and averages in flight; x where one is delayed."""
+        """The inner strategy, anchor, momentum and averages in flight; x where one is delayed.
+
+        And with a preview the step that a worker took alone.
+        """
         replica = Replica.of(self)
         whole = replica.ranks(layout) if self.average == "leader" else 1
         size = 1.0 if self.dtype in QUANTIZED else self.dtype.bytes / DType.FP32.bytes
-        copies = 2 + self.staleness * whole * size + (self.delay is not None)
+        own = (self.delay is not None) + self.preview
+        copies = 2 + self.staleness * whole * size + own
         return replica.memory(job, layout, copies)

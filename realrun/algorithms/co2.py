@@ -44,6 +44,7 @@ class CO2Rule:
     keep: float | None = None
     predict: float | None = None
     fragments: int = 1
+    preview: bool = False
     tau: int = 1
 
     def __post_init__(self) -> None:
@@ -62,10 +63,16 @@ class CO2Rule:
             raise OptionError(
                 f"staleness is {self.staleness}, but delay={self.delay} says when averages are used"
             )
-        if self.delay is None and (self.keep, self.predict, self.fragments) != (None, None, 1):
-            raise OptionError("keep, predict and fragments need delay: without it workers restart")
+        checks.flag("preview", self.preview)
+        late = (self.keep, self.predict, self.fragments, self.preview)
+        if self.delay is None and late != (None, None, 1, False):
+            raise OptionError(
+                "keep, predict, fragments and preview need delay: without it workers restart"
+            )
         if self.fragments > 1 and self.gap == "gap_aware":
             raise OptionError("gap='gap_aware' needs norms of the whole model, not of fragments")
+        if self.preview and self.gap == "gap_aware":
+            raise OptionError("gap='gap_aware' needs norms of averages, preview has none yet")
 
     @property
     def late(self) -> LateAverages | None:
@@ -73,7 +80,13 @@ class CO2Rule:
         if self.delay is None:
             return None
         keep, predict = kept(self.tau, self.keep, self.predict)
-        return LateAverages(delay=self.delay, keep=keep, predict=predict, fragments=self.fragments)
+        return LateAverages(
+            delay=self.delay,
+            keep=keep,
+            predict=predict,
+            fragments=self.fragments,
+            preview=self.preview,
+        )
 
     @property
     def clips(self) -> bool:
@@ -152,6 +165,13 @@ class CO2(LocalUpdate):
     rounds of 12 steps in 12 fragments keep=0.25, predict=1, outer_momentum=0.2, outer_lr=0.9
     learned best (docs/training.md).
 
+    `preview`: at a round's end a worker takes the outer step at once, with its own displacement in
+    place of the mean. Half of the difference goes when the mean comes, the rest when the next one
+    comes. With keep=1, predict=0 and no clip the mean of all workers then moves exactly as with the
+    blocking outer step of this momentum and lr: momentum is not late either. With tau=1, delay=1,
+    AdamW without momentum of its own (betas=(0, 0.95)), outer_momentum=0.9, outer_lr=0.1 and a
+    preview a text model learned almost as with DDP, with all averages hidden (docs/training.md).
+
     delay="auto" uses the first averages when all ranks have them, and then takes the steps that the
     middle one of three took, at most tau (`stats().delay`; until then tau). There is one fragment
     for each step by default, up to 64. An average that takes longer is waited for (`stats().late`).
@@ -185,6 +205,7 @@ class CO2(LocalUpdate):
         keep: float | None = None,
         predict: float | None = None,
         fragments: int | None = None,
+        preview: bool = False,
         **common: Unpack[Common],
     ) -> None:
         tau = whole("tau", tau, 1)
@@ -201,6 +222,7 @@ class CO2(LocalUpdate):
             fragments=(even_fragments(tau) if delay == "auto" else 1)
             if fragments is None
             else fragments,
+            preview=preview,
             tau=tau,
         )
         if rule.late:

@@ -33,6 +33,9 @@ class LateAverages:
     - keeps="launched": x <- anchor + keep (x - l) - predict (delay / tau) D, with l what the worker
       held at the launch. D points from the models to the anchor, so that - D is progress;
     - keeps="all": x <- anchor + keep (x - anchor), with the new anchor: a weighted mean of both.
+
+    With `preview` a worker takes the outer step at once, at the launch, with its own displacement
+    in place of the mean. Half of the difference goes when the mean comes, half with the next one.
     """
 
     delay: Delay
@@ -40,6 +43,7 @@ class LateAverages:
     predict: float = 0.0
     fragments: int = 1
     keeps: Literal["launched", "all"] = "launched"
+    preview: bool = False
 
     def check(self, tau: int) -> None:
         """Raise OptionError for options out of range, in rounds of `tau` steps."""

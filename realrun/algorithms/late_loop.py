@@ -21,7 +21,8 @@ class LateLoop(OuterLoop):
 
     Besides anchor and vectors of the rule there are two more: the averages, and the worker's own
     points, which are what it held at the launch or, when nothing of the fragment is under way, its
-    offset (see `late`).
+    offset (see `late`). With a preview there is one more: the outer step that the worker took alone
+    or, when nothing is under way, half of what that was apart from the step with the mean.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class LateLoop(OuterLoop):
         super().__init__(model, rule, flat, links, average)
         self._late, self._tau = late, tau
         self._means, self._own = flat.empty(), flat.empty()
+        self._alone = flat.empty() if late.preview else None
         count = late.fragments
         ends = [flat.elements * (i + 1) // count for i in range(count)]
         self._spans = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
@@ -67,9 +69,27 @@ class LateLoop(OuterLoop):
         live = torch.empty_like(own)
         flat.read(live, span.start)
         depart(flat.parts(span.start, len(own)), part.anchor, own, live, moved)
+        if self._alone is not None:
+            self._step_alone(span, part, self._alone[span], moved, live)
         if self._late.keeps == "launched":
             own.copy_(live)
         self._under_way.append((launch, self.launch(moved)))
+
+    def _step_alone(
+        self, span: slice, part: State, alone: Tensor, moved: Tensor, live: Tensor
+    ) -> None:
+        """Take the outer step with this worker's own displacement; `live` <- where it stands then.
+
+        `moved` <- the displacement without what it was apart from the others before.
+        """
+        moved.add_(alone)
+        after = part.copy()
+        self.rule.absorb(after, moved, 0.0, self.links.total)
+        self.rule.move(after)
+        torch.add(after.anchor, alone, out=live)
+        torch.sub(after.anchor, part.anchor, out=alone)
+        self.publish(live, span.start)
+        self.flat.read(live, span.start)
 
     def _use_due(self, now: int) -> None:
         for launch, flight in [pair for pair in self._under_way if pair[0].due <= now]:
@@ -82,16 +102,19 @@ class LateLoop(OuterLoop):
         part, own = self.state.part(span), self._own[span]
         live = torch.empty_like(own)
         flat.read(live, span.start)
-        before = None
         if late.keeps == "all":
             stand(flat.parts(span.start, len(own)), part.anchor, own, live)
-            before = part.anchor.clone()
+        before = part.anchor
+        if late.keeps == "all" or late.preview:
+            before = before.clone()
         self.use_average(flight, part, first=span.start, share=1 / late.fragments)
         self.rule.move(part)
-        if before is None:
-            keep_since(late, launch.delay, self._tau, own, live, flight.vector)
-        else:
+        if late.keeps == "all":
             own.add_(before).sub_(part.anchor).mul_(late.keep)
+        else:
+            keep_since(late, launch.delay, self._tau, own, live, flight.vector)
+        if self._alone is not None:
+            own.add_(self._alone[span].add_(before).sub_(part.anchor).mul_(0.5))
         self.publish(torch.add(part.anchor, own, out=live), span.start)
         if measured := self._auto.used(launch, launch.delay):
             self.counters.delay = measured
@@ -129,12 +152,7 @@ class LateLoop(OuterLoop):
         Waits for it. Nothing that is kept changes.
         """
         self.drain()
-        after = State(
-            self.state.anchor.clone(),
-            {name: one.clone() for name, one in self.state.vectors.items()},
-            dict(self.state.numbers),
-            self.state.chunk,
-        )
+        after = self.state.copy()
         for launch, flight in self._under_way:
             part = after.part(self._spans[launch.fragment])
             norm = after.norm(flight.vector, self.links.total)
@@ -146,6 +164,8 @@ class LateLoop(OuterLoop):
         """No offset; where a fragment is under way, as if this worker had launched its anchor."""
         super().start_at_anchor()
         self._own.zero_()
+        if self._alone is not None:
+            self._alone.zero_()
         if self._late.keeps == "launched":
             for launch, _ in self._under_way:
                 span = self._spans[launch.fragment]
@@ -161,8 +181,9 @@ class LateLoop(OuterLoop):
         super().drain()
 
     def own_vectors(self) -> dict[str, Tensor]:
-        """Averages, as they arrived, and the worker's own points."""
-        return {"averages": self._means, "own": self._own}
+        """Averages, as they arrived, the worker's own points, and its own outer step, if any."""
+        alone = {} if self._alone is None else {"alone": self._alone}
+        return {"averages": self._means, "own": self._own, **alone}
 
     def own_numbers(self) -> dict[str, float]:
         """What is under way by fragment (step -1: nothing), and what is known of delays.

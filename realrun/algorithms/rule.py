@@ -33,6 +33,11 @@ class State:
         vectors = {name: vector[..., span] for name, vector in self.vectors.items()}
         return State(self.anchor[span], vectors, self.numbers, self.chunk)
 
+    def copy(self) -> "State":
+        """Another one with the same numbers and elements."""
+        vectors = {name: vector.clone() for name, vector in self.vectors.items()}
+        return State(self.anchor.clone(), vectors, dict(self.numbers), self.chunk)
+
     def chunks(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The same elements of several vectors, chunk by chunk."""
         return zip(*(torch.split(vector, self.chunk) for vector in vectors), strict=True)

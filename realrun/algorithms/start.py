@@ -59,7 +59,9 @@ def _late(rule: Rule) -> str:
     """What must not change while averages are under way."""
     if rule.late is None:
         return "no"
-    return f"{rule.late.fragments} fragments, keeps {rule.late.keeps}"
+    late = rule.late
+    preview = ", preview" if late.preview else ""
+    return f"{late.fragments} fragments, keeps {late.keeps}{preview}"
 
 
 def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:

@@ -41,11 +41,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = "text",
     strategy: Annotated[
         str,
-        typer.Option(
-            "--strategy",
-            "-s",
-            help="As in `co2sim run`: ddp, co2:tau=12, zeropp, diloco:tau=48 ...",
-        ),
+        typer.Option("--strategy", "-s", help="As in `co2sim run`: ddp, co2:tau=12, zeropp ..."),
     ] = "ddp",
     tau: Annotated[
         int | None,
@@ -117,7 +113,9 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     ] = None,
     momentum: Annotated[
         float,
-        typer.Option(parser=options.number("--momentum"), metavar="N", help="Momentum of sgd."),
+        typer.Option(
+            parser=options.number("--momentum"), metavar="N", help="Of sgd; adamw's beta1."
+        ),
     ] = 0.9,
     weight_decay: Annotated[
         float,

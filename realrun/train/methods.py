@@ -26,8 +26,8 @@ from realrun.train.log import OuterStats
 from realrun.train.settings import TrainSettings
 from realrun.train.wrapping import shared
 
-_BETAS = (0.9, 0.95)
-"""Of AdamW; the second is lower than torch's, as is usual for language models."""
+_BETA2 = 0.95
+"""Of AdamW; lower than torch's, as is usual for language models."""
 
 
 _ALGORITHMS: dict[str, type[Any]] = {
@@ -220,7 +220,7 @@ def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool) -> Opt
     kind: type[Optimizer] = AdamW if settings.optimizer == "adamw" else SGD
     options: dict[str, Any] = {"lr": settings.lr}
     if settings.optimizer == "adamw":
-        options["betas"] = _BETAS
+        options["betas"] = (settings.momentum, _BETA2)
     else:
         options["momentum"] = settings.momentum
     if shard:
@@ -242,7 +242,7 @@ def _outer(
     if isinstance(strategy, CO2):
         options |= {"staleness": strategy.staleness, "delay": strategy.delay}
         options |= {"keep": strategy.keep, "predict": strategy.predict}
-        options |= {"fragments": strategy.fragments}
+        options |= {"fragments": strategy.fragments, "preview": strategy.preview}
     if isinstance(strategy, DiLoCo):
         options |= {"fragments": strategy.fragments, "delay": strategy.delay}
     kind = _ALGORITHMS[strategy.name]

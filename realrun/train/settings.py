@@ -46,8 +46,8 @@ class TrainSettings:
     `batch` is samples of an optimizer step over all ranks; a sample of text is `context`
     characters (0: the preset's own). The learning rate rises linearly for `warmup` steps to `lr`
     and falls along half a cosine to `final_lr` x `lr` at the last of `steps`. `clip_grad` bounds
-    the norm of each worker's gradient (0: not). `momentum` is that of sgd. `stop` ends the run
-    after this step, with a checkpoint (0: at `steps`).
+    the norm of each worker's gradient (0: not). `momentum` is that of sgd, and beta1 of adamw.
+    `stop` ends the run after this step, with a checkpoint (0: at `steps`).
 
     Every `eval_every` steps the validation loss is taken (0: only at the end); local updates wait
     for the end of the round. `evaluate` "during": at once, off the clock. "after": once training is
