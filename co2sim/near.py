@@ -1,8 +1,9 @@
 """Whether a run is near those whose errors are known: by its GPUs, links, model and sequence.
 
 A fit, or the errors of a kind of runs, tell of runs like those that they are from. How far beyond
-them a figure may lie is taken from predictions of runs that were left out of a fit: GPUs, sequence
-and larger models; see docs/validation.md. Links may differ by a factor of two, a step of the
+them a figure may lie is taken from predictions of runs that were left out of a fit: sequence and
+larger models; see docs/validation.md. GPUs are near as long as what is not known of NCCL's choices
+there changes no more than the interval says. Links may differ by a factor of two, a step of the
 datasheets. What is further away has another interval (`intervals`).
 """
 
@@ -48,7 +49,7 @@ def _speed(value: float) -> str:
 
 
 _FIGURES: Mapping[str, _Figure] = {
-    "gpus": _Figure("GPUs", math.inf, 8.0, 32.0, _whole),
+    "gpus": _Figure("GPUs", math.inf, 2.0, 4.0, _whole),
     "intra": _Figure("inside nodes", 2.0, 2.0, 2.0, _speed),
     "inter": _Figure("a GPU between nodes", 2.0, 2.0, 2.0, _speed),
     "parameters": _Figure("parameters", 2.0, 4.0, 4.0, _large),

@@ -251,10 +251,10 @@ def test_the_interval_of_other_kinds_is_wider_than_that_of_most() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason", "kind"),
     [
-        ({"gpus": 4096}, "", ""),
+        ({"gpus": 1024}, "", ""),
         ({"model": "gpt2-small", "gpus": 8}, "", ""),
-        ({"gpus": 16384}, "16,384 GPUs, there 8 to 512", "of the kind (H100, parameters"),
-        ({"gpus": 32768}, "32,768 GPUs", NOTHING_NEAR),
+        ({"gpus": 2048}, "2,048 GPUs, there 8 to 512", "of the kind (H100, parameters"),
+        ({"gpus": 4096}, "4,096 GPUs", NOTHING_NEAR),
         ({"overrides": {"inter.bandwidth": "1 Gbit/s"}}, "125 Mbit/s a GPU", NOTHING_NEAR),
         ({"model": "tiny-5m"}, "million parameters, there 124 million", NOTHING_NEAR),
     ],

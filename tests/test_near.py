@@ -55,10 +55,10 @@ def test_no_known_run_is_far_from_known_runs(runs: list[dict[str, float]]) -> No
 
 def test_what_is_far_is_said_in_words() -> None:
     """With what the known runs have. A kind tells of more GPUs than a fit, and fewer are near."""
-    assert not beyond({"gpus": 4096, "inter": 1e11, "parameters": 5e8}, KNOWN)
-    assert beyond({"gpus": 4097}, KNOWN) == "4,097 GPUs, there 8 to 512"
-    assert not beyond({"gpus": 16384}, KNOWN, wide=True)
-    assert beyond({"gpus": 16385}, KNOWN, wide=True)
+    assert not beyond({"gpus": 1024, "inter": 1e11, "parameters": 5e8}, KNOWN)
+    assert beyond({"gpus": 1025}, KNOWN) == "1,025 GPUs, there 8 to 512"
+    assert not beyond({"gpus": 2048}, KNOWN, wide=True)
+    assert beyond({"gpus": 2049}, KNOWN, wide=True)
     assert not beyond({"gpus": 1}, KNOWN)
     both = beyond({"inter": 1e9, "parameters": 4e8}, KNOWN)
     assert both == (
