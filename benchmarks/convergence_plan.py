@@ -172,13 +172,13 @@ def configurations(budget: StudyBudget) -> list[Configuration]:
         ):
             name = f"CO2 {tau}, {words}"
             found.append(Configuration(name, f"co2:tau={tau}", {"gap": gap}, clips))
+    alone = "co2:tau=1,delay=1,preview=true"
+    found.append(Configuration("CO2 delay 1, tau 1, preview", alone, momentum=0.0))
     short = ((12, 1, 12), (3, 1, 3), (2, 1, 2), (1, 1, 1))
     for tau, delay, parts in (*short, (12, 4, 1), (12, 4, 3), (12, 4, 12)):
         name = f"CO2 delay {delay}, tau {tau}" + (f", {parts} fragments" if parts > 1 else "")
         strategy = f"co2:tau={tau},delay={delay},fragments={parts}"
         found.append(Configuration(name, strategy))
-    alone = "co2:tau=1,delay=1,preview=true"
-    found.append(Configuration("CO2 delay 1, tau 1, preview", alone, momentum=0.0))
     streamed = "diloco:tau=12,fragments=3,delay=4"
     found.append(Configuration("Streaming DiLoCo delay 4, tau 12", streamed))
     found.append(Configuration("Eager DiLoCo 12", "diloco:tau=12", peer=True))

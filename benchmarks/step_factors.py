@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from convergence_plan import RUNS, TUNING_SEED, StudyBudget
+from convergence_plan import RUNS, TUNING_SEED, StudyBudget, configurations
 from reports import FOLDER, RESULTS, made_by, parser, table
 
 from co2sim.strategies import LocalSteps, parse
@@ -29,13 +29,15 @@ _HEAD = """\
 # How many steps of a method are worth one step of DDP; written by `python benchmarks/{script}`.
 # factor = steps / ddp_steps: the method ends with the validation loss that DDP has after ddp_steps,
 # in a run of the same length, schedule and batch. Each has its own best learning rate; of several
-# outer steps the best counts. A shorter run of DDP would have reached that loss sooner: the true
-# factor is larger. Longer trainings, other models and other batches have other factors.
+# outer steps the best counts. beta1 is that of AdamW in the local steps. A shorter run of DDP
+# would have reached that loss sooner: the true factor is larger. Longer trainings, other models and
+# other batches have other factors.
 """
 
 
 def entries(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """One entry for each budget and strategy, of its best outer step; peers have no strategy."""
+    beta1 = {one.name: one.momentum for one in configurations(StudyBudget())}
     whole = runs[["validation_loss", "strategy"]].notna().all(axis=1)
     runs = runs[whole & (runs["seed"] != TUNING_SEED)]
     for budget, group in runs.groupby("budget"):
@@ -44,15 +46,16 @@ def entries(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
         points = np.array(curves)  # seed, validation, (characters, loss)
         losses = points[:, :, 1].mean(axis=0)
         at = points[0, :, 0] / points[0, -1, 0] * steps
-        best: dict[str, tuple[float, str, int]] = {}
+        best: dict[str, tuple[float, str, int, str]] = {}
         others = group[group["strategy"] != "ddp"].fillna({"outer": ""})
         for (strategy, outer), same in others.groupby(["strategy", "outer"]):
-            found = mean(same["validation_loss"]), str(outer), len(same)
-            if found[2] >= _LEAST_SEEDS and found < best.get(strategy, (np.inf, "", 0)):
+            name = str(same["configuration"].iloc[0])
+            found = mean(same["validation_loss"]), str(outer), len(same), name
+            if found[2] >= _LEAST_SEEDS and found < best.get(strategy, (np.inf, "", 0, "")):
                 best[strategy] = found
         facts = json.loads(group["facts"].iloc[0])
         for strategy in sorted(best, key=lambda text: (parse(text).name, _tau(text))):
-            loss, outer, seeds = best[strategy]
+            loss, outer, seeds, name = best[strategy]
             worth = float(np.interp(-loss, -losses, at))
             yield {
                 "strategy": title(parse(strategy)),
@@ -64,6 +67,7 @@ def entries(runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 "workers": StudyBudget().workers,
                 "seeds": seeds,
                 "outer": outer,
+                "beta1": beta1[name],
                 "parameters": facts["parameters"],
                 "source": f"benchmarks/results/{RUNS}, {budget}",
             }
