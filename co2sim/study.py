@@ -175,7 +175,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
     """Simulate and measure. `progress` as in `simulate`."""
     with progress_bar(_ROUNDS, shown=progress, after=_PATIENCE) as done:
         if case.pp > 1:
-            return _of_pipeline(case, stages.measured(case, done))
+            return _of_pipeline(case, done)
         case, notes = _settle(case, done)
         prepared = case.prepare()
         found, rounds, steady = simulated(case, prepared, done)
@@ -195,29 +195,38 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             other = replace(even, strategy=strategy, schedule=schedule)
             return result.step_time_s * round_time(case, other, done) / nominal
 
-        warnings = advice.warnings(prepared, result.step_time_s, tried)
+        blocks = [prepared.job.share.model.blocks]
+        warnings = advice.warnings(prepared.strategy, blocks, prepared.layout, result, tried)
         result = _with_interval(case, prepared, result, done)
     return replace(result, warnings=warnings)
 
 
-def _of_pipeline(case: Case, result: Result) -> Result:
-    """The result with its interval, which takes no further simulation."""
+def _of_pipeline(case: Case, done: Done | None) -> Result:
+    """The result with its interval, which takes no further simulation, and its warnings."""
+    result = stages.measured(case, done)
     cluster, model = case.load()
-    strategy = case.strategy
+    parts = [case.stage(number) for number in range(case.pp)]
+    strategy = parts[0].strategy
     found = Predicted(
         cluster=cluster.value,
-        strategy=strategies.parse(strategy) if isinstance(strategy, str) else strategy,
+        strategy=strategy,
         model=model.value,
         tokens_per_s=result.tokens_per_s,
         exposed_share=result.exposed_share,
         again=lambda _: result.tokens_per_s,
         alike=False,
     ).interval()
+
+    def tried(other: Strategy) -> Seconds:
+        return stages.measured(replace(case, strategy=other), done).step_time_s
+
+    blocks = [part.job.share.model.blocks for part in parts]
     return replace(
         result,
         tokens_per_s_low=found.low,
         tokens_per_s_high=found.high,
         interval_source=found.source,
+        warnings=advice.warnings(strategy, blocks, parts[0].layout, result, tried),
     )
 
 

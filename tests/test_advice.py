@@ -1,10 +1,10 @@
 """What a result warns of: a prefetch budget that the largest block exceeds, and what it costs."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import tiny
+from commands import Command
 
 import co2sim
 from co2sim.cluster import Link
@@ -36,11 +36,10 @@ def test_a_block_above_the_budget_is_named_with_what_a_larger_budget_gives(name:
     assert better.warnings == ()
 
 
-def test_an_option_that_gains_nothing_is_said_to() -> None:
+def test_an_option_that_gains_nothing_is_not_named() -> None:
     """Where communication takes nearly no time, gathering ahead gives the same."""
     fast = tiny.cluster(intra=Link(1e18), inter=Link(1e18))
-    (line,) = simulate(fast, tiny.model(), "zero3(prefetch=100)").warnings
-    assert "; prefetch=640 gives no more than these " in line
+    assert simulate(fast, tiny.model(), "zero3(prefetch=100)").warnings == ()
 
 
 def test_max_live_is_named_where_it_is_too_small_as_well() -> None:
@@ -49,22 +48,66 @@ def test_max_live_is_named_where_it_is_too_small_as_well() -> None:
     assert "; prefetch=640,max_live=1140 gives " in line
 
 
-def test_zero3_inside_a_node_is_compared_with_fsdp() -> None:
-    """Its options cannot be given there, so the inner strategy is named."""
-    large = tiny.model()
-    blocks = (replace(large.blocks[0], tensors=(60_000_000,)), *large.blocks[1:])
-    large = replace(large, blocks=blocks)
+def test_max_live_is_named_alone_where_it_alone_is_too_small() -> None:
+    """The blocks that hold most together are named, and the speed without that limit."""
+    found, better = (given(f"zero3(prefetch=640,max_live={most})") for most in (700, 1140))
+    assert better.tokens_per_s > found.tokens_per_s
+    (line,) = found.warnings
+    assert line == (
+        "max_live=700: that limit is less than 3 of 3 blocks need beside the one before (embedding"
+        " and layer0 have 1,140 parameters), so these are gathered only when they are needed;"
+        f" max_live=1140 gives {better.tokens_per_s:,.0f} tokens/s instead of"
+        f" {found.tokens_per_s:,.0f}"
+    )
+    assert better.warnings == ()
+
+
+def test_stages_of_a_pipeline_are_warned_of_too() -> None:
+    """Blocks are those of all stages, and both speeds those of the pipeline."""
     found, better = (
-        simulate(tiny.cluster(), large, f"co2(tau=2,worker=node,inner={inner})")
-        for inner in ("zero3", "fsdp")
+        simulate("dgx-h100", "mpt-7b", name, gpus=64, pp=4, accumulation=8)
+        for name in ("zero3", "zero3(prefetch=214695936)")
     )
     (line,) = found.warnings
-    start = (
-        "inner=zero3 has prefetch=50000000: that prefetch budget is less than 1 of 4 blocks need"
+    assert "less than 34 of 34 blocks need (embedding has 214,695,936 parameters)" in line
+    assert line.endswith(
+        f"; prefetch=214695936 gives {better.tokens_per_s:,.0f} tokens/s instead of"
+        f" {found.tokens_per_s:,.0f}"
     )
-    assert line.startswith(f"{start} (embedding has 60,000,000 parameters)")
-    assert "; inner=fsdp gives " in line
-    assert f" {better.tokens_per_s:,.0f} tokens/s" in line
+    assert better.warnings == ()
+
+
+def test_solving_for_a_pipeline_warns(cli: Command) -> None:
+    """Who asks what network a pipeline needs hears that an option holds it back."""
+    asked = "solve inter.bandwidth --for efficiency=90% -c dgx-h100 -m mpt-7b -g 64 -s zero3"
+    ended = cli(*asked.split(), "--pp", "4", "--accumulation", "8")
+    assert "warning: zero3: prefetch=50000000" in ended.out
+
+
+def test_fsdp_is_advised_only_where_it_is_faster() -> None:
+    """Here communication is hidden with both, and FSDP takes longer: no word."""
+    found, other = (
+        simulate("h100-calibrated", "llama3-8b", f"co2(tau=12,worker=node,inner={inner})", gpus=64)
+        for inner in ("zero3", "fsdp")
+    )
+    assert other.tokens_per_s < found.tokens_per_s
+    assert found.warnings == ()
+
+
+def test_zero3_inside_a_node_is_compared_with_fsdp() -> None:
+    """Its options cannot be given there, so the inner strategy is named."""
+    found, better = (
+        simulate("dgx-h100", "llama3-8b", f"co2(tau=2,worker=node,inner={inner})", gpus=16)
+        for inner in ("zero3", "fsdp")
+    )
+    assert better.tokens_per_s > found.tokens_per_s
+    (line,) = found.warnings
+    assert line == (
+        "inner=zero3 has prefetch=50000000: that prefetch budget is less than 34 of 34 blocks need"
+        " (head has 525,340,672 parameters), so these are gathered only when they are needed;"
+        f" inner=fsdp gives {better.tokens_per_s:,.0f} tokens/s instead of"
+        f" {found.tokens_per_s:,.0f}"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp", "ddp", "co2(worker=node)"])
