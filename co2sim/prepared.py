@@ -62,12 +62,6 @@ class Prepared:
             items = items | overhead(items, self.schedule.groups, self.cluster.layout)
         return items | {"total": sum(items.values())}
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Options that change nothing, and why."""
-        idle = (self.job.recompute, self.job.attention) == ("selective", "flash")
-        return ("recompute=selective repeats nothing: flash attention keeps no scores",) * idle
-
     def measure(self, trace: Trace, rounds: int, steady: bool, free: Trace) -> Result:  # noqa: FBT001
         """The figures of a trace, given the same rounds with free communication."""
         cluster, job, schedule = self.cluster, self.job, self.schedule

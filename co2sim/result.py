@@ -26,8 +26,9 @@ class Result:
     (None without communication). `breakdown_s` sums the spans of one rank in the last round by
     kernel or collective, waiting included. `memory_bytes_per_gpu` is by item, and in all ("total");
     `allocated_bytes_per_gpu` is what PyTorch's `max_memory_allocated` counts of it. `assumed` lists
-    the inputs that no source supports, `notes` what was chosen for options that were left open, and
-    why, `warnings` which option holds the strategy back, and what another value would give.
+    the inputs that no source supports, `notes` what was chosen for options that were left open,
+    which options change nothing, and what is not counted, `warnings` which option holds the
+    strategy back, and what another value would give.
     `tokens_per_s_low` and `tokens_per_s_high` are the ends of a 90 % interval (None where nothing
     is known, and for what was measured), and `interval_source` says where they come from.
     `cost_per_billion_tokens` is in `currency`; `usd_per_billion_tokens` is None for other ones.

@@ -13,6 +13,7 @@ from co2sim.intervals import Predicted, Thoroughness
 from co2sim.noise import QUIET, Noise
 from co2sim.prepared import Prepared, scheduled
 from co2sim.progress import Done, progress_bar
+from co2sim.remarks import remarks as remarks_on
 from co2sim.result import Result
 from co2sim.rounds import executed, round_time, simulated
 from co2sim.schedule import Schedule
@@ -181,8 +182,10 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
         found, rounds, steady = simulated(case, prepared, done)
         free = executed(case, prepared, found.rounds, done, free=True)
         result = prepared.measure(found, rounds, steady, free)
-        result = replace(result, notes=(*notes, *prepared.notes))
         cluster, nominal = prepared.cluster, result.round_time_s
+        blocks = prepared.job.share.model.blocks
+        remarks = remarks_on(cluster, prepared.job, blocks, case.noise, result.gpus)
+        result = replace(result, notes=(*notes, *remarks))
         even = replace(prepared, cluster=replace(cluster, node_spread=0.0, step_spread=0.0))
         if case.noise.uneven or cluster.node_spread or cluster.step_spread:
             nominal = round_time(case, even, done)
@@ -195,8 +198,7 @@ def run(case: Case, *, progress: bool | None = False) -> Result:
             other = replace(even, strategy=strategy, schedule=schedule)
             return result.step_time_s * round_time(case, other, done) / nominal
 
-        blocks = [prepared.job.share.model.blocks]
-        warnings = advice.warnings(prepared.strategy, blocks, prepared.layout, result, tried)
+        warnings = advice.warnings(prepared.strategy, [blocks], prepared.layout, result, tried)
         result = _with_interval(case, prepared, result, done)
     return replace(result, warnings=warnings)
 
@@ -226,6 +228,7 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
         tokens_per_s_low=found.low,
         tokens_per_s_high=found.high,
         interval_source=found.source,
+        notes=remarks_on(parts[0].cluster, parts[0].job, sum(blocks, ()), case.noise, result.gpus),
         warnings=advice.warnings(strategy, blocks, parts[0].layout, result, tried),
     )
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from co2sim import remarks
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli import reporting
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.command_line import command_line
-from co2sim.console.result_tables import print_assumed, print_warnings, speeds
+from co2sim.console.result_tables import print_assumed, print_remarks, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.engines.engine import Engine
 from co2sim.files import write_atomically
@@ -161,7 +162,7 @@ def _print(
         known = loss.cells(outcome, goal) if to_loss and isinstance(outcome, Result) else ["", ""]
         row.extend(known[: len(to_loss)])
     left = len(settings[0])
-    if any(result.notes for result in results):
+    if any(remarks.own(result.notes) for result in results):
         columns.insert(left, "chosen")
         for row, outcome in zip(rows, outcomes, strict=True):
             row.insert(left, outcome.strategy if isinstance(outcome, Result) else "")
@@ -189,6 +190,7 @@ def _print(
         for setting, outcome in zip(settings, outcomes, strict=True)
         if isinstance(outcome, Result)
     ]
+    print_remarks(terminal, results)
     print_warnings(terminal, named)
     print_assumed(terminal, results)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from co2sim import remarks
 from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.console import answers, budgets, intervals, loss
@@ -185,8 +186,19 @@ def _tflops(value: float) -> str:
 
 
 def print_chosen(out: Console, named: Iterable[tuple[str, Result]]) -> None:
-    """What was chosen for options left open: one line each, behind the name of its case."""
-    lines = [f"{name}{': ' if name else ''}{note}" for name, r in named for note in r.notes]
+    """What was chosen for options left open, behind the name of its case; and remarks."""
+    named = list(named)
+    lines = [
+        f"{name}{': ' if name else ''}{note}" for name, r in named for note in remarks.own(r.notes)
+    ]
+    if lines:
+        print_lines(out, *lines, "")
+    print_remarks(out, [r for _, r in named])
+
+
+def print_remarks(out: Console, results: Iterable[Result]) -> None:
+    """The notes that many results have alike, once each."""
+    lines = [f"note: {remark}" for remark in remarks.alike(r.notes for r in results)]
     if lines:
         print_lines(out, *lines, "")
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from co2sim.case import Case
 from co2sim.decide.levers import Lever
 from co2sim.published_speeds import SpeedComparison
+from co2sim.remarks import ALIKE
 from co2sim.report import bar_charts, line_charts, money_chart, tables
 from co2sim.report.answered import Answered
 from co2sim.report.chart_style import picking
@@ -143,12 +144,14 @@ def inputs_of(
 
 
 def _lines(shown: Sequence[Answered], kind: str) -> list[str]:
-    """Warnings, or notes, once each, behind the case."""
+    """Warnings, or notes, once each; behind the case, unless many have them alike."""
     found: dict[str, Answered] = {}
     for one in shown:
         for text in getattr(one.result, kind):
             found.setdefault(text, one)
     return [
-        f"{one.strategy} on {one.result.gpus} GPUs of {one.cluster}: {text}"
+        text
+        if text in ALIKE
+        else f"{one.strategy} on {one.result.gpus} GPUs of {one.cluster}: {text}"
         for text, one in found.items()
     ]

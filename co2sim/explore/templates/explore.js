@@ -279,8 +279,9 @@ async function shownAt(positions) {
   table(rows, kept);
   const listed = (id, texts) => byId(id).replaceChildren(...texts.map((one) => cell("li", one)));
   listed("failed", rows.filter((row) => row.error).map((row) => `${row.strategy}: ${row.error}`));
-  const notes = rows.flatMap((row) => (row.notes ?? []).map((one) => `${row.strategy}: ${one}`));
-  listed("notes", notes);
+  const notes = [...new Set(rows.flatMap((row) => row.notes ?? []))];
+  const whose = (note) => rows.filter((row) => row.notes?.includes(note)).map((row) => row.strategy);
+  listed("notes", notes.map((note) => `${whose(note).join(", ")}: ${note}`));
   byId("remarks").hidden = !notes.length;
   const shown = rows.filter((row) => !row.error);
   const sizes = shown.map((row) => ({ strategy: row.strategy, size: row.memory }));
