@@ -10,7 +10,8 @@ from commands import Command as Run
 
 from co2sim.cluster import Cluster
 from co2sim.noise import Noise
-from co2sim.remarks import SCALE
+from co2sim.remarks import EAGER_ATTENTION, EAGER_LOSS, SCALE
+from co2sim.result import Result
 from co2sim.study import simulate
 
 LARGE = ("-c", "dgx-h100", "-m", "gpt2-small", "-s", "fsdp", "-s", "ddp")
@@ -62,3 +63,38 @@ def test_a_page_tells_it_once(cli: Run) -> None:
     cli("run", *LARGE, "-g", "256", "--report", "page.html")
     text = Path("page.html").read_text(encoding="utf-8")
     assert text.count(f"<li>{SCALE}</li>") == 1
+
+
+EAGER = {"attention": EAGER_ATTENTION, "loss": EAGER_LOSS}
+
+
+@pytest.mark.parametrize("option", EAGER)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_without_kernels_eager_options_change_memory_alone(option: str, pp: int) -> None:
+    """The note says so, and it is true: the time is the same, and the memory is not."""
+    one, other = (
+        simulate("dgx-h100", "gpt2-small", "fsdp", gpus=8, pp=pp, **asked)  # type: ignore[arg-type]
+        for asked in ({}, {option: "eager"})
+    )
+    assert (one.notes, other.notes) == ((), (EAGER[option],))
+    assert other.step_time_s == one.step_time_s
+    assert other.memory_bytes_per_gpu["total"] > one.memory_bytes_per_gpu["total"]
+
+
+def test_with_kernels_eager_options_take_time() -> None:
+    """No note: both options change the time."""
+    eager = {"attention": "eager", "loss": "eager"}
+    one, other = (
+        simulate("h100-calibrated", "gpt2-small", "fsdp", gpus=8, **asked)  # type: ignore[arg-type]
+        for asked in ({}, eager)
+    )
+    assert other.notes == ()
+    assert other.step_time_s > one.step_time_s
+
+
+def test_a_model_without_attention_has_no_note_on_it() -> None:
+    """Images have no scores and no logits, so eager changes nothing that a note tells of."""
+    found: Result = simulate(
+        "dgx-h100", "resnet-50", "ddp", gpus=8, attention="eager", loss="eager"
+    )
+    assert found.notes == ()
