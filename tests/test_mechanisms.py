@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 import co2sim
 from co2sim.architecture import Transformer, language_model
 from co2sim.case import Case
-from co2sim.catalog import load_cluster, load_model, names
+from co2sim.catalog import Contents, load_cluster, load_model, names
+from co2sim.catalog.facts import read
 from co2sim.cluster import KernelTimes
 from co2sim.cost import compute_time, footprint
-from co2sim.errors import OptionError
+from co2sim.errors import CatalogError, OptionError
 from co2sim.schedule import (
     LEADERS,
     PEERS,
@@ -205,6 +207,27 @@ def test_a_file_may_give_attention_as_a_number_or_as_a_table() -> None:
     found = load_cluster("a100-node-calibrated", {path: "0.4"}).value.gpu.kernels
     assert found
     assert found.attention_efficiency == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("given_", "where", "rule"),
+    [
+        ("1.3", "", " is '1.3'; it must be above 0 and at most 1"),
+        ("fast", "", ": 'fast' is not a plain number"),
+        ([{"length": 512, "value": 1.3}], ".0.value", " is 1.3; it must be above 0 and at most 1"),
+        ([{"length": 512}], ".0.value", " is missing"),
+    ],
+)
+def test_a_wrong_attention_efficiency_is_named_as_a_file_names_it(
+    given_: Any, where: str, rule: str
+) -> None:
+    """A number or a table: the place in the file, and what is allowed there."""
+    tree = {"kernels": {"gemm_efficiency": 0.5, "attention_efficiency": given_}}
+    start = read("clusters", "dgx-h100")
+    start["gpu"] = read("gpus", "h100") | tree
+    with pytest.raises(CatalogError) as refused:
+        load_cluster(Contents("mine", start))
+    assert str(refused.value) == f"mine: gpu.kernels.attention_efficiency{where}{rule}"
 
 
 def test_hops_in_turn_add_the_time_inside_the_node() -> None:

@@ -238,11 +238,13 @@ def _checked(spec: Any, tree: Tree, reference: str) -> Any:
 
 
 _KINDS = {"transformer", "vit", "blocks"}
+_NO_NAMES = {"[key]", "[number]", "[table]"}
+"""Parts of a place that stand in no file: pydantic's, and the tags of `specs`."""
 
 
 def _where(place: Place) -> str:
     """The dotted path of a value in its file; for models, behind "model" and a kind."""
-    parts = [str(part) for part in place if part != "[key]"]
+    parts = [str(part) for part in place if part not in _NO_NAMES]
     if parts[:1] == ["model"]:
         parts = parts[2:] if parts[1:2] and parts[1] in _KINDS else parts[1:]
     return ".".join(parts)

@@ -16,7 +16,7 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
 from co2sim.catalog.fields import Spec, no_truth, number
 from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
@@ -101,6 +101,13 @@ class AttainedAttention(Spec):
     value: _Fraction
 
 
+_OneOrTable: TypeAlias = Annotated[
+    Annotated[_Fraction, Tag("[number]")]
+    | Annotated[list[AttainedAttention], Field(min_length=1), Tag("[table]")],
+    Discriminator(lambda given: "[table]" if isinstance(given, list) else "[number]"),
+]
+
+
 class _Kernels(_Built):
     def build(self) -> KernelTimes:
         """With its table of flash attention by rising length."""
@@ -162,10 +169,7 @@ class _Cluster(_Built):
 KernelsSpec = _spec(
     KernelTimes,
     _Kernels,
-    attention_efficiency=(
-        _Fraction | Annotated[list[AttainedAttention], Field(min_length=1)] | None,
-        None,
-    ),
+    attention_efficiency=(_OneOrTable | None, None),
 )
 """`kernels` of a GPU: constants that were fitted to published runs."""
 
