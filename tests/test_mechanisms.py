@@ -230,6 +230,22 @@ def test_a_wrong_attention_efficiency_is_named_as_a_file_names_it(
     assert str(refused.value) == f"mine: gpu.kernels.attention_efficiency{where}{rule}"
 
 
+def test_a_number_of_kernels_that_a_gpu_has_not_says_what_to_do() -> None:
+    """Another GPU, or the number that kernels cannot be without; both work."""
+    path = "gpu.kernels.attention_efficiency"
+    with pytest.raises(CatalogError) as refused:
+        load_cluster("dgx-h100", {path: "0.3"})
+    assert str(refused.value) == (
+        f"--set {path}: the GPU of dgx-h100 has no kernels; take one that has (--set"
+        " gpu=h100-composer, a100-80-composer, ... or -c h100-calibrated), or give"
+        " gpu.kernels.gemm_efficiency, too"
+    )
+    for more in ({"gpu": "h100-composer"}, {"gpu.kernels.gemm_efficiency": "0.7"}):
+        kernels = load_cluster("dgx-h100", {path: "0.3", **more}).value.gpu.kernels
+        assert kernels
+        assert kernels.attention_efficiency == pytest.approx(0.3)
+
+
 def test_hops_in_turn_add_the_time_inside_the_node() -> None:
     """A ring over nodes takes the sum of both links instead of the larger one."""
     work = Collective(Kind.ALL_GATHER, "x", 10**9, DType.FP16, WORLD)

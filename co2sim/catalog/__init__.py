@@ -130,6 +130,7 @@ def load_cluster(
     ):
         tree.setdefault(name, fact)
     changes = put_rates(tree, changes)
+    _check_kernels(tree, reference, changes)
     _apply(tree, reference, changes, overrides)
     if isinstance(tree.get("failures"), dict):
         chosen += [
@@ -176,6 +177,18 @@ def _meant(reference: str, name: str, given: str, *, in_file: bool) -> str:
         return str(place) if is_file(str(place)) else f"./{place}"
     beside = folder / given  # as a file of the user's may name its neighbour
     return str(beside) if given.endswith(".toml") and is_regular(beside) else given
+
+
+def _check_kernels(tree: Tree, reference: str, changes: Mapping[str, str]) -> None:
+    """Refuse one number of kernels, where a GPU has no others and the first is not given."""
+    first, gpu = "gpu.kernels.gemm_efficiency", tree.get("gpu")
+    path = next((path for path in changes if path.startswith("gpu.kernels.")), None)
+    if path is None or first in changes or not isinstance(gpu, dict) or gpu.get("kernels"):
+        return
+    raise CatalogError(
+        f"--set {path}: the GPU of {reference} has no kernels; take one that has (--set"
+        f" gpu=h100-composer, a100-80-composer, ... or -c h100-calibrated), or give {first}, too"
+    )
 
 
 def _apply(
