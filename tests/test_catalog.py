@@ -162,7 +162,10 @@ def test_wrong_overrides_are_refused_in_one_line(overrides: dict[str, str], said
         ({"layers": "many"}, "must be a whole number"),
         ({"layers": "10001"}, "must be at most 10000"),
         ({"heads": "7"}, "not a multiple of heads 7"),
-        ({"seq_len": "2048"}, "exceeds the 1024 learned positions"),
+        (
+            {"seq_len": "2048"},
+            "1024 learned positions; give it as many (positions in its file, or --set model.pos",
+        ),
         ({"kv_heads": "5"}, "not a multiple of kv_heads 5"),
         ({"attention": "flash"}, "'softmax' or 'linear'"),
         ({"kind": "rnn"}, "kind must be one of blocks, transformer, vit"),

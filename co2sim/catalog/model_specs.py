@@ -77,7 +77,8 @@ class TransformerSpec(_LayersSpec):
     def _positions_suffice(self) -> "TransformerSpec":
         if 0 < self.positions < self.seq_len:
             raise ValueError(
-                f"seq_len {self.seq_len} exceeds the {self.positions} learned positions"
+                f"seq_len {self.seq_len} exceeds the {self.positions} learned positions; give it"
+                f" as many (positions in its file, or --set model.positions={self.seq_len})"
             )
         if 0 < self.sliding_window < self.seq_len:
             raise ValueError(
