@@ -160,6 +160,10 @@ def test_blank_lines_comments_and_short_rows_are_no_obstacle(tmp_path: Path) -> 
             for digits in (10, 5000)
         ),
         (TIMES.replace("single,2", '"single,2'), "cannot read"),
+        *(
+            (f"{text}# again\n{text.splitlines()[1]}\n", f"line {last}: it says the same as line 2")
+            for text, last in ((ZEROPP, 5), (CO2, 6), (TIMES, 5))
+        ),
     ],
 )
 def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -93,14 +93,15 @@ def from_csv(
 
     `say` is told of rows without a published number, which are left out.
 
-    Raises CatalogError for another table, or for a row that cannot be read, with file and line.
+    Raises CatalogError for another table, for a row that cannot be read, and for one that stands
+    there twice, with file and line.
     """
     known = papers(folder)
     numbered, columns = _rows(path)
     table = _table(path, columns, sources)
     if table.source not in known:
         raise CatalogError(f"{path} is a table of {table.source}, which {folder} does not hold")
-    found: list[Cell] = []
+    found: dict[Cell, int] = {}
     for number, row in numbered:
         try:
             cells = list(_parsed(table, row).cells(known[table.source], use))
@@ -110,10 +111,15 @@ def from_csv(
             raise CatalogError(f"{path}, line {number}: {error}") from error
         if not cells:
             say(f"{path}, line {number}: no published number, left out")
-        found += cells
+        before = next((found[cell] for cell in cells if cell in found), None)
+        if before is not None:
+            raise CatalogError(
+                f"{path}, line {number}: it says the same as line {before}; each number counts once"
+            )
+        found |= dict.fromkeys(cells, number)
     if not found:
         raise CatalogError(f"{path} holds no published number" if numbered else f"{path}: no rows")
-    return found
+    return [*found]
 
 
 def marked(cells: Iterable[Cell], known: Iterable[Cell]) -> list[Cell]:
