@@ -17,7 +17,7 @@ EAGER_LOSS = f"loss=eager {_NO_KERNELS}"
 SCALE = (
     f"on more than {_FEW} GPUs, where interference, node_spread and step_spread are 0, what more"
     " GPUs cost beyond exposed communication is not counted: published FSDP runs on 512 H100 lost 4"
-    " to 8 % against 128; a probe measures these numbers, and h100-calibrated has fitted ones"
+    " to 8 % against 128; a probe measures interference, and h100-calibrated has fitted values"
 )
 ALIKE = (IDLE_RECOMPUTE, EAGER_ATTENTION, EAGER_LOSS, SCALE)
 
