@@ -24,6 +24,8 @@ from co2sim.units import Seconds
 _MOST_STEPS = 10**12
 _MOST_FACTOR = 1e6
 _GIVEN = "given"
+_BETA1 = 0.9
+"""Of AdamW in the measurements, where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,8 @@ def step_factor(strategy: str, goal: Goal = NO_GOAL) -> StepFactor | None:
         f"a GPT of {entry['parameters']:,} parameters, {entry['workers']} workers,"
         f" {entry['steps']} steps"
     )
+    if entry["beta1"] != _BETA1:
+        conditions += f", AdamW with beta1 {entry['beta1']:g}, outer step {entry['outer']}"
     return StepFactor(factor=entry["factor"], source=conditions, measured=entry["strategy"])
 
 
@@ -180,11 +184,12 @@ def _measured(name: str) -> Strategy:
     return parse(name)
 
 
-def _kind(strategy: Any) -> tuple[str, int, bool, bool]:
-    """What has to be alike for a factor to say anything."""
+def _kind(strategy: Any) -> tuple[str, int, bool, bool, int]:
+    """What has to be alike for a factor to say anything; with a preview rounds must be as long."""
     late = bool(getattr(strategy, "delay", 0))
     parts = (getattr(strategy, "fragments", 1) or 1) > 1
-    return strategy.name, getattr(strategy, "staleness", 1), late, parts
+    previews = round_steps(strategy) if getattr(strategy, "preview", False) else 0
+    return strategy.name, getattr(strategy, "staleness", 1), late, parts, previews
 
 
 def _distance(one: Any, measured: str) -> tuple[float, ...]:
@@ -196,11 +201,9 @@ def _distance(one: Any, measured: str) -> tuple[float, ...]:
 
 
 def _lateness(strategy: Any) -> tuple[float, ...]:
-    """Delay, preview, keep and predict; 0 where averages are not late."""
+    """Delay, keep and predict; 0 where averages are not late."""
     delay = getattr(strategy, "delay", None) or 0
-    if not delay or not isinstance(strategy, CO2):
-        return delay, 0, 0, 0
-    return delay, strategy.preview, *strategy.kept()
+    return (delay, *strategy.kept()) if delay and isinstance(strategy, CO2) else (delay, 0, 0)
 
 
 @cache

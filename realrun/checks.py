@@ -17,6 +17,9 @@ GAPS: tuple[Gap, ...] = get_args(Gap)
 DEFAULT_GAP: Gap = "gap_aware"
 """Of CO2."""
 
+_LARGEST = 1e30
+"""Of factors and bounds of parameters, which are fp32."""
+
 
 def momentum(name: str, value: float) -> None:
     """At least 0 and below 1: from 1 on a momentum would never end."""
@@ -31,13 +34,15 @@ def pull(name: str, value: float) -> None:
 
 
 def step_size(name: str, value: float) -> None:
-    """Above 0."""
-    above(name, value, 0)
+    """Above 0, and not so large that fp32 could not hold a product with it."""
+    limit(name, value)
 
 
 def limit(name: str, value: float) -> None:
-    """Above 0."""
+    """Above 0, and a number of fp32."""
     above(name, value, 0)
+    if value > _LARGEST:
+        raise OptionError(f"{name} is {value}; it must be above 0 and at most {_LARGEST:g}")
 
 
 def penalty(name: str, value: float, gap: Gap) -> None:

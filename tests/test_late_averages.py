@@ -191,6 +191,8 @@ def test_a_vector_is_cut_where_the_type_changes() -> None:
         ({"delay": 2, "preview": 4}, "preview is 4; it must be True or False"),
         ({"delay": 2, "preview": True, "gap": "gap_aware"}, "preview has none yet"),
         ({"keep": 0.5}, "keep, predict, fragments and preview need delay"),
+        ({"outer_lr": 1e300}, "outer_lr is 1e+300; it must be above 0 and at most 1e+30"),
+        ({"clip": 1e39}, "clip is 1e+39; it must be above 0 and at most 1e+30"),
         ({"preview": True}, "keep, predict, fragments and preview need delay"),
     ],
 )
@@ -200,6 +202,31 @@ def test_options_of_late_averages_out_of_range(options: dict[str, Any], words: s
     with pytest.raises(OptionError) as caught:
         CO2(model, optimizer(model, "sgd"), tau=12, **options)
     assert words in str(caught.value)
+
+
+def test_no_long_round_has_more_fragments_than_help() -> None:
+    """Each launch is a call: a thousand at most, however long the round is."""
+    model = network()
+    with pytest.raises(OptionError, match="fragments is 1001; it must be 1 to 1000"):
+        CO2(model, optimizer(model, "sgd"), tau=10**9, delay=1, fragments=1001)
+
+
+@pytest.mark.parametrize("preview", [False, True])
+@pytest.mark.parametrize("steps", [8, 9])
+def test_what_was_evaluated_is_what_is_kept(steps: int, preview: bool) -> None:  # noqa: FBT001
+    """At a round's end `finish` gives what `consensus` showed: no momentum is applied once more.
+
+    In the midst of a round it also averages the steps since.
+    """
+    model = network()
+    optim = optimizer(model, "sgd")
+    options = {"outer_momentum": 0.9, "outer_lr": 0.1, "preview": preview}
+    with CO2(model, optim, tau=4, delay=2, **options) as co2:
+        train(model, optim, 0, range(steps))
+        with co2.consensus():
+            shown = vector(model)
+        co2.finish()
+    assert torch.equal(vector(model), shown) == (steps == 8)
 
 
 @pytest.mark.parametrize("more", [{"tau": 1, "delay": 1}, {"tau": 2, "delay": 2}, {"delay": 4}])

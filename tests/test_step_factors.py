@@ -74,6 +74,9 @@ def test_a_strategy_that_was_measured_has_its_own_factor(strategy: str) -> None:
         ("co2(tau=25)", "co2(tau=48)"),
         ("diloco(tau=500)", "diloco(tau=12)"),
         ("co2(tau=12,staleness=2)", None),
+        ("co2(tau=1,delay=1)", "co2(tau=1, delay=1, keep=1.0, fragments=1)"),
+        ("co2(tau=1,delay=1,preview=true)", "co2(tau=1, delay=1, keep=1.0, preview=true)"),
+        ("co2(tau=2,delay=1,preview=true)", None),
         ("diloco(tau=12,fragments=2)", None),
     ],
 )
@@ -125,6 +128,13 @@ def test_the_remark_is_one_line_with_conditions() -> None:
     assert "co2(tau=12, staleness=2): not measured" in line
     assert "tau=13" not in line
     assert "--steps-factor co2=1.3" in line
+
+
+def test_a_factor_says_what_was_trained_otherwise() -> None:
+    """A preview was measured with the momentum in the outer step, and none in AdamW."""
+    line = remark(["co2(tau=1, delay=1, preview=true)"])
+    assert "AdamW with beta1 0, outer step momentum=0.9,lr=0.1" in line
+    assert "beta1" not in remark(["co2(tau=1, delay=1)"])
 
 
 def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from co2sim.errors import OptionError
-from co2sim.late_averages import check_predict, even_fragments, kept
+from co2sim.late_averages import MOST_FRAGMENTS, check_predict, even_fragments, kept
 from co2sim.ranges import between
 from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
@@ -27,8 +27,6 @@ from co2sim.workload import Workload
 
 _MOST_STALENESS = 100
 """A rank keeps a buffer for every average in flight; so many rounds pass before a steady one."""
-
-_MOST_FRAGMENTS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +96,7 @@ class CO2:
 
     def _check_delay(self) -> None:
         if self.fragments is not None:
-            most = _MOST_FRAGMENTS if self.tau == "auto" else min(self.tau, _MOST_FRAGMENTS)
+            most = MOST_FRAGMENTS if self.tau == "auto" else min(self.tau, MOST_FRAGMENTS)
             whole_options(self, "fragments", most=most)
         for option in ("keep", "predict"):
             given = getattr(self, option)

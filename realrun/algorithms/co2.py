@@ -169,7 +169,7 @@ class CO2(LocalUpdate):
     place of the mean. Half of the difference goes when the mean comes, the rest when the next one
     comes. With keep=1, predict=0 and no clip the mean of all workers then moves exactly as with the
     blocking outer step of this momentum and lr: momentum is not late either. With tau=1, delay=1,
-    AdamW without momentum of its own (betas=(0, 0.95)), outer_momentum=0.9, outer_lr=0.1 and a
+    AdamW without momentum of its own (betas=(0.0, 0.95)), outer_momentum=0.9, outer_lr=0.1 and a
     preview a text model learned almost as with DDP, with all averages hidden (docs/training.md).
 
     delay="auto" uses the first averages when all ranks have them, and then takes the steps that the

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from co2sim.late_averages import bounded, check_predict
+from co2sim.late_averages import MOST_FRAGMENTS, bounded, check_predict
 from co2sim.ranges import between, whole
 from realrun.checks import one_of
 
@@ -53,7 +53,7 @@ class LateAverages:
             whole("delay", self.delay, 0 if self.keeps == "all" else 1, tau)
         between("keep", self.keep, 0, 1)
         between("predict", self.predict, 0, 1)
-        whole("fragments", self.fragments, 1, tau)
+        whole("fragments", self.fragments, 1, min(tau, MOST_FRAGMENTS))
         check_predict(tau, self.delay, self.keep, self.predict)
 
     def predicted(self, delay: int, tau: int) -> float:

@@ -130,13 +130,18 @@ class LateLoop(OuterLoop):
             )
 
     def settle(self) -> None:
-        """What is under way, and then an average of where every worker stands, waited for."""
+        """What is under way, and then an average of where every worker stands, waited for.
+
+        A fragment that was launched after the last step has nothing more to average: with momentum
+        another launch would move the anchor once more.
+        """
         self._auto.disturb(self._under_way)
         counters = self.counters
         now = counters.round * self._tau + counters.step
         self._use_due(now + self._tau)
-        for fragment in range(len(self._spans)):
-            self._launch(Launch(fragment, now, 0))
+        for fragment, start in enumerate(self._starts):
+            if self._late.keeps == "all" or (now - start) % self._tau:
+                self._launch(Launch(fragment, now, 0))
         self._use_due(now)
         self.start_at_anchor()
 
