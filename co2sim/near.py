@@ -2,9 +2,9 @@
 
 A fit, or the errors of a kind of runs, tell of runs like those that they are from. How far beyond
 them a figure may lie is taken from predictions of runs that were left out of a fit: sequence and
-larger models; see docs/validation.md. GPUs are near as long as what is not known of NCCL's choices
-there changes no more than the interval says. Links may differ by a factor of two, a step of the
-datasheets. What is further away has another interval (`intervals`).
+larger models; see docs/validation.md. GPUs are near as long as NCCL's choice of a protocol, which
+is not known, changes no more beyond the known runs than the interval says. Links may differ by a
+factor of two, a step of the datasheets. What is further away has another interval (`intervals`).
 """
 
 import math

@@ -200,7 +200,7 @@ def _distance(one: Any, measured: str) -> tuple[float, ...]:
     return ratio, *(abs(mine - theirs) for mine, theirs in pairs)
 
 
-def _lateness(strategy: Any) -> tuple[float, ...]:
+def _lateness(strategy: Any) -> tuple[float, float, float]:
     """Delay, keep and predict; 0 where averages are not late."""
     delay = getattr(strategy, "delay", None) or 0
     return (delay, *strategy.kept()) if delay and isinstance(strategy, CO2) else (delay, 0, 0)

@@ -339,6 +339,8 @@ def test_what_the_numbers_do_not_cover_is_said() -> None:
     assert "The bound is not about diloco" in adaptive
     heavy = " ".join(limits(TrainSettings(**{**PLAIN, "momentum": 0.9})))
     assert "does not cover momentum 0.9." in heavy
+    early = " ".join(limits(TrainSettings(strategy="co2:tau=1,delay=1,preview=true", **PLAIN)))
+    assert "The bound is not about a preview" in early
     plain = " ".join(limits(TrainSettings(strategy="slowmo:tau=4", **PLAIN)))
     assert "not cover" not in plain
     assert "not about" not in plain

@@ -72,7 +72,9 @@ class CO2Rule:
         if self.fragments > 1 and self.gap == "gap_aware":
             raise OptionError("gap='gap_aware' needs norms of the whole model, not of fragments")
         if self.preview and self.gap == "gap_aware":
-            raise OptionError("gap='gap_aware' needs norms of averages, preview has none yet")
+            raise OptionError(
+                "gap='gap_aware' needs the norm of an average; preview steps before there is one"
+            )
 
     @property
     def late(self) -> LateAverages | None:

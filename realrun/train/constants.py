@@ -218,6 +218,8 @@ def limits(settings: TrainSettings) -> list[str]:
             " delay; its gamma is not your lr."
         )
     strategy = settings.parsed
+    if isinstance(strategy, CO2) and strategy.preview:
+        found.append("The bound is not about a preview: the commands are those without.")
     if strategy.name in _WITH_OUTER_STEP:
         found.append(
             "The commands have an outer step of 1 without momentum or penalty: for others add"
