@@ -9,18 +9,18 @@
 
 `sleep` predicts twice, from what was measured in the same lab just before: from its stated
 rates and latencies that take ten seconds to measure, and from a whole probe. `flops` predicts from
-the probe. `sites` predicts the link between sites from its stated rate, with latencies that were
-measured in a lab of the same nodes at one site. `invented` draws labs of 2 to 4 nodes, rates of
-250 Mbit/s to 2.2 Gbit/s, models and options from the seed, and predicts from stated rates and
-measured latencies. Nothing is fitted to what is compared. Writes fidelity-KIND.csv and
-fidelity-KIND.md, after every lab.
+the probe, and from the probe at the speed that matrix products had in the run: neighbours and
+clocks change a machine within seconds. `sites` predicts the link between sites from its stated
+rate, with latencies that were measured in a lab of the same nodes at one site. `invented` draws
+labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, models and options from the seed, and
+predicts from stated rates and measured latencies. Nothing is fitted to what is compared. Writes
+fidelity-KIND.csv and fidelity-KIND.md, after every lab.
 
 Compute of sleep kernels is exact by construction, so errors of communication come first.
 """
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import subprocess
@@ -40,12 +40,23 @@ from co2sim.catalog import load_cluster
 from co2sim.result import Result
 from realrun.launch.lab_plan import Lab
 from realrun.launch.uplinks import overrides
-from realrun.record import folder_name
+from realrun.record import Record, folder_name, read
+from realrun.speed import at_speed, beside
 
 LabRow: TypeAlias = dict[str, Any]
 
 HIDDEN = 0.01
 """Fraction of its busy time below which communication counts as hidden."""
+
+SOURCES = {
+    "stated": "the stated rate, and latencies measured just before",
+    "probed": "a probe just before",
+    "at_speed": "that probe, at the speed of the run",
+}
+"""What predictions are made from."""
+
+SAME_SPEED = 0.03
+"""By which products in a run may differ from those in the probe."""
 
 SHORT_PROBE = ("--budget", "2 s", "--max-size", "1 MiB")
 """For a trial; too short to predict well."""
@@ -97,19 +108,16 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
         arguments += ["--rounds", str(rounds), "--out", folder, "--json"]
         arguments += [item for pair in options.items() for item in (f"--{pair[0]}", pair[1])]
         realrun(job.lab, *arguments)
-        found = [
-            json.loads((Path(folder) / folder_name(text) / "run.json").read_text())["figures"]
-            for text in job.strategies
-        ]
+        found = [read(Path(folder) / folder_name(text)) for text in job.strategies]
     return [
-        _row(job, seen, {source: results[number] for source, results in predictions.items()})
-        for number, seen in enumerate(found)
+        _row(job, record, {source: results[number] for source, results in predictions.items()})
+        for number, record in enumerate(found)
     ]
 
 
-def _row(job: LabJob, seen: dict[str, Any], predicted: dict[str, Result]) -> LabRow:
-    """What was seen, beside what each source predicted."""
-    lab = job.lab
+def _row(job: LabJob, record: Record, predicted: dict[str, Result]) -> LabRow:
+    """What was seen, beside what each source predicted, and what at the speed of the run."""
+    lab, seen = job.lab, record.figures
     row: LabRow = {
         "nodes": lab.nodes,
         "gpus_per_node": lab.gpus_per_node,
@@ -121,6 +129,10 @@ def _row(job: LabJob, seen: dict[str, Any], predicted: dict[str, Result]) -> Lab
         "measured_exposed_s": seen["exposed_comm_s"],
         "measured_overlap": seen["overlap_ratio"],
     }
+    if record.product_speed is not None:
+        gpu = record.case.load()[0].value.gpu
+        row["speed"] = beside(record.product_speed, gpu, record.case.precision or "fp32")
+        predicted["at_speed"] = run(at_speed(record.case, record.product_speed))
     for source, result in predicted.items():
         row[f"{source}_s"] = result.round_time_s
         row[f"{source}_busy_s"] = result.comm_busy_s
@@ -139,24 +151,39 @@ def summary(frame: pd.DataFrame, source: str) -> str:
         frame["measured_exposed_s"] >= HIDDEN * frame["measured_busy_s"]
     ].abs()
     overlap = (frame[f"{source}_overlap"] - frame["measured_overlap"]).abs()
-    words = {
-        "stated": "the stated rate, and latencies measured just before",
-        "probed": "a probe just before",
-    }[source]
     return (
-        f"Predicted from {words}, median and largest absolute error: communication busy time"
-        f" {busy.median():.1%} and {busy.max():.1%}; exposed communication {exposed.median():.1%}"
-        f" and {exposed.max():.1%} (of {len(exposed)} that exposed any); overlap ratio"
-        f" {overlap.median():.3f} and {overlap.max():.3f}; round time {rounds.median():.1%} and"
-        f" {rounds.max():.1%}."
+        f"Predicted from {SOURCES[source]}, median and largest absolute error:"
+        f" communication busy time {busy.median():.1%} and {busy.max():.1%};"
+        f" exposed communication {exposed.median():.1%} and {exposed.max():.1%}"
+        f" (of {len(exposed)} that exposed any); overlap ratio {overlap.median():.3f} and"
+        f" {overlap.max():.3f}; round time {rounds.median():.1%} and {rounds.max():.1%}."
+    )
+
+
+def drift(frame: pd.DataFrame) -> str:
+    """What the machine did between the probe and the runs, in words."""
+    speed = frame["speed"]
+    steady = frame[(speed - 1).abs() <= SAME_SPEED]["probed_error"].abs()
+    told = (
+        f"Large matrix products in the runs had {speed.min():.0%} to {speed.max():.0%} of the speed"
+        f" that the probe found. In {len(steady)} of {len(frame)} runs it was within"
+        f" {SAME_SPEED:.0%}"
+    )
+    if steady.empty:
+        return f"{told}."
+    return (
+        f"{told}: there the round time from the probe is off by {steady.median():.1%} and"
+        f" {steady.max():.1%}."
     )
 
 
 def report(rows: Sequence[LabRow], kernels: str) -> str:
     """The table and its summary, in Markdown."""
     frame = pd.DataFrame(rows)
-    sources = [name for name in ("stated", "probed") if f"{name}_s" in frame]
+    sources = [name for name in SOURCES if f"{name}_s" in frame]
     words = "\n\n".join(summary(frame, source) for source in sources)
+    if "speed" in frame:
+        words += "\n\n" + drift(frame)
     return f"""\
 # Predicted and measured in the lab, {kernels} kernels
 
@@ -181,6 +208,8 @@ def _cells(row: LabRow, sources: Sequence[str]) -> dict[str, str]:
         "overlap": f"{row['measured_overlap']:.3f}",
         "round ms": f"{row['measured_s'] * 1e3:.1f}",
     }
+    if "speed" in row:
+        cells["speed of the probe's"] = f"{row['speed']:.1%}"
     for source in sources:
         cells |= {
             f"{source}: busy": f"{row[f'{source}_busy_error']:+.1%}",
@@ -221,7 +250,8 @@ def in_lab(
                 errors = [
                     f"{source} busy {row[f'{source}_busy_error']:+.1%},"
                     f" round {row[f'{source}_error']:+.1%}"
-                    for source in clusters
+                    for source in SOURCES
+                    if f"{source}_s" in row
                 ]
                 print(f"{name} {row['model']} {row['strategy']}: {'; '.join(errors)}", flush=True)
     return rows

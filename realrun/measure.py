@@ -19,6 +19,7 @@ from realrun.execute.kernels import Burn, KernelSet, Sleep
 from realrun.execute.world import World, describe, gather_objects
 from realrun.record import Record
 from realrun.resolve import resolve
+from realrun.speed import each_round, slowest
 
 KernelName: TypeAlias = Literal["flops", "sleep"]
 """flops: as much arithmetic as every op states. sleep: hold the stream for the simulated time."""
@@ -60,13 +61,15 @@ def measure(
         return lambda turn: progress(f"{schedule.name}: {what}, round {turn + 1} of {total}")
 
     seen = execute(schedule, doing, total, world, check=check, progress=steps("run"))
+    timed = dict(doing.timed) if isinstance(doing, Burn) else {}
+    products = each_round(seen, schedule, timed, rounds)
     alone = execute(
         schedule, doing, total, world, free_communication=True, progress=steps("baseline")
     )
-    gathered = gather_objects(world, (seen, alone, world.clock.error))
+    gathered = gather_objects(world, (seen, alone, world.clock.error, products))
     if gathered is None:
         return None
-    runs, baselines, errors = zip(*gathered, strict=True)
+    runs, baselines, errors, ranks = zip(*gathered, strict=True)
     trace, tolerance = merge(runs), 2 * max(errors)
     broken = trace.violations(schedule, tolerance, skew=float("inf"))
     if broken:
@@ -79,6 +82,7 @@ def measure(
         clock_error=tolerance,
         figures=prepared.measure(trace, rounds, False, merge(baselines)).to_dict(),  # noqa: FBT003
         environment=describe(world.device, world.backend),
+        product_speed=slowest(doing.product, ranks) if isinstance(doing, Burn) else None,
     )
 
 

@@ -30,7 +30,7 @@ from co2sim.strategies import parse
 from co2sim.strategies.step import title
 from co2sim.trace import Trace
 from co2sim.trace_lines import read_json_lines
-from co2sim.units import Seconds
+from co2sim.units import FlopsPerSecond, Seconds
 from co2sim.validation import Place, first_problem
 from co2sim.visible import given
 from co2sim.workload import Model
@@ -41,6 +41,8 @@ _NOT_OF_A_RUN = ("gpus", "overrides", "noise", "rounds", "fold")
 _PLAIN = tuple(field for field in fields(Case) if field.name not in {*_IN_FULL, *_NOT_OF_A_RUN})
 """The other fields of `Case`, kept as they are."""
 _LATER = ("tp", "sequence_parallel")
+_NEW = ("product_speed",)
+"""What older records lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,9 @@ class Record:
     `case` holds cluster and model as objects, sized as they ran, not as names. `kernels` is flops
     or sleep. `clock_error` is the most by which the clocks of two ranks may differ in the trace.
     `figures` are those of `co2sim.Result`, as measured. `environment` describes the hardware, and
-    the versions of what ran on it.
+    the versions of what ran on it. `product_speed` is what products of large
+    matrices attained in the measured rounds, on the slowest rank of each (`realrun.speed`); None
+    where none were timed: kernels slept, ran on a GPU, or an older program.
     """
 
     case: Case
@@ -60,6 +64,7 @@ class Record:
     clock_error: Seconds
     figures: Mapping[str, Any]
     environment: Mapping[str, str]
+    product_speed: FlopsPerSecond | None = None
 
 
 def folder_name(strategy: str) -> str:
@@ -82,6 +87,7 @@ def write(folder: Path, record: Record) -> list[Path]:
         "clock_error": record.clock_error,
         "environment": dict(record.environment),
         "figures": dict(record.figures),
+        "product_speed": record.product_speed,
     }
     lines = "".join(f"{line}\n" for line in record.trace.to_json_lines())
     files = {
@@ -115,7 +121,9 @@ def _read(folder: Path) -> Record:
     if not isinstance(run, dict):
         raise CatalogError(f"run.json is {given(run)}; it must be an object")
     plain = {field.name: _plain(run, field) for field in _PLAIN}
-    of_run = _OfRun.model_validate({name: run[name] for name in _OfRun.model_fields})
+    of_run = _OfRun.model_validate(
+        {name: run[name] for name in _OfRun.model_fields if name in run or name not in _NEW}
+    )
     return Record(
         case=Case(cluster=of_run.cluster, model=of_run.model, strategy=of_run.strategy, **plain),
         kernels=of_run.kernels,
@@ -124,6 +132,7 @@ def _read(folder: Path) -> Record:
         clock_error=of_run.clock_error,
         figures=of_run.figures,
         environment=of_run.environment,
+        product_speed=of_run.product_speed,
     )
 
 
@@ -188,3 +197,4 @@ class _OfRun(BaseModel):
     clock_error: Annotated[FiniteFloat, Field(ge=0)]
     figures: Annotated[dict[str, Any], AfterValidator(_times_of_a_run)]
     environment: dict[str, str]
+    product_speed: Annotated[FiniteFloat, Field(ge=1, le=_LARGEST)] | None = None

@@ -144,7 +144,7 @@ def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_real_matrix_products_run(tmp_path: Path) -> None:
-    """Flops kernels on one rank: no communication, and a trace."""
+    """Flops kernels on one rank: no communication, a trace, and the speed of the processor."""
     pytest.importorskip("torch")
     from ranks import realrun  # noqa: PLC0415 - torch
 
@@ -158,6 +158,8 @@ def test_real_matrix_products_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["overlap_ratio"] is None
+    kept = json.loads((tmp_path / "out" / "ddp" / "run.json").read_text())
+    assert 1e8 < kept["product_speed"] < 1e14  # FLOP/s of one core, however slow or fast
 
 
 @pytest.mark.parametrize(

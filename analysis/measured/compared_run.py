@@ -45,7 +45,19 @@ class ComparedRun:
         return (
             f"{self.name}: a round took {duration(self.measured)}, predicted"
             f" {duration(self.run.predicted.round_time_s)}"
-            f" ({percent(self.run.round_time_error, 1)}); {why}."
+            f" ({percent(self.run.round_time_error, 1)}); {why}.{self._drift}"
+        )
+
+    @property
+    def _drift(self) -> str:
+        """How far the processors were from what the cluster says, if that is more than a little."""
+        speed, error = self.run.speed, self.run.at_speed_error
+        if speed is None or error is None or abs(speed - 1) < AGREES:
+            return ""
+        return (
+            f" Large matrix products were {abs(speed - 1):.0%}"
+            f" {'faster' if speed > 1 else 'slower'} in the run than its cluster says; at that"
+            f" speed the error is {percent(error, 1)}."
         )
 
 

@@ -17,9 +17,13 @@ from co2sim.simulator import execute
 from co2sim.trace import Trace
 from co2sim.units import Seconds
 from realrun.record import Record
+from realrun.speed import at_speed, beside
 
 _HIDDEN = 0.01
 """Fraction of its busy time below which communication counts as hidden."""
+
+AT_SPEED = "at the speed of the run"
+"""Predicted for processors that multiply large matrices as fast as they did in it."""
 
 _TIMES = {
     "waiting for slower ranks, per round": "waiting_s",
@@ -48,6 +52,8 @@ class RunComparison:
     `cluster` is the one that predicts. `predicted` holds the figures of the simulation for these
     rounds, `measured` those of the run. The rounds need not be a steady state: waits for older
     rounds may still add up. `differences` holds every op of every measured round and rank.
+    `at_speed` is the prediction for processors that multiply large matrices as fast as they did in
+    the run; None where that was not timed.
     """
 
     name: str
@@ -58,6 +64,7 @@ class RunComparison:
     measured: Mapping[str, Any]
     simulated: Trace
     differences: Sequence[Difference]
+    at_speed: Result | None = None
 
     @property
     def comm_busy_error(self) -> float | None:
@@ -87,6 +94,19 @@ class RunComparison:
         return self.predicted.round_time_s / float(self.measured["round_time_s"]) - 1
 
     @property
+    def speed(self) -> float | None:
+        """Of large matrix products in the run, as a fraction of what the cluster says."""
+        found = self.record.product_speed
+        return found and beside(found, self.cluster.gpu, self.predicted.precision)
+
+    @property
+    def at_speed_error(self) -> float | None:
+        """Signed error of the round time that is predicted at the speed of the run."""
+        if self.at_speed is None:
+            return None
+        return self.at_speed.round_time_s / float(self.measured["round_time_s"]) - 1
+
+    @property
     def overlap_difference(self) -> float | None:
         """Measured - predicted overlap ratio; None without communication."""
         there = self.measured.get("overlap_ratio")
@@ -105,10 +125,15 @@ class RunComparison:
                 for words, key in _TIMES.items()
             ),
         ]
-        return [
+        times = [
             TimeError(words, getattr(here, key), there.get(key), error)
             for words, key, error in found
         ]
+        if self.at_speed is not None:
+            words, here = f"round time, {AT_SPEED}", self.at_speed
+            took = there["round_time_s"]
+            times.append(TimeError(words, here.round_time_s, took, self.at_speed_error))
+        return times
 
     @property
     def time_breakdowns(self) -> tuple[TimeBreakdown, TimeBreakdown]:
@@ -130,18 +155,10 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
         case = replace(case, cluster=_fitting(name, cluster, record.trace))
     prepared = case.prepare()
     _check(name, record, prepared)
-    simulated, free = (
-        execute(
-            prepared.schedule,
-            prepared.cluster,
-            precision=prepared.job.precision,
-            rounds=record.trace.rounds,
-            fold=False,
-            free_communication=without,
-        )
-        for without in (False, True)
-    )
-    steady = is_steady(simulated, prepared.schedule, record.rounds)
+    simulated, predicted = _predict(prepared, record)
+    found = None
+    if record.product_speed is not None:
+        _, found = _predict(at_speed(case, record.product_speed).prepare(), record)
     differences = attribute(
         prepared.schedule,
         prepared.cluster,
@@ -156,11 +173,29 @@ def compare(name: str, record: Record, cluster: Cluster | None = None) -> RunCom
         record=record,
         cluster=prepared.cluster,
         schedule=prepared.schedule,
-        predicted=prepared.measure(simulated, record.rounds, steady, free),
+        predicted=predicted,
         measured=record.figures,
         simulated=simulated,
         differences=differences,
+        at_speed=found,
     )
+
+
+def _predict(prepared: Prepared, record: Record) -> tuple[Trace, Result]:
+    """The same rounds as were run, and their figures."""
+    simulated, free = (
+        execute(
+            prepared.schedule,
+            prepared.cluster,
+            precision=prepared.job.precision,
+            rounds=record.trace.rounds,
+            fold=False,
+            free_communication=without,
+        )
+        for without in (False, True)
+    )
+    steady = is_steady(simulated, prepared.schedule, record.rounds)
+    return simulated, prepared.measure(simulated, record.rounds, steady, free)
 
 
 def _fitting(name: str, cluster: Cluster, trace: Trace) -> Cluster:
@@ -208,7 +243,8 @@ class RunSummary:
     With kernels that sleep compute is exact by construction: an error of the round is then that of
     communication, made smaller by compute. Errors are fractions of what was measured; see
     `RunComparison.exposed_error`. The difference of the overlap ratio is itself one of fractions.
-    Those of communication are None where no run has any to compare.
+    Those of communication are None where no run has any to compare, and those at the speed of the
+    run where no products were timed; see `RunComparison.at_speed`.
     """
 
     runs: int
@@ -220,6 +256,8 @@ class RunSummary:
     largest_overlap_difference: float | None
     median_round_time_error: float
     largest_round_time_error: float
+    median_at_speed_error: float | None
+    largest_at_speed_error: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON."""
@@ -232,6 +270,7 @@ def summarise(comparisons: Sequence[RunComparison]) -> RunSummary:
     busy = _absolute(one.comm_busy_error for one in comparisons)
     exposed = _absolute(one.exposed_error for one in comparisons)
     overlap = _absolute(one.overlap_difference for one in comparisons)
+    fair = _absolute(one.at_speed_error for one in comparisons)
     return RunSummary(
         runs=len(comparisons),
         median_comm_busy_error=median(busy) if busy else None,
@@ -242,6 +281,8 @@ def summarise(comparisons: Sequence[RunComparison]) -> RunSummary:
         largest_overlap_difference=max(overlap, default=None),
         median_round_time_error=median(rounds),
         largest_round_time_error=max(rounds),
+        median_at_speed_error=median(fair) if fair else None,
+        largest_at_speed_error=max(fair, default=None),
     )
 
 

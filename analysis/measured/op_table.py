@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from analysis.measured.comparison import RunComparison, RunSummary, summarise
+from analysis.measured.comparison import AT_SPEED, RunComparison, RunSummary, summarise
 from analysis.measured.op_errors import OpError, by_label, by_op, causes, labels
 from co2sim.console.tables import print_table
 from co2sim.units import duration, percent
@@ -75,11 +75,14 @@ def _print_communication(out: Console, comparisons: Sequence[RunComparison]) -> 
 
 
 def _print_errors(out: Console, whole: RunSummary) -> None:
-    errors = (
+    errors: list[tuple[str, float | None, float | None]] = [
         ("communication busy time", whole.median_comm_busy_error, whole.largest_comm_busy_error),
         ("exposed communication", whole.median_exposed_error, whole.largest_exposed_error),
         ("round time", whole.median_round_time_error, whole.largest_round_time_error),
-    )
+    ]
+    if whole.median_at_speed_error is not None:
+        middle, most = whole.median_at_speed_error, whole.largest_at_speed_error
+        errors.append((f"round time, {AT_SPEED}", middle, most))
     lines: list[tuple[str, ...]] = [
         (f"error of {what}", _share(middle), _share(most)) for what, middle, most in errors
     ]
@@ -168,6 +171,8 @@ def _run(run: RunComparison) -> dict[str, Any]:
         "exposed_error": run.exposed_error,
         "overlap_difference": run.overlap_difference,
         "round_time_error": run.round_time_error,
+        "speed": run.speed,
+        "at_speed_error": run.at_speed_error,
         "spent_s": {"predicted": asdict(before), "measured": asdict(after)},
         "causes": {str(cause): share for cause, share in causes(table).items()},
         "rows": [_entry(row) for row in table],

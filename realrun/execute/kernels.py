@@ -5,6 +5,7 @@ size of the op needs, and compute nothing of use.
 """
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from co2sim.schedule import Compute, Instance
-from co2sim.units import Seconds
+from co2sim.units import Flops, Seconds
+from realrun.speed import Products
 
 INTENSITY = 4.0
 """FLOP per byte above which a flops kernel multiplies matrices; below, it moves memory.
@@ -85,10 +87,15 @@ class Sleep(Synthetic):
 
 @dataclass(frozen=True)
 class Burn(Synthetic):
-    """Real work of the op's size: matrix products, or memory traffic where arithmetic is little."""
+    """Real work of the op's size: matrix products, or memory traffic where arithmetic is little.
+
+    `timed` gets the large products of each op; on a GPU, which is not asked when it has done them,
+    none.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    timed: dict[tuple[str, int], Products] = field(default_factory=dict, init=False)
     _local: threading.local = field(default_factory=threading.local, init=False)
 
     def compute(self, instance: Instance, ready: Seconds) -> None:
@@ -96,7 +103,14 @@ class Burn(Synthetic):
         del ready
         work = instance.op.work
         assert isinstance(work, Compute)
-        burn(work, self._operands())
+        made = burn(work, self._operands())
+        if made.count and self.device.type == "cpu":
+            self.timed[instance.op.name, instance.round] = made
+
+    @property
+    def product(self) -> Flops:
+        """Of one of the products that are timed."""
+        return 2.0 * _WIDTH[self.device.type] ** 3
 
     def _operands(self) -> "Operands":
         """Each stream has its own."""
@@ -130,22 +144,26 @@ def multiplies(work: Compute) -> bool:
     return work.flops > INTENSITY * work.memory_bytes
 
 
-def burn(work: Compute, on: Operands) -> None:
-    """Do as many FLOP, or read and write as many bytes, as the work states, part by part."""
-    for part in work.parts:
-        burn(part, on)
+def burn(work: Compute, on: Operands) -> Products:
+    """Do as many FLOP, or read and write as many bytes, as the work states, part by part.
+
+    Gives the products of whole matrices: on a GPU their time is that of issuing them.
+    """
     if work.parts:
-        return
+        return sum((burn(part, on) for part in work.parts), Products())
     if multiplies(work):
         width = len(on.right)
         rows = max(1, round(work.flops / (2 * width * width)))
+        start = time.monotonic()
         for _ in range(rows // width):
             torch.mm(on.left, on.right, out=on.product)
+        made = Products(rows // width, time.monotonic() - start)
         if rest := rows % width:
             torch.mm(on.left[:rest], on.right, out=on.product[:rest])
-        return
+        return made
     half = round(work.memory_bytes / 2)
     for _ in range(half // len(on.source)):
         on.target.copy_(on.source)
     if rest := half % len(on.source):
         on.target[:rest].copy_(on.source[:rest])
+    return Products()
