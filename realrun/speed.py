@@ -4,7 +4,7 @@ Clocks change, and virtual machines share their cores: a processor may be slower
 probed. Reading needs no torch.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -40,14 +40,17 @@ def each_round(trace: Trace, schedule: Schedule, timed: Timed, rounds: int) -> l
     """
     works = {op.name: op.work for op in schedule.body}
     busy = _joined([span for span in trace.spans if isinstance(works[span.op], Collective)])
-    found = []
-    for turn in range(trace.rounds - rounds, trace.rounds):
-        mine = [span for span in trace.spans if span.round == turn and (span.op, turn) in timed]
-        alone = [span for span in mine if not _beside(span, busy)]
-        made = sum((timed[span.op, turn] for span in alone or mine), Products())
-        if made.count:
-            found.append(made.seconds / made.count)
-    return found
+    every: dict[int, Products] = {}
+    alone: dict[int, Products] = {}
+    for span in trace.spans:
+        made = timed.get((span.op, span.round))
+        if made is None or span.round < trace.rounds - rounds:
+            continue
+        every[span.round] = every.get(span.round, Products()) + made
+        if not _beside(span, busy):
+            alone[span.round] = alone.get(span.round, Products()) + made
+    counted = (alone.get(turn, made) for turn, made in sorted(every.items()))
+    return [made.seconds / made.count for made in counted]
 
 
 def _joined(spans: Sequence[Span]) -> list[tuple[Seconds, Seconds]]:
@@ -62,7 +65,7 @@ def _joined(spans: Sequence[Span]) -> list[tuple[Seconds, Seconds]]:
 
 
 def _beside(span: Span, busy: Sequence[tuple[Seconds, Seconds]]) -> bool:
-    last = bisect_right(busy, span.end, key=lambda one: one[0]) - 1
+    last = bisect_left(busy, span.end, key=lambda one: one[0]) - 1
     return last >= 0 and busy[last][1] > span.start
 
 
