@@ -126,7 +126,9 @@ def _befallen(
     problem = problem or left_behind(folder, temporary=one.code not in _ENDED)
     repaired(trial, folder)
     problem = problem or saved(trial, folder / "out")
-    problem = problem or ("" if killed else drafts(folder / "out"))
+    # Who is killed removes no draft, nor anybody in a read-only folder: the next training does.
+    excused = killed or trial.fault == "read-only folder"
+    problem = problem or ("" if excused else drafts(folder / "out"))
     if trial.trains:
         problem = problem or _goes_on(trial, folder, base)
     return one, fault, problem
