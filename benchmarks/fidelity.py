@@ -9,12 +9,12 @@
 
 `sleep` predicts twice, from what was measured in the same lab just before: from its stated
 rates and latencies that take ten seconds to measure, and from a whole probe. `flops` predicts from
-the probe, and from the probe at the speed that matrix products had in the run: neighbours and
-clocks change a machine within seconds. `sites` predicts the link between sites from its stated
-rate, with latencies that were measured in a lab of the same nodes at one site. `invented` draws
-labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, models and options from the seed, and
-predicts from stated rates and measured latencies. Nothing is fitted to what is compared. Writes
-fidelity-KIND.csv and fidelity-KIND.md, after every lab.
+the probe. It also computes, afterwards, what the round is at the speed that matrix products had in
+the run: neighbours and clocks change a machine within seconds. `sites` predicts the link between
+sites from its stated rate, with latencies that were measured in a lab of the same nodes at one
+site. `invented` draws labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, models and options
+from the seed, and predicts from stated rates and measured latencies. But for that speed, nothing
+is taken from what is compared. Writes fidelity-KIND.csv and fidelity-KIND.md, after every lab.
 
 Compute of sleep kernels is exact by construction, so errors of communication come first.
 """
@@ -51,7 +51,7 @@ HIDDEN = 0.01
 SOURCES = {
     "stated": "the stated rate, and latencies measured just before",
     "probed": "a probe just before",
-    "at_speed": "that probe, at the speed of the run",
+    "at_speed": "that probe, and afterwards from the speed of matrix products in the run itself",
 }
 """What predictions are made from."""
 

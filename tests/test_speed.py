@@ -1,4 +1,4 @@
-"""The speed of processors around a run: measured, kept, and used beside the probe's."""
+"""The speed of processors in a run: measured, kept, and used beside the probe's."""
 
 import json
 from dataclasses import replace
