@@ -48,6 +48,7 @@ bench: $(STAMP)-dev
 fidelity: $(STAMP)-dev
 	$(BIN)/python benchmarks/fidelity.py sleep $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py flops $(QUICK)
+	$(BIN)/python benchmarks/fidelity_turns.py $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py hiding $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py invented $(QUICK)
 	$(BIN)/python benchmarks/fidelity.py sites $(QUICK)

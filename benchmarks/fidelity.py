@@ -62,11 +62,11 @@ SHORT_PROBE = ("--budget", "2 s", "--max-size", "1 MiB")
 """For a trial; too short to predict well."""
 
 
-def realrun(lab: Lab, *arguments: str) -> None:
+def as_ranks(lab: Lab, *command: str) -> None:
     """Run a command as the ranks of a lab."""
     build = ("--nodes", str(lab.nodes), "--gpus-per-node", str(lab.gpus_per_node))
     build += ("--sites", str(lab.sites), "--wan", lab.wan) if lab.wan else ()
-    inside = [*("lab", "run", *build, "--rate", lab.rate), "--", "realrun", *arguments]
+    inside = [*("lab", "run", *build, "--rate", lab.rate), "--", *command]
     subprocess.run([sys.executable, "-m", "realrun", *inside], check=True, stdout=sys.stderr)
 
 
@@ -107,7 +107,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
         arguments += [word for pair in sites[source].items() for word in ("--set", "=".join(pair))]
         arguments += ["--rounds", str(rounds), "--out", folder, "--json"]
         arguments += [item for pair in options.items() for item in (f"--{pair[0]}", pair[1])]
-        realrun(job.lab, *arguments)
+        as_ranks(job.lab, "realrun", *arguments)
         found = [read(Path(folder) / folder_name(text)) for text in job.strategies]
     return [
         _row(job, record, {source: results[number] for source, results in predictions.items()})
@@ -238,10 +238,11 @@ def in_lab(
         clusters = {}
         if kernels == "sleep":
             near = replace(lab, sites=1, wan=None)
-            realrun(near, "probe", "--stated", "--out", str(stated), *virtual)
+            as_ranks(near, "realrun", "probe", "--stated", "--out", str(stated), *virtual)
             clusters["stated"] = stated
         if probe:
-            realrun(lab, "probe", *(SHORT_PROBE if quick else ()), "--out", str(probed), *virtual)
+            budget = SHORT_PROBE if quick else ()
+            as_ranks(lab, "realrun", "probe", *budget, "--out", str(probed), *virtual)
             clusters["probed"] = probed
         for job in jobs:
             found = measured(job, kernels, clusters, rounds)

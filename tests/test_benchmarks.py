@@ -42,6 +42,7 @@ SCRIPTS = {
     ],
     "failures.py": [pytest.mark.dist],
     "fidelity.py": [pytest.mark.lab],
+    "fidelity_turns.py": [pytest.mark.lab],
     "fuzz.py": [],
     "hpz_group.py": [],
     "long_study.py": [pytest.mark.dist],

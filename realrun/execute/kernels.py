@@ -4,7 +4,6 @@ Ops say when something happens, kernels what is computed. Synthetic kernels take
 size of the op needs, and compute nothing of use.
 """
 
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -96,14 +95,17 @@ class Burn(Synthetic):
     device: torch.device
     dtype: torch.dtype
     timed: dict[tuple[str, int], Products] = field(default_factory=dict, init=False)
-    _local: threading.local = field(default_factory=threading.local, init=False)
+    _operands: dict[str, "Operands"] = field(default_factory=dict, init=False)
 
     def compute(self, instance: Instance, ready: Seconds) -> None:
         """Multiply or copy."""
         del ready
         work = instance.op.work
         assert isinstance(work, Compute)
-        made = burn(work, self._operands())
+        stream = instance.op.stream  # each has its own, and keeps them: to make them takes a while
+        if stream not in self._operands:
+            self._operands[stream] = Operands.of(self.device, self.dtype)
+        made = burn(work, self._operands[stream])
         if made.count and self.device.type == "cpu":
             self.timed[instance.op.name, instance.round] = made
 
@@ -111,13 +113,6 @@ class Burn(Synthetic):
     def product(self) -> Flops:
         """Of one of the products that are timed."""
         return 2.0 * _WIDTH[self.device.type] ** 3
-
-    def _operands(self) -> "Operands":
-        """Each stream has its own."""
-        if not hasattr(self._local, "operands"):
-            self._local.operands = Operands.of(self.device, self.dtype)
-        found: Operands = self._local.operands
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,295 @@
+"""Real matrix products on a machine whose speed changes: a probe and a run take turns.
+
+    sudo python benchmarks/fidelity_turns.py            # 15 configurations, about 40 minutes
+    sudo python benchmarks/fidelity_turns.py --quick    # one lab, two strategies, two turns
+
+`fidelity.py flops` probes once and then runs, as users do. Where neighbours and clocks change a
+machine within seconds, its error is mostly theirs. Here a turn measures kernels of a probe, then
+some rounds, then the kernels again. The GPU that is fitted to the kernels on both sides, and to
+nothing else, predicts the rounds between. Links are those of a whole probe before. The error of a
+configuration is the median over its turns; its standard error comes from resampling the turns.
+Writes fidelity-turns.csv, with a row for every turn, and fidelity-turns.md.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+from fidelity import SHORT_PROBE, as_ranks
+from lab_jobs import LabJob, flops_jobs, quick_jobs
+from reports import folder, machine, made_by, parser, table
+
+from co2sim.case import Case
+from co2sim.prepared import Prepared
+from co2sim.result import Result
+from co2sim.schedule import Compute
+from co2sim.simulator import execute
+from co2sim.trace import Trace
+from co2sim.units import Seconds
+from realrun.cli import ranks
+from realrun.execute.executor import execute as carry_out
+from realrun.execute.kernels import Burn
+from realrun.execute.world import gather_objects
+from realrun.measure import make_kernels, merge
+from realrun.probe.processor import fit_gpu
+from realrun.probe.samples import ComputeSample, Measured
+from realrun.probe.tasks import in_turn
+from realrun.resolve import resolve
+
+Row: TypeAlias = dict[str, Any]
+Times: TypeAlias = dict[str, Seconds]
+
+SHORTER = {"model.seq_len": "256"}
+"""So that a turn is over before the machine has changed much."""
+WORKS = (
+    *(Compute("probe", 2.0**power) for power in (31, 29, 27, 25, 23, 21)),
+    Compute("probe", 0.0, 2.0**28),
+)
+"""Kernels as a probe has them, up to 30 ms, and a copy that no cache holds."""
+KERNELS = in_turn("kernel ", WORKS)
+PASSES = 4
+"""Rounds of the kernels on each side; the first is not counted."""
+SECONDS: Seconds = 0.4
+"""Of rounds that are measured in a turn, at least."""
+TURNS = 80
+DRAWS = 2000
+"""Of resampled turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One configuration as its ranks run it."""
+
+    case: Case
+    prepared: Prepared
+    warm_up: int
+    rounds: int
+
+    @property
+    def total(self) -> int:
+        """All rounds of a turn."""
+        return self.warm_up + self.rounds
+
+    @classmethod
+    def of(cls, case: Case) -> "Job":
+        """As many rounds as `SECONDS` need, by the GPU of its cluster."""
+        prepared = case.prepare()
+        once = cls(case, prepared, max(prepared.schedule.lag, 1), 1)
+        return replace(once, rounds=math.ceil(SECONDS / once.predicted().round_time_s))
+
+    def predicted(self) -> Result:
+        """The rounds of a turn, simulated."""
+        schedule, cluster = self.prepared.schedule, self.prepared.cluster
+        precision = self.prepared.job.precision
+        seen, free = (
+            execute(
+                schedule,
+                cluster,
+                precision=precision,
+                rounds=self.total,
+                fold=False,
+                free_communication=without,
+            )
+            for without in (False, True)
+        )
+        return self.prepared.measure(seen, self.rounds, False, free)  # noqa: FBT003
+
+    def on(self, kernels: Sequence[Times]) -> "Job":
+        """With the GPU that is fitted to these times of the kernels, a set for each rank."""
+        cluster = self.prepared.cluster
+        samples = tuple(
+            ComputeSample(op.work, max(times[op.name] for times in kernels))  # type: ignore[arg-type]
+            for op in KERNELS.body
+        )
+        measured = Measured(
+            layout=cluster.layout,
+            backend=cluster.backend,
+            machine=cluster.gpu.name,
+            memory=cluster.gpu.memory,
+            collectives=(),
+            compute={"fp32": samples[:-1]},
+            copies=samples[-1:],
+            launch=cluster.gpu.launch_overhead,
+            handover=0.0,
+            slowdown=None,
+        )
+        gpu = fit_gpu(measured)
+        assert gpu is not None
+        case = replace(self.case, cluster=replace(cluster, gpu=gpu))
+        return replace(self, case=case, prepared=case.prepare())
+
+
+def as_rank(cluster: str, job: LabJob, turns: int, out: Path) -> None:
+    """Take turns as one rank of a lab; rank 0 writes a row for each turn of each strategy."""
+
+    def work(rank: ranks.Rank) -> None:
+        rows: list[Row] = []
+        for text in job.strategies:
+            rows += take_turns(rank, cluster, job.model, text, turns)
+        if rank.world.rank == 0:
+            out.write_text(json.dumps(rows))
+
+    ranks.as_rank(ranks.RankSettings("gloo", 60.0, None), None, work)
+
+
+def take_turns(rank: ranks.Rank, cluster: str, model: str, text: str, turns: int) -> list[Row]:
+    """Kernels, rounds, kernels, rounds, ..., kernels. Rows on rank 0."""
+    world = rank.world
+    case = Case(cluster=cluster, model=model, strategy=text, precision="fp32", overrides=SHORTER)
+    job = Job.of(resolve(case, world.layout, world.backend)[0])
+    world.place(job.prepared.cluster.layout)
+    burn = make_kernels("flops", job.prepared, world)
+    assert isinstance(burn, Burn)
+
+    def kernels() -> Times:
+        trace = carry_out(KERNELS, burn, PASSES, world)
+        return {
+            op.name: statistics.fmean(
+                span.end - span.start for span in trace.spans if span.op == op.name and span.round
+            )
+            for op in KERNELS.body
+        }
+
+    own, before = [], kernels()
+    for turn in range(turns):
+        trace = carry_out(job.prepared.schedule, burn, job.total, world)
+        after = kernels()
+        own.append((trace, {name: (before[name] + after[name]) / 2 for name in after}))
+        before = after
+        if rank.progress:
+            rank.progress(f"{text}: turn {turn + 1} of {turns}")
+    gathered = gather_objects(world, own) or []
+    return [row(job, turn, seen) for turn, seen in enumerate(zip(*gathered, strict=True))]  # type: ignore[call-overload]
+
+
+def row(job: Job, turn: int, seen: Sequence[tuple[Trace, Times]]) -> Row:
+    """What all ranks saw in a turn, and what was to be expected."""
+    traces, kernels = zip(*seen, strict=True)
+    trace = merge(traces)
+    found = job.prepared.measure(trace, job.rounds, False, trace)  # noqa: FBT003
+    there = job.on(kernels).predicted()
+    return {
+        "strategy": found.strategy,
+        "turn": turn,
+        "rounds": job.rounds,
+        "kernel_s": max(times[KERNELS.body[0].name] for times in kernels),
+        "measured_s": found.round_time_s,
+        "measured_busy_s": found.comm_busy_s,
+        "predicted_s": there.round_time_s,
+        "predicted_busy_s": there.comm_busy_s,
+    }
+
+
+def in_one_lab(job: LabJob, number: int, turns: int, *, quick: bool) -> list[Row]:
+    """Probe a lab, then take turns there."""
+    with tempfile.TemporaryDirectory() as place:
+        probed, out = Path(place) / "probed.toml", Path(place) / "turns.json"
+        budget = SHORT_PROBE if quick else ()
+        as_ranks(job.lab, "realrun", "probe", *budget, "--out", str(probed))
+        chosen = ["--job", str(number), "--turns", str(turns), *["--quick"] * quick]
+        rank = [*chosen, "--rank", str(out), "--cluster", str(probed)]
+        as_ranks(job.lab, sys.executable, str(Path(__file__).resolve()), *rank)
+        rows: list[Row] = json.loads(out.read_text())
+    where = {"nodes": job.lab.nodes, "gpus_per_node": job.lab.gpus_per_node, "rate": job.lab.rate}
+    return [where | {"model": job.model} | row for row in rows]
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the median, from resampled values."""
+    draws = np.random.default_rng(0).choice(values, (DRAWS, len(values)))
+    return float(np.median(draws, axis=1).std())
+
+
+def configurations(rows: Sequence[Row]) -> pd.DataFrame:
+    """One row for each configuration: medians over its turns."""
+    frame = pd.DataFrame(rows)
+    frame["error"] = frame["predicted_s"] / frame["measured_s"] - 1
+    frame["busy_error"] = frame["predicted_busy_s"] / frame["measured_busy_s"] - 1
+    found = []
+    for (rate, strategy), some in frame.groupby(["rate", "strategy"], sort=False):
+        least, most = (some["kernel_s"].quantile(share) for share in (0.1, 0.9))
+        found.append(
+            {
+                "rate": rate,
+                "strategy": strategy,
+                "turns": len(some),
+                "round": some["measured_s"].median(),
+                "busy": some["busy_error"].median(),
+                "error": some["error"].median(),
+                "standard_error": standard_error(some["error"].tolist()),
+                "least": some["error"].quantile(0.1),
+                "most": some["error"].quantile(0.9),
+                "slower": most / least - 1,
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Errors of all configurations, in Markdown."""
+    frame = configurations(rows)
+    off, busy = frame["error"].abs(), frame["busy"].abs()
+    lines = [
+        {
+            "rate": str(one.rate),
+            "strategy": f"`{one.strategy}`",
+            "turns": str(one.turns),
+            "round ms": f"{one.round * 1e3:.1f}",
+            "busy": f"{one.busy:+.1%}",
+            "round": f"{one.error:+.1%}",
+            "standard error": f"{one.standard_error:.1%}",
+            "single turns, 10 to 90 %": f"{one.least:+.0%} to {one.most:+.0%}",
+            "kernels, slow to fast": f"{one.slower:+.0%}",
+        }
+        for one in frame.itertuples()
+    ]
+    return f"""\
+# Real matrix products, a probe and a run in turns
+
+{len(frame)} configurations on 2 nodes of 1 rank, {rows[0]["model"]} with sequences of 256,
+predicted from kernels that were measured just before and after, and from the links of a probe.
+{machine()}
+
+Median and largest absolute error, of the median over the turns: round time {off.median():.1%} and
+{off.max():.1%}; communication busy time {busy.median():.1%} and {busy.max():.1%}. *Kernels*: by how
+much the time of a kernel of 2.1 GFLOP was longer in the turn at 90 % than in that at 10 %.
+
+{table(lines)}
+
+{made_by()}
+"""
+
+
+def main() -> None:
+    """Take turns in every lab, and keep what was seen after each."""
+    command = parser(__doc__, "a short probe, one lab, two strategies, two turns")
+    command.add_argument("--turns", type=int, default=TURNS)
+    for name in ("--job", "--rank", "--cluster"):  # of a rank
+        command.add_argument(name, help=argparse.SUPPRESS)
+    given = command.parse_args()
+    jobs = list(quick_jobs() if given.quick else flops_jobs())
+    if given.rank:
+        as_rank(given.cluster, jobs[int(given.job)], given.turns, Path(given.rank))
+        return
+    turns = 2 if given.quick else given.turns
+    rows: list[Row] = []
+    with folder(given) as out:
+        for number, job in enumerate(jobs):
+            rows += in_one_lab(job, number, turns, quick=given.quick)
+            pd.DataFrame(rows).to_csv(out / "fidelity-turns.csv", index=False)
+            (out / "fidelity-turns.md").write_text(report(rows))
+    if given.quick:
+        print(report(rows))
+
+
+if __name__ == "__main__":
+    main()
