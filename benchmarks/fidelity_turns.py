@@ -1,7 +1,7 @@
 """Real matrix products on a machine whose speed changes: a probe and a run take turns.
 
-    sudo python benchmarks/fidelity_turns.py            # 15 configurations, about 40 minutes
-    sudo python benchmarks/fidelity_turns.py --quick    # one lab, two strategies, two turns
+    sudo python benchmarks/fidelity_turns.py            # 15 configurations, about 30 minutes
+    sudo python benchmarks/fidelity_turns.py --quick    # one lab, two strategies, three turns each
 
 `fidelity.py flops` probes once and then runs, as users do. Where neighbours and clocks change a
 machine within seconds, its error is mostly theirs. Here a turn measures kernels of a probe, then
@@ -29,6 +29,7 @@ from lab_jobs import LabJob, flops_jobs, quick_jobs
 from reports import folder, machine, made_by, parser, table
 
 from co2sim.case import Case
+from co2sim.compute import compute_time
 from co2sim.prepared import Prepared
 from co2sim.result import Result
 from co2sim.schedule import Compute
@@ -48,8 +49,8 @@ from realrun.resolve import resolve
 Row: TypeAlias = dict[str, Any]
 Times: TypeAlias = dict[str, Seconds]
 
-SHORTER = {"model.seq_len": "256"}
-"""So that a turn is over before the machine has changed much."""
+LENGTH = 1024
+"""Of sequences: a turn is over before the machine has changed much."""
 WORKS = (
     *(Compute("probe", 2.0**power) for power in (31, 29, 27, 25, 23, 21)),
     Compute("probe", 0.0, 2.0**28),
@@ -60,7 +61,9 @@ PASSES = 4
 """Rounds of the kernels on each side; the first is not counted."""
 SECONDS: Seconds = 0.4
 """Of rounds that are measured in a turn, at least."""
-TURNS = 80
+EACH: Seconds = 100.0
+"""About what a configuration takes."""
+LEAST_TURNS = 3
 DRAWS = 2000
 """Of resampled turns."""
 
@@ -79,6 +82,13 @@ class Job:
         """All rounds of a turn."""
         return self.warm_up + self.rounds
 
+    def turns(self, seconds: Seconds) -> int:
+        """How many fit into so much time, by the prediction: as many on all ranks."""
+        gpu = self.prepared.cluster.gpu
+        kernels = PASSES * sum(compute_time(work, gpu, "fp32") for work in WORKS)
+        once = self.total * self.predicted().round_time_s + kernels
+        return max(LEAST_TURNS, round(seconds / once))
+
     @classmethod
     def of(cls, case: Case) -> "Job":
         """As many rounds as `SECONDS` need, by the GPU of its cluster."""
@@ -89,19 +99,12 @@ class Job:
     def predicted(self) -> Result:
         """The rounds of a turn, simulated."""
         schedule, cluster = self.prepared.schedule, self.prepared.cluster
-        precision = self.prepared.job.precision
-        seen, free = (
-            execute(
-                schedule,
-                cluster,
-                precision=precision,
-                rounds=self.total,
-                fold=False,
-                free_communication=without,
-            )
-            for without in (False, True)
-        )
-        return self.prepared.measure(seen, self.rounds, False, free)  # noqa: FBT003
+        trace = execute(schedule, cluster, precision="fp32", rounds=self.total, fold=False)
+        return self.figures(trace)
+
+    def figures(self, trace: Trace) -> Result:
+        """Of the rounds that count; what is exposed is not asked."""
+        return self.prepared.measure(trace, self.rounds, False, trace)  # noqa: FBT003
 
     def on(self, kernels: Sequence[Times]) -> "Job":
         """With the GPU that is fitted to these times of the kernels, a set for each rank."""
@@ -128,23 +131,27 @@ class Job:
         return replace(self, case=case, prepared=case.prepare())
 
 
-def as_rank(cluster: str, job: LabJob, turns: int, out: Path) -> None:
+def as_rank(cluster: str, job: LabJob, seconds: Seconds, out: Path) -> None:
     """Take turns as one rank of a lab; rank 0 writes a row for each turn of each strategy."""
 
     def work(rank: ranks.Rank) -> None:
         rows: list[Row] = []
         for text in job.strategies:
-            rows += take_turns(rank, cluster, job.model, text, turns)
+            short = text.replace("tau=4", "tau=2")
+            rows += take_turns(rank, cluster, job.model, short, seconds)
         if rank.world.rank == 0:
             out.write_text(json.dumps(rows))
 
     ranks.as_rank(ranks.RankSettings("gloo", 60.0, None), None, work)
 
 
-def take_turns(rank: ranks.Rank, cluster: str, model: str, text: str, turns: int) -> list[Row]:
+def take_turns(
+    rank: ranks.Rank, cluster: str, model: str, text: str, seconds: Seconds
+) -> list[Row]:
     """Kernels, rounds, kernels, rounds, ..., kernels. Rows on rank 0."""
     world = rank.world
-    case = Case(cluster=cluster, model=model, strategy=text, precision="fp32", overrides=SHORTER)
+    length = {"model.seq_len": str(LENGTH)}
+    case = Case(cluster=cluster, model=model, strategy=text, precision="fp32", overrides=length)
     job = Job.of(resolve(case, world.layout, world.backend)[0])
     world.place(job.prepared.cluster.layout)
     burn = make_kernels("flops", job.prepared, world)
@@ -159,7 +166,7 @@ def take_turns(rank: ranks.Rank, cluster: str, model: str, text: str, turns: int
             for op in KERNELS.body
         }
 
-    own, before = [], kernels()
+    own, before, turns = [], kernels(), job.turns(seconds)
     for turn in range(turns):
         trace = carry_out(job.prepared.schedule, burn, job.total, world)
         after = kernels()
@@ -174,9 +181,7 @@ def take_turns(rank: ranks.Rank, cluster: str, model: str, text: str, turns: int
 def row(job: Job, turn: int, seen: Sequence[tuple[Trace, Times]]) -> Row:
     """What all ranks saw in a turn, and what was to be expected."""
     traces, kernels = zip(*seen, strict=True)
-    trace = merge(traces)
-    found = job.prepared.measure(trace, job.rounds, False, trace)  # noqa: FBT003
-    there = job.on(kernels).predicted()
+    found, there = job.figures(merge(traces)), job.on(kernels).predicted()
     return {
         "strategy": found.strategy,
         "turn": turn,
@@ -189,13 +194,13 @@ def row(job: Job, turn: int, seen: Sequence[tuple[Trace, Times]]) -> Row:
     }
 
 
-def in_one_lab(job: LabJob, number: int, turns: int, *, quick: bool) -> list[Row]:
+def in_one_lab(job: LabJob, number: int, seconds: Seconds, *, quick: bool) -> list[Row]:
     """Probe a lab, then take turns there."""
     with tempfile.TemporaryDirectory() as place:
         probed, out = Path(place) / "probed.toml", Path(place) / "turns.json"
         budget = SHORT_PROBE if quick else ()
         as_ranks(job.lab, "realrun", "probe", *budget, "--out", str(probed))
-        chosen = ["--job", str(number), "--turns", str(turns), *["--quick"] * quick]
+        chosen = ["--job", str(number), "--seconds", str(seconds), *["--quick"] * quick]
         rank = [*chosen, "--rank", str(out), "--cluster", str(probed)]
         as_ranks(job.lab, sys.executable, str(Path(__file__).resolve()), *rank)
         rows: list[Row] = json.loads(out.read_text())
@@ -255,7 +260,7 @@ def report(rows: Sequence[Row]) -> str:
     return f"""\
 # Real matrix products, a probe and a run in turns
 
-{len(frame)} configurations on 2 nodes of 1 rank, {rows[0]["model"]} with sequences of 256,
+{len(frame)} configurations on 2 nodes of 1 rank, {rows[0]["model"]} with sequences of {LENGTH},
 predicted from kernels that were measured just before and after, and from the links of a probe.
 {machine()}
 
@@ -271,20 +276,20 @@ much the time of a kernel of 2.1 GFLOP was longer in the turn at 90 % than in th
 
 def main() -> None:
     """Take turns in every lab, and keep what was seen after each."""
-    command = parser(__doc__, "a short probe, one lab, two strategies, two turns")
-    command.add_argument("--turns", type=int, default=TURNS)
+    command = parser(__doc__, "a short probe, one lab, two strategies, three turns")
+    command.add_argument("--seconds", type=float, default=EACH, help="of a configuration (100)")
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
     given = command.parse_args()
     jobs = list(quick_jobs() if given.quick else flops_jobs())
     if given.rank:
-        as_rank(given.cluster, jobs[int(given.job)], given.turns, Path(given.rank))
+        as_rank(given.cluster, jobs[int(given.job)], given.seconds, Path(given.rank))
         return
-    turns = 2 if given.quick else given.turns
+    seconds = 0.0 if given.quick else given.seconds
     rows: list[Row] = []
     with folder(given) as out:
         for number, job in enumerate(jobs):
-            rows += in_one_lab(job, number, turns, quick=given.quick)
+            rows += in_one_lab(job, number, seconds, quick=given.quick)
             pd.DataFrame(rows).to_csv(out / "fidelity-turns.csv", index=False)
             (out / "fidelity-turns.md").write_text(report(rows))
     if given.quick:
