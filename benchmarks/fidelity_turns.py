@@ -47,18 +47,16 @@ from realrun.probe.tasks import in_turn
 from realrun.resolve import resolve
 
 Row: TypeAlias = dict[str, Any]
-Times: TypeAlias = dict[str, Seconds]
+Times: TypeAlias = dict[Compute, Seconds]
 
 LENGTH = 1024
 """Of sequences: a turn is over before the machine has changed much."""
-WORKS = (
-    *(Compute("probe", 2.0**power) for power in (31, 29, 27, 25, 23, 21)),
-    Compute("probe", 0.0, 2.0**28),
-)
-"""Kernels as a probe has them, up to 30 ms, and a copy that no cache holds."""
-KERNELS = in_turn("kernel ", WORKS)
+WORKS = tuple(Compute("probe", 2.0**power) for power in (31, 29, 27, 25, 23, 21))
+COPY = Compute("probe", 0.0, 2.0**28)
+KERNELS, COPIES = in_turn("kernel ", WORKS), in_turn("copy ", [COPY])
+"""As a probe has them, but up to 30 ms. A copy leaves nothing in caches: it has its own turn."""
 PASSES = 4
-"""Rounds of the kernels on each side; the first is not counted."""
+"""Rounds of them on each side; the first is not counted."""
 SECONDS: Seconds = 0.4
 """Of rounds that are measured in a turn, at least."""
 EACH: Seconds = 100.0
@@ -85,7 +83,7 @@ class Job:
     def turns(self, seconds: Seconds) -> int:
         """How many fit into so much time, by the prediction: as many on all ranks."""
         gpu = self.prepared.cluster.gpu
-        kernels = PASSES * sum(compute_time(work, gpu, "fp32") for work in WORKS)
+        kernels = PASSES * sum(compute_time(work, gpu, "fp32") for work in (*WORKS, COPY))
         once = self.total * self.predicted().round_time_s + kernels
         return max(LEAST_TURNS, round(seconds / once))
 
@@ -109,18 +107,16 @@ class Job:
     def on(self, kernels: Sequence[Times]) -> "Job":
         """With the GPU that is fitted to these times of the kernels, a set for each rank."""
         cluster = self.prepared.cluster
-        samples = tuple(
-            ComputeSample(op.work, max(times[op.name] for times in kernels))  # type: ignore[arg-type]
-            for op in KERNELS.body
-        )
+        slowest = max(kernels, key=lambda times: sum(times.values()))
+        samples = [ComputeSample(work, slowest[work]) for work in (*WORKS, COPY)]
         measured = Measured(
             layout=cluster.layout,
             backend=cluster.backend,
             machine=cluster.gpu.name,
             memory=cluster.gpu.memory,
             collectives=(),
-            compute={"fp32": samples[:-1]},
-            copies=samples[-1:],
+            compute={"fp32": tuple(samples[:-1])},
+            copies=(samples[-1],),
             launch=cluster.gpu.launch_overhead,
             handover=0.0,
             slowdown=None,
@@ -158,19 +154,19 @@ def take_turns(
     assert isinstance(burn, Burn)
 
     def kernels() -> Times:
-        trace = carry_out(KERNELS, burn, PASSES, world)
-        return {
-            op.name: statistics.fmean(
-                span.end - span.start for span in trace.spans if span.op == op.name and span.round
-            )
-            for op in KERNELS.body
-        }
+        found: Times = {}
+        for body in (COPIES, KERNELS):
+            spans = [one for one in carry_out(body, burn, PASSES, world).spans if one.round]
+            for op in body.body:
+                times = [span.end - span.start for span in spans if span.op == op.name]
+                found[op.work] = statistics.fmean(times)  # type: ignore[index]
+        return found
 
     own, before, turns = [], kernels(), job.turns(seconds)
     for turn in range(turns):
         trace = carry_out(job.prepared.schedule, burn, job.total, world)
         after = kernels()
-        own.append((trace, {name: (before[name] + after[name]) / 2 for name in after}))
+        own.append((trace, {work: (before[work] + after[work]) / 2 for work in after}))
         before = after
         if rank.progress:
             rank.progress(f"{text}: turn {turn + 1} of {turns}")
@@ -186,7 +182,7 @@ def row(job: Job, turn: int, seen: Sequence[tuple[Trace, Times]]) -> Row:
         "strategy": found.strategy,
         "turn": turn,
         "rounds": job.rounds,
-        "kernel_s": max(times[KERNELS.body[0].name] for times in kernels),
+        "kernel_s": max(times[WORKS[0]] for times in kernels),
         "measured_s": found.round_time_s,
         "measured_busy_s": found.comm_busy_s,
         "predicted_s": there.round_time_s,
