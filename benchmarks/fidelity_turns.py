@@ -61,6 +61,7 @@ SECONDS: Seconds = 0.4
 """Of rounds that are measured in a turn, at least."""
 EACH: Seconds = 100.0
 """About what a configuration takes."""
+MOST: Seconds = 3600.0
 LEAST_TURNS = 3
 DRAWS = 2000
 """Of resampled turns."""
@@ -273,7 +274,7 @@ much the time of a kernel of 2.1 GFLOP was longer in the turn at 90 % than in th
 def main() -> None:
     """Take turns in every lab, and keep what was seen after each."""
     command = parser(__doc__, "a short probe, one lab, two strategies, three turns")
-    command.add_argument("--seconds", type=float, default=EACH, help="of a configuration (100)")
+    command.add_argument("--seconds", type=float, default=EACH, help="of each, 0 to 3600 (100)")
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
     given = command.parse_args()
@@ -281,6 +282,8 @@ def main() -> None:
     if given.rank:
         as_rank(given.cluster, jobs[int(given.job)], given.seconds, Path(given.rank))
         return
+    if not 0 <= given.seconds <= MOST:
+        command.error(f"--seconds is {given.seconds:g}; it must be 0 to {MOST:g}")
     seconds = 0.0 if given.quick else given.seconds
     rows: list[Row] = []
     with folder(given) as out:

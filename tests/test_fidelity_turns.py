@@ -1,0 +1,67 @@
+"""Turns of a probe and a run: what predicts, and how turns are counted."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from co2sim import Case
+from co2sim.cluster import GPU, Cluster, Link
+from co2sim.compute import compute_time
+
+torch = pytest.importorskip("torch", reason="the extra `real` is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from fidelity_turns import COPY, WORKS, Job, configurations  # noqa: E402
+
+OVERHEAD = 1e-5
+PROCESSOR = GPU("any", 1e11, 1e10, {"fp32": 5e10}, ((1.0, 1.0),), launch_overhead=OVERHEAD)
+FAST = Link(1e15, 0.0)
+CLUSTER = Cluster("two", PROCESSOR, 2, 1, FAST, FAST, "gloo", "stream")
+
+
+def kernels(slower: float) -> dict[object, float]:
+    """What a rank takes for the kernels of a probe, so many times as long as the cluster says."""
+    times = {work: compute_time(work, PROCESSOR, "fp32") for work in (*WORKS, COPY)}
+    return {work: OVERHEAD + slower * (time - OVERHEAD) for work, time in times.items()}
+
+
+@pytest.fixture
+def job() -> Job:
+    """Data parallelism on links that take no time."""
+    return Job.of(Case(cluster=CLUSTER, model="tiny-5m", strategy="ddp", precision="fp32"))
+
+
+def test_kernels_as_the_cluster_says_predict_what_it_predicts(job: Job) -> None:
+    """So the fit adds nothing of its own."""
+    there = job.on([kernels(1.0), kernels(1.0)]).predicted()
+    assert there.round_time_s == pytest.approx(job.predicted().round_time_s, rel=1e-6)
+
+
+def test_the_slower_rank_sets_the_pace(job: Job) -> None:
+    """Half the speed on one rank: all but launch overheads takes twice as long."""
+    before = job.predicted().round_time_s
+    after = job.on([kernels(1.0), kernels(2.0)]).predicted().round_time_s
+    assert after == pytest.approx(2 * before, rel=0.01)
+
+
+def test_turns_fill_the_time_that_is_given(job: Job) -> None:
+    """As many as fit, three at least."""
+    assert job.turns(0.0) == 3
+    assert job.turns(1000.0) == pytest.approx(10 * job.turns(100.0), rel=0.05)
+
+
+def test_a_configuration_counts_by_the_median_of_its_turns() -> None:
+    """One turn with a stall changes nothing; configurations differ by rate and strategy."""
+    times = [(1.0, 1.02), (1.0, 1.03), (9.0, 1.04)]
+    turn = {"kernel_s": 0.03, "measured_busy_s": 0.1, "predicted_busy_s": 0.2}
+    rows = [
+        turn | {"rate": rate, "strategy": "ddp", "measured_s": seen, "predicted_s": there}
+        for rate in ("1 Gbit/s", "3 Gbit/s")
+        for seen, there in times
+    ]
+    found = configurations(rows)
+    assert found["error"].tolist() == pytest.approx([0.02, 0.02])
+    assert found["busy"].tolist() == pytest.approx([1.0, 1.0])
+    assert found["turns"].tolist() == [3, 3]
