@@ -6,9 +6,10 @@
 `fidelity.py flops` probes once and then runs, as users do. Where neighbours and clocks change a
 machine within seconds, its error is mostly theirs. Here a turn measures kernels of a probe, then a
 round (more if it is short), then the kernels again. The GPU that is fitted to the kernels on both
-sides, and to nothing else, predicts what is between: afterwards, so this is no forecast. Links are those of a whole probe before. The error of a
-configuration is the median over its turns; its standard error comes from resampling the turns.
-Writes fidelity-turns.csv, with a row for every turn, and fidelity-turns.md.
+sides, and to nothing else, predicts what is between: afterwards, so this is no forecast. Links are
+those of a whole probe before. The error of a configuration is the median over its turns; its
+standard error comes from resampling the turns. Writes fidelity-turns.csv, with a row for every
+turn, and fidelity-turns.md.
 """
 
 import argparse
