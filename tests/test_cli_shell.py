@@ -158,6 +158,26 @@ main()
         assert done.stderr == f"{word}; nothing was written\n"
 
 
+def test_a_signal_that_a_callback_swallows_is_one_line() -> None:
+    """Python printed the traceback of what the signal raised there, before the line."""
+    script = """
+import os, signal, sys, weakref
+class Calling:
+    def find_spec(self, name, *given):
+        if name == "co2sim.cli.app":
+            one = type("One", (), {})()
+            kept = weakref.ref(one, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+            del one
+sys.meta_path.insert(0, Calling())
+from co2sim.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (143, "terminated; nothing was written\n")
+
+
 @pytest.mark.parametrize(
     ("how", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
 )

@@ -35,9 +35,15 @@ def noted() -> Iterator[None]:
     """Within, the first signal and every later control-C raise Signalled, and are noted.
 
     A signal that is ignored, or handled by others, is left alone. After one that came all are
-    ignored: the process is ending.
+    ignored: the process is ending. Where Python swallows Signalled, as in `__del__` or the callback
+    of a weak reference, it prints no traceback.
     """
     raised = -_SAME
+    report = sys.unraisablehook
+
+    def unraisable(swallowed: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(swallowed.exc_value, Signalled):
+            report(swallowed)
 
     def interrupt(number: int, _: object) -> None:
         nonlocal raised
@@ -52,8 +58,10 @@ def noted() -> Iterator[None]:
     try:
         for number in found:
             signal.signal(number, interrupt)
+        sys.unraisablehook = unraisable
         yield
     finally:
+        sys.unraisablehook = report
         if _told:
             settle()
         else:
