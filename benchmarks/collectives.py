@@ -3,10 +3,10 @@
     sudo python benchmarks/collectives.py           # two rates, three layouts, about three minutes
     sudo python benchmarks/collectives.py --quick   # one lab, two sizes
 
-Three ways: alone after a pause, four of the same in a row, and two in flight on two streams. Each
-is predicted by simulating the same schedule on the cluster that the lab states, with latencies of
-small collectives measured just before (`realrun probe --stated`). A time is from the last member's
-start to the last end, the median of the rounds. Writes collectives.csv and
+Four ways: alone after a pause, or a short one, four of the same in a row, and two in flight on two
+streams. Each is predicted by simulating the same schedule on the cluster that the lab states, with
+latencies of small collectives measured just before (`realrun probe --stated`). A time is from the
+last member's start to the last end, the median of the rounds. Writes collectives.csv and
 collectives.md.
 """
 
@@ -48,12 +48,13 @@ LABS = tuple(
 KINDS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 SIZES = {
     "alone": tuple(2**power for power in (10, 12, 14, 16, 17, 18, 19, 20, 21, 22, 23)),
+    "after 1 ms": tuple(2**power for power in (12, 15, 17, 19, 21)),
     "in a row": tuple(2**power for power in (12, 15, 17, 19, 21)),
     "two in flight": tuple(2**power for power in (12, 15, 17, 19, 21)),
 }
-COUNTS = {"alone": 1, "in a row": 4, "two in flight": 2}
-PAUSE = Compute("pause", 4e9)
-"""4 ms on the virtual GPU: links are idle when a measurement starts."""
+COUNTS = {"alone": 1, "after 1 ms": 1, "in a row": 4, "two in flight": 2}
+PAUSE, SHORT = Compute("pause", 8e9), Compute("short pause", 1e9)
+"""8 and 1 ms on the virtual GPU. Links are idle when a measurement starts, and hosts, too."""
 ROUNDS = 8
 QUICK_MOST = 2**14
 
@@ -77,7 +78,8 @@ def schedule(every: Sequence[Group], most: int) -> Schedule:
         way, kind, size, group = cell
         work = Collective(Kind(kind), "swept", int(size) // 4, DType.FP32, named[group])
         name = "|".join(cell)
-        ops += [Op(f"meet {name}", meet, "comm"), Op(f"pause {name}", PAUSE, "comm")]
+        pause = SHORT if way == "after 1 ms" else PAUSE
+        ops += [Op(f"meet {name}", meet, "comm"), Op(f"pause {name}", pause, "comm")]
         ops += [
             Op(
                 f"{name}|{number}",

@@ -73,8 +73,8 @@ def as_ranks(lab: Lab, *command: str) -> None:
 def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) -> list[LabRow]:
     """Predict from every cluster file, run, and lay side by side.
 
-    With `rounds` 0 about five seconds of the median strategy are measured, in 3 to 30 rounds: one
-    late wake-up weighs less where rounds are short.
+    With `rounds` 0 about eight seconds of the median strategy are measured, in 3 to 100 rounds: one
+    late wake-up weighs less where rounds are many.
     """
     options: dict[str, Any] = {"precision": "fp32"} if kernels == "flops" else {}
     sites = {
@@ -99,7 +99,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
         for source, path in clusters.items()
     }
     usual = statistics.median(found.round_time_s for found in next(iter(predictions.values())))
-    rounds = rounds or min(max(3, math.ceil(5.0 / usual)), 30)
+    rounds = rounds or min(max(3, math.ceil(8.0 / usual)), 100)
     with tempfile.TemporaryDirectory() as folder:
         source, first = next(iter(clusters.items()))
         arguments = ["run", "-c", str(first), "-m", job.model, "--kernels", kernels]

@@ -34,8 +34,9 @@ Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
 
 Communicators = Literal["group", "stream"]
-Hosts = Literal["apart", "shared"]
 """Who has a communicator: every group, as in training frameworks, or every stream and group."""
+
+Hosts = Literal["apart", "shared"]
 
 Hops = Literal["pipelined", "in_turn"]
 """pipelined: a ring moves data inside nodes and between them at once. in_turn: one after the
@@ -78,7 +79,8 @@ class Link:
     many small messages, `relay_efficiency` where one rank of a node both receives and sends for all
     of them, and `busy_efficiency` to all while GPUs of the node compute. `burst` is what a shaper
     lets pass after a pause (see `shaping`), counted as `bandwidth` is: at once, or at
-    `burst_bandwidth` where hosts are slow.
+    `burst_bandwidth` where hosts are slow. What is longer than a burst loses `burst_lag` of its
+    further time, until it has lost what the burst gained.
     """
 
     bandwidth: Bandwidth
@@ -91,6 +93,7 @@ class Link:
     spine: Tier | None = None
     burst: Burst = 0.0
     burst_bandwidth: Bandwidth | None = None
+    burst_lag: Slowdown = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no link can be."""
@@ -150,9 +153,10 @@ class Cluster:
     `network_overhead` is what the host of a node needs to post a message (`protocols`), and
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
     and notice its end. `hosts` are `shared` where all nodes are one machine, as in a lab:
-    collectives in flight at once share what their latencies take of it. `currency` is that of
-    `price_per_gpu`. `scatter` is known where a probe measured the cluster, `failures` where it is
-    known how often its parts fail.
+    collectives in flight at once share what their latencies take of it, and the first after a
+    pause takes up to `wake_up` longer (`waking`). `currency` is that of `price_per_gpu`. `scatter`
+    is known where a probe measured the cluster, `failures` where it is known how often its parts
+    fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -181,6 +185,7 @@ class Cluster:
     node_spread: Spread = 0.0
     step_spread: Spread = 0.0
     call_overhead: Time = 0.0
+    wake_up: Time = 0.0
     sites: Count = 1
     wan: Link | None = None
     price_per_gpu: Price | None = None
@@ -208,11 +213,17 @@ class Cluster:
                 link.efficiency,
                 burst=link.burst,
                 burst_bandwidth=link.burst_bandwidth,
+                burst_lag=link.burst_lag,
             ):
                 raise OptionError(
                     f"{self.name}: {where} has no exchange_efficiency, relay_efficiency or"
                     " busy_efficiency other than 1, and no rail or spine; only inter has"
                 )
+        if self.wake_up and self.hosts != "shared":
+            raise OptionError(
+                f"{self.name}: wake_up is {self.wake_up:g} s, but hosts are {self.hosts}; it is"
+                ' simulated only with hosts = "shared"'
+            )
         if self.sites > 1 and self.wan is None:
             raise OptionError(f"{self.name}: {self.sites} sites need a wan between them")
         if self.nodes % self.sites:

@@ -12,6 +12,7 @@ from simpy.events import EventPriority
 from co2sim.lowering import NOTHING, Communicator, Lowered
 from co2sim.network import Network
 from co2sim.schedule import Group
+from co2sim.waking import Hosts
 
 _AFTER_ALL_ELSE = EventPriority(9)
 """SimPy priority behind everything else that happens at the same instant."""
@@ -38,6 +39,7 @@ class Meetings:
         """Start without a class under way to any collective."""
         self._env, self._lowered = env, lowered
         self._network = Network(env, lowered.capacity, lowered.shapers)
+        self._hosts = Hosts(lowered.cluster.wake_up)
         self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
         self._size = len(lowered.schedule.body)
         classes = range(len(lowered.classes))
@@ -94,16 +96,19 @@ class Meetings:
         if factors and transfer is not NOTHING:
             transfer = transfer.scaled(float(factors[communicator.number][number]))
         queue = self._queues[communicator.number]
+        takes_time = transfer.solo > 0 or transfer.latency > 0
+        on_hosts = takes_time and transfer.host is not None
 
         def done() -> None:
+            if on_hosts:
+                self._hosts.end(self._env.now)
             event.succeed()
             self._count(communicator, -1)
             if communicator.exclusive:
                 queue.busy = False
                 self._next(queue)
 
-        self._count(communicator, 1)
-        if transfer.solo or transfer.latency:
+        def go(_: simpy.Event | None = None) -> None:
             self._network.transfer(
                 transfer.loads,
                 transfer.latency,
@@ -113,6 +118,15 @@ class Meetings:
                 transfer.least,
                 transfer.host,
             )
+
+        self._count(communicator, 1)
+        wait = self._hosts.begin(self._env.now) if on_hosts else 0.0
+        if wait:
+            awake = self._env.timeout(wait)
+            assert awake.callbacks is not None
+            awake.callbacks.append(go)
+        elif takes_time:
+            go()
         else:
             done()
 

@@ -75,5 +75,6 @@ class Footprint:
         times = self.link_times(cluster)
         links = (cluster.intra, cluster.inter, cluster.wan)
         burst, longest = shaping.passed(times, links), max(*times, *self.tier_times(cluster))
-        steps = max(self.latency, self.lead(cluster) + (1 - burst) * longest)
+        lag = shaping.lagged(burst, max(link.burst_lag for link in links if link))
+        steps = max(self.latency, self.lead(cluster) + (1 - burst + lag) * longest)
         return steps + burst * shaping.held(times, links)

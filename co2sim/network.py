@@ -126,6 +126,7 @@ class _Flow:
     earliest: Seconds = 0.0
     host: HostShare | None = None
     later: Seconds = 0.0
+    lag: float = 0.0
     left: float = 1.0
     rate: float = 0.0
     since: Seconds = 0.0
@@ -222,7 +223,7 @@ class Network:
             took, share = each.together, 0.0
             if flow.host:
                 took, share = each.alone, flow.host.bytes
-            flow.left = 1.0 - each.fraction
+            flow.lag, flow.left = each.lag, 1.0 - each.fraction + each.lag
             flow.earliest += took
             if took:
                 self._wait(took, share, partial(self._send, flow))
@@ -253,6 +254,7 @@ class Network:
             return
         if self._buckets:
             self._buckets.use(flow.loads, -flow.rate, self._env.now)
+            self._buckets.give_back(flow.loads, flow.lag, self._env.now)
         neighbours: dict[_Flow, None] = {}
         for link in flow.loads:
             users = self._users[link]

@@ -9,8 +9,11 @@ in the next step, as far as the burst holds it. The collective takes one step an
 of its steps, whichever is longer.
 
 Where hosts are slow, the bytes of a burst take time, too: those of `burst_bandwidth`, on top of all
-latency steps, since the same cores work for both. Where all nodes are one machine (`hosts` of a
-cluster), collectives in flight at once share its cores: what each takes of them alone adds up.
+latency steps, since the same cores work for both. Hosts are also late to use what a busy link
+earns: a transfer longer than its burst falls behind by `burst_lag` of its further time, at most by
+what the burst gained, and the next one finds that credit (`benchmarks/collectives.py`). Where all
+nodes are one machine (`hosts` of a cluster), collectives in flight at once share its cores: what
+each takes of them alone adds up.
 """
 
 import math
@@ -54,6 +57,11 @@ def passed(times: Sequence[Seconds], links: Sequence[Link | None]) -> float:
     return min(1.0, *shares) if shares else 0.0
 
 
+def lagged(share: float, lag: float) -> float:
+    """The fraction of a transfer that is lost as lag, where a `share` of it passed at once."""
+    return min(share, lag * (1.0 - share))
+
+
 def held(times: Sequence[Seconds], links: Sequence[Link | None]) -> Seconds:
     """The time of a transfer's bytes as fast as bursts pass; `times` as in `passed`."""
     return max(
@@ -68,15 +76,16 @@ def held(times: Sequence[Seconds], links: Sequence[Link | None]) -> Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Shaper:
-    """Payload bytes of a burst, and how fast they pass."""
+    """Payload bytes of a burst, how fast they pass, and what longer transfers lose."""
 
     burst: Bytes
     pace: BytesPerSecond = math.inf
+    lag: float = 0.0
 
     @classmethod
     def of(cls, link: Link) -> "Shaper":
         """The shaper of a link."""
-        return cls(link.payload_burst, link.payload_burst_bandwidth)
+        return cls(link.payload_burst, link.payload_burst_bandwidth, link.burst_lag)
 
 
 @dataclass(slots=True)
@@ -87,6 +96,7 @@ class _Bucket:
     rate: BytesPerSecond
     level: Bytes
     pace: BytesPerSecond
+    lag: float
     used: BytesPerSecond = 0.0
     since: Seconds = 0.0
 
@@ -101,10 +111,12 @@ class _Bucket:
 class Passing(NamedTuple):
     """What passes of a flow with the burst: a fraction, and how long its bytes take.
 
-    `alone`, or `together` with those of all flows that came at the same moment.
+    `alone`, or `together` with those of all flows that came at the same moment. `lag` is the
+    fraction that the flow sends in vain.
     """
 
     fraction: float
+    lag: float
     alone: Seconds
     together: Seconds
 
@@ -117,7 +129,7 @@ class Buckets:
     ) -> None:
         """Of the links that have a burst, in bytes of payload as their capacity is."""
         self._buckets = {
-            link: _Bucket(one.burst, capacity[link], one.burst, one.pace)
+            link: _Bucket(one.burst, capacity[link], one.burst, one.pace, one.lag)
             for link, one in shapers.items()
         }
 
@@ -145,9 +157,20 @@ class Buckets:
         ]
         sums = {link: sum(each.get(link, 0.0) for each in times) for link in asked}
         return [
-            Passing(fraction, max(each.values()), max(sums[link] for link in each))
+            Passing(
+                fraction,
+                lagged(fraction, max(self._buckets[link].lag for link in each)),
+                max(each.values()),
+                max(sums[link] for link in each),
+            )
             for fraction, each in zip(passing, times, strict=True)
         ]
+
+    def give_back(self, loads: Mapping[Hashable, Bytes], share: float, now: Seconds) -> None:
+        """A flow has ended that sent this fraction in vain: it is credit again."""
+        for link in loads.keys() & self._buckets.keys():
+            bucket = self._buckets[link]
+            bucket.level = min(bucket.depth, bucket.settle(now) + share * loads[link])
 
     def use(self, loads: Mapping[Hashable, Bytes], change: float, now: Seconds) -> None:
         """A flow changes its rate, in whole flows per second."""

@@ -478,9 +478,12 @@ def test_predicting_on_the_cluster_that_was_measured_leaves_no_error() -> None:
 
 
 def test_an_unchanged_description_is_the_same_cluster() -> None:
-    """Numbers survive the way through texts with units exactly."""
-    for name in ("dgx-h100", "two-sites-wan", "dgx2-ib1"):
-        cluster = load_cluster(name, {}).value
+    """Numbers survive the way through texts with units exactly, those of a lab, too."""
+    named = [load_cluster(name, {}).value for name in ("dgx-h100", "two-sites-wan", "dgx2-ib1")]
+    link = Link(1e8, 3e-4, burst=1e5, burst_bandwidth=1.234e9, burst_lag=0.1)
+    lab = {"intra": link, "inter": link, "backend": "gloo", "hosts": "shared"}
+    lab |= {"call_overhead": 7.89e-4, "wake_up": 4.56e-4}
+    for cluster in (*named, replace(named[0], **lab)):
         assert replace(changed(cluster, {}), name=cluster.name) == cluster
 
 

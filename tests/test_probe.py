@@ -38,10 +38,11 @@ from co2sim.trace import Span, Trace
 from co2sim.units import parse
 from realrun.probe import fit
 from realrun.probe.cluster_file import quantity, to_toml
-from realrun.probe.hosts import fit_bursts, fit_hosts
+from realrun.probe.hosts import fit_bursts, fit_hosts, passes
 from realrun.probe.processor import fit_gpu
+from realrun.probe.residuals import fit_line, residuals, scatter
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
-from realrun.probe.tasks import PAUSE, durations, groups, slowdown, sweep
+from realrun.probe.tasks import PAUSE, USE, before, durations, groups, slowdown, sweep
 
 ROOT = Path(__file__).parent.parent
 INTRA, INTER = Link(1.3e9, 40e-6), Link(118e6, 150e-6)
@@ -127,7 +128,7 @@ def test_noise_averages_out(layout: Layout, backend: Backend) -> None:
     intra, inter = fit.fit_links(times(truth, noise=0.1), layout, backend)
     found = fit.bare(layout, backend, intra or INTRA, inter or INTER)
     exact = times(truth)
-    off = fit.residuals(fit.predict(exact, found), [sample.seconds for sample in exact])
+    off = residuals(fit.predict(exact, found), [sample.seconds for sample in exact])
     assert off.worst < 0.1
 
 
@@ -188,7 +189,7 @@ def test_a_line_finds_its_latency_and_bandwidth(
         Sample(work, latency + work.bytes / bandwidth)
         for work in (Collective(Kind.BROADCAST, "b", s, DType.INT8, WORLD) for s in SIZES)
     ]
-    found = fit.fit_line(samples)
+    found = fit_line(samples)
     assert found.at(size) == pytest.approx(latency + size / bandwidth, rel=1e-3)
     assert found.residuals.worst < 1e-6
 
@@ -200,7 +201,7 @@ def test_a_line_never_gains_time(seconds: list[float]) -> None:
         Sample(Collective(Kind.BROADCAST, "b", size, DType.INT8, WORLD), time)
         for size, time in zip(SIZES, seconds, strict=False)
     ]
-    found = fit.fit_line(samples)
+    found = fit_line(samples)
     assert found.latency >= 0
     assert 0 < found.bandwidth < math.inf
 
@@ -209,12 +210,12 @@ def test_a_line_needs_two_sizes() -> None:
     """One size is refused, in words."""
     sample = times(true(Layout(1, 2), "gloo"))[0]
     with pytest.raises(OptionError, match="two sizes"):
-        fit.fit_line([sample, sample])
+        fit_line([sample, sample])
 
 
 def test_residuals_are_relative_to_what_was_measured() -> None:
     """1.1 for 1 is 10 % off, 1 for 2 is 50 %; the last one keeps its sign."""
-    found = fit.residuals([1.1, 3.0, 1.0], [1.0, 3.0, 2.0])
+    found = residuals([1.1, 3.0, 1.0], [1.0, 3.0, 2.0])
     assert (found.median, found.worst, found.last) == pytest.approx((0.1, 0.5, -0.5))
 
 
@@ -478,7 +479,7 @@ def test_scatter_is_misfit_and_drift_together() -> None:
         for sample in times(true(Layout(4, 1), "gloo"))
     ]
     exact = fit.predict(samples, true(Layout(4, 1), "gloo"))
-    assert fit.scatter(samples, exact) == pytest.approx(math.hypot(0.1, 0.05))
+    assert scatter(samples, exact) == pytest.approx(math.hypot(0.1, 0.05))
 
 
 def test_the_scatter_of_a_probe_gives_its_cluster_an_interval(tmp_path: Path) -> None:
@@ -504,11 +505,11 @@ def test_the_scatter_of_a_probe_gives_its_cluster_an_interval(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("call", [0.0, 1e-3])
+@pytest.mark.parametrize(("call", "wake"), [(0.0, 0.0), (1e-3, 0.0), (1e-3, 5e-4)])
 def test_what_hosts_add_is_found_from_small_collectives(
-    layout: tuple[int, int], call: float
+    layout: tuple[int, int], call: float, wake: float
 ) -> None:
-    """A call, a step and a byte on every link, exactly; large collectives are left out."""
+    """A call, a step and a byte on every link, and waking up, exactly; large ones are left out."""
     intra = Link(1e8, 3e-4, burst=1e5, burst_bandwidth=1e9)
     inter = Link(5e7, 7e-4, burst=5e4, burst_bandwidth=1e9)
     true_ = tiny.cluster(*layout, intra=intra, inter=inter, backend="gloo", call_overhead=call)
@@ -516,7 +517,10 @@ def test_what_hosts_add_is_found_from_small_collectives(
     samples = []
     for kind, size, group in itertools.product(Kind, (2**12, 2**14, 2**22), every):
         work = Collective(kind, "swept", size // 4, DType.FP32, group)
-        samples.append(Sample(work, footprint(work, true_).alone(true_)))
+        alone = footprint(work, true_).alone(true_)
+        samples.append(Sample(work, alone + wake, after="pause"))
+        if passes(again := Sample(work, alone, after="equal"), true_):
+            samples.append(again)
     stated = replace(
         true_,
         call_overhead=0.0,
@@ -525,6 +529,7 @@ def test_what_hosts_add_is_found_from_small_collectives(
     )
     found = fit_hosts(samples, stated)
     assert found.call_overhead == pytest.approx(call, abs=1e-9)
+    assert found.wake_up == pytest.approx(wake, abs=1e-9)
     assert found.inter.latency == pytest.approx(7e-4)
     assert found.inter.burst_bandwidth == pytest.approx(1e9)
     assert found.intra.latency == pytest.approx(3e-4 if layout[1] > 1 else 1.0)
@@ -538,21 +543,32 @@ def test_what_hosts_add_is_right_on_average() -> None:
     assert footprint(work, found).alone(found) == pytest.approx(2e-3)
 
 
-@pytest.mark.parametrize(("late", "left"), [(0.0, 5e4), (4e-4, 3e4), (2e-3, 0.0), (-4e-4, 5e4)])
+def test_an_equal_collective_passes_only_if_both_do() -> None:
+    """2 x 30 kB are more than the burst of 50 kB, one is not; chains take time at every hop."""
+    stated = tiny.cluster(2, 1, inter=Link(5e7, burst=5e4), backend="gloo")
+    gather = Collective(Kind.ALL_GATHER, "swept", 15_000, DType.FP32, WORLD)
+    assert passes(Sample(gather, 1.0, after="pause"), stated)
+    assert not passes(Sample(gather, 1.0, after="equal"), stated)
+    assert not passes(Sample(replace(gather, kind=Kind.BROADCAST), 1.0), stated)
+
+
+@pytest.mark.parametrize(("lag", "found"), [(0.0, 0.0), (0.1, 0.1), (1.5, 1.0), (-0.1, 0.0)])
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1)])
-def test_what_comes_late_from_a_shaper_shortens_its_burst(
-    layout: tuple[int, int], late: float, left: float
+def test_what_is_longer_than_a_burst_tells_the_lag(
+    layout: tuple[int, int], lag: float, found: float
 ) -> None:
-    """By the bytes of that time, never below 0 or above what is stated; small ones say nothing."""
+    """As a fraction of the time after the burst, 0 to 1; what passes at once says nothing."""
     hosts = tiny.cluster(*layout, inter=Link(5e7, 7e-4, burst=5e4), backend="gloo")
     samples = []
     for kind, size in itertools.product(Kind, (2**12, 2**20)):
         work = Collective(kind, "swept", size // 4, DType.FP32, WORLD)
-        seen = footprint(work, hosts).alone(hosts) + (late if size > 2**12 else 1.0)
+        cost = footprint(work, hosts)
+        after = max(cost.link_times(hosts)) - 5e4 / 5e7
+        seen = cost.alone(hosts) + (lag * after if size > 2**12 else 1.0)
         samples.append(Sample(work, seen))
-    found = fit_bursts(samples, hosts)
-    assert found.inter.burst == pytest.approx(left)
-    assert replace(found, inter=hosts.inter) == hosts
+    fitted = fit_bursts(samples, hosts)
+    assert fitted.inter.burst_lag == pytest.approx(found, abs=1e-12)
+    assert replace(fitted, inter=hosts.inter) == hosts
 
 
 def test_where_nothing_passes_at_once_hosts_cannot_be_told() -> None:
@@ -564,11 +580,16 @@ def test_where_nothing_passes_at_once_hosts_cannot_be_told() -> None:
 
 
 def test_ranks_pause_between_meeting_and_collective_where_asked() -> None:
-    """As a schedule has them: whoever waited has to wake up. Without, one follows the other."""
+    """As a schedule has them: kernels before and after, and an equal one right behind."""
     kinds, sizes = [Kind.ALL_GATHER, Kind.REDUCE], [4096, 65536]
     plain = sweep(WORLD, kinds, sizes).body
     paused = sweep(WORLD, kinds, sizes, pauses=True).body
-    assert [op.name for op in paused if op.work != PAUSE] == [op.name for op in plain]
-    works = [op.work for op in paused]
-    assert works[1::3] == [PAUSE] * 4
-    assert {op.stream for op in paused} == {"comm"}
+    collectives = [op for op in paused if op.stream == "comm"]
+    assert [op.name for op in collectives if not op.name.endswith("again")] == [
+        op.name for op in plain
+    ]
+    assert [op.work for op in paused if op.stream == "compute"] == [PAUSE, USE, USE] * 4
+    for first, second in zip(collectives[1::3], collectives[2::3], strict=True):
+        assert first.work == second.work
+        assert [before(op.name, pauses=True) for op in (first, second)] == ["pause", "equal"]
+        assert before(first.name, pauses=False) == "meeting"

@@ -29,10 +29,11 @@ def ends(
     bursts: Loads,
     least: float = 0.0,
     pace: float = math.inf,
+    lag: float = 0.0,
 ) -> list[float]:
     """When each flow (start, bytes on each link) ends."""
     env = simpy.Environment()
-    shapers = {link: Shaper(burst, pace) for link, burst in bursts.items()}
+    shapers = {link: Shaper(burst, pace, lag) for link, burst in bursts.items()}
     network = Network(env, capacity, shapers)
     found: dict[int, float] = {}
 
@@ -71,6 +72,18 @@ def test_hosts_need_time_for_the_bytes_of_a_burst() -> None:
     assert ends(one, {"nic": RATE}, {"nic": 40.0}, pace=20.0) == pytest.approx([8.0, 9.0])
     two: list[tuple[float, Loads]] = [(0.0, {"nic": 20.0}), (0.0, {"nic": 20.0})]
     assert ends(two, {"nic": RATE}, {"nic": 40.0}, pace=20.0) == pytest.approx([2.0, 2.0])
+
+
+@pytest.mark.parametrize(("lag", "times"), [(0.1, [6.6, 16.6]), (1.0, [10.0, 20.0])])
+def test_what_outlives_its_burst_falls_behind(lag: float, times: list[float]) -> None:
+    """Of 100 B 40 pass at once. 6 s are left, and a tenth more: these 6 B are there for the next.
+
+    It passes them at once, and loses as many again. No flow loses more than its burst gained.
+    """
+    flows: list[tuple[float, Loads]] = [(0.0, {"nic": 100.0}), (times[0], {"nic": 100.0})]
+    assert ends(flows, {"nic": RATE}, {"nic": 40.0}, lag=lag) == pytest.approx(times)
+    small: list[tuple[float, Loads]] = [(0.0, {"nic": 40.0}), (0.0, {"gpu": 10.0})]
+    assert ends(small, {"nic": RATE, "gpu": 1.0}, {"nic": 40.0}, lag=lag) == [0.0, 10.0]
 
 
 def test_flows_that_come_together_share_the_credit() -> None:
@@ -127,13 +140,14 @@ def shaped(
     per_node: int = 1,
     pace: float | None = None,
     hosts: Hosts = "apart",
+    lag: float = 0.0,
 ) -> Cluster:
     """1 MB/s between nodes, 4 MB/s inside, 1 ms a step, Gloo, the same burst on every link."""
     return tiny.cluster(
         nodes,
         per_node,
-        intra=Link(4e6, LATENCY, burst=burst, burst_bandwidth=pace),
-        inter=Link(1e6, LATENCY, burst=burst, burst_bandwidth=pace),
+        intra=Link(4e6, LATENCY, burst=burst, burst_bandwidth=pace, burst_lag=lag),
+        inter=Link(1e6, LATENCY, burst=burst, burst_bandwidth=pace, burst_lag=lag),
         backend="gloo",
         hosts=hosts,
     )
@@ -154,6 +168,7 @@ def in_a_row(kind: Kind, size: int, cluster: Cluster, count: int, group: Group =
     st.sampled_from([0.0, 300.0, 2_000.0, 50_000.0]),
     st.sampled_from([None, 3e6, 2e7]),
     st.sampled_from(get_args(Hosts)),
+    st.sampled_from([0.0, 0.15, 2.0]),
 )
 def test_alone_is_what_the_simulation_takes_after_a_pause(
     kind: Kind,
@@ -162,13 +177,14 @@ def test_alone_is_what_the_simulation_takes_after_a_pause(
     burst: float,
     pace: float | None,
     hosts: Hosts,
+    lag: float,
 ) -> None:
     """The closed form of the cost model, and the network event by event.
 
     A burst that passes at once slows nothing. Whether hosts are shared changes nothing for one
     collective alone.
     """
-    cluster = shaped(layout[0], burst, layout[1], pace, hosts)
+    cluster = shaped(layout[0], burst, layout[1], pace, hosts, lag)
     work = Collective(kind, "x", size, DType.INT8, WORLD)
     alone = footprint(work, cluster).alone(cluster)
     assert in_a_row(kind, size, cluster, 1) == pytest.approx(alone, rel=1e-9)

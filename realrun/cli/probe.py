@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
     from co2sim.cluster import GPU
     from realrun.cli.ranks import Rank
-    from realrun.probe.fit import Fitted, Residuals
+    from realrun.probe.fit import Fitted
     from realrun.probe.measurement import Plan
+    from realrun.probe.residuals import Residuals
     from realrun.probe.samples import Measured
 
 _DEFAULTS = {"gloo": ("16 MiB", ("fp32",)), "nccl": ("256 MiB", ("bf16", "fp16", "fp32"))}
 """Largest collective, and precisions."""
 
 _QUICK = ("1 MiB", "5 s")
-_STATED = ("256 KiB", "10 s")
+_STATED = ("256 KiB", "20 s")
 """What hosts add shows in what passes with the burst of a lab."""
-_BURSTS = 8
-"""And in what takes so many bursts, about 16 ms: how late the shaper is."""
+_BURSTS = 4
+"""And in what takes so many bursts, about 8 ms: how far it falls behind the shaper."""
 _PRECISIONS = (DType.FP32, DType.FP16, DType.BF16)
 
 

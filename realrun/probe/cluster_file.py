@@ -59,6 +59,9 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
     if fitted.call_overhead:
         source = "fitted to collectives that pass at once with the bursts that the lab states"
         yield _fact("call_overhead", _text(quantity(fitted.call_overhead, "s")), source)
+    if fitted.wake_up:
+        source = "fitted to the same: what they take longer after a pause than after an equal one"
+        yield _fact("wake_up", _text(quantity(fitted.wake_up, "s")), source)
     if fitted.processor is None:
         if gpu is None:
             raise OptionError("no kernel was run: name a GPU of the catalog with --gpu")
@@ -173,12 +176,13 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
             assumed=link is None,
         )
         if link and link.burst:
-            late = ", less what collectives beyond it took longer" if fitted.stated else ""
-            why_burst = f"payload, as the lab states it{late}"
-            yield _fact("burst", _text(quantity(link.burst, "B")), why_burst)
+            yield _fact("burst", _text(quantity(link.burst, "B")), "payload, as the lab states it")
         if link and link.burst_bandwidth:
             value = _text(quantity(link.burst_bandwidth, "B/s"))
             yield _fact("burst_bandwidth", value, "fitted to collectives that pass with the burst")
+        if link and link.burst_lag:
+            source = "of the time after the burst: what longer collectives take longer than that"
+            yield _fact("burst_lag", f"{link.burst_lag:.3g}", source)
         yield _fact(
             "latency", _text(quantity((link or other).latency, "s")), source, assumed=link is None
         )

@@ -6,21 +6,21 @@ residuals say how far a prediction of these very collectives would be off.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares, nnls
+from scipy.optimize import least_squares
 
 from co2sim.cluster import GPU, Backend, Cluster, Link
 from co2sim.cost import compute_time, footprint
 from co2sim.errors import OptionError
-from co2sim.schedule import Compute, Group, Kind, Layout
-from co2sim.units import Bytes, BytesPerSecond, Seconds
-from realrun.probe.hosts import fit_bursts, fit_hosts
+from co2sim.schedule import Group, Kind, Layout
+from co2sim.units import Seconds
+from realrun.probe.hosts import fit_bursts, fit_hosts, passes
 from realrun.probe.processor import fit_gpu
-from realrun.probe.samples import ComputeSample, Measured, Sample, by_kind
+from realrun.probe.residuals import Line, Residuals, fit_line, residuals, scatter, weights
+from realrun.probe.samples import Measured, Sample, by_kind
 
 _OUTLIER = 0.2
 """Errors of log time beyond this count linearly, not squared (Huber 1964)."""
@@ -34,95 +34,38 @@ _SLOWEST = 1e-3
 Vector: TypeAlias = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Residuals:
-    """Relative errors |predicted / measured - 1|: the median, and the worst.
-
-    `last` is that of the last one, of the largest size, with its sign: above 0 if the prediction
-    is too long.
-    """
-
-    median: float
-    worst: float
-    last: float
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """`latency` + bytes / `bandwidth`, fitted to the sizes of one kind of collective alone."""
-
-    latency: Seconds
-    bandwidth: BytesPerSecond
-    residuals: Residuals
-
-    def at(self, size: Bytes) -> Seconds:
-        """The time that a buffer of this size takes."""
-        return self.latency + size / self.bandwidth
-
-
-def residuals(predicted: Iterable[Seconds], measured: Iterable[Seconds]) -> Residuals:
-    """How far predictions are off."""
-    errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
-    return Residuals(median(map(abs, errors)), max(map(abs, errors)), errors[-1])
-
-
-def fit_line(samples: Sequence[Sample]) -> Line:
-    """Least squares of the relative error over a latency and a time per byte, neither below 0.
-
-    The time of a byte, where it cannot be told from 0, is a thousandth of what the fastest and the
-    largest sample would allow. Raises OptionError for fewer than two sizes.
-    """
-    sizes = np.array([sample.work.bytes for sample in samples])
-    times = np.array([sample.seconds for sample in samples])
-    if len(set(sizes)) < 2:  # noqa: PLR2004 - a line has two parameters
-        raise OptionError("a line needs collectives of at least two sizes")
-    root = np.sqrt(_weights(samples))
-    terms = np.stack([root / times, root * sizes / times], axis=1)
-    scale = np.linalg.norm(terms, axis=0)
-    latency, per_byte = nnls(terms / scale, root)[0] / scale
-    per_byte = per_byte or min(times) / max(sizes) / 1000
-    line = Line(float(latency), float(1 / per_byte), Residuals(0.0, 0.0, 0.0))
-    return replace(line, residuals=residuals([line.at(size) for size in sizes], times))
-
-
-def scatter(
-    samples: Sequence[Sample] | Sequence[ComputeSample], predicted: Sequence[Seconds]
-) -> float:
-    """The standard deviation of log(predicted / measured) of one time of a sample.
-
-    It has two parts: how far the prediction is off, and how far the machine drifts between passes.
-    A sample counts as in the fit.
-    """
-    off = np.log(predicted) - np.log([sample.seconds for sample in samples])
-    drift = np.array([sample.drift for sample in samples])
-    return float(np.sqrt(np.average(off**2 + drift**2, weights=_weights(samples))))
-
-
-def _weights(samples: Iterable[Sample | ComputeSample]) -> Vector:
-    """A sample counts by the square root of its size: bytes, or FLOP of a kernel.
-
-    Time is spent in large collectives; and small ones still tell the latency, as nothing else does.
-    """
-    works = [sample.work for sample in samples]
-    roots = np.sqrt([work.flops if isinstance(work, Compute) else work.bytes for work in works])
-    weights: Vector = roots / roots.max()
-    return weights
-
-
 def bare(
-    layout: Layout, backend: Backend, intra: Link, inter: Link, call_overhead: Seconds = 0.0
+    layout: Layout,
+    backend: Backend,
+    intra: Link,
+    inter: Link,
+    call_overhead: Seconds = 0.0,
+    wake_up: Seconds = 0.0,
 ) -> Cluster:
     """A cluster of which only communication matters."""
     gpu = GPU("any", 1.0, 1.0, {"fp32": 1.0}, ((1.0, 1.0),))
-    size = (layout.nodes, layout.gpus_per_node)
     return Cluster(
-        "probed", gpu, *size, intra, inter, backend, "stream", call_overhead=call_overhead
+        "probed",
+        gpu,
+        layout.nodes,
+        layout.gpus_per_node,
+        intra,
+        inter,
+        backend,
+        "stream",
+        hosts="shared" if wake_up else "apart",
+        call_overhead=call_overhead,
+        wake_up=wake_up,
     )
 
 
 def predict(samples: Iterable[Sample], cluster: Cluster) -> list[Seconds]:
     """What the cost model says about every sample."""
-    return [footprint(sample.work, cluster).alone(cluster) for sample in samples]
+    return [
+        footprint(sample.work, cluster).alone(cluster)
+        + (cluster.wake_up if sample.after == "pause" else 0.0)
+        for sample in samples
+    ]
 
 
 def fit_links(
@@ -166,7 +109,7 @@ def fit_links(
         errors,
         start[free],
         bounds=(least[free], np.inf),
-        loss=_huber(_weights(samples)),  # type: ignore[arg-type] # the stubs add an argument
+        loss=_huber(weights(samples)),  # type: ignore[arg-type] # the stubs add an argument
         f_scale=_OUTLIER,
         ftol=_TOLERANCE,
         xtol=_TOLERANCE,
@@ -236,6 +179,7 @@ class Fitted:
     compute_scatter: float | None = None
     communication_scatter: float | None = None
     call_overhead: Seconds = 0.0
+    wake_up: Seconds = 0.0
     stated: bool = False
     one_host: bool = False
 
@@ -245,7 +189,10 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
 
     In a `lab` its bursts are taken as stated, and without `rates` its bandwidths, too.
     """
-    layout, backend, samples = measured.layout, measured.backend, measured.collectives
+    layout, backend = measured.layout, measured.backend
+    samples = [
+        one for one in measured.collectives if one.after != "equal" or (lab and passes(one, lab))
+    ]
     hosts = fit_hosts(samples, lab) if lab else None
     if hosts and not rates:
         hosts = fit_bursts(samples, hosts)
@@ -256,8 +203,8 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
     here = intra or inter
     if here is None:
         return Fitted(fit_gpu(measured), None, None, {}, {}, None)
-    call = hosts.call_overhead if hosts else 0.0
-    cluster = bare(layout, backend, intra or here, inter or here, call)
+    added = (hosts.call_overhead, hosts.wake_up) if hosts else (0.0, 0.0)
+    cluster = bare(layout, backend, intra or here, inter or here, *added)
 
     def off(some: Sequence[Sample]) -> Residuals:
         return residuals(predict(some, cluster), [sample.seconds for sample in some])
@@ -280,7 +227,7 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
         off(samples),
         kernel_scatter,
         spread,
-        call,
+        *added,
         stated=not rates,
         one_host=hosts is not None,
     )
@@ -290,5 +237,9 @@ def _payload(link: Link) -> Link:
     """The same link by what payload gets of it."""
     pace = link.payload_burst_bandwidth if link.burst_bandwidth else None
     return Link(
-        link.payload_bandwidth, link.latency, burst=link.payload_burst, burst_bandwidth=pace
+        link.payload_bandwidth,
+        link.latency,
+        burst=link.payload_burst,
+        burst_bandwidth=pace,
+        burst_lag=link.burst_lag,
     )

@@ -1,18 +1,19 @@
 """What hosts add to collectives in a lab, whose rates and bursts are stated.
 
 Small collectives pass with the burst of the lab's shapers, so that all of their time is that of
-hosts: a call, a step for every message on the way, and the bytes. Their sum is linear in all three.
+hosts: a call, a step for every message on the way, the bytes, and waking up after a pause. Their
+sum is linear in all four.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from co2sim import shaping
 from co2sim.cluster import Cluster, Link
 from co2sim.cost import footprint
 from co2sim.errors import OptionError
@@ -30,25 +31,24 @@ Vector: TypeAlias = NDArray[np.float64]
 
 
 def fit_hosts(samples: Sequence[Sample], stated: Cluster) -> Cluster:
-    """The stated cluster with what was measured: latencies of a call and of steps, and of bytes.
+    """The stated cluster with what was measured: what calls, steps, bytes and waking up take.
 
     Times are at least 0, and go with the footprints that predictions are made with. A link that no
     sample used keeps its stated latency; hosts move the bytes of a burst equally fast on all links.
     Raises OptionError when no sample passes with the burst.
     """
-    free = _with(stated, 0.0, 0.0, 0.0)
-    small = [
-        sample
-        for sample in samples
-        if sample.work.kind not in _CHAINS and not footprint(sample.work, free).alone(free)
-    ]
+    small = [sample for sample in samples if passes(sample, stated)]
     if not small:
         raise OptionError("no collective was small enough to pass with the burst of the lab")
     units = [_with(stated, *row) for row in np.eye(4).tolist()]
     terms = np.array(
-        [[footprint(sample.work, unit).alone(unit) for unit in units] for sample in small]
+        [
+            [footprint(sample.work, unit).alone(unit) for unit in units]
+            + [float(sample.after == "pause")]
+            for sample in small
+        ]
     )
-    call, near, far, byte = _as_sums(terms, np.array([sample.seconds for sample in small]))
+    call, near, far, byte, wake = _as_sums(terms, np.array([sample.seconds for sample in small]))
     used = [bool(column.any()) for column in terms.T]
     return _with(
         stated,
@@ -56,7 +56,16 @@ def fit_hosts(samples: Sequence[Sample], stated: Cluster) -> Cluster:
         near if used[1] else stated.intra.latency,
         far if used[2] else stated.inter.latency,
         byte,
+        wake,
     )
+
+
+def passes(sample: Sample, stated: Cluster) -> bool:
+    """Whether all bytes of a sample pass with the burst, with those of an equal one before it."""
+    free = _with(stated, 0.0, 0.0, 0.0)
+    times = 2 if sample.after == "equal" else 1
+    work = replace(sample.work, elements=times * sample.work.elements)
+    return work.kind not in _CHAINS and not footprint(work, free).alone(free)
 
 
 def _as_sums(terms: Vector, times: Vector) -> list[float]:
@@ -79,35 +88,41 @@ def _as_sums(terms: Vector, times: Vector) -> list[float]:
 
 
 def fit_bursts(samples: Sequence[Sample], hosts: Cluster) -> Cluster:
-    """The cluster with bursts that hosts make use of: less than is stated, if they are late.
+    """The cluster with the lag of what is longer than a burst, on the link that it is bound to.
 
-    What does not pass with the burst alone waits for the timers of the shaper, and these for a
-    core. What that adds on average to a collective shortens the burst of the link it is bound to.
+    It is what such collectives take longer than calls, steps and bytes, as a fraction of their time
+    after the burst; 0 on a link that bound none.
     """
-    near_late: list[Seconds] = []
-    far_late: list[Seconds] = []
-    free = _with(hosts, 0.0, 0.0, 0.0)
+    near: list[tuple[Seconds, Seconds]] = []
+    far: list[tuple[Seconds, Seconds]] = []
     for sample in samples:
-        if sample.work.kind in _CHAINS or not footprint(sample.work, free).alone(free):
+        if sample.work.kind in _CHAINS or passes(sample, hosts):
             continue
         found = footprint(sample.work, hosts)
-        near, far, *_ = found.link_times(hosts)
-        (far_late if far > near else near_late).append(sample.seconds - found.alone(hosts))
-    intra, inter = _shorter(hosts.intra, near_late), _shorter(hosts.inter, far_late)
-    return replace(hosts, intra=intra, inter=inter)
+        times, links = found.link_times(hosts), (hosts.intra, hosts.inter, hosts.wan)
+        wake = hosts.wake_up if sample.after == "pause" else 0.0
+        late = sample.seconds - found.alone(hosts) - wake
+        after = (1 - shaping.passed(times, links)) * max(times)
+        (far if times[1] > times[0] else near).append((late, after))
+    return replace(hosts, intra=_lagging(hosts.intra, near), inter=_lagging(hosts.inter, far))
 
 
-def _shorter(link: Link, late: Sequence[Seconds]) -> Link:
-    missed = fmean(late) * link.bandwidth if late else 0.0
-    return replace(link, burst=min(link.burst, max(0.0, link.burst - missed)))
+def _lagging(link: Link, seen: Sequence[tuple[Seconds, Seconds]]) -> Link:
+    after = sum(time for _, time in seen)
+    lag = sum(late for late, _ in seen) / after if after else 0.0
+    return replace(link, burst_lag=min(1.0, max(0.0, lag)))
 
 
-def _with(stated: Cluster, call: float, near: float, far: float, byte: float = 0.0) -> Cluster:
+def _with(
+    stated: Cluster, call: float, near: float, far: float, byte: float = 0.0, wake: float = 0.0
+) -> Cluster:
     """Latencies in seconds, and the seconds that a byte of a burst takes; 0: at once."""
     pace = 1 / byte if byte else None
     return replace(
         stated,
+        hosts="shared" if wake else stated.hosts,
         call_overhead=call,
+        wake_up=wake,
         intra=replace(stated.intra, latency=near, burst_bandwidth=pace),
         inter=replace(stated.inter, latency=far, burst_bandwidth=pace),
     )

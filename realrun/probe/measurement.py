@@ -8,14 +8,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from statistics import fmean, median, stdev
+from statistics import median, stdev
 from typing import TypeVar
 
 import torch.distributed as dist
+from scipy.stats import trim_mean
 
 from co2sim.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, Schedule
 from co2sim.trace import Trace
 from co2sim.units import Bytes, Flops, Seconds
+from co2sim.waking import FULLY_IDLE
 from realrun.execute.executor import execute
 from realrun.execute.kernels import Burn, KernelSet, Sleep, Synthetic
 from realrun.execute.world import World, gather_objects
@@ -25,6 +27,8 @@ from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import (
     PAUSE,
     SWEPT,
+    USE,
+    before,
     crossing,
     durations,
     groups,
@@ -46,8 +50,10 @@ _FACTOR = 4
 _KINDS_COST = 4.0
 """A sweep of all kinds takes so many times as long as its largest all-reduce (ring: 3 x 4/3)."""
 
-_PAUSE: Seconds = 2e-3
-"""Between two collectives where means count."""
+_PAUSE: Seconds = 1.2 * FULLY_IDLE
+"""Before a collective where means count."""
+_USE: Seconds = 0.3e-3
+"""Of a kernel that waits for a collective: short, so that it is over when the next one ends."""
 _LONG_PAUSE: Seconds = 30e-3
 """Before large ones: what a rank does after local steps takes longer, as its core has been idle."""
 
@@ -62,9 +68,9 @@ _EMPTY_OPS = 200
 class Plan:
     """What to measure: no kernels if there is no precision. `budget` bounds the time, roughly.
 
-    Of repetitions the median counts, or with `means` the mean: many small collectives take the sum
-    of their times, late wake-ups included. Where rates are stated, `beyond` is a size that does not
-    pass with a burst.
+    Of repetitions the median counts, or with `means` the mean without the shortest and the longest
+    tenth: many small collectives take the sum of their times, late wake-ups included. Where rates
+    are stated, `beyond` is a size that does not pass with a burst.
     """
 
     precisions: tuple[str, ...]
@@ -106,12 +112,12 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
             say(f"{task.label}, pass {turn + 1} of {_PASSES}")
             for op, found in _time(world, task).items():
                 times.setdefault(op, []).append(found)
-    middle = fmean if plan.means else median
-    seconds = {op: middle(chain.from_iterable(passes)) for op, passes in times.items()}
+    middle = _mean if plan.means else median
+    seconds = {op: middle(list(chain.from_iterable(passes))) for op, passes in times.items()}
     drifts = {op: _drift(passes) for op, passes in times.items()}
     works = {op.name: op.work for task in tasks for op in task.schedule.body}
     collectives = tuple(
-        Sample(work, seconds[op], drifts[op])
+        Sample(work, seconds[op], drifts[op], before(op, pauses=plan.means))
         for op, work in works.items()
         if isinstance(work, Collective) and work.buffer == SWEPT
     )
@@ -172,10 +178,10 @@ def _sweeps(
                 break
             sizes.append(following)
         if pauses:
-            cost += _PAUSE * len(Kind) * len(sizes)
+            cost = 2 * cost + _PAUSE * len(Kind) * len(sizes)
         rounds = min(most, max(1, int(share / cost) - 1))
         schedule = sweep(group, list(Kind), sizes, pauses=pauses)
-        kernels = Sleep({PAUSE: _PAUSE}) if pauses else _Idle()
+        kernels = Sleep({PAUSE: _PAUSE, USE: _USE}) if pauses else _Idle()
         found.append(_Task(f"collectives of {group}", schedule, kernels, rounds))
     return found
 
@@ -184,7 +190,9 @@ def _beyond(group: Group, size: Bytes) -> _Task:
     """What does not pass with a burst, after a long pause; no chains, which their hops bind."""
     kinds = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     schedule = sweep(group, kinds, [int(size)], pauses=True)
-    return _Task(f"large collectives of {group}", schedule, Sleep({PAUSE: _LONG_PAUSE}), _ROUNDS)
+    return _Task(
+        f"large collectives of {group}", schedule, Sleep({PAUSE: _LONG_PAUSE, USE: _USE}), _ROUNDS
+    )
 
 
 def _trial(world: World, group: Group, size: int) -> Seconds:
@@ -228,6 +236,10 @@ def _overheads(world: World) -> list[_Task]:
 
 def _burn(world: World, precision: str) -> Burn:
     return Burn(world.device, TORCH_DTYPE[DType(precision)])
+
+
+def _mean(times: Sequence[Seconds]) -> Seconds:
+    return float(trim_mean(times, 0.1))
 
 
 def _drift(passes: Sequence[Sequence[Seconds]]) -> float:

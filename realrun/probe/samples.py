@@ -2,22 +2,27 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from co2sim.cluster import Backend
 from co2sim.schedule import Collective, Compute, Group, Kind, Layout
 from co2sim.units import Bytes, Seconds
+
+Before = Literal["meeting", "pause", "equal"]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The time that a collective took: the median of its repetitions.
 
-    `drift` is the standard deviation of the logarithms of the medians of the passes.
+    `drift` is the standard deviation of the logarithms of the medians of the passes. `after` says
+    what came before: all ranks met, and then perhaps paused; or an equal collective.
     """
 
     work: Collective
     seconds: Seconds
     drift: float = 0.0
+    after: Before = "meeting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,9 @@ class Measured:
 
 
 def by_kind(samples: Iterable[Sample]) -> dict[tuple[Group, Kind], list[Sample]]:
-    """The samples by group and kind of collective, by rising size."""
+    """The samples by group and kind of collective, by rising size; not those after an equal one."""
     found: dict[tuple[Group, Kind], list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: sample.work.bytes):
-        found.setdefault((sample.work.group, sample.work.kind), []).append(sample)
+        if sample.after != "equal":
+            found.setdefault((sample.work.group, sample.work.kind), []).append(sample)
     return found

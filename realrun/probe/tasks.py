@@ -20,7 +20,7 @@ from co2sim.schedule import (
 )
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
-from realrun.probe.samples import Slowdown
+from realrun.probe.samples import Before, Slowdown
 
 SWEPT = "swept"
 """The buffer of collectives that are timed."""
@@ -37,8 +37,11 @@ def groups(layout: Layout) -> list[Group]:
     return found
 
 
-PAUSE = Compute("pause", 1.0)
-"""A kernel between collectives, as a schedule has them: who sleeps has to wake up."""
+PAUSE, USE = Compute("pause", 1.0), Compute("use", 1.0)
+"""Kernels before a collective, and of who waits for it, as a schedule has them."""
+
+_AGAIN = " again"
+"""At the end of the name of a collective that follows an equal one."""
 
 
 def sweep(
@@ -46,7 +49,8 @@ def sweep(
 ) -> Schedule:
     """Collectives of all kinds and sizes (bytes), before each of which all ranks meet.
 
-    With `pauses` they compute for a while after they have met.
+    With `pauses` they compute for a while after they have met, and an equal collective follows at
+    once; who sleeps has to wake up, and kernels wait for both as they do in a run.
     """
     meet = Collective(Kind.ALL_REDUCE, "meeting", 1, DType.FP32, WORLD)
     ops = []
@@ -54,10 +58,26 @@ def sweep(
         for kind in kinds:
             work = Collective(kind, SWEPT, size // 4, DType.FP32, group)
             name = f"{kind} {size} {group}"
-            ops.append(Op(f"before {name}", meet, "comm"))
-            ops += [Op(f"pause before {name}", PAUSE, "comm")] * pauses
-            ops.append(Op(name, work, "comm"))
+            before, pause, again = f"before {name}", f"pause before {name}", name + _AGAIN
+            ops.append(Op(before, meet, "comm"))
+            if not pauses:
+                ops.append(Op(name, work, "comm"))
+                continue
+            ops += [
+                Op(pause, PAUSE, "compute", (After(before),)),
+                Op(name, work, "comm", (After(pause),)),
+                Op(f"use of {name}", USE, "compute", (After(name),)),
+                Op(again, work, "comm"),
+                Op(f"use of {again}", USE, "compute", (After(again),)),
+            ]
     return Schedule(f"sweep of {group}", tuple(ops))
+
+
+def before(name: str, *, pauses: bool) -> Before:
+    """What came before a collective of a sweep."""
+    if not pauses:
+        return "meeting"
+    return "equal" if name.endswith(_AGAIN) else "pause"
 
 
 def in_turn(prefix: str, works: Iterable[Compute]) -> Schedule:
