@@ -28,7 +28,7 @@ from co2sim.quantities import (
 from co2sim.schedule import Layout
 from co2sim.units import Bytes, BytesPerSecond
 
-__all__ = ["GPU", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]
+__all__ = ["GPU", "Calls", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]
 
 Backend = Literal["nccl", "gloo"]
 """nccl: the collectives of a communicator run one at a time. gloo: those in flight share links."""
@@ -143,6 +143,23 @@ class Scatter:
 
 
 @dataclass(frozen=True, slots=True)
+class Calls:
+    """What hosts add to a collective of each kind, on top of the `call_overhead` of all.
+
+    Kinds are implemented differently: some sum up, some exchange more messages.
+    """
+
+    all_reduce: Time = 0.0
+    reduce_scatter: Time = 0.0
+    all_gather: Time = 0.0
+    all_to_all: Time = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse what takes no time that can be."""
+        check(self, "calls")
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """Nodes of identical GPUs.
 
@@ -152,11 +169,11 @@ class Cluster:
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
     `network_overhead` is what the host of a node needs to post a message (`protocols`), and
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
-    and notice its end. `hosts` are `shared` where all nodes are one machine, as in a lab:
-    collectives in flight at once share what their latencies take of it, and the first after a
-    pause takes up to `wake_up` longer (`waking`). `currency` is that of `price_per_gpu`. `scatter`
-    is known where a probe measured the cluster, `failures` where it is known how often its parts
-    fail.
+    and notice its end; `calls` is what they add to some kinds. `hosts` are `shared` where all nodes
+    are one machine, as in a lab: collectives in flight at once share what their latencies take of
+    it, and the first after a pause takes up to `wake_up` longer (`waking`). `currency` is that of
+    `price_per_gpu`. `scatter` is known where a probe measured the cluster, `failures` where it is
+    known how often its parts fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -185,6 +202,7 @@ class Cluster:
     node_spread: Spread = 0.0
     step_spread: Spread = 0.0
     call_overhead: Time = 0.0
+    calls: Calls | None = None
     wake_up: Time = 0.0
     sites: Count = 1
     wan: Link | None = None

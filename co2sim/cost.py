@@ -48,9 +48,11 @@ REDUCE_SLICESTEPS, src/include/collectives.h). Over Gloo, realrun's chains pass 
 def footprint(work: Collective, cluster: Cluster) -> Footprint:
     """Footprint of `work` for one group of the cluster."""
     found, call = _footprint(work, cluster), cluster.call_overhead
+    if cluster.calls:
+        call += getattr(cluster.calls, work.kind, 0.0)
     if not call or not found.sent:  # a rank alone calls nobody
         return found
-    return replace(found, latency=found.latency + call)
+    return replace(found, latency=found.latency + call, call=call)
 
 
 def _footprint(work: Collective, cluster: Cluster) -> Footprint:

@@ -18,7 +18,7 @@ class Footprint:
     `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
     the fraction of the payload bandwidth of the NICs that these messages attain, `share` that of
     all links, by their protocol. `step` is the one of the latency steps after which bytes flow: it
-    matters where links are shaped (`shaping`).
+    matters where links are shaped (`shaping`). `call` is the part of the latency that hosts add.
     """
 
     latency: Seconds
@@ -32,6 +32,7 @@ class Footprint:
     share: float = 1.0
     tiers: tuple[Crossing, ...] = ()
     step: Seconds | None = None
+    call: Seconds = 0.0
 
     def groups(self, cluster: Cluster) -> tuple[int, int]:
         """How many groups of the kind share the NICs of a node, and the uplink of a site."""
@@ -68,7 +69,7 @@ class Footprint:
             return self.latency
         link = (cluster.intra, cluster.inter, cluster.wan)[self.bound_by(cluster)]
         share = shaping.hidden_share(link, self.step) if link else 0.0
-        return self.latency - share * (self.latency - cluster.call_overhead - self.step)
+        return self.latency - share * (self.latency - self.call - self.step)
 
     def alone(self, cluster: Cluster) -> Seconds:
         """Time when nothing but the groups of the same kind is in flight, after a pause."""

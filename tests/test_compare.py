@@ -24,7 +24,7 @@ from analysis.measured.spans import split
 from co2sim import metrics
 from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model
-from co2sim.cluster import Cluster, Link
+from co2sim.cluster import Calls, Cluster, Link
 from co2sim.errors import OptionError
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import NODE, WORLD, After, Collective, Compute, DType, Kind, Op, Schedule
@@ -482,7 +482,7 @@ def test_an_unchanged_description_is_the_same_cluster() -> None:
     named = [load_cluster(name, {}).value for name in ("dgx-h100", "two-sites-wan", "dgx2-ib1")]
     link = Link(1e8, 3e-4, burst=1e5, burst_bandwidth=1.234e9, burst_lag=0.1)
     lab = {"intra": link, "inter": link, "backend": "gloo", "hosts": "shared"}
-    lab |= {"call_overhead": 7.89e-4, "wake_up": 4.56e-4}
+    lab |= {"call_overhead": 7.89e-4, "wake_up": 4.56e-4, "calls": Calls(all_gather=1.23e-4)}
     for cluster in (*named, replace(named[0], **lab)):
         assert replace(changed(cluster, {}), name=cluster.name) == cluster
 

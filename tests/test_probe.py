@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.special import huber
 
 from co2sim.catalog import load_cluster
-from co2sim.cluster import GPU, Backend, Cluster, Link
+from co2sim.cluster import GPU, Backend, Calls, Cluster, Link
 from co2sim.cost import compute_time, footprint
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import (
@@ -533,6 +533,25 @@ def test_what_hosts_add_is_found_from_small_collectives(
     assert found.inter.latency == pytest.approx(7e-4)
     assert found.inter.burst_bandwidth == pytest.approx(1e9)
     assert found.intra.latency == pytest.approx(3e-4 if layout[1] > 1 else 1.0)
+
+
+def test_what_a_kind_takes_longer_is_found_too() -> None:
+    """Sums take 0.3 ms longer than what only moves; predictions of all kinds are then exact."""
+    link = Link(5e7, 2e-4, burst=5e4, burst_bandwidth=1e9)
+    true_ = tiny.cluster(
+        3, 1, inter=link, backend="gloo", call_overhead=1e-3, calls=Calls(reduce_scatter=3e-4)
+    )
+    kinds = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    works = [
+        Collective(kind, "swept", size, DType.FP32, WORLD)
+        for kind, size in itertools.product(kinds, (256, 1024, 4096))
+    ]
+    samples = [Sample(work, footprint(work, true_).alone(true_)) for work in works]
+    found = fit_hosts(samples, replace(true_, call_overhead=0.0, calls=None))
+    assert found.calls is not None
+    assert found.calls.reduce_scatter > 2e-4 > found.calls.all_gather
+    off = [footprint(one.work, found).alone(found) / one.seconds - 1 for one in samples]
+    assert max(map(abs, off)) < 0.03
 
 
 def test_what_hosts_add_is_right_on_average() -> None:

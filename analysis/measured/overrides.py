@@ -41,6 +41,8 @@ def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
     if "gpu" in changes:
         raise OptionError("--set gpu: name a whole cluster with --cluster as well, or set gpu.NAME")
     tree = _texts(asdict(cluster)) | {"gpu": _gpu(cluster.gpu)}
+    if cluster.calls:
+        tree["calls"] = {kind: f"{more!r} s" for kind, more in asdict(cluster.calls).items()}
     shown = ", ".join(f"{p}={t}" for p, t in changes.items())
     currency = tree.pop("currency")  # a file says it with the price
     for name in ("price_per_gpu", "price_low", "price_high"):

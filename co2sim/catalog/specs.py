@@ -19,7 +19,7 @@ from typing import (
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
 from co2sim.catalog.fields import Spec, no_truth, number
-from co2sim.cluster import GPU, Cluster, KernelTimes, Link, Scatter, Tier
+from co2sim.cluster import GPU, Calls, Cluster, KernelTimes, Link, Scatter, Tier
 from co2sim.errors import UnitError
 from co2sim.failures import Failures
 from co2sim.quantities import Quantity
@@ -191,6 +191,9 @@ TierSpec = _spec(Tier, _Built)
 
 LinkSpec = _spec(Link, _Built, latency=(_Time, ...))
 """`intra`, `inter` and `wan` of a cluster."""
+
+CallsSpec = _spec(Calls, _Built)
+"""`calls` of a cluster: overheads of collectives by kind."""
 
 ScatterSpec = _spec(Scatter, _Built)
 """`scatter` of a cluster that was probed."""

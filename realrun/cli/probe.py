@@ -83,7 +83,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(
             "--stated",
             help="In a lab: keep the rates that it states, and measure only what hosts add to them."
-            " Takes about 10 s with --gpu virtual.",
+            " Takes about 20 s with --gpu virtual.",
         ),
     ] = False,
     quick: Annotated[  # noqa: FBT002 - an option

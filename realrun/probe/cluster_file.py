@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from co2sim.cluster import GPU, Link
 from co2sim.errors import OptionError
@@ -52,24 +53,36 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
         _text("stream"),
         "realrun makes a communicator for every stream and group",
     )
-    if fitted.one_host:
+    if fitted.hosts:
         source = "the nodes of a lab are one machine, which serves all collectives in flight"
         yield _fact("hosts", _text("shared"), source)
     yield _interference(measured, kernels=fitted.processor is not None)
-    if fitted.call_overhead:
+    if fitted.hosts and fitted.hosts.call_overhead:
         source = "fitted to collectives that pass at once with the bursts that the lab states"
-        yield _fact("call_overhead", _text(quantity(fitted.call_overhead, "s")), source)
-    if fitted.wake_up:
+        yield _fact("call_overhead", _text(quantity(fitted.hosts.call_overhead, "s")), source)
+    if fitted.hosts and fitted.hosts.wake_up:
         source = "fitted to the same: what they take longer after a pause than after an equal one"
-        yield _fact("wake_up", _text(quantity(fitted.wake_up, "s")), source)
+        yield _fact("wake_up", _text(quantity(fitted.hosts.wake_up, "s")), source)
     if fitted.processor is None:
         if gpu is None:
             raise OptionError("no kernel was run: name a GPU of the catalog with --gpu")
         yield _fact("gpu", _text(gpu), "stated with --gpu; its kernels were not run by the probe")
     else:
         yield from _processor(measured, fitted.processor)
+    yield from _calls(fitted)
     yield from _links(measured, fitted)
     yield from _scatter(fitted, gpu)
+
+
+def _calls(fitted: Fitted) -> Iterator[str]:
+    """What kinds of collectives take longer than the quickest."""
+    if fitted.hosts and fitted.hosts.calls:
+        yield ""
+        yield "[calls]"
+        source = "fitted to the same: what a call of this kind takes longer than the quickest"
+        for kind, more in asdict(fitted.hosts.calls).items():
+            if more:
+                yield _fact(kind, _text(quantity(more, "s")), source)
 
 
 def _scatter(fitted: Fitted, gpu: str | None) -> Iterator[str]:

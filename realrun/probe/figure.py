@@ -48,9 +48,7 @@ def figure(measured: Measured, fitted: Fitted, name: str) -> Figure:
     for axis, group in zip(axes, groups, strict=False):
         assert here is not None
         links = (fitted.intra or here, fitted.inter or here)
-        cluster = bare(
-            measured.layout, measured.backend, *links, fitted.call_overhead, fitted.wake_up
-        )
+        cluster = bare(measured.layout, measured.backend, *links, fitted.hosts)
         found = {kind: samples for (at, kind), samples in kinds.items() if at == group}
         _collectives(axis, found, cluster)
         axis.set_title(_title(group, measured), fontsize=9)

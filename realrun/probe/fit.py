@@ -17,7 +17,7 @@ from co2sim.cost import compute_time, footprint
 from co2sim.errors import OptionError
 from co2sim.schedule import Group, Kind, Layout
 from co2sim.units import Seconds
-from realrun.probe.hosts import fit_bursts, fit_hosts, passes
+from realrun.probe.hosts import expected, fit_bursts, fit_hosts, passes
 from realrun.probe.processor import fit_gpu
 from realrun.probe.residuals import Line, Residuals, fit_line, residuals, scatter, weights
 from realrun.probe.samples import Measured, Sample, by_kind
@@ -39,33 +39,26 @@ def bare(
     backend: Backend,
     intra: Link,
     inter: Link,
-    call_overhead: Seconds = 0.0,
-    wake_up: Seconds = 0.0,
+    hosts: Cluster | None = None,
 ) -> Cluster:
-    """A cluster of which only communication matters."""
+    """A cluster of which only communication matters; what hosts add is that of `hosts`."""
     gpu = GPU("any", 1.0, 1.0, {"fp32": 1.0}, ((1.0, 1.0),))
-    return Cluster(
-        "probed",
-        gpu,
-        layout.nodes,
-        layout.gpus_per_node,
-        intra,
-        inter,
-        backend,
-        "stream",
-        hosts="shared" if wake_up else "apart",
-        call_overhead=call_overhead,
-        wake_up=wake_up,
+    size = (layout.nodes, layout.gpus_per_node)
+    found = Cluster("probed", gpu, *size, intra, inter, backend, "stream")
+    if hosts is None:
+        return found
+    return replace(
+        found,
+        hosts=hosts.hosts,
+        call_overhead=hosts.call_overhead,
+        calls=hosts.calls,
+        wake_up=hosts.wake_up,
     )
 
 
 def predict(samples: Iterable[Sample], cluster: Cluster) -> list[Seconds]:
     """What the cost model says about every sample."""
-    return [
-        footprint(sample.work, cluster).alone(cluster)
-        + (cluster.wake_up if sample.after == "pause" else 0.0)
-        for sample in samples
-    ]
+    return [expected(sample, cluster) for sample in samples]
 
 
 def fit_links(
@@ -84,7 +77,6 @@ def fit_links(
     times = np.log([sample.seconds for sample in samples])
     start = _bounds(samples, layout, backend)
     free = np.repeat(present, 2)
-    call = hosts.call_overhead if hosts else 0.0
     near_link, far_link = (
         (_payload(hosts.intra), _payload(hosts.inter)) if hosts else (Link(1.0), Link(1.0))
     )
@@ -99,7 +91,7 @@ def fit_links(
         )
 
     def errors(values: Vector) -> Vector:
-        cluster = bare(layout, backend, *links(values), call)
+        cluster = bare(layout, backend, *links(values), hosts)
         off: Vector = np.log(predict(samples, cluster)) - times
         return off
 
@@ -166,8 +158,8 @@ class Fitted:
     `processor` is None if no kernel was run, a link if it joins no two ranks. `lines` fit every
     kind and group by itself; `misfit` says how far predictions from the links are off there, and
     `overall` the same for all samples at once. `stated` says that bandwidths were not fitted,
-    `one_host` that all ranks are in a lab. The scatters are those of kernels and collectives, None
-    where none was measured.
+    `hosts` what the hosts of a lab add, if all ranks are in one. The scatters are those of kernels
+    and collectives, None where none was measured.
     """
 
     processor: GPU | None
@@ -178,10 +170,8 @@ class Fitted:
     overall: Residuals | None
     compute_scatter: float | None = None
     communication_scatter: float | None = None
-    call_overhead: Seconds = 0.0
-    wake_up: Seconds = 0.0
     stated: bool = False
-    one_host: bool = False
+    hosts: Cluster | None = None
 
 
 def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -> Fitted:
@@ -203,8 +193,7 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
     here = intra or inter
     if here is None:
         return Fitted(fit_gpu(measured), None, None, {}, {}, None)
-    added = (hosts.call_overhead, hosts.wake_up) if hosts else (0.0, 0.0)
-    cluster = bare(layout, backend, intra or here, inter or here, *added)
+    cluster = bare(layout, backend, intra or here, inter or here, hosts)
 
     def off(some: Sequence[Sample]) -> Residuals:
         return residuals(predict(some, cluster), [sample.seconds for sample in some])
@@ -227,9 +216,8 @@ def fit(measured: Measured, lab: Cluster | None = None, *, rates: bool = True) -
         off(samples),
         kernel_scatter,
         spread,
-        *added,
         stated=not rates,
-        one_host=hosts is not None,
+        hosts=hosts,
     )
 
 

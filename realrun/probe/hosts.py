@@ -7,6 +7,7 @@ sum is linear in all four.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from co2sim import shaping
-from co2sim.cluster import Cluster, Link
+from co2sim.cluster import Calls, Cluster, Link
 from co2sim.cost import footprint
 from co2sim.errors import OptionError
 from co2sim.schedule import Kind
@@ -27,14 +28,18 @@ _CHAINS = {Kind.BROADCAST, Kind.REDUCE}
 _MOST_TURNS, _TOLERANCE, _LEAST_SHARE = 100, 1e-9, 1e-3
 """Turns of the fit; when numbers stay the same; what a sum is at least, of its time."""
 
+_LEAST: Seconds = 1e-9
+"""Less than this no kind takes longer than the others."""
+
 Vector: TypeAlias = NDArray[np.float64]
 
 
 def fit_hosts(samples: Sequence[Sample], stated: Cluster) -> Cluster:
     """The stated cluster with what was measured: what calls, steps, bytes and waking up take.
 
-    Times are at least 0, and go with the footprints that predictions are made with. A link that no
-    sample used keeps its stated latency; hosts move the bytes of a burst equally fast on all links.
+    A call of the quickest kind counts for all; what others take longer is theirs (`calls`). Times
+    are at least 0, and go with the footprints that predictions are made with. A link that no sample
+    used keeps its stated latency; hosts move the bytes of a burst equally fast on all links.
     Raises OptionError when no sample passes with the burst.
     """
     small = [sample for sample in samples if passes(sample, stated)]
@@ -50,19 +55,44 @@ def fit_hosts(samples: Sequence[Sample], stated: Cluster) -> Cluster:
     )
     call, near, far, byte, wake = _as_sums(terms, np.array([sample.seconds for sample in small]))
     used = [bool(column.any()) for column in terms.T]
-    return _with(
+    hosts = _with(
         stated,
         call,
         near if used[1] else stated.intra.latency,
         far if used[2] else stated.inter.latency,
         byte,
-        wake,
     )
+    shared = "shared" if wake else stated.hosts
+    return _by_kind(small, replace(hosts, hosts=shared, wake_up=wake))
+
+
+def _by_kind(small: Sequence[Sample], hosts: Cluster) -> Cluster:
+    """The hosts with what kinds take longer than the quickest, by the means of what is left.
+
+    One after the other: steps and calls by kind at once could not be told apart, since each kind
+    has its own number of steps.
+    """
+    left: dict[Kind, list[Seconds]] = {}
+    for sample in small:
+        left.setdefault(sample.work.kind, []).append(sample.seconds - expected(sample, hosts))
+    means = {kind: fmean(seconds) for kind, seconds in left.items()}
+    least = max(-hosts.call_overhead, min(means.values()))
+    more = {str(kind): max(0.0, mean - least) for kind, mean in means.items()}
+    call = hosts.call_overhead + least
+    if max(more.values()) < _LEAST:
+        return hosts
+    return replace(hosts, call_overhead=call, calls=Calls(**more))
+
+
+def expected(sample: Sample, hosts: Cluster) -> Seconds:
+    """What the cost model says about a sample, with waking up after a pause."""
+    wake = hosts.wake_up if sample.after == "pause" else 0.0
+    return footprint(sample.work, hosts).alone(hosts) + wake
 
 
 def passes(sample: Sample, stated: Cluster) -> bool:
     """Whether all bytes of a sample pass with the burst, with those of an equal one before it."""
-    free = _with(stated, 0.0, 0.0, 0.0)
+    free = _with(stated, 0.0, 0.0, 0.0, 0.0)
     times = 2 if sample.after == "equal" else 1
     work = replace(sample.work, elements=times * sample.work.elements)
     return work.kind not in _CHAINS and not footprint(work, free).alone(free)
@@ -98,10 +128,9 @@ def fit_bursts(samples: Sequence[Sample], hosts: Cluster) -> Cluster:
     for sample in samples:
         if sample.work.kind in _CHAINS or passes(sample, hosts):
             continue
-        found = footprint(sample.work, hosts)
-        times, links = found.link_times(hosts), (hosts.intra, hosts.inter, hosts.wan)
-        wake = hosts.wake_up if sample.after == "pause" else 0.0
-        late = sample.seconds - found.alone(hosts) - wake
+        times = footprint(sample.work, hosts).link_times(hosts)
+        links = (hosts.intra, hosts.inter, hosts.wan)
+        late = sample.seconds - expected(sample, hosts)
         after = (1 - shaping.passed(times, links)) * max(times)
         (far if times[1] > times[0] else near).append((late, after))
     return replace(hosts, intra=_lagging(hosts.intra, near), inter=_lagging(hosts.inter, far))
@@ -113,16 +142,13 @@ def _lagging(link: Link, seen: Sequence[tuple[Seconds, Seconds]]) -> Link:
     return replace(link, burst_lag=min(1.0, max(0.0, lag)))
 
 
-def _with(
-    stated: Cluster, call: float, near: float, far: float, byte: float = 0.0, wake: float = 0.0
-) -> Cluster:
+def _with(stated: Cluster, call: float, near: float, far: float, byte: float) -> Cluster:
     """Latencies in seconds, and the seconds that a byte of a burst takes; 0: at once."""
     pace = 1 / byte if byte else None
     return replace(
         stated,
-        hosts="shared" if wake else stated.hosts,
         call_overhead=call,
-        wake_up=wake,
+        calls=None,
         intra=replace(stated.intra, latency=near, burst_bandwidth=pace),
         inter=replace(stated.inter, latency=far, burst_bandwidth=pace),
     )
