@@ -8,7 +8,7 @@
     sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
 `sleep` predicts twice, from what was measured in the same lab just before: from its stated
-rates and latencies that take twenty seconds to measure, and from a whole probe. `flops` predicts from
+rates and latencies that take 20 s to measure, and from a whole probe. `flops` predicts from
 the probe. It also computes, afterwards, what the round is at the speed that matrix products had in
 the run: neighbours and clocks change a machine within seconds. `sites` predicts the link between
 sites from its stated rate, with latencies that were measured in a lab of the same nodes at one
