@@ -155,7 +155,7 @@ class Calls:
     all_to_all: Time = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what takes no time that can be."""
+        """Refuse what no time can be."""
         check(self, "calls")
 
 
