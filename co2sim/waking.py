@@ -1,9 +1,9 @@
 """Hosts that were idle: what starts then takes longer, since cores and threads have to wake up.
 
-In labs whose kernels sleep, nothing runs between two collectives. In one lab an all-gather of 4 KiB between
-two ranks, on two cores of a virtual machine, took 0.4 ms right after another one, 0.6 after a pause
-of 0.5 ms, 0.85 after 2 ms, and 1.3 after 5, 20 or 60 ms. Timers are late there by 0.1 ms after a
-pause of 0.5 ms and by 0.3 after 20 ms, and several threads wake up one after the other.
+In labs whose kernels sleep, nothing runs between two collectives. In one lab an all-gather of 4 KiB
+between two ranks, on two cores of a virtual machine, took 0.4 ms right after another one, 0.6 after
+a pause of 0.5 ms, 0.85 after 2 ms, and 1.3 after 5, 20 or 60 ms. Timers are late there by 0.1 ms
+after a pause of 0.5 ms and by 0.3 after 20 ms, and several threads wake up one after the other.
 `benchmarks/collectives.py` compares predictions after 1 and 8 ms, and in a row.
 """
 
