@@ -69,6 +69,9 @@ def _below_one(name: str, value: float, allowed: str) -> None:
         raise OptionError(f"{name} is {value}; it must be {allowed}")
 
 
+REALTIME = "REALRUN_REALTIME"
+"""Environment variable of the ranks: 1 if threads that communicate come first, as in labs."""
+
 SITES = "REALRUN_SITES"
 """Environment variable of the ranks with the number of sites, which they fill in order."""
 

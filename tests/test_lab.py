@@ -17,7 +17,9 @@ from tiny import cluster as tiny_cluster
 
 from co2sim.catalog import load_cluster
 from co2sim.cost import footprint
+from co2sim.errors import OptionError
 from co2sim.schedule import WORLD, Collective, DType, Kind
+from realrun.checks import REALTIME
 from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
 from realrun.launch.lab import TOOLS, check_machine, run_lab, stated_cluster
@@ -138,6 +140,13 @@ def test_what_cannot_run_is_refused(command: list[str], message: str) -> None:
     """Before anything is built."""
     with pytest.raises(LaunchError, match=message):
         run_lab(command, Lab(2, 1, "1 Gbit/s"))
+
+
+def test_who_comes_first_is_yes_or_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another word of REALRUN_REALTIME is refused before anything is built."""
+    monkeypatch.setenv(REALTIME, "yes")
+    with pytest.raises(OptionError, match="REALRUN_REALTIME is 'yes'; known: 0, 1"):
+        run_lab(["true"], Lab(2, 1, "1 Gbit/s"))
 
 
 def test_root_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,3 +436,31 @@ def test_what_is_on_the_wire_is_what_was_predicted() -> None:
         cost = footprint(work, tiny_cluster(4, 1, backend="gloo"))
         most = max(node[kind] for node in found)
         assert cost.inter < most < 1.08 * cost.inter + 20_000
+
+
+FIRST = """
+import os
+from pathlib import Path
+from realrun.execute.world import join
+
+world = join("gloo", 30.0)
+tasks = Path("/proc/self/task").iterdir()
+served = [task.name for task in tasks if "gloo" in (task / "comm").read_text()]
+gloo = {os.sched_getscheduler(int(name)) for name in served}
+if world.rank == 0:
+    print(os.sched_getscheduler(0), *gloo)
+world.leave()
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.dist
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("asked", "policy"), [("0", "SCHED_BATCH"), ("1", "SCHED_FIFO")])
+def test_a_message_does_not_wait_for_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, asked: str, policy: str
+) -> None:
+    """Threads of Gloo come first, unless REALRUN_REALTIME is 0; who computes does not."""
+    monkeypatch.setitem(ENVIRONMENT, REALTIME, asked)
+    (line,) = output(Lab(2, 1, "1 Gbit/s"), [sys.executable, "-c", FIRST])
+    assert [int(word) for word in line.split()] == [os.SCHED_OTHER, getattr(os, policy)]

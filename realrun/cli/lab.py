@@ -49,7 +49,8 @@ def run(  # noqa: PLR0917 - one argument per option
     """Build the lab, run a command as every rank in it, and take it down again.
 
     Ranks have torchrun's environment; REALRUN_CLUSTER names a file that states this cluster, and
-    REALRUN_SITES is the number of sites, if there are several.
+    REALRUN_SITES is the number of sites, if there are several. Threads that communicate come
+    before kernels (SCHED_FIFO), as a network card does; REALRUN_REALTIME=0 leaves them as they are.
     """
     time = options.seconds("--grace", grace)
     built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)

@@ -15,6 +15,7 @@ from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.collectives import alone, carry_out
+from realrun.execute.priority import first
 from realrun.execute.run import Run, common_start, compare
 from realrun.execute.world import RankCommunicator
 from realrun.launch.watch import Place
@@ -82,6 +83,8 @@ class _Threads:
                 condition.notify()
 
     def _stream(self, stream: str, instances: Sequence[Instance]) -> None:
+        if any(isinstance(instance.op.work, Collective) for instance in instances):
+            first()
         free = self.start
         try:
             for instance in instances:

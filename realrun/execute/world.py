@@ -23,7 +23,7 @@ from co2sim.units import Seconds
 from realrun.checks import sites_of
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.clock import Clock, synchronize
-from realrun.execute.gloo_threads import patient
+from realrun.execute.priority import communicating
 from realrun.launch.watch import Place, Store, Watch
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -109,7 +109,7 @@ class World:
         for members in meetings:
             if len(members) < 2:  # noqa: PLR2004 - one rank meets nobody
                 continue
-            with patient():
+            with communicating():
                 made = dist.new_group(
                     list(members), timeout=timedelta(seconds=self.deadline), backend=self.backend
                 )
@@ -125,7 +125,7 @@ class World:
         if (purpose, kind) not in self._groups:
             size, limit = self.layout.world_size, timedelta(seconds=self.deadline)
             for members in dict.fromkeys(kind.members(rank, self.layout) for rank in range(size)):
-                with patient():
+                with communicating():
                     made = dist.new_group(list(members), timeout=limit)
                 if self.rank in members:
                     self._groups[purpose, kind] = made
@@ -200,7 +200,7 @@ def join(
         raise RankFailure(f"rank {rank} cannot reach {address}:{port}: {error}") from error
     _wait_for_all(store, watch, rank, size, deadline)
     try:
-        with patient():
+        with communicating():
             dist.init_process_group(
                 "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl",
                 store=PrefixStore("world", store),

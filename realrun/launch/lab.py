@@ -25,7 +25,7 @@ from typing import Any
 from co2sim.errors import Co2simError
 from co2sim.units import Seconds
 from co2sim.visible import error_line
-from realrun.checks import SITES
+from realrun.checks import REALTIME, SITES, one_of
 from realrun.errors import LabError
 from realrun.launch.elastic import supervise_elastic
 from realrun.launch.lab_plan import Lab
@@ -90,12 +90,15 @@ def run_lab(
 
     With `restarts` it is that of `supervise_elastic`, and ranks that die are started anew.
 
-    Ranks have torchrun's environment, REALRUN_CLUSTER, the path of the lab's `stated_cluster`, and
-    REALRUN_SITES, if there are several. Stopping this process for longer than `patience` ends all.
-    Control-C gives 130 and SIGTERM 143; a reader that closes the output ends all with 0. Call it
-    from the main thread. Raises LabError when the lab cannot be built here, LaunchError when there
-    is no such command, ModuleNotFoundError without torch, whose store the ranks meet in.
+    Ranks have torchrun's environment, REALRUN_CLUSTER, the path of the lab's `stated_cluster`,
+    REALRUN_REALTIME, 1 unless it is set, and REALRUN_SITES, if there are several. Stopping this
+    process for longer than `patience` ends all. Control-C gives 130 and SIGTERM 143; a reader that
+    closes the output ends all with 0. Call it from the main thread. Raises LabError when the lab
+    cannot be built here, LaunchError when there is no such command, OptionError when
+    REALRUN_REALTIME is neither 0 nor 1, ModuleNotFoundError without torch, whose store the ranks
+    meet in.
     """
+    one_of(REALTIME, os.environ.get(REALTIME, "1"), ("0", "1"))
     program = resolved(command)
     if find_spec("torch") is None:  # importing it here would take seconds
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
@@ -227,6 +230,7 @@ def _inside(
                 )
                 node = entering(holders[rank // lab.gpus_per_node])
                 own = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
+                own |= {REALTIME: os.environ.get(REALTIME, "1")}
                 own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
                 own |= {} if restarts is None else {LIFE: str(life)}
                 ranks.append(start(rank, [*node, *command], {**variables, **own}))

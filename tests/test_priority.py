@@ -1,0 +1,88 @@
+"""How the threads that communicate are scheduled."""
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from realrun.checks import REALTIME
+from realrun.execute.priority import communicating, first
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "SCHED_BATCH"), reason="Linux alone has SCHED_BATCH"
+)
+
+
+@pytest.fixture(autouse=True)
+def outside_of_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests say themselves whether threads come first."""
+    monkeypatch.delenv(REALTIME, raising=False)
+
+
+def may_come_first() -> bool:
+    """Whether this system lets a thread be SCHED_FIFO."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except OSError:
+        return False
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    return True
+
+
+def policy_of_a_new_thread(begin: Callable[[], object] = bool) -> int:
+    """The scheduling policy that a thread has which starts now, after it has called `begin`."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append((begin(), os.sched_getscheduler(0))[1]))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_that_start_inside_do_not_interrupt_others() -> None:
+    """They are SCHED_BATCH; who starts them is as before, also after an error."""
+    assert policy_of_a_new_thread() == os.SCHED_OTHER
+    with communicating():
+        assert policy_of_a_new_thread() == os.SCHED_BATCH
+    with pytest.raises(ZeroDivisionError), communicating():
+        _ = 1 / 0
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert policy_of_a_new_thread() == os.SCHED_OTHER
+
+
+@pytest.mark.skipif(not may_come_first(), reason="threads may not be SCHED_FIFO here")
+def test_where_they_come_first_only_who_communicates_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a lab: threads of process groups and of streams; not who makes them, nor others."""
+    assert policy_of_a_new_thread(first) == os.SCHED_OTHER
+    monkeypatch.setenv(REALTIME, "1")
+    with communicating():
+        assert policy_of_a_new_thread() == os.SCHED_FIFO
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert policy_of_a_new_thread() == os.SCHED_OTHER
+    assert policy_of_a_new_thread(first) == os.SCHED_FIFO
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_where_the_system_refuses_groups_are_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """A sandbox may forbid to change policies: then small collectives are slower, and no more."""
+    monkeypatch.setenv(REALTIME, asked)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with communicating():
+        assert policy_of_a_new_thread(first) == os.SCHED_OTHER
+
+
+def test_a_policy_that_somebody_chose_stays() -> None:
+    """A process that runs as a batch job goes on as one."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        with communicating():
+            pass
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
