@@ -82,7 +82,9 @@ def measure(
         clock_error=tolerance,
         figures=prepared.measure(trace, rounds, False, merge(baselines)).to_dict(),  # noqa: FBT003
         environment=describe(world.device, world.backend),
-        product_speed=slowest(doing.product, ranks) if isinstance(doing, Burn) else None,
+        product_speed=(
+            slowest(doing.product, ranks, schedule.lag) if isinstance(doing, Burn) else None
+        ),
     )
 
 

@@ -52,9 +52,9 @@ class Record:
     `case` holds cluster and model as objects, sized as they ran, not as names. `kernels` is flops
     or sleep. `clock_error` is the most by which the clocks of two ranks may differ in the trace.
     `figures` are those of `co2sim.Result`, as measured. `environment` describes the hardware, and
-    the versions of what ran on it. `product_speed` is what products of large
-    matrices attained in the measured rounds, on the slowest rank of each (`realrun.speed`); None
-    where none were timed: kernels slept, ran on a GPU, or an older program.
+    the versions of what ran on it. `product_speed` is what products of large matrices attained in
+    the measured rounds, on the ranks that others waited for (`realrun.speed`); None where none were
+    timed: kernels slept, ran on a GPU, or an older program.
     """
 
     case: Case

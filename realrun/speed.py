@@ -7,7 +7,6 @@ probed. Reading needs no torch.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import TypeAlias
 
 from co2sim.case import Case, preferred_precision
@@ -69,17 +68,21 @@ def _beside(span: Span, busy: Sequence[tuple[Seconds, Seconds]]) -> bool:
     return last >= 0 and busy[last][1] > span.start
 
 
-def slowest(flops: Flops, ranks: Sequence[Sequence[Seconds]]) -> FlopsPerSecond | None:
+def slowest(flops: Flops, ranks: Sequence[Sequence[Seconds]], lag: int) -> FlopsPerSecond | None:
     """From the time of a product of `flops` in each round of each rank; None if one made none.
 
-    Every round is as slow as its slowest rank; over rounds times are averaged, as a run adds them.
+    A rank begins a round when all have ended the one `lag` rounds before the last, as schedules do
+    whose averages arrive so late: without lag each round is as slow as its slowest rank, and with
+    it a rank that was slow may catch up.
     """
     rounds = min(map(len, ranks))
     if not rounds:
         return None
-    return flops / fmean(
-        max(times) for times in zip(*(one[-rounds:] for one in ranks), strict=True)
-    )
+    ends = [[0.0] * len(ranks)] * (1 + lag)
+    for times in zip(*(one[-rounds:] for one in ranks), strict=True):
+        met = max(ends[-1 - lag])
+        ends.append([max(end, met) + time for end, time in zip(ends[-1], times, strict=True)])
+    return flops * rounds / max(ends[-1])
 
 
 def beside(speed: FlopsPerSecond, gpu: GPU, precision: str) -> float:

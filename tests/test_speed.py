@@ -27,8 +27,19 @@ def attained(share: float, run: Record) -> float:
 
 def test_the_slowest_rank_counts_and_times_are_averaged() -> None:
     """100 FLOP in 1 and 3 s on the slowest of two ranks; where one timed nothing, none counts."""
-    assert slowest(100, [[9.0, 1.0, 2.0], [0.5, 3.0]]) == 50
-    assert slowest(100, [[], [1.0]]) is None
+    assert slowest(100, [[9.0, 1.0, 2.0], [0.5, 3.0]], 0) == 50
+    assert slowest(100, [[], [1.0]], 0) is None
+
+
+def test_who_was_slow_catches_up_where_averages_arrive_late() -> None:
+    """Two ranks are slow in turn. Without lag all rounds are; a lag of one makes up for one."""
+    assert slowest(100, [[3.0, 1.0], [1.0, 3.0]], 0) == 200 / 6
+    assert slowest(100, [[3.0, 1.0], [1.0, 3.0]], 1) == 200 / 4
+    three = [[3.0, 3.0, 3.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 3.0, 3.0, 3.0]]
+    assert slowest(100, three, 0) == 600 / 18
+    assert slowest(100, three, 1) == 600 / 15
+    assert slowest(100, three, 2) == slowest(100, three, 3) == 600 / 12
+    assert slowest(100, [[3.0, 3.0], [1.0, 1.0]], 1) == 200 / 6
 
 
 def test_products_beside_communication_are_left_out() -> None:
