@@ -7,6 +7,7 @@ the same answer. Sizes and kinds take turns, several times, since the speed of m
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from statistics import median, stdev
 from typing import TypeVar
@@ -273,11 +274,11 @@ def _slowdown(
     collectives: Sequence[Sample],
 ) -> Slowdown:
     """How much longer a kernel takes while all-reduces of its rank follow one another, and they."""
-    kernel = min(kernels, key=_from_20_ms)
+    kernel = min(kernels, key=partial(_away, 0.02))
     reduces = [s for s in collectives if s.work.kind is Kind.ALL_REDUCE and s.work.group == WORLD]
-    reduce = min(reduces, key=_from_20_ms)
+    reduce = min(reduces, key=partial(_away, 0.1))  # short ones slow kernels more, for less time
     schedule = overlapped(kernel.work, reduce.work, kernel.seconds / reduce.seconds)
-    traces = _execute(world, _Task("", schedule, _burn(world, precision), 3))
+    traces = _execute(world, _Task("", schedule, _burn(world, precision), 5))
     found = [slowdown(trace) for trace in traces]
     middle = (
         Slowdown(median(one.compute for one in found), median(one.communication for one in found))
@@ -287,5 +288,5 @@ def _slowdown(
     return _shared(world, middle)
 
 
-def _from_20_ms(sample: Sample | ComputeSample) -> float:
-    return abs(math.log(sample.seconds / 0.02))
+def _away(wanted: Seconds, sample: Sample | ComputeSample) -> float:
+    return abs(math.log(sample.seconds / wanted))
