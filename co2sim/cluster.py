@@ -165,7 +165,8 @@ class Cluster:
 
     `intra` is one GPU's link to the others of its node, `inter` all NICs of one node together,
     `wan` the uplink of one site. `interference` is the fraction by which compute slows down while
-    communication of the same rank is in flight. `channels` is how many rings NCCL spreads a buffer
+    communication of the same rank is in flight, and `call_interference` what each collective takes
+    from compute on top of that, as it starts. `channels` is how many rings NCCL spreads a buffer
     over: twice what it finds (src/graph/connect.cc), at least one for every network card.
     `network_overhead` is what the host of a node needs to post a message (`protocols`), and
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
@@ -199,6 +200,7 @@ class Cluster:
     protocols: Protocols = "simple"
     network_overhead: Time = 0.0
     interference: Slowdown = 0.0
+    call_interference: Time = 0.0
     node_spread: Spread = 0.0
     step_spread: Spread = 0.0
     call_overhead: Time = 0.0
@@ -248,6 +250,11 @@ class Cluster:
             raise OptionError(
                 f"{self.name}: {self.nodes} nodes do not divide into {self.sites} equal sites"
             )
+
+    @property
+    def interferes(self) -> bool:
+        """Whether communication slows the compute of its ranks down."""
+        return self.interference > 0 or self.call_interference > 0
 
     @property
     def layout(self) -> Layout:

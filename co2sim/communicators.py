@@ -9,6 +9,7 @@ from typing import TypeAlias
 import simpy
 from simpy.events import EventPriority
 
+from co2sim.instants import Calls
 from co2sim.lowering import NOTHING, Communicator, Lowered
 from co2sim.network import Network
 from co2sim.schedule import Group
@@ -32,7 +33,8 @@ class _Queue:
 class Meetings:
     """All communicators of a simulation, and the network below them.
 
-    `in_flight` counts the collectives under way on each class of ranks, where that slows compute.
+    `in_flight` counts the collectives under way on each class of ranks, where that slows compute,
+    and `calls` those that have begun, where each takes some of it.
     """
 
     def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
@@ -44,6 +46,7 @@ class Meetings:
         self._size = len(lowered.schedule.body)
         classes = range(len(lowered.classes))
         self.in_flight = [0 for _ in classes]
+        self.calls = [Calls() for _ in classes]
         self._changed: list[simpy.Event | None] = [None for _ in classes]
         self._computing = {lowered.folding.node(index): 0 for index in classes}
         self._busy = dict.fromkeys(self._computing, False)
@@ -119,7 +122,7 @@ class Meetings:
                 transfer.host,
             )
 
-        self._count(communicator, 1)
+        self._count(communicator, 1, call=takes_time)
         wait = self._hosts.begin(self._env.now) if on_hosts else 0.0
         if wait:
             awake = self._env.timeout(wait)
@@ -141,20 +144,24 @@ class Meetings:
     # --- communication and computing slow each other down -----------------------------------------
 
     def change(self, index: int) -> simpy.Event:
-        """An event at which a class has communication in flight, or none any more."""
+        """An event at which what slows the compute of a class down may be another."""
         event = self._changed[index] or self._env.event()
         self._changed[index] = event
         return event
 
-    def _count(self, communicator: Communicator, change: int) -> None:
+    def _count(self, communicator: Communicator, change: int, *, call: bool = False) -> None:
         """Count collectives in flight on the members, and tell who computes there."""
-        if not self._lowered.cluster.interference:
+        cluster = self._lowered.cluster
+        if not cluster.interferes:
             return
+        call = call and cluster.call_interference > 0
         for index in communicator.members:
             was = self.in_flight[index] > 0
             self.in_flight[index] += change
+            if call:
+                self.calls[index].begin(self._env.now)
             event = self._changed[index]
-            if event is not None and was != (self.in_flight[index] > 0):
+            if event is not None and (call or was != (self.in_flight[index] > 0)):
                 event.succeed()
                 self._changed[index] = None
 

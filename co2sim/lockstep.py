@@ -87,7 +87,7 @@ def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Ti
     """Starts and ends of all rounds. Raises Overtaken where that takes a simulation."""
     alone = len(lowered.classes) == 1
     sharing = shared_works(lowered)
-    slows = lowered.contend and lowered.cluster.interference > 0
+    slows = lowered.contend and lowered.cluster.interferes
     if alone and not lowered.class_factors and lowered.steady:
         if sharing or slows:
             return single_class.run(lowered, sharing, progress)

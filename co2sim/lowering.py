@@ -181,7 +181,7 @@ def lower(
         if noise.jitter
         else None,
         contend=not free
-        and bool(cluster.interference or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)),
+        and (cluster.interferes or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)),
     )
 
 

@@ -18,6 +18,7 @@ from co2sim.cluster import Cluster
 from co2sim.communicators import Meetings
 from co2sim.errors import OptionError
 from co2sim.folding import leaves_node
+from co2sim.instants import INSTANT
 from co2sim.lowering import Lowered, Times, lower
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import Compute, Instance, Schedule
@@ -194,13 +195,18 @@ class _Simulation:
 
         The NICs of its node may attain less meanwhile.
         """
-        meetings, interference = self.meetings, self.lowered.cluster.interference
+        meetings, cluster = self.meetings, self.lowered.cluster
         meetings.occupy(index, 1)
-        if not interference:
+        if not cluster.interferes:
             yield self.env.timeout(work)
             work = 0.0
+        calls = meetings.calls[index]
+        known = calls.before(self.env.now)
         while work > 0:
-            pace = 1.0 / (1.0 + interference) if meetings.in_flight[index] else 1.0
+            if work > INSTANT:  # what ends as a collective begins has ended
+                work += (calls.count - known) * cluster.call_interference
+            known = calls.count
+            pace = 1.0 / (1.0 + cluster.interference) if meetings.in_flight[index] else 1.0
             started, done = self.env.now, self.env.timeout(work / pace)
             yield done | meetings.change(index)
             work = 0.0 if done.processed else work - (self.env.now - started) * pace

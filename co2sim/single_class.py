@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from co2sim.flows import LAST, Agenda, FairLinks, Flow
+from co2sim.instants import INSTANT, Calls
 from co2sim.lowering import Lowered, Times, Transfer
 from co2sim.schedule import Collective, Group
 from co2sim.units import Seconds
@@ -100,12 +101,14 @@ class _OneClass:
         self.total = self.before + lowered.rounds * self.size
         self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
         self.ends[: self.before] = [0.0] * self.before  # what the first rounds wait for
-        self.slows = lowered.contend and lowered.cluster.interference > 0
+        self.slows = lowered.contend and lowered.cluster.interferes
         self.streams = _streams(lowered, sharing, self.before, slows=self.slows)
         self.waiting: dict[int, list[_Track]] = {}
         self.agenda = Agenda()
         self.links = FairLinks(lowered, self.agenda, self._done)
         self.pace = 1.0 / (1.0 + lowered.cluster.interference)
+        self.call = lowered.cluster.call_interference
+        self.calls = Calls()
         self.in_flight = 0
         self.slowed: list[_Pending] = []
 
@@ -207,25 +210,32 @@ class _OneClass:
     def _start(self, now: Seconds, task: _Pending) -> None:
         assert task.work.transfer
         if self.slows:
-            self._count(now, 1)
+            takes_time = task.work.transfer.solo > 0 or task.work.transfer.latency > 0
+            self._count(now, 1, self.call if takes_time else 0.0)
         self.links.transfer(now, task, task.work.transfer)
 
     # --- communication and computing slow each other down -----------------------------------------
 
-    def _count(self, now: Seconds, change: int) -> None:
-        """Count collectives in flight; computing is slower while there are any."""
+    def _count(self, now: Seconds, change: int, call: Seconds = 0.0) -> None:
+        """Count collectives in flight; computing is slower beside them, and as one starts."""
         before, self.in_flight = self.in_flight > 0, self.in_flight + change
-        if before != (self.in_flight > 0):
+        if call:
+            self.calls.begin(now)
+        if call or before != (self.in_flight > 0):
             for task in self.slowed:
-                self._go_on(now, task)
+                self._go_on(now, task, call)
 
     def _compute(self, now: Seconds, task: _Pending, _: int) -> None:
         self.links.occupy(now, 1)
         self.slowed.append(task)
-        self._go_on(now, task)
+        self._go_on(now, task, (self.calls.count - self.calls.before(now)) * self.call)
 
-    def _go_on(self, now: Seconds, task: _Pending) -> None:
-        end = task.set_rate(now, self.pace if self.in_flight else 1.0)
+    def _go_on(self, now: Seconds, task: _Pending, call: Seconds = 0.0) -> None:
+        pace = self.pace if self.in_flight else 1.0
+        end = task.set_rate(now, pace)
+        if task.left > INSTANT:  # what ends as a collective begins has ended
+            task.left += call
+            end += call / pace
         self.agenda.at(end, self._computed, task, task.version)
 
     def _computed(self, now: Seconds, task: _Pending, version: int) -> None:

@@ -122,6 +122,7 @@ def test_free_communication_always_runs_in_lockstep(strategy: str, noise: Noise)
     ("strategy", "changes"),
     [
         ("ddp", {"interference": 0.3}),
+        ("ddp", {"call_interference": 1e-4}),
         ("co2(tau=2,worker=node,inner=zero3)", {}),
         ("co2(tau=2,worker=node,average=leader)", {}),
     ],

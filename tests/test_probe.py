@@ -39,7 +39,7 @@ from co2sim.units import parse
 from realrun.probe import fit
 from realrun.probe.cluster_file import quantity, to_toml
 from realrun.probe.hosts import fit_bursts, fit_hosts, passes
-from realrun.probe.processor import fit_gpu
+from realrun.probe.processor import fit_gpu, interference
 from realrun.probe.residuals import fit_line, residuals, scatter
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import PAUSE, USE, before, durations, groups, slowdown, sweep
@@ -61,6 +61,14 @@ PROCESSOR = GPU(
     efficiency=((2e6, 0.25), (8e6, 0.5), (32e6, 1.0)),
     launch_overhead=1.5e-6,
 )
+
+
+def beside(seconds: float, share: float = 0.2, call: float = 1e-3) -> Slowdown:
+    """Of kernels, from which an all-reduce takes so much; it takes 1.6 times as long itself."""
+    return Slowdown(1 / (1 - share - call / seconds), 1.6, seconds)
+
+
+BESIDE = beside(0.003), beside(0.1)
 
 
 def true(layout: Layout, backend: Backend) -> Cluster:
@@ -103,7 +111,7 @@ def measured(layout: Layout, backend: Backend = "gloo", *, kernels: bool = True)
         copies=tuple(ComputeSample(work, compute_time(work, PROCESSOR, "fp32")) for work in copies),
         launch=PROCESSOR.launch_overhead,
         handover=20e-6,
-        slowdown=Slowdown(1.25, 1.6) if kernels and layout.world_size > 1 else None,
+        slowdowns=BESIDE if kernels and layout.world_size > 1 else (),
     )
 
 
@@ -250,7 +258,8 @@ def test_the_file_says_what_was_fitted(layout: Layout, backend: Backend, tmp_pat
     found = loaded.value
     assert found.name == 'our "own" \\ cluster, Zürich'
     assert (found.layout, found.backend, found.communicators) == (layout, backend, "stream")
-    assert found.interference == pytest.approx(0.25)
+    assert found.interference == pytest.approx(0.25, rel=1e-3)
+    assert found.call_interference == pytest.approx(1e-3, rel=1e-3)
     busy = 1 / 1.6 if layout.nodes > 1 else 1.0
     assert found.inter.busy_efficiency == pytest.approx(busy, rel=2e-3)
     assert found.gpu.name == PROCESSOR.name
@@ -368,6 +377,28 @@ def test_slowdown_compares_kernels_inside_communication_with_those_alone() -> No
     found = slowdown(trace)
     assert found.compute == pytest.approx(1.5)
     assert found.communication == pytest.approx(1.5)  # 2 s and 1 s, for 1 s alone
+    assert found.seconds == pytest.approx(1.5)
+
+
+@given(st.floats(0.0, 0.5), st.floats(0.0, 1e-3), st.floats(0.002, 0.01), st.floats(0.05, 1.0))
+def test_a_short_and_a_long_collective_tell_calls_from_bytes(
+    share: float, call: float, short: float, long: float
+) -> None:
+    """What each took from kernels gives the share of time and the time of a call back."""
+    found, each = interference([beside(short, share, call), beside(long, share, call)])
+    assert found / (1 + found) == pytest.approx(share, abs=1e-9)
+    assert each == pytest.approx(call, abs=1e-9)
+
+
+def test_kernels_are_never_said_to_be_faster_beside_communication() -> None:
+    """Noise gives no negative number; of one collective, all of it is a share of its time."""
+    faster = Slowdown(0.9, 1.0, 0.003), Slowdown(0.8, 1.0, 0.1)
+    assert interference(faster) == (0.0, 0.0)
+    assert interference([Slowdown(1.5, 1.0, 0.1)]) == (pytest.approx(0.5), 0.0)
+    long_is_worse = Slowdown(1.0, 1.0, 0.003), Slowdown(1.5, 1.0, 0.1)
+    assert interference(long_is_worse) == (pytest.approx(0.5), 0.0)
+    few, many = interference((Slowdown(3.0, 1.0, 0.003), Slowdown(1.0, 1.0, 0.1)))
+    assert (few, many) == (0.0, pytest.approx(0.002))
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 1), Layout(2, 2)], ids=str)

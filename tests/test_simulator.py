@@ -215,11 +215,12 @@ def test_a_symmetric_cluster_folded_and_unfolded_gives_the_same_trace(
     [
         {"backend": "gloo"},
         {"interference": 0.3},
+        {"call_interference": 1e-5},
         {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
         {"all_reduce": "hierarchical"},
         {"sites": 2, "wan": Link(1e8, 1e-5)},
     ],
-    ids=["gloo", "interference", "busy", "hierarchical", "sites"],
+    ids=["gloo", "interference", "calls", "busy", "hierarchical", "sites"],
 )
 def test_folding_holds_for_every_kind_of_cluster(
     strategy: str, changes: Mapping[str, object]
@@ -410,6 +411,26 @@ def test_interference_counts_once_however_many_are_in_flight() -> None:
     # "three" computes too: 1 s, then 2 s of work at 1/1.25 take 2.5 s, so y is on 3.5-9.5 s
     assert found["y"] == pytest.approx(9.5)
     assert found["work"] == pytest.approx(9.5 + (10 - 1 - 8.5 / 1.25))
+
+
+def test_each_collective_takes_its_time_from_the_compute_beside_it() -> None:
+    """0.5 s each: x begins with 10 s of compute and y within. As z begins, they have ended.
+
+    With interference the 6 s of x and of y, 0.4 s apart, slow it down besides.
+    """
+    link = Link(1e40, 3.0)  # two ring steps over three nodes: 6 s
+    body = (
+        transfer("x", 1, stream="a"),
+        seconds("work", 10.0),
+        seconds("half", 0.4, After("x"), stream="a"),
+        transfer("y", 1, After("half"), stream="a"),
+        transfer("z", 1, After("work"), stream="b"),
+    )
+    plain = tiny.cluster(3, 1, inter=link, call_interference=0.5, backend="gloo")
+    assert ends(run(Schedule("s", body), plain))["work"] == pytest.approx(11.0)
+    found = ends(run(Schedule("s", body), replace(plain, interference=0.25)))
+    assert found["y"] == pytest.approx(12.4)
+    assert found["work"] == pytest.approx(12.4 + (11.0 - 0.4 - 12.0 / 1.25))
 
 
 def test_nics_of_a_node_that_computes_attain_a_fraction() -> None:

@@ -88,6 +88,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
             "backend": st.sampled_from(["nccl", "gloo"]),
             "communicators": st.sampled_from(["group", "stream"]),
             "interference": st.sampled_from([0.0, 0.4]),
+            "call_interference": st.sampled_from([0.0, 0.03]),
         }
     ),
     st.sampled_from([1.0, 0.7]),

@@ -21,6 +21,7 @@ UNITS: dict[str, Unit] = {
     "latency": "s",
     "burst": "B",
     "burst_bandwidth": "B/s",
+    "call_interference": "s",
     "call_overhead": "s",
     "wake_up": "s",
     "network_overhead": "s",

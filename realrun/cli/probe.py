@@ -263,10 +263,11 @@ def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> 
         ("overhead of an op", duration(measured.launch)),
         ("more if it waits for another stream", duration(measured.handover)),
     ]
-    if measured.slowdown is not None:
+    for one in measured.slowdowns:
+        size = duration(one.seconds)
         others += [
-            ("kernel under all-reduces, times as long", f"{measured.slowdown.compute:.2f}"),
-            ("all-reduce under kernels, times as long", f"{measured.slowdown.communication:.2f}"),
+            (f"kernel under all-reduces of {size}, times as long", f"{one.compute:.2f}"),
+            (f"all-reduce of {size} under kernels, times as long", f"{one.communication:.2f}"),
         ]
     print_table(out, "other", ("figure", "value"), others)
 

@@ -8,6 +8,7 @@ from co2sim.cluster import GPU, Link
 from co2sim.errors import OptionError
 from co2sim.units import Bytes, Unit, duration
 from realrun.probe.fit import Fitted
+from realrun.probe.processor import interference
 from realrun.probe.samples import Measured
 
 NOTHING = (
@@ -56,7 +57,7 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
     if fitted.hosts:
         source = "the nodes of a lab are one machine, which serves all collectives in flight"
         yield _fact("hosts", _text("shared"), source)
-    yield _interference(measured, kernels=fitted.processor is not None)
+    yield from _interference(measured, kernels=fitted.processor is not None)
     if fitted.hosts and fitted.hosts.call_overhead:
         source = "fitted to collectives that pass at once with the bursts that the lab states"
         yield _fact("call_overhead", _text(quantity(fitted.hosts.call_overhead, "s")), source)
@@ -100,22 +101,28 @@ def _scatter(fitted: Fitted, gpu: str | None) -> Iterator[str]:
     yield _fact("communication", f"{fitted.communication_scatter:.4f}", f"{why} {passes}")
 
 
-def _interference(measured: Measured, *, kernels: bool) -> str:
-    if measured.slowdown is not None:
-        times = measured.slowdown.compute
-        value = max(0.0, times - 1)
-        source = (
-            f"a kernel takes {times:.3g} times as long while all-reduces of its rank follow one"
-            " another"
+def _interference(measured: Measured, *, kernels: bool) -> Iterator[str]:
+    if measured.slowdowns:
+        beside = " and ".join(
+            f"{one.compute:.3g} beside those of {quantity(one.seconds, 's')}"
+            for one in measured.slowdowns
         )
-        return _fact("interference", f"{value:.3g}", source)
+        source = f"times as long as a kernel takes beside all-reduces of its rank: {beside}"
+        value, call = interference(measured.slowdowns)
+        yield _fact("interference", f"{value:.3g}", source)
+        if call:
+            why = "from the same: what each collective takes from kernels besides"
+            yield _fact("call_interference", _text(quantity(call, "s")), why)
+        return
     if kernels:
         source = "not measured: a single rank has nobody to communicate with"
-        return _fact("interference", "0", source, assumed=True)
+        yield _fact("interference", "0", source, assumed=True)
+        return
     source = "not measured: no kernel was run (--gpu)"
     if measured.backend == "gloo":
-        return _fact("interference", "0", f"{source}; kernels that sleep use no processor")
-    return _fact("interference", "0", source, assumed=True)
+        yield _fact("interference", "0", f"{source}; kernels that sleep use no processor")
+        return
+    yield _fact("interference", "0", source, assumed=True)
 
 
 def _processor(measured: Measured, gpu: GPU) -> Iterator[str]:
@@ -199,8 +206,8 @@ def _links(measured: Measured, fitted: Fitted) -> Iterator[str]:
         yield _fact(
             "latency", _text(quantity((link or other).latency, "s")), source, assumed=link is None
         )
-        if place == "inter" and link and measured.slowdown:
-            times = measured.slowdown.communication
+        if place == "inter" and link and measured.slowdowns:
+            times = measured.slowdowns[-1].communication
             source = (
                 f"an all-reduce takes {times:.3g} times as long while kernels run at the same time"
             )

@@ -123,10 +123,10 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         if isinstance(work, Collective) and work.buffer == SWEPT
     )
     compute = {name: _samples(works, seconds, drifts, f"{name} ") for name in plan.precisions}
-    slower = None
+    slower: tuple[Slowdown, ...] = ()
     if plan.precisions and world.layout.world_size > 1:
         say("compute and communication side by side")
-        slower = _slowdown(world, plan.precisions[0], compute[plan.precisions[0]], collectives)
+        slower = _slowdowns(world, plan.precisions[0], compute[plan.precisions[0]], collectives)
     launch = _middle(seconds, "empty ")
     return Measured(
         layout=world.layout,
@@ -138,7 +138,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
         copies=_samples(works, seconds, drifts, "copy "),
         launch=launch,
         handover=max(0.0, _middle(seconds, "crossing ") - launch),
-        slowdown=slower,
+        slowdowns=slower,
     )
 
 
@@ -267,25 +267,31 @@ def _middle(seconds: dict[str, Seconds], prefix: str) -> Seconds:
     return median(time for op, time in seconds.items() if op.startswith(prefix))
 
 
-def _slowdown(
+_SHORT_AND_LONG: tuple[Seconds, Seconds] = (0.003, 0.1)
+"""Of all-reduces: calls count in short ones, and in long ones bytes."""
+
+
+def _slowdowns(
     world: World,
     precision: str,
     kernels: Sequence[ComputeSample],
     collectives: Sequence[Sample],
-) -> Slowdown:
-    """How much longer a kernel takes while all-reduces of its rank follow one another, and they."""
+) -> tuple[Slowdown, ...]:
+    """How much longer kernels take while all-reduces of their rank follow one another, and they."""
     kernel = min(kernels, key=partial(_away, 0.02))
     reduces = [s for s in collectives if s.work.kind is Kind.ALL_REDUCE and s.work.group == WORLD]
-    reduce = min(reduces, key=partial(_away, 0.1))  # short ones slow kernels more, for less time
-    schedule = overlapped(kernel.work, reduce.work, kernel.seconds / reduce.seconds)
-    traces = _execute(world, _Task("", schedule, _burn(world, precision), 5))
-    found = [slowdown(trace) for trace in traces]
-    middle = (
-        Slowdown(median(one.compute for one in found), median(one.communication for one in found))
-        if found
-        else Slowdown(1.0, 1.0)
-    )
-    return _shared(world, middle)
+    chosen = [min(reduces, key=partial(_away, seconds)) for seconds in _SHORT_AND_LONG]
+    found = []
+    for reduce in dict.fromkeys(chosen):
+        schedule = overlapped(kernel.work, reduce.work, kernel.seconds / reduce.seconds)
+        traces = _execute(world, _Task("", schedule, _burn(world, precision), 5))
+        ranks = [slowdown(trace) for trace in traces]
+        middle = [
+            median(getattr(one, name) for one in ranks) if ranks else 1.0
+            for name in ("compute", "communication", "seconds")
+        ]
+        found.append(_shared(world, Slowdown(*middle)))
+    return tuple(found)
 
 
 def _away(wanted: Seconds, sample: Sample | ComputeSample) -> float:

@@ -1,10 +1,10 @@
 """From measured times of kernels to the numbers of a processor: pure functions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from co2sim.cluster import GPU
 from co2sim.units import Flops, FlopsPerSecond, Seconds
-from realrun.probe.samples import ComputeSample, Measured
+from realrun.probe.samples import ComputeSample, Measured, Slowdown
 
 _LEAST_SHARE = 0.1  # of a kernel's time is not launch overhead; if it seems so, that is noise
 
@@ -39,6 +39,21 @@ def fit_gpu(measured: Measured) -> GPU | None:
         tuple((flops, speed / peak[first]) for flops, speed in found[first].items()),
         launch_overhead=launch,
     )
+
+
+def interference(slowdowns: Sequence[Slowdown]) -> tuple[float, Seconds]:
+    """By which fraction compute slows down beside communication, and what each call takes besides.
+
+    A collective of `seconds` takes call + share x seconds from the kernels beside it, so that they
+    take 1 / (1 - share) times as long but for the call. Short and long collectives tell them apart.
+    """
+    lost = [(one.seconds, one.seconds * max(0.0, 1 - 1 / one.compute)) for one in slowdowns]
+    (short, few), (long, many) = min(lost), max(lost)
+    share, call = many / long, 0.0
+    if long > short and few / short > share:
+        share = max(0.0, (many - few) / (long - short))
+        call = few - share * short
+    return share / (1 - share), call
 
 
 def _net(sample: ComputeSample, launch: Seconds) -> Seconds:

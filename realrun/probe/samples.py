@@ -42,11 +42,12 @@ class Slowdown:
     """How many times as long an op takes while the other kind runs as it takes alone.
 
     `compute`: a kernel during all-reduces of its rank. `communication`: an all-reduce during
-    kernels.
+    kernels, which takes `seconds` then.
     """
 
     compute: float
     communication: float
+    seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Measured:
     `machine` describes the hardware, `memory` is that of one rank. `compute` has samples by
     precision, `copies` those that only move memory; both are empty when no kernel was run. `launch`
     is the time of an empty op, `handover` what it takes in addition when it waits for another
-    stream. `slowdown` is None if it was not measured.
+    stream. `slowdowns` are those of a short all-reduce and a long one, where they were measured.
     """
 
     layout: Layout
@@ -68,7 +69,7 @@ class Measured:
     copies: tuple[ComputeSample, ...]
     launch: Seconds
     handover: Seconds
-    slowdown: Slowdown | None
+    slowdowns: tuple[Slowdown, ...]
 
 
 def by_kind(samples: Iterable[Sample]) -> dict[tuple[Group, Kind], list[Sample]]:

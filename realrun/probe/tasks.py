@@ -161,7 +161,8 @@ def slowdown(trace: Trace) -> Slowdown:
         kernels[1].extend(_times(s for s in rows["under"] if _within(s, began)))
         reduces[0].extend(_times(s for s in rows["reduce"] if s.start >= ended[1]))
         reduces[1].extend(_times(s for s in rows["reduce"] if _within(s, ended)))
-    return Slowdown(_ratio(*kernels), _ratio(*reduces))
+    under = reduces[1] or _times(s for s in trace.spans if s.op.startswith("reduce"))
+    return Slowdown(_ratio(*kernels), _ratio(*reduces), median(under))
 
 
 def _extent(spans: Sequence[Span]) -> tuple[Seconds, Seconds]:
