@@ -2,7 +2,8 @@
 
 Gloo's own reduce_scatter sends a whole all-reduce, its broadcast a tree, and a large message each
 way between two ranks goes one way after the other (torch 2.13). Here buffers travel in segments,
-around the ring or pairwise. A receive is posted before its data can come, or about when it does.
+around the ring or pairwise. A receive is posted before its data can come, or about when it does,
+and bytes flow before everything is posted.
 
 Tensors are flat and contiguous; parts are equal.
 """
@@ -38,18 +39,6 @@ class Exchange:
         """Receive from the member at place `source`, without waiting."""
         return self._at.group.recv([tensor], source, tag)
 
-    def swap(self, given: Tensor, taken: Tensor) -> list[dist.Work]:
-        """Send a part to the next member while that of the previous one comes; its receives.
-
-        Segment by segment: bytes flow before everything is posted.
-        """
-        receives = []
-        pieces = zip(_tagged(0, given), segments(taken), strict=True)
-        for (tag, piece), into in pieces:
-            receives.append(self.receive(into, self._at.previous, tag))
-            self.send(piece, self._at.next, tag)
-        return receives
-
     def wait(self, work: dist.Work) -> None:
         """Wait for one message."""
         left = max(0.001, self._limit - time.monotonic())
@@ -71,22 +60,18 @@ def all_gather(source: Tensor, result: Tensor, at: RankCommunicator, deadline: S
     """Fill `result` with every member's `source`, in order of the members."""
     n, me = len(at.members), at.me
     parts = result.view(n, -1)
+    gives = [segments(source), *(segments(parts[(me - step) % n]) for step in range(1, n))]
     exchange = Exchange(at, deadline)
-    receives = [exchange.swap(source, parts[at.previous])]
-    receives += [
-        [
-            exchange.receive(piece, at.previous, tag)
-            for tag, piece in _tagged(step, parts[(me - 1 - step) % n])
-        ]
-        for step in range(1, n - 1)
-    ]
-    parts[me].copy_(source)  # while the messages are on their way
-    for step in range(1, n - 1):
-        for number, (tag, piece) in enumerate(_tagged(step, parts[(me - step) % n])):
-            exchange.wait(receives[step - 1][number])
-            exchange.send(piece, at.next, tag)
-    for work in receives[-1]:
-        exchange.wait(work)
+    receives: dict[tuple[int, int], dist.Work] = {}
+    for step, number in _along(n - 1, len(gives[0])):
+        tag = _tag(step, number)
+        receives[step, number] = exchange.receive(gives[step + 1][number], at.previous, tag)
+        if step:
+            exchange.wait(receives[step - 1, number])
+        exchange.send(gives[step][number], at.next, tag)
+    parts[me].copy_(source)  # while the last messages are on their way
+    for number in range(len(gives[0])):
+        exchange.wait(receives[n - 2, number])
     exchange.finish()
 
 
@@ -94,21 +79,22 @@ def reduce_scatter(source: Tensor, result: Tensor, at: RankCommunicator, deadlin
     """Fill `result` with this member's part of the sum; `source` is left with partial sums."""
     n, me = len(at.members), at.me
     parts = source.view(n, -1)
-    received = at.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
+    room = at.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
+    received = [segments(new) for new in room]
+    own = [segments(parts[(me - 1 - step) % n]) for step in range(n)]
+    totals = [*own[:-1], segments(result)]
     exchange = Exchange(at, deadline)
-    receives = [exchange.swap(parts[at.previous], received[0])]
-    receives += [
-        [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(step, received[step])]
-        for step in range(1, n - 1)
-    ]
-    for step in range(1, n):
-        own = segments(parts[(me - 1 - step) % n])
-        total = own if step < n - 1 else segments(result)
-        for number, new in enumerate(segments(received[step - 1])):
-            exchange.wait(receives[step - 1][number])
-            torch.add(own[number], new, out=total[number])
-            if step < n - 1:
-                exchange.send(total[number], at.next, _tag(step, number))
+    receives: dict[tuple[int, int], dist.Work] = {}
+    for step, number in _along(n, len(own[0])):
+        tag = _tag(step, number)
+        if step < n - 1:
+            receives[step, number] = exchange.receive(received[step][number], at.previous, tag)
+        if step:
+            exchange.wait(receives[step - 1, number])
+            new = received[step - 1][number]
+            torch.add(own[step][number], new, out=totals[step][number])
+        if step < n - 1:
+            exchange.send(totals[step][number], at.next, tag)
     exchange.finish()
 
 
@@ -168,6 +154,17 @@ def reduce(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -
         if not last:
             exchange.send(piece, at.next, tag)
     exchange.finish()
+
+
+def _along(steps: int, count: int) -> Iterator[tuple[int, int]]:
+    """Steps around a ring and numbers of segments, so that all segments are on their way at once.
+
+    A segment makes a step while the next one makes that before, as in NCCL. With one step after the
+    other for all segments, members behind a slow link would end when two thirds have crossed it.
+    """
+    for turn in range(steps + count - 1):
+        for step in range(max(0, turn - count + 1), min(steps, turn + 1)):
+            yield step, turn - step
 
 
 def _tagged(step: int, part: Tensor) -> Iterator[tuple[int, Tensor]]:
