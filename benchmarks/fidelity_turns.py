@@ -121,7 +121,7 @@ class Job:
             copies=(samples[-1],),
             launch=cluster.gpu.launch_overhead,
             handover=0.0,
-            slowdown=None,
+            slowdowns=(),
         )
         gpu = fit_gpu(measured)
         assert gpu is not None

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import simpy
 from simpy.events import EventPriority
 
-from co2sim.instants import Calls
+from co2sim.instants import Begun
 from co2sim.lowering import NOTHING, Communicator, Lowered
 from co2sim.network import Network
 from co2sim.schedule import Group
@@ -46,7 +46,7 @@ class Meetings:
         self._size = len(lowered.schedule.body)
         classes = range(len(lowered.classes))
         self.in_flight = [0 for _ in classes]
-        self.calls = [Calls() for _ in classes]
+        self.calls = [Begun() for _ in classes]
         self._changed: list[simpy.Event | None] = [None for _ in classes]
         self._computing = {lowered.folding.node(index): 0 for index in classes}
         self._busy = dict.fromkeys(self._computing, False)

@@ -12,7 +12,7 @@ INSTANT: Seconds = 1e-9
 
 
 @dataclass(eq=False, slots=True)
-class Calls:
+class Begun:
     """The collectives of a rank, each of which takes some time from the compute beside it.
 
     One that begins as a compute begins is beside it, whichever is heard of first.

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 
 from co2sim.flows import LAST, Agenda, FairLinks, Flow
-from co2sim.instants import INSTANT, Calls
+from co2sim.instants import INSTANT, Begun
 from co2sim.lowering import Lowered, Times, Transfer
 from co2sim.schedule import Collective, Group
 from co2sim.units import Seconds
@@ -108,7 +108,7 @@ class _OneClass:
         self.links = FairLinks(lowered, self.agenda, self._done)
         self.pace = 1.0 / (1.0 + lowered.cluster.interference)
         self.call = lowered.cluster.call_interference
-        self.calls = Calls()
+        self.calls = Begun()
         self.in_flight = 0
         self.slowed: list[_Pending] = []
 
