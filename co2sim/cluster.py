@@ -37,6 +37,7 @@ Communicators = Literal["group", "stream"]
 """Who has a communicator: every group, as in training frameworks, or every stream and group."""
 
 Hosts = Literal["apart", "shared"]
+"""shared: all nodes are one machine, as in a lab, whose cores serve all collectives."""
 
 Hops = Literal["pipelined", "in_turn"]
 """pipelined: a ring moves data inside nodes and between them at once. in_turn: one after the

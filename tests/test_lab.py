@@ -457,10 +457,10 @@ world.leave()
 @pytest.mark.dist
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(("asked", "policy"), [("0", "SCHED_BATCH"), ("1", "SCHED_FIFO")])
-def test_a_message_does_not_wait_for_a_kernel(
+def test_threads_of_gloo_come_first(
     monkeypatch: pytest.MonkeyPatch, asked: str, policy: str
 ) -> None:
-    """Threads of Gloo come first, unless REALRUN_REALTIME is 0; who computes does not."""
+    """As long as REALRUN_REALTIME is not 0; the thread that computes does not."""
     monkeypatch.setitem(ENVIRONMENT, REALTIME, asked)
     (line,) = output(Lab(2, 1, "1 Gbit/s"), [sys.executable, "-c", FIRST])
     assert [int(word) for word in line.split()] == [os.SCHED_OTHER, getattr(os, policy)]

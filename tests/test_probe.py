@@ -395,6 +395,9 @@ def test_kernels_are_never_said_to_be_faster_beside_communication() -> None:
     faster = Slowdown(0.9, 1.0, 0.003), Slowdown(0.8, 1.0, 0.1)
     assert interference(faster) == (0.0, 0.0)
     assert interference([Slowdown(1.5, 1.0, 0.1)]) == (pytest.approx(0.5), 0.0)
+    starved = Slowdown(43.0, 1.0, 3e-4), Slowdown(60.0, 1.0, 4e-4)
+    assert interference(starved)[0] == pytest.approx(10)
+    tiny.cluster(interference=interference(starved)[0])  # a file that says so can be read
     long_is_worse = Slowdown(1.0, 1.0, 0.003), Slowdown(1.5, 1.0, 0.1)
     assert interference(long_is_worse) == (pytest.approx(0.5), 0.0)
     few, many = interference((Slowdown(3.0, 1.0, 0.003), Slowdown(1.0, 1.0, 0.1)))

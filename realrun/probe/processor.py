@@ -6,6 +6,9 @@ from co2sim.cluster import GPU
 from co2sim.units import Flops, FlopsPerSecond, Seconds
 from realrun.probe.samples import ComputeSample, Measured, Slowdown
 
+_MOST_SHARE = (
+    10 / 11
+)  # a cluster's interference is 10 at most; short collectives leave kernels less
 _LEAST_SHARE = 0.1  # of a kernel's time is not launch overhead; if it seems so, that is noise
 
 
@@ -53,6 +56,7 @@ def interference(slowdowns: Sequence[Slowdown]) -> tuple[float, Seconds]:
     if long > short and few / short > share:
         share = max(0.0, (many - few) / (long - short))
         call = few - share * short
+    share = min(share, _MOST_SHARE)
     return share / (1 - share), call
 
 
