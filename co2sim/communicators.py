@@ -12,6 +12,7 @@ from simpy.events import EventPriority
 from co2sim.instants import Begun
 from co2sim.lowering import NOTHING, Communicator, Lowered
 from co2sim.network import Network
+from co2sim.processor import Processor
 from co2sim.schedule import Group
 from co2sim.waking import Hosts
 
@@ -33,8 +34,8 @@ class _Queue:
 class Meetings:
     """All communicators of a simulation, and the network below them.
 
-    `in_flight` counts the collectives under way on each class of ranks, where that slows compute,
-    and `calls` those that have begun, where each takes some of it.
+    `processors` say what is under way on each class of ranks, where that slows compute, and `calls`
+    counts the collectives that have begun, where each takes some of it.
     """
 
     def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
@@ -45,7 +46,8 @@ class Meetings:
         self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
         self._size = len(lowered.schedule.body)
         classes = range(len(lowered.classes))
-        self.in_flight = [0 for _ in classes]
+        interference, shared = lowered.cluster.interference, lowered.first is not None
+        self.processors = [Processor(interference, shared) for _ in classes]
         self.calls = [Begun() for _ in classes]
         self._changed: list[simpy.Event | None] = [None for _ in classes]
         self._computing = {lowered.folding.node(index): 0 for index in classes}
@@ -156,17 +158,29 @@ class Meetings:
             return
         call = call and cluster.call_interference > 0
         for index in communicator.members:
-            was = self.in_flight[index] > 0
-            self.in_flight[index] += change
+            processor = self.processors[index]
+            was = processor.in_flight > 0
+            processor.in_flight += change
             if call:
                 self.calls[index].begin(self._env.now)
-            event = self._changed[index]
-            if event is not None and (call or was != (self.in_flight[index] > 0)):
-                event.succeed()
-                self._changed[index] = None
+            if call or was != (processor.in_flight > 0):
+                self._tell(index)
 
-    def occupy(self, index: int, change: int) -> None:
-        """Count the ranks of a node that compute, and let its NICs attain less meanwhile."""
+    def _tell(self, index: int) -> None:
+        """Let the computes of a class find out how fast they go on."""
+        event = self._changed[index]
+        if event is not None:
+            event.succeed()
+            self._changed[index] = None
+
+    def occupy(self, index: int, change: int, *, first: bool = False) -> None:
+        """Count computes: they may share a processor, and NICs of their node attain less meanwhile.
+
+        Those of streams that go `first` may let others stand still.
+        """
+        self.processors[index].occupy(change, first=first)
+        if self._lowered.first is not None:
+            self._tell(index)
         node, inter = self._lowered.folding.node(index), self._lowered.cluster.inter
         self._computing[node] += change
 

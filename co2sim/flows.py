@@ -4,6 +4,7 @@ Few collectives of one class are in flight at once, and the same ones meet again
 each goes is computed once for all meetings.
 """
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -65,10 +66,14 @@ class Flow:
     version: int = 0
 
     def set_rate(self, now: Seconds, rate: float) -> Seconds:
-        """Go on at another rate; when it will be done."""
-        self.left -= self.rate * (now - self.since)
+        """Go on at another rate; when it will be done, inf at a rate of 0."""
+        self.left = self.left_at(now)
         self.rate, self.since, self.version = rate, now, self.version + 1
-        return now + max(self.left, 0.0) / rate
+        return now + max(self.left, 0.0) / rate if rate else math.inf
+
+    def left_at(self, now: Seconds) -> float:
+        """What is left of it, at the same rate."""
+        return self.left - self.rate * (now - self.since)
 
 
 class FairLinks:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -25,6 +26,10 @@ _SPEED = Quantity(unit="FLOP/s", least=1)
 _WORK = Quantity(unit="FLOP", least=1)
 _ATTAINED = Quantity(most=1)
 """Of the numbers that stand in tables."""
+
+Streams = Literal["apart", "shared"]
+"""apart: streams compute beside each other at full speed. shared: they share one processor, as the
+threads of a rank share a core; see `processor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class GPU:
     peak) by rising FLOP; between entries it is interpolated over log FLOP, outside it is constant.
     Where `kernels` is known, passes over blocks are costed by it and not by `efficiency`. `tdp` is
     its thermal design power, `idle_power` what it draws while its processes wait (`power`).
+    `streams` says whether computes of several streams slow each other down.
     """
 
     name: str
@@ -89,6 +95,7 @@ class GPU:
     memory_efficiency: Fraction = 1.0
     launch_overhead: Time = 0.0
     kernels: KernelTimes | None = None
+    streams: Streams = "apart"
     tdp: Power | None = None
     idle_power: Power | None = None
 

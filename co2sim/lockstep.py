@@ -87,12 +87,11 @@ def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Ti
     """Starts and ends of all rounds. Raises Overtaken where that takes a simulation."""
     alone = len(lowered.classes) == 1
     sharing = shared_works(lowered)
-    slows = lowered.contend and lowered.cluster.interferes
     if alone and not lowered.class_factors and lowered.steady:
-        if sharing or slows:
+        if sharing or lowered.slows:
             return single_class.run(lowered, sharing, progress)
         return longest_path.run(lowered, progress)
-    if slows or (sharing and alone):
+    if lowered.slows or (sharing and alone):
         raise Overtaken  # one class at a time is faster in SimPy alone
     return _Run(lowered, sharing).times(progress)
 

@@ -4,6 +4,7 @@ Nothing runs here: `simulator` and `lockstep` execute what `lower` gives.
 """
 
 from collections.abc import Hashable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -18,6 +19,7 @@ from co2sim.errors import OptionError
 from co2sim.folding import Folding, RankClass, class_count
 from co2sim.folding import fold as fold_ranks
 from co2sim.noise import Noise
+from co2sim.processor import first_streams
 from co2sim.ranges import whole
 from co2sim.schedule import Collective, Compute, Group, Schedule
 from co2sim.shaping import HostShare, Shaper
@@ -85,7 +87,7 @@ class Lowered:
     for each communicator of its group; both are empty for the other kind of work. `class_factors`
     and `communicator_factors` are the factors of jitter on every instance of an op, by class and by
     communicator; None without jitter. `contend` says that communication and computing slow each
-    other down.
+    other down. `first` are the streams whose computes go first, where streams share the processor.
     """
 
     schedule: Schedule
@@ -101,6 +103,12 @@ class Lowered:
     class_factors: tuple[NDArray[np.float64], ...] | None
     communicator_factors: tuple[NDArray[np.float64], ...] | None
     contend: bool
+    first: AbstractSet[str] | None
+
+    @property
+    def slows(self) -> bool:
+        """Whether a compute may take longer than alone."""
+        return (self.contend and self.cluster.interferes) or self.first is not None
 
     @property
     def steady(self) -> bool:
@@ -182,6 +190,7 @@ def lower(
         else None,
         contend=not free
         and (cluster.interferes or (cluster.inter.busy_efficiency < 1 and cluster.nodes > 1)),
+        first=first_streams(schedule, cluster),
     )
 
 

@@ -116,7 +116,7 @@ def _check_memory(case: Case, prepared: Scheduled, rounds: int) -> int:
     rounds, ops = rounds + _further(case, prepared), len(schedule.body)
     spans = span_count(schedule, cluster, rounds=rounds, noise=noise, fold=case.fold)
     ranks = spans // (rounds * ops)
-    in_arrays = ranks > 1 and not cluster.interferes
+    in_arrays = ranks > 1 and not cluster.interferes and cluster.gpu.streams == "apart"
     given = case.rounds or (_ROUNDS_OF_JITTER if noise.jitter else 1)
     advice = {
         "fewer GPUs": cluster.layout.world_size > 1,

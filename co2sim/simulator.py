@@ -169,7 +169,7 @@ class _Simulation:
         starts, ends, waiting = spans.starts, spans.ends, spans.waiting
         slowdown, seconds = lowered.classes[index].slowdown, lowered.seconds
         factors = lowered.class_factors[index].tolist() if lowered.class_factors else None
-        size = len(lowered.schedule.body)
+        size, beside = len(lowered.schedule.body), lowered.contend or lowered.slows
         for number, _, op, waits in instances:
             for wait in waits:
                 if math.isnan(ends[wait]):
@@ -179,8 +179,9 @@ class _Simulation:
                 work = seconds[number % size] * slowdown
                 if factors:
                     work *= factors[number]
-                if work and lowered.contend:
-                    yield from self._compute(index, work)
+                if work and beside:
+                    first = lowered.first is not None and op.stream in lowered.first
+                    yield from self._compute(index, work, first=first)
                 elif work:
                     yield env.timeout(work)
             elif event := self.meetings.join(index, number, op.work.group):
@@ -190,14 +191,16 @@ class _Simulation:
             if number in waiting:
                 waiting.pop(number).succeed()
 
-    def _compute(self, index: int, work: Seconds) -> Generator[simpy.Event]:
+    def _compute(self, index: int, work: Seconds, *, first: bool) -> Generator[simpy.Event]:
         """Compute that slows down while communication of the same ranks is in flight.
 
+        Computes of other streams may slow it down, too, or let it stand still if they go `first`.
         The NICs of its node may attain less meanwhile.
         """
         meetings, cluster = self.meetings, self.lowered.cluster
-        meetings.occupy(index, 1)
-        if not cluster.interferes:
+        processor = meetings.processors[index]
+        meetings.occupy(index, 1, first=first)
+        if not self.lowered.slows:
             yield self.env.timeout(work)
             work = 0.0
         calls = meetings.calls[index]
@@ -206,8 +209,12 @@ class _Simulation:
             if work > INSTANT:  # what ends as a collective begins has ended
                 work += (calls.count - known) * cluster.call_interference
             known = calls.count
-            pace = 1.0 / (1.0 + cluster.interference) if meetings.in_flight[index] else 1.0
-            started, done = self.env.now, self.env.timeout(work / pace)
-            yield done | meetings.change(index)
+            pace = processor.pace(first=first)
+            started, changed = self.env.now, meetings.change(index)
+            if not pace and work > INSTANT:
+                yield changed
+                continue
+            done = self.env.timeout(work / (pace or 1.0))
+            yield done | changed
             work = 0.0 if done.processed else work - (self.env.now - started) * pace
-        meetings.occupy(index, -1)
+        meetings.occupy(index, -1, first=first)

@@ -18,6 +18,7 @@ import numpy as np
 from co2sim.flows import LAST, Agenda, FairLinks, Flow
 from co2sim.instants import INSTANT, Begun
 from co2sim.lowering import Lowered, Times, Transfer
+from co2sim.processor import Processor
 from co2sim.schedule import Collective, Group
 from co2sim.units import Seconds
 
@@ -38,8 +39,9 @@ class _Turns:
 class _Work:
     """What ops of a work take, and what others have to do with them.
 
-    They end after `latency + seconds`, unless the `transfer` may share, or communication makes them
-    `slowed`. `busy` says that the NICs attain less meanwhile.
+    They end after `latency + seconds`, unless the `transfer` may share, or others make them
+    `slowed`. `busy` says that the NICs attain less meanwhile, `first` that they go first on a
+    processor that streams share.
     """
 
     latency: Seconds
@@ -48,6 +50,7 @@ class _Work:
     queue: _Turns | None = None
     slowed: bool = False
     busy: bool = False
+    first: bool = False
 
 
 _Step: TypeAlias = tuple[int, tuple[int, ...], _Work, bool]
@@ -101,15 +104,14 @@ class _OneClass:
         self.total = self.before + lowered.rounds * self.size
         self.starts, self.ends = [_UNKNOWN] * self.total, [_UNKNOWN] * self.total
         self.ends[: self.before] = [0.0] * self.before  # what the first rounds wait for
-        self.slows = lowered.contend and lowered.cluster.interferes
-        self.streams = _streams(lowered, sharing, self.before, slows=self.slows)
+        self.slows = lowered.slows
+        self.streams = _streams(lowered, sharing, self.before)
         self.waiting: dict[int, list[_Track]] = {}
         self.agenda = Agenda()
         self.links = FairLinks(lowered, self.agenda, self._done)
-        self.pace = 1.0 / (1.0 + lowered.cluster.interference)
+        self.processor = Processor(lowered.cluster.interference, lowered.first is not None)
         self.call = lowered.cluster.call_interference
         self.calls = Begun()
-        self.in_flight = 0
         self.slowed: list[_Pending] = []
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
@@ -151,7 +153,7 @@ class _OneClass:
                     turn, index = turn + self.size, 0
                 if known:
                     free = ends[number] = start + work.latency + work.seconds
-                    if work.busy:
+                    if work.busy and work.seconds:
                         self._busy(stream, start, free)
                     if number in waiting:
                         woken += waiting.pop(number)
@@ -218,30 +220,42 @@ class _OneClass:
 
     def _count(self, now: Seconds, change: int, call: Seconds = 0.0) -> None:
         """Count collectives in flight; computing is slower beside them, and as one starts."""
-        before, self.in_flight = self.in_flight > 0, self.in_flight + change
+        processor = self.processor
+        before = processor.in_flight > 0
+        processor.in_flight += change
         if call:
             self.calls.begin(now)
-        if call or before != (self.in_flight > 0):
+        if call or before != (processor.in_flight > 0):
             for task in self.slowed:
                 self._go_on(now, task, call)
 
     def _compute(self, now: Seconds, task: _Pending, _: int) -> None:
-        self.links.occupy(now, 1)
+        self._share(now, task, 1)
         self.slowed.append(task)
         self._go_on(now, task, (self.calls.count - self.calls.before(now)) * self.call)
 
+    def _share(self, now: Seconds, task: _Pending, change: int) -> None:
+        """Count computes, which may share the processor; the NICs attain less meanwhile."""
+        self.links.occupy(now, change)
+        self.processor.occupy(change, first=task.work.first)
+        if self.processor.shared:
+            for other in self.slowed:
+                self._go_on(now, other)
+
     def _go_on(self, now: Seconds, task: _Pending, call: Seconds = 0.0) -> None:
-        pace = self.pace if self.in_flight else 1.0
-        end = task.set_rate(now, pace)
-        if task.left > INSTANT:  # what ends as a collective begins has ended
+        pace = self.processor.pace(first=task.work.first)
+        if task.left_at(now) > INSTANT:
             task.left += call
-            end += call / pace
-        self.agenda.at(end, self._computed, task, task.version)
+        else:  # what ends as others begin has ended
+            pace = pace or 1.0
+        end = task.set_rate(now, pace)
+        if pace:
+            self.agenda.at(end, self._computed, task, task.version)
 
     def _computed(self, now: Seconds, task: _Pending, version: int) -> None:
         if version == task.version:
             self.slowed.remove(task)
-            self.links.occupy(now, -1)
+            self._share(now, task, -1)
             self._done(now, task, 0)
 
     def _occupy(self, now: Seconds, span: _Span, _: int) -> None:
@@ -259,17 +273,14 @@ _NOWHERE: Mapping[object, float] = MappingProxyType({})
 """The links of a compute."""
 
 
-def _streams(lowered: Lowered, sharing: set[int], first: int, *, slows: bool) -> list[_Track]:
-    """The steps of every stream; `slows` says that communication slows computing down.
-
-    `first` is the number of the first instance.
-    """
-    schedule = lowered.schedule
+def _streams(lowered: Lowered, sharing: set[int], start: int) -> list[_Track]:
+    """The steps of every stream; `start` is the number of the first instance."""
+    schedule, slows, first = lowered.schedule, lowered.slows, lowered.first or ()
     queues: dict[Group, _Turns] = {
         group: _Turns() for group, (one,) in lowered.communicators.items() if one.exclusive
     }
     works: dict[int, _Work] = {}
-    streams = {stream: _Track(turn=first) for stream in schedule.streams}
+    streams = {stream: _Track(turn=start) for stream in schedule.streams}
     for place, (op, offsets, number) in enumerate(
         zip(schedule.body, schedule.offsets, schedule.work_numbers, strict=True)
     ):
@@ -280,9 +291,9 @@ def _streams(lowered: Lowered, sharing: set[int], first: int, *, slows: bool) ->
                 works[number] = _Work(one.latency, one.alone, *shared)
             else:
                 seconds = lowered.seconds[place] * lowered.classes[0].slowdown
-                contends = lowered.contend and seconds > 0
-                slowed, busy = contends and slows, contends and not slows
-                works[number] = _Work(0.0, seconds, slowed=slowed, busy=busy)
+                slowed, busy = slows and seconds > 0, lowered.contend and not slows
+                goes_first = op.stream in first
+                works[number] = _Work(0.0, seconds, slowed=slowed, busy=busy, first=goes_first)
         work = works[number]
         known = not work.transfer and not work.slowed
         streams[op.stream].steps.append((place, offsets, work, known))

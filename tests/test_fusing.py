@@ -17,6 +17,7 @@ CLUSTERS: list[dict[str, Any]] = [
     {},
     {"interference": 0.3},
     {"call_interference": 1e-4},
+    {"gpu": tiny.slow_and_shared()},
     {"inter": Link(1e9, 1e-6, busy_efficiency=0.5)},
     {"node_spread": 0.05, "step_spread": 0.03},
 ]

@@ -118,11 +118,19 @@ def test_free_communication_always_runs_in_lockstep(strategy: str, noise: Noise)
     same(lowered(tiny.schedule(strategy, (4, 2)), cluster, noise, free=True))
 
 
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+def test_streams_share_a_processor_where_communication_is_free(strategy: str) -> None:
+    """They compute as before, and so does what is slowed down."""
+    cluster = tiny.cluster(4, 2, **LINKS, interference=0.5, gpu=tiny.slow_and_shared())
+    same(lowered(tiny.schedule(strategy, (4, 2)), cluster, Noise(), free=True))
+
+
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
         ("ddp", {"interference": 0.3}),
         ("ddp", {"call_interference": 1e-4}),
+        ("zeropp", {"gpu": tiny.slow_and_shared()}),
         ("co2(tau=2,worker=node,inner=zero3)", {}),
         ("co2(tau=2,worker=node,average=leader)", {}),
     ],

@@ -42,7 +42,17 @@ from realrun.probe.hosts import fit_bursts, fit_hosts, passes
 from realrun.probe.processor import fit_gpu, interference
 from realrun.probe.residuals import fit_line, residuals, scatter
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
-from realrun.probe.tasks import PAUSE, USE, before, durations, groups, slowdown, sweep
+from realrun.probe.tasks import (
+    PAUSE,
+    USE,
+    before,
+    durations,
+    groups,
+    on_two_streams,
+    slowdown,
+    sweep,
+    times_as_long,
+)
 
 ROOT = Path(__file__).parent.parent
 INTRA, INTER = Link(1.3e9, 40e-6), Link(118e6, 150e-6)
@@ -112,6 +122,7 @@ def measured(layout: Layout, backend: Backend = "gloo", *, kernels: bool = True)
         launch=PROCESSOR.launch_overhead,
         handover=20e-6,
         slowdowns=BESIDE if kernels and layout.world_size > 1 else (),
+        together=1.9 if kernels and layout.world_size > 1 else None,
     )
 
 
@@ -263,6 +274,7 @@ def test_the_file_says_what_was_fitted(layout: Layout, backend: Backend, tmp_pat
     busy = 1 / 1.6 if layout.nodes > 1 else 1.0
     assert found.inter.busy_efficiency == pytest.approx(busy, rel=2e-3)
     assert found.gpu.name == PROCESSOR.name
+    assert found.gpu.streams == "shared"
     assert found.gpu.peak == pytest.approx(dict(PROCESSOR.peak), rel=1e-3)
     points = [pytest.approx(point, rel=1e-3) for point in PROCESSOR.efficiency]
     assert list(found.gpu.efficiency) == points
@@ -378,6 +390,28 @@ def test_slowdown_compares_kernels_inside_communication_with_those_alone() -> No
     assert found.compute == pytest.approx(1.5)
     assert found.communication == pytest.approx(1.5)  # 2 s and 1 s, for 1 s alone
     assert found.seconds == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("ratio", "streams"), [(1.0, "apart"), (1.4, "apart"), (2.1, "shared")])
+def test_streams_share_a_processor_if_two_take_twice_as_long(ratio: float, streams: str) -> None:
+    """Two streams of kernels take as long as one, or twice as long; the file says which it is."""
+    seen = replace(measured(Layout(2, 1)), together=ratio)
+    assert f'streams = {{ value = "{streams}"' in to_toml(seen, fit.fit(seen), "probed")
+
+
+def test_two_streams_are_compared_with_one_of_the_same_round() -> None:
+    """From the end of the kernels alone to the last end of both streams; the median of rounds."""
+    schedule = on_two_streams(Compute("probe", 1e6))
+    spans = [Span(0, 0, op.name, op.stream, 0.0, 100.0) for op in schedule.body]
+    for turn, length in ((1, 1.5), (2, 2.0), (3, 7.0)):  # of both, in kernels
+        for op in schedule.body:
+            row, _, number = op.name.partition(" ")
+            start = {"meet": -5.0, "alone": 0.0, "under": 6.0, "beside": 6.0}[row]
+            start += (length if row in {"under", "beside"} else 1.0) * int(number or 0)
+            span = length if row in {"under", "beside"} else 1.0
+            spans.append(Span(0, turn, op.name, op.stream, start, start + span))
+    trace = Trace("", Layout(2, 1), 4, {0: 1}, tuple(spans))
+    assert times_as_long(trace) == pytest.approx(2.0)
 
 
 @given(st.floats(0.0, 0.5), st.floats(0.0, 1e-3), st.floats(0.002, 0.01), st.floats(0.05, 1.0))

@@ -216,11 +216,12 @@ def test_a_symmetric_cluster_folded_and_unfolded_gives_the_same_trace(
         {"backend": "gloo"},
         {"interference": 0.3},
         {"call_interference": 1e-5},
+        {"gpu": tiny.slow_and_shared()},
         {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
         {"all_reduce": "hierarchical"},
         {"sites": 2, "wan": Link(1e8, 1e-5)},
     ],
-    ids=["gloo", "interference", "calls", "busy", "hierarchical", "sites"],
+    ids=["gloo", "interference", "calls", "shared", "busy", "hierarchical", "sites"],
 )
 def test_folding_holds_for_every_kind_of_cluster(
     strategy: str, changes: Mapping[str, object]
@@ -431,6 +432,50 @@ def test_each_collective_takes_its_time_from_the_compute_beside_it() -> None:
     found = ends(run(Schedule("s", body), replace(plain, interference=0.25)))
     assert found["y"] == pytest.approx(12.4)
     assert found["work"] == pytest.approx(12.4 + (11.0 - 0.4 - 12.0 / 1.25))
+
+
+def test_streams_that_share_a_processor_let_those_that_communicate_go_first() -> None:
+    """10 s of work stand still for 2 s of each of two streams that share it, and ends 4 s later.
+
+    They begin together, after 6 s. Where streams are apart, all take their own time. A third stream
+    that does not communicate shares what is left with the first.
+    """
+    body = (
+        transfer("x", 1, stream="a"),
+        seconds("quantize", 2.0, After("x"), stream="a"),
+        transfer("y", 1, stream="b"),
+        seconds("copy", 2.0, After("x"), stream="b"),
+        seconds("work", 10.0),
+    )
+    links: dict[str, Any] = {"inter": Link(1e40, 3.0), "backend": "gloo"}  # two ring steps: 6 s
+    apart, shared = (
+        tiny.cluster(3, 1, gpu=tiny.gpu(streams=streams), **links)
+        for streams in ("apart", "shared")
+    )
+    plain = {"x": 6.0, "y": 6.0}
+    found = ends(run(Schedule("s", body), apart))
+    assert found == pytest.approx(plain | {"quantize": 8.0, "copy": 8.0, "work": 10.0})
+    found = ends(run(Schedule("s", body), shared))
+    assert found == pytest.approx(plain | {"quantize": 10.0, "copy": 10.0, "work": 14.0})
+    third = seconds("more", 4.0, stream="third")
+    found = ends(run(Schedule("s", (*body, third)), shared))
+    assert found == pytest.approx(
+        plain | {"quantize": 10.0, "copy": 10.0, "more": 12.0, "work": 18.0}
+    )
+
+
+def test_what_ends_as_another_stream_begins_has_ended() -> None:
+    """It does not stand still, whichever of the two is heard of first."""
+    body = (
+        transfer("x", 1, stream="a"),
+        seconds("quantize", 2.0, After("x"), stream="a"),
+        seconds("work", 6.0),
+        seconds("more", 1.0, After("work")),
+    )
+    cluster = tiny.cluster(3, 1, inter=Link(1e40, 3.0), gpu=tiny.gpu(streams="shared"))
+    for ops in (body, (body[2], *body[:2], body[3])):
+        found = ends(run(Schedule("s", ops), cluster))
+        assert found == pytest.approx({"x": 6.0, "quantize": 8.0, "work": 6.0, "more": 9.0})
 
 
 def test_nics_of_a_node_that_computes_attain_a_fraction() -> None:

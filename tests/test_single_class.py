@@ -89,6 +89,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
             "communicators": st.sampled_from(["group", "stream"]),
             "interference": st.sampled_from([0.0, 0.4]),
             "call_interference": st.sampled_from([0.0, 0.03]),
+            "gpu": st.sampled_from([tiny.gpu(), tiny.gpu(streams="shared")]),
         }
     ),
     st.sampled_from([1.0, 0.7]),
@@ -119,10 +120,11 @@ def test_on_random_schedules_all_ends_are_those_that_simpy_simulates(
         {"backend": "gloo"},
         {"communicators": "stream"},
         {"interference": 0.4},
+        {"gpu": tiny.slow_and_shared()},
         {"inter": Link(1e9, 1e-6, busy_efficiency=0.5)},
         {"sites": 2, "wan": Link(1e8, 1e-5)},
     ],
-    ids=["nccl", "gloo", "stream", "interference", "busy", "sites"],
+    ids=["nccl", "gloo", "stream", "interference", "shared", "busy", "sites"],
 )
 def test_every_strategy_ends_when_simpy_says(strategy: str, changes: Mapping[str, object]) -> None:
     """Four nodes of two GPUs, on which gathers, reductions and averages meet."""

@@ -272,13 +272,14 @@ def test_one_rank_stands_for_all_of_all_sites(strategy: str, shape: tuple[int, i
         {"backend": "gloo"},
         {"interference": 0.3},
         {"call_interference": 1e-5},
+        {"gpu": tiny.slow_and_shared()},
         {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
         {"inter": Link(1e9, 1e-6, rail=Tier(1, oversubscription=3.0))},
         {"all_reduce": "hierarchical"},
         {"all_reduce": "auto"},
         {"wan": Link(1e6, 1e-4)},
     ],
-    ids=["gloo", "interference", "calls", "busy", "rail", "hierarchical", "auto", "slow"],
+    ids=["gloo", "interference", "calls", "shared", "busy", "rail", "hierarchical", "auto", "slow"],
 )
 def test_folding_holds_for_every_kind_of_cluster(
     strategy: str, changes: Mapping[str, object]

@@ -78,6 +78,11 @@ def gpu(**changes: Any) -> GPU:
     return GPU(**fields | changes)
 
 
+def slow_and_shared() -> GPU:
+    """A million times slower, so that all ops take longer than an instant; streams share it."""
+    return gpu(memory_bandwidth=1e6, peak={"bf16": 1e6, "fp32": 1e6}, streams="shared")
+
+
 def cluster(nodes: int = 2, gpus_per_node: int = 2, **changes: Any) -> Cluster:
     """10 GB/s inside a node and 1 GB/s between nodes, without latency."""
     fields: dict[str, Any] = {

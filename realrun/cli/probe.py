@@ -269,6 +269,10 @@ def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> 
             (f"kernel under all-reduces of {size}, times as long", f"{one.compute:.2f}"),
             (f"all-reduce of {size} under kernels, times as long", f"{one.communication:.2f}"),
         ]
+    if measured.together is not None:
+        others.append(
+            ("kernels of two streams together, times as long", f"{measured.together:.2f}")
+        )
     print_table(out, "other", ("figure", "value"), others)
 
 

@@ -19,6 +19,9 @@ NOTHING = (
 _SLEEPS = "virtual"
 """The GPU of the catalog that stands for sleep kernels."""
 
+_SHARED = 1.5
+"""Kernels of two streams that share a processor take twice as long as those of one, others once."""
+
 _PREFIXES = ("n", "u", "m", "", "k", "M", "G", "T", "P")
 
 
@@ -151,6 +154,11 @@ def _processor(measured: Measured, gpu: GPU) -> Iterator[str]:
         "time of an empty op; waiting for another stream takes"
         f" {duration(measured.handover)} more, which is not in here",
     )
+    if measured.together is not None:
+        streams = "shared" if measured.together > _SHARED else "apart"
+        ratio = f"{measured.together:.3g} times as long as those of one alone"
+        source = f"kernels of two streams of a rank at once take {ratio}"
+        yield _fact("streams", _text(streams), source)
     yield ""
     yield "[gpu.peak]"
     for precision, speed in gpu.peak.items():

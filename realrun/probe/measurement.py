@@ -7,39 +7,32 @@ the same answer. Sizes and kinds take turns, several times, since the speed of m
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from statistics import median, stdev
-from typing import TypeVar
 
-import torch.distributed as dist
 from scipy.stats import trim_mean
 
-from co2sim.schedule import WORLD, Collective, Compute, DType, Group, Kind, Op, Schedule
-from co2sim.trace import Trace
+from co2sim.schedule import Collective, Compute, Group, Kind, Op, Schedule
 from co2sim.units import Bytes, Flops, Seconds
 from co2sim.waking import FULLY_IDLE
-from realrun.execute.executor import execute
-from realrun.execute.kernels import Burn, KernelSet, Sleep, Synthetic
-from realrun.execute.world import World, gather_objects
-from realrun.measure import TORCH_DTYPE, Say
+from realrun.execute.kernels import KernelSet, Sleep, Synthetic
+from realrun.execute.world import World
+from realrun.measure import Say
+from realrun.probe.execution import Task, burn, shared, time
 from realrun.probe.machine import machine, memory
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
+from realrun.probe.side_by_side import slowdowns, together
 from realrun.probe.tasks import (
     PAUSE,
     SWEPT,
     USE,
     before,
     crossing,
-    durations,
     groups,
     in_turn,
-    overlapped,
-    slowdown,
     sweep,
 )
 
-T = TypeVar("T")
 _PASSES = 3
 _ROUNDS, _ROUNDS_OF_MEANS = 8, 64
 """The most rounds of a pass; one more warms up. Means need many: a rare late wake-up counts."""
@@ -81,16 +74,6 @@ class Plan:
     beyond: Bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A schedule whose ops are to be timed, `rounds` times in every pass."""
-
-    label: str
-    schedule: Schedule
-    kernels: KernelSet
-    rounds: int
-
-
 class _Idle(Synthetic):
     """Computes nothing."""
 
@@ -111,7 +94,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     for turn in range(_PASSES):
         for task in tasks:
             say(f"{task.label}, pass {turn + 1} of {_PASSES}")
-            for op, found in _time(world, task).items():
+            for op, found in time(world, task).items():
                 times.setdefault(op, []).append(found)
     middle = _mean if plan.means else median
     seconds = {op: middle(list(chain.from_iterable(passes))) for op, passes in times.items()}
@@ -124,46 +107,32 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     )
     compute = {name: _samples(works, seconds, drifts, f"{name} ") for name in plan.precisions}
     slower: tuple[Slowdown, ...] = ()
+    beside: float | None = None
     if plan.precisions and world.layout.world_size > 1:
         say("compute and communication side by side")
-        slower = _slowdowns(world, plan.precisions[0], compute[plan.precisions[0]], collectives)
+        kernels = compute[plan.precisions[0]]
+        slower = slowdowns(world, plan.precisions[0], kernels, collectives)
+        if world.device.type == "cpu":
+            beside = together(world, plan.precisions[0], kernels)
     launch = _middle(seconds, "empty ")
     return Measured(
         layout=world.layout,
         backend=world.backend,
-        machine=_shared(world, machine(world)),
-        memory=_shared(world, memory(world)),
+        machine=shared(world, machine(world)),
+        memory=shared(world, memory(world)),
         collectives=collectives,
         compute=compute,
         copies=_samples(works, seconds, drifts, "copy "),
         launch=launch,
         handover=max(0.0, _middle(seconds, "crossing ") - launch),
         slowdowns=slower,
+        together=beside,
     )
-
-
-def _shared(world: World, value: T) -> T:
-    """The value of rank 0, on all ranks."""
-    box: list[T] = [value]
-    if world.layout.world_size > 1:
-        dist.broadcast_object_list(box, 0)
-    return box[0]
-
-
-def _execute(world: World, task: _Task) -> list[Trace]:
-    """Execute a task once more than its rounds; the traces of all ranks, on rank 0."""
-    own = execute(task.schedule, task.kernels, task.rounds + 1, world)
-    return gather_objects(world, own) or []  # type: ignore[return-value]
-
-
-def _time(world: World, task: _Task) -> dict[str, list[Seconds]]:
-    """`durations` of a task, on all ranks."""
-    return _shared(world, durations(_execute(world, task), task.schedule))
 
 
 def _sweeps(
     world: World, max_size: Bytes, budget: Seconds, most: int, *, pauses: bool
-) -> list[_Task]:
+) -> list[Task]:
     """A sweep for every group: sizes, and rounds up to `most`, as its share of time allows."""
     found = []
     every = groups(world.layout)
@@ -183,15 +152,15 @@ def _sweeps(
         rounds = min(most, max(1, int(share / cost) - 1))
         schedule = sweep(group, list(Kind), sizes, pauses=pauses)
         kernels = Sleep({PAUSE: _PAUSE, USE: _USE}) if pauses else _Idle()
-        found.append(_Task(f"collectives of {group}", schedule, kernels, rounds))
+        found.append(Task(f"collectives of {group}", schedule, kernels, rounds))
     return found
 
 
-def _beyond(group: Group, size: Bytes) -> _Task:
+def _beyond(group: Group, size: Bytes) -> Task:
     """What does not pass with a burst, after a long pause; no chains, which their hops bind."""
     kinds = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     schedule = sweep(group, kinds, [int(size)], pauses=True)
-    return _Task(
+    return Task(
         f"large collectives of {group}", schedule, Sleep({PAUSE: _LONG_PAUSE, USE: _USE}), _ROUNDS
     )
 
@@ -199,44 +168,40 @@ def _beyond(group: Group, size: Bytes) -> _Task:
 def _trial(world: World, group: Group, size: int) -> Seconds:
     """About how long an all-reduce takes, connections made."""
     schedule = sweep(group, [Kind.ALL_REDUCE], [size])
-    times = _time(world, _Task("", schedule, _Idle(), 3))
+    times = time(world, Task("", schedule, _Idle(), 3))
     return min(times[schedule.body[-1].name])
 
 
-def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[_Task]:
+def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[Task]:
     """Kernels of rising size for every precision, and copies."""
     found = []
     named = list(precisions)
     for name in named:
-        kernels = _burn(world, name)
+        kernels = burn(world, name)
         trial = Schedule("trial", (Op("trial", Compute("probe", 2.0**28), "compute"),))
-        (once,) = _time(world, _Task("", trial, kernels, 2))["trial"]
+        (once,) = time(world, Task("", trial, kernels, 2))["trial"]
         most = min(_KERNEL, budget / 40 / len(named)) / once * 2.0**28
         steps = max(3, int(math.log(max(1.0, most / _LEAST_FLOPS), _FACTOR)) + 1)
         # Falling: a small kernel right after a large one is slow, as few are in a schedule.
         sizes = [_LEAST_FLOPS * _FACTOR**step for step in reversed(range(steps))]
         works = [Compute("probe", size) for size in sizes]
-        found.append(_Task(f"kernels in {name}", in_turn(f"{name} ", works), kernels, _ROUNDS))
+        found.append(Task(f"kernels in {name}", in_turn(f"{name} ", works), kernels, _ROUNDS))
     if named:
         works = [Compute("probe", 0.0, size) for size in _COPIED]
-        copies = _Task("memory", in_turn("copy ", works), _burn(world, named[0]), 4)
+        copies = Task("memory", in_turn("copy ", works), burn(world, named[0]), 4)
         found.append(copies)
     return found
 
 
-def _overheads(world: World) -> list[_Task]:
+def _overheads(world: World) -> list[Task]:
     """Ops that do next to nothing, on one stream, and each waiting for another stream."""
     on_gpu = world.device.type == "cuda"
-    kernels: KernelSet = _burn(world, "fp32") if on_gpu else _Idle()
+    kernels: KernelSet = burn(world, "fp32") if on_gpu else _Idle()
     nothing = Compute("empty", 1.0 if on_gpu else 0.0)
     return [
-        _Task("overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2),
-        _Task("overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
+        Task("overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2),
+        Task("overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
     ]
-
-
-def _burn(world: World, precision: str) -> Burn:
-    return Burn(world.device, TORCH_DTYPE[DType(precision)])
 
 
 def _mean(times: Sequence[Seconds]) -> Seconds:
@@ -265,34 +230,3 @@ def _samples(
 
 def _middle(seconds: dict[str, Seconds], prefix: str) -> Seconds:
     return median(time for op, time in seconds.items() if op.startswith(prefix))
-
-
-_SHORT_AND_LONG: tuple[Seconds, Seconds] = (0.003, 0.1)
-"""Of all-reduces: calls count in short ones, and in long ones bytes."""
-
-
-def _slowdowns(
-    world: World,
-    precision: str,
-    kernels: Sequence[ComputeSample],
-    collectives: Sequence[Sample],
-) -> tuple[Slowdown, ...]:
-    """How much longer kernels take while all-reduces of their rank follow one another, and they."""
-    kernel = min(kernels, key=partial(_away, 0.02))
-    reduces = [s for s in collectives if s.work.kind is Kind.ALL_REDUCE and s.work.group == WORLD]
-    chosen = [min(reduces, key=partial(_away, seconds)) for seconds in _SHORT_AND_LONG]
-    found = []
-    for reduce in dict.fromkeys(chosen):
-        schedule = overlapped(kernel.work, reduce.work, kernel.seconds / reduce.seconds)
-        traces = _execute(world, _Task("", schedule, _burn(world, precision), 5))
-        ranks = [slowdown(trace) for trace in traces]
-        middle = [
-            median(getattr(one, name) for one in ranks) if ranks else 1.0
-            for name in ("compute", "communication", "seconds")
-        ]
-        found.append(_shared(world, Slowdown(*middle)))
-    return tuple(found)
-
-
-def _away(wanted: Seconds, sample: Sample | ComputeSample) -> float:
-    return abs(math.log(sample.seconds / wanted))

@@ -57,7 +57,8 @@ class Measured:
     `machine` describes the hardware, `memory` is that of one rank. `compute` has samples by
     precision, `copies` those that only move memory; both are empty when no kernel was run. `launch`
     is the time of an empty op, `handover` what it takes in addition when it waits for another
-    stream. `slowdowns` are those of a short all-reduce and a long one, where they were measured.
+    stream. `slowdowns` are those of a short all-reduce and a long one, where they were measured,
+    and `together` says how many times as long the kernels of two streams take as those of one.
     """
 
     layout: Layout
@@ -70,6 +71,7 @@ class Measured:
     launch: Seconds
     handover: Seconds
     slowdowns: tuple[Slowdown, ...]
+    together: float | None = None
 
 
 def by_kind(samples: Iterable[Sample]) -> dict[tuple[Group, Kind], list[Sample]]:

@@ -118,6 +118,26 @@ def overlapped(kernel: Compute, reduce: Collective, ratio: float) -> Schedule:
     return Schedule("compute under communication", tuple(ops))
 
 
+def on_two_streams(kernel: Compute) -> Schedule:
+    """Kernels on one stream, then as many on this one and on one that communicates.
+
+    The ranks meet there first: it has to be a stream that communicates.
+    """
+    meet = Collective(Kind.ALL_REDUCE, "meeting", 1, DType.FP32, WORLD)
+    last = _ALONE - 1
+    ops = [Op("meet", meet, "comm", (After(f"under {last}", 1),))]
+    for row, stream, after in (
+        ("alone", "compute", "meet"),
+        ("under", "compute", f"alone {last}"),
+        ("beside", "comm", f"alone {last}"),
+    ):
+        ops += [
+            Op(f"{row} {number}", kernel, stream, () if number else (After(after),))
+            for number in range(_ALONE)
+        ]
+    return Schedule("compute on two streams", tuple(ops))
+
+
 def durations(traces: Iterable[Trace], schedule: Schedule) -> dict[str, list[Seconds]]:
     """Times of every op, first rounds left out.
 
@@ -163,6 +183,17 @@ def slowdown(trace: Trace) -> Slowdown:
         reduces[1].extend(_times(s for s in rows["reduce"] if _within(s, ended)))
     under = reduces[1] or _times(s for s in trace.spans if s.op.startswith("reduce"))
     return Slowdown(_ratio(*kernels), _ratio(*reduces), median(under))
+
+
+def times_as_long(trace: Trace) -> float:
+    """Of one rank in `on_two_streams`: both streams, over one of them alone."""
+    found = []
+    for turn in range(1, trace.rounds):
+        spans = [s for s in trace.spans if s.round == turn and s.op != "meet"]
+        alone = [s for s in spans if s.op.startswith("alone")]
+        (first, middle), (_, last) = _extent(alone), _extent(spans)
+        found.append((last - middle) / (middle - first))
+    return median(found)
 
 
 def _extent(spans: Sequence[Span]) -> tuple[Seconds, Seconds]:
