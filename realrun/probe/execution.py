@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ProbeTask:
     """A schedule whose ops are to be timed, `rounds` times in every pass."""
 
     label: str
@@ -35,13 +35,13 @@ def shared(world: World, value: T) -> T:
     return box[0]
 
 
-def traces(world: World, task: Task) -> list[Trace]:
+def traces(world: World, task: ProbeTask) -> list[Trace]:
     """Execute a task once more than its rounds; the traces of all ranks, on rank 0."""
     own = execute(task.schedule, task.kernels, task.rounds + 1, world)
     return gather_objects(world, own) or []  # type: ignore[return-value]
 
 
-def time(world: World, task: Task) -> dict[str, list[Seconds]]:
+def time(world: World, task: ProbeTask) -> dict[str, list[Seconds]]:
     """`durations` of a task, on all ranks."""
     return shared(world, durations(traces(world, task), task.schedule))
 

@@ -18,7 +18,7 @@ from co2sim.waking import FULLY_IDLE
 from realrun.execute.kernels import KernelSet, Sleep, Synthetic
 from realrun.execute.world import World
 from realrun.measure import Say
-from realrun.probe.execution import Task, burn, shared, time
+from realrun.probe.execution import ProbeTask, burn, shared, time
 from realrun.probe.machine import machine, memory
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.side_by_side import slowdowns, together
@@ -132,7 +132,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
 
 def _sweeps(
     world: World, max_size: Bytes, budget: Seconds, most: int, *, pauses: bool
-) -> list[Task]:
+) -> list[ProbeTask]:
     """A sweep for every group: sizes, and rounds up to `most`, as its share of time allows."""
     found = []
     every = groups(world.layout)
@@ -152,15 +152,15 @@ def _sweeps(
         rounds = min(most, max(1, int(share / cost) - 1))
         schedule = sweep(group, list(Kind), sizes, pauses=pauses)
         kernels = Sleep({PAUSE: _PAUSE, USE: _USE}) if pauses else _Idle()
-        found.append(Task(f"collectives of {group}", schedule, kernels, rounds))
+        found.append(ProbeTask(f"collectives of {group}", schedule, kernels, rounds))
     return found
 
 
-def _beyond(group: Group, size: Bytes) -> Task:
+def _beyond(group: Group, size: Bytes) -> ProbeTask:
     """What does not pass with a burst, after a long pause; no chains, which their hops bind."""
     kinds = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     schedule = sweep(group, kinds, [int(size)], pauses=True)
-    return Task(
+    return ProbeTask(
         f"large collectives of {group}", schedule, Sleep({PAUSE: _LONG_PAUSE, USE: _USE}), _ROUNDS
     )
 
@@ -168,39 +168,39 @@ def _beyond(group: Group, size: Bytes) -> Task:
 def _trial(world: World, group: Group, size: int) -> Seconds:
     """About how long an all-reduce takes, connections made."""
     schedule = sweep(group, [Kind.ALL_REDUCE], [size])
-    times = time(world, Task("", schedule, _Idle(), 3))
+    times = time(world, ProbeTask("", schedule, _Idle(), 3))
     return min(times[schedule.body[-1].name])
 
 
-def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[Task]:
+def _burns(world: World, precisions: Iterable[str], budget: Seconds) -> list[ProbeTask]:
     """Kernels of rising size for every precision, and copies."""
     found = []
     named = list(precisions)
     for name in named:
         kernels = burn(world, name)
         trial = Schedule("trial", (Op("trial", Compute("probe", 2.0**28), "compute"),))
-        (once,) = time(world, Task("", trial, kernels, 2))["trial"]
+        (once,) = time(world, ProbeTask("", trial, kernels, 2))["trial"]
         most = min(_KERNEL, budget / 40 / len(named)) / once * 2.0**28
         steps = max(3, int(math.log(max(1.0, most / _LEAST_FLOPS), _FACTOR)) + 1)
         # Falling: a small kernel right after a large one is slow, as few are in a schedule.
         sizes = [_LEAST_FLOPS * _FACTOR**step for step in reversed(range(steps))]
         works = [Compute("probe", size) for size in sizes]
-        found.append(Task(f"kernels in {name}", in_turn(f"{name} ", works), kernels, _ROUNDS))
+        found.append(ProbeTask(f"kernels in {name}", in_turn(f"{name} ", works), kernels, _ROUNDS))
     if named:
         works = [Compute("probe", 0.0, size) for size in _COPIED]
-        copies = Task("memory", in_turn("copy ", works), burn(world, named[0]), 4)
+        copies = ProbeTask("memory", in_turn("copy ", works), burn(world, named[0]), 4)
         found.append(copies)
     return found
 
 
-def _overheads(world: World) -> list[Task]:
+def _overheads(world: World) -> list[ProbeTask]:
     """Ops that do next to nothing, on one stream, and each waiting for another stream."""
     on_gpu = world.device.type == "cuda"
     kernels: KernelSet = burn(world, "fp32") if on_gpu else _Idle()
     nothing = Compute("empty", 1.0 if on_gpu else 0.0)
     return [
-        Task("overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2),
-        Task("overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
+        ProbeTask("overhead of an op", in_turn("empty ", [nothing] * _EMPTY_OPS), kernels, 2),
+        ProbeTask("overhead of a wait", crossing(_EMPTY_OPS, nothing), kernels, 2),
     ]
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from co2sim.schedule import WORLD, Kind
 from co2sim.units import Seconds
 from realrun.execute.world import World
-from realrun.probe.execution import Task, burn, shared, traces
+from realrun.probe.execution import ProbeTask, burn, shared, traces
 from realrun.probe.samples import ComputeSample, Sample, Slowdown
 from realrun.probe.tasks import on_two_streams, overlapped, slowdown, times_as_long
 
@@ -32,7 +32,7 @@ def slowdowns(
         schedule = overlapped(kernel.work, reduce.work, kernel.seconds / reduce.seconds)
         ranks = [
             slowdown(trace)
-            for trace in traces(world, Task("", schedule, burn(world, precision), _ROUNDS))
+            for trace in traces(world, ProbeTask("", schedule, burn(world, precision), _ROUNDS))
         ]
         middle = [
             median(getattr(one, name) for one in ranks) if ranks else 1.0
@@ -45,7 +45,7 @@ def slowdowns(
 def together(world: World, precision: str, kernels: Sequence[ComputeSample]) -> float:
     """How many times as long kernels of two streams take at once as those of one of them alone."""
     kernel = min(kernels, key=partial(_away, 0.005))
-    task = Task("", on_two_streams(kernel.work), burn(world, precision), _ROUNDS)
+    task = ProbeTask("", on_two_streams(kernel.work), burn(world, precision), _ROUNDS)
     ranks = [times_as_long(trace) for trace in traces(world, task)]
     return shared(world, median(ranks) if ranks else 1.0)
 
