@@ -24,7 +24,7 @@ from realrun.cli.lab import cluster
 from realrun.errors import LabError, LaunchError
 from realrun.launch.lab import TOOLS, check_machine, run_lab, stated_cluster
 from realrun.launch.lab_plan import Lab
-from realrun.launch.namespaces import FRAME, PAYLOAD, burst, payload_share, queue
+from realrun.launch.namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share, queue
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
@@ -436,6 +436,46 @@ def test_what_is_on_the_wire_is_what_was_predicted() -> None:
         cost = footprint(work, tiny_cluster(4, 1, backend="gloo"))
         most = max(node[kind] for node in found)
         assert cost.inter < most < 1.08 * cost.inter + 20_000
+
+
+CORES = """
+import os
+from realrun.execute.world import gather_objects, join
+
+world = join("gloo", 30.0)
+own = gather_objects(world, sorted(os.sched_getaffinity(0)))
+if world.rank == 0:
+    print(own)
+world.leave()
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.dist
+@pytest.mark.usefixtures("machine")
+def test_ranks_keep_to_cores_of_their_own() -> None:
+    """Two of them where there are two cores or more."""
+    cores = sorted(os.sched_getaffinity(0))
+    (line,) = output(Lab(2, 1, "1 Gbit/s"), [sys.executable, "-c", CORES])
+    each = len(cores) // 2
+    shared = [cores, cores]
+    assert json.loads(line) == ([cores[:each], cores[each : 2 * each]] if each else shared)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "own"),
+    [
+        (2, [3, 5], [[3], [5]]),
+        (2, [0, 1, 2, 3, 4], [[0, 1], [2, 3]]),
+        (3, [0, 1], [[], [], []]),
+        (1, [7], [[7]]),
+    ],
+)
+def test_cores_are_dealt_evenly(ranks: int, cores: list[int], own: list[list[int]]) -> None:
+    """Each rank has as many as any other; with fewer cores than ranks nobody has one."""
+    found = [on_cores(rank, ranks, cores) for rank in range(ranks)]
+    lists = [["taskset", "--cpu-list", ",".join(map(str, few))] if few else [] for few in own]
+    assert found == lists
 
 
 FIRST = """

@@ -48,6 +48,7 @@ from realrun.launch.namespaces import (
     entering,
     loopback_burst,
     make_nodes,
+    on_cores,
     payload_share,
     run_tool,
 )
@@ -62,7 +63,7 @@ from realrun.launch.signals import Stopped, stoppable
 from realrun.launch.supervise import supervise
 from realrun.launch.uplinks import stated_wan
 
-TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
+TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "taskset")
 """What has to be installed: iproute2 and util-linux."""
 
 _TWO = 2
@@ -229,6 +230,7 @@ def _inside(
                     port=store.port,
                 )
                 node = entering(holders[rank // lab.gpus_per_node])
+                node += on_cores(rank, lab.world_size, sorted(os.sched_getaffinity(0)))
                 own = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
                 own |= {REALTIME: os.environ.get(REALTIME, "1")}
                 own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}

@@ -179,6 +179,19 @@ def entering(holder: int) -> list[str]:
     return ["nsenter", f"--net=/proc/{holder}/ns/net", "--"]
 
 
+def on_cores(rank: int, ranks: int, cores: Sequence[int]) -> list[str]:
+    """What goes before the command of a rank, so that it keeps to cores of its own.
+
+    Else Linux moves what a rank computes to a core of another one while its threads communicate,
+    and both are slower. Nothing where there are fewer cores than ranks.
+    """
+    each = len(cores) // ranks
+    if not each:
+        return []
+    own = cores[rank * each : (rank + 1) * each]
+    return ["taskset", "--cpu-list", ",".join(map(str, own))]
+
+
 def _ip(*commands: str, enter: Iterable[str] = ()) -> None:
     run_tool([*enter, "ip", "-batch", "-"], "\n".join(commands))
 
