@@ -12,10 +12,10 @@ the pass they come changes a time only through what else is under way on the sam
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 
 from co2sim.errors import OptionError
 from co2sim.schedule import After, Collective, Compute, Layout, Op, Schedule
+from co2sim.work import Work
 
 TENSOR = "tensor"
 """The stream of exchanges among tensor-parallel ranks: their own communicator."""
@@ -46,6 +46,7 @@ class _Body:
 
     def __init__(self, schedule: Schedule, tp: int) -> None:
         self.schedule, self.tp = schedule, tp
+        self.made: dict[int, Work] = {}
         last = {op.stream: op for op in schedule.body}  # a round follows the one before
         self.ops_before = {stream: After(op.name, 1) for stream, op in last.items()}
         self.exchanges_before = {
@@ -58,16 +59,28 @@ class _Body:
         """The ops of the body in order of issue."""
         for op in self.schedule.body:
             if isinstance(op.work, Collective):
-                group = replace(op.work.group, stride=self.tp)
-                yield from self._plain(replace(op, work=replace(op.work, group=group)))
+                yield from self._plain(op, self._own(op.work))
             else:
                 for one in _pieces(op, op.work):
                     yield from self._pass(one)
 
-    def _plain(self, op: Op) -> Iterator[Op]:
-        """An op behind the exchanges of the one before it on its stream."""
+    def _own(self, work: Work) -> Work:
+        """The same work without its exchanges, or among ranks that hold the same part: once each.
+
+        Long schedules have few works, and objects that are the same need not be compared.
+        """
+        if id(work) not in self.made:
+            if isinstance(work, Collective):
+                own: Work = replace(work, group=replace(work.group, stride=self.tp))
+            else:
+                own = replace(work, exchanges=None)
+            self.made[id(work)] = own
+        return self.made[id(work)]
+
+    def _plain(self, op: Op, work: Work) -> Iterator[Op]:
+        """An op that does `work` behind the exchanges of the one before it on its stream."""
         wait = self.exchanges_before.pop(op.stream, None)
-        yield replace(op, after=(*op.after, wait)) if wait else op
+        yield Op(op.name, work, op.stream, (*op.after, wait) if wait else op.after)
         self.ops_before[op.stream] = After(op.name)
 
     def _pass(self, op: Op) -> Iterator[Op]:
@@ -75,23 +88,21 @@ class _Body:
         assert isinstance(op.work, Compute)
         found = op.work.exchanges
         if found is None:
-            yield from self._plain(op)
+            yield from self._plain(op, op.work)
             return
-        names = (f"{op.name}.{_NAME}{number}" for number in count(1))
-        waits = (self.ops_before[op.stream],)
-        before, beside, behind = (
-            [Op(name, work, TENSOR) for work, name in zip(works, names, strict=False)]
-            for works in (found.before, found.beside, found.behind)
-        )
-        for one in (*before, *beside):
-            yield replace(one, after=waits)
-        if before:
-            self.exchanges_before[op.stream] = After(before[-1].name)
-        yield from self._plain(replace(op, work=replace(op.work, exchanges=None)))
-        for one in behind:
-            yield replace(one, after=(After(op.name),))
-        if behind or beside:
-            self.exchanges_before[op.stream] = After((behind or beside)[-1].name)
+        started = len(found.before) + len(found.beside)
+        ended = started + len(found.behind)
+        names = [f"{op.name}.{_NAME}{number}" for number in range(1, ended + 1)]
+        waits, behind = (self.ops_before[op.stream],), (After(op.name),)
+        for name, work in zip(names, (*found.before, *found.beside), strict=False):
+            yield Op(name, work, TENSOR, waits)
+        if found.before:
+            self.exchanges_before[op.stream] = After(names[len(found.before) - 1])
+        yield from self._plain(op, self._own(op.work))
+        for name, work in zip(names[started:], found.behind, strict=True):
+            yield Op(name, work, TENSOR, behind)
+        if found.behind or found.beside:
+            self.exchanges_before[op.stream] = After(names[-1])
 
 
 def _behind(op: Op) -> int:
