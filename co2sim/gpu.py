@@ -95,9 +95,9 @@ class GPU:
     memory_efficiency: Fraction = 1.0
     launch_overhead: Time = 0.0
     kernels: KernelTimes | None = None
-    streams: Streams = "apart"
     tdp: Power | None = None
     idle_power: Power | None = None
+    streams: Streams = "apart"
 
     def __post_init__(self) -> None:
         """Refuse what no GPU can be."""

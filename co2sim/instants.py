@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from co2sim.units import Seconds
 
 INSTANT: Seconds = 1e-9
-"""What is no further apart happens at once. Nothing that is simulated takes so short a time."""
+"""What is no further apart happens at once: what begins or ends is off by so much at most."""
 
 
 @dataclass(eq=False, slots=True)
