@@ -11,6 +11,7 @@ from co2sim.gpu import GPU, KernelTimes
 from co2sim.quantities import (
     MOST_NODES,
     Bandwidth,
+    Between,
     Burst,
     Count,
     Deviation,
@@ -27,6 +28,7 @@ from co2sim.quantities import (
 )
 from co2sim.schedule import Layout
 from co2sim.units import Bytes, BytesPerSecond
+from co2sim.waking import FULLY_IDLE
 
 __all__ = ["GPU", "Calls", "Cluster", "KernelTimes", "Link", "Scatter", "Tier"]
 
@@ -173,9 +175,9 @@ class Cluster:
     `call_overhead` what hosts add to every collective, however many steps it has: they launch it
     and notice its end; `calls` is what they add to some kinds. `hosts` are `shared` where all nodes
     are one machine, as in a lab: collectives in flight at once share what their latencies take of
-    it, and the first after a pause takes up to `wake_up` longer (`waking`). `currency` is that of
-    `price_per_gpu`. `scatter` is known where a probe measured the cluster, `failures` where it is
-    known how often its parts fail.
+    it, and the first after a pause of `fully_idle` takes `wake_up` longer (`waking`). `currency` is
+    that of `price_per_gpu`. `scatter` is known where a probe measured the cluster, `failures` where
+    it is known how often its parts fail.
 
     Nodes differ: the compute time of each has a lognormal factor of mean 1 with sigma `node_spread`
     for as long as the job runs, and a new one with sigma `step_spread` in every step. Whoever meets
@@ -220,6 +222,7 @@ class Cluster:
     grid_intensity_high: Intensity | None = None
     scatter: Scatter | None = None
     failures: Failures | None = None
+    fully_idle: Between = FULLY_IDLE
 
     def __post_init__(self) -> None:
         """Refuse what no cluster can be."""

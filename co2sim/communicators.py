@@ -42,7 +42,7 @@ class Meetings:
         """Start without a class under way to any collective."""
         self._env, self._lowered = env, lowered
         self._network = Network(env, lowered.capacity, lowered.shapers)
-        self._hosts = Hosts(lowered.cluster.wake_up)
+        self._hosts = Hosts(lowered.cluster.wake_up, lowered.cluster.fully_idle)
         self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
         self._size = len(lowered.schedule.body)
         classes = range(len(lowered.classes))

@@ -18,20 +18,20 @@ FULLY_IDLE: Seconds = 5e-3
 class Hosts:
     """The hosts that all nodes share: whether they are awake.
 
-    `wake_up` is what a collective takes longer after `FULLY_IDLE`; after a shorter pause, in
-    proportion less. What starts while they wake up waits for the same moment.
+    `wake_up` is what a collective takes longer after a pause of `fully_idle`; after a shorter one,
+    in proportion less. What starts while they wake up waits for the same moment.
     """
 
-    def __init__(self, wake_up: Seconds) -> None:
+    def __init__(self, wake_up: Seconds, fully_idle: Seconds = FULLY_IDLE) -> None:
         """Idle for as long as can be."""
-        self._wake_up = wake_up
+        self._wake_up, self._fully_idle = wake_up, fully_idle
         self._in_flight = 0
         self._idle_since, self._awake = -math.inf, -math.inf
 
     def begin(self, now: Seconds) -> Seconds:
         """A collective starts: how long it waits until hosts are awake."""
         if not self._in_flight:
-            idle = min(1.0, (now - self._idle_since) / FULLY_IDLE)
+            idle = min(1.0, (now - self._idle_since) / self._fully_idle)
             self._awake = now + idle * self._wake_up
         self._in_flight += 1
         return max(0.0, self._awake - now)

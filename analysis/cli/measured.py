@@ -25,7 +25,7 @@ from co2sim.strategies import parse
 from realrun import record
 from realrun.checks import one_of
 from realrun.launch.lab_plan import INTRA_RATE, Lab
-from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
+from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 from realrun.launch.processes import started
 from realrun.launch.uplinks import overrides
 from realrun.record import folder_name
@@ -94,6 +94,7 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     intra_rate: IntraRate = INTRA_RATE,
     sites: Sites = 1,
     wan: Wan = None,
+    dilation: Dilation = "auto",
     kernels: Annotated[
         str,
         typer.Option(
@@ -138,7 +139,7 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     check_writable(out)
     built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)
     inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
-    inside += ["--intra-rate", intra_rate]
+    inside += ["--intra-rate", intra_rate, "--dilation", dilation]
     strategies = [item for text in strategy for item in ("--strategy", text)]
     asked = ["--model", model, *strategies, "--kernels", kernels, "--out", str(out), "--json"]
     asked += ["--precision", precision] if precision else []

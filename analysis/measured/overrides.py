@@ -24,6 +24,7 @@ UNITS: dict[str, Unit] = {
     "call_interference": "s",
     "call_overhead": "s",
     "wake_up": "s",
+    "fully_idle": "s",
     "network_overhead": "s",
     "memory": "B",
     "memory_bandwidth": "B/s",

@@ -6,9 +6,11 @@ import typer
 
 from co2sim import ranges
 from co2sim.console import options
+from realrun.dilation import SLEEPING, chosen
 from realrun.launch.lab import run_lab, stated_cluster
 from realrun.launch.lab_plan import INTRA_RATE, Lab
-from realrun.launch.options import GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
+from realrun.launch.local import cores
+from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 
 lab = typer.Typer(
     rich_markup_mode=None,
@@ -18,7 +20,7 @@ lab = typer.Typer(
 
 
 @lab.command(context_settings={"allow_interspersed_args": False})
-def run(  # noqa: PLR0917 - one argument per option
+def run(  # noqa: PLR0913, PLR0917 - one argument per option
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -31,6 +33,7 @@ def run(  # noqa: PLR0917 - one argument per option
     intra_rate: IntraRate = INTRA_RATE,
     sites: Sites = 1,
     wan: Wan = None,
+    dilation: Dilation = "auto",
     grace: Annotated[
         str,
         typer.Option(
@@ -53,7 +56,8 @@ def run(  # noqa: PLR0917 - one argument per option
     before kernels (SCHED_FIFO), as a network card does; REALRUN_REALTIME=0 leaves them as they are.
     """
     time = options.seconds("--grace", grace)
-    built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)
+    slower = chosen(dilation, command or [], nodes * gpus_per_node, cores())
+    built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan, slower)
     if restarts is not None:
         ranges.whole("--restarts", restarts, 0)
     code = run_lab(command or [], built, grace=time, restarts=restarts)
@@ -68,6 +72,9 @@ def cluster(
     intra_rate: IntraRate = INTRA_RATE,
     sites: Sites = 1,
     wan: Wan = None,
+    dilation: Dilation = "auto",
 ) -> None:
     """Print the lab as a cluster file, to predict with: co2sim run -c lab.toml ..."""
-    print(stated_cluster(Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)), end="")
+    slower = chosen(dilation, SLEEPING, nodes * gpus_per_node, cores())
+    built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan, slower)
+    print(stated_cluster(built), end="")

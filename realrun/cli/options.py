@@ -9,6 +9,7 @@ from co2sim.cluster import Backend
 from co2sim.console.options import seconds, whole
 from co2sim.errors import OptionError, nearest
 from co2sim.units import Seconds
+from realrun.dilation import DILATION, dilation
 
 _LONGEST: Seconds = 7 * 86400.0
 """Of a deadline. Far below what the clocks of PyTorch can count."""
@@ -41,9 +42,14 @@ Deadline = Annotated[
 
 
 def known_backend(text: str) -> Backend:
-    """A backend by its name. Raises OptionError for others."""
+    """A backend by its name. Raises OptionError for others, and for GPUs in a slower lab."""
     if text not in get_args(Backend):
         raise OptionError(f"--backend is {text!r}; {nearest(text, get_args(Backend))}")
+    if text == "nccl" and dilation() > 1:
+        raise OptionError(
+            f"--backend is nccl, and {DILATION} is {dilation()}: GPUs keep their own time; build"
+            " the lab with --dilation 1"
+        )
     return text  # type: ignore[return-value]
 
 

@@ -17,6 +17,7 @@ from co2sim.result import Result
 from co2sim.units import Seconds, counted, duration
 from co2sim.visible import error_line
 from realrun import record
+from realrun.dilation import lasting
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World, end, join, need_gpus
 from realrun.launch.local import run_local
@@ -168,7 +169,7 @@ def _stop(error: Co2simError, rank: Rank | None) -> NoReturn:
 
 def _foretell(case: Case, world: World, rounds: int) -> None:
     """Say how long a run will take, if that is long."""
-    expected = computing_time(case, world, rounds)
+    expected = lasting(computing_time(case, world, rounds))
     if expected > _NEWS:
         time_ = duration(expected) if expected < _MINUTES else f"{expected / 60:,.0f} min"
         print(

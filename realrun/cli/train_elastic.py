@@ -13,6 +13,7 @@ from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import Layout
 from co2sim.visible import error_line
 from realrun.cli.train_rank import asked_to_stop, check_out, lines_of_progress, show
+from realrun.dilation import DILATION, dilation
 from realrun.errors import BAD_INPUT
 from realrun.launch.membership import LIFE, ElasticMember, Membership
 from realrun.train.lock import alone, among
@@ -30,7 +31,15 @@ RESTARTS = 10
 
 
 def check_launcher(*, elastic: bool, nproc: int | None, restarts: int | None) -> None:
-    """Raise OptionError unless the launcher starts ranks anew just where --elastic is given."""
+    """Raise OptionError unless the launcher starts ranks anew just where --elastic is given.
+
+    Or where its lab is slower than its clock says: a training goes by that of the machine.
+    """
+    if dilation() > 1:
+        raise OptionError(
+            f"{DILATION} is {dilation()}, and training goes by the clock of the machine; build the"
+            " lab with --dilation 1"
+        )
     if restarts is not None and not elastic:
         raise OptionError("--restarts needs --elastic")
     if restarts is not None:

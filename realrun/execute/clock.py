@@ -1,26 +1,26 @@
 """One clock for all ranks: offsets to rank 0's, measured by ping-pong, exact on one machine."""
 
-import time
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from co2sim.units import Seconds
+from realrun.dilation import now
 
 _PINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Gives rank 0's monotonic clock, wrong by at most `error` seconds."""
+    """Gives rank 0's clock (`dilation.now`), wrong by at most `error` seconds."""
 
     offset: Seconds = 0.0
     error: Seconds = 0.0
 
     def now(self) -> Seconds:
         """Seconds since some moment that all ranks share."""
-        return time.monotonic() + self.offset
+        return now() + self.offset
 
 
 def synchronize(rank: int, world_size: int, machine: str) -> Clock:
@@ -46,7 +46,7 @@ def _answer(other: int) -> None:
     message = torch.zeros(1, dtype=torch.float64)
     for _ in range(_PINGS):
         dist.recv(message, other)
-        message[0] = time.monotonic()
+        message[0] = now()
         dist.send(message, other)
 
 
@@ -54,10 +54,10 @@ def _ask() -> Clock:
     message = torch.zeros(1, dtype=torch.float64)
     best = Clock(error=float("inf"))
     for _ in range(_PINGS):
-        start = time.monotonic()
+        start = now()
         dist.send(message, 0)
         dist.recv(message, 0)
-        end = time.monotonic()
+        end = now()
         if (end - start) / 2 < best.error:
             best = Clock(message.item() - (start + end) / 2, (end - start) / 2)
     return best

@@ -10,6 +10,7 @@ from co2sim.errors import Co2simError
 from co2sim.schedule import Collective, Compute, Instance
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
+from realrun.dilation import now
 from realrun.execute.collectives import Buffers, alone, launch
 from realrun.execute.kernels import Synthetic
 from realrun.execute.run import Run, common_start, compare
@@ -78,7 +79,7 @@ def run_on_gpu(run: Run) -> Trace:
                         _communicate(run, instance, place, buffers)
                 else:
                     try:
-                        run.kernels.compute(instance, time.monotonic())
+                        run.kernels.compute(instance, now())
                     except Exception as error:
                         raise world.watch.raised(place, error) from error
                 after.record()
@@ -115,7 +116,7 @@ def _origin(run: Run) -> tuple[torch.cuda.Event, Seconds]:
     zero = torch.cuda.Event(enable_timing=True)
     zero.record()
     zero.synchronize()
-    return zero, time.monotonic() - start
+    return zero, now() - start
 
 
 def _drain(

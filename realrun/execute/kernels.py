@@ -4,7 +4,6 @@ Ops say when something happens, kernels what is computed. Synthetic kernels take
 size of the op needs, and compute nothing of use.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from co2sim.schedule import Compute, Instance
 from co2sim.units import Flops, Seconds
+from realrun.dilation import now
 from realrun.speed import Products
 
 INTENSITY = 4.0
@@ -40,7 +40,7 @@ class KernelSet(Protocol):
     """
 
     def compute(self, instance: Instance, ready: Seconds) -> Seconds | None:
-        """Do the work of a compute op whose inputs were there at `ready` (monotonic seconds).
+        """Do the work of a compute op whose inputs were there at `ready` (seconds of `now`).
 
         Gives when it ends, if that is not now: a virtual device keeps its own time.
         """
@@ -149,10 +149,10 @@ def burn(work: Compute, on: Operands) -> Products:
     if multiplies(work):
         width = len(on.right)
         rows = max(1, round(work.flops / (2 * width * width)))
-        start = time.monotonic()
+        start = now()
         for _ in range(rows // width):
             torch.mm(on.left, on.right, out=on.product)
-        made = Products(rows // width, time.monotonic() - start)
+        made = Products(rows // width, now() - start)
         if rest := rows % width:
             torch.mm(on.left[:rest], on.right, out=on.product[:rest])
         return made

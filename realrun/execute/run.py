@@ -73,7 +73,7 @@ class Run:
 
 
 def common_start(world: World) -> Seconds:
-    """A moment just passed that all ranks agree on, on this rank's monotonic clock."""
+    """A moment just passed that all ranks agree on, on this rank's clock."""
     here = torch.tensor([world.clock.now()], dtype=torch.float64)
     with world.together("common start"):
         dist.all_reduce(here, op=dist.ReduceOp.MAX)

@@ -13,6 +13,7 @@ from co2sim.errors import Co2simError
 from co2sim.schedule import Collective, Instance
 from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
+from realrun.dilation import lasting, now
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.collectives import alone, carry_out
 from realrun.execute.priority import first
@@ -71,8 +72,8 @@ class _Threads:
         limit = time.monotonic() + _GRACE
         for thread in threads:
             thread.join(max(0.0, limit - time.monotonic()))
-        now = time.monotonic() - self.start
-        ended = [span for span in self.spans if span.end <= now]
+        seen = now() - self.start
+        ended = [span for span in self.spans if span.end <= seen]
         self.failure.trace = self.run.trace(ended)  # type: ignore[attr-defined]
         raise self.failure
 
@@ -95,13 +96,13 @@ class _Threads:
 
     def _until(self, moment: Seconds, changed: threading.Condition) -> None:
         """Wait until then, or a failure, with the lock."""
-        left = moment - time.monotonic()
+        left = moment - now()
         if left > 0:
-            changed.wait_for(lambda: self.failure, left)
+            changed.wait_for(lambda: self.failure, lasting(left))
 
     def _begin_at(self, ready: Seconds, stream: str) -> None:
         """Wait until a virtual device has computed what an op needs."""
-        if ready > time.monotonic():
+        if ready > now():
             with self.lock:
                 self._until(ready, self.changed[stream])
             if self.failure:
@@ -138,7 +139,7 @@ class _Threads:
             if isinstance(op.work, Collective):
                 end = self._communicate(instance, at, ready, place) if carried else ready
             else:
-                end = self.run.kernels.compute(instance, ready) or time.monotonic()
+                end = self.run.kernels.compute(instance, ready) or now()
         except (_Stopped, RankFailure, MismatchError) as error:
             self._give_up(error)
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is told to all
@@ -185,6 +186,6 @@ class _Threads:
             if self.failure:
                 raise _Stopped from error
             raise self.world.watch.lost(place, at.members, error) from error
-        end = time.monotonic()
+        end = now()
         kernels.drain(instance, buffers.taken)
         return end

@@ -21,6 +21,7 @@ from co2sim.errors import OptionError
 from co2sim.schedule import Collective, Group, Layout, Schedule
 from co2sim.units import Seconds
 from realrun.checks import sites_of
+from realrun.dilation import dilation
 from realrun.errors import MismatchError, RankFailure
 from realrun.execute.clock import Clock, synchronize
 from realrun.execute.priority import communicating
@@ -285,6 +286,7 @@ def describe(device: torch.device, backend: Backend) -> dict[str, str]:
         hardware = torch.cuda.get_device_name(device)
     cores = os.cpu_count()
     return {
+        "dilation": str(dilation()),
         "torch": torch.__version__,
         "backend": backend,
         "hardware": hardware,

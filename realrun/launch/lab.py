@@ -23,15 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.errors import Co2simError
-from co2sim.units import Seconds
+from co2sim.units import Seconds, counted, duration
 from co2sim.visible import error_line
+from co2sim.waking import FULLY_IDLE
 from realrun.checks import REALTIME, SITES, one_of
+from realrun.dilation import DILATION
 from realrun.errors import LabError
 from realrun.launch.elastic import supervise_elastic
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import (
     GRACE,
     PATIENCE,
+    cores,
     host_store,
     rank_environment,
     resolved,
@@ -75,6 +78,9 @@ _CLUSTER_FILE = "/dev/shm/cluster.toml"  # noqa: S108 - a file system of our own
 CLUSTER = "REALRUN_CLUSTER"
 """Environment variable of the ranks with the path of the cluster that the lab states."""
 
+_LATENCIES: tuple[Seconds, Seconds] = (300e-6, 250e-6)
+"""Inside nodes and between them, by the clock of the machine."""
+
 _RANKS_PER_CORE = 2
 """With more, the cores are the bottleneck, not the network."""
 
@@ -104,12 +110,8 @@ def run_lab(
     if find_spec("torch") is None:  # importing it here would take seconds
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     check_machine()
-    if lab.world_size > _RANKS_PER_CORE * (os.cpu_count() or 1):
-        print(  # noqa: T201 - while it can still be stopped
-            f"warning: {lab.world_size} ranks share {os.cpu_count()} cores: transfers, most of all"
-            " inside a node, may be slower than the stated rate",
-            file=sys.stderr,
-        )
+    if said := _said(lab):
+        print(said, file=sys.stderr)  # noqa: T201 - while it can still be stopped
     inside = json.dumps([asdict(lab), grace, patience, program, restarts])
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from realrun.launch.lab import _first; _first()"
@@ -128,6 +130,22 @@ def run_lab(
     if ended not in {0, 1, 2}:
         raise LabError(f"the lab itself was killed (its exit code is {ended})")
     return ended
+
+
+def _said(lab: Lab) -> str | None:
+    """What may surprise, on one line."""
+    ranks = f"{lab.world_size} ranks share {counted(cores(), 'core')}"
+    if lab.dilation > 1:
+        return (
+            f"this lab runs {lab.dilation} times slower than stated, and so does its clock"
+            f" (--dilation 1: it does not, although {ranks})"
+        )
+    if lab.world_size > _RANKS_PER_CORE * cores():
+        return (
+            f"warning: {ranks}: transfers, most of all inside a node, may be slower than the stated"
+            " rate"
+        )
+    return None
 
 
 def check_machine() -> None:
@@ -154,20 +172,24 @@ def stated_cluster(lab: Lab) -> str:
     rate, intra = (" ".join(text.split()) for text in (lab.rate, lab.intra_rate))
     share = payload_share(lab.bandwidth, two=lab.nodes == _TWO)
     near, far = loopback_burst(lab.loopback) / lab.gpus_per_node, burst(lab.bandwidth)
+    slower = f", {lab.dilation} times slower" if lab.dilation > 1 else ""
+    inside, between, idle = (duration(time / lab.dilation) for time in (*_LATENCIES, FULLY_IDLE))
     return f"""\
 name = "lab: {lab.nodes} nodes of {lab.gpus_per_node} at {rate}"
-source = "how the lab is built"
+source = "how the lab is built{slower}"
 nodes = {lab.nodes}
 gpus_per_node = {lab.gpus_per_node}
 {sites}gpu = "virtual"
 backend = "gloo"
 hosts = {{ value = "shared", source = "all nodes are one machine" }}
+fully_idle = {{ value = "{idle}", source = "the pause after which cores of one lab took longest \
+to wake up: 5 ms of the machine" }}
 
 [intra]
 bandwidth = {{ value = "{intra}", source = "rate of tc tbf at each node's loopback, per rank" }}
 efficiency = {{ value = {LOOPBACK_PAYLOAD / LOOPBACK_FRAME:.4f}, source = "TCP payload of a \
 frame of loopback, whose MTU is 65536: {LOOPBACK_PAYLOAD} of the {LOOPBACK_FRAME} bytes counted" }}
-latency = {{ value = "300 us", assumed = true, source = "`realrun probe` on a virtual machine of \
+latency = {{ value = "{inside}", assumed = true, source = "`realrun probe` on a virtual machine of \
 two cores gave 0.2 to 0.5 ms; depends on the machine and its load" }}
 burst = {{ value = "{near:.0f} B", source = "burst of tc tbf there, by rank" }}
 
@@ -176,8 +198,8 @@ bandwidth = {{ value = "{rate}", source = "rate of tc tbf at each node's eth0" }
 efficiency = {{ value = {share:.4f}, source = "TCP payload of an Ethernet \
 frame: 1500 - 20 (IPv4) - 20 (TCP) - 12 (timestamps) = {PAYLOAD} of the {FRAME} bytes that tbf \
 counts, and {ACK} bytes to acknowledge every packet" }}
-latency = {{ value = "250 us", assumed = true, source = "`realrun probe` in labs of 1 and 3 Gbit/s \
-on a virtual machine of two cores gave 0.22 to 0.30 ms; depends on the machine and its load" }}
+latency = {{ value = "{between}", assumed = true, source = "`realrun probe` in labs of 1 and 3 \
+Gbit/s gave 0.22 to 0.30 ms on a virtual machine of two cores; depends on machine and load" }}
 burst = {{ value = "{far} B", source = "burst of tc tbf there: 2 ms at its rate, 512 KiB at most" }}
 {stated_wan(lab.uplink)}"""
 
@@ -233,6 +255,7 @@ def _inside(
                 node += on_cores(rank, lab.world_size, sorted(os.sched_getaffinity(0)))
                 own = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
                 own |= {REALTIME: os.environ.get(REALTIME, "1")}
+                own |= {DILATION: str(lab.dilation)}
                 own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
                 own |= {} if restarts is None else {LIFE: str(life)}
                 ranks.append(start(rank, [*node, *command], {**variables, **own}))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from co2sim.errors import UnitError
 from co2sim.ranges import whole
 from co2sim.units import BytesPerSecond, parse
+from realrun.dilation import MOST
 from realrun.errors import LabError
 from realrun.launch.local import MAX_RANKS
 from realrun.launch.namespaces import SendRates
@@ -19,8 +20,9 @@ class Lab:
     """What to build: `rate` is what each node sends at most, such as "1 Gbit/s".
 
     `intra_rate` is what each rank sends at most inside its node; the ranks of a node share the sum.
-    `sites` divide the nodes, in order; `wan` is what each sends to others at most. Raises LabError
-    when it cannot be built anywhere.
+    `sites` divide the nodes, in order; `wan` is what each sends to others at most. The lab has all
+    rates divided by `dilation`, and its clock is as much slower (`realrun.dilation`). Raises
+    LabError when it cannot be built anywhere.
     """
 
     nodes: int
@@ -29,6 +31,7 @@ class Lab:
     intra_rate: str = INTRA_RATE
     sites: int = 1
     wan: str | None = None
+    dilation: int = 1
 
     def __post_init__(self) -> None:
         for name, count in (("nodes", self.nodes), ("gpus per node", self.gpus_per_node)):
@@ -41,6 +44,7 @@ class Lab:
         _bandwidth("rate", self.rate)
         _bandwidth("rate inside a node", self.intra_rate)
         whole("sites", self.sites, 1, error=LabError)
+        whole("dilation", self.dilation, 1, MOST, error=LabError)
         if self.nodes % self.sites:
             raise LabError(f"{self.nodes} nodes do not divide into {self.sites} equal sites")
         if (self.sites > 1) != (self.wan is not None):
@@ -53,8 +57,10 @@ class Lab:
 
     @property
     def rates(self) -> SendRates:
-        """What is sent at most."""
-        far = None if self.wan is None else _bandwidth("rate between sites", self.wan)
+        """What is sent at most, by the clock of the machine."""
+        far = None
+        if self.wan is not None:
+            far = _bandwidth("rate between sites", self.wan) / self.dilation
         return SendRates(self.bandwidth, self.loopback, far)
 
     @property
@@ -69,13 +75,14 @@ class Lab:
 
     @property
     def bandwidth(self) -> BytesPerSecond:
-        """What each node sends to others at most, with all headers."""
-        return _bandwidth("rate", self.rate)
+        """What each node sends to others at most, with all headers, by the clock of the machine."""
+        return _bandwidth("rate", self.rate) / self.dilation
 
     @property
     def loopback(self) -> BytesPerSecond:
-        """What the ranks of a node send to each other at most, all together, with all headers."""
-        return self.gpus_per_node * _bandwidth("rate inside a node", self.intra_rate)
+        """What the ranks of a node send each other at most, all together, as `bandwidth`."""
+        rate = _bandwidth("rate inside a node", self.intra_rate)
+        return self.gpus_per_node * rate / self.dilation
 
 
 def _bandwidth(what: str, text: str) -> BytesPerSecond:

@@ -115,7 +115,7 @@ def rank_environment(
     rank: int, world_size: int, *, local_world_size: int, address: str, port: int
 ) -> dict[str, str]:
     """What torchrun would set for this rank. The store at `address` is the launcher's."""
-    threads = max(1, _cores() // world_size)
+    threads = max(1, cores() // world_size)
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -153,7 +153,7 @@ def host_store(address: str) -> "TCPStore":
     )
 
 
-def _cores() -> int:
+def cores() -> int:
     """How many cores this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))

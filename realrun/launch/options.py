@@ -31,6 +31,14 @@ Wan = Annotated[
         metavar="RATE", help="What each site sends to others at most, such as '50 Mbit/s'."
     ),
 ]
+Dilation = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|N",
+        help="Run everything N times slower than stated, and clocks, too: times are those of the"
+        " cluster that the lab stands for. auto: where kernels sleep and ranks share cores.",
+    ),
+]
 IntraRate = Annotated[
     str, typer.Option(metavar="RATE", help="What each rank sends at most inside its node.")
 ]

@@ -67,6 +67,8 @@ def _lines(measured: Measured, fitted: Fitted, name: str, gpu: str | None) -> It
     if fitted.hosts and fitted.hosts.wake_up:
         source = "fitted to the same: what they take longer after a pause than after an equal one"
         yield _fact("wake_up", _text(quantity(fitted.hosts.wake_up, "s")), source)
+        after = _text(quantity(fitted.hosts.fully_idle, "s"))
+        yield _fact("fully_idle", after, "as the lab states it")
     if fitted.processor is None:
         if gpu is None:
             raise OptionError("no kernel was run: name a GPU of the catalog with --gpu")

@@ -15,6 +15,7 @@ from scipy.stats import trim_mean
 from co2sim.schedule import Collective, Compute, Group, Kind, Op, Schedule
 from co2sim.units import Bytes, Flops, Seconds
 from co2sim.waking import FULLY_IDLE
+from realrun.dilation import dilation
 from realrun.execute.kernels import KernelSet, Sleep, Synthetic
 from realrun.execute.world import World
 from realrun.measure import Say
@@ -85,8 +86,9 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     """Measure everything. Raises what `execute` raises."""
     say("how long things take")
     most = _ROUNDS_OF_MEANS if plan.means else _ROUNDS
-    sweeps = _sweeps(world, plan.max_size, 0.6 * plan.budget, most, pauses=plan.means)
-    burns = _burns(world, plan.precisions, 0.25 * plan.budget)
+    budget = plan.budget / dilation()
+    sweeps = _sweeps(world, plan.max_size, 0.6 * budget, most, pauses=plan.means)
+    burns = _burns(world, plan.precisions, 0.25 * budget)
     times: dict[str, list[list[Seconds]]] = {}
     if plan.beyond:
         sweeps += [_beyond(group, plan.beyond) for group in groups(world.layout)]
@@ -148,10 +150,10 @@ def _sweeps(
                 break
             sizes.append(following)
         if pauses:
-            cost = 2 * cost + _PAUSE * len(Kind) * len(sizes)
+            cost = 2 * cost + _PAUSE / dilation() * len(Kind) * len(sizes)
         rounds = min(most, max(1, int(share / cost) - 1))
         schedule = sweep(group, list(Kind), sizes, pauses=pauses)
-        kernels = Sleep({PAUSE: _PAUSE, USE: _USE}) if pauses else _Idle()
+        kernels = _pausing(_PAUSE) if pauses else _Idle()
         found.append(ProbeTask(f"collectives of {group}", schedule, kernels, rounds))
     return found
 
@@ -160,9 +162,12 @@ def _beyond(group: Group, size: Bytes) -> ProbeTask:
     """What does not pass with a burst, after a long pause; no chains, which their hops bind."""
     kinds = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     schedule = sweep(group, kinds, [int(size)], pauses=True)
-    return ProbeTask(
-        f"large collectives of {group}", schedule, Sleep({PAUSE: _LONG_PAUSE, USE: _USE}), _ROUNDS
-    )
+    return ProbeTask(f"large collectives of {group}", schedule, _pausing(_LONG_PAUSE), _ROUNDS)
+
+
+def _pausing(pause: Seconds) -> Sleep:
+    """What a sweep computes: pauses by the clock of the machine, whose cores go idle."""
+    return Sleep({PAUSE: pause / dilation(), USE: _USE / dilation()})
 
 
 def _trial(world: World, group: Group, size: int) -> Seconds:

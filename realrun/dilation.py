@@ -1,0 +1,93 @@
+"""Time in a lab that runs slower than the cluster that it stands for.
+
+Ranks that share cores wait for each other's transfers, which those of a cluster do not. So a lab
+may have links and kernels that are N times slower than stated, and its clock runs N times slower,
+too: what is stated and what is measured fit together again, and cores have N times as long for a
+byte. Emulators of networks call this time dilation (Gupta, Yocum, McNett, Snoeren, Vahdat and
+Voelker: To Infinity and Beyond: Time-Warped Network Emulation, NSDI 2006).
+
+Deadlines and whatever else concerns the processes of ranks go by the machine's clock.
+"""
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from co2sim.errors import OptionError
+from co2sim.units import Seconds
+from co2sim.visible import given
+
+DILATION = "REALRUN_DILATION"
+"""Environment variable of the ranks: how many times slower than stated all of their lab is."""
+
+MOST = 100
+"""A lab is at most this many times slower."""
+
+SLEEPING = ("realrun", "run")
+"""A command whose kernels sleep, unless it says otherwise."""
+
+_DIGITS = 9
+"""Enough to tell that a number is too large."""
+
+_SLACK = 1.5
+"""How many times as long cores need for a lab as they have, where each serves one rank more."""
+
+
+def dilation_of(environment: Mapping[str, str]) -> int:
+    """The number that REALRUN_DILATION says: 1 if it says nothing. Raises OptionError."""
+    return factor(DILATION, environment.get(DILATION, "1"))
+
+
+def factor(name: str, text: str) -> int:
+    """A whole number from 1 to `MOST`. Raises OptionError."""
+    if not text.isdecimal() or not 1 <= int(text[:_DIGITS]) <= MOST:
+        raise OptionError(f"{name} is {given(text)}; it must be a whole number, 1 to {MOST}")
+    return int(text)
+
+
+@cache
+def dilation() -> int:
+    """That of this process, read once: a rank stays in its lab."""
+    return dilation_of(os.environ)
+
+
+def for_cores(ranks: int, cores: int) -> int:
+    """How many times slower a lab is to be whose kernels sleep.
+
+    1 where each rank has a core. In labs of 2 nodes of 2 ranks on 2 cores transfers were up to 30 %
+    too slow in real time, and within 1 % of what links allow where they had three times as long.
+    """
+    return 1 if ranks <= cores else min(MOST, math.ceil(_SLACK * ranks / cores))
+
+
+def chosen(text: str, command: Sequence[str], ranks: int, cores: int) -> int:
+    """What `--dilation` means for a command: a number, or "auto", `for_cores` if kernels sleep.
+
+    Other commands know nothing of it, or compute, and cores are as fast as they are. Raises
+    OptionError.
+    """
+    if text != "auto":
+        return factor("--dilation", text)
+    return for_cores(ranks, cores) if _sleeps(command) else 1
+
+
+def _sleeps(command: Sequence[str]) -> bool:
+    """Whether a command runs kernels that sleep, or none."""
+    match list(command):
+        case ["realrun", "run", *options]:
+            return not any(option.endswith("flops") for option in options)
+        case ["realrun", "probe", *options]:
+            return any(option.partition("=")[0] == "--gpu" for option in options)
+    return False
+
+
+def now() -> Seconds:
+    """Seconds on the monotonic clock of the cluster that a lab stands for; else of the machine."""
+    return time.monotonic() / dilation()
+
+
+def lasting(seconds: Seconds) -> Seconds:
+    """How long these seconds last on the machine."""
+    return seconds * dilation()
