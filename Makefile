@@ -4,7 +4,7 @@
 # make verify: the convergence bound, checked. make fuzz: 100,000 files and options that nobody means well (an hour).
 # make chaos: 1,000 faults at random times in runs, trainings, labs and studies (root, an hour).
 # make lock: the lock file of development, anew. make audit: known vulnerabilities of what is installed.
-# Measurements of the real backend: fidelity (root, 30 min), failures, elastic (root), convergence and long-study (an hour or
+# Measurements of the real backend: fidelity (root, two hours), failures, elastic (root), convergence and long-study (an hour or
 # more), time-to-loss, tasks and peers (root), overhead, checkpoints, explore-speed, ssp, quantization (an hour), engines.
 # QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3

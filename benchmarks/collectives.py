@@ -1,6 +1,6 @@
 """How true single collectives are: by kind, size and group, in labs, beside their prediction.
 
-    sudo python benchmarks/collectives.py           # two rates, three layouts, about three minutes
+    sudo python benchmarks/collectives.py           # two rates, three layouts, about ten minutes
     sudo python benchmarks/collectives.py --quick   # one lab, two sizes
 
 Four ways: alone after a pause, or a short one, four of the same in a row, and two in flight on two
@@ -31,10 +31,12 @@ from co2sim.schedule import WORLD, After, Collective, Compute, DType, Group, Kin
 from co2sim.simulator import execute
 from co2sim.trace import Trace
 from realrun.cli import ranks
+from realrun.dilation import for_cores
 from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Sleep
 from realrun.execute.world import gather_objects
 from realrun.launch.lab_plan import Lab
+from realrun.launch.local import cores
 from realrun.measure import merge
 from realrun.probe.tasks import groups
 
@@ -136,7 +138,8 @@ def predicted(cluster: Cluster, most: int) -> dict[str, float]:
 def in_lab(lab: Lab, most: int, rounds: int) -> list[Row]:
     """Measure what hosts add, predict, and measure all cells, in one lab each time."""
     layout = ["--nodes", str(lab.nodes), "--gpus-per-node", str(lab.gpus_per_node)]
-    command = [sys.executable, "-m", "realrun", "lab", "run", *layout, "--rate", lab.rate, "--"]
+    layout += ["--rate", lab.rate, "--dilation", str(for_cores(lab.world_size, cores()))]
+    command = [sys.executable, "-m", "realrun", "lab", "run", *layout, "--"]
     with tempfile.TemporaryDirectory() as place:
         out, file = Path(place) / "seen.json", Path(place) / "stated.toml"
         probe = ["realrun", "probe", "--stated", "--gpu", "virtual", "--out", str(file)]

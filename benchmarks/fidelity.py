@@ -1,6 +1,6 @@
 """How true predictions are: every strategy in the lab, predicted first, then measured.
 
-    sudo python benchmarks/fidelity.py sleep        # 90 configurations, about half an hour
+    sudo python benchmarks/fidelity.py sleep        # 90 configurations, about 40 minutes
     sudo python benchmarks/fidelity.py flops        # real matrix products
     sudo python benchmarks/fidelity.py hiding       # CO2 beside blocking strategies
     sudo python benchmarks/fidelity.py sites        # two sites with a slow link between
@@ -16,7 +16,8 @@ site. `invented` draws labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, 
 from the seed, and predicts from stated rates and measured latencies. But for that speed, nothing
 is taken from what is compared. Writes fidelity-KIND.csv and fidelity-KIND.md, after every lab.
 
-Compute of sleep kernels is exact by construction, so errors of communication come first.
+Compute of sleep kernels is exact by construction, so errors of communication come first. Where
+their ranks share cores, labs are slower than stated, and so are their clocks (`realrun.dilation`).
 """
 
 import argparse
@@ -38,7 +39,9 @@ from reports import folder, machine, made_by, parser, table
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.result import Result
+from realrun.dilation import for_cores
 from realrun.launch.lab_plan import Lab
+from realrun.launch.local import cores
 from realrun.launch.uplinks import overrides
 from realrun.record import Record, folder_name, read
 from realrun.speed import at_speed, beside
@@ -73,8 +76,8 @@ def as_ranks(lab: Lab, *command: str) -> None:
 def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) -> list[LabRow]:
     """Predict from every cluster file, run, and lay side by side.
 
-    With `rounds` 0 about eight seconds of the median strategy are measured, in 3 to 100 rounds: one
-    late wake-up weighs less where rounds are many.
+    With `rounds` 0 the median strategy is measured for about eight seconds of the machine, in 3 to
+    100 rounds: one late wake-up weighs less where rounds are many.
     """
     options: dict[str, Any] = {"precision": "fp32"} if kernels == "flops" else {}
     sites = {
@@ -99,7 +102,8 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
         for source, path in clusters.items()
     }
     usual = statistics.median(found.round_time_s for found in next(iter(predictions.values())))
-    rounds = rounds or min(max(3, math.ceil(8.0 / usual)), 100)
+    slower = for_cores(job.lab.world_size, cores()) if kernels == "sleep" else 1
+    rounds = rounds or min(max(3, math.ceil(8.0 / (slower * usual))), 100)
     with tempfile.TemporaryDirectory() as folder:
         source, first = next(iter(clusters.items()))
         arguments = ["run", "-c", str(first), "-m", job.model, "--kernels", kernels]
