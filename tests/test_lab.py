@@ -21,9 +21,11 @@ from co2sim.errors import OptionError
 from co2sim.schedule import WORLD, Collective, DType, Kind
 from realrun.checks import REALTIME
 from realrun.cli.lab import cluster
+from realrun.dilation import for_cores
 from realrun.errors import LabError, LaunchError
 from realrun.launch.lab import TOOLS, check_machine, run_lab, stated_cluster
 from realrun.launch.lab_plan import Lab
+from realrun.launch.local import cores
 from realrun.launch.namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share, queue
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -101,7 +103,8 @@ def test_stated_cluster_is_read_by_co2sim(tmp_path: Path) -> None:
 def test_cluster_is_printed_for_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """`realrun lab cluster` prints what the lab will state."""
     cluster(2, 1, "1 Gbit/s")
-    assert capsys.readouterr().out == stated_cluster(Lab(2, 1, "1 Gbit/s"))
+    slower = for_cores(2, cores())
+    assert capsys.readouterr().out == stated_cluster(Lab(2, 1, "1 Gbit/s", dilation=slower))
 
 
 @pytest.mark.parametrize(

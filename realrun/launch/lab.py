@@ -137,8 +137,8 @@ def _said(lab: Lab) -> str | None:
     ranks = f"{lab.world_size} ranks share {counted(cores(), 'core')}"
     if lab.dilation > 1:
         return (
-            f"this lab runs {lab.dilation} times slower than stated, and so does its clock"
-            f" (--dilation 1: it does not, although {ranks})"
+            f"this lab and its clock run {lab.dilation} times slower than real time, since {ranks}"
+            " (--dilation 1: real time)"
         )
     if lab.world_size > _RANKS_PER_CORE * cores():
         return (

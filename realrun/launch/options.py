@@ -36,7 +36,7 @@ Dilation = Annotated[
     typer.Option(
         metavar="auto|N",
         help="Run everything N times slower than stated, and clocks, too: times are those of the"
-        " cluster that the lab stands for. auto: where kernels sleep and ranks share cores.",
+        " cluster that the lab stands for. auto: as cores need it where kernels sleep, else 1.",
     ),
 ]
 IntraRate = Annotated[
