@@ -1,7 +1,7 @@
 """Let faults befall runs, trainings, labs and studies at random times, and count what goes wrong.
 
     python benchmarks/chaos.py            # 1,000 trials, an hour on two quiet cores; root for all
-    python benchmarks/chaos.py --quick    # 12 trials
+    python benchmarks/chaos.py --quick    # 6 trials
 
 Trials are drawn from a seed. Those that are done stand in out/chaos/SEED.jsonl, one a line: a
 stopped campaign goes on where it was. Writes benchmarks/results/chaos.md.
@@ -183,7 +183,7 @@ def text(verdicts: list[dict[str, Any]], seed: int) -> str:
 
 def main() -> int:
     """Make trials, and write the table; the exit code is 1 if any failed."""
-    command = parser(__doc__, "12 trials")
+    command = parser(__doc__, "6 trials")
     command.add_argument("--trials", type=int, default=1000, help="how many (1000)")
     command.add_argument("--seed", type=int, default=1, help="which (1)")
     command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
@@ -194,7 +194,7 @@ def main() -> int:
     command.add_argument("--work", type=Path, default=Path("out/chaos"), help="folder of trials")
     given = command.parse_args()
     if given.quick:
-        given.trials = min(given.trials, 12)
+        given.trials = min(given.trials, 6)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with folder(given) as out:

@@ -135,7 +135,7 @@ def predicted(cluster: Cluster, most: int) -> dict[str, float]:
     return times(execute(body, cluster, precision="fp32", rounds=2, fold=False), body)
 
 
-def in_lab(lab: Lab, most: int, rounds: int) -> list[Row]:
+def in_lab(lab: Lab, most: int, rounds: int, *, quick: bool) -> list[Row]:
     """Measure what hosts add, predict, and measure all cells, in one lab each time."""
     layout = ["--nodes", str(lab.nodes), "--gpus-per-node", str(lab.gpus_per_node)]
     layout += ["--rate", lab.rate, "--dilation", str(for_cores(lab.world_size, cores()))]
@@ -143,6 +143,7 @@ def in_lab(lab: Lab, most: int, rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as place:
         out, file = Path(place) / "seen.json", Path(place) / "stated.toml"
         probe = ["realrun", "probe", "--stated", "--gpu", "virtual", "--out", str(file)]
+        probe += ["--quick"] if quick else []
         subprocess.run([*command, *probe], check=True, stdout=sys.stderr)
         before = predicted(load_cluster(str(file)).value, most)
         rank = ["--rank", str(out), "--most", str(most), "--rounds", str(rounds)]
@@ -219,7 +220,7 @@ def main() -> None:
     with folder(given) as out:
         for lab in labs:
             if given.only in f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}":
-                rows += in_lab(lab, most, rounds)
+                rows += in_lab(lab, most, rounds, quick=given.quick)
                 pd.DataFrame(rows).to_csv(out / "collectives.csv", index=False)
                 (out / "collectives.md").write_text(report(rows))
     if given.quick:

@@ -144,7 +144,7 @@ def main() -> None:
     methods, drawn, count = list(STRATEGIES), list(CURVES), given.kills
     steps = given.steps
     if given.quick:
-        methods, drawn, count, steps = methods[:1], drawn[:1], 1, 200
+        methods, drawn, count, steps = methods[:1], drawn[:1], 1, 80
     rng, kills, curves = np.random.default_rng(given.seed), [], {}
     with tempfile.TemporaryDirectory() as name:
         for number, method in enumerate(methods):

@@ -242,7 +242,8 @@ def in_lab(
         clusters = {}
         if kernels == "sleep":
             near = replace(lab, sites=1, wan=None)
-            as_ranks(near, "realrun", "probe", "--stated", "--out", str(stated), *virtual)
+            short = ("--quick",) if quick else ()
+            as_ranks(near, "realrun", "probe", "--stated", "--out", str(stated), *virtual, *short)
             clusters["stated"] = stated
         if probe:
             budget = SHORT_PROBE if quick else ()

@@ -1,7 +1,7 @@
 """Real matrix products on a machine whose speed changes: a probe and a run take turns.
 
     sudo python benchmarks/fidelity_turns.py            # 15 configurations, about 30 minutes
-    sudo python benchmarks/fidelity_turns.py --quick    # one lab, two strategies, three turns each
+    sudo python benchmarks/fidelity_turns.py --quick    # one lab, one strategy, three turns
 
 `fidelity.py flops` probes once and then runs, as users do. Where neighbours and clocks change a
 machine within seconds, its error is mostly theirs. Here a turn measures kernels of a probe, then a
@@ -274,12 +274,14 @@ much the time of a kernel of 2.1 GFLOP was longer in the turn at 90 % than in th
 
 def main() -> None:
     """Take turns in every lab, and keep what was seen after each."""
-    command = parser(__doc__, "a short probe, one lab, two strategies, three turns")
+    command = parser(__doc__, "a short probe, one lab, one strategy, three turns")
     command.add_argument("--seconds", type=float, default=EACH, help="of each, 0 to 3600 (100)")
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
     given = command.parse_args()
-    jobs = list(quick_jobs() if given.quick else flops_jobs())
+    jobs = [replace(job, strategies=job.strategies[:1]) for job in quick_jobs()]
+    if not given.quick:
+        jobs = list(flops_jobs())
     if given.rank:
         as_rank(given.cluster, jobs[int(given.job)], given.seconds, Path(given.rank))
         return

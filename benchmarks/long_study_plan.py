@@ -69,7 +69,9 @@ class LongStudy:
     def small(cls) -> "LongStudy":
         """A trial of seconds, too short to mean anything."""
         lines = ("AdamW-DDP", "LocalSGD 12")
-        return cls(StudyBudget.small(), (Part(24, lines, (0,)), Part(48, lines, (0,), tunes=True)))
+        return cls(
+            StudyBudget.small(), (Part(24, lines, (0,)), Part(48, lines[1:], (0,), tunes=True))
+        )
 
     @property
     def lengths(self) -> tuple[int, ...]:

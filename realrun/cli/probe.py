@@ -72,22 +72,26 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         typer.Option(metavar="SIZE", help="Largest collective; default: 16 MiB, on GPUs 256 MiB."),
     ] = None,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="TIME",
-            help="About how long to measure; a longer time gives more exact numbers.",
+            help="About how long to measure; a longer time gives more exact numbers. Default: 30 s,"
+            " with --stated 20 s.",
         ),
-    ] = "30 s",
+    ] = None,
     stated: Annotated[  # noqa: FBT002 - an option
         bool,
         typer.Option(
             "--stated",
             help="In a lab: keep the rates that it states, and measure only what hosts add to them."
-            " Takes about 20 s with --gpu virtual.",
+            "",
         ),
     ] = False,
     quick: Annotated[  # noqa: FBT002 - an option
-        bool, typer.Option("--quick", help="Same as --budget '5 s' --max-size '1 MiB'.")
+        bool,
+        typer.Option(
+            "--quick", help="Same as --budget '5 s', and without --stated --max-size '1 MiB'."
+        ),
     ] = False,
     nproc: launching.Nproc = None,
     backend: launching.BackendName = "gloo",
@@ -109,13 +113,11 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         )
     if stated and CLUSTER not in os.environ:
         raise OptionError("--stated needs a lab: only there are rates stated")
-    if stated:
-        size, seconds = max_size or _STATED[0], options.seconds("--budget", _STATED[1])
-    elif quick:
-        size, seconds = max_size or _QUICK[0], options.seconds("--budget", _QUICK[1])
-    else:
-        size = max_size or _DEFAULTS[backend][0]
-        seconds = options.seconds("--budget", budget)
+    usual_size, usual_time = _STATED if stated else (_DEFAULTS[backend][0], "30 s")
+    if quick:
+        usual_size, usual_time = usual_size if stated else _QUICK[0], _QUICK[1]
+    seconds = options.seconds("--budget", budget or usual_time)
+    size = max_size or usual_size
     precisions = _precisions(precision, backend) if gpu is None else ()
     largest = _size(size)
     wait = launching.checked_deadline(deadline)
