@@ -16,8 +16,7 @@ site. `invented` draws labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, 
 from the seed, and predicts from stated rates and measured latencies. But for that speed, nothing
 is taken from what is compared. Writes fidelity-KIND.csv and fidelity-KIND.md, after every lab.
 
-Compute of sleep kernels is exact by construction, so errors of communication come first. Where
-their ranks share cores, labs are slower than stated, and so are their clocks (`realrun.dilation`).
+Compute of sleep kernels is exact by construction, so errors of communication come first.
 """
 
 import argparse
@@ -79,7 +78,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
     With `rounds` 0 the median strategy is measured for about eight seconds of the machine, in 3 to
     100 rounds: one late wake-up weighs less where rounds are many.
     """
-    options: dict[str, Any] = {"precision": "fp32"} if kernels == "flops" else {}
+    options = {"precision": "fp32"} if kernels == "flops" else {}
     sites = {
         source: overrides(
             job.lab.uplink, job.lab.sites, load_cluster(str(path)).value.inter.latency
@@ -102,8 +101,8 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
         for source, path in clusters.items()
     }
     usual = statistics.median(found.round_time_s for found in next(iter(predictions.values())))
-    slower = for_cores(job.lab.world_size, cores()) if kernels == "sleep" else 1
-    rounds = rounds or min(max(3, math.ceil(8.0 / (slower * usual))), 100)
+    usual *= for_cores(job.lab.world_size, cores()) if kernels == "sleep" else 1
+    rounds = rounds or min(max(3, math.ceil(8.0 / usual)), 100)
     with tempfile.TemporaryDirectory() as folder:
         source, first = next(iter(clusters.items()))
         arguments = ["run", "-c", str(first), "-m", job.model, "--kernels", kernels]
@@ -238,12 +237,12 @@ def in_lab(
     rows: list[LabRow] = []
     with tempfile.TemporaryDirectory() as place:
         probed, stated = Path(place) / "probed.toml", Path(place) / "stated.toml"
-        virtual = ("--gpu", "virtual") if kernels == "sleep" else ()
+        virtual = ["--gpu", "virtual"] if kernels == "sleep" else []
         clusters = {}
         if kernels == "sleep":
             near = replace(lab, sites=1, wan=None)
-            short = ("--quick",) if quick else ()
-            as_ranks(near, "realrun", "probe", "--stated", "--out", str(stated), *virtual, *short)
+            asked = ["--stated", "--out", str(stated), *virtual, *["--quick"] * quick]
+            as_ranks(near, "realrun", "probe", *asked)
             clusters["stated"] = stated
         if probe:
             budget = SHORT_PROBE if quick else ()

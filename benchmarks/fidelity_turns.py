@@ -8,8 +8,7 @@ machine within seconds, its error is mostly theirs. Here a turn measures kernels
 round (more if it is short), then the kernels again. The GPU that is fitted to the kernels on both
 sides, and to nothing else, predicts what is between: afterwards, so this is no forecast. Links are
 those of a whole probe before. The error of a configuration is the median over its turns; its
-standard error comes from resampling the turns. Writes fidelity-turns.csv, with a row for every
-turn, and fidelity-turns.md.
+standard error comes from resampling them. Writes fidelity-turns.csv, by turn, and fidelity-turns.md.
 """
 
 import argparse
@@ -279,9 +278,8 @@ def main() -> None:
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
     given = command.parse_args()
-    jobs = [replace(job, strategies=job.strategies[:1]) for job in quick_jobs()]
-    if not given.quick:
-        jobs = list(flops_jobs())
+    first = (replace(job, strategies=job.strategies[:1]) for job in quick_jobs())
+    jobs = list(first if given.quick else flops_jobs())
     if given.rank:
         as_rank(given.cluster, jobs[int(given.job)], given.seconds, Path(given.rank))
         return

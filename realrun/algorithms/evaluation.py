@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from co2sim.errors import OptionError
 from realrun.algorithms.flat import memory
 from realrun.algorithms.links import Links
-from realrun.algorithms.sharded import is_sharded
 
 
 def others_of(model: nn.Module, also: Sequence[nn.Module], *, buffers: bool) -> list[Tensor]:
@@ -38,7 +38,7 @@ def average_now(tensors: Sequence[Tensor], links: Links, *, counts: bool = True)
     members = links.of_peers(counts) if tensors else [counts]
     weight = counts * len(members) / sum(members) if any(members) else 1.0
     for tensor in tensors:
-        links.mean(memory(tensor), sharded=is_sharded(tensor), weight=weight)
+        links.mean(memory(tensor), sharded=isinstance(tensor, DTensor), weight=weight)
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from co2sim.errors import OptionError
-from realrun.algorithms.sharded import is_sharded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What fp32 holds exactly."""
@@ -230,10 +230,10 @@ def lay_out(
     kinds = list(dict.fromkeys(map(kind, parameters)))
     ordered = sorted(parameters, key=lambda pair: kinds.index(kind(pair)))
     sections, start = [], 0
-    for (dtype, divided), row in groupby(ordered, key=kind):
+    for (dtype, is_sharded), row in groupby(ordered, key=kind):
         members = tuple(Member(name, one, memory(one).numel()) for name, one in row)
         whole = sum(member.elements for member in members)
-        spread = count > 1 and not divided
+        spread = count > 1 and not is_sharded
         share = -(-whole // count) if spread else 0
         first = min(place * share, whole)
         size = min(share, whole - first) if spread else whole
@@ -245,7 +245,7 @@ def lay_out(
 def memory(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, as a flat view in the order of memory."""
     local = parameter.detach()
-    if is_sharded(local):
+    if isinstance(local, DTensor):
         with torch.no_grad():
             local = local.to_local()
     if local.is_contiguous():
@@ -259,7 +259,7 @@ def _me() -> int:
 
 def _is_sharded(name: str, parameter: Tensor, ranks: list[int]) -> bool:
     """Whether ranks of the worker hold different parts of a parameter."""
-    if not is_sharded(parameter):
+    if not isinstance(parameter, DTensor):
         return False
     mesh = sorted(parameter.device_mesh.mesh.flatten().tolist())
     if mesh != sorted(ranks):
@@ -283,7 +283,7 @@ def _check(name: str, parameter: Tensor) -> None:
             f"{name!r} is {parameter.dtype}; averages are in fp32, so parameters must be one of"
             f" {', '.join(str(one).removeprefix('torch.') for one in DTYPES)}"
         )
-    local = parameter.to_local() if is_sharded(parameter) else parameter
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     step = 1
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and stride != step:

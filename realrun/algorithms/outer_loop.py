@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from realrun.algorithms.average import Average, Flight
 from realrun.algorithms.counters import Counters, Stats
@@ -18,7 +19,6 @@ from realrun.algorithms.finite import finite_norm
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.links import Links
 from realrun.algorithms.rule import Rule, State
-from realrun.algorithms.sharded import is_fsdp
 
 
 def mark_of(*tensors: Tensor) -> str:
@@ -43,7 +43,7 @@ class OuterLoop(ABC):
         self.rule, self.flat, self.links = rule, flat, links
         self.average: Average | ElasticAverage = average
         # FSDP2 may keep parameters gathered, after a forward without backward.
-        self._gathered = [one for one in model.modules() if is_fsdp(one)]
+        self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
         vectors = {
             name: torch.zeros(
                 (count, flat.elements) if count else flat.elements, device=flat.device

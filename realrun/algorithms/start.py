@@ -6,13 +6,13 @@ from dataclasses import fields
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from co2sim.errors import OptionError
 from realrun.algorithms.flat import memory
 from realrun.algorithms.rule import Rule
-from realrun.algorithms.sharded import is_sharded
 from realrun.algorithms.workers import Workers
 
 
@@ -86,7 +86,7 @@ def describe_settings(
 def _line(name: str, one: Tensor) -> str:
     """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
     dtype = str(one.dtype).removeprefix("torch.")
-    placed = f" {one.placements}" if is_sharded(one) else ""
+    placed = f" {one.placements}" if isinstance(one, DTensor) else ""
     strides = tuple(
         stride for stride, size in zip(one.stride(), one.shape, strict=True) if size > 1
     )
@@ -96,5 +96,5 @@ def _line(name: str, one: Tensor) -> str:
 def first_tensors(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """What all workers start with: tensors that are equal on ranks of a worker, and shards."""
     tensors = [*model.parameters(), *model.buffers()]
-    replicated = [one for one in tensors if not is_sharded(one)]
-    return replicated, [memory(one) for one in tensors if is_sharded(one)]
+    replicated = [one for one in tensors if not isinstance(one, DTensor)]
+    return replicated, [memory(one) for one in tensors if isinstance(one, DTensor)]

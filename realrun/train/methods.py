@@ -8,6 +8,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from co2sim.schedule import WORLD
@@ -16,7 +19,6 @@ from co2sim.strategies.diloco import DiLoCo
 from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.units import Seconds
 from realrun import algorithms
-from realrun.algorithms.sharded import is_fsdp, is_sharded
 from realrun.algorithms.workers import Workers
 from realrun.execute.world import World
 from realrun.train import outer
@@ -127,14 +129,14 @@ class Method:
     def whole(self) -> dict[str, Tensor]:
         """The parameters of the whole model by name. All ranks call it."""
         return {
-            name: (p.full_tensor() if is_sharded(p) else p.detach()).cpu().clone()
+            name: (p.full_tensor() if isinstance(p, DTensor) else p.detach()).cpu().clone()
             for name, p in self.bare.named_parameters()
         }
 
     def _forget(self) -> None:
         """Let FSDP gather parameters anew: what it holds gathered may be of others by now."""
         for module in self.bare.modules():
-            if is_fsdp(module):
+            if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
@@ -149,7 +151,7 @@ class Method:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _local(value: Any) -> Any:
@@ -161,9 +163,7 @@ def _local(value: Any) -> Any:
 
 def _like(value: Any, parameter: Tensor) -> Any:
     """A shard of an optimizer's state as a DTensor, if its parameter is one."""
-    if is_sharded(parameter) and isinstance(value, Tensor) and value.dim():
-        from torch.distributed.tensor import DTensor  # noqa: PLC0415 - loaded already
-
+    if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.dim():
         return DTensor.from_local(
             value.to(parameter.device),
             parameter.device_mesh,
@@ -181,14 +181,14 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
         among = world.group("training", WORLD)
         wrapped = shared(strategy, strategy.name, model, world, among)
         optimizer = _optimizer(settings, model, shard=strategy.name == "zero1")
-        stepper = getattr(optimizer, "optim", optimizer)  # of ZeRO-1, that of this rank's part
+        stepper = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         return Method(wrapped, model, optimizer, stepper, None, None, 1)
     replica = Replica.of(strategy)
     several = replica.ranks(world.layout) > 1
     peers = world.group("training", replica.peers if several else WORLD)
     inner = world.group("training", replica.inside) if several else None
     wrapped = shared(strategy, strategy.inner or "zero2", model, world, inner) if inner else model
-    optimizer = _optimizer(settings, model)
+    optimizer = _optimizer(settings, model, shard=False)
     return Method(
         wrapped,
         model,
@@ -204,12 +204,12 @@ def build_alone(settings: TrainSettings, model: nn.Module, deadline: Seconds) ->
     """A local-update strategy on this rank alone, to be connected to others that come and go."""
     strategy = settings.parsed
     assert isinstance(strategy, LocalSteps)
-    optimizer = _optimizer(settings, model)
+    optimizer = _optimizer(settings, model, shard=False)
     made = _outer(settings, strategy, model, optimizer, Workers(None), deadline)
     return Method(model, model, optimizer, optimizer, made, None, 1)
 
 
-def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool = False) -> Optimizer:
+def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool) -> Optimizer:
     """The optimizer of a step; only matrices decay."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -224,8 +224,6 @@ def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool = False
     else:
         options["momentum"] = settings.momentum
     if shard:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - takes long
-
         return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
     return kind(groups, **options)
 

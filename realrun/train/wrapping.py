@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from co2sim.errors import OptionError
@@ -42,8 +43,6 @@ def shared(
         return _fully_sharded(
             strategy if isinstance(strategy, FSDP) else FSDP(), model, world, among
         )
-    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - its import takes long
-
     mesh = DeviceMesh.from_group(among, world.device.type)
     # Whole layers stay on a rank between its forward and its backward pass in stage 2, not in 3.
     for layer in (*getattr(model, "layers", ()), model):
@@ -65,11 +64,6 @@ def _fully_sharded(
     strategy: FSDP, model: nn.Module, world: World, among: dist.ProcessGroup
 ) -> nn.Module:
     """Every layer a unit, and the rest of the model the root, which stays gathered."""
-    from torch.distributed.fsdp import (  # noqa: PLC0415 - their import takes long
-        MixedPrecisionPolicy,
-        fully_shard,
-    )
-
     ranks = dist.get_process_group_ranks(among)
     mesh = DeviceMesh.from_group(among, world.device.type)
     if (groups := strategy.sharding(world.layout, WORLD)).replicas:
