@@ -8,7 +8,7 @@ machine within seconds, its error is mostly theirs. Here a turn measures kernels
 round (more if it is short), then the kernels again. The GPU that is fitted to the kernels on both
 sides, and to nothing else, predicts what is between: afterwards, so this is no forecast. Links are
 those of a whole probe before. The error of a configuration is the median over its turns; its
-standard error comes from resampling them. Writes fidelity-turns.csv, by turn, and fidelity-turns.md.
+standard error comes from resampling them. Writes fidelity-turns.csv and fidelity-turns.md.
 """
 
 import argparse
