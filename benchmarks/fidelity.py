@@ -7,14 +7,12 @@
     sudo python benchmarks/fidelity.py invented --seed 7 --labs 8   # 16 that nobody ran before
     sudo python benchmarks/fidelity.py sleep --quick    # one lab, two strategies
 
-`sleep` predicts twice, from what was measured in the same lab just before: from its stated
-rates and latencies that take 20 s to measure, and from a whole probe. `flops` predicts from
-the probe. It also computes, afterwards, what the round is at the speed that matrix products had in
-the run: neighbours and clocks change a machine within seconds. `sites` predicts the link between
-sites from its stated rate, with latencies that were measured in a lab of the same nodes at one
-site. `invented` draws labs of 2 to 4 nodes, rates of 250 Mbit/s to 2.2 Gbit/s, models and options
-from the seed, and predicts from stated rates and measured latencies. But for that speed, nothing
-is taken from what is compared. Writes fidelity-KIND.csv and fidelity-KIND.md, after every lab.
+`sleep` predicts twice, from what was measured in the same lab just before: from its stated rates
+and latencies that take 20 s to measure, and from a whole probe. `flops` predicts from the probe,
+and afterwards at the speed that products had in the run: neighbours change a machine within
+seconds. `sites` predicts links between sites from their rate, with latencies of a lab of the same
+nodes at one site. `invented` draws labs of 2 to 4 nodes, 250 Mbit/s to 2.2 Gbit/s, models and
+options from the seed. Nothing else is taken from a run. Writes fidelity-KIND.csv and .md.
 
 Compute of sleep kernels is exact by construction, so errors of communication come first.
 """
@@ -38,7 +36,7 @@ from reports import folder, machine, made_by, parser, table
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.result import Result
-from realrun.dilation import for_cores
+from realrun.dilation import SLEEPING, chosen
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import cores
 from realrun.launch.uplinks import overrides
@@ -68,7 +66,8 @@ def as_ranks(lab: Lab, *command: str) -> None:
     """Run a command as the ranks of a lab."""
     build = ("--nodes", str(lab.nodes), "--gpus-per-node", str(lab.gpus_per_node))
     build += ("--sites", str(lab.sites), "--wan", lab.wan) if lab.wan else ()
-    inside = [*("lab", "run", *build, "--rate", lab.rate), "--", *command]
+    build += ("--rate", lab.rate, "--dilation", str(lab.dilation))
+    inside = ["lab", "run", *build, "--", *command]
     subprocess.run([sys.executable, "-m", "realrun", *inside], check=True, stdout=sys.stderr)
 
 
@@ -101,8 +100,7 @@ def measured(job: LabJob, kernels: str, clusters: dict[str, Path], rounds: int) 
         for source, path in clusters.items()
     }
     usual = statistics.median(found.round_time_s for found in next(iter(predictions.values())))
-    usual *= for_cores(job.lab.world_size, cores()) if kernels == "sleep" else 1
-    rounds = rounds or min(max(3, math.ceil(8.0 / usual)), 100)
+    rounds = rounds or min(max(3, math.ceil(8.0 / (job.lab.dilation * usual))), 100)
     with tempfile.TemporaryDirectory() as folder:
         source, first = next(iter(clusters.items()))
         arguments = ["run", "-c", str(first), "-m", job.model, "--kernels", kernels]
@@ -235,6 +233,8 @@ def in_lab(
 ) -> list[LabRow]:
     """Probe a lab, then predict and measure all of its jobs."""
     rows: list[LabRow] = []
+    asks = (*SLEEPING, kernels)
+    lab = replace(lab, dilation=chosen("auto", asks, lab.world_size, cores(), lab.sites))
     with tempfile.TemporaryDirectory() as place:
         probed, stated = Path(place) / "probed.toml", Path(place) / "stated.toml"
         virtual = ["--gpu", "virtual"] if kernels == "sleep" else []
@@ -249,7 +249,7 @@ def in_lab(
             as_ranks(lab, "realrun", "probe", *budget, "--out", str(probed), *virtual)
             clusters["probed"] = probed
         for job in jobs:
-            found = measured(job, kernels, clusters, rounds)
+            found = measured(replace(job, lab=lab), kernels, clusters, rounds)
             rows += found
             for row in found:
                 errors = [

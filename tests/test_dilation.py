@@ -72,9 +72,13 @@ def test_only_where_cores_are_few_a_lab_is_slower(ranks: int, cores: int, times:
     ],
 )
 def test_only_kernels_that_sleep_may_take_longer(command: Sequence[str], times: int) -> None:
-    """Real ones are as fast as the cores are, and other programs go by the machine's clock."""
+    """Real ones are as fast as the cores are, and other programs go by the machine's clock.
+
+    Between sites links are slow enough.
+    """
     assert dilation.chosen("auto", command, ranks=4, cores=2) == times
-    assert dilation.chosen("7", command, ranks=4, cores=2) == 7
+    assert dilation.chosen("auto", command, ranks=4, cores=2, sites=2) == 1
+    assert dilation.chosen("7", command, ranks=4, cores=2, sites=2) == 7
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "2.5", "", "twice", "101", "9" * 5000])

@@ -24,7 +24,9 @@ from co2sim.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
 from realrun.checks import one_of
+from realrun.dilation import SLEEPING, chosen
 from realrun.launch.lab_plan import INTRA_RATE, Lab
+from realrun.launch.local import cores
 from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 from realrun.launch.processes import started
 from realrun.launch.uplinks import overrides
@@ -137,9 +139,11 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
     _check_kernels(kernels, cluster, probe=probe)
     load_model(model)
     check_writable(out)
-    built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan)
+    kind = (*SLEEPING, "--kernels", kernels)
+    slower = chosen(dilation, kind, nodes * gpus_per_node, cores(), sites)
+    built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan, slower)
     inside = ["--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node), "--rate", rate]
-    inside += ["--intra-rate", intra_rate, "--dilation", dilation]
+    inside += ["--intra-rate", intra_rate, "--dilation", str(slower)]
     strategies = [item for text in strategy for item in ("--strategy", text)]
     asked = ["--model", model, *strategies, "--kernels", kernels, "--out", str(out), "--json"]
     asked += ["--precision", precision] if precision else []

@@ -56,7 +56,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     before kernels (SCHED_FIFO), as a network card does; REALRUN_REALTIME=0 leaves them as they are.
     """
     time = options.seconds("--grace", grace)
-    slower = chosen(dilation, command or [], nodes * gpus_per_node, cores())
+    slower = chosen(dilation, command or [], nodes * gpus_per_node, cores(), sites)
     built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan, slower)
     if restarts is not None:
         ranges.whole("--restarts", restarts, 0)
@@ -75,6 +75,6 @@ def cluster(
     dilation: Dilation = "auto",
 ) -> None:
     """Print the lab as a cluster file, to predict with: co2sim run -c lab.toml ..."""
-    slower = chosen(dilation, SLEEPING, nodes * gpus_per_node, cores())
+    slower = chosen(dilation, SLEEPING, nodes * gpus_per_node, cores(), sites)
     built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan, slower)
     print(stated_cluster(built), end="")
