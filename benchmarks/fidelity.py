@@ -233,7 +233,7 @@ def in_lab(
 ) -> list[LabRow]:
     """Probe a lab, then predict and measure all of its jobs."""
     rows: list[LabRow] = []
-    asks = (*SLEEPING, kernels)
+    asks = (*SLEEPING, "--kernels", kernels)
     lab = replace(lab, dilation=chosen("auto", asks, lab.world_size, cores(), lab.sites))
     with tempfile.TemporaryDirectory() as place:
         probed, stated = Path(place) / "probed.toml", Path(place) / "stated.toml"

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 
 from co2sim.errors import OptionError
 from co2sim.units import Seconds
@@ -27,6 +28,9 @@ MOST = 100
 
 SLEEPING = ("realrun", "run")
 """A command whose kernels sleep, unless it says otherwise."""
+
+FLOPS = ("--kernels", "flops")
+"""Options of that command whose kernels compute."""
 
 _DIGITS = 9
 """Enough to tell that a number is too large."""
@@ -78,7 +82,7 @@ def _sleeps(command: Sequence[str]) -> bool:
     """Whether a command runs kernels that sleep, or none."""
     match list(command):
         case ["realrun", "run", *options]:
-            return not any(option.endswith("flops") for option in options)
+            return "--kernels=flops" not in options and FLOPS not in pairwise(options)
         case ["realrun", "probe", *options]:
             return any(option.partition("=")[0] == "--gpu" for option in options)
     return False

@@ -63,6 +63,7 @@ def test_only_where_cores_are_few_a_lab_is_slower(ranks: int, cores: int, times:
         (("realrun", "run", "--kernels", "sleep"), 3),
         (("realrun", "run", "--kernels", "flops"), 1),
         (("realrun", "run", "--kernels=flops"), 1),
+        (("realrun", "run", "--out", "flops"), 3),
         (("realrun", "probe", "--stated", "--gpu", "virtual"), 3),
         (("realrun", "probe", "--gpu=virtual"), 3),
         (("realrun", "probe", "--stated"), 1),
@@ -118,6 +119,9 @@ def test_stated_are_the_rates_that_were_asked_for(tmp_path: Path) -> None:
         assert getattr(slow, name).bandwidth == getattr(one, name).bandwidth
     assert slow.inter.latency == pytest.approx(one.inter.latency / 3, rel=1e-2)
     assert slow.intra.latency == pytest.approx(one.intra.latency / 3, rel=1e-2)
+    assert slow.wan
+    assert one.wan
+    assert slow.wan.latency == pytest.approx(one.wan.latency / 3, rel=1e-2)
     assert slow.fully_idle == pytest.approx(one.fully_idle / 3, rel=1e-2)
     assert slow.inter.efficiency == pytest.approx(payload_share(100e6 / 8, two=True), abs=1e-4)
 

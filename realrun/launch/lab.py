@@ -134,16 +134,15 @@ def run_lab(
 
 def _said(lab: Lab) -> str | None:
     """What may surprise, on one line."""
-    ranks = f"{lab.world_size} ranks share {counted(cores(), 'core')}"
     if lab.dilation > 1:
         return (
-            f"this lab and its clock run {lab.dilation} times slower than real time, since {ranks}"
-            " (--dilation 1: real time)"
+            f"this lab and its clock run {lab.dilation} times slower than real time (--dilation 1:"
+            " real time)"
         )
     if lab.world_size > _RANKS_PER_CORE * cores():
         return (
-            f"warning: {ranks}: transfers, most of all inside a node, may be slower than the stated"
-            " rate"
+            f"warning: {lab.world_size} ranks share {counted(cores(), 'core')}: transfers, most of"
+            " all inside a node, may be slower than the stated rate"
         )
     return None
 
@@ -201,7 +200,7 @@ counts, and {ACK} bytes to acknowledge every packet" }}
 latency = {{ value = "{between}", assumed = true, source = "`realrun probe` in labs of 1 and 3 \
 Gbit/s gave 0.22 to 0.30 ms on a virtual machine of two cores; depends on machine and load" }}
 burst = {{ value = "{far} B", source = "burst of tc tbf there: 2 ms at its rate, 512 KiB at most" }}
-{stated_wan(lab.uplink)}"""
+{stated_wan(lab.uplink, between)}"""
 
 
 def _end(outer: subprocess.Popen[bytes]) -> None:

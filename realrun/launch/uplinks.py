@@ -34,12 +34,12 @@ def overrides(uplink: Mapping[str, str], sites: int, latency: Seconds) -> dict[s
     return {"sites": str(sites), "wan.latency": f"{latency:.4g} s"} | link
 
 
-def stated_wan(facts: Mapping[str, str]) -> str:
-    """The part [wan] of a cluster file; nothing for one site."""
+def stated_wan(facts: Mapping[str, str], latency: str) -> str:
+    """The part [wan] of a cluster file, with a latency to assume; nothing for one site."""
     if not facts:
         return ""
     lines = [
         f'{key} = {{ value = "{text}", source = "{_SOURCES[key]}" }}' for key, text in facts.items()
     ]
-    late = 'latency = { value = "250 us", assumed = true, source = "as between nodes" }'
+    late = f'latency = {{ value = "{latency}", assumed = true, source = "as between nodes" }}'
     return "\n".join(["\n[wan]", *lines, late, ""])
