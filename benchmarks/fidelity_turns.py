@@ -1,6 +1,6 @@
 """Real matrix products on a machine whose speed changes: a probe and a run take turns.
 
-    sudo python benchmarks/fidelity_turns.py            # 15 configurations, about 30 minutes
+    sudo python benchmarks/fidelity_turns.py            # 16 configurations, about 30 minutes
     sudo python benchmarks/fidelity_turns.py --quick    # one lab, one strategy, three turns
 
 `fidelity.py flops` probes once and then runs, as users do. Where neighbours and clocks change a
@@ -12,6 +12,7 @@ standard error comes from resampling them. Writes fidelity-turns.csv and fidelit
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 from fidelity import SHORT_PROBE, as_ranks
-from lab_jobs import LabJob, flops_jobs, quick_jobs
+from lab_jobs import LabJob, quick_jobs, turns_jobs
 from reports import folder, machine, made_by, parser, table
 
 from co2sim.case import Case
@@ -49,22 +50,20 @@ from realrun.resolve import resolve
 Row: TypeAlias = dict[str, Any]
 Times: TypeAlias = dict[Compute, Seconds]
 
-LENGTH = 1024
-"""Of sequences: a turn is over before the machine has changed much."""
+LENGTHS = (256, 1024)  # a turn is over before the machine has changed much
 WORKS = tuple(Compute("probe", 2.0**power) for power in (31, 29, 27, 25, 23, 21))
 COPY = Compute("probe", 0.0, 2.0**28)
 KERNELS, COPIES = in_turn("kernel ", WORKS), in_turn("copy ", [COPY])
 """As a probe has them, but up to 30 ms. A copy leaves nothing in caches: it has its own turn."""
-PASSES = 4
+PASSES = 6
 """Rounds of them on each side; the first is not counted."""
 SECONDS: Seconds = 0.4
 """Of rounds that are measured in a turn, at least."""
-EACH: Seconds = 100.0
+EACH: Seconds = 90.0
 """About what a configuration takes."""
 MOST: Seconds = 3600.0
-LEAST_TURNS = 3
-DRAWS = 2000
-"""Of resampled turns."""
+LEAST_TURNS, DRAWS = 3, 2000  # draws of resampled turns
+KEY = ["rate", "length", "strategy"]  # of a configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +123,18 @@ class Job:
         )
         gpu = fit_gpu(measured)
         assert gpu is not None
+        gpu = replace(gpu, streams=cluster.gpu.streams)
         case = replace(self.case, cluster=replace(cluster, gpu=gpu))
         return replace(self, case=case, prepared=case.prepare())
 
 
-def as_rank(cluster: str, job: LabJob, seconds: Seconds, out: Path) -> None:
+def as_rank(cluster: str, job: LabJob, lengths: Sequence[int], seconds: Seconds, out: Path) -> None:
     """Take turns as one rank of a lab; rank 0 writes a row for each turn of each strategy."""
 
     def work(rank: ranks.Rank) -> None:
         rows: list[Row] = []
-        for text in job.strategies:
-            short = text.replace("tau=4", "tau=2")
-            rows += take_turns(rank, cluster, job.model, short, seconds)
+        for length, text in itertools.product(lengths, job.strategies):
+            rows += take_turns(rank, cluster, job.model, length, text, seconds)
         if rank.world.rank == 0:
             out.write_text(json.dumps(rows))
 
@@ -143,12 +142,12 @@ def as_rank(cluster: str, job: LabJob, seconds: Seconds, out: Path) -> None:
 
 
 def take_turns(
-    rank: ranks.Rank, cluster: str, model: str, text: str, seconds: Seconds
+    rank: ranks.Rank, cluster: str, model: str, length: int, text: str, seconds: Seconds
 ) -> list[Row]:
     """Kernels, rounds, kernels, rounds, ..., kernels. Rows on rank 0."""
     world = rank.world
-    length = {"model.seq_len": str(LENGTH)}
-    case = Case(cluster=cluster, model=model, strategy=text, precision="fp32", overrides=length)
+    changed = {"model.seq_len": str(length)}
+    case = Case(cluster=cluster, model=model, strategy=text, precision="fp32", overrides=changed)
     job = Job.of(resolve(case, world.layout, world.backend)[0])
     world.place(job.prepared.cluster.layout)
     burn = make_kernels("flops", job.prepared, world)
@@ -170,7 +169,7 @@ def take_turns(
         own.append((trace, {work: (before[work] + after[work]) / 2 for work in after}))
         before = after
         if rank.progress:
-            rank.progress(f"{text}: turn {turn + 1} of {turns}")
+            rank.progress(f"{text}, {length} tokens: turn {turn + 1} of {turns}")
     gathered = gather_objects(world, own) or []
     return [row(job, turn, seen) for turn, seen in enumerate(zip(*gathered, strict=True))]  # type: ignore[call-overload]
 
@@ -181,6 +180,7 @@ def row(job: Job, turn: int, seen: Sequence[tuple[Trace, Times]]) -> Row:
     found, there = job.figures(merge(traces)), job.on(kernels).predicted()
     return {
         "strategy": found.strategy,
+        "length": job.prepared.job.model.tokens,
         "turn": turn,
         "rounds": job.rounds,
         "kernel_s": max(times[WORKS[0]] for times in kernels),
@@ -217,12 +217,11 @@ def configurations(rows: Sequence[Row]) -> pd.DataFrame:
     frame["error"] = frame["predicted_s"] / frame["measured_s"] - 1
     frame["busy_error"] = frame["predicted_busy_s"] / frame["measured_busy_s"] - 1
     found = []
-    for (rate, strategy), some in frame.groupby(["rate", "strategy"], sort=False):
+    for key, some in frame.groupby(KEY, sort=False):
         least, most = (some["kernel_s"].quantile(share) for share in (0.1, 0.9))
         found.append(
             {
-                "rate": rate,
-                "strategy": strategy,
+                **dict(zip(KEY, key, strict=True)),
                 "turns": len(some),
                 "round": some["measured_s"].median(),
                 "busy": some["busy_error"].median(),
@@ -243,6 +242,7 @@ def report(rows: Sequence[Row]) -> str:
     lines = [
         {
             "rate": str(one.rate),
+            "tokens": str(one.length),
             "strategy": f"`{one.strategy}`",
             "turns": str(one.turns),
             "round ms": f"{one.round * 1e3:.1f}",
@@ -257,7 +257,7 @@ def report(rows: Sequence[Row]) -> str:
     return f"""\
 # Real matrix products, a probe and a run in turns
 
-{len(frame)} configurations on 2 nodes of 1 rank, {rows[0]["model"]} with sequences of {LENGTH},
+{len(frame)} configurations on 2 nodes of 1 rank, {rows[0]["model"]} with so many tokens a sequence,
 predicted from kernels that were measured just before and after, and from the links of a probe.
 {machine()}
 
@@ -274,14 +274,14 @@ much the time of a kernel of 2.1 GFLOP was longer in the turn at 90 % than in th
 def main() -> None:
     """Take turns in every lab, and keep what was seen after each."""
     command = parser(__doc__, "a short probe, one lab, one strategy, three turns")
-    command.add_argument("--seconds", type=float, default=EACH, help="of each, 0 to 3600 (100)")
+    command.add_argument("--seconds", type=float, default=EACH, help="of each, 0 to 3600 (90)")
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
     given = command.parse_args()
     first = (replace(job, strategies=job.strategies[:1]) for job in quick_jobs())
-    jobs = list(first if given.quick else flops_jobs())
+    jobs, lengths = (list(first), LENGTHS[:1]) if given.quick else (list(turns_jobs()), LENGTHS)
     if given.rank:
-        as_rank(given.cluster, jobs[int(given.job)], given.seconds, Path(given.rank))
+        as_rank(given.cluster, jobs[int(given.job)], lengths, given.seconds, Path(given.rank))
         return
     if not 0 <= given.seconds <= MOST:
         command.error(f"--seconds is {given.seconds:g}; it must be 0 to {MOST:g}")

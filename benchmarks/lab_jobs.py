@@ -52,6 +52,12 @@ def flops_jobs() -> Iterator[LabJob]:
         yield LabJob(Lab(2, 1, rate), "tiny-5m", STRATEGIES[number % 2 :: 2])
 
 
+def turns_jobs() -> Iterator[LabJob]:
+    """Two ranks again; few local steps, so that a round is short."""
+    for rate in ("400 Mbit/s", "1.5 Gbit/s"):
+        yield LabJob(Lab(2, 1, rate), "tiny-5m", ("ddp", "zero3", "zeropp", "co2:tau=2"))
+
+
 def hiding_jobs() -> Iterator[LabJob]:
     """Enough local steps to hide an average of 0.9 s, and the same without hiding."""
     yield LabJob(Lab(4, 1, "300 Mbit/s"), "tiny-5m", ("co2:tau=8", "local_sgd:tau=8", "ddp"))

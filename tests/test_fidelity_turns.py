@@ -1,6 +1,7 @@
 """Turns of a probe and a run: what predicts, and how turns are counted."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,13 @@ def test_the_slower_rank_sets_the_pace(job: Job) -> None:
     assert after == pytest.approx(2 * before, rel=0.01)
 
 
+def test_streams_share_the_processor_as_the_probe_says(job: Job) -> None:
+    """Kernels alone cannot tell: what streams that communicate compute would cost nothing."""
+    shared = replace(job.case.load()[0].value.gpu, streams="shared")
+    given = Job.of(replace(job.case, cluster=replace(CLUSTER, gpu=shared)))
+    assert given.on([kernels(1.0)]).prepared.cluster.gpu.streams == "shared"
+
+
 def test_turns_fill_the_time_that_is_given(job: Job) -> None:
     """As many as fit, three at least."""
     assert job.turns(0.0) == 3
@@ -53,9 +61,9 @@ def test_turns_fill_the_time_that_is_given(job: Job) -> None:
 
 
 def test_a_configuration_counts_by_the_median_of_its_turns() -> None:
-    """One turn with a stall changes nothing; configurations differ by rate and strategy."""
+    """One turn with a stall changes nothing; rate, length and strategy tell them apart."""
     times = [(1.0, 1.02), (1.0, 1.03), (9.0, 1.04)]
-    turn = {"kernel_s": 0.03, "measured_busy_s": 0.1, "predicted_busy_s": 0.2}
+    turn = {"length": 256, "kernel_s": 0.03, "measured_busy_s": 0.1, "predicted_busy_s": 0.2}
     rows = [
         turn | {"rate": rate, "strategy": "ddp", "measured_s": seen, "predicted_s": there}
         for rate in ("1 Gbit/s", "3 Gbit/s")
