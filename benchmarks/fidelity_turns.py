@@ -1,6 +1,6 @@
 """Real matrix products on a machine whose speed changes: a probe and a run take turns.
 
-    sudo python benchmarks/fidelity_turns.py            # 16 configurations, about 30 minutes
+    sudo python benchmarks/fidelity_turns.py            # 16 configurations, about 20 minutes
     sudo python benchmarks/fidelity_turns.py --quick    # one lab, one strategy, three turns
 
 `fidelity.py flops` probes once and then runs, as users do. Where neighbours and clocks change a
@@ -59,7 +59,7 @@ PASSES = 6
 """Rounds of them on each side; the first is not counted."""
 SECONDS: Seconds = 0.4
 """Of rounds that are measured in a turn, at least."""
-EACH: Seconds = 90.0
+EACH: Seconds = 60.0
 """About what a configuration takes."""
 MOST: Seconds = 3600.0
 LEAST_TURNS, DRAWS = 3, 2000  # draws of resampled turns
@@ -274,7 +274,7 @@ much the time of a kernel of 2.1 GFLOP was longer in the turn at 90 % than in th
 def main() -> None:
     """Take turns in every lab, and keep what was seen after each."""
     command = parser(__doc__, "a short probe, one lab, one strategy, three turns")
-    command.add_argument("--seconds", type=float, default=EACH, help="of each, 0 to 3600 (90)")
+    command.add_argument("--seconds", type=float, default=EACH, help="of each, 0 to 3600 (60)")
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
     given = command.parse_args()

@@ -34,6 +34,7 @@ from co2sim.schedule import (
     Op,
     Schedule,
 )
+from co2sim.simulator import execute
 from co2sim.trace import Span, Trace
 from co2sim.units import parse
 from realrun.probe import fit
@@ -44,11 +45,13 @@ from realrun.probe.residuals import fit_line, residuals, scatter
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import (
     PAUSE,
+    SWEPT,
     USE,
     before,
     durations,
     groups,
     on_two_streams,
+    overlapped,
     slowdown,
     sweep,
     times_as_long,
@@ -371,25 +374,59 @@ def test_a_collective_lasts_from_its_last_start_to_its_last_end() -> None:
     assert found["kernel"] == [4.5]
 
 
-def test_slowdown_compares_kernels_inside_communication_with_those_alone() -> None:
-    """Kernels that communication does not cover from start to end do not count, and vice versa."""
-    spans = [
-        Span(0, 1, "alone 0", "compute", 0.0, 1.0),
-        Span(0, 1, "reduce 0", "comm", 1.0, 3.0),
-        Span(0, 1, "reduce 1", "comm", 3.0, 4.0),
-        Span(0, 1, "reduce 2", "comm", 4.0, 6.0),
-        Span(0, 1, "reduce 3", "comm", 6.0, 7.0),
-        Span(0, 1, "under 0", "compute", 0.9, 1.0),
-        Span(0, 1, "under 1", "compute", 1.0, 2.5),
-        Span(0, 1, "under 2", "compute", 2.5, 4.0),
-        Span(0, 1, "under 3", "compute", 4.0, 5.5),
-        Span(0, 0, "alone 0", "compute", 0.0, 100.0),
-    ]
+def test_slowdown_compares_kernels_beside_communication_with_those_alone() -> None:
+    """Means; what communication covers in part does not count, and neither does the first round."""
+    kernels = [(0.0, 0.8), (0.8, 1.2), (1.2, 2.7), (2.7, 3.9), (3.9, 4.5), (4.5, 5.5)]
+    rows = [(f"kernel 0 {number}", *times) for number, times in enumerate(kernels)]
+    rows += [("reduce 0 0", 1.0, 3.0), ("reduce 0 1", 3.0, 4.0), ("tail 0", 90.0, 91.0)]
+    spans = [Span(0, 1, op, op.split()[0], start, end) for op, start, end in rows]
+    spans.append(Span(0, 0, "kernel 0 0", "kernel", 0.0, 100.0))
     trace = Trace("", Layout(1, 2), 2, {0: 1}, tuple(spans))
-    found = slowdown(trace)
-    assert found.compute == pytest.approx(1.5)
+    found = slowdown([trace])
+    assert found.compute == pytest.approx(1.35 / 0.9)
     assert found.communication == pytest.approx(1.5)  # 2 s and 1 s, for 1 s alone
     assert found.seconds == pytest.approx(1.5)
+
+
+def test_a_rank_that_waits_for_another_computes_alone() -> None:
+    """An all-reduce begins when the last rank has come."""
+    rows = [
+        (0, "kernel 0 0", 0.0, 1.0),
+        (0, "kernel 0 1", 1.0, 2.0),
+        (0, "kernel 0 2", 2.0, 4.0),
+        (1, "kernel 0 0", 0.0, 1.0),
+        (0, "reduce 0 0", 0.0, 4.0),
+        (1, "reduce 0 0", 2.0, 4.0),
+        (0, "tail 0", 9.0, 12.0),
+        (1, "tail 0", 10.0, 12.0),
+    ]
+    traces = [
+        Trace(
+            "",
+            Layout(1, 2),
+            2,
+            {rank: 1},
+            tuple(
+                Span(rank, 1, op, op.split()[0], *times) for who, op, *times in rows if who == rank
+            ),
+        )
+        for rank in (0, 1)
+    ]
+    assert slowdown(traces) == Slowdown(2.0, 1.0, 2.0)
+
+
+def test_kernels_run_alone_and_beside_communication_in_turn() -> None:
+    """Simulated on links whose cost is known: a processor that loses a third is found out."""
+    reduce = Collective(Kind.ALL_REDUCE, SWEPT, 2**18, DType.FP32, WORLD)
+    link = Link(2e7, 0.0)
+    gpu = GPU("any", 1e9, 1e9, {"fp32": 1e9}, ((1.0, 1.0),))
+    cluster = Cluster("two", gpu, 2, 1, link, link, "gloo", "stream", interference=0.5)
+    schedule = overlapped(Compute("probe", 8e6), reduce, 2, 14)
+    trace = execute(schedule, cluster, precision="fp32", rounds=3, fold=False)
+    found = slowdown([trace])
+    assert found.compute == pytest.approx(1.5, rel=0.01)
+    assert found.communication == pytest.approx(1.0)
+    assert found.seconds == pytest.approx(2**20 / 2e7)
 
 
 @pytest.mark.parametrize(("ratio", "streams"), [(1.0, "apart"), (1.4, "apart"), (2.1, "shared")])

@@ -113,7 +113,7 @@ def probe(world: World, plan: Plan, say: Say = lambda _: None) -> Measured:
     if plan.precisions and world.layout.world_size > 1:
         say("compute and communication side by side")
         kernels = compute[plan.precisions[0]]
-        slower = slowdowns(world, plan.precisions[0], kernels, collectives)
+        slower = slowdowns(world, plan.precisions[0], kernels, collectives, 0.3 * budget)
         if world.device.type == "cpu":
             beside = together(world, plan.precisions[0], kernels)
     launch = _middle(seconds, "empty ")

@@ -10,11 +10,25 @@ from co2sim.units import Seconds
 from realrun.execute.world import World
 from realrun.probe.execution import ProbeTask, burn, shared, traces
 from realrun.probe.samples import ComputeSample, Sample, Slowdown
-from realrun.probe.tasks import on_two_streams, overlapped, slowdown, times_as_long
+from realrun.probe.tasks import (
+    ALONE,
+    TAIL,
+    TURNS,
+    on_two_streams,
+    overlapped,
+    slowdown,
+    times_as_long,
+)
 
 _SHORT_AND_LONG: tuple[Seconds, Seconds] = (0.003, 0.1)
 """Of all-reduces: calls count in short ones, and in long ones bytes."""
+_KERNEL: Seconds = 0.008
+"""Of kernels beside them: short, so that those alone and those beside see the same machine."""
+_BESIDE: Seconds = 0.1
+"""Of the all-reduces that kernels get beside them at once."""
 _ROUNDS = 5
+"""At least."""
+_MOST_ROUNDS = 64
 
 
 def slowdowns(
@@ -22,23 +36,24 @@ def slowdowns(
     precision: str,
     kernels: Sequence[ComputeSample],
     collectives: Sequence[Sample],
+    budget: Seconds,
 ) -> tuple[Slowdown, ...]:
     """How much longer kernels take while all-reduces of their rank follow one another, and they."""
-    kernel = min(kernels, key=partial(_away, 0.02))
+    kernel = min(kernels, key=partial(_away, _KERNEL))
     reduces = [s for s in collectives if s.work.kind is Kind.ALL_REDUCE and s.work.group == WORLD]
     chosen = [min(reduces, key=partial(_away, seconds)) for seconds in _SHORT_AND_LONG]
     found = []
     for reduce in dict.fromkeys(chosen):
-        schedule = overlapped(kernel.work, reduce.work, kernel.seconds / reduce.seconds)
-        ranks = [
-            slowdown(trace)
-            for trace in traces(world, ProbeTask("", schedule, burn(world, precision), _ROUNDS))
-        ]
-        middle = [
-            median(getattr(one, name) for one in ranks) if ranks else 1.0
-            for name in ("compute", "communication", "seconds")
-        ]
-        found.append(shared(world, Slowdown(*middle)))
+        count = max(1, round(_BESIDE / reduce.seconds))
+        beside = math.ceil(count * reduce.seconds / kernel.seconds) + 1
+        schedule = overlapped(kernel.work, reduce.work, count, beside)
+        once = TURNS * (ALONE + beside) * kernel.seconds + TAIL * reduce.seconds
+        rounds = min(_MOST_ROUNDS, max(_ROUNDS, int(budget / len(_SHORT_AND_LONG) / once)))
+        task = ProbeTask("", schedule, burn(world, precision), rounds)
+        ranks = traces(world, task)
+        found.append(
+            shared(world, slowdown(ranks) if ranks else Slowdown(1.0, 1.0, reduce.seconds))
+        )
     return tuple(found)
 
 

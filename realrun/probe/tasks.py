@@ -1,8 +1,7 @@
 """The schedules that a probe executes, and the times that it reads from their traces."""
 
-import math
 from collections.abc import Iterable, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from co2sim.schedule import (
     NODE,
@@ -25,8 +24,14 @@ from realrun.probe.samples import Before, Slowdown
 SWEPT = "swept"
 """The buffer of collectives that are timed."""
 
-_ALONE, _UNDER = 6, 12
-"""Kernels without and with communication in a round."""
+TURNS = 4
+"""Times in a round that kernels get all-reduces beside them."""
+ALONE, TAIL = 3, 3
+"""Kernels before each time, and all-reduces without kernels at the end."""
+_AT_ONCE: Seconds = 1e-3
+"""Between two all-reduces that follow each other: ranks do not end together."""
+_KERNELS = 6
+"""On two streams."""
 
 
 def groups(layout: Layout) -> list[Group]:
@@ -100,22 +105,28 @@ def crossing(count: int, nothing: Compute) -> Schedule:
     return Schedule("crossing", tuple(ops))
 
 
-def overlapped(kernel: Compute, reduce: Collective, ratio: float) -> Schedule:
-    """Kernels alone, then more of them under a stream of all-reduces, which goes on when they end.
+def overlapped(kernel: Compute, reduce: Collective, count: int, beside: int) -> Schedule:
+    """Kernels without a pause, which turn by turn run alone and beside `count` all-reduces.
 
-    `ratio` is the time of a kernel over that of an all-reduce.
+    `beside` of them take about as long as those. At the end of a round all-reduces run alone.
     """
-    count = min(400, max(2, math.ceil(2.5 * _UNDER * ratio)))
-    ops = [
-        Op(f"{'alone' if number < _ALONE else 'under'} {number}", kernel, "compute", waits)
-        for number in range(_ALONE + _UNDER)
-        for waits in [(After(f"reduce {count - 1}", 1),) if number == 0 else ()]
+    kernels, reduces = [], []
+    for turn in range(TURNS):
+        names = [f"kernel {turn} {number}" for number in range(ALONE + beside)]
+        waits = [After(f"tail {TAIL - 1}", 1)] if turn == 0 else []
+        kernels += [
+            Op(name, kernel, "compute", tuple(waits) if name == names[0] else ()) for name in names
+        ]
+        begin = (After(names[ALONE - 1]),)
+        reduces += [
+            Op(f"reduce {turn} {number}", reduce, "comm", () if number else begin)
+            for number in range(count)
+        ]
+    end = (After(kernels[-1].name),)
+    reduces += [
+        Op(f"tail {number}", reduce, "comm", () if number else end) for number in range(TAIL)
     ]
-    start = (After(f"alone {_ALONE - 1}"),)
-    ops += [
-        Op(f"reduce {number}", reduce, "comm", () if number else start) for number in range(count)
-    ]
-    return Schedule("compute under communication", tuple(ops))
+    return Schedule("compute under communication", (*kernels, *reduces))
 
 
 def on_two_streams(kernel: Compute) -> Schedule:
@@ -124,7 +135,7 @@ def on_two_streams(kernel: Compute) -> Schedule:
     The ranks meet there first: it has to be a stream that communicates.
     """
     meet = Collective(Kind.ALL_REDUCE, "meeting", 1, DType.FP32, WORLD)
-    last = _ALONE - 1
+    last = _KERNELS - 1
     ops = [Op("meet", meet, "comm", (After(f"under {last}", 1),))]
     for row, stream, after in (
         ("alone", "compute", "meet"),
@@ -133,7 +144,7 @@ def on_two_streams(kernel: Compute) -> Schedule:
     ):
         ops += [
             Op(f"{row} {number}", kernel, stream, () if number else (After(after),))
-            for number in range(_ALONE)
+            for number in range(_KERNELS)
         ]
     return Schedule("compute on two streams", tuple(ops))
 
@@ -167,22 +178,43 @@ def durations(traces: Iterable[Trace], schedule: Schedule) -> dict[str, list[Sec
     return times
 
 
-def slowdown(trace: Trace) -> Slowdown:
-    """The slowdown of one rank in `overlapped`."""
+def slowdown(traces: Sequence[Trace]) -> Slowdown:
+    """That of all ranks in `overlapped`: of means, as a schedule sums up what it has.
+
+    All-reduces begin when the last rank has come: whoever came before computes alone until then.
+    """
     kernels: tuple[list[Seconds], list[Seconds]] = ([], [])
     reduces: tuple[list[Seconds], list[Seconds]] = ([], [])
-    for turn in range(1, trace.rounds):
-        rows = {
-            row: [s for s in trace.spans if s.round == turn and s.op.startswith(row)]
-            for row in ("alone", "under", "reduce")
-        }
-        began, ended = (_extent(rows[row]) for row in ("reduce", "under"))
-        kernels[0].extend(_times(rows["alone"]))
-        kernels[1].extend(_times(s for s in rows["under"] if _within(s, began)))
-        reduces[0].extend(_times(s for s in rows["reduce"] if s.start >= ended[1]))
-        reduces[1].extend(_times(s for s in rows["reduce"] if _within(s, ended)))
-    under = reduces[1] or _times(s for s in trace.spans if s.op.startswith("reduce"))
-    return Slowdown(_ratio(*kernels), _ratio(*reduces), median(under))
+    spans = [span for trace in traces for span in trace.spans if span.round]
+    met: dict[tuple[int, str], list[Span]] = {}
+    for span in spans:
+        if not span.op.startswith("kernel"):
+            met.setdefault((span.round, span.op), []).append(span)
+    bursts: dict[int, list[tuple[Seconds, Seconds]]] = {}
+    for (turn, op), ranks in met.items():
+        start, end = max(span.start for span in ranks), max(span.end for span in ranks)
+        reduces[not op.startswith("tail")].append(end - start)
+        bursts.setdefault(turn, []).append((start, end))
+    extents = {turn: _joined(found) for turn, found in bursts.items()}
+    for span in spans:
+        if span.op.startswith("kernel"):
+            near = [one for one in extents[span.round] if one[0] < span.end and span.start < one[1]]
+            if not near:
+                kernels[0].append(span.end - span.start)
+            elif _within(span, near[0]):
+                kernels[1].append(span.end - span.start)
+    return Slowdown(_ratio(*kernels), _ratio(*reduces), median(reduces[1]))
+
+
+def _joined(extents: Sequence[tuple[Seconds, Seconds]]) -> list[tuple[Seconds, Seconds]]:
+    """Those that follow one another at once, as one."""
+    found: list[tuple[Seconds, Seconds]] = []
+    for start, end in sorted(extents):
+        if found and start - found[-1][1] < _AT_ONCE:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
 
 
 def times_as_long(trace: Trace) -> float:
@@ -209,4 +241,5 @@ def _times(spans: Iterable[Span]) -> list[Seconds]:
 
 
 def _ratio(alone: Sequence[Seconds], overlapping: Sequence[Seconds]) -> float:
-    return median(overlapping) / median(alone) if alone and overlapping else 1.0
+    """Of the means; 1 where one is missing."""
+    return fmean(overlapping) / fmean(alone) if alone and overlapping else 1.0
