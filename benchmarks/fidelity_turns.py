@@ -6,35 +6,33 @@
 `fidelity.py flops` probes once and then runs, as users do. Where neighbours and clocks change a
 machine within seconds, its error is mostly theirs. Here a turn measures kernels of a probe, then a
 round (more if it is short), then the kernels again. The GPU that is fitted to the kernels on both
-sides, and to nothing else, predicts what is between: afterwards, so this is no forecast. Links are
-those of a whole probe before. The error of a configuration is the median over its turns; its
-standard error comes from resampling them. Writes fidelity-turns.csv and fidelity-turns.md.
+sides, and to nothing else, predicts what is between: afterwards, so this is no forecast. How much
+one kernel differs from moment to moment is its jitter, since ranks wait for each other at every
+layer. Links are those of a whole probe before. The error of a configuration is the median over its
+turns; its standard error comes from resampling them. Writes fidelity-turns.csv and
+fidelity-turns.md.
 """
 
 import argparse
 import itertools
 import json
-import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 from fidelity import SHORT_PROBE, as_ranks
+from fidelity_turns_job import COPIES, KERNELS, PASSES, WORKS, Job, Times
 from lab_jobs import LabJob, quick_jobs, turns_jobs
 from reports import folder, machine, made_by, parser, table
 
 from co2sim.case import Case
 from co2sim.compute import compute_time
-from co2sim.prepared import Prepared
-from co2sim.result import Result
-from co2sim.schedule import Compute
-from co2sim.simulator import execute
 from co2sim.trace import Trace
 from co2sim.units import Seconds
 from realrun.cli import ranks
@@ -42,90 +40,16 @@ from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Burn
 from realrun.execute.world import gather_objects
 from realrun.measure import make_kernels, merge
-from realrun.probe.processor import fit_gpu
-from realrun.probe.samples import ComputeSample, Measured
-from realrun.probe.tasks import in_turn
 from realrun.resolve import resolve
 
 Row: TypeAlias = dict[str, Any]
-Times: TypeAlias = dict[Compute, Seconds]
-
 LENGTHS = (256, 1024)  # a turn is over before the machine has changed much
-WORKS = tuple(Compute("probe", 2.0**power) for power in (31, 29, 27, 25, 23, 21))
-COPY = Compute("probe", 0.0, 2.0**28)
-KERNELS, COPIES = in_turn("kernel ", WORKS), in_turn("copy ", [COPY])
-"""As a probe has them, but up to 30 ms. A copy leaves nothing in caches: it has its own turn."""
-PASSES = 6
-"""Rounds of them on each side; the first is not counted."""
-SECONDS: Seconds = 0.4
-"""Of rounds that are measured in a turn, at least."""
 EACH: Seconds = 60.0
 """About what a configuration takes."""
 MOST: Seconds = 3600.0
-LEAST_TURNS, DRAWS = 3, 2000  # draws of resampled turns
+RESAMPLED = 2000
+"""Draws of turns."""
 KEY = ["rate", "length", "strategy"]  # of a configuration
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One configuration as its ranks run it."""
-
-    case: Case
-    prepared: Prepared
-    warm_up: int
-    rounds: int
-
-    @property
-    def total(self) -> int:
-        """All rounds of a turn."""
-        return self.warm_up + self.rounds
-
-    def turns(self, seconds: Seconds) -> int:
-        """How many fit into so much time, by the prediction: as many on all ranks."""
-        gpu = self.prepared.cluster.gpu
-        kernels = PASSES * sum(compute_time(work, gpu, "fp32") for work in (*WORKS, COPY))
-        once = self.total * self.predicted().round_time_s + kernels
-        return max(LEAST_TURNS, round(seconds / once))
-
-    @classmethod
-    def of(cls, case: Case) -> "Job":
-        """As many rounds as `SECONDS` need, by the GPU of its cluster."""
-        prepared = case.prepare()
-        once = cls(case, prepared, max(prepared.schedule.lag, 1), 1)
-        return replace(once, rounds=math.ceil(SECONDS / once.predicted().round_time_s))
-
-    def predicted(self) -> Result:
-        """The rounds of a turn, simulated."""
-        schedule, cluster = self.prepared.schedule, self.prepared.cluster
-        trace = execute(schedule, cluster, precision="fp32", rounds=self.total, fold=False)
-        return self.figures(trace)
-
-    def figures(self, trace: Trace) -> Result:
-        """Of the rounds that count; what is exposed is not asked."""
-        return self.prepared.measure(trace, self.rounds, False, trace)  # noqa: FBT003
-
-    def on(self, kernels: Sequence[Times]) -> "Job":
-        """With the GPU that is fitted to these times of the kernels, a set for each rank."""
-        cluster = self.prepared.cluster
-        slowest = max(kernels, key=lambda times: sum(times.values()))
-        samples = [ComputeSample(work, slowest[work]) for work in (*WORKS, COPY)]
-        measured = Measured(
-            layout=cluster.layout,
-            backend=cluster.backend,
-            machine=cluster.gpu.name,
-            memory=cluster.gpu.memory,
-            collectives=(),
-            compute={"fp32": tuple(samples[:-1])},
-            copies=(samples[-1],),
-            launch=cluster.gpu.launch_overhead,
-            handover=0.0,
-            slowdowns=(),
-        )
-        gpu = fit_gpu(measured)
-        assert gpu is not None
-        gpu = replace(gpu, streams=cluster.gpu.streams)
-        case = replace(self.case, cluster=replace(cluster, gpu=gpu))
-        return replace(self, case=case, prepared=case.prepare())
 
 
 def as_rank(cluster: str, job: LabJob, lengths: Sequence[int], seconds: Seconds, out: Path) -> None:
@@ -159,14 +83,14 @@ def take_turns(
             spans = [one for one in carry_out(body, burn, PASSES, world).spans if one.round]
             for op in body.body:
                 times = [span.end - span.start for span in spans if span.op == op.name]
-                found[op.work] = statistics.fmean(times)  # type: ignore[index]
+                found[op.work] = times  # type: ignore[index]
         return found
 
     own, before, turns = [], kernels(), job.turns(seconds)
     for turn in range(turns):
         trace = carry_out(job.prepared.schedule, burn, job.total, world)
         after = kernels()
-        own.append((trace, {work: (before[work] + after[work]) / 2 for work in after}))
+        own.append((trace, (before, after)))
         before = after
         if rank.progress:
             rank.progress(f"{text}, {length} tokens: turn {turn + 1} of {turns}")
@@ -174,20 +98,22 @@ def take_turns(
     return [row(job, turn, seen) for turn, seen in enumerate(zip(*gathered, strict=True))]  # type: ignore[call-overload]
 
 
-def row(job: Job, turn: int, seen: Sequence[tuple[Trace, Times]]) -> Row:
+def row(job: Job, turn: int, seen: Sequence[tuple[Trace, tuple[Times, Times]]]) -> Row:
     """What all ranks saw in a turn, and what was to be expected."""
     traces, kernels = zip(*seen, strict=True)
-    found, there = job.figures(merge(traces)), job.on(kernels).predicted()
+    found, on = job.figures(merge(traces)), job.on(kernels)
+    there = on.predicted()
     return {
         "strategy": found.strategy,
         "length": job.prepared.job.model.tokens,
         "turn": turn,
         "rounds": job.rounds,
-        "kernel_s": max(times[WORKS[0]] for times in kernels),
+        "kernel_s": compute_time(WORKS[0], on.prepared.cluster.gpu, "fp32"),
+        "jitter": on.jitter,
         "measured_s": found.round_time_s,
         "measured_busy_s": found.comm_busy_s,
-        "predicted_s": there.round_time_s,
-        "predicted_busy_s": there.comm_busy_s,
+        "predicted_s": statistics.fmean(one.round_time_s for one in there),
+        "predicted_busy_s": statistics.fmean(one.comm_busy_s for one in there),
     }
 
 
@@ -207,7 +133,7 @@ def in_one_lab(job: LabJob, number: int, seconds: Seconds, *, quick: bool) -> li
 
 def standard_error(values: Sequence[float]) -> float:
     """Of the median, from resampled values."""
-    draws = np.random.default_rng(0).choice(values, (DRAWS, len(values)))
+    draws = np.random.default_rng(0).choice(values, (RESAMPLED, len(values)))
     return float(np.median(draws, axis=1).std())
 
 
@@ -223,6 +149,7 @@ def configurations(rows: Sequence[Row]) -> pd.DataFrame:
             {
                 **dict(zip(KEY, key, strict=True)),
                 "turns": len(some),
+                "jitter": some["jitter"].median(),
                 "round": some["measured_s"].median(),
                 "busy": some["busy_error"].median(),
                 "error": some["error"].median(),
@@ -250,6 +177,7 @@ def report(rows: Sequence[Row]) -> str:
             "round": f"{one.error:+.1%}",
             "standard error": f"{one.standard_error:.1%}",
             "single turns, 10 to 90 %": f"{one.least:+.0%} to {one.most:+.0%}",
+            "jitter": f"{one.jitter:.0%}",
             "kernels, slow to fast": f"{one.slower:+.0%}",
         }
         for one in frame.itertuples()
@@ -262,7 +190,8 @@ predicted from kernels that were measured just before and after, and from the li
 {machine()}
 
 Median and largest absolute error, of the median over the turns: round time {off.median():.1%} and
-{off.max():.1%}; communication busy time {busy.median():.1%} and {busy.max():.1%}. *Kernels*: by how
+{off.max():.1%}; communication busy time {busy.median():.1%} and {busy.max():.1%}. *Jitter*: sigma of a kernel of
+8 ms, from moment to moment. *Kernels*: by how
 much the time of a kernel of 2.1 GFLOP was longer in the turn at 90 % than in that at 10 %.
 
 {table(lines)}
