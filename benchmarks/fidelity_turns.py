@@ -190,9 +190,9 @@ predicted from kernels that were measured just before and after, and from the li
 {machine()}
 
 Median and largest absolute error, of the median over the turns: round time {off.median():.1%} and
-{off.max():.1%}; communication busy time {busy.median():.1%} and {busy.max():.1%}. *Jitter*: sigma of a kernel of
-8 ms, from moment to moment. *Kernels*: by how
-much the time of a kernel of 2.1 GFLOP was longer in the turn at 90 % than in that at 10 %.
+{off.max():.1%}; communication busy time {busy.median():.1%} and {busy.max():.1%}. *Jitter*: sigma
+of a kernel of 8 ms, from moment to moment. *Kernels*: by how much the time of a kernel of 2.1 GFLOP
+was longer in the turn at 90 % than in that at 10 %.
 
 {table(lines)}
 
