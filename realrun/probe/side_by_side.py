@@ -26,9 +26,9 @@ _KERNEL: Seconds = 0.008
 """Of kernels beside them: short, so that those alone and those beside see the same machine."""
 _BESIDE: Seconds = 0.1
 """Of the all-reduces that kernels get beside them at once."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 64
 _ROUNDS = 5
-"""At least."""
-_MOST_ROUNDS = 64
+"""On two streams."""
 
 
 def slowdowns(
@@ -48,7 +48,7 @@ def slowdowns(
         beside = math.ceil(count * reduce.seconds / kernel.seconds) + 1
         schedule = overlapped(kernel.work, reduce.work, count, beside)
         once = TURNS * (ALONE + beside) * kernel.seconds + TAIL * reduce.seconds
-        rounds = min(_MOST_ROUNDS, max(_ROUNDS, int(budget / len(_SHORT_AND_LONG) / once)))
+        rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(budget / len(_SHORT_AND_LONG) / once)))
         task = ProbeTask("", schedule, burn(world, precision), rounds)
         ranks = traces(world, task)
         found.append(
