@@ -85,8 +85,7 @@ def test_a_configuration_counts_by_the_median_of_its_turns() -> None:
     turn = {"length": 256, "kernel_s": 0.03, "jitter": 0.1}
     turn |= {"measured_busy_s": 0.1, "predicted_busy_s": 0.2}
     rows = [
-        turn
-        | {"jitter": 0.1, "rate": rate, "strategy": "ddp", "measured_s": seen, "predicted_s": there}
+        turn | {"rate": rate, "strategy": "ddp", "measured_s": seen, "predicted_s": there}
         for rate in ("1 Gbit/s", "3 Gbit/s")
         for seen, there in times
     ]

@@ -83,8 +83,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
         bool,
         typer.Option(
             "--stated",
-            help="In a lab: keep the rates that it states, and measure only what hosts add to them."
-            "",
+            help="In a lab: keep the rates that it states, measure only what hosts add to them.",
         ),
     ] = False,
     quick: Annotated[  # noqa: FBT002 - an option

@@ -26,6 +26,8 @@ _KERNEL: Seconds = 0.008
 """Of kernels beside them: short, so that those alone and those beside see the same machine."""
 _BESIDE: Seconds = 0.1
 """Of the all-reduces that kernels get beside them at once."""
+_MOST_AT_ONCE = 100
+"""All-reduces, and kernels: where they are much shorter, a turn is."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 64
 _ROUNDS = 5
 """On two streams."""
@@ -44,8 +46,8 @@ def slowdowns(
     chosen = [min(reduces, key=partial(_away, seconds)) for seconds in _SHORT_AND_LONG]
     found = []
     for reduce in dict.fromkeys(chosen):
-        count = max(1, round(_BESIDE / reduce.seconds))
-        beside = math.ceil(count * reduce.seconds / kernel.seconds) + 1
+        count = min(_MOST_AT_ONCE, max(1, round(_BESIDE / reduce.seconds)))
+        beside = min(_MOST_AT_ONCE, math.ceil(count * reduce.seconds / kernel.seconds) + 1)
         schedule = overlapped(kernel.work, reduce.work, count, beside)
         once = TURNS * (ALONE + beside) * kernel.seconds + TAIL * reduce.seconds
         rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(budget / len(_SHORT_AND_LONG) / once)))

@@ -236,10 +236,6 @@ def _within(span: Span, extent: tuple[Seconds, Seconds]) -> bool:
     return extent[0] <= span.start and span.end <= extent[1]
 
 
-def _times(spans: Iterable[Span]) -> list[Seconds]:
-    return [span.end - span.start for span in spans]
-
-
 def _ratio(alone: Sequence[Seconds], overlapping: Sequence[Seconds]) -> float:
     """Of the means; 1 where one is missing."""
     return fmean(overlapping) / fmean(alone) if alone and overlapping else 1.0
