@@ -133,16 +133,28 @@ class Case:
         """A stage of a pipeline, as if it were alone; see `Prepared`. Raises as `prepare` does."""
         return self._prepared(number, held)
 
+    def stage_jobs(self) -> list[Workload]:
+        """What each stage of a pipeline has to do, without its schedule."""
+        cluster, model = self.load()
+        job = self._workload(model.value, self._sized(cluster.value))
+        return [stage_of(job, number, self.pp, self.interleave) for number in range(self.pp)]
+
+    def _sized(self, cluster: Cluster) -> Cluster:
+        """The GPUs of the case, or of one of its stages."""
+        sized = cluster.resized(self.gpus) if self.gpus is not None else cluster
+        if self.pp == 1:
+            return sized
+        sized = stage_cluster(sized, self.pp)
+        if sized.gpus_per_node % self.tp:
+            raise OptionError(
+                f"tp={self.tp} does not divide the {sized.gpus_per_node} GPUs of a node that"
+                f" one of the pp={self.pp} stages has"
+            )
+        return sized
+
     def _prepared(self, number: int = 0, held: float = 1.0) -> Prepared:
         cluster, model = self.load()
-        sized = cluster.value.resized(self.gpus) if self.gpus is not None else cluster.value
-        if self.pp > 1:
-            sized = stage_cluster(sized, self.pp)
-            if sized.gpus_per_node % self.tp:
-                raise OptionError(
-                    f"tp={self.tp} does not divide the {sized.gpus_per_node} GPUs of a node that"
-                    f" one of the pp={self.pp} stages has"
-                )
+        sized = self._sized(cluster.value)
         job = self._workload(model.value, sized)
         if self.pp > 1:
             job = stage_of(job, number, self.pp, self.interleave)

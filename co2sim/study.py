@@ -207,8 +207,8 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
     """The result with its interval, which takes no further simulation, and its warnings."""
     result = stages.measured(case, done)
     cluster, model = case.load()
-    parts = [case.stage(number) for number in range(case.pp)]
-    strategy = parts[0].strategy
+    first = case.stage(0)
+    strategy = first.strategy
     found = Predicted(
         cluster=cluster.value,
         strategy=strategy,
@@ -222,14 +222,14 @@ def _of_pipeline(case: Case, done: Done | None) -> Result:
     def tried(other: Strategy) -> Seconds:
         return stages.measured(replace(case, strategy=other), done).step_time_s
 
-    blocks = [part.job.share.model.blocks for part in parts]
+    blocks = [job.share.model.blocks for job in case.stage_jobs()]
     return replace(
         result,
         tokens_per_s_low=found.low,
         tokens_per_s_high=found.high,
         interval_source=found.source,
-        notes=remarks_on(parts[0].cluster, parts[0].job, sum(blocks, ()), case.noise, result.gpus),
-        warnings=advice.warnings(strategy, blocks, parts[0].layout, result, tried),
+        notes=remarks_on(first.cluster, first.job, sum(blocks, ()), case.noise, result.gpus),
+        warnings=advice.warnings(strategy, blocks, first.layout, result, tried),
     )
 
 
