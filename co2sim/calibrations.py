@@ -39,10 +39,10 @@ class Calibration:
     the standard deviation of log(predicted / published), and `assumed` says where that is from if
     not from this fit. An interval reaches `factor` standard deviations to both sides; `coverage` is
     the share of cells, left out of the fit, in such intervals. `kinds` are those of the runs that
-    were fitted to, or checked with, and `ranges` says where these lie (`near`). `mape`,
-    `cross_validated` and `left_out` (by label) are mean absolute errors as fractions;
-    `left_out_errors` are log(predicted / published) of the cells when they are left out, in their
-    order.
+    were fitted to, or checked with, `strategies` names those of these runs, and `ranges` says where
+    they lie (`near`). `mape`, `cross_validated` and `left_out` (by label) are mean absolute errors
+    as fractions; `left_out_errors` are log(predicted / published) of the cells when they are left
+    out, in their order.
     """
 
     group: str
@@ -56,6 +56,7 @@ class Calibration:
     scatter: float
     factor: float
     kinds: tuple[str, ...]
+    strategies: tuple[str, ...]
     ranges: Ranges
     cells: int
     mape: float
@@ -81,6 +82,7 @@ class Calibration:
             scatter=float(entry["scatter"]),
             factor=float(entry["interval_factor"]),
             kinds=tuple(entry["kinds"]),
+            strategies=tuple(entry["strategies"]),
             ranges=ranges_from(entry["ranges"]),
             cells=int(entry["cells"]),
             mape=float(entry["mape"]),

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from co2sim.calibrations import CATALOG, Calibration, calibrations, replaced, squares
 from co2sim.cluster import Cluster, Link
-from co2sim.kinds import RunKind, kind_of
+from co2sim.kinds import RunKind, kind_of, unlike
 from co2sim.near import Ranges, beyond, figures_of, ranges_from
 from co2sim.strategies import Strategy
 from co2sim.units import counted
@@ -63,12 +63,14 @@ class KindErrors:
 class Predicted:
     """A prediction: of what, the tokens/s, and the share of the round that waits for the network.
 
-    `again` simulates it on a changed cluster of the same layout, and gives tokens/s.
+    `precision` names the type of numbers. `again` simulates it on a changed cluster of the same
+    layout, and gives tokens/s.
     """
 
     cluster: Cluster
     strategy: Strategy
     model: Model
+    precision: str
     tokens_per_s: float
     exposed_share: float
     again: Callable[[Cluster], float]
@@ -81,30 +83,15 @@ class Predicted:
         if self.cluster.scatter is not None:
             return self._of_probe(full=full)
         kind = kind_of(self.cluster, self.strategy, self.model) if self.alike else None
-        run = figures_of(self.cluster, self.model)
+        run = figures_of(self.cluster, self.model, self.precision)
         fit = None if kind is None else calibration_of(self.cluster, kind)
-        if fit is None:
-            return self._of_errors(kind, run)
-        far = beyond(run, fit.ranges)
-        if far:
-            return self._of_errors(kind, run, f"far from calibration {fit.group} ({far})")
-        return self._of_fit(fit, full=full)
-
-    def _of_errors(
-        self, kind: RunKind | None, run: Mapping[str, float], reason: str = ""
-    ) -> Interval:
-        """From errors on published runs: of the kind where the run is near them, else of all."""
-        known = kind_errors().get(kind)
-        far = beyond(run, known.ranges, wide=True) if known else ""
-        if known and not far:
-            words = f"errors on published runs of the kind ({kind})"
-        else:
-            known = other_errors()
-            words = f"{NOTHING_NEAR} ({far})" if far and not reason else NOTHING_NEAR
-            words += f": {ALL_KINDS}"
-        told = ", ".join(f"{source} {count}" for source, count in known.runs.items())
-        words = f"{reason}: {words}" if reason else words
-        return self._from(-known.low, known.high, f"{words}: {told}")
+        far = beyond_fit(fit, self.strategy, run) if fit else ""
+        if fit and not far:
+            return self._of_fit(fit, full=full)
+        known, words = nearest_errors(kind, run, told=bool(far))
+        if fit:
+            words = f"far from calibration {fit.group} ({far}): {words}"
+        return self._from(-known.low, known.high, words)
 
     def _of_fit(self, fit: Calibration, *, full: bool) -> Interval:
         words = f"calibration {fit.group}: scatter of {counted(fit.cells, 'published run')}"
@@ -159,6 +146,31 @@ def reaches(sums: tuple[float, float], scatter: float) -> tuple[float, float]:
     """
     down, up = sums
     return math.sqrt(down + scatter**2), math.sqrt(up + scatter**2)
+
+
+def beyond_fit(fit: Calibration, strategy: Strategy, run: Mapping[str, float]) -> str:
+    """In words, what is far from the runs of a fit; empty where the fit tells of the run."""
+    far = unlike(strategy, fit.strategies), beyond(run, fit.ranges)
+    return "; ".join(filter(None, far))
+
+
+def nearest_errors(
+    kind: RunKind | None, run: Mapping[str, float], *, told: bool = False
+) -> tuple[KindErrors, str]:
+    """Errors on published runs, and which, in words: of the kind where the run is near, else all.
+
+    What is far from runs of the kind is left out where it has been `told`.
+    """
+    known = kind_errors().get(kind)
+    far = beyond(run, known.ranges, wide=True) if known else ""
+    if known and not far:
+        words = f"errors on published runs of the kind ({kind})"
+    else:
+        known = other_errors()
+        words = f"{NOTHING_NEAR} ({far})" if far and not told else NOTHING_NEAR
+        words += f": {ALL_KINDS}"
+    counts = ", ".join(f"{source} {count}" for source, count in known.runs.items())
+    return known, f"{words}: {counts}"
 
 
 def calibration_of(cluster: Cluster, kind: RunKind) -> Calibration | None:

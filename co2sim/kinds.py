@@ -1,11 +1,13 @@
 """Kinds of runs: what has to be alike for the error of one prediction to tell that of another."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from co2sim.cluster import Cluster
 from co2sim.strategies import LocalSteps, Strategy
+from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.workload import Model
 
@@ -52,6 +54,22 @@ def generation(gpu: str) -> str | None:
     return _GENERATIONS.get(found[1], found[1]) if found else None
 
 
+def unlike(strategy: Strategy, known: Collection[str]) -> str:
+    """In words, what a strategy gathers otherwise than those of these names; empty if nothing.
+
+    When blocks are gathered is the framework's own: what is known of FSDP, over all ranks, is not
+    known of DeepSpeed's ZeRO-3, nor of groups. Gradients and averages are sent as a whole.
+    """
+    if _EXCHANGED.get(strategy.name) != "parameters":
+        return ""
+    there = f"there {' and '.join(known)}"
+    if strategy.name not in known:
+        return f"{strategy.name}, {there}"
+    if isinstance(strategy, FSDP) and strategy.shard:
+        return f"{strategy.name} in groups, {there} over all GPUs"
+    return ""
+
+
 def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> RunKind | None:
     """The kind of a run on all of the cluster; None where nothing that is published is like it.
 
@@ -62,6 +80,8 @@ def kind_of(cluster: Cluster, strategy: Strategy, model: Model) -> RunKind | Non
     exchange = "averages" if local else _EXCHANGED.get(strategy.name)
     if isinstance(strategy, ZeroPP) and (strategy.qwz or strategy.qgz):
         exchange = "quantized"
+    if isinstance(strategy, FSDP) and strategy.shard == 1:
+        exchange = "gradients"
     if gpu is None or exchange is None or model.unit != "token":
         return None
     return RunKind(gpu, exchange, "several nodes" if cluster.nodes > 1 else "one node")

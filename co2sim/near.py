@@ -1,10 +1,11 @@
-"""Whether a run is near those whose errors are known: by its GPUs, links, model and sequence.
+"""Whether a run is near those whose errors are known: by its GPUs, links, model and numbers.
 
 A fit, or the errors of a kind of runs, tell of runs like those that they are from. How far beyond
 them a figure may lie is taken from predictions of runs that were left out of a fit: sequence and
 larger models; see docs/validation.md. GPUs are near as long as NCCL's choice of a protocol, which
 is not known, changes no more beyond the known runs than the interval says. Links may differ by a
-factor of two, a step of the datasheets. What is further away has another interval (`intervals`).
+factor of two, a step of the datasheets, and vocabularies by four, as those in use do; less latency
+is near. What is further away has another interval (`intervals`).
 """
 
 import math
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from co2sim.cluster import Cluster
-from co2sim.units import scaled
+from co2sim.schedule import DType
+from co2sim.units import duration, scaled
 from co2sim.workload import Model
 
 Ranges: TypeAlias = Mapping[str, tuple[float, float]]
@@ -48,29 +50,46 @@ def _speed(value: float) -> str:
     return scaled(value, "bit/s")
 
 
+def _share(value: float) -> str:
+    return f"{value:.3g}"
+
+
 _FIGURES: Mapping[str, _Figure] = {
     "gpus": _Figure("GPUs", math.inf, 2.0, 4.0, _whole),
     "intra": _Figure("inside nodes", 2.0, 2.0, 2.0, _speed),
     "inter": _Figure("a GPU between nodes", 2.0, 2.0, 2.0, _speed),
     "parameters": _Figure("parameters", 2.0, 4.0, 4.0, _large),
     "sequence": _Figure("tokens in a sequence", 8.0, 8.0, 8.0, _whole),
+    "vocabulary": _Figure("tokens in the vocabulary", 4.0, 4.0, 4.0, _whole),
+    "bits": _Figure("bits a number", 1.0, 1.0, 1.0, _whole),
+    "intra_latency": _Figure("latency inside nodes", math.inf, 2.0, 4.0, duration),
+    "inter_latency": _Figure("latency between nodes", math.inf, 2.0, 4.0, duration),
+    "step_spread": _Figure("step_spread", 1.0, 1.0, 1.0, _share),
 }
 
 
-def figures_of(cluster: Cluster, model: Model) -> dict[str, float]:
-    """The figures of a run on all of the cluster; `intra` and `inter` in bit/s a GPU.
+def figures_of(cluster: Cluster, model: Model, precision: str) -> dict[str, float]:
+    """The figures of a run on all of the cluster; speeds in bit/s a GPU, latencies in seconds.
 
-    `inter` is that of the narrowest place between nodes: network cards, switches, or sites.
+    `inter` is that of the narrowest place between nodes: network cards, switches, or sites;
+    `inter_latency` that of the slowest.
     """
     found = {
         "gpus": float(cluster.nodes * cluster.gpus_per_node),
         "parameters": float(model.parameters),
         "sequence": float(model.tokens),
+        "bits": 8.0 * DType(precision).bytes,
+        "step_spread": cluster.step_spread,
     }
+    if vocabulary := max(block.logits for block in model.blocks) / model.tokens:
+        found["vocabulary"] = vocabulary
     if cluster.gpus_per_node > 1:
         found["intra"] = 8 * cluster.intra.bandwidth
+        found["intra_latency"] = cluster.intra.latency
     if cluster.nodes > 1:
         found["inter"] = 8 * _between_nodes(cluster)
+        far = cluster.wan.latency if cluster.sites > 1 and cluster.wan is not None else 0.0
+        found["inter_latency"] = max(cluster.inter.latency, far)
     return found
 
 

@@ -12,6 +12,7 @@ _FEW = 128
 
 IDLE_RECOMPUTE = "recompute=selective repeats nothing: flash attention keeps no scores"
 _NO_KERNELS = "changes memory, but not time: the GPU has no kernels, as that of h100-calibrated has"
+IDLE_CHECKPOINTING = "checkpointing=reentrant changes nothing without recompute=full"
 EAGER_ATTENTION = f"attention=eager {_NO_KERNELS}"
 EAGER_LOSS = f"loss=eager {_NO_KERNELS}"
 SCALE = (
@@ -19,7 +20,7 @@ SCALE = (
     " GPUs cost beyond exposed communication is not counted: published FSDP runs on 512 H100 lost 4"
     " to 8 % against 128; a probe measures interference, and h100-calibrated has fitted values"
 )
-ALIKE = (IDLE_RECOMPUTE, EAGER_ATTENTION, EAGER_LOSS, SCALE)
+ALIKE = (IDLE_RECOMPUTE, IDLE_CHECKPOINTING, EAGER_ATTENTION, EAGER_LOSS, SCALE)
 
 
 def remarks(
@@ -32,6 +33,7 @@ def remarks(
     uneven_by_hand = noise.jitter or noise.straggle
     found = {
         IDLE_RECOMPUTE: (job.recompute, job.attention) == ("selective", "flash"),
+        IDLE_CHECKPOINTING: job.checkpointing == "reentrant" and job.recompute != "full",
         EAGER_ATTENTION: plain and scores and job.attention == "eager",
         EAGER_LOSS: plain and logits and job.loss == "eager",
         SCALE: even and gpus > _FEW and not uneven_by_hand,

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 from co2sim.errors import OptionError, nearest
 from co2sim.ranges import above, at_least
+from co2sim.schedule import DType
 
 Gap: TypeAlias = Literal["constant", "gap_aware"]
 
@@ -16,6 +17,9 @@ GAPS: tuple[Gap, ...] = get_args(Gap)
 
 DEFAULT_GAP: Gap = "gap_aware"
 """Of CO2."""
+
+PRECISIONS = (DType.FP32, DType.FP16, DType.BF16)
+"""In which kernels can be timed; what the virtual GPU has, too."""
 
 _LARGEST = 1e30
 """Of factors and bounds of parameters, which are fp32."""

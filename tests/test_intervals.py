@@ -74,6 +74,7 @@ def test_a_kind_is_generation_exchange_and_extent() -> None:
     one = cluster.resized(8)
     assert kind_of(cluster, parse("ddp"), model) == RunKind("A100", "gradients", "several nodes")
     assert kind_of(one, parse("fsdp"), model) == RunKind("A100", "parameters", "one node")
+    assert kind_of(one, parse("fsdp:shard=1"), model) == RunKind("A100", "gradients", "one node")
     assert kind_of(one, parse("zeropp"), model) == RunKind("A100", "quantized", "one node")
     hpz = parse("zeropp(qwz=false, qgz=false)")
     assert kind_of(one, hpz, model) == RunKind("A100", "parameters", "one node")
@@ -257,6 +258,15 @@ def test_the_interval_of_other_kinds_is_wider_than_that_of_most() -> None:
         ({"gpus": 4096}, "4,096 GPUs", NOTHING_NEAR),
         ({"overrides": {"inter.bandwidth": "1 Gbit/s"}}, "125 Mbit/s a GPU", NOTHING_NEAR),
         ({"model": "tiny-5m"}, "million parameters, there 124 million", NOTHING_NEAR),
+        ({"overrides": {"inter.latency": "20 us"}}, "", ""),
+        ({"overrides": {"inter.latency": "1 us"}}, "", ""),
+        ({"overrides": {"inter.latency": "50 us"}}, "there 14 us", "of the kind (H100, parameters"),
+        ({"overrides": {"inter.latency": "1 ms"}}, "1 ms latency between nodes", NOTHING_NEAR),
+        ({"overrides": {"step_spread": "0.5"}}, "0.5 step_spread, there 0", NOTHING_NEAR),
+        ({"overrides": {"model.vocab": "1000000"}}, "1,000,000 tokens in the", NOTHING_NEAR),
+        ({"precision": "fp32"}, "32 bits a number, there 16", NOTHING_NEAR),
+        ({"strategy": "zero3"}, "zero3, there fsdp", "of the kind (H100, parameters"),
+        ({"strategy": "fsdp:shard=node"}, "there fsdp over all GPUs", "of the kind (H100, param"),
     ],
 )
 def test_far_from_the_fitted_runs_the_interval_is_no_longer_that_of_the_fit(

@@ -77,6 +77,7 @@ def test_a_cluster_of_ones_own_is_predicted_from_and_not_probed(lab: Lab) -> Non
     [
         (("--kernels", "flops"), "--kernels flops needs --probe (or --cluster FILE)"),
         (("--kernels", "flop"), "--kernels is 'flop'; did you mean 'flops'?"),
+        (("--precision", "fp64"), "--precision is 'fp64'; "),
         (("--probe", "--cluster", "mine.toml"), "--cluster mine.toml and --probe: the prediction"),
     ],
 )

@@ -22,16 +22,21 @@ KNOWN = {"gpus": (8.0, 512.0), "inter": (2e11, 4e11), "parameters": (1e9, 3e10)}
 def test_figures_are_those_of_the_run() -> None:
     """8 cards of 400 Gbit/s for 8 GPUs: 400 Gbit/s a GPU; on one node there is no network."""
     cluster, model = load_cluster("h100-calibrated").value, load_model("mpt-7b").value
-    found = figures_of(cluster.resized(64), model)
+    found = figures_of(cluster.resized(64), model, "bf16")
     assert found == {
         "gpus": 64,
         "parameters": model.parameters,
         "sequence": 2048,
+        "vocabulary": 50368,
+        "bits": 16,
+        "step_spread": 0,
         "intra": pytest.approx(3.6e12),
+        "intra_latency": pytest.approx(3.4e-6),
         "inter": pytest.approx(4e11),
+        "inter_latency": 14e-6,
     }
-    assert "inter" not in figures_of(cluster.resized(8), model)
-    assert "intra" not in figures_of(cluster.resized(1), model)
+    assert "inter" not in figures_of(cluster.resized(8), model, "bf16")
+    assert "intra" not in figures_of(cluster.resized(1), model, "bf16")
 
 
 def test_the_narrowest_place_between_nodes_counts() -> None:
@@ -39,10 +44,11 @@ def test_the_narrowest_place_between_nodes_counts() -> None:
     cluster, model = load_cluster("h100-calibrated").value.resized(64), load_model("mpt-7b").value
     narrow = replace(cluster.inter, spine=Tier(4, oversubscription=4.0, congestion=1.5))
     tiered = replace(cluster, inter=narrow)
-    assert figures_of(tiered, model)["inter"] == pytest.approx(4e11 / 6)
-    assert figures_of(tiered.resized(32), model)["inter"] == pytest.approx(4e11)
-    sites = replace(cluster, sites=2, wan=Link(1e9))
-    assert figures_of(sites, model)["inter"] == pytest.approx(8e9 / 32)
+    assert figures_of(tiered, model, "bf16")["inter"] == pytest.approx(4e11 / 6)
+    assert figures_of(tiered.resized(32), model, "bf16")["inter"] == pytest.approx(4e11)
+    sites = replace(cluster, sites=2, wan=Link(1e9, 0.01))
+    assert figures_of(sites, model, "bf16")["inter_latency"] == 0.01
+    assert figures_of(sites, model, "bf16")["inter"] == pytest.approx(8e9 / 32)
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(list(KNOWN)), st.floats(1, 1e12)), min_size=1))

@@ -204,6 +204,7 @@ def recorded_fits() -> list[calibrate.Fit]:
             coverage=entry.get("coverage"),
             left_out=tuple(entry.get("left_out_errors", ())),
             kinds=tuple(entry["kinds"]),
+            strategies=tuple(entry["strategies"]),
             ranges=calibrations()[name].ranges,
         )
         found.append(fit)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from analysis.published import calibrate, errors
-from analysis.published.cells import Cell, with_constants
+from analysis.published.cells import Cell, changed, with_constants
 from analysis.published.csv_tables import from_csv, further_cells, known_cells
 from analysis.published.event_loop import Lines, round_time
 from analysis.published.fsdp_rows import RATIOS, ratios
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
 from analysis.published.predict import memory_of, predict
+from co2sim import study
 from co2sim.calibrations import record
 from co2sim.errors import CatalogError
 from co2sim.schedule import WORLD, After, Collective, Compute, DType, Kind, Op, Schedule
@@ -111,6 +112,15 @@ def test_further_rows_make_ratios_with_known_ones(tmp_path: Path, cells: list[Ce
     ]
     again = further_cells([table(tmp_path, LINES[0])], known, PAPERS, lambda _: None)
     assert [cell.use for cell in again] == ["fit"]
+
+
+def test_a_number_in_two_tables_is_refused(tmp_path: Path) -> None:
+    """As one that stands twice in one table: it would count twice."""
+    one, other = tmp_path / "one.csv", tmp_path / "other.csv"
+    for path in (one, other):
+        path.write_text(f"{HEAD}\n{LINES[0]}\n")
+    with pytest.raises(CatalogError, match=r"other.csv: .* stands in .*one.csv, too; each number"):
+        further_cells([one, other], [], PAPERS, lambda _: None)
 
 
 def test_fitted_configurations_are_named(tmp_path: Path) -> None:
@@ -252,6 +262,31 @@ def test_a_prediction_says_whether_the_run_fits(cells: list[Cell]) -> None:
     (ratio,) = ratios(cells)
     most = max(memory_of(setup).needed for setup in ratio.setups)
     assert errors.CellPrediction(ratio, 1.0).to_dict()["memory_bytes_per_gpu"] == most
+
+
+@pytest.mark.parametrize("gpus", [1024, 2048, 4096])
+def test_a_row_far_from_the_fitted_ones_has_the_interval_that_a_simulation_has(
+    cells: list[Cell], gpus: int
+) -> None:
+    """1,024 GPUs are near 512; 2,048 have errors of the kind, and 4,096 those of all kinds."""
+    cell = changed(cells[0], lambda setup: replace(setup, gpus=gpus))
+    (row,) = errors.validate([cell])
+    result = study.run(cell.setup.case())
+    assert result.tokens_per_s_low is not None
+    assert result.tokens_per_s_high is not None
+    ends = (row.low / row.predicted, row.high / row.predicted)
+    low, high = (
+        end / result.tokens_per_s for end in (result.tokens_per_s_low, result.tokens_per_s_high)
+    )
+    assert ends == pytest.approx((low, high), rel=0.01 if gpus == 1024 else 1e-9)
+    assert (high / low > 1.3) == (gpus > 1024)
+
+
+def test_an_interval_does_not_depend_on_what_is_published(cells: list[Cell]) -> None:
+    """It is that of the prediction: a published number that is wrong changes none of it."""
+    wrong = replace(cells[0], published=1.0)
+    one, other = errors.validate([cells[0], wrong])
+    assert (one.low, one.high) == (other.low, other.high)
 
 
 def test_errors_are_summed_up_by_gpu_and_by_nodes(cells: list[Cell]) -> None:

@@ -10,7 +10,7 @@ from commands import Command as Run
 
 from co2sim.cluster import Cluster
 from co2sim.noise import Noise
-from co2sim.remarks import EAGER_ATTENTION, EAGER_LOSS, SCALE
+from co2sim.remarks import EAGER_ATTENTION, EAGER_LOSS, IDLE_CHECKPOINTING, SCALE
 from co2sim.result import Result
 from co2sim.study import simulate
 
@@ -63,6 +63,23 @@ def test_a_page_tells_it_once(cli: Run) -> None:
     cli("run", *LARGE, "-g", "256", "--report", "page.html")
     text = Path("page.html").read_text(encoding="utf-8")
     assert text.count(f"<li>{SCALE}</li>") == 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_reentrant_checkpointing_counts_where_blocks_are_recomputed(recompute: str) -> None:
+    """Elsewhere time and memory are the same, and the note says so."""
+    one, other = (
+        simulate(
+            "h100-calibrated", "gpt2-small", "fsdp", gpus=8, recompute=recompute, checkpointing=how
+        )
+        for how in ("non_reentrant", "reentrant")
+    )
+    same = (one.step_time_s, one.memory_bytes_per_gpu) == (
+        other.step_time_s,
+        other.memory_bytes_per_gpu,
+    )
+    assert same == (recompute != "full")
+    assert (IDLE_CHECKPOINTING in other.notes) == same
 
 
 EAGER = {"attention": EAGER_ATTENTION, "loss": EAGER_LOSS}

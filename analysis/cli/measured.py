@@ -23,7 +23,7 @@ from co2sim.report.option import check
 from co2sim.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
-from realrun.checks import one_of
+from realrun.checks import PRECISIONS, one_of
 from realrun.dilation import SLEEPING, chosen
 from realrun.launch.lab_plan import INTRA_RATE, Lab
 from realrun.launch.local import cores
@@ -137,6 +137,8 @@ def lab(  # noqa: PLR0913, PLR0917 - one argument per option
         parse(text)
     check("--report", report)
     _check_kernels(kernels, cluster, probe=probe)
+    if precision is not None:
+        one_of("--precision", precision, PRECISIONS)
     load_model(model)
     check_writable(out)
     kind = (*SLEEPING, "--kernels", kernels)

@@ -13,7 +13,7 @@ from analysis.published.parameters import GROUPS
 from co2sim.console.command_line import command_line
 from co2sim.console.over_sizes import Report
 from co2sim.errors import OptionError
-from co2sim.files import write_atomically
+from co2sim.files import check_writable, write_atomically
 from co2sim.progress import progress_bar
 from co2sim.report.option import check
 
@@ -74,6 +74,7 @@ def validate_command(  # noqa: PLR0917 - one argument per option
     from analysis.published import report as reports  # noqa: PLC0415 - as above
 
     check("--report", report)
+    _check_places(markdown, figures)
     known = csv_tables.known_cells(papers_, data)
     chosen = known
     if cells:
@@ -107,6 +108,13 @@ def validate_command(  # noqa: PLR0917 - one argument per option
         typer.echo(json.dumps(numbers, indent=2))
         return
     _print(text, files)
+
+
+def _check_places(markdown: Path | None, figures: Path | None) -> None:
+    """Refuse what cannot be written before a minute of work."""
+    for folder in (markdown and markdown.parent, figures):
+        if folder is not None:
+            check_writable(folder)
 
 
 def _print(text: str, files: Iterable[Path]) -> None:

@@ -48,7 +48,7 @@ class Fit:
     log(predicted / published) of the runs, in order, each when its fold is left out. A 90 %
     interval reaches `factor` standard deviations to both sides, and `coverage` is the share of
     cells that, left out, lie in intervals whose factor the others determine. `kinds` are those of
-    its runs, cells for checks included, and `ranges` says where these lie.
+    its runs, cells for checks included, `strategies` their names, and `ranges` where they lie.
     """
 
     group: str
@@ -65,6 +65,7 @@ class Fit:
     coverage: float | None = None
     left_out: tuple[float, ...] = ()
     kinds: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
     ranges: Ranges = field(default_factory=dict)
 
 
@@ -133,6 +134,7 @@ def fit(group: ConstantGroup, cells: Sequence[Cell], *, cross_validate: bool = T
         coverage=covered(scores, FOLDS) if scores else None,
         left_out=tuple(map(float, errors)),
         kinds=kinds_of(mine),
+        strategies=tuple(sorted({cell.setup.strategy.name for cell in mine})),
         ranges=ranges(run_figures(setup) for cell in mine for setup in cell.setups),
     )
 

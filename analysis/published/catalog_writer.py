@@ -23,7 +23,7 @@ _HEAD = (
     "log(predicted / published) over the fit cells. 'left_out_errors' are these logarithms of the",
     "cells when their fold is left out, 'interval_factor' is their 90 % quantile in standard",
     "deviations, and 'coverage' the share of cells in intervals that the other folds determine.",
-    "'ranges' are the least and the most of each figure among these runs; speeds in bit/s a GPU.",
+    "'ranges' are the least and the most of each figure among these runs: bit/s a GPU, seconds.",
 )
 
 
@@ -108,6 +108,7 @@ def _entry(found: Fit, substitute: float | None) -> Any:
     table = tomlkit.table()
     table["source"] = f"cells marked fit of papers/{group.source}: {found.cells}"
     table["kinds"] = list(found.kinds)
+    table["strategies"] = list(found.strategies)
     table["ranges"] = ranges_table(found.ranges)
     table["constants"] = [constant.name for constant in group.constants]
     table["paths"] = [constant.path for constant in group.constants]

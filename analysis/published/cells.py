@@ -139,7 +139,8 @@ def run_kind(setup: RunSetup) -> RunKind | None:
 
 def run_figures(setup: RunSetup) -> dict[str, float]:
     """Where a run lies; see `co2sim.near`."""
-    return figures_of(setup.used_cluster(), model_of(setup.model, setup.model_overrides))
+    model = model_of(setup.model, setup.model_overrides)
+    return figures_of(setup.used_cluster(), model, setup.precision)
 
 
 def check_runs(cell: Cell) -> None:

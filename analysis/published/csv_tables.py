@@ -73,10 +73,18 @@ def further_cells(
 ) -> list[Cell]:
     """The cells of further tables; those of configurations that were fitted on are marked fit.
 
-    Ratios that rows of one table state are added, also with rows that are known already.
+    Ratios that rows of one table state are added, also with rows that are known already. Raises
+    CatalogError as `from_csv` does, and for a number that stands in two tables.
     """
-    read = [cell for path in paths for cell in from_csv(path, "check", folder, say=say)]
-    read = marked(read, known)
+    places: dict[Cell, Path] = {}
+    for path in paths:
+        for cell in from_csv(path, "check", folder, say=say):
+            if cell in places:
+                raise CatalogError(
+                    f"{path}: {cell.name} stands in {places[cell]}, too; each number counts once"
+                )
+            places[cell] = path
+    read = marked(places, known)
     runs = {cell.setup for cell in read}
     before = [cell for cell in known if not cell.over and cell.setup not in runs]
     return [*read, *(c for c in ratios([*read, *before]) if runs & {c.setup, c.over[0].setup})]

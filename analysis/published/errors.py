@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from analysis.published.cells import Cell, with_values
+from analysis.published.cells import Cell, RunSetup, run_figures, run_kind, with_values
 from analysis.published.predict import memory_of, phases, predict
 from co2sim.calibrations import Calibration, calibrations
-from co2sim.intervals import reaches
+from co2sim.intervals import beyond_fit, nearest_errors, reaches
 from co2sim.progress import Done
 
 
@@ -78,16 +78,29 @@ def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     predicted = predict(cell)
     if calibration is None:
         return CellPrediction(cell, predicted)
+    several = math.sqrt(2) if cell.over else 1.0
+    if beyond := _furthest(cell, calibration):
+        known, _ = nearest_errors(run_kind(beyond), run_figures(beyond))
+        down, up = -known.low * several, known.high * several
+        return CellPrediction(
+            cell, predicted, predicted * math.exp(-down), predicted * math.exp(up)
+        )
 
     def moved(values: Mapping[str, float]) -> float:
         return predict(with_values(cell, values), fast=True)
 
-    scatter = calibration.scatter * (math.sqrt(2) if cell.over else 1.0)
-    rounded = cell.rounding / cell.published / math.sqrt(12)
+    scatter = calibration.scatter * several
+    rounded = cell.rounding / predicted / math.sqrt(12)
     reach = calibration.factor * math.hypot(scatter, rounded)
     gpu = cell.setup.whole_cluster().gpu.name
     down, up = reaches(calibration.moves(gpu, moved), reach)
     return CellPrediction(cell, predicted, predicted * math.exp(-down), predicted * math.exp(up))
+
+
+def _furthest(cell: Cell, calibration: Calibration) -> RunSetup | None:
+    """The first of a cell's runs of which the fit does not tell, as `co2sim run` would say."""
+    runs = cell.setups
+    return next((r for r in runs if beyond_fit(calibration, r.strategy, run_figures(r))), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _HEAD = (
     "Errors on published runs by kind, of predictions that were not fitted to them; written by",
     "`co2analysis validate --write`. 'low' and 'high' are the ends of a 90 % interval of",
     "log(published / predicted) of a further run of the kind, 'runs' counts those known by source,",
-    "'ranges' are the least and the most of each figure among them; speeds in bit/s a GPU.",
+    "'ranges' are the least and the most of each figure among them: bit/s a GPU, seconds.",
     "[other]: of a run of a kind that is not here, from all kinds, each of which counts alike.",
 )
 

@@ -12,9 +12,8 @@ from co2sim.catalog import load_cluster, names
 from co2sim.console import options
 from co2sim.errors import OptionError, UnitError, nearest
 from co2sim.files import check_writable, write_atomically
-from co2sim.schedule import DType
 from co2sim.units import duration, parse, percent, scaled
-from realrun.checks import SITES, sites_of
+from realrun.checks import PRECISIONS, SITES, one_of, sites_of
 from realrun.cli import options as launching
 from realrun.launch.lab import CLUSTER
 
@@ -36,7 +35,6 @@ _STATED = ("256 KiB", "20 s")
 """What hosts add shows in what passes with the burst of a lab."""
 _BURSTS = 4
 """And in what takes so many bursts, about 8 ms: how far it falls behind the shaper."""
-_PRECISIONS = (DType.FP32, DType.FP16, DType.BF16)
 
 
 def probe(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -139,8 +137,7 @@ def probe(  # noqa: PLR0913, PLR0917 - one argument per option
 
 def _precisions(given: list[str] | None, backend: str) -> tuple[str, ...]:
     for text in given or ():
-        if text not in _PRECISIONS:
-            raise OptionError(f"--precision is {text!r}; {nearest(text, _PRECISIONS)}")
+        one_of("--precision", text, PRECISIONS)
     return tuple(dict.fromkeys(given or _DEFAULTS[backend][1]))
 
 
