@@ -172,7 +172,7 @@ def _measure(
 
     lab = os.environ.get(CLUSTER)
     fitted = fit(measured, load_cluster(lab).value if lab else None, rates=rates)
-    called = name or _name(measured)
+    called = name or _name(measured, "probed" if rates else "stated rates and probed latencies")
     text = to_toml(measured, fitted, called, gpu)
     figure = out.with_suffix(".png")
     write_atomically({out: text.encode(), figure: draw(measured, fitted, called)})
@@ -180,11 +180,11 @@ def _measure(
     print(f"cluster file  {out}\nfigure        {figure}")
 
 
-def _name(measured: "Measured") -> str:
+def _name(measured: "Measured", how: str) -> str:
     nodes, each = measured.layout.nodes, measured.layout.gpus_per_node
     return (
         f"{nodes} node{'s' if nodes > 1 else ''} of {each} rank{'s' if each > 1 else ''},"
-        f" {measured.backend} on {measured.machine.partition(',')[0]}, probed"
+        f" {measured.backend} on {measured.machine.partition(',')[0]}, {how}"
     )
 
 
