@@ -203,7 +203,9 @@ was longer in the turn at 90 % than in that at 10 %.
 def main() -> None:
     """Take turns in every lab, and keep what was seen after each."""
     command = parser(__doc__, "a short probe, one lab, one strategy, three turns")
-    command.add_argument("--seconds", type=float, default=EACH, help="of each, 0 to 3600 (60)")
+    command.add_argument(
+        "--seconds", type=float, default=EACH, help="of each at least, 0 to 3600 (60)"
+    )
     for name in ("--job", "--rank", "--cluster"):  # of a rank
         command.add_argument(name, help=argparse.SUPPRESS)
     given = command.parse_args()

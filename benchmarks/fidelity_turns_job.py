@@ -34,6 +34,8 @@ PASSES = 6
 SECONDS: Seconds = 0.4
 """Of rounds that are measured in a turn, at least."""
 LEAST_TURNS = 3
+ENOUGH_TURNS = 48
+"""With 17 turns of long rounds the median had a standard error of 3 to 5 %."""
 DRAWS = 12
 """Of jitter."""
 
@@ -54,11 +56,14 @@ class Job:
         return self.warm_up + self.rounds
 
     def turns(self, seconds: Seconds) -> int:
-        """How many fit into so much time, by the prediction: as many on all ranks."""
+        """How many fit into so much time, by the prediction: as many on all ranks, and enough.
+
+        Without any time they are as few as can be.
+        """
         gpu = self.prepared.cluster.gpu
         kernels = PASSES * sum(compute_time(work, gpu, "fp32") for work in EVERY)
         once = self.total * self.predicted()[0].round_time_s + kernels
-        return max(LEAST_TURNS, round(seconds / once))
+        return max(ENOUGH_TURNS if seconds else LEAST_TURNS, round(seconds / once))
 
     @classmethod
     def of(cls, case: Case) -> "Job":
