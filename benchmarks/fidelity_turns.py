@@ -1,6 +1,6 @@
 """Real matrix products on a machine whose speed changes: a probe and a run take turns.
 
-    sudo python benchmarks/fidelity_turns.py            # 16 configurations, about 20 minutes
+    sudo python benchmarks/fidelity_turns.py            # 16 configurations, half an hour
     sudo python benchmarks/fidelity_turns.py --quick    # one lab, one strategy, three turns
 
 `fidelity.py flops` probes once and then runs, as users do. Where neighbours and clocks change a

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="the extra `real` is not installed")
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from fidelity_turns import configurations  # noqa: E402
-from fidelity_turns_job import COPY, WORKS, Job, Times  # noqa: E402
+from fidelity_turns_job import COPY, ENOUGH_TURNS, WORKS, Job, Times  # noqa: E402
 
 OVERHEAD = 1e-5
 PROCESSOR = GPU("any", 1e11, 1e10, {"fp32": 5e10}, ((1.0, 1.0),), launch_overhead=OVERHEAD)
@@ -74,9 +74,10 @@ def test_streams_share_the_processor_as_the_probe_says(job: Job) -> None:
 
 
 def test_turns_fill_the_time_that_is_given(job: Job) -> None:
-    """As many as fit, three at least."""
+    """As many as fit, and enough for a median; without any time three."""
     assert job.turns(0.0) == 3
-    assert job.turns(1000.0) == pytest.approx(10 * job.turns(100.0), rel=0.05)
+    assert job.turns(1.0) == ENOUGH_TURNS
+    assert job.turns(10_000.0) == pytest.approx(10 * job.turns(1000.0), rel=0.05)
 
 
 def test_a_configuration_counts_by_the_median_of_its_turns() -> None:
