@@ -17,6 +17,7 @@ from co2sim.calibrations import CATALOG, Calibration, calibrations, replaced, sq
 from co2sim.cluster import Cluster, Link
 from co2sim.kinds import RunKind, kind_of, unlike
 from co2sim.near import Ranges, beyond, figures_of, ranges_from
+from co2sim.schedule import Layout
 from co2sim.strategies import Strategy
 from co2sim.units import counted
 from co2sim.workload import Model
@@ -85,7 +86,7 @@ class Predicted:
         kind = kind_of(self.cluster, self.strategy, self.model) if self.alike else None
         run = figures_of(self.cluster, self.model, self.precision)
         fit = None if kind is None else calibration_of(self.cluster, kind)
-        far = beyond_fit(fit, self.strategy, run) if fit else ""
+        far = beyond_fit(fit, self.strategy, self.cluster.layout, run) if fit else ""
         if fit and not far:
             return self._of_fit(fit, full=full)
         known, words = nearest_errors(kind, run, told=bool(far))
@@ -148,9 +149,11 @@ def reaches(sums: tuple[float, float], scatter: float) -> tuple[float, float]:
     return math.sqrt(down + scatter**2), math.sqrt(up + scatter**2)
 
 
-def beyond_fit(fit: Calibration, strategy: Strategy, run: Mapping[str, float]) -> str:
+def beyond_fit(
+    fit: Calibration, strategy: Strategy, layout: Layout, run: Mapping[str, float]
+) -> str:
     """In words, what is far from the runs of a fit; empty where the fit tells of the run."""
-    far = unlike(strategy, fit.strategies), beyond(run, fit.ranges)
+    far = unlike(strategy, layout, fit.strategies), beyond(run, fit.ranges)
     return "; ".join(filter(None, far))
 
 

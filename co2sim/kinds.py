@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from co2sim.cluster import Cluster
+from co2sim.schedule import WORLD, Layout
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.zeropp import ZeroPP
@@ -54,7 +55,7 @@ def generation(gpu: str) -> str | None:
     return _GENERATIONS.get(found[1], found[1]) if found else None
 
 
-def unlike(strategy: Strategy, known: Collection[str]) -> str:
+def unlike(strategy: Strategy, layout: Layout, known: Collection[str]) -> str:
     """In words, what a strategy gathers otherwise than those of these names; empty if nothing.
 
     When blocks are gathered is the framework's own: what is known of FSDP, over all ranks, is not
@@ -65,7 +66,7 @@ def unlike(strategy: Strategy, known: Collection[str]) -> str:
     there = f"there {' and '.join(known)}"
     if strategy.name not in known:
         return f"{strategy.name}, {there}"
-    if isinstance(strategy, FSDP) and strategy.shard:
+    if isinstance(strategy, FSDP) and strategy.sharding(layout, WORLD).replicas:
         return f"{strategy.name} in groups, {there} over all GPUs"
     return ""
 

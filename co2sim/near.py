@@ -28,7 +28,7 @@ _BILLION = 1e9
 class _Figure:
     """A figure: how many times less, or more, than in known runs is near; and how people see it.
 
-    `most` is `more` where an interval is as wide as that of a kind.
+    `most` is `more` where an interval is as wide as that of a kind; inf: any is near.
     """
 
     words: str
@@ -64,7 +64,7 @@ _FIGURES: Mapping[str, _Figure] = {
     "bits": _Figure("bits a number", 1.0, 1.0, 1.0, _whole),
     "intra_latency": _Figure("latency inside nodes", math.inf, 2.0, 4.0, duration),
     "inter_latency": _Figure("latency between nodes", math.inf, 2.0, 4.0, duration),
-    "step_spread": _Figure("step_spread", 1.0, 1.0, 1.0, _share),
+    "step_spread": _Figure("step_spread", 1.0, 1.0, math.inf, _share),
 }
 
 
@@ -128,7 +128,8 @@ def beyond(run: Mapping[str, float], known: Ranges, *, wide: bool = False) -> st
     for name, (low, high) in known.items():
         one = _FIGURES[name]
         more = one.most if wide else one.more
-        if name in run and not low / one.less <= run[name] <= high * more:
+        most = math.inf if more == math.inf else high * more  # also of 0
+        if name in run and not low / one.less <= run[name] <= most:
             there = " to ".join(dict.fromkeys(map(one.shown, (low, high))))
             found.append(f"{one.shown(run[name])} {one.words}, there {there}")
     return "; ".join(found)

@@ -262,10 +262,11 @@ def test_the_interval_of_other_kinds_is_wider_than_that_of_most() -> None:
         ({"overrides": {"inter.latency": "1 us"}}, "", ""),
         ({"overrides": {"inter.latency": "50 us"}}, "there 14 us", "of the kind (H100, parameters"),
         ({"overrides": {"inter.latency": "1 ms"}}, "1 ms latency between nodes", NOTHING_NEAR),
-        ({"overrides": {"step_spread": "0.5"}}, "0.5 step_spread, there 0", NOTHING_NEAR),
+        ({"overrides": {"step_spread": "0.5"}}, "0.5 step_spread, there 0", "(H100, parameters"),
         ({"overrides": {"model.vocab": "1000000"}}, "1,000,000 tokens in the", NOTHING_NEAR),
         ({"precision": "fp32"}, "32 bits a number, there 16", NOTHING_NEAR),
         ({"strategy": "zero3"}, "zero3, there fsdp", "of the kind (H100, parameters"),
+        ({"strategy": "fsdp:shard=node", "gpus": 8}, "", ""),
         ({"strategy": "fsdp:shard=node"}, "there fsdp over all GPUs", "of the kind (H100, param"),
     ],
 )
@@ -285,6 +286,13 @@ def test_far_from_the_fitted_runs_the_interval_is_no_longer_that_of_the_fit(
     assert reason in found.interval_source
     assert kind in found.interval_source
     assert width(found) > 3 * width(here)
+
+
+def test_a_kind_tells_of_clusters_whose_steps_vary() -> None:
+    """Its published runs varied, too; only constants that were fitted without it do not hold."""
+    varied = {"step_spread": "0.02"}
+    found = co2sim.simulate("dgx-h100", "mpt-7b", "fsdp", gpus=64, overrides=varied)
+    assert found.interval_source.startswith("errors on published runs of the kind")
 
 
 def test_what_a_strategy_quantizes_is_not_known_from_one_that_does_not() -> None:

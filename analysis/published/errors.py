@@ -79,8 +79,8 @@ def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     if calibration is None:
         return CellPrediction(cell, predicted)
     several = math.sqrt(2) if cell.over else 1.0
-    if beyond := _furthest(cell, calibration):
-        known, _ = nearest_errors(run_kind(beyond), run_figures(beyond))
+    if (other := _unknown_to(calibration, cell)) is not None:
+        known, _ = nearest_errors(run_kind(other), run_figures(other))
         down, up = -known.low * several, known.high * several
         return CellPrediction(
             cell, predicted, predicted * math.exp(-down), predicted * math.exp(up)
@@ -97,10 +97,13 @@ def _predicted(cell: Cell, calibration: Calibration | None) -> CellPrediction:
     return CellPrediction(cell, predicted, predicted * math.exp(-down), predicted * math.exp(up))
 
 
-def _furthest(cell: Cell, calibration: Calibration) -> RunSetup | None:
+def _unknown_to(calibration: Calibration, cell: Cell) -> RunSetup | None:
     """The first of a cell's runs of which the fit does not tell, as `co2sim run` would say."""
-    runs = cell.setups
-    return next((r for r in runs if beyond_fit(calibration, r.strategy, run_figures(r))), None)
+    for run in cell.setups:
+        layout = run.used_cluster().layout
+        if beyond_fit(calibration, run.strategy, layout, run_figures(run)):
+            return run
+    return None
 
 
 @dataclass(frozen=True, slots=True)
