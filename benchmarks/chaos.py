@@ -169,8 +169,8 @@ def text(verdicts: list[dict[str, Any]], seed: int) -> str:
  them it had ended, or there was nothing to hit. It must end in time with the right exit code and\
  a line that names the rank and the cause, without a traceback. No process, namespace, port, file\
  in /dev/shm or temporary file may be left. What was saved must be whole: a training goes on from\
- it, and ends bit for bit like one that nothing befell. {plain} trials started every process\
- anew; the others forked ranks from a process that had loaded torch.\
+ it, and ends bit for bit like one that nothing befell. {plain} trials started the launcher\
+ as users do; the others forked it from a process that had loaded torch.\
  {" ".join(words)} Tried at commit {commits}. {machine()} psutil {installed("psutil")}.
 
 {report(verdicts)}

@@ -1,9 +1,8 @@
 """How a trial starts commands: as users do, or forked from a process that has loaded torch.
 
-Loading torch takes seconds of a core for the launcher and for each rank, far longer than what a
-trial is about. So most trials fork all of them: what runs after the imports, and what the launcher
-does with its processes, is the same; only the interpreter's own start is left out. Trials that are
-`plain` start every process as users do.
+Loading torch takes seconds of a core, far longer than what a trial is about. So most trials fork
+the launcher, as launchers fork their ranks: what runs after the imports is the same; only the
+interpreter's own start is left out. Trials that are `plain` start the launcher as users do.
 """
 
 import ctypes
@@ -15,19 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from co2sim.units import parse
-from realrun.launch import lab, processes
+from realrun.launch import forking, lab
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-_SET_DEATH_SIGNAL, _SET_NAME, _SET_SUBREAPER = 1, 15, 36
+_SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
 _NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RAISES = "CHAOS_RAISES"
 """Environment variable of ranks: which of them raises what, and when, as JSON."""
 CLOCK = "CHAOS_CLOCK"
@@ -108,56 +105,30 @@ def start(
         os.environ.update(place)
         if plain or command[0] != "realrun":
             os.execv(sys.executable, [sys.executable, "-m", *command])  # noqa: S606
-        processes.started = lab.started = _forked  # type: ignore[attr-defined]
+        lab.started = _lab_started  # type: ignore[attr-defined]
+        tempfile.tempdir = None
         shifted()
-        _main(command)
+        raising()
+        forking.run_here(command[1:])
     finally:
         os._exit(99)
 
 
-_started = processes.started
+_started = lab.started
 
 
-def _forked(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    output: int | None = None,
-    errors: int | None = None,
+def _lab_started(
+    command: Sequence[str], environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """`realrun.launch.processes.started`, but a rank of ours is forked instead of started anew."""
-    words, node = list(command), None
-    if words[0] == "unshare":  # the first process of a lab: it forks, too, once it has started
-        words[-2] = f"import sys; sys.path[:] = {sys.path!r}; import chaos_start as c; c.in_lab()"
-        return _started(words, environment, output=output, errors=errors)
-    if words[0] == "nsenter":
-        node, words = words[1].partition("=")[2], words[3:]
-    if words[:3] != [sys.executable, "-m", "realrun"]:
-        return _started(command, environment, output=output, errors=errors)
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Python code runs around this fork, as it does not where a rank is executed, and an exception
-    # of a signal's handler would be lost in it.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-    try:
-        return subprocess.Popen(
-            ["-"],  # noqa: S607 - nothing is executed
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=errors,
-            start_new_session=True,
-            # It never returns. The launcher's other thread, of torch's store, is none of Python's.
-            preexec_fn=lambda: _rank(words[2:], environment, node, parent),  # noqa: PLW1509
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    """`realrun.launch.lab.started`, but the first process of the lab knows what is to be raised."""
+    program = f"import sys; sys.path[:] = {sys.path!r}; import chaos_start as c; c.in_lab()"
+    return _started([*command[:-2], program, command[-1]], environment)
 
 
 def in_lab() -> None:
-    """Be the first process of a lab, whose ranks are forked."""
+    """Be the first process of a lab."""
     load()
-    lab.started = processes.started = _forked  # type: ignore[attr-defined]
+    raising()
     lab._first()  # noqa: SLF001 - the program that a lab starts
 
 
@@ -182,55 +153,6 @@ def load() -> None:
     parse("1 GB/s", "B/s")  # which makes its table of units
 
 
-def _rank(
-    words: Sequence[str], environment: Mapping[str, str], node: str | None, parent: int
-) -> NoReturn:
-    """Become a rank, as `realrun.launch.processes` starts one."""
-    try:
-        LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        if node:
-            LIBC.setns(os.open(node, os.O_RDONLY), _NEW_NETWORK)
-        os.closerange(3, 1 << 12)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python does when it starts
-        os.environ.update(environment)
-        LIBC.prctl(_SET_NAME, f"rank{environment['RANK']}".encode())
-        raising()
-        _main(words)
-    finally:
-        os._exit(99)
-
-
-def _main(words: Sequence[str]) -> NoReturn:
-    """What `python -m realrun` does, without the imports."""
-    from realrun.cli import main  # noqa: PLC0415 - of a process that is forked
-
-    tempfile.tempdir = None
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    sys.argv = list(words)
-    code: Any = 0
-    try:
-        main()
-    except SystemExit as ended:
-        code = ended.code
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
-    os._exit(code or 0)
-
-
 def shifted() -> None:
     """Let the wall clock of this process be wrong, if the environment says so.
 
@@ -245,9 +167,9 @@ def shifted() -> None:
 
 
 def raising() -> None:
-    """Let this rank raise an error in its work, if the environment says so."""
+    """Let a rank that is forked from here raise an error, if the environment says so."""
     asked = json.loads(os.environ.get(RAISES, "{}"))
-    if not asked or os.environ["RANK"] != str(asked["rank"]):
+    if not asked:
         return
     error = {
         "RuntimeError": RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"),
@@ -257,13 +179,13 @@ def raising() -> None:
 
     def wrapped(work: Callable[..., Any], place: Callable[..., int]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
-            if place(*given) >= asked["at"]:
+            if os.environ.get("RANK") == str(asked["rank"]) and place(*given) >= asked["at"]:
                 raise error
             return work(*given, **named)
 
         return call
 
-    from realrun.execute import kernels  # noqa: PLC0415 - only of this rank
+    from realrun.execute import kernels  # noqa: PLC0415 - only where it is asked for
     from realrun.train.local_step import LocalStep  # noqa: PLC0415
 
     LocalStep.take = wrapped(LocalStep.take, lambda _, step: step)  # type: ignore[method-assign]

@@ -30,6 +30,7 @@ from realrun.checks import REALTIME, SITES, one_of
 from realrun.dilation import DILATION
 from realrun.errors import LabError
 from realrun.launch.elastic import supervise_elastic
+from realrun.launch.forking import loaded
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import (
     GRACE,
@@ -47,8 +48,8 @@ from realrun.launch.namespaces import (
     LOOPBACK_PAYLOAD,
     PAYLOAD,
     SWITCH,
+    NodePlace,
     burst,
-    entering,
     loopback_burst,
     make_nodes,
     on_cores,
@@ -240,6 +241,7 @@ def _inside(
         _state(lab)
         holders = make_nodes(lab.nodes, lab.rates, lab.sites)
         with guard_process(patience) as guard, ranks_killed_at_end() as ranks:
+            fork = loaded(command)
             store = host_store(SWITCH)
 
             def begin(rank: int, life: int = 0) -> RankProcess:
@@ -250,14 +252,14 @@ def _inside(
                     address=SWITCH,
                     port=store.port,
                 )
-                node = entering(holders[rank // lab.gpus_per_node])
-                node += on_cores(rank, lab.world_size, sorted(os.sched_getaffinity(0)))
+                cores = on_cores(rank, lab.world_size, sorted(os.sched_getaffinity(0)))
+                place = NodePlace(holders[rank // lab.gpus_per_node], cores)
                 own = {"GLOO_SOCKET_IFNAME": "eth0", CLUSTER: _CLUSTER_FILE}
                 own |= {REALTIME: os.environ.get(REALTIME, "1")}
                 own |= {DILATION: str(lab.dilation)}
                 own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
                 own |= {} if restarts is None else {LIFE: str(life)}
-                ranks.append(start(rank, [*node, *command], {**variables, **own}))
+                ranks.append(start(rank, command, {**variables, **own}, place, fork=fork))
                 guard.put(ranks[-1].process.pid)
                 return ranks[-1]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from co2sim.units import Seconds
 from realrun.errors import LaunchError
 from realrun.launch.elastic import supervise_elastic
+from realrun.launch.forking import loaded
 from realrun.launch.membership import LIFE
 from realrun.launch.processes import (
     RankProcess,
@@ -77,6 +78,7 @@ def run_local(
             guard_process(patience) as guard,
             ranks_killed_at_end() as ranks,
         ):
+            fork = loaded(program)
             store = host_store("127.0.0.1")
 
             def begin(rank: int, life: int = 0) -> RankProcess:
@@ -85,7 +87,8 @@ def run_local(
                 )
                 own = {} if restarts is None else {LIFE: str(life)}
                 given = {**variables, **own, **(environment or {})}
-                ranks.append(start(rank, program, given, errors=rank > 0 or not draws))
+                errors = rank > 0 or not draws
+                ranks.append(start(rank, program, given, errors=errors, fork=fork))
                 guard.put(ranks[-1].process.pid)
                 alive.append(ranks[-1])
                 return ranks[-1]

@@ -1,5 +1,7 @@
 """Nodes as network namespaces, plugged into bridges, with limited rates. Needs root."""
 
+import ctypes
+import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +44,9 @@ _SYSCTLS = {
     "ipv6/conf/all/disable_ipv6": "1",
 }
 
+
+_NEW_NETWORK = 0x40000000
+"""CLONE_NEWNET of Linux."""
 
 _WINDOW = 256 * 1024
 """Bytes that a connection may have under way between sites: what waits there delays all others."""
@@ -179,17 +184,39 @@ def entering(holder: int) -> list[str]:
     return ["nsenter", f"--net=/proc/{holder}/ns/net", "--"]
 
 
-def on_cores(rank: int, ranks: int, cores: Sequence[int]) -> list[str]:
-    """What goes before the command of a rank, so that it keeps to cores of its own.
+def on_cores(rank: int, ranks: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """The cores that a rank keeps to; none where there are fewer cores than ranks.
 
     Else Linux moves what a rank computes to a core of another one while its threads communicate,
-    and both are slower. Nothing where there are fewer cores than ranks.
+    and both are slower.
     """
     each = len(cores) // ranks
-    if not each:
-        return []
-    own = cores[rank * each : (rank + 1) * each]
-    return ["taskset", "--cpu-list", ",".join(map(str, own))]
+    return tuple(cores[rank * each : (rank + 1) * each])
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Where a rank runs: in the network of the process `holder`, None: here; on which cores."""
+
+    holder: int | None = None
+    cores: tuple[int, ...] = ()
+    """Empty: on any."""
+
+    def command(self, inner: Sequence[str]) -> list[str]:
+        """The command that runs another one there."""
+        enter = [] if self.holder is None else entering(self.holder)
+        cores = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
+        return [*enter, *cores, *inner]
+
+    def enter(self) -> None:
+        """Let this process be there. Raises OSError."""
+        if self.holder is not None:
+            network = os.open(f"/proc/{self.holder}/ns/net", os.O_RDONLY)
+            if ctypes.CDLL(None, use_errno=True).setns(network, _NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), "cannot enter the network of a node")
+            os.close(network)
+        if self.cores:
+            os.sched_setaffinity(0, self.cores)
 
 
 def _ip(*commands: str, enter: Iterable[str] = ()) -> None:

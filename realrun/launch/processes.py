@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from co2sim.units import Seconds
 from realrun.errors import LaunchError
+from realrun.launch.forking import forked
+from realrun.launch.namespaces import NodePlace
 
 _MORTAL = """
 import ctypes, os, sys
@@ -64,6 +66,9 @@ kill()
 """A program that kills what the ranks started if the launcher is killed or stopped for long."""
 
 
+_HERE = NodePlace()
+
+
 @dataclass(frozen=True, slots=True)
 class RankProcess:
     """A rank's process: it leads a process group of its own, its output goes into pipes."""
@@ -78,16 +83,24 @@ class RankProcess:
 
 
 def start(
-    rank: int, command: Sequence[str], environment: Mapping[str, str], *, errors: bool = True
+    rank: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    place: NodePlace = _HERE,
+    *,
+    errors: bool = True,
+    fork: bool = False,
 ) -> RankProcess:
     """Start a rank that dies with this thread; `environment` is added to this process's own.
 
-    Its output goes into pipes; its errors stay with this process's own unless `errors`.
+    Its output goes into pipes; its errors stay with this process's own unless `errors`. With `fork`
+    the command is one that this process has `loaded`.
     """
     pipe = subprocess.PIPE
-    return RankProcess(
-        rank, started(command, environment, output=pipe, errors=pipe if errors else None)
-    )
+    own = pipe if errors else None
+    if fork:
+        return RankProcess(rank, forked(command, environment, place, output=pipe, errors=own))
+    return RankProcess(rank, started(place.command(command), environment, output=pipe, errors=own))
 
 
 def started(
