@@ -109,7 +109,7 @@ def start(
         tempfile.tempdir = None
         shifted()
         raising()
-        forking.run_here(command[1:])
+        forking.run_here(["-m", *command])
     finally:
         os._exit(99)
 

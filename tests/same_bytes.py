@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -118,16 +119,20 @@ class Place:
         }
         if self.columns and "--json" in words:  # tables are as wide as COLUMNS says
             env["COLUMNS"] = self.columns
-        done = subprocess.run(
-            [sys.executable, "-m", PACKAGES[name], *words],
+        with subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", PACKAGES[name], *words],
             cwd=self.work,
             env=env,
-            capture_output=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr.decode()
-        return {"stdout": done.stdout, **self._files()}
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            try:
+                printed, errors = process.communicate(timeout=300)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # it says where it hangs
+                printed, errors = process.communicate()
+        assert process.returncode == 0, errors.decode()
+        return {"stdout": printed, **self._files()}
 
     def _files(self) -> dict[str, bytes]:
         work = self.work

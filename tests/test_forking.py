@@ -15,24 +15,22 @@ import pytest
 from same_bytes import ROOT
 
 from realrun.launch import forking
-from realrun.launch.forking import OURS, loaded
+from realrun.launch.forking import OURS, load, needed
 
 pytestmark = pytest.mark.dist  # every test starts a launcher, which loads PyTorch
 
 needs_fork = pytest.mark.skipif(
-    not loaded([*OURS, "--help"]), reason="ranks are forked on Linux, by a PyTorch without GPUs"
+    not load(()), reason="ranks are forked on Linux, by a PyTorch without GPUs"
 )
 
 SEE = """
 import json, os, resource, signal, sys
 import torch
 
-LATER = "TORCHINDUCTOR_CACHE_DIR"  # which torch._dynamo sets, when it is loaded
-
 def see():
     handled = ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGXFSZ", "SIGUSR1", "SIGCHLD")
     print(json.dumps({
-        "environment": {k: v for k, v in os.environ.items() if k not in {"_", "SHLVL", LATER}},
+        "environment": {k: v for k, v in os.environ.items() if k not in {"_", "SHLVL"}},
         "folder": os.getcwd(),
         "imports from here": not {"", os.getcwd()}.isdisjoint(sys.path),
         "signals": {name: str(signal.getsignal(getattr(signal, name))) for name in handled},
@@ -54,13 +52,15 @@ LAUNCH = """
 import runpy, signal, sys
 from realrun.launch import forking
 from realrun.launch.local import run_local
-code = sys.argv[2]
-forking.runpy.run_module = lambda *_, **__: exec(code, {"__name__": "__main__"})
-ours = [*forking.OURS, "train", "--steps", "8"]
-command = ours if sys.argv[1] == "fork" else [sys.executable, "-c", code]
-sys.exit(run_local(command, 2))
+for code in sys.argv[2:]:
+    forking.runpy.run_module = lambda *_, **__: exec(code, {"__name__": "__main__"})
+    ours = [*forking.OURS, "run"]
+    command = ours if sys.argv[1] == "fork" else [sys.executable, "-c", code]
+    end = run_local(command, 2, loads=forking.needed(command))
+    print(f" {end}===", flush=True)
+    print("===", file=sys.stderr, flush=True)
 """
-"""A launcher whose ranks run a program of ours, forked or not."""
+"""A launcher whose ranks run programs of ours, forked or not, one after the other."""
 
 
 COUNT = """
@@ -103,19 +103,20 @@ def launched(how: str, code: str, folder: Path | str = ".") -> subprocess.Comple
 def test_forked_rank_finds_what_another_finds(tmp_path: Path) -> None:
     """Environment, folder, signals, cores, files, threads, seeds: all but its name, and chance."""
     seen: dict[str, dict[str, Any]] = {}
-    rest = {}
+    names = {}
     for how in ("fork", "start"):
         done = launched(how, SEE + "\nsee()", tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-        first, *others = (line for line in done.stdout.splitlines() if line[0] != "[")
+        assert done.stderr == "===\n"
+        first, name, end = (line for line in done.stdout.splitlines() if line[0] != "[")
+        assert end == " 0==="
         seen[how] = json.loads(first)
         del seen[how]["environment"]["MASTER_PORT"]
-        rest[how] = others
+        names[how] = name
     for what, found in seen["start"].items():
         assert seen["fork"][what] == found, what
     assert seen["fork"]["files"] == [0, 1, 2]
     assert seen["fork"]["environment"]["RANK"] == "0"
-    assert rest["fork"] == ["'rank0'"]
+    assert names["fork"] == "'rank0'"
 
 
 @needs_fork
@@ -126,39 +127,49 @@ def test_chance_differs_between_forked_ranks(tmp_path: Path) -> None:
         with open(os.environ["RANK"], "w") as file:
             print(random.random(), torch.rand(1).item(), file=file)
     """
-    assert launched("fork", code, tmp_path).returncode == 0
+    launched("fork", code, tmp_path)
     one, other = ((tmp_path / name).read_text().split() for name in "01")
     assert one[0] != other[0]
     assert one[1] != other[1]
 
 
+ENDINGS = {
+    "raise SystemExit": (0, "==="),
+    "import sys; print('error: no', file=sys.stderr); sys.exit(2)": (2, "] error: no"),
+    "import sys; sys.exit('no such thing')": (1, "] no such thing"),
+    "print('half', end=''); 1 / 0": (1, "] ZeroDivisionError: division by zero"),
+    "raise KeyboardInterrupt": (1, "was killed by SIGINT"),
+    "import os; os.kill(os.getpid(), 15)": (1, "was killed by SIGTERM"),
+    "import os; os.abort()": (1, "was killed by SIGABRT"),
+    "import os; os._exit(7)": (1, "exited with code 7"),
+}
+"""What ranks do; the launcher's exit code, and what it says or passes on."""
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors of a launcher, by what its ranks did."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, "fork", *ENDINGS],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    parts = zip(done.stdout.split("==="), done.stderr.split("==="), strict=True)
+    found = [(int(out.split()[-1]), out, errors) for out, errors in list(parts)[:-1]]
+    return dict(zip(ENDINGS, found, strict=True))
+
+
 @needs_fork
-@pytest.mark.parametrize(
-    ("code", "exit_code", "said"),
-    [
-        ("raise SystemExit", 0, ""),
-        ("import sys; print('error: no', file=sys.stderr); sys.exit(2)", 2, "no"),
-        ("import sys; sys.exit('no such thing')", 1, "no such thing"),
-        ("import sys; print('half', end=''); 1 / 0", 1, "ZeroDivisionError"),
-        ("raise KeyboardInterrupt", 1, "was killed by SIGINT"),
-        ("import os; os.kill(os.getpid(), 15)", 1, "was killed by SIGTERM"),
-        ("import os; os.abort()", 1, "was killed by SIGABRT"),
-        ("import os; os._exit(7)", 1, "exited with code 7"),
-    ],
-)
-def test_forked_rank_ends_like_another(code: str, exit_code: int, said: str) -> None:
-    """The launcher's exit code and words are the same, and the rank's last words are there."""
-    fork, start = (launched(how, code) for how in ("fork", "start"))
-    assert fork.returncode == start.returncode == exit_code
-    assert fork.stdout == start.stdout
-    assert said in fork.stderr
-    assert _of_launcher(fork) == _of_launcher(start)
-
-
-def _of_launcher(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What it says itself; which rank was first is chance."""
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("[")]
-    return [line.replace("rank 1", "rank 0") for line in lines]
+@pytest.mark.parametrize("code", ENDINGS)
+def test_forked_rank_ends_like_a_program(code: str, ends: dict[str, tuple[int, str, str]]) -> None:
+    """Exit code and signal are those of Python, and its last words are there."""
+    (exit_code, said), (found, out, errors) = ENDINGS[code], ends[code]
+    assert found == exit_code
+    assert said in f"{errors}==="
+    assert out.count("half") == 2 * code.count("half")
 
 
 @needs_fork
@@ -188,12 +199,15 @@ def test_other_commands_and_other_builds_are_not_forked(monkeypatch: pytest.Monk
     """A user's own program is started, and a PyTorch that knows GPUs is loaded by every rank."""
     import torch  # noqa: PLC0415 - takes two seconds
 
-    for command in (["python", "train.py"], [sys.executable, "-m", "other"], list(OURS)):
-        assert not loaded(command)
+    assert needed(["python", "train.py"]) is None
+    assert needed([sys.executable, "-m", "other"]) is None
+    assert needed(list(OURS)) is None
+    assert needed([*OURS, "--help"]) == ()
+    assert not load(None)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    assert not loaded([*OURS, "run"])
+    assert not load(needed([*OURS, "run"]))
     monkeypatch.setattr(forking.sys, "platform", "darwin")
-    assert not loaded([*OURS, "run"])
+    assert not load(needed([*OURS, "run"]))
 
 
 @needs_fork

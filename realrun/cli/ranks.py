@@ -20,6 +20,7 @@ from realrun import record
 from realrun.dilation import lasting
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World, end, join, need_gpus
+from realrun.launch.forking import needed
 from realrun.launch.local import run_local
 from realrun.launch.watch import Place
 from realrun.measure import KernelName, Say, computing_time, measure, partial_trace
@@ -71,6 +72,7 @@ def start(
         ask_first=training,
         own_terminal=training and restarts is None,
         restarts=restarts,
+        loads=needed(command),
     )
 
 

@@ -1,4 +1,4 @@
-"""Ranks of our own commands, forked from a launcher that has loaded PyTorch for all of them.
+"""Ranks that are forked from a launcher, which has loaded PyTorch for all of them.
 
 Each rank that is started as a program needs two to five seconds of a core to load it. A fork needs
 none, and what was loaded lies in memory once. CUDA and ROCm do not survive a fork once anything has
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -28,35 +29,42 @@ OURS = (sys.executable, "-m", "realrun")
 _SET_DEATH_SIGNAL, _SET_NAME = 1, 15
 """Of Linux's prctl."""
 
+_STANDARD_ERROR = 2
+
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a launcher has handlers for, see `signals`."""
 
+TRAINING = (
+    "realrun.cli.train_elastic",
+    "realrun.train.elastic_loop",
+    "realrun.train.loop",
+    "torch._dynamo",  # which the first step of an optimizer loads
+)
+"""What every rank of a training loads sooner or later."""
+
 _RANKS = ("realrun.cli.ranks", "realrun.execute.executor", "realrun.measure")
-_NEEDED = {
-    "probe": (*_RANKS, "realrun.probe.measurement"),
-    "run": _RANKS,
-    "train": (
-        "realrun.cli.train_elastic",
-        "realrun.train.elastic_loop",
-        "realrun.train.loop",
-        "torch._dynamo",  # which the first step of an optimizer loads
-    ),
-}
-"""What every rank of a command loads sooner or later."""
+_NEEDED = {"probe": (*_RANKS, "realrun.probe.measurement"), "run": _RANKS, "train": TRAINING}
+"""The same of ranks of every command."""
 
 
-def loaded(command: Sequence[str]) -> bool:
-    """Whether ranks of this command can be forked; then what they need is loaded.
+def needed(command: Sequence[str]) -> tuple[str, ...] | None:
+    """The modules that ranks of this command of ours load; None if it is none of ours."""
+    if tuple(command[: len(OURS)]) != OURS or len(command) == len(OURS):
+        return None
+    return _NEEDED.get(command[len(OURS)], ())
 
-    Raises ModuleNotFoundError for one of ours without PyTorch.
+
+def load(modules: Sequence[str] | None) -> bool:
+    """Load what ranks need, if they can be forked here, and say whether they can.
+
+    None: they cannot. Raises ModuleNotFoundError without PyTorch.
     """
-    if sys.platform != "linux" or tuple(command[:3]) != OURS or command[3:4] == []:
+    if sys.platform != "linux" or modules is None:
         return False
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as for the ranks
-    torch = import_module("torch")
-    if torch.backends.cuda.is_built():
+    if import_module("torch").backends.cuda.is_built():
         return False
-    for name in _NEEDED.get(command[3], ()):
+    for name in modules:
         import_module(name)
     parse("1 GB/s", "B/s")  # which makes the table of units
     return True
@@ -71,6 +79,9 @@ def forked(
     errors: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """As `processes.started`, but the rank is forked from this process, which has loaded all.
+
+    The command is this Python with a script or a module. The process has not computed with PyTorch:
+    threads of OpenMP are lost in a fork.
 
     It is called "rank0", "rank1" and so on in lists of processes. Raises LaunchError.
     """
@@ -104,7 +115,7 @@ def _be_rank(
     launcher: int,
     mask: set[int | signal.Signals],
 ) -> NoReturn:
-    """Become what `python -m realrun` would be in this environment. What it raises is no rank's."""
+    """Become what the command would be in this environment. What it raises is no rank's."""
     libc = ctypes.CDLL(None)
     libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before that
@@ -122,18 +133,26 @@ def _be_rank(
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     torch.seed()  # as it does when it is loaded; else all ranks would draw the same
     dilation.cache_clear()
-    sys.path.insert(0, str(Path.cwd()))
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the launcher goes on
-    run_here(command[3:])
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) > _STANDARD_ERROR:
+            with suppress(OSError):  # the list itself was open, too
+                os.close(int(path.name))  # the launcher waits until one of them is closed
+    run_here(command[1:])
 
 
 def run_here(arguments: Sequence[str]) -> NoReturn:
-    """Do what `python -m realrun ARGUMENTS` would do, in this process, and end it."""
-    sys.argv = ["realrun", *arguments]
+    """Do what `python ARGUMENTS` would do, a script or "-m" and a module, and end this process."""
+    module = arguments[0] == "-m"
+    program, *rest = arguments[module:]
+    sys.argv = [program, *rest]
+    sys.path.insert(0, str(Path.cwd() if module else Path(program).resolve().parent))
     sys.stdout, sys.stderr = _written_at_once(sys.stdout, 1), _written_at_once(sys.stderr, 2)
     code: object = 1
     try:
-        runpy.run_module("realrun", run_name="__main__", alter_sys=True)
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
         code = 0
     except SystemExit as ended:
         code = ended.code

@@ -30,7 +30,7 @@ from realrun.checks import REALTIME, SITES, one_of
 from realrun.dilation import DILATION
 from realrun.errors import LabError
 from realrun.launch.elastic import supervise_elastic
-from realrun.launch.forking import loaded
+from realrun.launch.forking import load, needed
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import (
     GRACE,
@@ -93,10 +93,13 @@ def run_lab(
     grace: Seconds = GRACE,
     patience: Seconds = PATIENCE,
     restarts: int | None = None,
+    loads: Sequence[str] | None = None,
 ) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
 
-    With `restarts` it is that of `supervise_elastic`, and ranks that die are started anew.
+    With `restarts` it is that of `supervise_elastic`, and ranks that die are started anew. With
+    `loads`, modules, ranks of a command of this Python are forked, where that works, from a process
+    that has loaded them; those of a command of ours are in any case.
 
     Ranks have torchrun's environment, REALRUN_CLUSTER, the path of the lab's `stated_cluster`,
     REALRUN_REALTIME, 1 unless it is set, and REALRUN_SITES, if there are several. Stopping this
@@ -113,7 +116,8 @@ def run_lab(
     check_machine()
     if said := _said(lab):
         print(said, file=sys.stderr)  # noqa: T201 - while it can still be stopped
-    inside = json.dumps([asdict(lab), grace, patience, program, restarts])
+    loads = needed(program) if loads is None else loads
+    inside = json.dumps([asdict(lab), grace, patience, program, restarts, loads])
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from realrun.launch.lab import _first; _first()"
     )
@@ -234,6 +238,7 @@ def _inside(
     patience: Seconds,
     command: Sequence[str],
     restarts: int | None,
+    loads: Sequence[str] | None,
 ) -> int:
     """Build the lab around this process and run the ranks; the exit code."""
     lab = Lab(**asked)
@@ -241,7 +246,7 @@ def _inside(
         _state(lab)
         holders = make_nodes(lab.nodes, lab.rates, lab.sites)
         with guard_process(patience) as guard, ranks_killed_at_end() as ranks:
-            fork = loaded(command)
+            fork = load(loads)
             store = host_store(SWITCH)
 
             def begin(rank: int, life: int = 0) -> RankProcess:

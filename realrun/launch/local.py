@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from co2sim.units import Seconds
 from realrun.errors import LaunchError
 from realrun.launch.elastic import supervise_elastic
-from realrun.launch.forking import loaded
+from realrun.launch.forking import load
 from realrun.launch.membership import LIFE
 from realrun.launch.processes import (
     RankProcess,
@@ -49,6 +49,7 @@ def run_local(
     ask_first: bool = False,
     own_terminal: bool = False,
     restarts: int | None = None,
+    loads: Sequence[str] | None = None,
 ) -> int:
     """Run `command` as `nproc` ranks on this machine, and give the exit code of `supervise`.
 
@@ -57,8 +58,10 @@ def run_local(
     Control-C gives 130 and SIGTERM 143. With `ask_first` the first of them only tells
     the ranks, by SIGTERM, to come to an end, and the second kills. With `own_terminal` rank 0
     writes its errors to this process's terminal itself, if there is one: it may draw there. With
-    `restarts` the code is that of `supervise_elastic`, and ranks that die are started anew. Call it
-    from the main thread. Raises LaunchError when the ranks cannot be started.
+    `restarts` the code is that of `supervise_elastic`, and ranks that die are started anew. With
+    `loads`, names of modules, this process loads them and forks the ranks, where that works; then
+    the command is this Python with a script or a module, and nothing was computed with PyTorch
+    here. Call it from the main thread. Raises LaunchError when the ranks cannot be started.
     """
     if not 1 <= nproc <= MAX_RANKS:
         raise LaunchError(f"cannot start {nproc} ranks; it must be 1 to {MAX_RANKS}")
@@ -78,7 +81,7 @@ def run_local(
             guard_process(patience) as guard,
             ranks_killed_at_end() as ranks,
         ):
-            fork = loaded(program)
+            fork = load(loads)
             store = host_store("127.0.0.1")
 
             def begin(rank: int, life: int = 0) -> RankProcess:
