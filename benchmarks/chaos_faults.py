@@ -174,7 +174,11 @@ def ranks(launcher: int) -> dict[int, psutil.Process]:
         for process in psutil.Process(launcher).children(recursive=True):
             with suppress(psutil.Error, OSError, ValueError):
                 name = Path(f"/proc/{process.pid}/comm").read_text("utf-8").strip()
-                told = name[4:] if name.startswith("rank") else process.environ().get("RANK")
+                told = (
+                    name[4:].split(".")[0]
+                    if name.startswith("rank")
+                    else process.environ().get("RANK")
+                )
                 if told is not None and process.status() != psutil.STATUS_ZOMBIE:
                     found.setdefault(int(told), process)
     return found

@@ -50,10 +50,14 @@ class Training:
         found = {}
         for process in psutil.process_iter():
             try:
-                values = process.environ()
+                values, name = process.environ(), process.name()
             except (psutil.Error, OSError):
                 continue
-            if values.get("TAG") == str(self.out) and LIFE in values:
+            if values.get("TAG") != str(self.out):
+                continue
+            if name.startswith("rank"):  # forked: its environment was another when it began
+                found[name.removeprefix("rank")] = process
+            elif LIFE in values:
                 found[f"{values['RANK']}.{values[LIFE]}"] = process
         return found
 

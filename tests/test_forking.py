@@ -195,6 +195,29 @@ def test_forked_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     assert psutil.wait_procs(ranks, timeout=20)[1] == []
 
 
+@needs_fork
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_still_loads_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    """Where ranks are asked before they are killed, too: there is none yet that could be."""
+    (tmp_path / "slow.py").write_text("import time; print('loads', flush=True); time.sleep(100)")
+    code = """
+        import sys
+        from realrun.launch.forking import OURS
+        from realrun.launch.local import run_local
+        sys.exit(run_local([*OURS, "train"], 2, ask_first=True, loads=["slow"]))
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "loads\n"
+        launcher.send_signal(number)
+        assert launcher.wait(20) == 128 + number
+
+
 def test_other_commands_and_other_builds_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own program is started, and a PyTorch that knows GPUs is loaded by every rank."""
     import torch  # noqa: PLC0415 - takes two seconds

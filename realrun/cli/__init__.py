@@ -1,5 +1,6 @@
 """The command line `realrun`."""
 
+import os
 import sys
 
 from co2sim.console import interrupts
@@ -7,6 +8,8 @@ from co2sim.console import interrupts
 
 def main() -> None:
     """Run a command of `realrun`."""
+    # Before PyTorch is loaded: else it warns in every rank that it cannot find the name of a host.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with interrupts.noted():  # later the launcher has handlers of its own
         try:  # control-C while all this is imported, too, is one line
             from co2sim.console.entry import run_app  # noqa: PLC0415

@@ -21,6 +21,7 @@ from typing import NoReturn, TextIO
 from co2sim.units import parse
 from realrun.dilation import dilation
 from realrun.errors import LaunchError
+from realrun.launch.membership import LIFE
 from realrun.launch.namespaces import NodePlace
 
 OURS = (sys.executable, "-m", "realrun")
@@ -83,9 +84,11 @@ def forked(
     The command is this Python with a script or a module. The process has not computed with PyTorch:
     threads of OpenMP are lost in a fork.
 
-    It is called "rank0", "rank1" and so on in lists of processes. Raises LaunchError.
+    It is called "rank0" in lists of processes, in elastic trainings "rank0.1" if it was started
+    anew once. Raises LaunchError.
     """
-    launcher = os.getpid()
+    launcher, name = os.getpid(), f"rank{environment['RANK']}"
+    name += f".{environment[LIFE]}" if LIFE in environment else ""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     # Python code runs around this fork, as it does not where a rank is executed: an exception of a
@@ -93,17 +96,17 @@ def forked(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     try:
         return subprocess.Popen(  # noqa: S603 - nothing is executed
-            [f"rank{environment['RANK']}"],
+            [name],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
             start_new_session=True,
             restore_signals=False,  # Python has ignored some, as it would do again
             # It never returns. The launcher's other thread, of the store, is none of Python's.
-            preexec_fn=lambda: _be_rank(command, environment, place, launcher, before),  # noqa: PLW1509
+            preexec_fn=lambda: _be_rank(command, environment, place, name, launcher, before),  # noqa: PLW1509
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"cannot fork rank {environment['RANK']}: {error}") from error
+        raise LaunchError(f"cannot fork {name}: {error}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -112,6 +115,7 @@ def _be_rank(
     command: Sequence[str],
     environment: Mapping[str, str],
     place: NodePlace,
+    name: str,
     launcher: int,
     mask: set[int | signal.Signals],
 ) -> NoReturn:
@@ -121,7 +125,7 @@ def _be_rank(
     if os.getppid() != launcher:  # it died before that
         os._exit(1)
     place.enter()
-    libc.prctl(_SET_NAME, f"rank{environment['RANK']}".encode())
+    libc.prctl(_SET_NAME, name.encode())
     for number in _HANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             default = number == signal.SIGINT

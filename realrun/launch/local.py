@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from co2sim.units import Seconds
@@ -53,31 +54,23 @@ def run_local(
 ) -> int:
     """Run `command` as `nproc` ranks on this machine, and give the exit code of `supervise`.
 
-    `environment` is added to this process's own. Killing this process kills all ranks, and what
-    they started, and so does stopping it (SIGSTOP, control-Z) for longer than `patience`, on Linux.
-    Control-C gives 130 and SIGTERM 143. With `ask_first` the first of them only tells
-    the ranks, by SIGTERM, to come to an end, and the second kills. With `own_terminal` rank 0
-    writes its errors to this process's terminal itself, if there is one: it may draw there. With
-    `restarts` the code is that of `supervise_elastic`, and ranks that die are started anew. With
-    `loads`, names of modules, this process loads them and forks the ranks, where that works; then
-    the command is this Python with a script or a module, and nothing was computed with PyTorch
-    here. Call it from the main thread. Raises LaunchError when the ranks cannot be started.
+    `environment` is added to this process's own. Killing this process kills all ranks and what they
+    started, and so does stopping it (SIGSTOP, control-Z) for longer than `patience`, on Linux.
+    Control-C gives 130 and SIGTERM 143. `ask_first`: the first of them only tells the ranks to end,
+    the second kills. `own_terminal`: rank 0 may draw on this process's terminal, if there is one.
+    `restarts`: the code is that of `supervise_elastic`, and ranks that die are started anew.
+    `loads`, modules: this process loads them and forks the ranks, where that works; the command is
+    this Python with a script or a module, and nothing was computed with PyTorch here.
+    Call it from the main thread. Raises LaunchError when the ranks cannot be started.
     """
     if not 1 <= nproc <= MAX_RANKS:
         raise LaunchError(f"cannot start {nproc} ranks; it must be 1 to {MAX_RANKS}")
     program = resolved(command)
-    asked: list[int] = []
-    alive: list[RankProcess] = []
-
-    def ask(number: int) -> None:
-        asked.append(number)
-        for one in alive:
-            one.process.terminate()
-
+    asked = _Asked()
     draws = own_terminal and sys.stderr.isatty()
     try:
         with (
-            stoppable(ask if ask_first else None),
+            stoppable(asked.tell if ask_first else None),
             guard_process(patience) as guard,
             ranks_killed_at_end() as ranks,
         ):
@@ -88,22 +81,39 @@ def run_local(
                 variables = rank_environment(
                     rank, nproc, local_world_size=nproc, address="127.0.0.1", port=store.port
                 )
-                own = {} if restarts is None else {LIFE: str(life)}
-                given = {**variables, **own, **(environment or {})}
-                errors = rank > 0 or not draws
-                ranks.append(start(rank, program, given, errors=errors, fork=fork))
+                variables |= {} if restarts is None else {LIFE: str(life)}
+                given = {**variables, **(environment or {})}
+                ranks.append(start(rank, program, given, errors=rank > 0 or not draws, fork=fork))
                 guard.put(ranks[-1].process.pid)
-                alive.append(ranks[-1])
+                asked.ranks.append(ranks[-1])
                 return ranks[-1]
 
             first = [begin(rank) for rank in range(nproc)]
             if restarts is None:
-                code = supervise(first, store, grace, lambda: asked, guard.cut)
+                code = supervise(first, store, grace, lambda: asked.number, guard.cut)
             else:
-                code = supervise_elastic(first, store, begin, restarts, lambda: asked, guard.cut)
-            return 128 + asked[0] if asked and not code else code
+                code = supervise_elastic(
+                    first, store, begin, restarts, lambda: asked.number, guard.cut
+                )
+            return 128 + asked.number if asked.number and not code else code
     except Stopped as stopped:
         return stopped.exit_code
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Whether the ranks were told to end: by which signal of the launcher, 0: not yet."""
+
+    number: int = 0
+    ranks: list[RankProcess] = field(default_factory=list)
+
+    def tell(self, number: int) -> None:
+        """Tell them. Raises Stopped while there are none."""
+        if not self.ranks:
+            raise Stopped(number)
+        self.number = number
+        for one in self.ranks:
+            one.process.terminate()
 
 
 def resolved(command: Sequence[str]) -> list[str]:
