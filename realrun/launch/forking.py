@@ -125,7 +125,10 @@ def _be_rank(
     if os.getppid() != launcher:  # it died before that
         os._exit(1)
     place.enter()
-    libc.prctl(_SET_NAME, name.encode())
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) > _STANDARD_ERROR:
+            with suppress(OSError):  # the list itself was open, too
+                os.close(int(path.name))  # the launcher waits until one of them is closed
     for number in _HANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             default = number == signal.SIGINT
@@ -137,10 +140,7 @@ def _be_rank(
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     torch.seed()  # as it does when it is loaded; else all ranks would draw the same
     dilation.cache_clear()
-    for path in list(Path("/proc/self/fd").iterdir()):
-        if int(path.name) > _STANDARD_ERROR:
-            with suppress(OSError):  # the list itself was open, too
-                os.close(int(path.name))  # the launcher waits until one of them is closed
+    libc.prctl(_SET_NAME, name.encode())  # now the launcher watches it, whatever becomes of it
     run_here(command[1:])
 
 
