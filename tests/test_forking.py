@@ -19,9 +19,16 @@ from realrun.launch.forking import OURS, load, needed
 
 pytestmark = pytest.mark.dist  # every test starts a launcher, which loads PyTorch
 
-needs_fork = pytest.mark.skipif(
-    not load(()), reason="ranks are forked on Linux, by a PyTorch without GPUs"
-)
+needs_fork = pytest.mark.usefixtures("forks")
+
+
+@pytest.fixture(scope="module")
+def forks() -> None:
+    """Skip where ranks are started as programs."""
+    pytest.importorskip("torch")
+    if not load(()):
+        pytest.skip("ranks are forked on Linux, by a PyTorch without GPUs")
+
 
 SEE = """
 import json, os, resource, signal, sys
@@ -49,7 +56,7 @@ def see():
 """What a rank finds, as JSON; then what may differ."""
 
 LAUNCH = """
-import runpy, signal, sys
+import sys
 from realrun.launch import forking
 from realrun.launch.local import run_local
 for code in sys.argv[2:]:
@@ -86,10 +93,12 @@ main()
 """A command whose ranks write which modules of PyTorch they load themselves."""
 
 
-def launched(how: str, code: str, folder: Path | str = ".") -> subprocess.CompletedProcess[str]:
-    """What two ranks print, and how they end."""
+def called(
+    code: str, *arguments: str, folder: Path | str = "."
+) -> subprocess.CompletedProcess[str]:
+    """A Python program, run in a folder."""
     return subprocess.run(
-        [sys.executable, "-c", LAUNCH, how, textwrap.dedent(code)],
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -101,11 +110,11 @@ def launched(how: str, code: str, folder: Path | str = ".") -> subprocess.Comple
 
 @needs_fork
 def test_forked_rank_finds_what_another_finds(tmp_path: Path) -> None:
-    """Environment, folder, signals, cores, files, threads, seeds: all but its name, and chance."""
+    """Environment, folder, signals, cores, files, threads, encodings: all but its name."""
     seen: dict[str, dict[str, Any]] = {}
     names = {}
     for how in ("fork", "start"):
-        done = launched(how, SEE + "\nsee()", tmp_path)
+        done = called(LAUNCH, how, SEE + "\nsee()", folder=tmp_path)
         assert done.stderr == "===\n"
         first, name, end = (line for line in done.stdout.splitlines() if line[0] != "[")
         assert end == " 0==="
@@ -127,14 +136,14 @@ def test_chance_differs_between_forked_ranks(tmp_path: Path) -> None:
         with open(os.environ["RANK"], "w") as file:
             print(random.random(), torch.rand(1).item(), file=file)
     """
-    launched("fork", code, tmp_path)
+    called(LAUNCH, "fork", textwrap.dedent(code), folder=tmp_path)
     one, other = ((tmp_path / name).read_text().split() for name in "01")
     assert one[0] != other[0]
     assert one[1] != other[1]
 
 
 ENDINGS = {
-    "raise SystemExit": (0, "==="),
+    "raise SystemExit": (0, ""),
     "import sys; print('error: no', file=sys.stderr); sys.exit(2)": (2, "] error: no"),
     "import sys; sys.exit('no such thing')": (1, "] no such thing"),
     "print('half', end=''); 1 / 0": (1, "] ZeroDivisionError: division by zero"),
@@ -149,14 +158,7 @@ ENDINGS = {
 @pytest.fixture(scope="module")
 def ends() -> dict[str, tuple[int, str, str]]:
     """Exit code, output and errors of a launcher, by what its ranks did."""
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCH, "fork", *ENDINGS],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = called(LAUNCH, "fork", *ENDINGS)
     parts = zip(done.stdout.split("==="), done.stderr.split("==="), strict=True)
     found = [(int(out.split()[-1]), out, errors) for out, errors in list(parts)[:-1]]
     return dict(zip(ENDINGS, found, strict=True))
@@ -168,8 +170,39 @@ def test_forked_rank_ends_like_a_program(code: str, ends: dict[str, tuple[int, s
     """Exit code and signal are those of Python, and its last words are there."""
     (exit_code, said), (found, out, errors) = ENDINGS[code], ends[code]
     assert found == exit_code
-    assert said in f"{errors}==="
+    assert said in errors
+    assert bool(errors.strip()) == bool(said)
     assert out.count("half") == 2 * code.count("half")
+
+
+PLACED = """
+import os, sys
+from co2sim.errors import Co2simError
+from realrun.launch import forking
+from realrun.launch.local import rank_environment
+from realrun.launch.namespaces import NodePlace
+from realrun.launch.processes import start
+forking.load(())
+forking.runpy.run_module = lambda *_, **__: print(sorted(os.sched_getaffinity(0)))
+given = rank_environment(0, 1, local_world_size=1, address="127.0.0.1", port=1)
+for place in (NodePlace(cores=(int(sys.argv[1]),)), NodePlace(holder=2**22)):
+    try:
+        one = start(0, [*forking.OURS, "run"], given, place, fork=True)
+        print(one.process.communicate()[0].decode(), end="")
+    except Co2simError as error:
+        print(error)
+"""
+
+
+@needs_fork
+def test_forked_rank_is_where_it_belongs() -> None:
+    """On cores of its own; where a node is gone, the launcher says so on one line."""
+    core = max(os.sched_getaffinity(0))
+    done = called(PLACED, str(core))
+    placed, failed = done.stdout.splitlines()
+    assert placed == f"[{core}]"
+    assert failed.startswith("cannot fork rank0: ")
+    assert done.stderr == ""
 
 
 @needs_fork
@@ -220,8 +253,7 @@ def test_a_launcher_that_still_loads_ends_at_once(number: signal.Signals, tmp_pa
 
 def test_other_commands_and_other_builds_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own program is started, and a PyTorch that knows GPUs is loaded by every rank."""
-    import torch  # noqa: PLC0415 - takes two seconds
-
+    torch = pytest.importorskip("torch")
     assert needed(["python", "train.py"]) is None
     assert needed([sys.executable, "-m", "other"]) is None
     assert needed(list(OURS)) is None
@@ -244,15 +276,7 @@ def test_other_commands_and_other_builds_are_not_forked(monkeypatch: pytest.Monk
 )
 def test_launcher_has_loaded_what_its_ranks_need(command: str, tmp_path: Path) -> None:
     """A rank loads no more than a handful of modules of PyTorch after it was forked."""
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT, *command.split(), "--nproc", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = called(COUNT, *command.split(), "--nproc", "2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     more = json.loads((tmp_path / "1").read_text())
     assert len(more) < 10, more

@@ -1,6 +1,6 @@
 """Ranks that are forked from a launcher, which has loaded PyTorch for all of them.
 
-Each rank that is started as a program needs two to five seconds of a core to load it. A fork needs
+Each rank that is started as a program needs two to four seconds of a core to load it. A fork needs
 none, and what was loaded lies in memory once. CUDA and ROCm do not survive a fork once anything has
 asked for a GPU, so ranks are forked only where PyTorch is built without them, and on Linux.
 """

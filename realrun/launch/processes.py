@@ -94,7 +94,7 @@ def start(
     """Start a rank that dies with this thread; `environment` is added to this process's own.
 
     Its output goes into pipes; its errors stay with this process's own unless `errors`. With `fork`
-    the command is one that this process has `loaded`.
+    it is forked from this process, see `forked`, and else started as a program.
     """
     pipe = subprocess.PIPE
     own = pipe if errors else None
