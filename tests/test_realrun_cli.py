@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -114,19 +113,40 @@ def test_what_a_run_will_take_is_said_before_it_starts(
 def test_the_first_news_comes_when_it_is_due(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also while the work that it is about goes on: nothing else has to happen."""
+    """Also while the work that it is about goes on: a timer says it, and it is said once.
+
+    The clock and the timer are the test's, so that a slow machine changes nothing.
+    """
     from realrun.cli import ranks  # noqa: PLC0415 - torch
 
-    monkeypatch.setattr(ranks, "_NEWS", 0.1)
+    clock = SimpleNamespace(now=100.0, due=[])
+    timer = SimpleNamespace(start=lambda: None, cancel=clock.due.clear)
+
+    def later(seconds: float, what: Callable[[], object]) -> SimpleNamespace:
+        clock.due.append((clock.now + seconds, what))
+        return timer
+
+    def at(now: float) -> str:
+        clock.now = now
+        for due, what in list(clock.due):
+            if due < now:
+                clock.due.remove((due, what))
+                what()
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(ranks, "Timer", later)
+    monkeypatch.setattr(ranks, "_NEWS", 5.0)
     say = ranks.news()
-    say("round 1 of 2")
-    assert capsys.readouterr().err == ""
-    time.sleep(0.5)
-    assert capsys.readouterr().err == "round 1 of 2\n"
-    say("round 2 of 2")
-    assert capsys.readouterr().err == "round 2 of 2\n"
-    time.sleep(0.3)
-    assert capsys.readouterr().err == ""
+    say("round 1 of 3")
+    assert at(104.9) == ""
+    assert at(105.1) == "round 1 of 3\n"
+    say("round 2 of 3")
+    assert at(110.0) == ""
+    clock.now = 110.2
+    say("round 3 of 3")
+    assert at(120.0) == "round 3 of 3\n"
+    assert at(200.0) == ""
 
 
 @pytest.mark.dist
