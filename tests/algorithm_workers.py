@@ -456,7 +456,7 @@ def slower_than_its_delay(world: World) -> dict[str, Any]:
     with CO2(model, optim, tau=2, delay=1) as co2:
         for t in range(4):
             if world.rank == world.layout.world_size - 1:
-                time.sleep(0.2)
+                time.sleep(0.5)
             train(model, optim, world.rank, range(2 * t, 2 * t + 2))
         history = vector(model).tolist()
         return {"late": co2.stats().late, "waited": co2.stats().waited, "ended": history}
@@ -513,16 +513,18 @@ def late(world: World, dtypes: list[str]) -> list[dict[str, Any]]:
 
 def killed(world: World) -> dict[str, Any]:
     """Rank 1 is killed in round 2; what the others are told, and when."""
-    return _lose(world, "fp32", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    return _lose(world, "fp32", lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0)
 
 
-def _lose(world: World, dtype: str, fails: Callable[[], None]) -> dict[str, Any]:
+def _lose(
+    world: World, dtype: str, fails: Callable[[], None], deadline: float = DEADLINE
+) -> dict[str, Any]:
     model = network()
     optim = optimizer(model, "sgd")
     told = ""
     began = time.monotonic()
     try:
-        with CO2(model, optim, tau=2, timeout=DEADLINE, dtype=dtype):  # type: ignore[arg-type]
+        with CO2(model, optim, tau=2, timeout=deadline, dtype=dtype):  # type: ignore[arg-type]
             for step in range(10):
                 began = time.monotonic()
                 if step == 4 and world.rank == 1:

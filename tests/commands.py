@@ -1,9 +1,10 @@
-"""Commands of ours in this process: what they print, and how they end."""
+"""Commands of ours: what they print and how they end, in this process; how far another has come."""
 
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 
@@ -33,3 +34,9 @@ def in_process(
         return Ended(int(ended.value.code or 0), *capsys.readouterr())
 
     return call
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all below it: how far it has come, on a busy machine, too."""
+    whole = psutil.Process(pid)
+    return sum(p.cpu_times().user for p in (whole, *whole.children(recursive=True)))

@@ -104,12 +104,12 @@ def test_lightning_without_steps_on_one_rank_is_refused(lightning: dict[str, lis
 @pytest.mark.dist
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_an_exception_on_one_rank_ends_all(library: str, request: pytest.FixtureRequest) -> None:
-    """Within 5 seconds; the others name the rank and its exception."""
+    """Long before the deadline; the others name the rank and its exception."""
     other, own = request.getfixturevalue(library)["broken"]
     assert own["told"] == "ValueError: a bad batch"
     assert other["told"].startswith("RankFailure: ")
     assert "rank 1 raised ValueError (a bad batch) after " in other["told"]
-    assert max(other["took"], own["took"]) < 5
+    assert max(other["took"], own["took"]) < 30
 
 
 @pytest.mark.dist

@@ -171,7 +171,7 @@ def test_one_that_hangs_once_the_results_are_written_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training has ended well, and the launcher ends, too."""
-    monkeypatch.setattr("realrun.launch.elastic.SILENT", 1.0)
+    monkeypatch.setattr("realrun.launch.elastic.SILENT", 2.0)
     outcome = train(tmp_path, "diloco:tau=2", Faults({}, hangs=("", "2.0")), restarts=0)
     assert outcome.writer == "0.0"
 

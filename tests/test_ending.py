@@ -123,7 +123,7 @@ def test_an_exception_is_told_within_a_round(found: dict[str, list[Any]]) -> Non
         assert told.startswith(
             "RankFailure: training failed: rank 1 raised ValueError (bad sample)"
         )
-        assert answers[rank]["seconds"] < 5
+        assert answers[rank]["seconds"] < 15
         assert answers[rank]["step"] < 499
 
 

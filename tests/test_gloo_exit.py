@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.dist
 
 ENDING = """
-import os, socket, sys, time
+import mmap, os, socket, sys, time
 import torch, torch.distributed as dist
 
 class Late:
@@ -24,16 +24,20 @@ def rank(number, port):
     if number:
         time.sleep(0.3)
         dist.all_reduce(tensor)
+        ended[0] = 1
         time.sleep(3)
         return
     dist.all_reduce(tensor, async_op=True)
     sys.late = Late()
     del tensor  # Gloo's thread holds it alone now, and must give it back to Python
     sys.setswitchinterval(1000)
-    sum(range(6 * 10**7))  # the average ends, and Gloo's thread waits for the interpreter's lock
+    while not ended[0]:  # keeps the interpreter's lock
+        pass
+    sum(range(3 * 10**7))  # the average ends here, too, and Gloo's thread waits for the lock
     if sys.argv[1] == "destroy":
         dist.destroy_process_group()
 
+ended = mmap.mmap(-1, 1)  # both ranks see it
 with socket.create_server(("127.0.0.1", 0)) as free:
     port = str(free.getsockname()[1])
 children = []

@@ -28,7 +28,7 @@ def failed(error: Exception) -> RankFailure:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realrun.launch.watch._SILENT", 0.05)
+    monkeypatch.setattr("realrun.launch.watch._SILENT", 0.5)
     monkeypatch.setattr("realrun.launch.watch._PERIOD", 0.01)
 
 

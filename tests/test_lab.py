@@ -340,8 +340,8 @@ def test_nothing_is_left(number: signal.Signals, code: int) -> None:
         assert len(spaces) == 3  # two nodes and the bridge
         until = time.time()  # then another lab may get the numbers of these namespaces
         launched.send_signal(number)
-        assert launched.wait(10) == code
-        _, alive = psutil.wait_procs(inside, timeout=5)
+        assert launched.wait(30) == code
+        _, alive = psutil.wait_procs(inside, timeout=20)
         assert not alive
         older = [
             one.pid
@@ -381,14 +381,14 @@ def test_nothing_runs_behind_a_stopped_launcher() -> None:
     assert len(ranks) == 2
     launched.send_signal(signal.SIGSTOP)
     try:
-        _, alive = psutil.wait_procs(ranks, timeout=15)
+        _, alive = psutil.wait_procs(ranks, timeout=30)
         assert not alive
     finally:
         launched.send_signal(signal.SIGCONT)
         _, err = launched.communicate(timeout=30)
     message = "the launcher was stopped for 1.5 s: its ranks were killed"
     assert (launched.returncode, err) == (1, f"error: {message}\n")
-    _, alive = psutil.wait_procs(inside, timeout=5)
+    _, alive = psutil.wait_procs(inside, timeout=20)
     assert not alive
 
 

@@ -195,7 +195,7 @@ def test_failure_is_named_and_told(
 def test_only_the_first_failure_counts(capfd: pytest.CaptureFixture[str]) -> None:
     """Ranks that fail because another did are not reported."""
     store = Memory()
-    assert supervise(shells("sleep 0.4; exit 4", "exit 3"), store, 30) == 1
+    assert supervise(shells("sleep 2; exit 4", "exit 3"), store, 30) == 1
     assert capfd.readouterr().err == "error: rank 1 exited with code 3\n"
     assert store.values["realrun/failures"] == "1"
 
@@ -208,7 +208,7 @@ def test_who_does_not_stop_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
         "trap '' TERM INT HUP; while true; do sleep 0.1; done", "kill -STOP $$", "exit 3"
     )
     assert supervise(ranks, Memory(), 0.3) == 1
-    assert 0.3 <= time.monotonic() - begin < 3
+    assert 0.3 <= time.monotonic() - begin < 20
     message = "ranks 0, 1 did not stop and had to be killed"
     assert capfd.readouterr().err == f"error: rank 2 exited with code 3; {message}\n"
     assert ranks[1].process.returncode == -signal.SIGKILL
@@ -235,7 +235,7 @@ def test_a_rank_without_a_heartbeat_is_killed_once_others_have_ended(
 def test_children_of_ranks_end_with_them(mark: str) -> None:
     """What a rank started and did not wait for is killed, and does not hold up the launcher."""
     assert supervise(shells(f"sleep {mark} & true", "true"), Memory(), 30) == 0
-    assert wait_until(lambda: not alive(mark), 5)
+    assert wait_until(lambda: not alive(mark))
 
 
 @pytest.mark.dist
@@ -253,7 +253,7 @@ store = dist.TCPStore(address, port, is_master=False)
 begin = time.monotonic()
 while not store.add("realrun/failures", 0):
     time.sleep(0.01)
-print(store.get("realrun/failure/0").decode(), time.monotonic() - begin < 2, flush=True)
+print(store.get("realrun/failure/0").decode(), time.monotonic() - begin < 10, flush=True)
 os._exit(0)
 """
     launched = launcher(2, sys.executable, "-c", rank)
@@ -291,10 +291,10 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
     """However the launcher ends, ranks end, and so does what they started; stopped ones, too."""
     launched = launcher(2, "bash", "-c", f"sleep {mark} & (kill -STOP $BASHPID) & sleep {mark}")
     try:
-        assert wait_until(lambda: len(alive(mark)) == 4)
+        assert wait_until(lambda: len(alive(mark)) == 4, 90)
         launched.send_signal(number)
-        assert launched.wait(10) == code
-        assert wait_until(lambda: not alive(mark), 5)
+        assert launched.wait(30) == code
+        assert wait_until(lambda: not alive(mark))
     finally:
         for process in alive(mark):
             process.kill()
@@ -304,17 +304,19 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
 PATIENT = """
 import sys
 from realrun.launch.local import run_local
-sys.exit(run_local(sys.argv[2:], 2, patience=1.0, restarts=eval(sys.argv[1])))
+sys.exit(run_local(sys.argv[3:], 2, patience=float(sys.argv[1]), restarts=eval(sys.argv[2])))
 """
 
 
-def paused(pause: float, restarts: int | None, *command: str) -> tuple[int, str, float]:
-    """A launcher of patience 1 s that is stopped once both ranks run, and goes on after `pause`.
+def paused(
+    pause: float, patience: float, restarts: int | None, *command: str
+) -> tuple[int, str, float]:
+    """A launcher that is stopped once both ranks run, and goes on after `pause`.
 
     Its exit code and errors, and how long both took to end from the stop on.
     """
     launched = subprocess.Popen(
-        [sys.executable, "-c", PATIENT, str(restarts), *command],
+        [sys.executable, "-c", PATIENT, str(patience), str(restarts), *command],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -337,9 +339,9 @@ def paused(pause: float, restarts: int | None, *command: str) -> tuple[int, str,
 @pytest.mark.parametrize("restarts", [None, 5])
 def test_ranks_of_a_stopped_launcher_are_killed(restarts: int | None, mark: str) -> None:
     """Past its patience they end, none is started anew, and the launcher alone is blamed."""
-    code, err, took = paused(15, restarts, "bash", "-c", f"sleep {mark}")
+    code, err, took = paused(60, 1.0, restarts, "bash", "-c", f"sleep {mark}")
     assert (code, err) == (1, "error: the launcher was stopped for 1 s: its ranks were killed\n")
-    assert 1 < took < 10
+    assert 1 < took < 30
 
 
 @pytest.mark.dist
@@ -352,7 +354,7 @@ def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
         guard.process.kill()
         guard.process.wait()
         guard.put(ranks[0].process.pid)
-        assert ranks[0].process.wait(timeout=10) == -signal.SIGKILL
+        assert ranks[0].process.wait(timeout=30) == -signal.SIGKILL
         assert not guard.cut()  # it was killed itself, and has not said why
         assert supervise(ranks, Memory(), 1.0, cut=guard.cut) == 1
     assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
@@ -360,8 +362,8 @@ def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
 
 def test_a_launcher_that_is_stopped_for_a_moment_goes_on() -> None:
     """Within its patience nothing is lost."""
-    mark = f"3.{os.getpid()}"
-    code, err, took = paused(0.5, None, "bash", "-c", f"sleep {mark}")
+    mark = f"5.{os.getpid()}"
+    code, err, took = paused(0.5, 10.0, None, "bash", "-c", f"sleep {mark}")
     assert (code, err, took) == (0, "", float("inf"))
 
 
@@ -373,7 +375,7 @@ def test_ranks_that_are_not_ready_to_be_asked_are_no_failures(
     ranks = shells("sleep 60", "kill -TERM $$", "trap '' TERM; sleep 60")
     assert supervise(ranks, Memory(), 30, lambda: True) == 0
     assert capfd.readouterr().err == ""
-    ends = [one.process.wait(10) for one in ranks]
+    ends = [one.process.wait(30) for one in ranks]
     assert ends == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
     assert supervise(shells("kill -TERM $$"), Memory(), 30) == 1  # nobody had asked for that
     assert supervise(shells("exit 3"), Memory(), 30, lambda: True) == 1

@@ -459,11 +459,11 @@ TOLD = r"RankFailure: the average of round [12] failed: a rank died, took fewer 
 
 
 def test_a_killed_worker_is_told_at_once() -> None:
-    """The others are told what they were doing, soon after the death."""
+    """The others are told what they were doing, long before the deadline of a minute."""
     answers = on_ranks("killed", 3, module=MODULE, dies=1)
     for answer in (answers[0], answers[2]):
         assert re.match(TOLD, answer["told"])
-        assert answer["seconds"] < DEADLINE
+        assert answer["seconds"] < 20
 
 
 def test_a_late_worker_is_told_after_the_deadline(three_ranks: dict[str, list[Any]]) -> None:
@@ -471,7 +471,7 @@ def test_a_late_worker_is_told_after_the_deadline(three_ranks: dict[str, list[An
     for found in (three_ranks["late"][0], three_ranks["late"][2]):
         for answer in found:
             assert re.match(TOLD, answer["told"])
-            assert 0.9 * DEADLINE < answer["seconds"] < DEADLINE + 4
+            assert 0.9 * DEADLINE < answer["seconds"] < DEADLINE + 15
 
 
 _STREAMED = {"tau": 4, "keep": 0.5, "outer_lr": 0.7, "outer_momentum": 0.9}

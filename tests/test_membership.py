@@ -105,22 +105,22 @@ def test_those_who_are_left_agree_whoever_dies_when(seed: int) -> None:
 
 def test_who_does_not_come_is_left_out_and_reported() -> None:
     """After the deadline; when it comes, it is told, and the launcher knows whom to kill."""
-    store, (first, second, third) = crew(3, deadline=0.05)
+    store, (first, second, third) = crew(3, deadline=0.5)
     began = time.monotonic()
     found = together(first.next, third.next)
-    assert time.monotonic() - began >= 0.05
+    assert time.monotonic() - began >= 0.5
     assert found[0].members == found[1].members == (ElasticMember(0), ElasticMember(2))
     assert Roll(store).listed("late") == [ElasticMember(1)]
-    with pytest.raises(RankFailure, match=r"rank 1 came more than 0\.05 s after the others"):
+    with pytest.raises(RankFailure, match=r"rank 1 came more than 0\.5 s after the others"):
         second.next()
 
 
 def test_others_may_need_a_round_to_see_that_somebody_is_lost() -> None:
     """`patience` is added to the deadline."""
-    _, (first, second) = crew(2, deadline=0.05)
-    late = threading.Timer(0.2, second.next)
+    _, (first, second) = crew(2, deadline=0.5)
+    late = threading.Timer(0.7, second.next)
     late.start()
-    assert first.next(patience=5.0).members == (ElasticMember(0), ElasticMember(1))
+    assert first.next(patience=30.0).members == (ElasticMember(0), ElasticMember(1))
     late.join()
 
 

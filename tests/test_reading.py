@@ -430,7 +430,7 @@ def test_the_fuzz_finds_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> No
 
         return run
 
-    monkeypatch.setattr(fuzz_judge, "LONGEST_S", 0.1)
+    monkeypatch.setattr(fuzz_judge, "LONGEST_S", 0.5)
     for run, words in (
         (failing, "KeyError"),
         (hanging, "hang"),

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -64,7 +64,20 @@ def watches(store: Memory, count: int) -> Iterator[list[Watch]]:
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hearts beat fifty times a second."""
     monkeypatch.setattr(watch, "_PERIOD", 0.02)
-    monkeypatch.setattr(watch, "_SILENT", 0.1)
+    monkeypatch.setattr(watch, "_SILENT", 0.5)
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for what another thread does."""
+    limit = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def seen(store: Memory, rank: int, place: Place) -> bool:
+    """Whether the heart of a rank has said that it is there."""
+    return place.op in store.values[f"realrun/heart/{rank}"]
 
 
 def test_who_was_told_to_have_failed_is_named() -> None:
@@ -87,7 +100,7 @@ def test_a_silent_heart_is_named() -> None:
         found = first.lost(HERE, range(3), RuntimeError("timed out"))
         assert str(found) == "rank 2 gives no sign of life; stopped in 'average' of round 1"
         assert (found.ranks, found.op, found.round) == ((2,), "average", 1)
-        time.sleep(0.1)
+        until(lambda: second.failure)
         assert second.failure is not None
         assert second.failure.ranks == (2,)
 
@@ -98,7 +111,7 @@ def test_a_rank_that_lives_but_is_behind_is_named_with_where_it_is() -> None:
     with watches(store, 2) as (first, second):
         first.enter("comm", HERE)
         second.enter("compute", Place(5, 1, "backward.head"))
-        time.sleep(0.05)
+        until(lambda: seen(store, 1, Place(5, 1, "backward.head")))
         found = first.lost(HERE, range(2), RuntimeError("timed out"))
     assert "rank 1 is not there: it is in 'backward.head' of round 1" in str(found)
 
@@ -109,7 +122,7 @@ def test_ranks_that_are_all_there_blame_nobody() -> None:
     with watches(store, 2) as (first, second):
         for one in (first, second):
             one.enter("comm", HERE)
-        time.sleep(0.05)
+        until(lambda: seen(store, 0, HERE) and seen(store, 1, HERE))
         found = first.lost(HERE, range(2), RuntimeError("no route\nto host"))
     assert str(found) == "'average' failed: no route to host; stopped in 'average' of round 1"
     assert found.ranks == ()
@@ -122,7 +135,7 @@ def test_what_a_rank_raises_reaches_all_others() -> None:
     with watches(store, 2) as (first, second):
         second.listen(lambda failure: heard.append(str(failure)))
         own = first.raised(HERE, ValueError("NaN in the loss"))
-        time.sleep(0.1)
+        until(lambda: heard)
     told = "rank 0 raised ValueError in 'average' of round 1: NaN in the loss"
     assert str(own) == f"{told}; stopped in 'average' of round 1"
     assert heard == [told]
@@ -134,7 +147,7 @@ def test_a_rank_between_two_ops_says_which_it_did_last() -> None:
         second.enter("comm", HERE)
         second.exit("comm")
         first.raised(Place(5, 1, "backward.head"), ValueError("NaN in the loss"))
-        time.sleep(0.1)
+        until(lambda: second.failure)
     assert second.failure is not None
     assert str(second.failure).endswith("NaN in the loss; stopped after 'average' of round 1")
     assert (second.failure.op, second.failure.round) == ("average", 1)
@@ -158,6 +171,6 @@ def test_only_the_first_failure_counts() -> None:
     with watches(store, 3) as (first, *_):
         tell(store, 1, "was killed by SIGSEGV")
         tell(store, 2, "exited with code 1")
-        time.sleep(0.1)
+        until(lambda: first.failure)
         assert first.failure is not None
         assert first.failure.ranks == (1,)
