@@ -480,6 +480,7 @@ def test_a_strategy_reads_back_from_its_title(text: str) -> None:
         ("ddpp", "did you mean 'ddp'?"),
         ("megatron9000x", "known: co2, ddp"),
         ("", "unknown strategy ''"),
+        ("hsdp", "unknown strategy 'hsdp'; write fsdp:shard=node"),
         ("co2(taau=3)", "did you mean 'tau'?"),
         ("co2(tau)", "is not option=value"),
         ("co2(tau=)", "is not option=value"),

@@ -72,6 +72,9 @@ _OF_THE_JOB = ("tp", "sequence_parallel")
 _ELSEWHERE = {"hsdp": "shard"}
 """Options of other frameworks, with our names."""
 
+_WRITTEN = {"hsdp": "fsdp:shard=node"}
+"""Strategies of other frameworks, as they are written here."""
+
 
 def parse(text: str) -> Strategy:
     """Read a strategy: `co2`, `co2(tau=48, worker=node)` or `co2:tau=48,worker=node`.
@@ -83,7 +86,8 @@ def parse(text: str) -> Strategy:
     name, _, options = text.strip().replace("(", ":", 1).partition(":")
     name = name.strip()
     if name not in STRATEGIES:
-        raise OptionError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
+        meant = f"write {_WRITTEN[name]}" if name in _WRITTEN else nearest(name, STRATEGIES)
+        raise OptionError(f"unknown strategy {name!r}; {meant}")
     if "(" in text:
         if not options.endswith(")"):
             raise OptionError(f"{text!r}: the parenthesis is not closed")
