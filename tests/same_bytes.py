@@ -5,13 +5,11 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import click
-from forks import Forks
 from typer.main import get_command
 
 from analysis.cli.app import app as analysis_app
@@ -94,39 +92,15 @@ def _below(name: str, command: click.Command) -> Iterator[str]:
         yield from _below(f"{name} {inner}", one)
 
 
-def program(
-    around: Mapping[str, str], command: Sequence[str], folder: Path, environment: Mapping[str, str]
-) -> bytes:
-    """What `python -m COMMAND` printed; it has ended well."""
-    with subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-m", *command],
-        cwd=folder,
-        env={**around, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            printed, errors = process.communicate(timeout=300)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # it says where it hangs
-            printed, errors = process.communicate()
-    assert process.returncode == 0, errors.decode()
-    return printed
-
-
 @dataclass(frozen=True)
 class Place:
-    """Where a command runs: its folder, its environment, and the options that change no result.
-
-    With `forks` it is forked from that process, which was started with this environment.
-    """
+    """Where a command runs: its folder, its environment, and the options that change no result."""
 
     folder: Path
     environment: Mapping[str, str]
     options: Mapping[str, str]
     cache: str
     columns: str = ""
-    forks: Forks | None = None
 
     @property
     def work(self) -> Path:
@@ -137,12 +111,27 @@ class Place:
         """What a command printed and wrote, by name, beside what was there."""
         name, *words = command.split()
         words += shlex.split(arguments.format(**self.options))
-        own = {"HOME": str(self.folder)}
+        env = {
+            **os.environ,
+            **self.environment,
+            "HOME": str(self.folder),
+            "XDG_CACHE_HOME": self.cache,
+        }
         if self.columns and "--json" in words:  # tables are as wide as COLUMNS says
-            own["COLUMNS"] = self.columns
-        around = {**os.environ, **self.environment, "XDG_CACHE_HOME": self.cache}
-        run = self.forks.run if self.forks else partial(program, around)
-        printed = run([PACKAGES[name], *words], self.work, own)
+            env["COLUMNS"] = self.columns
+        with subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", PACKAGES[name], *words],
+            cwd=self.work,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            try:
+                printed, errors = process.communicate(timeout=300)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # it says where it hangs
+                printed, errors = process.communicate()
+        assert process.returncode == 0, errors.decode()
         return {"stdout": printed, **self._files()}
 
     def _files(self) -> dict[str, bytes]:

@@ -5,15 +5,12 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from forks import forks
 from same_bytes import COMMANDS, MEASURING, ROOT, Place, all_commands
 from test_compare import measured
 
@@ -58,19 +55,24 @@ def comma(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def surroundings(
-    comma: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Place, Place]]:
-    """Two places that differ in all that must not matter but their folders."""
-    caches = [str(tmp_path_factory.mktemp("cache")) for _ in range(2)]
+def caches(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders for what libraries keep, empty at first."""
+    return str(tmp_path_factory.mktemp("cache")), str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def places(
+    tmp_path: Path, inputs: Inputs, caches: tuple[str, str], comma: dict[str, str]
+) -> tuple[Place, Place]:
+    """Two places that differ in all that must not matter."""
     here = Place(
-        Path(),
+        tmp_path / "here",
         {"PYTHONHASHSEED": "1", "LC_ALL": "C", "TZ": "Etc/GMT+12", "PYTHONPATH": str(ROOT)},
         {"jobs": "1", "fold": "--fold"},
         caches[0],
     )
     there = Place(
-        Path(),
+        tmp_path / "far" / "away",
         {
             **comma,
             "PYTHONHASHSEED": "2",
@@ -81,25 +83,9 @@ def surroundings(
         caches[1],
         columns="61",
     )
-    with ExitStack() as stack:
-
-        def served(place: Place) -> Place:
-            around = {**os.environ, **place.environment, "XDG_CACHE_HOME": place.cache}
-            scratch = tmp_path_factory.mktemp("printed")
-            return replace(place, forks=stack.enter_context(forks(around, scratch)))
-
-        yield served(here), served(there)
-
-
-@pytest.fixture
-def places(
-    tmp_path: Path, inputs: Inputs, surroundings: tuple[Place, Place]
-) -> tuple[Place, Place]:
-    """These two, each with a folder of its own that is filled."""
-    here, there = surroundings
-    for folder in (tmp_path / "here", tmp_path / "far" / "away"):
-        inputs(folder / "work")
-    return replace(here, folder=tmp_path / "here"), replace(there, folder=tmp_path / "far" / "away")
+    for place in (here, there):
+        inputs(place.folder / "work")
+    return here, there
 
 
 def test_every_command_has_an_entry() -> None:
