@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
@@ -39,4 +40,8 @@ def in_process(
 def cpu_seconds(pid: int) -> float:
     """Of a process and all below it: how far it has come, on a busy machine, too."""
     whole = psutil.Process(pid)
-    return sum(p.cpu_times().user for p in (whole, *whole.children(recursive=True)))
+    seconds = 0.0
+    for process in (whole, *whole.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            seconds += process.cpu_times().user
+    return seconds

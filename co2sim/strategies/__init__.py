@@ -69,10 +69,10 @@ STRATEGIES: dict[str, type[Any]] = {
 _OF_THE_JOB = ("tp", "sequence_parallel")
 """What combines with every strategy."""
 
-_ELSEWHERE = {"hsdp": "shard"}
+_OPTIONS_ELSEWHERE = {"hsdp": "shard"}
 """Options of other frameworks, with our names."""
 
-_WRITTEN = {"hsdp": "fsdp:shard=node"}
+_STRATEGIES_ELSEWHERE = {"hsdp": "fsdp:shard=node"}
 """Strategies of other frameworks, as they are written here."""
 
 
@@ -86,7 +86,8 @@ def parse(text: str) -> Strategy:
     name, _, options = text.strip().replace("(", ":", 1).partition(":")
     name = name.strip()
     if name not in STRATEGIES:
-        meant = f"write {_WRITTEN[name]}" if name in _WRITTEN else nearest(name, STRATEGIES)
+        ours = _STRATEGIES_ELSEWHERE.get(name)
+        meant = f"write {ours}" if ours else nearest(name, STRATEGIES)
         raise OptionError(f"unknown strategy {name!r}; {meant}")
     if "(" in text:
         if not options.endswith(")"):
@@ -105,7 +106,7 @@ def with_options(strategy: Strategy, options: Mapping[str, str]) -> Strategy:
     values = {}
     for option, text in options.items():
         if option not in known:
-            allowed = nearest(_ELSEWHERE.get(option, option), known)
+            allowed = nearest(_OPTIONS_ELSEWHERE.get(option, option), known)
             if option in _OF_THE_JOB:
                 allowed = (
                     f"it is one of the job: --{option.replace('_', '-')}, or in Python {option}="
