@@ -31,7 +31,7 @@ lint: $(STAMP)-dev
 	$(BIN)/lint-imports --no-cache
 
 check: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow and not dist and not lab and not gpu"
+	$(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow and not dist and not lab and not gpu and not nightly"
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25

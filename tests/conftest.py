@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from commands import Command, in_process
@@ -17,10 +18,9 @@ GOLDEN = Path(__file__).parent / "golden"
 # 60 times as long for the small models of these tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The suite must not depend on luck: it always tries the same examples. To look for new ones:
-# pytest --hypothesis-profile=explore
+# `make test` tries the same few examples every time, `make nightly` new ones.
 settings.register_profile("fast", max_examples=40, deadline=None, derandomize=True, database=None)
-settings.register_profile("explore", max_examples=1000, deadline=None, database=None)
+settings.register_profile("nightly", max_examples=1000, deadline=None, database=None)
 settings.load_profile("fast")
 
 # In the background of a shell control-C is ignored, and so it would be by all that tests start.
@@ -28,18 +28,26 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the only flag that changes golden files."""
+    """Add the flag that writes golden files, and the one that chooses a part of the suite."""
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden from what the code gives"
     )
+    parser.addoption(
+        "--part", metavar="K/N", help="only the K-th of N parts of the test modules, 0 <= K < N"
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with long tests go first, so that no worker is left alone with one at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose a part; modules with long tests go first, so that no worker ends alone with one."""
+    if part := config.getoption("--part"):
+        index, parts = map(int, part.split("/"))
+        chosen = [item for item in items if crc32(item.path.name.encode()) % parts == index % parts]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     long = {
         item.path
         for item in items
-        if any(item.get_closest_marker(name) for name in ("slow", "dist", "lab"))
+        if any(item.get_closest_marker(name) for name in ("slow", "dist", "lab", "nightly"))
     }
     items.sort(key=lambda item: item.path not in long)
 
