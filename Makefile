@@ -1,22 +1,18 @@
-# make run: the main job. make check: format, lint, types and unit tests, in about a minute. make test: all tests.
-# make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
-# make bench: the speed of the simulator, published bandwidths beside those of `co2sim solve`, and ZeRO++'s secondary shards.
-# make verify: the convergence bound, checked. make fuzz: 100,000 files and options that nobody means well (an hour).
-# make chaos: 1,000 faults at random times in runs, trainings, labs and studies (root, an hour).
-# make lock: the lock file of development, anew. make audit: known vulnerabilities of what is installed.
-# Measurements of the real backend: fidelity (root, two hours), failures, elastic (root), convergence and long-study (an hour or
-# more), time-to-loss, tasks and peers (root), overhead, checkpoints, explore-speed, ssp, quantization (an hour), engines.
-# QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
+# make run: the study of the README. make check: before each commit. make test: before each push. make nightly: all the rest.
+# CONTRIBUTING.md lists all targets. QUICK=--quick turns a benchmark into a run of seconds. PART=K/N runs a part of nightly.
 PYTHON ?= python3
 QUICK ?=
 VENV := .venv
+ENGINES := $(addprefix co2sim/,communicators.py compute.py cost.py flows.py folding.py footprint.py lockstep.py lowering.py \
+  network.py noise.py schedule.py simulator.py single_class.py)
 BIN := $(VENV)/bin
-# One test process more than cores: some tests wait for others.
-WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
+PART ?= 0/1
+WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
-  checkpoints explore-speed ssp quantization tasks engines fuzz chaos mutants lock audit golden format lint clean
+.PHONY: run check fast test nightly docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
+  checkpoints explore-speed ssp quantization tasks engines fuzz chaos mutants faults lock audit golden format lint clean
 
 run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
@@ -30,11 +26,17 @@ lint: $(STAMP)-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-check: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow and not dist and not lab and not gpu and not nightly"
+fast: $(STAMP)-dev
+	$(PYTEST) -m "not slow and not dist and not lab and not gpu and not nightly"
+
+check:
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint fast
 
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
+	$(PYTEST) -m "not nightly" --durations=25
+
+nightly: $(STAMP)-dev
+	$(PYTEST) -m "nightly or hypothesis" --hypothesis-profile=nightly --part $(PART) --durations=25
 
 docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
@@ -105,10 +107,10 @@ overhead: $(STAMP)-dev
 	$(BIN)/python benchmarks/overhead.py $(QUICK)
 
 mutants: $(STAMP)-dev
-	$(BIN)/python -m pip install --quiet --editable '.[mutants]'
-	$(BIN)/mutmut run
-	$(BIN)/mutmut export-cicd-stats
-	$(BIN)/python tests/mutation_score.py mutants/mutmut-cicd-stats.json
+	$(BIN)/python tests/planted_faults.py $(ENGINES) co2sim/strategies realrun/algorithms analysis/convergence --count 400 --out out/mutants.md
+
+faults: $(STAMP)-dev
+	$(BIN)/python tests/planted_faults.py co2sim realrun analysis --count 200 --out out/faults.md
 
 # Of torch, the build for CPUs: with CUDA it has other requirements. TORCH_BACKEND= takes what the index has.
 TORCH_BACKEND ?= --torch-backend cpu
