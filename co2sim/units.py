@@ -7,14 +7,11 @@ that can mean one thing only: Gbps and Gb/s are bits, GBps is bytes; Gb and gb/s
 
 import math
 import re
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from functools import lru_cache
+from typing import Literal, TypeAlias
 
 from co2sim.errors import UnitError
 from co2sim.visible import given as shown
-
-if TYPE_CHECKING:
-    import pint
 
 Seconds: TypeAlias = float
 Bytes: TypeAlias = float
@@ -41,33 +38,37 @@ EXAMPLES: dict[Unit, str] = {
     "": "a plain number",
 }
 
-_DEFINITIONS = """
-byte = [information] = B
-bit = byte / 8 = bit
-second = [time] = s
-minute = 60 * second = min
-hour = 3600 * second = h
-day = 24 * hour = d
-week = 7 * day
-year = 365.25 * day
-flop = [work] = FLOP
-dollar = [currency] = USD
-watt = [power] = W
-watt_hour = [energy] = Wh
-gram = [mass] = g
-kilo- = 1e3 = k
-mega- = 1e6 = M
-giga- = 1e9 = G
-tera- = 1e12 = T
-peta- = 1e15 = P
-kibi- = 1024 = Ki
-mebi- = 1048576 = Mi
-gibi- = 1073741824 = Gi
-tebi- = 1099511627776 = Ti
-milli- = 1e-3 = m
-micro- = 1e-6 = u = µ
-nano- = 1e-9 = n
-"""
+_UNITS: dict[str, tuple[str, float]] = {
+    **dict.fromkeys(("byte", "B"), ("B", 1.0)),
+    "bit": ("B", 1 / 8),
+    **dict.fromkeys(("second", "s"), ("s", 1.0)),
+    **dict.fromkeys(("minute", "min"), ("s", 60.0)),
+    **dict.fromkeys(("hour", "h"), ("s", 3600.0)),
+    **dict.fromkeys(("day", "d"), ("s", 86400.0)),
+    "week": ("s", 604800.0),
+    "year": ("s", 31557600.0),
+    **dict.fromkeys(("flop", "FLOP"), ("FLOP", 1.0)),
+    **dict.fromkeys(("dollar", "USD"), ("USD", 1.0)),
+    **dict.fromkeys(("watt", "W"), ("W", 1.0)),
+    **dict.fromkeys(("watt_hour", "Wh"), ("Wh", 1.0)),
+    **dict.fromkeys(("gram", "g"), ("g", 1.0)),
+}
+"""What each unit measures, and how much of it one is."""
+_PREFIXES: dict[str, float] = {
+    "": 1.0,
+    **dict.fromkeys(("kilo", "k"), 1e3),
+    **dict.fromkeys(("mega", "M"), 1e6),
+    **dict.fromkeys(("giga", "G"), 1e9),
+    **dict.fromkeys(("tera", "T"), 1e12),
+    **dict.fromkeys(("peta", "P"), 1e15),
+    **dict.fromkeys(("kibi", "Ki"), 2.0**10),
+    **dict.fromkeys(("mebi", "Mi"), 2.0**20),
+    **dict.fromkeys(("gibi", "Gi"), 2.0**30),
+    **dict.fromkeys(("tebi", "Ti"), 2.0**40),
+    **dict.fromkeys(("milli", "m"), 1e-3),
+    **dict.fromkeys(("micro", "u", "µ"), 1e-6),
+    **dict.fromkeys(("nano", "n"), 1e-9),
+}
 
 CURRENCIES = (
     *("USD", "EUR", "GBP", "CHF", "JPY", "CNY", "INR", "KRW", "SGD"),
@@ -83,7 +84,6 @@ _SPACE = " \t\n\r\f\v"
 _COMMA = re.compile(r"\s*[-+]?\d*,\d")
 _CURRENCY = re.compile(r"(?<![A-Za-z])([A-Za-z]++)\s*+/")
 _UNIT = re.compile(r"[A-Za-z\u00b5]{1,20}(/[A-Za-z]{1,20})?")
-"""Longer than any that the registry knows, whose parser takes minutes for very long ones."""
 _BITS = re.compile(
     r"(?P<prefix>[kKmMgGtTpP]?)(?:(?P<size>bits?)|bits?/s|bps)|(?P<large>[kKMGTP]?)b/s"
 )
@@ -143,7 +143,7 @@ def _refuse_comma(text: str | float) -> None:
 
 
 def _usual(given: str) -> str:
-    """A common way to write a rate or a number of bits, as the registry knows it."""
+    """A common way to write a rate or a number of bits, as `_UNITS` has it."""
     if bits := _BITS.fullmatch(given):
         prefix = bits["prefix"] or bits["large"] or ""
         prefix = "k" if prefix == "K" else prefix if prefix == "k" else prefix.upper()
@@ -167,22 +167,32 @@ def _factor(given: str, unit: Unit) -> float:
         raise UnitError(
             f"unit {shown(given)} is ambiguous: b may be bits or bytes; write bit (Gbit) or B (GB)"
         )
-    import pint  # noqa: PLC0415 - 0.1 s that only texts with a prefix need
-
-    registry = _registry()
-    try:
-        return float(registry.Quantity(1.0, registry.parse_units(given)).m_as(unit))
-    except pint.DimensionalityError as error:
-        raise UnitError(f"unit {shown(given)} does not fit; expected {EXAMPLES[unit]}") from error
-    except (pint.PintError, ValueError, TypeError, AttributeError) as error:
-        raise UnitError(f"unknown unit {shown(given)}; expected {EXAMPLES[unit]}") from error
+    kinds, size = _measured(given)
+    expected, one = _measured(unit)
+    if not kinds:
+        raise UnitError(f"unknown unit {shown(given)}; expected {EXAMPLES[unit]}")
+    if kinds != expected:
+        raise UnitError(f"unit {shown(given)} does not fit; expected {EXAMPLES[unit]}")
+    return size / one
 
 
-@cache
-def _registry() -> "pint.UnitRegistry[float]":
-    import pint  # noqa: PLC0415 - see above
+def _measured(given: str) -> tuple[tuple[str, ...], float]:
+    """What a unit such as "Gbit/s" measures, and how much one is; nothing if it is not known."""
+    found = [_single(name) for name in given.split("/")]
+    if None in found:
+        return (), 0.0
+    (kind, size), *under = (one for one in found if one)
+    return (kind, *(name for name, _ in under)), math.prod((1 / s for _, s in under), start=size)
 
-    return pint.UnitRegistry(_DEFINITIONS.splitlines())
+
+def _single(name: str) -> tuple[str, float] | None:
+    """The same for a unit with a prefix, in the plural or not: "Gbit", "gigabits"."""
+    for bare in (name, name.removesuffix("s")):
+        for prefix, factor in _PREFIXES.items():
+            unit = bare.removeprefix(prefix) if bare.startswith(prefix) else ""
+            if unit in _UNITS and (bare == name or len(unit) > 1):  # no "Bs"
+                return _UNITS[unit][0], factor * _UNITS[unit][1]
+    return None
 
 
 _FIRST_OF_FOUR_DIGITS = 999.5

@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import cpu_seconds
+from typer.main import get_command
+
+from co2sim.cli.app import COMMANDS, app
 
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
 
@@ -235,18 +238,38 @@ main()
             )
 
 
-def test_starting_the_simulator_imports_nothing_heavy() -> None:
-    """`co2sim run` imports neither torch, pandas, matplotlib nor joblib (pint may take scipy)."""
-    code = (
-        "import sys; sys.argv = 'co2sim run -c dgx-h100 -m gpt2-small -s ddp --json'.split()\n"
-        "from co2sim.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'pandas', 'matplotlib', 'joblib'} & set(sys.modules)\n"
-        "print(sorted(heavy), file=sys.stderr)"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        ("--help", "numpy pydantic rich simpy co2sim.case co2sim.cli.simulating"),
+        ("run -c dgx-h100 -m gpt2-small -s ddp", "scipy matplotlib dask co2sim.published_cells"),
+    ],
+)
+def test_a_short_command_imports_nothing_heavy(arguments: str, heavy: str) -> None:
+    """What takes long to import, or other commands need, is not imported."""
+    code = f"""
+import sys
+sys.argv = {["co2sim", *arguments.split()]}
+from co2sim.cli import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+heavy = set("{heavy} torch pandas joblib altair jinja2 co2sim.cli.varying".split())
+print(sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr.strip() == "[]"
+
+
+def test_the_list_of_commands_says_what_each_does_on_a_line() -> None:
+    """Every command that the list names is there, and no line is cut at 80 columns."""
+    group = get_command(app)
+    assert len(group.commands) == len(COMMANDS) > 10
+    for name, command in group.commands.items():
+        line = COMMANDS[name][1]
+        assert (command.name, len(line) < 68, line[-1]) == (name, True, ".")
+        assert command.help
 
 
 BOUND = (

@@ -7,7 +7,6 @@ import typer
 
 from co2sim import convert
 from co2sim.case import Case
-from co2sim.cli.goodput import goodput
 from co2sim.console import goals, options, over_sizes, training, workers
 from co2sim.console.repeated import refuse_twice
 from co2sim.decide.candidates import RECOMPUTES, STRATEGIES, Space
@@ -20,12 +19,6 @@ from co2sim.units import parse as quantity
 
 _DAY = 86400.0
 _WANTS = ("cheapest", "fastest", "least-energy")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add them to the command line."""
-    for command in (solve, plan, goodput):
-        app.command()(command)
 
 
 @options.job_options

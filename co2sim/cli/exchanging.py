@@ -15,12 +15,6 @@ from co2sim.progress import progress_bar
 from co2sim.units import counted, duration, scaled
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add them to the command line."""
-    for command in (export, replay):
-        app.command()(command)
-
-
 @options.model_options
 def export(
     job: Case,

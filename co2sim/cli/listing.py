@@ -1,10 +1,11 @@
-"""What `co2sim list` prints."""
+"""`co2sim list`."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import getdoc
-from typing import get_args
+from typing import Annotated, get_args
 
+import typer
 from rich.console import Console
 
 from co2sim.catalog import Fact, load_cluster, load_model, names
@@ -15,8 +16,16 @@ from co2sim.errors import CatalogError, nearest
 from co2sim.strategies import STRATEGIES, option_range, strategy_options
 
 
-def print_catalog(what: str | None) -> None:
-    """All names, those of one kind, or the facts of one entry or file."""
+def list_(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            help="clusters, gpus, models, failures, strategies, prices, grids, or one name from"
+            " them."
+        ),
+    ] = None,
+) -> None:
+    """List what the catalog holds, or every number of one entry with its source."""
     out = console()
     kinds: tuple[Kind, ...] = get_args(Kind)
     everything: dict[str, Callable[[], None]] = {

@@ -14,11 +14,6 @@ from co2sim.points import Points, Shard
 from co2sim.report.option import check
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(sweep)
-
-
 def _refuse_varied(context: typer.Context, paths: Iterable[str]) -> None:
     """Refuse an option that is given together with a --vary of the same name.
 

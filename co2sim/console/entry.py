@@ -5,14 +5,16 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperOption
-from typer.main import get_command
+from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command, get_command_from_info
+from typer.models import CommandInfo
 
 from co2sim.console import interrupts
 from co2sim.errors import Co2simError, OptionError
@@ -39,6 +41,46 @@ class _Command(TyperCommand):
                 f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
             )
         return super().parse_args(ctx, args)
+
+
+class _Loaded(Mapping[str, Any]):
+    """Commands by name, each made of its function when it is asked for."""
+
+    def __init__(self, package: str, modules: Mapping[str, str]) -> None:
+        self._package, self._modules = package, modules
+
+    def __getitem__(self, name: str) -> Any:
+        module = import_module(f"{self._package}.{self._modules[name]}")
+        function = getattr(module, name, None) or getattr(module, f"{name}_")
+        info = CommandInfo(name, cls=_Command, callback=function)
+        return get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode=None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+def commands_of(package: str, table: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
+    """A group of commands, each in the function of its name in a module of `package`.
+
+    `table` gives the module and one line of help of every command. Only the module of a command
+    that is asked for is imported.
+    """
+
+    class Commands(TyperGroup):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            modules = {name: module for name, (module, _) in table.items()}
+            self.commands = _Loaded(package, modules)  # type: ignore[assignment] - only read
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            del ctx
+            with formatter.section("Commands"):
+                formatter.write_dl([(name, line) for name, (_, line) in table.items()])
+
+    return Commands
 
 
 @contextmanager

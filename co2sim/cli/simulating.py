@@ -1,0 +1,114 @@
+"""The commands that simulate: their options, and what they print."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from co2sim import grid, study
+from co2sim.case import Case
+from co2sim.console import budgets, goals, options, over_sizes
+from co2sim.console.repeated import refuse_twice
+from co2sim.errors import OptionError
+from co2sim.files import write_atomically
+from co2sim.report.option import check
+from co2sim.strategies import parse
+from co2sim.strategies.step import title
+from co2sim.totals import to_dict
+
+
+@options.case_options
+def show(case: Case) -> None:
+    """Print the schedule: what every rank does in one round."""
+    print(study.settle(case).prepare().schedule)
+
+
+@options.job_options
+def run(  # noqa: PLR0917 - one argument per option
+    job: Case,
+    cluster: options.Cluster,
+    strategy: options.Strategies,
+    gpus: options.Gpus = None,
+    to_loss_steps: goals.ToLossSteps = None,
+    steps_factor: goals.StepsFactor = None,
+    tokens: budgets.Tokens = None,
+    report: over_sizes.Report = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Simulate configurations: times, breakdown, traffic, memory.
+
+    With several strategies --json prints a list.
+    """
+    refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
+    goal = goals.goal(to_loss_steps, steps_factor)
+    check("--report", report)
+    results = [study.run(case, progress=None) for case in cases]
+    if report:
+        from co2sim.cli import reporting  # noqa: PLC0415 - only then
+
+        write_atomically({report: reporting.page(cases, results, goal, tokens)})
+    pairs = list(zip(cases, results, strict=True))
+    if json_:
+        found = [to_dict(case, result, goal, tokens) for case, result in pairs]
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+        return
+    from co2sim.console.result_tables import print_simulated  # noqa: PLC0415 - rich
+
+    for case, result in pairs:
+        print_simulated(case, result, study.settle, goal, tokens)
+    if report:
+        print(f"report  {report}")
+
+
+@options.case_options
+def trace(
+    case: Case,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="A .json file for Perfetto, or .jsonl with one span a line."
+        ),
+    ] = Path("trace.json"),
+) -> None:
+    """Simulate, and write the timeline of every traced rank."""
+    if out.suffix not in {".json", ".jsonl"}:
+        raise OptionError(f"--out {out}: the file must end in .json (Perfetto) or .jsonl")
+    schedule, found = study.trace(case, progress=None)
+    if out.suffix == ".jsonl":
+        text = "".join(f"{line}\n" for line in found.to_json_lines())
+    else:
+        text = json.dumps(found.to_chrome(schedule))
+    write_atomically({out: text.encode()})
+    opens = "" if out.suffix == ".jsonl" else "; open it at https://ui.perfetto.dev"
+    print(f"{len(found.spans)} spans of {found.rounds} rounds in {out}{opens}")
+
+
+@options.job_options
+def scale(  # noqa: PLR0913, PLR0917 - one argument per option
+    job: Case,
+    cluster: over_sizes.Clusters,
+    strategy: over_sizes.Strategies,
+    gpus: over_sizes.Counts = None,
+    published: over_sizes.Published = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")
+    ] = Path("out"),
+    jobs: options.Jobs = 1,
+    to_loss_steps: goals.ToLossSteps = None,
+    steps_factor: goals.StepsFactor = None,
+    tokens: budgets.Tokens = None,
+    report: over_sizes.Report = None,
+    json_: options.Json = False,  # noqa: FBT002
+) -> None:
+    """Compare strategies over GPU counts: a table, a CSV file and a figure."""
+    from co2sim.cli import scaling  # noqa: PLC0415 - pandas and matplotlib
+
+    refuse_twice("strategy", (title(parse(text)) for text in strategy))
+    refuse_twice("cluster", cluster)
+    cases = grid.over_sizes(job, cluster, strategy, gpus)
+    goal = goals.goal(to_loss_steps, steps_factor)
+    check("--report", report)
+    scaling.scale(cases, published, out, jobs, goal, tokens, report, as_json=json_)
