@@ -8,33 +8,230 @@ nearest, stochastic, and with adaptive scales), int8 and fp8, in blocks of 32 to
 Ranks are simulated in one process, and code with the functions of `realrun`. Nothing is tuned for
 a code: all of a place train with one learning rate.
 
-Finished trainings are rows of quantization-runs.csv, and not done again. Writes quantization.md
-and quantization.png.
+Finished trainings are rows of quantization-runs.csv, and not done again. Writes quantization.md.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import astuple, dataclass
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
-import matplotlib as mpl
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, PercentFormatter, StrMethodFormatter
-from quantization_codes import CODES
-from quantization_training import PLACES, TAU, WORKERS, Place, train
 from reports import folder, machine, made_by, parser, table
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import AdamW
 
-from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
-from co2sim.progress import progress_bar
-from realrun.train.figure import MARKERS
+from co2sim.schedule import SCALE_BYTES
+from realrun.algorithms.quantize import dequantize, quantize
+from realrun.algorithms.quantize_format import SHARE, SMALLEST, TOP, Bits, Rounding
 from realrun.train.settings import TrainSettings
+from realrun.train.task import Task, loss_of, means, scores
 from realrun.train.tasks import make_task
+
+_FP8 = torch.float8_e4m3fn
+_CLIPS = tuple(1 - 0.05 * number for number in range(15))
+"""Shares of a block's largest element, from 1 to 0.3, to choose its largest code from."""
+
+
+class Code(NamedTuple):
+    """What rows [rows, elements] of fp32 become on the way, in blocks of so many elements."""
+
+    bits: int
+    received: Callable[[Tensor, int, Generator], Tensor]
+
+    def bits_per_element(self, block: int) -> float:
+        """With the scale of its block."""
+        return self.bits + 8 * float(SCALE_BYTES) / block
+
+
+def _rounded(bits: Bits, rounding: Rounding) -> Callable[[Tensor, int, Generator], Tensor]:
+    def received(rows: Tensor, block: int, generator: Generator) -> Tensor:
+        source = generator if rounding == "stochastic" else None
+        made = quantize(rows, bits, block, rounding, source)
+        return dequantize(*made, bits, block, rows.shape[-1])
+
+    return received
+
+
+def _adaptive(rows: Tensor, block: int, _: Generator) -> Tensor:
+    """int4, to nearest; the scale of each block leaves the least squared error of some.
+
+    The idea: Banner, Nahshan and Soudry, Post-training 4-bit quantization (ACIQ), 2019; they
+    compute the clipping from a distribution, and here it is searched for.
+    """
+    blocks = _blocks(rows, block)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    best, least = torch.zeros_like(blocks), torch.full_like(largest, torch.inf)
+    for clip in _CLIPS:
+        scales = (clip * largest * SHARE[4]).clamp_min(SMALLEST)
+        tried = (blocks / scales).round().clamp(-TOP[4], TOP[4]) * scales
+        error = (tried - blocks).square().sum(-1, keepdim=True)
+        best = torch.where(error < least, tried, best)
+        least = torch.minimum(error, least)
+    return best.flatten(-2)[..., : rows.shape[-1]]
+
+
+def _fp8(rows: Tensor, block: int, _: Generator) -> Tensor:
+    """The type E4M3 of Micikevicius et al., FP8 Formats for Deep Learning, 2022 (448 at most)."""
+    blocks = _blocks(rows, block)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scales = (largest / torch.finfo(_FP8).max).clamp_min(SMALLEST)
+    return ((blocks / scales).to(_FP8).float() * scales).flatten(-2)[..., : rows.shape[-1]]
+
+
+def _blocks(rows: Tensor, block: int) -> Tensor:
+    """Rows [rows, elements] as [rows, blocks, block], filled up with zeros."""
+    return pad(rows, (0, -rows.shape[-1] % block)).unflatten(-1, (-1, block))
+
+
+CODES = {
+    "int4": Code(4, _rounded(4, "nearest")),
+    "int4, stochastic": Code(4, _rounded(4, "stochastic")),
+    "int4, adaptive": Code(4, _adaptive),
+    "int8": Code(8, _rounded(8, "nearest")),
+    "fp8 (E4M3)": Code(8, _fp8),
+}
+
+Place: TypeAlias = Literal["weights (qwZ)", "gradients (qgZ)", "outer gradients"]
+PLACES: tuple[Place, ...] = get_args(Place)
+
+NODES, PER_NODE = 2, 2
+WORKERS = NODES * PER_NODE
+TAU = 12
+"""Local steps of a round, where outer gradients travel."""
+
+Send = Callable[[Tensor], Tensor]
+"""What is received of rows [rows, elements] that are sent."""
+
+
+class Trained(NamedTuple):
+    """The last validation loss, and samples of what is sent: flat fp32, by place."""
+
+    loss: float
+    sent: dict[Place, Tensor]
+
+
+def train(
+    task: Task, settings: TrainSettings, place: Place, code: Code | None, block: int = 0
+) -> Trained:
+    """Train with what is sent at a place coded; None: as it is.
+
+    Weights and gradients are those of data-parallel training, outer gradients those of averages
+    of 4 workers after every 12 steps (LocalSGD).
+    """
+    torch.manual_seed(settings.seed)
+    model = task.model()
+    chance = Generator().manual_seed(settings.seed)
+
+    def send(rows: Tensor) -> Tensor:
+        return code.received(rows, block, chance) if code else rows
+
+    turn = _local if place == "outer gradients" else _steps
+    sent = turn(model, task, settings, place, send)
+    with torch.no_grad():
+        total = torch.stack([scores(model, batch) for batch in task.validation]).sum(0)
+    return Trained(means(total)[0], sent)
+
+
+def reduced(gradients: list[Tensor], send: Send) -> Tensor:
+    """The mean of gradients of ranks as ZeRO++ makes it: a sum in each node, then of the nodes.
+
+    As in `Reduce`, a row of the first exchange is what one rank of every node shall have.
+    """
+    parts = [_rows(one, WORKERS).view(NODES, PER_NODE, -1).transpose(0, 1) for one in gradients]
+    inside = [send(one.flatten(1)).reshape(WORKERS, -1) for one in parts]
+    sums = [torch.stack(inside[n * PER_NODE : (n + 1) * PER_NODE]).sum(0) for n in range(NODES)]
+    total = torch.stack([send(one) for one in sums]).sum(0).view(PER_NODE, NODES, -1)
+    return total.transpose(0, 1).flatten()[: len(gradients[0])] / len(gradients)
+
+
+def averaged(displacements: list[Tensor], send: Send) -> Tensor:
+    """The mean of displacements as `realrun.algorithms.average` makes it: coded on both ways."""
+    count = len(displacements)
+    mean = torch.stack([send(_rows(one, count)) for one in displacements]).sum(0) / count
+    return send(mean).flatten()[: len(displacements[0])]
+
+
+def _rows(vector: Tensor, count: int) -> Tensor:
+    """A flat vector as so many equal rows, filled up with zeros."""
+    return pad(vector, (0, -len(vector) % count)).view(count, -1)
+
+
+def _steps(
+    model: nn.Module, task: Task, settings: TrainSettings, place: Place, send: Send
+) -> dict[Place, Tensor]:
+    """Data-parallel steps; the model ends with its own weights, not with those that were sent."""
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    ranks = WORKERS if place == "gradients (qgZ)" else 1
+    sent: dict[Place, Tensor] = {}
+    for step in range(1, settings.steps + 1):
+        own = parameters_to_vector(parameters).detach().clone()
+        if place == "weights (qwZ)":
+            seen = send(_rows(own, WORKERS)).flatten()[: len(own)]
+            vector_to_parameters(seen.clone(), parameters)
+        gradients = [_gradient(model, task, settings, step, rank, ranks) for rank in range(ranks)]
+        gradient = reduced(gradients, send) if ranks > 1 else gradients[0]
+        vector_to_parameters(own.clone(), parameters)
+        _apply(optimizer, gradient, settings, step)
+        sent = {"weights (qwZ)": own, "gradients (qgZ)": gradients[0]}
+    return sent
+
+
+def _local(
+    model: nn.Module, task: Task, settings: TrainSettings, _: Place, send: Send
+) -> dict[Place, Tensor]:
+    """Rounds of local steps, and the average of what they changed."""
+    models = [copy.deepcopy(model) for _ in range(WORKERS)]
+    workers = [
+        AdamW(one.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        for one in models
+    ]
+    anchor = parameters_to_vector(model.parameters()).detach().clone()
+    sent: dict[Place, Tensor] = {}
+    for step in range(1, settings.steps + 1):
+        for part, (one, worker) in enumerate(zip(models, workers, strict=True)):
+            _apply(worker, _gradient(one, task, settings, step, part, WORKERS), settings, step)
+        if step % TAU == 0 or step == settings.steps:
+            moved = [anchor - parameters_to_vector(one.parameters()).detach() for one in models]
+            anchor = anchor - averaged(moved, send)
+            for one in models:
+                vector_to_parameters(anchor.clone(), one.parameters())
+            sent = {"outer gradients": moved[0]}
+    vector_to_parameters(anchor, model.parameters())
+    return sent
+
+
+def _gradient(
+    model: nn.Module, task: Task, settings: TrainSettings, step: int, part: int, parts: int
+) -> Tensor:
+    """The flat gradient of a share of the samples of a step."""
+    model.zero_grad(set_to_none=False)
+    loss_of(model, task.batch(settings.seed, step, settings.batch, part, parts)).backward()  # type: ignore[no-untyped-call]
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
+    )
+
+
+def _apply(optimizer: AdamW, gradient: Tensor, settings: TrainSettings, step: int) -> None:
+    """An AdamW step by a gradient, clipped as in training."""
+    (group,) = optimizer.param_groups
+    for p, part in zip(
+        group["params"], gradient.split([p.numel() for p in group["params"]]), strict=True
+    ):
+        p.grad = part.view_as(p).clone()
+    group["lr"] = settings.learning_rate(step)
+    if settings.clip_grad:
+        nn.utils.clip_grad_norm_(group["params"], settings.clip_grad)
+    optimizer.step()
+
 
 RUNS = "quantization-runs.csv"
 SIZES = tuple(2**power for power in range(5, 13))
@@ -47,8 +244,7 @@ RATE = 1e-2
 """The best of data-parallel training and of LocalSGD in convergence.md."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A training. Without a code nothing is quantized, and `block` is 0."""
 
     size: str
@@ -69,9 +265,10 @@ def asked(size: str, steps: int, blocks: tuple[int, ...], seeds: tuple[int, ...]
                 yield from (Ask(size, steps, place, code, block, seed) for block in blocks)
 
 
-def settings(ask: Ask) -> TrainSettings:
-    """How all train; a quick run on digits, which take no time."""
-    return TrainSettings(
+def trained(ask: Ask) -> Trained:
+    """Train once, on one core; a quick run on digits, which take no time."""
+    torch.set_num_threads(1)
+    settings = TrainSettings(
         task="text" if ask.size == SIZE else "digits",
         size=ask.size,
         steps=ask.steps,
@@ -79,51 +276,35 @@ def settings(ask: Ask) -> TrainSettings:
         lr=RATE,
         seed=ask.seed,
     )
+    task = make_task(settings, torch.device("cpu"))
+    return train(task, settings, ask.place, CODES.get(ask.code), ask.block)
 
 
 def loss(ask: Ask) -> float:
-    """Train once, on one core; the last validation loss."""
-    torch.set_num_threads(1)
-    task = make_task(settings(ask), torch.device("cpu"))
-    return train(task, settings(ask), ask.place, CODES.get(ask.code), ask.block).loss
+    """The last validation loss of a training."""
+    return trained(ask).loss
 
 
 def complete(asks: list[Ask], path: Path) -> dict[Ask, float]:
     """Train what is missing in the file, two at a time; all losses."""
-    known = read(path)
+    known: dict[Ask, float] = {}
+    if path.exists():
+        frame = pd.read_csv(path, keep_default_na=False)
+        known = {Ask(*row[:-1]): row[-1] for row in frame.itertuples(index=False, name=None)}
     missing = [ask for ask in asks if ask not in known]
-    pool = ProcessPoolExecutor(2, get_context("spawn"))
-    try:
-        running = {pool.submit(loss, ask): ask for ask in missing}
-        with progress_bar("trainings", shown=None) as bar:
-            for count, done in enumerate(as_completed(running), 1):
-                ask = running[done]
-                known[ask] = done.result()
-                row = pd.DataFrame([(*astuple(ask), known[ask])], columns=[*Ask.__slots__, "loss"])
-                row.to_csv(path, mode="a", header=not path.exists(), index=False)
-                if bar:
-                    bar(count, len(missing))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        for ask, found in zip(missing, pool.map(loss, missing), strict=True):
+            known[ask] = found
+            row = pd.DataFrame([(*ask, found)], columns=[*Ask._fields, "loss"])
+            row.to_csv(path, mode="a", header=not path.exists(), index=False)
+            print(*ask, found, file=sys.stderr)
     return known
-
-
-def read(path: Path) -> dict[Ask, float]:
-    """Finished trainings; none where there is no file."""
-    if not path.exists():
-        return {}
-    frame = pd.read_csv(path, keep_default_na=False)
-    return {Ask(*row[:-1]): row[-1] for row in frame.itertuples(index=False, name=None)}
 
 
 def samples(size: str, steps: int) -> dict[Place, Tensor]:
     """What is sent in the last step of trainings of seed 0 without a code."""
-    sent: dict[Place, Tensor] = {}
-    for place in PLACES[1:]:
-        ask = Ask(size, steps, place, "", 0, 0)
-        task = make_task(settings(ask), torch.device("cpu"))
-        sent |= train(task, settings(ask), place, None).sent
-    return sent
+    found = [trained(Ask(size, steps, place, "", 0, 0)).sent for place in PLACES[1:]]
+    return found[0] | found[1]
 
 
 def error(x: Tensor, code: str, block: int) -> float:
@@ -144,33 +325,32 @@ def of_errors(sent: dict[Place, Tensor]) -> str:
     return "\n".join(parts)
 
 
+def _base(place: Place) -> Place:
+    """Data-parallel trainings without a code serve weights and gradients."""
+    return "outer gradients" if place == "outer gradients" else "gradients (qgZ)"
+
+
 def costs(found: dict[Ask, float], ask: Ask) -> float:
     """Loss of a training above that of the same seed without a code."""
-    place: Place = "outer gradients" if ask.place == "outer gradients" else "gradients (qgZ)"
-    return found[ask] - found[Ask(ask.size, ask.steps, place, "", 0, ask.seed)]
+    return found[ask] - found[ask._replace(place=_base(ask.place), code="", block=0)]
 
 
 def of_losses(found: dict[Ask, float], asks: list[Ask]) -> str:
     """Tables of losses, a place each; mean and standard deviation over seeds."""
     parts = []
-    seeds = sorted({ask.seed for ask in asks})
+    blocks = sorted({ask.block for ask in asks if ask.code})
     for place in PLACES:
         rows = []
         for name, code in CODES.items():
             row = {"code": name}
-            for block in sorted({ask.block for ask in asks if ask.code}):
+            for block in blocks:
                 of = [a for a in asks if (a.place, a.code, a.block) == (place, name, block)]
-                row[f"{block:,}"] = (
-                    f"{cell([costs(found, ask) for ask in of])}"
-                    f" ({code.bits_per_element(block):.3g} bits)"
-                )
+                bits = f" ({code.bits_per_element(block):.3g} bits)"
+                row[f"{block:,}"] = cell([costs(found, ask) for ask in of]) + bits
             rows.append(row)
-        base = "outer gradients" if place == "outer gradients" else "gradients (qgZ)"
-        plain = [found[a] for a in asks if (a.place, a.code) == (base, "") and a.seed in seeds]
-        parts.append(
-            f"### {place[0].upper()}{place[1:]}\n\nWithout a code: {cell(plain, '.3f')} nats.\n\n"
-            f"{table(rows)}\n"
-        )
+        plain = [found[a] for a in asks if (a.place, a.code) == (_base(place), "")]
+        words = f"Without a code: {cell(plain, '.3f')} nats."
+        parts.append(f"### {place[0].upper()}{place[1:]}\n\n{words}\n\n{table(rows)}\n")
     return "\n".join(parts)
 
 
@@ -197,7 +377,7 @@ model of {count} parameters (size {one.size}) in its last step: its weights, the
 {of_errors(sent)}
 ## Loss
 
-Task {settings(one).task}, {one.steps} steps of 32 samples, learning rate {RATE:g}, {seeds} seeds.
+Task {"text" if one.size == SIZE else "digits"}, {one.steps} steps of 32 samples, learning rate {RATE:g}, {seeds} seeds.
 Loss at the end above that of the same seed without a code, and the bits that an element takes on
 the wire, scales included. Weights and gradients: data-parallel, the gradients of {WORKERS} ranks in
 two nodes, coded in the node and between nodes. Outer gradients: {WORKERS} workers, an average after
@@ -208,53 +388,6 @@ two nodes, coded in the node and between nodes. Outer gradients: {WORKERS} worke
 
 {made_by()}
 """
-
-
-def draw(found: dict[Ask, float], asks: list[Ask], sent: dict[Place, Tensor]) -> bytes:
-    """Errors against bits above, losses against block sizes below; a column for each place."""
-    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        figure = Figure(figsize=(11.0, 6.6), layout="constrained")
-        above, below = figure.subplots(2, len(PLACES), sharey="row")
-        for column, place in enumerate(PLACES):
-            _draw_errors(above[column], sent[place])
-            _draw_losses(below[column], found, [ask for ask in asks if ask.place == place])
-            above[column].set_title(place)
-        above[0].set_ylabel("error of the tensor")
-        below[0].set_ylabel("loss above that without a code, nats")
-        handles, labels = above[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-        return render(figure, "png")
-
-
-def _draw_errors(axes: Axes, x: Tensor) -> None:
-    for place, (name, code) in enumerate(CODES.items()):
-        bits = [code.bits_per_element(block) for block in SIZES]
-        errors = [error(x, name, block) for block in SIZES]
-        axes.plot(bits, errors, label=name, **_look(place))
-    axes.set(yscale="log", xlabel="bits an element, with scales")
-    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
-
-
-def _draw_losses(axes: Axes, found: dict[Ask, float], asks: list[Ask]) -> None:
-    blocks = sorted({ask.block for ask in asks if ask.code})
-    for place, name in enumerate(CODES):
-        of = {b: [costs(found, a) for a in asks if (a.code, a.block) == (name, b)] for b in blocks}
-        low, middle, high = ([f(of[b]) for b in blocks] for f in (min, mean, max))
-        axes.plot(blocks, middle, **_look(place))
-        axes.fill_between(blocks, low, high, color=COLOURS[place % len(COLOURS)], alpha=0.15, lw=0)
-    axes.axhline(0, color="0.4", lw=0.8)
-    axes.set(xscale="log", xlabel="elements of a block")
-    axes.set_yscale("symlog", linthresh=0.02)
-    axes.yaxis.set_major_locator(
-        FixedLocator([-0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
-    )
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.set_xticks(blocks, [f"{block:,}" for block in blocks])
-    axes.minorticks_off()
-
-
-def _look(place: int) -> dict[str, str]:
-    return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
 
 
 def main() -> None:
@@ -268,7 +401,6 @@ def main() -> None:
         sent = samples(size, steps)
         text = report(found, asks, sent)
         (out / "quantization.md").write_text(text, "utf-8")
-        (out / "quantization.png").write_bytes(draw(found, asks, sent))
     print(text)
 
 

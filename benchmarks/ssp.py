@@ -3,43 +3,49 @@
     python benchmarks/ssp.py            # half an hour on two cores; go on with the same
     python benchmarks/ssp.py --quick    # a tiny model, too short to mean anything
 
-Four workers, once equal, once with one that is half as fast, once with random stragglers. When who
-reads and pushes is simulated (ssp_clock.py: SSP by SimPy, the others by recursion, with the same
-times of computing). What is learned is trained: SSP in one process, in the order of its clock
-(ssp_training.py), the others by ranks. The learning rate of every method is chosen with a seed of
-its own, for the loss at the end, with equal workers.
+Four workers, once equal, once one is half as fast, once with random stragglers. When who reads and
+pushes is simulated: SSP by SimPy, the others by recursion. What is learned is trained: SSP in one
+process, in the order of its clock, the others by ranks, each at its best rate with equal workers.
 
-Finished runs of ranks are rows of ssp-runs.csv, and not run again. Writes ssp.md and ssp.png.
+SSP: the parameters lie in equal shards on servers, each with a network card of its own. In a clock
+a worker reads all shards, computes, and pushes what it has learned; it goes on while that travels,
+and knows what it has pushed itself. It may begin its clock c (counted from 0) once every worker's
+clocks before c - s are in: s is the bound of staleness (Ho et al., More Effective Distributed ML
+via a Stale Synchronous Parallel Parameter Server, NIPS 2013, section 2).
+
+Finished runs of ranks are rows of ssp-runs.csv, and not run again. Writes ssp.md.
 """
 
+import copy
 import json
+import math
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from statistics import mean
+from typing import Any, Literal
 
 import numpy as np
-from convergence_launch import complete
-from convergence_plan import EXTENSIONS, RATES, TUNING_SEED, Ask, Configuration, StudyBudget
-from finished_runs import Known, read
-from reports import folder, machine, made_by, parser, table
-from ssp_clock import Compute, Servers, rounds, ssp
+import simpy
+import torch
+from convergence import RATES, TUNING_SEED, Ask, Configuration, StudyBudget, complete, run_ranks
+from reports import Known, folder, machine, made_by, parser, read, table
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
+from torch.optim import AdamW
 
 from co2sim.units import Seconds
 from realrun.train.settings import TrainSettings
+from realrun.train.task import Task, loss_of, means, scores
+from realrun.train.tasks import make_task
 
-RUNS = "ssp-runs.csv"
-SEED = 0
+RUNS, SEED = "ssp-runs.csv", 0
 STEP: Seconds = 0.1
 """A local step of a worker that nothing holds up."""
-
-_LATE = 0.1
-"""Of the steps, where stragglers are random."""
-
 BOUNDS = (0, 1, 3, 10)
+KINDS = ("equal", "one slow", "stragglers")
 METHODS = {
     "DDP": ("ddp", 1, 0),
     "LocalSGD, tau 12": ("local_sgd:tau=12", 12, 0),
@@ -47,145 +53,247 @@ METHODS = {
 }
 """A strategy, its tau, and after how many steps an average is used."""
 
+Compute = Callable[[int, int], Seconds]
+"""Seconds that a worker computes in a clock."""
+Point = tuple[int, Seconds, float]
+"""Steps, seconds and validation loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """A network of workers and servers: one card each, bytes per second and seconds of latency."""
+
+    workers: int
+    servers: int
+    parameter_bytes: float
+    bandwidth: float = math.inf
+    latency: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What happens to a worker in a clock: it has `read` all shards, or its push has `arrived`."""
+
+    time: Seconds
+    what: Literal["read", "arrived"]
+    worker: int
+    clock: int
+
+
+@dataclass(slots=True)
+class Course:
+    """How a training went: all moments in their order, and the seconds that each worker waited."""
+
+    moments: list[Moment] = field(default_factory=list)
+    waited: list[Seconds] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> Seconds:
+        """Until the last push has arrived."""
+        return self.moments[-1].time
+
+    def staleness(self) -> list[int]:
+        """For each read, how many clocks the slowest worker's pushes lie behind it."""
+        arrived, found = [0] * len(self.waited), []
+        for one in self.moments:
+            if one.what == "arrived":
+                arrived[one.worker] += 1
+            else:
+                found.append(one.clock - min(arrived))
+        return found
+
+
+def ssp(place: Servers, compute: Compute, clocks: int, bound: int) -> Course:
+    """Every worker's `clocks`, at most `bound` ahead of the slowest."""
+    world = simpy.Environment()
+    message = place.parameter_bytes / place.servers / place.bandwidth
+    own, theirs = (
+        {way: [simpy.Resource(world) for _ in range(count)] for way in ("in", "out")}
+        for count in (place.workers, place.servers)
+    )
+    arrived, course = [0] * place.workers, Course(waited=[0.0] * place.workers)
+    turn = [world.event()]
+
+    def send(first: simpy.Resource, second: simpy.Resource) -> Generator[Any, Any, None]:
+        with first.request() as one:
+            yield one
+            with second.request() as other:
+                yield other
+                yield world.timeout(message)
+        yield world.timeout(place.latency)
+
+    def exchange(worker: int, way: Literal["in", "out"]) -> simpy.AllOf:
+        cards = theirs["out" if way == "in" else "in"]
+        start = worker * place.servers // place.workers  # else all would begin at one server
+        order = [*cards[start:], *cards[:start]]
+        return world.all_of([world.process(send(own[way][worker], one)) for one in order])
+
+    def work(worker: int) -> Generator[Any, Any, None]:
+        for clock in range(clocks):
+            began = world.now
+            while min(arrived) < clock - bound:
+                yield turn[0]
+            course.waited[worker] += world.now - began
+            yield exchange(worker, "in")
+            course.moments.append(Moment(world.now, "read", worker, clock))
+            yield world.timeout(compute(worker, clock))
+            world.process(push(worker, clock))
+
+    def push(worker: int, clock: int) -> Generator[Any, Any, None]:
+        yield exchange(worker, "out")
+        arrived[worker] = clock + 1
+        course.moments.append(Moment(world.now, "arrived", worker, clock))
+        done, turn[0] = turn[0], world.event()
+        done.succeed()
+
+    for worker in range(place.workers):
+        world.process(work(worker))
+    world.run()
+    return course
+
+
+def rounds(
+    place: Servers, compute: Compute, clocks: int, tau: int, delay: int = 0
+) -> tuple[list[Seconds], list[Seconds]]:
+    """Workers that average after every `tau` steps by a ring: when all have taken each step.
+
+    The average of a round travels once the last worker is there, and is used `delay` steps later
+    (0: all wait for it at once). Also gives the seconds that each worker waited.
+    """
+    count = place.workers
+    travels = 2 * (count - 1) * (place.parameter_bytes / count / place.bandwidth + place.latency)
+    now, waited = [0.0] * count, [0.0] * count
+    done: list[Seconds] = []
+    arrival: dict[int, Seconds] = {}
+    for clock in range(clocks):
+        now = [time + compute(worker, clock) for worker, time in enumerate(now)]
+        if (clock + 1) % tau == 0:
+            arrival[clock + 1 + delay] = max(now) + travels
+        ready = arrival.get(clock + 1, 0.0)
+        waited = [sofar + max(0.0, ready - time) for sofar, time in zip(waited, now, strict=True)]
+        now = [max(time, ready) for time in now]
+        done.append(max(now))
+    return done, waited
+
 
 def workers(kind: str) -> Compute:
     """Seconds of computing: equal, one worker half as fast, or some steps five times as long."""
     if kind == "one slow":
         return lambda worker, _: STEP * (1 if worker else 2)
     if kind == "stragglers":
-        late = np.random.default_rng(7).random((64, 100_000)) < _LATE
+        late = np.random.default_rng(7).random((64, 100_000)) < 0.1  # noqa: PLR2004 - one in ten
         return lambda worker, clock: STEP * (5 if late[worker, clock] else 1)
     return lambda *_: STEP
 
 
-KINDS = ("equal", "one slow", "stragglers")
+def train(task: Task, settings: TrainSettings, course: Course) -> Iterator[Point]:
+    """Replay a course: clocks of all that are in, seconds, and the loss of the servers' parameters.
 
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a method went with workers of a kind: losses over steps and seconds."""
-
-    kind: str
-    method: str
-    lr: float
-    losses: tuple[tuple[int, Seconds, float], ...]
-    waited: float
-    staleness: tuple[float, int]
-
-    def time_to(self, loss: float) -> Seconds | None:
-        """The first validation at which the loss is reached."""
-        return next((seconds for _, seconds, found in self.losses if found <= loss), None)
-
-
-def rates(budget: StudyBudget) -> tuple[float, ...]:
-    """Learning rates to choose from."""
-    return RATES[1:2] if budget.quick else RATES
+    Worker w of G takes an AdamW step of its own on its share of the samples, from what the servers
+    hold and what it has pushed itself; the servers add 1 / G of that step. With a bound of 0 that
+    is the mean of the workers' steps, and with one worker AdamW.
+    """
+    count = len(course.waited)
+    torch.manual_seed(settings.seed)
+    first = task.model()
+    whole = parameters_to_vector(first.parameters()).detach()
+    models = [copy.deepcopy(first) for _ in range(count)]
+    optimizers = [
+        AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        for model in models
+    ]
+    travels: list[list[Tensor]] = [[] for _ in range(count)]
+    arrived = [0] * count
+    for moment in course.moments:
+        worker, step = moment.worker, moment.clock + 1
+        if moment.what == "arrived":
+            whole = whole + travels[worker].pop(0)
+            before, arrived[worker] = min(arrived), arrived[worker] + 1
+            least = min(arrived)
+            if least > before and least % settings.eval_every == 0:
+                vector_to_parameters(whole, first.parameters())
+                with torch.no_grad():
+                    sums = torch.stack([scores(first, batch) for batch in task.validation])
+                yield least, moment.time, means(sums.sum(0))[0]
+            continue
+        model, optimizer = models[worker], optimizers[worker]
+        began = whole + sum(travels[worker], torch.zeros(()))
+        vector_to_parameters(began.clone(), model.parameters())  # which become views of it
+        optimizer.param_groups[0]["lr"] = settings.learning_rate(step)
+        optimizer.zero_grad()
+        batch = task.batch(settings.seed, step, settings.batch, worker, count)
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        if settings.clip_grad:
+            clip_grad_norm_(model.parameters(), settings.clip_grad)
+        optimizer.step()
+        moved = parameters_to_vector(model.parameters()).detach() - began
+        travels[worker].append(moved / count)
 
 
 def plan(budget: StudyBudget, known: Known) -> Iterator[Ask]:
     """The runs of ranks: all rates, then the best with another seed."""
     for name, (strategy, _, _) in METHODS.items():
-        tried = [
-            Ask(budget, Configuration(name, strategy), "", lr, TUNING_SEED) for lr in rates(budget)
-        ]
+        one = Ask(budget, Configuration(name, strategy), "", 0.0, TUNING_SEED)
+        tried = [replace(one, lr=lr) for lr in (RATES[1:2] if budget.quick else RATES)]
         yield from tried
-        losses = {ask.lr: known[ask.key]["validation_loss"] for ask in tried if ask.key in known}
-        if len(losses) == len(tried):
-            yield replace(tried[0], lr=min(losses, key=losses.__getitem__), seed=SEED)
-
-
-def ways(budget: StudyBudget, known: Known, place: Servers) -> Iterator[Way]:
-    """All methods with all kinds of workers."""
-    for kind in KINDS:
-        for name, (_, tau, delay) in METHODS.items():
-            (ask,) = (
-                a for a in plan(budget, known) if (a.configuration.name, a.seed) == (name, SEED)
-            )
-            curve = json.loads(known[ask.key]["curve"])
-            ended, waited = rounds(place, workers(kind), budget.steps, tau, delay)
-            last = curve[-1][0]
-            steps = [round(tokens / last * budget.steps) for tokens, _ in curve]
-            losses = tuple(
-                (s, ended[s - 1], loss) for s, (_, loss) in zip(steps, curve, strict=True)
-            )
-            yield Way(kind, name, ask.lr, losses, mean(waited) / ended[-1], (0.0, 0))
-        for bound in BOUNDS:
-            yield stale(budget, place, kind, bound)
-
-
-def stale(budget: StudyBudget, place: Servers, kind: str, bound: int) -> Way:
-    """SSP with a bound."""
-    course = ssp(place, workers(kind), budget.steps, bound)
-    lr = best_rate(budget, place, bound)
-    behind = course.staleness()
-    return Way(
-        kind,
-        f"SSP, bound {bound}",
-        lr,
-        replay(budget, place, kind, bound, lr, SEED),
-        mean(course.waited) / course.seconds,
-        (mean(behind), max(behind)),
-    )
-
-
-@cache
-def best_rate(budget: StudyBudget, place: Servers, bound: int) -> float:
-    """The learning rate with the lowest last loss, with equal workers; the grid grows downwards."""
-    tried = list(rates(budget))
-    while True:
-        ends = {lr: replay(budget, place, "equal", bound, lr, TUNING_SEED)[-1][2] for lr in tried}
-        best = min(ends, key=ends.__getitem__)
-        if budget.quick or best != tried[0] or len(tried) == len(RATES) + EXTENSIONS:
-            return best
-        tried.insert(0, best / 2)
+        if all(ask.key in known for ask in tried):
+            best = min(tried, key=lambda ask: float(known[ask.key]["validation_loss"]))
+            yield replace(best, seed=SEED)
 
 
 @cache
 def replay(
     budget: StudyBudget, place: Servers, kind: str, bound: int, lr: float, seed: int
-) -> tuple[tuple[int, Seconds, float], ...]:
+) -> tuple[Point, ...]:
     """Train by the clock of SSP."""
-    import torch  # noqa: PLC0415 - after the ranks
-    from ssp_training import train  # noqa: PLC0415 - torch
-
-    from realrun.train.tasks import make_task  # noqa: PLC0415 - torch
-
     torch.set_num_threads(1)
-    settings = TrainSettings(
-        task=budget.task,
-        size=budget.size,
-        steps=budget.steps,
-        batch=budget.batch,
-        warmup=budget.warmup,
-        eval_every=budget.eval_every,
-        lr=lr,
-        seed=seed,
-    )
+    same = {name: getattr(budget, name) for name in ("task", "size", "steps", "batch", "warmup")}
+    settings = TrainSettings(**same, eval_every=budget.eval_every, lr=lr, seed=seed)
     course = ssp(place, workers(kind), budget.steps, bound)
-    task = make_task(settings, torch.device("cpu"))
-    found = tuple(tuple(one) for one in train(task, settings, course))
+    found = tuple(train(make_task(settings, torch.device("cpu")), settings, course))
     print(f"SSP, bound {bound}, {kind}, lr {lr:g}, seed {seed}: {found[-1][2]:.4f}", flush=True)
     return found
 
 
-def report(found: list[Way], budget: StudyBudget, place: Servers) -> str:
+@cache
+def best_rate(budget: StudyBudget, place: Servers, bound: int) -> float:
+    """The learning rate with the lowest last loss, with equal workers; SSP may need lower ones."""
+    tried = RATES[1:2] if budget.quick else (RATES[0] / 4, RATES[0] / 2, *RATES)
+    return min(tried, key=lambda lr: replay(budget, place, "equal", bound, lr, TUNING_SEED)[-1][2])
+
+
+def lines(budget: StudyBudget, known: Known, place: Servers, kind: str) -> Iterator[dict[str, Any]]:
+    """All methods with workers of a kind."""
+    final = {ask.configuration.name: ask for ask in plan(budget, known) if ask.seed == SEED}
+    for name, (_, tau, delay) in METHODS.items():
+        ended, waited = rounds(place, workers(kind), budget.steps, tau, delay)
+        curve = json.loads(known[final[name].key]["curve"])
+        steps = [round(tokens / curve[-1][0] * budget.steps) for tokens, _ in curve]
+        losses = [(s, ended[s - 1], loss) for s, (_, loss) in zip(steps, curve, strict=True)]
+        one = {"method": name, "lr": final[name].lr, "losses": losses, "behind": [0]}
+        yield one | {"waited": mean(waited) / ended[-1]}
+    for bound in BOUNDS:
+        course = ssp(place, workers(kind), budget.steps, bound)
+        lr = best_rate(budget, place, bound)
+        losses = list(replay(budget, place, kind, bound, lr, SEED))
+        one = {"method": f"SSP, bound {bound}", "lr": lr, "losses": losses}
+        yield one | {"waited": mean(course.waited) / course.seconds, "behind": course.staleness()}
+
+
+def report(found: dict[str, list[dict[str, Any]]], budget: StudyBudget, place: Servers) -> str:
     """The tables in Markdown."""
-    worst = max(way.losses[-1][2] for way in found)
+    worst = max(way["losses"][-1][2] for ways in found.values() for way in ways)
     parts = []
-    for kind in KINDS:
-        rows = [
-            {
-                "method": way.method,
-                "lr": f"{way.lr:g}",
-                "a step": f"{1e3 * way.losses[-1][1] / budget.steps:.0f} ms",
-                "waited": f"{way.waited:.0%}",
-                "staleness, mean / most": f"{way.staleness[0]:.1f} / {way.staleness[1]}",
-                "last loss": f"{way.losses[-1][2]:.3f}",
-                f"loss {worst:.3f} after": f"{way.time_to(worst):.1f} s",
-            }
-            for way in found
-            if way.kind == kind
-        ]
+    for kind, ways in found.items():
+        rows = []
+        for way in ways:
+            reached = next(seconds for _, seconds, loss in way["losses"] if loss <= worst)
+            row = {"method": way["method"], "lr": f"{way['lr']:g}"}
+            row["a step"] = f"{1e3 * way['losses'][-1][1] / budget.steps:.0f} ms"
+            row["waited"] = f"{way['waited']:.0%}"
+            row["staleness, mean / most"] = f"{mean(way['behind']):.1f} / {max(way['behind'])}"
+            row["last loss"] = f"{way['losses'][-1][2]:.3f}"
+            rows.append({**row, f"loss {worst:.3f} after": f"{reached:.1f} s"})
         parts.append(f"## {kind.capitalize()}\n\n{table(rows)}\n")
     return f"""\
 # Stale-synchronous parallel training beside collectives
@@ -203,59 +311,24 @@ Staleness: how many clocks the slowest worker lies behind one that reads.
 """
 
 
-def draw(found: list[Way]) -> bytes:
-    """Loss over seconds, a panel for each kind of workers."""
-    import matplotlib as mpl  # noqa: PLC0415 - no rank draws
-    from matplotlib.figure import Figure  # noqa: PLC0415 - as above
-
-    from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render  # noqa: PLC0415
-    from realrun.train.figure import MARKERS  # noqa: PLC0415 - as above
-
-    with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
-        figure = Figure(figsize=(11.0, 3.9), layout="constrained")
-        panels = figure.subplots(1, len(KINDS), sharey=True)
-        for axes, kind in zip(panels, KINDS, strict=True):
-            for place, way in enumerate(way for way in found if way.kind == kind):
-                _, seconds, losses = zip(*way.losses, strict=True)
-                axes.plot(
-                    seconds,
-                    losses,
-                    color=COLOURS[place % len(COLOURS)],
-                    marker=MARKERS[place % len(MARKERS)],
-                    markersize=4,
-                    label=way.method,
-                )
-            axes.set(title=kind, xlabel="simulated seconds", xlim=(0, None))
-        panels[0].set_ylabel("validation loss")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        return render(figure, "png")
-
-
 def main() -> None:
     """Start the ranks, or be one of them; then train SSP, and write what is there."""
     given = parser(__doc__, "a tiny model").parse_args()
-    usual = StudyBudget(steps=384, warmup=24, eval_every=24)
-    small = StudyBudget("tiny", 24, 8, 4, 12, workers=2, quick=True, task="digits")
-    budget = small if given.quick else usual
-    bytes_ = 4.0 * (6_274 if given.quick else 158_720)
-    place = Servers(
-        workers=budget.workers, servers=4, parameter_bytes=bytes_, bandwidth=12.5e6, latency=1e-4
-    )
-    asked = partial(plan, budget)
+    budget = StudyBudget(steps=384, warmup=24, eval_every=24)
+    if given.quick:
+        budget = StudyBudget("tiny", 24, 8, 4, 12, workers=2, quick=True, task="digits")
+    size = 4.0 * (6_274 if given.quick else 158_720)
+    network = {"bandwidth": 12.5e6, "latency": 1e-4}
+    place = Servers(workers=budget.workers, servers=4, parameter_bytes=size, **network)
     with folder(given) as out:
-        path: Path = out / RUNS
         if "RANK" in os.environ:
-            from convergence_runs import run_ranks  # noqa: PLC0415 - torch, for the ranks alone
-
-            run_ranks(asked, path)
+            run_ranks(partial(plan, budget), out / RUNS)
             return
-        if code := complete(asked, path, budget.workers):
+        if code := complete(partial(plan, budget), out / RUNS, budget.workers):
             sys.exit(code)
-        found = list(ways(budget, read(path), place))
-        text = report(found, budget, place)
+        known = read(out / RUNS)
+        text = report({k: list(lines(budget, known, place, k)) for k in KINDS}, budget, place)
         (out / "ssp.md").write_text(text, "utf-8")
-        (out / "ssp.png").write_bytes(draw(found))
     print(text)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from convergence_plan import RUNS, TUNING_SEED, StudyBudget, configurations
+from convergence import RUNS, TUNING_SEED, StudyBudget, configurations
 from reports import FOLDER, RESULTS, made_by, parser, table
 
 from co2sim.strategies import LocalSteps, parse

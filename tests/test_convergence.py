@@ -20,7 +20,7 @@ from convergence_plan import (  # type: ignore[import-not-found]
     missing,
     study,
 )
-from finished_runs import append, read  # type: ignore[import-not-found]
+from reports import append, read  # type: ignore[import-not-found]
 
 BUDGET = StudyBudget()
 PLAN = partial(study, BUDGET)

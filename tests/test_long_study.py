@@ -13,7 +13,7 @@ from convergence_plan import (  # type: ignore[import-not-found]
     Ask,
     missing,
 )
-from finished_runs import Known, read  # type: ignore[import-not-found]
+from reports import Known, read  # type: ignore[import-not-found]
 from long_study_plan import (  # type: ignore[import-not-found]
     COMPARED,
     LINES,
