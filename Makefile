@@ -4,7 +4,7 @@
 # make verify: the convergence bound, checked. make fuzz: 100,000 files and options that nobody means well (an hour).
 # make chaos: 1,000 faults at random times in runs, trainings, labs and studies (root, an hour).
 # make lock: the lock file of development, anew. make audit: known vulnerabilities of what is installed.
-# Measurements of the real backend: fidelity (root, two hours), failures, elastic (root), convergence and long-study (an hour or
+# Measurements of the real backend: fidelity (root, two hours), failures (root), convergence and long-study (an hour or
 # more), time-to-loss, tasks and peers (root), overhead, checkpoints, explore-speed, ssp, quantization (an hour), engines.
 # QUICK=--quick runs any of these, bench or verify for seconds, to see that it works.
 PYTHON ?= python3
@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
-.PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
+.PHONY: run check test docs bench fidelity verify failures convergence long-study time-to-loss peers overhead \
   checkpoints explore-speed ssp quantization tasks engines fuzz chaos mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -59,9 +59,6 @@ verify: $(STAMP)-dev
 
 failures: $(STAMP)-dev
 	$(BIN)/python benchmarks/failures.py $(QUICK)
-
-elastic: $(STAMP)-dev
-	$(BIN)/python benchmarks/elastic.py $(QUICK)
 
 convergence: $(STAMP)-dev
 	$(BIN)/python benchmarks/convergence.py $(QUICK)

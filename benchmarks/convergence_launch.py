@@ -6,7 +6,6 @@ from pathlib import Path
 from convergence_plan import Plan, missing
 from finished_runs import read
 
-from realrun.launch.forking import TRAINING
 from realrun.launch.local import run_local
 
 
@@ -18,7 +17,7 @@ def complete(plan: Plan, path: Path, workers: int) -> int:
     ranks = [sys.executable, *sys.argv, "--out", str(path.parent)]
     code = 0
     while missing(plan, known := read(path)):
-        code = run_local(ranks, workers, loads=TRAINING)
+        code = run_local(ranks, workers)
         if code > 1 or (code and len(read(path)) == len(known)):
             break
     return code

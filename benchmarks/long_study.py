@@ -25,7 +25,6 @@ from finished_runs import Known, read
 from long_study_plan import RUNS, LongStudy
 from reports import RESULTS, folder, parser
 
-from realrun.launch.forking import TRAINING
 from realrun.launch.local import run_local
 
 ESTIMATE = "long_study-estimate.json"
@@ -70,7 +69,7 @@ def estimate(study: LongStudy, path: Path) -> None:
             *("--size", base.size, "--steps", str(base.steps), "--batch", str(base.batch)),
             *("--warmup", str(base.warmup), "--estimate", "--out", name),
         )
-        code = run_local(command, base.workers, loads=TRAINING)
+        code = run_local(command, base.workers)
         if code:
             sys.exit(code)
         shutil.copy(Path(name) / "estimate.json", path)

@@ -27,7 +27,6 @@ from finished_runs import read
 from reports import folder, parser
 from tasks_plan import LATE, Delays, budget, study, tasks
 
-from realrun.launch.forking import TRAINING
 from realrun.launch.lab import run_lab
 from realrun.launch.lab_plan import Lab
 
@@ -55,7 +54,7 @@ def main() -> None:
         timed = times(out) if (out / TIMES).exists() else {}
         if any(task not in timed for task in tasks(quick=given.quick)):
             ranks = [sys.executable, __file__, *sys.argv[1:], "--out", str(out), "--in-lab"]
-            if code := run_lab(ranks, Lab(nodes, 1, RATE), loads=TRAINING):
+            if code := run_lab(ranks, Lab(nodes, 1, RATE)):
                 sys.exit(code)
         chosen = delays(times(out))
         if code := complete(partial(study, chosen, given.quick), out / RUNS, nodes):

@@ -51,7 +51,6 @@ from pathlib import Path
 from reports import RESULTS, folder, parser
 from time_to_loss_plan import FREE, Plan, next_run, read
 
-from realrun.launch.forking import TRAINING
 from realrun.launch.lab import run_lab
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import run_local
@@ -104,9 +103,9 @@ def run_missing(plan: Plan, out: Path, where: str) -> int:
     ranks = [sys.executable, __file__, *sys.argv[1:], "--out", str(out), "--where", where]
     while next_run(plan, known := read(out), RESULTS, where) is not None:
         if where == FREE:
-            code = run_local(ranks, plan.nodes, loads=TRAINING)
+            code = run_local(ranks, plan.nodes)
         else:
-            code = run_lab(ranks, Lab(plan.nodes, 1, where), loads=TRAINING)
+            code = run_lab(ranks, Lab(plan.nodes, 1, where))
         if code > 1 or (code and len(read(out)) == len(known)):
             return code  # control-C, or no run at all
     return 0
