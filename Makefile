@@ -11,7 +11,7 @@ WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
-.PHONY: run check fast test nightly docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
+.PHONY: run check fast test nightly docs bench fidelity verify failures convergence long-study time-to-loss peers overhead \
   checkpoints explore-speed ssp quantization tasks engines fuzz chaos mutants faults lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -61,9 +61,6 @@ verify: $(STAMP)-dev
 
 failures: $(STAMP)-dev
 	$(BIN)/python benchmarks/failures.py $(QUICK)
-
-elastic: $(STAMP)-dev
-	$(BIN)/python benchmarks/elastic.py $(QUICK)
 
 convergence: $(STAMP)-dev
 	$(BIN)/python benchmarks/convergence.py $(QUICK)

@@ -20,7 +20,6 @@ TRAINED = (
 )
 _FEW = ("fsdp", "co2:tau=4")
 """Strategies of the short campaign: one that shares gradients, and one of local updates."""
-ELASTIC = ("local_sgd:tau=4", "slowmo:tau=4", "diloco:tau=4", "co2:tau=4", "co2:tau=4,delay=2")
 
 _RANK = ("kill", "stop", "pause", "slow")
 _LAUNCHER = (
@@ -41,7 +40,6 @@ STUDIES = ("sweep", "explore --out", "explore")
 FAULTS = {
     "run": (*_RANK, "raise", *_LAUNCHER, *_DISK, "clock jump"),
     "train": (*_RANK, "raise", *_LAUNCHER, *_DISK, *DAMAGE, *DAMAGE, "clock jump"),
-    "elastic": (*_RANK, *_LAUNCHER, "clock jump"),
     "lab run": (*_RANK, *_LAUNCHER, *_NETWORK),
     "lab train": (*_RANK, *_LAUNCHER, *_NETWORK),
     "sweep": (*_JOB, *_DISK),
@@ -53,7 +51,6 @@ FAULTS = {
 _SHARES = {
     "run": 24,
     "train": 44,
-    "elastic": 8,
     "lab run": 5,
     "lab train": 5,
     "sweep": 7,
@@ -115,7 +112,7 @@ def _trial(seed: int, number: int, strategies: tuple[str, ...]) -> Trial:
     order = [name for name, share in _SHARES.items() for _ in range(share)]
     random.Random(f"{seed} {number // len(order)}").shuffle(order)  # noqa: S311
     target = order[number % len(order)]
-    strategy = rng.choice([one for one in strategies if target != "elastic" or one in ELASTIC])
+    strategy = rng.choice(strategies)
     ranks = rng.choice((2, 2, 2, 3, 3, 4))  # a batch of 12 divides by all of them
     if target.startswith("lab") or strategies is _FEW:
         ranks = 2

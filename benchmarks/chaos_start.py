@@ -6,8 +6,10 @@ interpreter's own start is left out. Trials that are `plain` start the launcher 
 """
 
 import ctypes
+import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from co2sim.units import parse
-from realrun.launch import forking, lab
+from realrun.launch import lab
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 _SET_DEATH_SIGNAL, _SET_SUBREAPER = 1, 36
@@ -109,9 +111,31 @@ def start(
         tempfile.tempdir = None
         shifted()
         raising()
-        forking.run_here(["-m", *command])
+        _run_module(command)
     finally:
         os._exit(99)
+
+
+def _run_module(command: Sequence[str]) -> NoReturn:
+    """Do what `python -m COMMAND` would do, and end this process."""
+    sys.argv = [*command]
+    sys.path.insert(0, str(Path.cwd()))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8", write_through=True)
+        for number in (1, 2)
+    )
+    code: object = 1
+    try:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        sys.excepthook(*sys.exc_info())
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    os._exit(code or 0)
 
 
 _started = lab.started
@@ -143,9 +167,7 @@ def load() -> None:
         "co2sim.power",
         "realrun.algorithms",
         "realrun.cli.ranks",
-        "realrun.cli.train_elastic",
         "realrun.execute.executor",
-        "realrun.train.elastic_loop",
         "realrun.train.figure",
         "realrun.train.loop",
     ):

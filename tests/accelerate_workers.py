@@ -93,8 +93,9 @@ def _trained(place: Path, options: dict[str, Any], stop: int) -> dict[str, Any]:
     }
 
 
-def refused(world: World) -> list[str]:
+def refused(world: World, folder: str) -> list[str]:
     """What is sharded, and half precision with a scaler."""
+    del folder
     del world
     told = []
     for state in (("FSDP", "no"), ("MULTI_GPU", "fp16")):

@@ -74,7 +74,6 @@ QUICK = [line for line in COMMANDS if re.match(r"co2sim |co2analysis (bound|tau|
 IN_A_LAB = [line for line in COMMANDS if line.startswith("co2analysis lab ")]
 TRAINING = [line for line in COMMANDS if line.startswith("realrun lab run ")]
 ESTIMATES = [line for line in COMMANDS if re.match("realrun train .* --estimate", line)]
-ELASTIC = [line for line in COMMANDS if re.match("realrun train .*--elastic", line)]
 ON_CORES = [
     line for line in COMMANDS if re.match(r"realrun (probe|run) |co2analysis compare ", line)
 ]

@@ -1,10 +1,12 @@
-"""What a forked rank of a test does: call a function as a rank, or be a rank of `realrun`."""
+"""What a forked rank of a test does: call functions as a rank, or be a rank of `realrun`."""
 
 import json
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +24,36 @@ def be_rank(environment: Mapping[str, str], folder: str) -> None:
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
 
 
-def call(
-    environment: Mapping[str, str],
-    folder: str,
-    backend: Any,
-    module: str,
-    function: str,
-    arguments: Mapping[str, Any],
+def serve(
+    environment: Mapping[str, str], folder: str, backend: Any, calls: Sequence[Connection]
 ) -> None:
-    """Join the others, call MODULE.FUNCTION(world, **arguments), and write the answer as JSON."""
+    """Join the others; answer calls of MODULE.FUNCTION(world, **arguments) until one fails."""
     be_rank(environment, folder)
+    import torch  # noqa: PLC0415 - as above
+
+    from co2sim.schedule import Layout  # noqa: PLC0415 - torch
     from realrun.execute.world import end, join  # noqa: PLC0415 - torch
 
-    world = join(backend, 20.0)
-    answer = getattr(import_module(module), function)(world, **arguments)
-    (Path(folder) / environment["RANK"]).write_text(json.dumps(answer))
-    world.leave()
-    end()
+    world, connection = join(backend, 20.0), calls[int(environment["RANK"])]
+    while True:
+        try:
+            module, function, per_node, arguments = connection.recv()
+        except EOFError:
+            end()
+        nodes, local = divmod(world.layout.world_size, per_node)
+        assert not local
+        world.place(Layout(nodes, per_node))
+        os.environ.clear()
+        os.environ.update(environment)
+        os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+        os.environ["LOCAL_RANK"] = str(world.rank % per_node)
+        torch.manual_seed(0)
+        try:
+            answer = getattr(import_module(module), function)(world, **arguments)
+            connection.send((True, json.dumps(answer)))
+        except BaseException:  # noqa: BLE001 - the test shows it
+            connection.send((False, traceback.format_exc()))
+            end(1)
 
 
 def command(environment: Mapping[str, str], folder: str, arguments: Sequence[str]) -> None:

@@ -1,17 +1,21 @@
 """Ranks for tests, forked from one process that has loaded PyTorch.
 
-A rank that is started as a program needs two seconds of a core to load it, a forked one none.
+A rank that is started as a program needs seconds of a core to load it, a forked one none. Functions
+are called on ranks that stay: they have joined once, and their process group stays up.
 """
 
+import atexit
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,16 @@ from realrun.launch.local import GRACE, host_store, rank_environment
 from realrun.launch.processes import RankProcess
 from realrun.launch.supervise import supervise
 
-LOADED = ("pytest", "torch.distributed.fsdp", "realrun.execute.executor", "realrun.algorithms")
+LOADED = (
+    "pytest",
+    "torch._dynamo",  # which the first step of an optimizer loads: a second of every rank
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "realrun.algorithms",
+    "realrun.execute.executor",
+    "realrun.measure",
+    "realrun.train.loop",
+)
 
 
 class Forked:
@@ -47,40 +60,42 @@ class Forked:
     returncode = property(poll)
 
 
-def forked(
+def _start(
     nproc: int,
+    port: int,
     target: Callable[..., None],
     folder: Path,
     *arguments: Any,
-    gpus_per_node: int = 0,
-    limit: float = 120.0,
     **environment: str,
+) -> list[RankProcess]:
+    """Fork ranks that call `target(environment, folder, *arguments)`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(LOADED))
+    ranks = []
+    for rank in range(nproc):
+        place = rank_environment(
+            rank, nproc, local_world_size=nproc, address="127.0.0.1", port=port
+        )
+        whole = {**os.environ, **place, **environment}
+        process = context.Process(target=target, args=(whole, str(folder), *arguments), daemon=True)
+        process.start()
+        ranks.append(RankProcess(rank, Forked(process)))  # type: ignore[arg-type]
+    return ranks
+
+
+def forked(
+    nproc: int, target: Callable[..., None], folder: Path, *arguments: Any, **environment: str
 ) -> int:
     """The exit code of ranks that call `target(environment, folder, *arguments)`.
 
-    They are watched as by the launcher, which passes on what fails, and have `limit` seconds.
+    They are watched as by the launcher, which passes on what fails, and have two minutes.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(LOADED))
     store = host_store("127.0.0.1")
     ranks: list[RankProcess] = []
-    late = threading.Timer(limit, lambda: [one.kill() for one in ranks])
+    late = threading.Timer(120.0, lambda: [one.kill() for one in ranks])
     try:
         late.start()
-        for rank in range(nproc):
-            place = rank_environment(
-                rank,
-                nproc,
-                local_world_size=gpus_per_node or nproc,
-                address="127.0.0.1",
-                port=store.port,
-            )
-            whole = {**os.environ, **place, **environment}
-            process = context.Process(
-                target=target, args=(whole, str(folder), *arguments), daemon=True
-            )
-            process.start()
-            ranks.append(RankProcess(rank, Forked(process)))  # type: ignore[arg-type]
+        ranks += _start(nproc, store.port, target, folder, *arguments, **environment)
         return supervise(ranks, store, GRACE)
     finally:
         late.cancel()
@@ -88,9 +103,57 @@ def forked(
             one.kill()
 
 
-def said(folder: Path) -> str:
-    """What the ranks printed, rank by rank."""
-    return "".join(path.read_text() for path in sorted(folder.glob("*[tr][0-9]*")))
+class _Pool:
+    """Ranks that have joined, and answer calls until one of them fails."""
+
+    def __init__(self, nproc: int, backend: str) -> None:
+        self._folder, self._store = Path(tempfile.mkdtemp()), host_store("127.0.0.1")
+        pairs = [multiprocessing.Pipe() for _ in range(nproc)]
+        self._calls: list[Connection] = [ours for ours, _ in pairs]
+        theirs = [other for _, other in pairs]
+        self._ranks = _start(
+            nproc, self._store.port, rank_main.serve, self._folder, backend, theirs
+        )
+        for one in theirs:
+            one.close()
+
+    def call(self, given: tuple[Any, ...], dies: int | None, limit: float) -> list[Any]:
+        """What a function gives on every rank; None for the one that `dies`."""
+        for connection in self._calls:
+            connection.send(given)
+        end, answers = time.monotonic() + limit, []
+        for rank, connection in enumerate(self._calls):
+            if rank == dies:
+                answers.append(None)
+                continue
+            assert connection.poll(max(0.0, end - time.monotonic())), f"rank {rank} hangs"
+            try:
+                well, answer = connection.recv()
+            except EOFError:
+                raise AssertionError(f"rank {rank} is gone: {self._said(rank)}") from None
+            assert well, answer
+            answers.append(json.loads(answer))
+        return answers
+
+    def _said(self, rank: int) -> str:
+        return (self._folder / f"err{rank}").read_text()
+
+    def end(self) -> None:
+        """Kill the ranks."""
+        for one in self._ranks:
+            one.kill()
+        for connection in self._calls:
+            connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+_POOLS: dict[tuple[int, str], _Pool] = {}
+
+
+@atexit.register
+def _end_all() -> None:
+    while _POOLS:
+        _POOLS.popitem()[1].end()
 
 
 def on_ranks(
@@ -101,28 +164,28 @@ def on_ranks(
     backend: str = "gloo",
     module: str = "workers",
     dies: int | None = None,
+    last: bool = False,
     limit: float = 120.0,
     **arguments: Any,
 ) -> list[Any]:
     """What `MODULE.FUNCTION(world, **arguments)` gives on every rank; it must be JSON.
 
-    The rank that `dies` gives None. All have `limit` seconds.
+    The rank that `dies` gives None. Ranks stay for the next call, unless one fails or `last` says
+    that they cannot go on. All have `limit` seconds.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        code = forked(
-            nproc,
-            rank_main.call,
-            folder,
-            *(backend, module, function, arguments),
-            gpus_per_node=gpus_per_node,
-            limit=limit,
-        )
-        assert dies is not None or code == 0, said(folder)
-        paths = [folder / str(rank) for rank in range(nproc) if rank != dies]
-        assert all(path.exists() for path in paths), said(folder)
-        answers = [json.loads(path.read_text()) for path in paths]
-        return answers if dies is None else [*answers[:dies], None, *answers[dies:]]
+    key = (nproc, backend)
+    pool = _POOLS.pop(key, None) or _Pool(nproc, backend)
+    stays = False
+    try:
+        given = (module, function, gpus_per_node or nproc, arguments)
+        answers = pool.call(given, dies, limit)
+        stays = dies is None and not last
+        return answers
+    finally:
+        if stays:
+            _POOLS[key] = pool
+        else:
+            pool.end()
 
 
 def realrun(

@@ -27,7 +27,6 @@ SCRIPTS = {
     "checkpoints.py": [pytest.mark.dist],
     "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
-    "elastic.py": [pytest.mark.lab],
     "engines.py": [
         pytest.mark.skipif(
             not (find_spec("distributed") and find_spec("pyarrow")),

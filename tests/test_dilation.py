@@ -13,7 +13,7 @@ from co2sim.catalog import load_cluster
 from co2sim.errors import OptionError
 from realrun import dilation
 from realrun.cli.options import known_backend
-from realrun.cli.train_elastic import check_launcher
+from realrun.cli.train import _check_clock
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine, stated_cluster
 from realrun.launch.lab_plan import Lab
@@ -97,7 +97,7 @@ def test_other_numbers_are_refused(text: str) -> None:
 def test_what_goes_by_another_clock_is_refused() -> None:
     """Training, and GPUs."""
     with pytest.raises(OptionError, match="REALRUN_DILATION is 3, and training goes by the clock"):
-        check_launcher(elastic=False, nproc=None, restarts=None)
+        _check_clock()
     with pytest.raises(OptionError, match="--backend is nccl, and REALRUN_DILATION is 3"):
         known_backend("nccl")
     assert known_backend("gloo") == "gloo"

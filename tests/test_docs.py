@@ -18,7 +18,6 @@ import pytest
 import typer
 from pages import (
     COMMANDS,
-    ELASTIC,
     ESTIMATES,
     IN_A_LAB,
     ON_CORES,
@@ -49,7 +48,7 @@ SCRIPTS = [(page, block.text) for page in PAGES for block in blocks(page) if blo
 def test_every_command_is_executed_by_one_of_the_tests() -> None:
     """No command of a page is of a kind that is run neither here nor in test_docs_real."""
     assert QUICK
-    run = [*QUICK, *IN_A_LAB, *TRAINING, *ESTIMATES, *ELASTIC, *ON_CORES, *STUDIES]
+    run = [*QUICK, *IN_A_LAB, *TRAINING, *ESTIMATES, *ON_CORES, *STUDIES]
     assert sorted(run) == sorted(COMMANDS)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from pages import (
-    ELASTIC,
     ESTIMATES,
     IN_A_LAB,
     ON_CORES,
@@ -88,14 +87,6 @@ def test_the_estimates_of_the_guide_are_those_of_its_bound(tmp_path: Path) -> No
         ("--gap", found["gap"]["value"]),
     ):
         assert float(following[following.index(flag) + 1]) == pytest.approx(value, rel=0.3)
-
-
-@pytest.mark.dist
-def test_the_elastic_training_of_the_guide_runs(tmp_path: Path) -> None:
-    """All are there throughout."""
-    pytest.importorskip("torch")
-    (command,) = ELASTIC
-    assert "0 workers lost, 0 came back" in shell(command, tmp_path)
 
 
 def changed(script: str, *changes: tuple[str, str]) -> str:

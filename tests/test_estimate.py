@@ -13,8 +13,7 @@ import noisy_quadratic as known
 import numpy as np
 import pytest
 import torch
-from ranks import realrun
-from together import together
+from ranks import on_ranks, realrun
 from torch import Tensor, nn
 
 from analysis.cli import main as co2analysis
@@ -199,25 +198,10 @@ def test_noise_falls_as_one_over_the_batch() -> None:
 # --- ranks --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> dict[str, list[Any]]:
-    """What two ranks gave, by function."""
-    strategies = ["ddp", "zero1", "co2:tau=4", "co2:tau=4,delay=2", "overlap_local_sgd:tau=2"]
-    return together(
-        "estimate_workers",
-        2,
-        {
-            "on_the_quadratic": {"strategies": ["ddp", "local_sgd:tau=2"]},
-            "undisturbed": {"strategies": strategies},
-        },
-    )
-
-
-@pytest.fixture(scope="module")
-def two_nodes() -> list[Any]:
-    """What two nodes of two ranks gave."""
-    calls = {"on_the_quadratic": {"strategies": ["ddp", NODES]}}
-    return together("estimate_workers", 4, calls, gpus_per_node=2)["on_the_quadratic"]
+def estimated(strategies: list[str], ranks: int) -> list[Any]:
+    """What ranks, two of a node, estimate on the quadratic."""
+    given = {"module": "estimate_workers", "strategies": strategies}
+    return on_ranks("on_the_quadratic", ranks, gpus_per_node=2, **given)
 
 
 def check_quadratic(found: dict[str, Any], workers: list[list[int]]) -> None:
@@ -239,25 +223,27 @@ def check_quadratic(found: dict[str, Any], workers: list[list[int]]) -> None:
 
 
 @pytest.mark.dist
-def test_two_workers_on_a_quadratic(two_ranks: dict[str, list[Any]]) -> None:
+def test_two_workers_on_a_quadratic() -> None:
     """Every rank is a worker, with steps of its own or without; all find the same."""
-    one, other = two_ranks["on_the_quadratic"]
+    one, other = estimated(["ddp", "local_sgd:tau=2"], 2)
     assert one == other
     for found in one.values():
         check_quadratic(found, [[0], [1]])
 
 
 @pytest.mark.dist
-def test_nodes_are_workers(two_nodes: list[Any]) -> None:
+def test_nodes_are_workers() -> None:
     """With worker=node noise and heterogeneity are those of nodes, else those of ranks."""
-    check_quadratic(two_nodes[0]["ddp"], [[0], [1], [2], [3]])
-    check_quadratic(two_nodes[0][NODES], [[0, 1], [2, 3]])
+    found = estimated(["ddp", NODES], 4)[0]
+    check_quadratic(found["ddp"], [[0], [1], [2], [3]])
+    check_quadratic(found[NODES], [[0, 1], [2, 3]])
 
 
 @pytest.mark.dist
-def test_estimates_do_not_disturb_the_training(two_ranks: dict[str, list[Any]]) -> None:
+def test_estimates_do_not_disturb_the_training() -> None:
     """All losses of all steps are the same bits as without."""
-    for found in two_ranks["undisturbed"]:
+    strategies = ["ddp", "zero1", "co2:tau=4", "co2:tau=4,delay=2", "overlap_local_sgd:tau=2"]
+    for found in on_ranks("undisturbed", 2, module="estimate_workers", strategies=strategies):
         assert found
         assert all(found.values()), found
 

@@ -10,6 +10,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from ranks import on_ranks
 from tiny import VARIANTS
 
@@ -40,14 +42,16 @@ def test_the_common_start_is_read_from_the_clock_once(monkeypatch: pytest.Monkey
 
 
 @dist
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_collectives_give_what_a_single_process_computes(nproc: int) -> None:
     """Every kind, type and size, uneven ones too, on every rank."""
     assert on_ranks("collectives", nproc) == [[]] * nproc
 
 
 @dist
-@pytest.mark.parametrize(("nproc", "per_node"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("nproc", "per_node"), [pytest.param(2, 1, marks=pytest.mark.nightly), (2, 2), (4, 2)]
+)
 def test_every_strategy_runs_and_breaks_no_rule(nproc: int, per_node: int) -> None:
     """Unchanged schedules, on one node, two nodes, and two nodes of two, in checking mode."""
     variants = [text for text in VARIANTS if "tau=1)" not in text]
@@ -102,7 +106,7 @@ class _Copied(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("flops", [1e6, 3e8, 1e9, 2.345e9])
+@pytest.mark.parametrize("flops", [1e6, 1.2345e9])
 def test_a_flops_kernel_does_the_work_that_it_states(flops: float) -> None:
     """Counted by torch itself: as many FLOP, but for part of one matrix row."""
     operands = Operands.of(torch.device("cpu"), torch.float32)
@@ -122,7 +126,7 @@ def test_a_flops_kernel_does_every_part_of_its_work() -> None:
     assert copied.bytes == pytest.approx(1e7, abs=2)
 
 
-@pytest.mark.parametrize("size", [1e3, 1e7, 1.5e8, 4e8])
+@pytest.mark.parametrize("size", [1e3, 1.5e8])
 def test_a_flops_kernel_moves_the_bytes_that_it_states(size: float) -> None:
     """Work with little arithmetic reads and writes memory instead."""
     operands = Operands.of(torch.device("cpu"), torch.float32)
@@ -173,20 +177,24 @@ def test_all_waits_of_a_collective_share_one_deadline(monkeypatch: pytest.Monkey
     assert waits == [5.0, 3.0, 0.001]
 
 
-@pytest.mark.parametrize("members", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("elements", [1, 5, 4096, 100_003])
-@pytest.mark.parametrize("kind", list(Kind))
-@pytest.mark.parametrize(
-    ("dtype", "scale_block"), [(DType.FP32, 0), (DType.BF16, 0), (DType.INT8, 64), (DType.INT4, 64)]
+@given(
+    members=st.integers(1, 9),
+    elements=st.integers(1, 100_003),
+    kind=st.sampled_from(Kind),
+    dtype=st.sampled_from([(DType.FP32, 0), (DType.BF16, 0), (DType.INT8, 64), (DType.INT4, 64)]),
 )
+@example(members=3, elements=1, kind=Kind.ALL_GATHER, dtype=(DType.INT4, 64))
+@example(members=7, elements=5, kind=Kind.REDUCE_SCATTER, dtype=(DType.BF16, 0))
+@example(members=4, elements=4096, kind=Kind.ALL_TO_ALL, dtype=(DType.INT8, 64))
+@example(members=1, elements=5, kind=Kind.BROADCAST, dtype=(DType.FP32, 0))
 def test_buffers_hold_the_bytes_that_the_schedule_states(
-    members: int, elements: int, kind: Kind, dtype: DType, scale_block: int
+    members: int, elements: int, kind: Kind, dtype: tuple[DType, int]
 ) -> None:
     """Int4 half a byte, scales included; at most one element, or byte, more per member."""
-    work = Collective(kind, "x", elements, dtype, WORLD, scale_block)
+    work = Collective(kind, "x", elements, dtype[0], WORLD, dtype[1])
     summed = kind in {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE}
-    if summed and scale_block:
-        with pytest.raises(OptionError, match="sums are of fp32, fp16, bf16"):
+    if summed and dtype[1]:
+        with pytest.raises(OptionError, match="fp32, fp16, bf16"):
             allocate(work, members, torch.device("cpu"))
         return
     buffers = allocate(work, members, torch.device("cpu"))

@@ -1,6 +1,5 @@
 """A training's folder: one training at a time, and none over what is left of another."""
 
-import errno
 import json
 import os
 import re
@@ -12,15 +11,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import realrun
 
-from co2sim.errors import CatalogError, OptionError
+from co2sim.errors import OptionError
 from realrun.cli import main, train_rank
 from realrun.train import draft, folder, lock, log
-from realrun.train.elastic_record import GenerationRow, append, read_generations
 from realrun.train.folder import Resume
 from realrun.train.manifest import MANIFEST, FileSum, Manifest
 
@@ -155,7 +152,7 @@ def test_checkpoints_need_a_folder(tmp_path: Path, kind: str) -> None:
             check(tmp_path)
 
 
-@pytest.mark.parametrize("name", [folder.LOG, folder.MODEL, folder.FIGURE, "elastic.csv"])
+@pytest.mark.parametrize("name", [folder.LOG, folder.MODEL, folder.FIGURE])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_files_of_a_training_need_regular_files(
     tmp_path: Path, name: str, make: Callable[[Path], None]
@@ -167,25 +164,20 @@ def test_files_of_a_training_need_regular_files(
             check(tmp_path)
 
 
-@pytest.mark.parametrize("elastic", [False, True])
 def test_a_pipe_in_the_folder_is_refused_before_the_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    *,
-    elastic: bool,
 ) -> None:
     """One line that names the file, and exit code 2."""
     (tmp_path / "out").mkdir()
-    name = "elastic.csv" if elastic else "log.csv"
-    os.mkfifo(tmp_path / "out" / name)
+    os.mkfifo(tmp_path / "out" / "log.csv")
     monkeypatch.chdir(tmp_path)
-    how = ("--elastic",) if elastic else ("--resume", "--checkpoint-every", "4")
-    monkeypatch.setattr(sys, "argv", ["realrun", *TRAIN[:-2], *how, "--nproc", "2"])
+    monkeypatch.setattr(sys, "argv", ["realrun", *TRAIN, "--resume", "--nproc", "2"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    said = f"error: out/{name} is not a regular file: remove it, or choose another --out\n"
+    said = "error: out/log.csv is not a regular file: remove it, or choose another --out\n"
     assert capsys.readouterr().err == said
 
 
@@ -200,44 +192,6 @@ def test_a_full_disk_is_said_of_the_log(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=r"^cannot write .*/log.csv: no space left on device"):
             written.add(row)
     written.close()
-
-
-def test_the_record_of_members_is_written_whole_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Row by row; a full disk or a pipe in its place are said, and what was there stays."""
-    given: dict[str, Any] = {
-        "step": 4,
-        "round": 1,
-        "lost": "",
-        "joined": "",
-        "noticed": 1.5,
-        "went_on": 2.0,
-    }
-    rows = [
-        GenerationRow(generation=n, members="0.0 1.0", same=2, standing=2, anchor="ab", **given)
-        for n in range(3)
-    ]
-    for row in rows[:2]:
-        append(tmp_path, row)
-    assert read_generations(tmp_path) == tuple(rows[:2])
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        with pytest.raises(OptionError, match=r"elastic.csv: no space left on device"):
-            append(tmp_path, rows[2])
-    assert read_generations(tmp_path) == tuple(rows[:2])
-    append(tmp_path, rows[0])  # of a training that begins in the same folder
-    assert read_generations(tmp_path) == (rows[0],)
-    (tmp_path / "elastic.csv").unlink()
-    os.mkfifo(tmp_path / "elastic.csv")
-    with pytest.raises(CatalogError, match="regular file"):
-        append(tmp_path, rows[1])
-    with pytest.raises(OptionError, match="regular file"):
-        append(tmp_path, rows[0])
 
 
 def test_the_log_is_checked_before_a_training_goes_on(

@@ -8,13 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from realrun.errors import LaunchError
-from realrun.launch.elastic import supervise_elastic
 from realrun.launch.local import rank_environment, resolved, run_local
 from realrun.launch.processes import RankProcess, guard_process, ranks_killed_at_end, start
 from realrun.launch.supervise import supervise
@@ -304,19 +302,17 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
 PATIENT = """
 import sys
 from realrun.launch.local import run_local
-sys.exit(run_local(sys.argv[3:], 2, patience=float(sys.argv[1]), restarts=eval(sys.argv[2])))
+sys.exit(run_local(sys.argv[2:], 2, patience=float(sys.argv[1])))
 """
 
 
-def paused(
-    pause: float, patience: float, restarts: int | None, *command: str
-) -> tuple[int, str, float]:
+def paused(pause: float, patience: float, *command: str) -> tuple[int, str, float]:
     """A launcher that is stopped once both ranks run, and goes on after `pause`.
 
     Its exit code and errors, and how long both took to end from the stop on.
     """
     launched = subprocess.Popen(
-        [sys.executable, "-c", PATIENT, str(patience), str(restarts), *command],
+        [sys.executable, "-c", PATIENT, str(patience), *command],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -336,10 +332,9 @@ def paused(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("restarts", [None, 5])
-def test_ranks_of_a_stopped_launcher_are_killed(restarts: int | None, mark: str) -> None:
-    """Past its patience they end, none is started anew, and the launcher alone is blamed."""
-    code, err, took = paused(60, 1.0, restarts, "bash", "-c", f"sleep {mark}")
+def test_ranks_of_a_stopped_launcher_are_killed(mark: str) -> None:
+    """Past its patience they end, and the launcher alone is blamed."""
+    code, err, took = paused(60, 1.0, "bash", "-c", f"sleep {mark}")
     assert (code, err) == (1, "error: the launcher was stopped for 1 s: its ranks were killed\n")
     assert 1 < took < 30
 
@@ -363,7 +358,7 @@ def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
 def test_a_launcher_that_is_stopped_for_a_moment_goes_on() -> None:
     """Within its patience nothing is lost."""
     mark = f"5.{os.getpid()}"
-    code, err, took = paused(0.5, 10.0, None, "bash", "-c", f"sleep {mark}")
+    code, err, took = paused(0.5, 10.0, "bash", "-c", f"sleep {mark}")
     assert (code, err, took) == (0, "", float("inf"))
 
 
@@ -429,16 +424,3 @@ def test_unreadable_program_ends_in_one_line(
     first, second = capfd.readouterr().err.splitlines()
     assert first == f"[rank 0] cannot run {program}: Exec format error"
     assert second == "error: rank 0 exited with code 1"
-
-
-@pytest.mark.dist
-def test_a_command_that_is_refused_is_not_started_anew(capfd: pytest.CaptureFixture[str]) -> None:
-    """The one line of the rank is all, and the exit code that of a command alone."""
-
-    def start_anew(rank: int, life: int) -> RankProcess:
-        raise AssertionError((rank, life))
-
-    ranks = shells("echo error: no such option >&2; exit 2", "sleep 60")
-    store: Any = Memory()
-    assert supervise_elastic(ranks, store, start_anew, 10) == 2
-    assert capfd.readouterr().err == "[rank 0] error: no such option\n"

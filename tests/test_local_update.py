@@ -1,7 +1,7 @@
 """The local-update family on several ranks, against plain transcriptions and against itself."""
 
 import itertools
-import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from algorithm_workers import DEADLINE  # noqa: E402 - needs torch
 from local_problem import RATE  # noqa: E402 - needs torch
 from numpy.typing import NDArray  # noqa: E402
 from ranks import on_ranks  # noqa: E402
-from together import together  # noqa: E402
 
 pytestmark = pytest.mark.dist
 
@@ -193,51 +192,33 @@ WIRES: dict[str, Any] = {
 """What travels: fp32, bf16 and int8, in one bucket, and steps below what the model resolves."""
 
 
-@pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What three ranks gave, by function."""
-    calls: dict[str, dict[str, Any]] = {
-        "averages": {},
-        "equal": {},
-        "data_parallel": {},
-        "follow": {"cases": list(WIRES.values())},
-        "refused": {},
-        "alike_at_start": {},
-        "loaded": {},
-        "not_finite": {"cases": NOT_FINITE},
-        "drifted": {},
-        "leave": {},
-        "misused": {},
-        "consensus": {},
-        "resume": {"folder": str(tmp_path_factory.mktemp("states"))},
-        "wrong_state": {},
-        "chosen_delay": {},
-        "slower_than_its_delay": {},
-        "agreed": {},
-        "late": {"dtypes": ["fp32", "int8"]},
-    }
-    return together(MODULE, 3, calls)
+def three(function: str, **arguments: Any) -> list[Any]:
+    """What a function gives on three ranks."""
+    return on_ranks(function, 3, module=MODULE, **arguments)
 
 
-def test_equal_runs_give_equal_bits(three_ranks: dict[str, list[Any]]) -> None:
+def four(function: str, **arguments: Any) -> list[Any]:
+    """What a function gives on two nodes of two ranks."""
+    return on_ranks(function, 4, module=MODULE, gpus_per_node=2, **arguments)
+
+
+def test_equal_runs_give_equal_bits() -> None:
     """Overlapped is serial; CO2 with staleness 0 is SlowMo, which is LocalSGD without momentum."""
-    assert three_ranks["equal"] == [[]] * 3
+    assert three("equal") == [[]] * 3
 
 
-def test_local_sgd_after_every_step_is_data_parallel_training(
-    three_ranks: dict[str, list[Any]],
-) -> None:
+def test_local_sgd_after_every_step_is_data_parallel_training() -> None:
     """With SGD and tau = 1, the mean of models is a step along the mean gradient."""
-    assert max(three_ranks["data_parallel"]) < 1e-6
+    assert max(three("data_parallel")) < 1e-6
 
 
-def test_low_precision_on_the_wire_and_in_the_model(three_ranks: dict[str, list[Any]]) -> None:
+def test_low_precision_on_the_wire_and_in_the_model() -> None:
     """Averages in bf16 and int8 are close to fp32's, and cost the bytes that the ring moves.
 
     A bf16 model follows an fp32 anchor: steps far below its resolution add up.
     """
     n, elements = 3, 80
-    answers = three_ranks["follow"]
+    answers = three("follow", cases=list(WIRES.values()))
     exact = histories(answers, 0)
     moved = np.abs(exact[-1] - exact[0]).max()
     np.testing.assert_allclose(histories(answers, 3), exact, atol=CLOSE, err_msg="buckets")
@@ -264,99 +245,81 @@ def test_low_precision_on_the_wire_and_in_the_model(three_ranks: dict[str, list[
     np.testing.assert_allclose(found, wanted, rtol=2.0**-7, atol=1e-5)
 
 
-def test_an_average_is_a_mean_in_every_bucket(three_ranks: dict[str, list[Any]]) -> None:
+def test_an_average_is_a_mean_in_every_bucket() -> None:
     """A million elements in four buckets: 1, 2 and 3 become 2."""
-    for answer in three_ranks["averages"]:
+    for answer in three("averages"):
         for error, waited in answer:
             assert error < 1e-6
             assert 0 < waited < 10
 
 
-def test_ranks_that_differ_are_refused_at_the_start(three_ranks: dict[str, list[Any]]) -> None:
+def test_ranks_that_differ_are_refused_at_the_start() -> None:
     """All ranks are told the first difference."""
-    answers = three_ranks["refused"]
-    for rank, answer in enumerate(answers):
-        answer["ddp"] = answer["ddp"].replace(f"ranks [{rank}]", "ranks [RANK]")
-    assert answers[0] == answers[1] == answers[2]
-    words = "MismatchError: rank 1 has another model, optimizer or setting than rank 0: "
-    assert answers[0] == {
-        "frozen": words + "'not averaged: b.weight: (4, 2) float32, strides (2, 1)' instead of 'not"
-        " averaged: b.weight: (3, 2) float32, strides (2, 1)'",
-        "buffer": words + "'not averaged: extra: (2,) float32, strides (1,)' instead of 'optimizer"
-        " = SGD'",
-        "order": words + "'weight: (4, 3, 3, 3) float32, strides (27, 1, 9, 3)' instead of 'weight:"
-        " (4, 3, 3, 3) float32, strides (27, 9, 3, 1)'",
-        "shape": words + "'weight: (4, 3) float32, strides (3, 1)' instead of 'weight: (5, 3)"
-        " float32, strides (3, 1)'",
-        "name": words + "'b.weight: (2, 2) float32, strides (2, 1)' instead of 'a.weight: (2, 2)"
-        " float32, strides (2, 1)'",
-        "more": words + "'1.weight: (2, 2) float32, strides (2, 1)' instead of 'optimizer = SGD'",
-        "dtype": words + "'weight: (2, 2) bfloat16, strides (2, 1)' instead of 'weight: (2, 2)"
-        " float32, strides (2, 1)'",
-        "optimizer": words + "'optimizer = Adam' instead of 'optimizer = SGD'",
-        "tau": words + "'tau = 3' instead of 'tau = 4'",
-        "setting": words + "'outer_momentum = 0.1' instead of 'outer_momentum = 0.2'",
-        "ddp": (
-            "OptionError: the model is DDP over ranks [0, 1, 2], but a worker is ranks [RANK]: pass"
-            " the bare module, or make it DDP over the worker's ranks (worker='node',"
-            " process_group=Workers.per_node().inner)"
-        ),
+    tokens = {
+        "frozen": "b.weight",
+        "buffer": "extra",
+        "order": "strides (27, 1, 9, 3)",
+        "shape": "(5, 3)",
+        "name": "a.weight",
+        "more": "1.weight",
+        "dtype": "bfloat16",
+        "optimizer": "Adam",
+        "tau": "tau = 4",
+        "setting": "outer_momentum = 0.1",
     }
+    for rank, answer in enumerate(three("refused")):
+        ddp = answer.pop("ddp")
+        assert ddp.startswith("OptionError")
+        assert f"[{rank}]" in ddp
+        assert answer.keys() == tokens.keys()
+        for name, said in answer.items():
+            assert said.startswith("MismatchError: rank 1 ")
+            assert tokens[name] in said
 
 
-def test_all_start_alike_and_only_trainable_parameters_are_averaged(
-    three_ranks: dict[str, list[Any]],
-) -> None:
+def test_all_start_alike_and_only_trainable_parameters_are_averaged() -> None:
     """Frozen parameters and buffers are sent once, from the first worker."""
-    answers = three_ranks["alike_at_start"]
+    answers = three("alike_at_start")
     assert [answer[0] for answer in answers] == [[4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0]] * 3
     assert [answer[1] for answer in answers] == [[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]
 
 
-def test_weights_loaded_on_one_rank_only_are_refused_at_the_first_step(
-    three_ranks: dict[str, list[Any]],
-) -> None:
+def test_weights_loaded_on_one_rank_only_are_refused_at_the_first_step() -> None:
     """Loaded by all, training goes on from them; loaded by one, all ranks are told."""
-    for everybody, one in three_ranks["loaded"]:
+    for everybody, one in three("loaded"):
         assert everybody == "no error"
-        assert one.startswith("MismatchError: rank 1 has another start of training than rank 0: ")
-        assert "'parameters loaded since, with hash " in one
-        assert "instead of 'parameters as they were sent to all'" in one
+        assert one.startswith("MismatchError: rank 1 ")
 
 
-@pytest.mark.parametrize("index", range(len(NOT_FINITE)))
-def test_an_average_that_is_not_finite_is_not_used(
-    index: int, three_ranks: dict[str, list[Any]]
-) -> None:
+def test_an_average_that_is_not_finite_is_not_used() -> None:
     """All ranks are told round and parameter; anchor, momentum and live parameters stay."""
-    staleness = NOT_FINITE[index][2]
-    for answers in three_ranks["not_finite"]:
-        answer = answers[index]
-        assert answer["told"].startswith(
-            f"NonFiniteError: the average of round 1, used in round {1 + staleness}, has "
-        ), answer
-        assert "first in '3.weight'; from rank 2; " in answer["told"]
-        assert answer["again"] == answer["told"]
-        assert answer["kept"] == [True, True]
-        assert answer["live"] == 0
-        assert answer["finite"]
-        assert answer["rounds"] == 1 + staleness
+    for answers in three("not_finite", cases=NOT_FINITE):
+        for answer, (_, _, staleness) in zip(answers, NOT_FINITE, strict=True):
+            assert answer["told"].startswith(
+                "NonFiniteError: the average of round 1, used in round"
+            )
+            assert f"round {1 + staleness}" in answer["told"]
+            assert "3.weight" in answer["told"]
+            assert "rank 2" in answer["told"]
+            assert answer["again"] == answer["told"]
+            assert answer["kept"] == [True, True]
+            assert answer["live"] == 0
+            assert answer["finite"]
+            assert answer["rounds"] == 1 + staleness
 
 
-def test_the_drift_check_names_ranks_whose_anchor_is_another(
-    three_ranks: dict[str, list[Any]],
-) -> None:
+def test_the_drift_check_names_ranks_whose_anchor_is_another() -> None:
     """One bit in one element is enough."""
-    answers = three_ranks["drifted"]
+    answers = three("drifted")
     assert {answer["plain"] for answer in answers} == {"no error"}
-    assert {answer["tampered"] for answer in answers} == {
-        "MismatchError: after round 5 the anchor of ranks [2] is not that of the others"
-    }
+    for answer in answers:
+        assert answer["tampered"].startswith("MismatchError: after round 5")
+        assert "[2]" in answer["tampered"]
 
 
-def test_blocks_end_in_good_order(three_ranks: dict[str, list[Any]]) -> None:
+def test_blocks_end_in_good_order() -> None:
     """An exception waits for nobody, and is told; else averages are waited for; hooks go."""
-    answers = three_ranks["leave"]
+    answers = three("leave")
     assert answers[0]["told"] == "mine"
     for rank in (1, 2):
         at, told = answers[rank]["told"].split(" failed: ")
@@ -369,55 +332,36 @@ def test_blocks_end_in_good_order(three_ranks: dict[str, list[Any]]) -> None:
         assert answer["let go"] == [3, 3]
 
 
-def test_misuse_is_told_and_not_trained_on(three_ranks: dict[str, list[Any]]) -> None:
+def test_misuse_is_told_and_not_trained_on() -> None:
     """A closed block, a second algorithm, a late parameter: all ranks are told."""
-    for answer in three_ranks["misused"]:
-        assert answer == {
-            "shared": (
-                "OptionError: the optimizer already closes rounds for another algorithm; close that"
-                " one first"
-            ),
-            "again": "OptionError: this CO2 is closed and averages nothing; make a new one",
-            "unfrozen": (
-                "OptionError: the optimizer trains a parameter of shape (7, 5) that was frozen, or"
-                " not there, when averaging began: train it from the start (at a rate of 0), or end"
-                " before with finish() and make a new CO2; in Lightning and Transformers, with a"
-                " second fit() or train()"
-            ),
-        }
+    for answer in three("misused"):
+        assert all(said.startswith("OptionError") for said in answer.values())
+        assert "(7, 5)" in answer["unfrozen"]
 
 
-def test_consensus_shows_the_anchor_and_gives_the_model_back(
-    three_ranks: dict[str, list[Any]],
-) -> None:
+def test_consensus_shows_the_anchor_and_gives_the_model_back() -> None:
     """In the middle of a round workers differ; within, they do not."""
-    inside, restored, live = zip(*three_ranks["consensus"], strict=True)
+    inside, restored, live = zip(*three("consensus"), strict=True)
     assert inside[0] == inside[1] == inside[2]
     assert restored == (True, True, True)
     assert live[0] != live[1]
     assert inside[0] not in live
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    three_ranks: dict[str, list[Any]],
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     """Cut between and within rounds, with averages under way; by torch.save and by dcp."""
-    assert three_ranks["resume"] == [[]] * 3
+    assert three("resume", folder=str(tmp_path)) == [[]] * 3
 
 
-def test_the_chosen_delay_counts_each_average_as_on_its_slowest_rank(
-    three_ranks: dict[str, list[Any]],
-) -> None:
+def test_the_chosen_delay_counts_each_average_as_on_its_slowest_rank() -> None:
     """A whole round until three were measured, then 3 for 1, 2 and 3; resuming keeps it."""
-    for answer in three_ranks["chosen_delay"]:
+    for answer in three("chosen_delay"):
         assert answer == {"delays": [4] + [3] * 6, "resumed": 3}
 
 
-def test_an_average_that_takes_longer_than_its_delay_is_waited_for(
-    three_ranks: dict[str, list[Any]],
-) -> None:
+def test_an_average_that_takes_longer_than_its_delay_is_waited_for() -> None:
     """It says so, and all workers go on from what the equations give."""
-    answers = three_ranks["slower_than_its_delay"]
+    answers = three("slower_than_its_delay")
     for answer in answers[:2]:
         assert answer["late"] >= 2
         assert answer["waited"] > 0.3
@@ -426,9 +370,9 @@ def test_an_average_that_takes_longer_than_its_delay_is_waited_for(
     np.testing.assert_allclose([answer["ended"] for answer in answers], wanted, atol=CLOSE)
 
 
-def test_the_consensus_counts_averages_under_way(three_ranks: dict[str, list[Any]]) -> None:
+def test_the_consensus_counts_averages_under_way() -> None:
     """At the end of a round it is the mean of all workers; it does not change within a round."""
-    answers = three_ranks["agreed"]
+    answers = three("agreed")
     for answer in answers:
         assert all(same for _, _, same in answer)
     for step in range(9):
@@ -439,38 +383,31 @@ def test_the_consensus_counts_averages_under_way(three_ranks: dict[str, list[Any
             np.testing.assert_allclose(inside[0], np.mean(ends, axis=0), atol=1e-6)
 
 
-def test_states_of_other_ranks_and_runs_are_refused(three_ranks: dict[str, list[Any]]) -> None:
+def test_states_of_other_ranks_and_runs_are_refused() -> None:
     """What may change between runs may; what may not is named."""
-    answers = three_ranks["wrong_state"]
-    assert answers[0]["rank"] == (
-        "OptionError: the saved state holds rank1, not rank0: load it on as many ranks as saved it,"
-        " or take load_anchor()"
-    )
+    answers = three("wrong_state")
+    assert answers[0]["rank"].startswith("OptionError")
+    assert "load_anchor()" in answers[0]["rank"]
     for answer in answers:
-        assert answer["tau"] == (
-            "OptionError: the saved state is of another run: 'tau = 3', here 'tau = 4'"
-        )
-        saved, here = ("'weight: (2, 2) float32, strides (2, 1)'", "'weight: (3, 2) float32")
-        assert f"{saved}, here {here}" in answer["width"]
+        assert "'tau = 3', here 'tau = 4'" in answer["tau"]
+        assert "(3, 2)" in answer["width"]
         assert answer["same"] == "no error"
-
-
-TOLD = r"RankFailure: the average of round [12] failed: a rank died, took fewer steps, or"
 
 
 def test_a_killed_worker_is_told_at_once() -> None:
     """The others are told what they were doing, long before the deadline of a minute."""
     answers = on_ranks("killed", 3, module=MODULE, dies=1)
     for answer in (answers[0], answers[2]):
-        assert re.match(TOLD, answer["told"])
+        assert answer["told"].startswith("RankFailure: the average of round ")
         assert answer["seconds"] < 20
 
 
-def test_a_late_worker_is_told_after_the_deadline(three_ranks: dict[str, list[Any]]) -> None:
+def test_a_late_worker_is_told_after_the_deadline() -> None:
     """By torch's own collectives and by the thread of int8; and all can begin anew after that."""
-    for found in (three_ranks["late"][0], three_ranks["late"][2]):
-        for answer in found:
-            assert re.match(TOLD, answer["told"])
+    found = three("late", dtypes=["fp32", "int8"])
+    for answers in (found[0], found[2]):
+        for answer in answers:
+            assert answer["told"].startswith("RankFailure: the average of round ")
             assert 0.9 * DEADLINE < answer["seconds"] < DEADLINE + 15
 
 
@@ -494,23 +431,9 @@ INSIDE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What two nodes of two ranks gave, by function; "follow" takes every rank as a worker."""
-    calls: dict[str, dict[str, Any]] = {
-        "follow": {"cases": CASES},
-        "inside_nodes": {"cases": INSIDE},
-        "evaluated_inside": {},
-        "wrong_inside": {"folder": str(tmp_path_factory.mktemp("nodes"))},
-    }
-    return together(MODULE, 4, calls, gpus_per_node=2)
-
-
-def test_every_algorithm_equals_its_published_equations(
-    two_nodes: dict[str, list[Any]],
-) -> None:
+def test_every_algorithm_equals_its_published_equations() -> None:
     """All models after every round, Lambda and clipped share, to float32 rounding."""
-    answers = two_nodes["follow"]
+    answers = four("follow", cases=CASES)
     for index, given in enumerate(CASES):
         seen: list[Any] = []
         wanted = expected(given, 4, seen)
@@ -529,20 +452,16 @@ def test_every_algorithm_equals_its_published_equations(
                 assert 0.01 < share < 0.9, f"{given} clips {share}"
 
 
-def test_an_evaluation_of_the_consensus_leaves_nothing_gathered(
-    two_nodes: dict[str, list[Any]],
-) -> None:
+def test_an_evaluation_of_the_consensus_leaves_nothing_gathered() -> None:
     """FSDP2 that keeps whole parameters after a forward must not go on with the wrong ones."""
-    for live, consensus, again, anew in two_nodes["evaluated_inside"]:
+    for live, consensus, again, anew in four("evaluated_inside"):
         assert live == again == anew
         assert consensus != live
 
 
-def test_nodes_as_workers_equal_the_reference_of_two_workers(
-    two_nodes: dict[str, list[Any]],
-) -> None:
+def test_nodes_as_workers_equal_the_reference_of_two_workers() -> None:
     """Two nodes of two ranks, DDP or FSDP2 inside; each rank keeps and averages its share."""
-    answers = two_nodes["inside_nodes"]
+    answers = four("inside_nodes", cases=INSIDE)
     for index, given in enumerate(INSIDE):
         seen: list[Any] = []
         wanted = expected(given, 2, seen)[:, [0, 0, 1, 1]]
@@ -563,24 +482,19 @@ def test_nodes_as_workers_equal_the_reference_of_two_workers(
             assert [one["clipped"] for one in told] == pytest.approx([share] * 4)
 
 
-def test_nodes_fail_and_resume_as_one(two_nodes: dict[str, list[Any]]) -> None:
+def test_nodes_fail_and_resume_as_one(tmp_path: Path) -> None:
     """A NaN or a drift in one rank's share is an error on all; dcp keeps every rank's state."""
-    answers = two_nodes["wrong_inside"]
+    answers = four("wrong_inside", folder=str(tmp_path))
     for rank, answer in enumerate(answers):
         for inside in ("ddp", "fsdp"):
-            assert answer[f"{inside} nan"].startswith(
-                "NonFiniteError: the average of round 1, used in round 2, has 1 elements"
-            ), answer
+            assert answer[f"{inside} nan"].startswith("NonFiniteError: the average of round 1")
             assert ("0.weight" in answer[f"{inside} nan"]) == (rank in {0, 2})
-            assert "; from rank 2; " in answer[f"{inside} nan"], answer
+            assert "rank 2" in answer[f"{inside} nan"], answer
             assert answer[f"{inside} drift"].startswith("MismatchError: after round 1"), answer
             assert answer[f"{inside} loaded"] == [True, True, 5]
         mine = [0, 1] if rank < 2 else [2, 3]
-        assert answer["bare"] == (
-            f"MismatchError: after round 0 the ranks of a worker, {mine}, hold different"
-            " parameters: wrap the model in DDP or FSDP2 over Workers.per_node().inner, or take"
-            " worker='gpu'"
-        )
+        assert answer["bare"].startswith("MismatchError: after round 0")
+        assert f"{mine}" in answer["bare"]
         assert answer["groups"] == 0, "groups made for worker='node' are given back"
         assert "over ranks [0, 1, 2, 3]" in answer["over all"]
         assert f"worker is ranks {mine}" in answer["over all"]

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from quantization_codes import CODES  # noqa: E402 - needs torch
 from quantization_training import PLACES, averaged, reduced, train  # noqa: E402 - needs torch
-from together import together  # noqa: E402 - needs torch
+from ranks import on_ranks  # noqa: E402 - needs torch
 from torch import Generator, Tensor  # noqa: E402 - needs torch
 
 from realrun.algorithms.quantize_format import wire_bytes  # noqa: E402 - needs torch
@@ -78,7 +78,10 @@ def test_without_a_code_workers_train_as_one() -> None:
 def test_it_codes_as_the_algorithms_do() -> None:
     """Four ranks: the sum of ZeRO++'s gradients, and the mean of an average, bit for bit."""
     calls = {"gradient": {"block": 32}, "outer": {"wire": "int4"}}
-    found = together("quantization_workers", 4, calls)
+    found = {
+        name: on_ranks(name, 4, module="quantization_workers", **arguments)
+        for name, arguments in calls.items()
+    }
     given_ = [torch.tensor(one["given"]) for one in found["gradient"]]
 
     def send(block: int):  # type: ignore[no-untyped-def] # noqa: ANN202 - as it stands in the study

@@ -5,11 +5,12 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ranks import on_ranks
 from test_lab import MEET, output
 from test_sites import VARIANTS
-from together import together
 
 from analysis.cli import main, measured
 from co2sim.catalog import load_cluster
@@ -27,22 +28,15 @@ from realrun.train.support import check
 LEARNED = ["local_sgd:tau=2,inner=ddp", "co2:tau=4,delay=3,inner=zero2", "diloco:tau=4,inner=fsdp"]
 
 
-@pytest.fixture(scope="module")
-def four_nodes() -> dict[str, list[object]]:
-    """What four nodes of one rank gave, by function."""
-    calls = {
-        "met": {},
-        "workers": {},
-        "measured": {"strategies": VARIANTS},
-        "learned": {"strategies": LEARNED},
-    }
-    return together("site_workers", 4, calls, gpus_per_node=1)
+def four(function: str, **arguments: Any) -> list[Any]:
+    """What a function gives on four nodes of one rank."""
+    return on_ranks(function, 4, gpus_per_node=1, module="site_workers", **arguments)
 
 
 @pytest.mark.dist
-def test_ranks_meet_inside_their_site_and_across(four_nodes: dict[str, list[object]]) -> None:
+def test_ranks_meet_inside_their_site_and_across() -> None:
     """Sites {0, 1} and {2, 3}; peers {0, 2} and {1, 3}; what each adds up to."""
-    assert four_nodes["met"] == [
+    assert four("met") == [
         [[0, 1, 3.0], [0, 2, 4.0]],
         [[0, 1, 3.0], [1, 3, 6.0]],
         [[2, 3, 7.0], [0, 2, 4.0]],
@@ -51,19 +45,17 @@ def test_ranks_meet_inside_their_site_and_across(four_nodes: dict[str, list[obje
 
 
 @pytest.mark.dist
-def test_every_schedule_over_sites_runs(four_nodes: dict[str, list[object]]) -> None:
+def test_every_schedule_over_sites_runs() -> None:
     """A trace of all ranks that breaks no rule, and keeps the sites of the cluster."""
-    found = four_nodes["measured"][0]
-    assert isinstance(found, list)
+    found = four("measured", strategies=VARIANTS)[0]
     assert len(found) == len(VARIANTS)
     assert all(one[:2] == [2, [0, 1, 2, 3]] and one[2] for one in found)
 
 
 @pytest.mark.dist
-def test_a_site_learns_as_a_node_of_as_many_ranks(four_nodes: dict[str, list[object]]) -> None:
+def test_a_site_learns_as_a_node_of_as_many_ranks() -> None:
     """Bit for bit: losses of training and validation, and bytes that averages sent."""
-    for one in four_nodes["learned"]:
-        assert isinstance(one, dict)
+    for one in four("learned", strategies=LEARNED):
         for text in LEARNED:
             by_node, by_site = one[text]
             assert by_node == by_site
@@ -71,13 +63,12 @@ def test_a_site_learns_as_a_node_of_as_many_ranks(four_nodes: dict[str, list[obj
 
 
 @pytest.mark.dist
-def test_algorithms_take_sites_from_the_environment(four_nodes: dict[str, list[object]]) -> None:
+def test_algorithms_take_sites_from_the_environment() -> None:
     """REALRUN_SITES of 4 ranks: two sites, four of one rank; one, and unequal ones, are refused."""
-    for rank, found in enumerate(four_nodes["workers"]):
-        assert isinstance(found, list)
-        two, four, one, three, words = found
+    for rank, found in enumerate(four("workers")):
+        two, each, one, three, words = found
         assert two == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]]
-        assert four == [[rank], [0, 1, 2, 3]]
+        assert each == [[rank], [0, 1, 2, 3]]
         assert "set to 2 sites or more of as many ranks; there are 4 ranks" in one
         assert "REALRUN_SITES is 3" in three
         assert "REALRUN_SITES is 'two'; it must be the number of sites" in words

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize("per_node", [2, 4])
+@pytest.mark.parametrize("per_node", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(per_node: int) -> None:
     """Pairs share layers; all else meets those with one place in their pairs, in checking mode."""
     variants = VARIANTS[:: 4 if per_node == 4 else 3]

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+from ranks import on_ranks
 from tiny import cluster
-from together import together
 
 from co2sim import strategies
 from co2sim.cost import traffic
@@ -26,23 +26,12 @@ LAYOUTS = [1, 2, 4]
 """Ranks of a node."""
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> dict[str, list[Any]]:
-    """What four ranks gave, by function."""
-    calls: dict[str, dict[str, Any]] = {
-        "means": {"layouts": LAYOUTS},
-        "submesh": {},
-        "exact": {},
-        "weights": {},
-        "wire": {"layouts": LAYOUTS, "block": BLOCK},
-        "settings": {},
-        "quality": {"steps": 40, "parts": ["", "qwz", "qgz", "all"], "block": BLOCK},
-        "refusals": {},
-    }
-    return together("zeropp_workers", RANKS, calls)
+def four(function: str, **arguments: Any) -> list[Any]:
+    """What a function gives on four ranks."""
+    return on_ranks(function, RANKS, module="zeropp_workers", **arguments)
 
 
-def test_qgz_gives_the_mean_over_all_ranks(four_ranks: dict[str, list[Any]]) -> None:
+def test_qgz_gives_the_mean_over_all_ranks() -> None:
     """On nodes x ranks of 4x1, 2x2 and 1x4: the slope against the exact mean is 1.
 
     No element is off by more than half of the steps on its way, which a wrong slice or scale would
@@ -50,7 +39,7 @@ def test_qgz_gives_the_mean_over_all_ranks(four_ranks: dict[str, list[Any]]) -> 
     its own blocks, and no others. More layouts, and means over many seeds, are those of
     test_zeropp_collectives.
     """
-    for answers in four_ranks["means"]:
+    for answers in four("means", layouts=LAYOUTS):
         for found in answers:
             for rounding in ("nearest", "stochastic"):
                 assert found[rounding] == pytest.approx(1.0, abs=0.01)
@@ -60,33 +49,31 @@ def test_qgz_gives_the_mean_over_all_ranks(four_ranks: dict[str, list[Any]]) -> 
             assert 1 <= found["spoilt"] <= 3 * 256
 
 
-def test_a_node_of_several_is_a_mesh_of_its_own(four_ranks: dict[str, list[Any]]) -> None:
+def test_a_node_of_several_is_a_mesh_of_its_own() -> None:
     """Two workers of two ranks take the means of their own gradients, and nothing leaves a node."""
-    for found in four_ranks["submesh"]:
+    for found in four("submesh"):
         assert found["off"] < 1e-6
         assert 0 < found["on"] <= found["bound"]
         assert found["off between"] == found["on between"] == 0
         assert 0 < found["on inside"] < 0.35 * found["off inside"]
 
 
-def test_without_quantization_it_is_fsdp2_bit_for_bit(four_ranks: dict[str, list[Any]]) -> None:
+def test_without_quantization_it_is_fsdp2_bit_for_bit() -> None:
     """Switches off, or hpZ alone, set by us or by FSDP2: the same losses and weights.
 
     In fp32, and in bf16 with accumulated gradients.
     """
-    for found in four_ranks["exact"]:
+    for found in four("exact"):
         assert len(found) == 10
         assert all(found.values()), found
 
 
-def test_every_rank_computes_with_the_same_weights_and_keeps_its_own_exact(
-    four_ranks: dict[str, list[Any]],
-) -> None:
+def test_every_rank_computes_with_the_same_weights_and_keeps_its_own_exact() -> None:
     """Forward weights are off by half a step at most, and alike; shards stay what they were.
 
     The backward sees the exact weights, or with hpZ those of the forward, from the node.
     """
-    for found in four_ranks["weights"]:
+    for found in four("weights"):
         for hpz, backward in ((False, "exact"), (True, "as forward")):
             part = found[f"hpz={hpz}"]
             assert part["same on all ranks"]
@@ -120,13 +107,13 @@ def stated(name: str, per_node: int, block: int) -> tuple[list[list[Any]], Any]:
     )
 
 
-def test_bytes_on_the_wire_are_those_of_the_schedule(four_ranks: dict[str, list[Any]]) -> None:
+def test_bytes_on_the_wire_are_those_of_the_schedule() -> None:
     """Every message with members, type and size, and what is sent by a rank and by a node.
 
     For every switch on nodes x ranks of 4x1, 2x2 and 1x4, in bf16. With all three the traffic
     between nodes falls from 3 M (n-1)/n to (0.5 (n-1)/n + 0.25 (N-1)/N) M and scales.
     """
-    everywhere = four_ranks["wire"]
+    everywhere = four("wire", layouts=LAYOUTS, block=BLOCK)
     between = {}
     for number, case in enumerate(everywhere[0]):
         name, per_node = case["name"], case["per_node"]
@@ -143,11 +130,9 @@ def test_bytes_on_the_wire_are_those_of_the_schedule(four_ranks: dict[str, list[
     assert between["all", 4] == 0
 
 
-def test_mixed_precision_accumulation_and_fp16_gradients_work(
-    four_ranks: dict[str, list[Any]],
-) -> None:
+def test_mixed_precision_accumulation_and_fp16_gradients_work() -> None:
     """With all parts the losses follow FSDP2's, and are not the same."""
-    for found in four_ranks["settings"]:
+    for found in four("settings"):
         assert len(found) == 3
         for plain, ours in found.values():
             assert ours == pytest.approx(plain, rel=0.03)
@@ -155,18 +140,18 @@ def test_mixed_precision_accumulation_and_fp16_gradients_work(
             assert ours[-1] < 0.8 * ours[0]
 
 
-def test_a_small_gpt_trains_to_the_same_loss(four_ranks: dict[str, list[Any]]) -> None:
+def test_a_small_gpt_trains_to_the_same_loss() -> None:
     """40 steps on source code: within 2 % of FSDP2 with qwZ, with qgZ and with all three.
 
     hpZ alone gives the bits of FSDP2, which another test shows.
     """
-    plain, *others = four_ranks["quality"][0]
+    plain, *others = four("quality", steps=40, parts=["", "qwz", "qgz", "all"], block=BLOCK)[0]
     assert plain < 3.0  # it has learnt: 4.85 at the start
     assert others == pytest.approx([plain] * 3, rel=0.02)
     assert plain not in others
 
 
-def test_what_it_cannot_do_is_refused_in_words(four_ranks: dict[str, list[Any]]) -> None:
+def test_what_it_cannot_do_is_refused_in_words() -> None:
     """One line each. Nodes are torchrun's unless said otherwise; ranks draw different numbers."""
     expected = {
         "plain": "OptionError: Product has no FSDP2 modules; call fully_shard on its layers",
@@ -185,7 +170,7 @@ def test_what_it_cannot_do_is_refused_in_words(four_ranks: dict[str, list[Any]])
         "op": "OptionError: qgz cannot reduce gradients by RedOpType.MAX",
         "default": "4",
     }
-    everywhere = four_ranks["refusals"]
+    everywhere = four("refusals")
     assert len({found.pop("seed") for found in everywhere}) == RANKS
     for found in everywhere:
         assert found.keys() == expected.keys()

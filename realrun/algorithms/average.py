@@ -151,12 +151,6 @@ class Average:
         self._counting: dist.ProcessGroup | None = None
         self.sent = 0
 
-    def among(self, group: dist.ProcessGroup | None) -> "Average":
-        """The same over other ranks; it goes on counting what is sent."""
-        made = Average(group, self._wire, self._deadline, 4 * self._elements)
-        made.sent = self.sent
-        return made
-
     def weigh(self, present: Callable[[], bool], group: dist.ProcessGroup | None) -> None:
         """From now on, average over the ranks that are `present` at a launch; counted in `group`.
 
@@ -273,11 +267,6 @@ class Average:
         """End the thread. No average may be under way."""
         if self._owner is not None:
             self._owner.shutdown()
-
-    def abandon(self) -> None:
-        """Give up averages under way, without waiting for them."""
-        if self._owner is not None:
-            self._owner.shutdown(wait=False, cancel_futures=True)
 
 
 def _event() -> torch.cuda.Event:

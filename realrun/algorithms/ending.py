@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from co2sim.errors import Co2simError, OptionError
 from realrun.algorithms.agreement import RateWatch
-from realrun.algorithms.average import Average
 from realrun.algorithms.evaluation import average_now, averaged, others_of
 from realrun.algorithms.links import Links
 from realrun.algorithms.notices import of_network, raised
@@ -154,9 +153,7 @@ class Ending:
             raise self._failure or OptionError("join() is entered once, between two rounds")
         self._ready("join()")
         held = others_of(self._model, also, buffers=buffers)
-        average = self._outer.average
-        assert isinstance(average, Average)
-        average.weigh(lambda: self._idle < self._tau, self._links.counting)
+        self._outer.average.weigh(lambda: self._idle < self._tau, self._links.counting)
         begin, self._joining = self._links.steps, True
         yield
         self._joining = False

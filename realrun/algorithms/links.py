@@ -64,11 +64,6 @@ class Links:
                 dist.destroy_process_group(made)
         self._made, self._own = {}, ()
 
-    def let_go(self) -> None:
-        """Forget the communicators: a rank of them is lost, and who made them destroys them."""
-        self._made, self._own = {}, ()
-        self.average = self._peers = self.gather = self._inner = None
-
     def meet(self, what: str, *, begun: bool = False) -> None:
         """Wait until all ranks come here after the same steps; see Notices.meet."""
         self.notices.meet(what, self.deadline, begun=begun)

@@ -29,7 +29,6 @@ from realrun.algorithms.optimizers import (
 )
 from realrun.algorithms.options import Wire, wait_of, wire_of
 from realrun.algorithms.outer_loop import OuterLoop, RoundLoop
-from realrun.algorithms.regroup import Regrouping
 from realrun.algorithms.rule import Rule
 from realrun.algorithms.saving import Resumable
 from realrun.algorithms.start import (
@@ -53,7 +52,7 @@ class Common(TypedDict, total=False):
     timeout: Seconds | timedelta | None
 
 
-class LocalUpdate(Regrouping, Resumable, Ending):
+class LocalUpdate(Resumable, Ending):
     """Close a round after every `tau` optimizer steps, by the rule of an algorithm.
 
     Use CO2, SlowMo, LocalSGD, OverlapLocalSGD or DiLoCo, as an object or as a context manager. The
@@ -229,8 +228,7 @@ class LocalUpdate(Regrouping, Resumable, Ending):
         self._links.steps += 1
         last = counters.step >= self._tau
         try:
-            if isinstance(self._outer.average, Average):  # an elastic one goes on without others
-                self._links.notices.glance()
+            self._links.notices.glance()
             self._after_local_step(last=last)
         except Co2simError as error:
             self._failure = error
@@ -251,7 +249,7 @@ class LocalUpdate(Regrouping, Resumable, Ending):
         if last:
             counters.step = 0
             counters.round += 1
-            if isinstance(average := self._outer.average, Average) and not average.weighs:
+            if not self._outer.average.weighs:
                 self._rates.end_round()
             if checks:
                 self.check_drift()

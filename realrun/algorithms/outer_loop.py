@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from realrun.algorithms.average import Average, Flight
 from realrun.algorithms.counters import Counters, Stats
-from realrun.algorithms.elastic import ElasticAverage
 from realrun.algorithms.finite import finite_norm
 from realrun.algorithms.flat import Flat
 from realrun.algorithms.links import Links
@@ -41,7 +40,7 @@ class OuterLoop(ABC):
     ) -> None:
         """The state before round 0: the anchor is what the model holds."""
         self.rule, self.flat, self.links = rule, flat, links
-        self.average: Average | ElasticAverage = average
+        self.average = average
         # FSDP2 may keep parameters gathered, after a forward without backward.
         self._gathered = [one for one in model.modules() if isinstance(one, FSDPModule)]
         vectors = {

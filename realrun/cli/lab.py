@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from co2sim import ranges
 from co2sim.console import options
 from realrun.dilation import SLEEPING, chosen
 from realrun.launch.lab import run_lab, stated_cluster
@@ -20,7 +19,7 @@ lab = typer.Typer(
 
 
 @lab.command(context_settings={"allow_interspersed_args": False})
-def run(  # noqa: PLR0913, PLR0917 - one argument per option
+def run(  # noqa: PLR0917 - one argument per option
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -40,14 +39,6 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
             metavar="TIME", help="How long other ranks may take to stop after one failed."
         ),
     ] = "5 s",
-    restarts: Annotated[
-        int | None,
-        typer.Option(
-            parser=options.whole("--restarts"),
-            metavar="N",
-            help="Start ranks that die anew, N times all together: for `realrun train --elastic`.",
-        ),
-    ] = None,
 ) -> None:
     """Build the lab, run a command as every rank in it, and take it down again.
 
@@ -58,10 +49,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
     time = options.seconds("--grace", grace)
     slower = chosen(dilation, command or [], nodes * gpus_per_node, cores(), sites)
     built = Lab(nodes, gpus_per_node, rate, intra_rate, sites, wan, slower)
-    if restarts is not None:
-        ranges.whole("--restarts", restarts, 0)
-    code = run_lab(command or [], built, grace=time, restarts=restarts)
-    raise typer.Exit(code)
+    raise typer.Exit(run_lab(command or [], built, grace=time))
 
 
 @lab.command()

@@ -23,15 +23,6 @@ Nproc = Annotated[
         " `realrun lab` started.",
     ),
 ]
-Restarts = Annotated[
-    int | None,
-    typer.Option(
-        parser=whole("--restarts"),
-        metavar="N",
-        help="With --elastic: how often ranks that die are started anew, all together; default: 10."
-        " In a lab it is an option of `realrun lab run`.",
-    ),
-]
 BackendName = Annotated[
     str, typer.Option("--backend", help="gloo (CPU, works anywhere) or nccl (GPUs).")
 ]

@@ -20,7 +20,6 @@ from realrun import record
 from realrun.dilation import lasting
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure
 from realrun.execute.world import World, end, join, need_gpus
-from realrun.launch.forking import needed
 from realrun.launch.local import run_local
 from realrun.launch.watch import Place
 from realrun.measure import KernelName, Say, computing_time, measure, partial_trace
@@ -48,31 +47,21 @@ class RankSettings:
     nproc: int | None
 
 
-def start(
-    settings: RankSettings,
-    arguments: Sequence[str],
-    *,
-    training: bool = False,
-    restarts: int | None = None,
-) -> int:
+def start(settings: RankSettings, arguments: Sequence[str], *, training: bool = False) -> int:
     """Run this same command as `nproc` local ranks; gives the exit code.
 
-    A training is asked to stop before it is killed, and draws its progress itself; with `restarts`
-    ranks that die are started anew.
+    A training is asked to stop before it is killed, and draws its progress itself.
     """
     assert settings.nproc is not None
     if settings.backend == "nccl":
         need_gpus(settings.nproc)
-    command = [sys.executable, "-m", "realrun", *without_nproc(arguments)]
     return run_local(
-        command,
+        [sys.executable, "-m", "realrun", *without_nproc(arguments)],
         settings.nproc,
         grace=_GRACE,
         patience=max(settings.deadline / 2, _LEAST_PATIENCE),
         ask_first=training,
-        own_terminal=training and restarts is None,
-        restarts=restarts,
-        loads=needed(command),
+        own_terminal=training,
     )
 
 
@@ -81,9 +70,9 @@ def without_nproc(arguments: Sequence[str]) -> list[str]:
     kept: list[str] = []
     rest = iter(arguments)
     for argument in rest:
-        if argument in {"--nproc", "--restarts"}:
+        if argument == "--nproc":
             next(rest, None)
-        elif not argument.startswith(("--nproc=", "--restarts=")):
+        elif not argument.startswith("--nproc="):
             kept.append(argument)
     return kept
 

@@ -1,7 +1,6 @@
 """`realrun train`: train a small model on real data with any strategy."""
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -14,17 +13,14 @@ from co2sim.schedule import Layout
 from co2sim.strategies import parse, with_options
 from co2sim.strategies.step import title
 from realrun.cli import options as launching
-from realrun.cli.train_elastic import RESTARTS, check_alone, check_launcher, held, run_member
 from realrun.cli.train_rank import check_out, resumed, run
+from realrun.dilation import DILATION, dilation
 from realrun.train.outer import pairs
 from realrun.train.settings import TrainSettings
-from realrun.train.support import check, check_elastic, check_estimate
+from realrun.train.support import check, check_estimate
 
 _WARMUP = 20
 """Steps, if there are twice as many."""
-
-_CHECKPOINTS = 100
-"""Steps between them, where there are any."""
 
 
 def train(  # noqa: PLR0913, PLR0917 - one argument per option
@@ -160,14 +156,13 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         ),
     ] = "during",
     checkpoint_every: Annotated[
-        int | None,
+        int,
         typer.Option(
             parser=options.whole("--checkpoint-every"),
             metavar="N",
-            help="Steps between checkpoints, of which two are kept; 0: only at the end. Default:"
-            " 100; with --elastic there are none.",
+            help="Steps between checkpoints, of which two are kept; 0: only at the end.",
         ),
-    ] = None,
+    ] = 100,
     resume: Annotated[  # noqa: FBT002
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --out, if any.")
     ] = False,
@@ -202,15 +197,6 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
             help="Print the model of task text as a file for co2sim, and do not train.",
         ),
     ] = False,
-    elastic: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--elastic",
-            help="Go on when a worker dies; it is started anew, and comes in at the end of a round"
-            " with the state of another one. For co2, diloco, local_sgd and slowmo.",
-        ),
-    ] = False,
-    restarts: launching.Restarts = None,
     nproc: launching.Nproc = None,
     backend: launching.BackendName = "gloo",
     deadline: launching.Deadline = "60 s",
@@ -243,7 +229,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
         log_every=log_every,
         eval_every=eval_every,
         evaluate=evaluate,  # type: ignore[arg-type]
-        checkpoint_every=_checkpoints(checkpoint_every, elastic=elastic),
+        checkpoint_every=checkpoint_every,
     )
     if describe:
         if task != "text":
@@ -254,13 +240,9 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     means = launching.known_backend(backend)
     limit = launching.checked_deadline(deadline)
     launching.checked_nproc(nproc)
-    check_launcher(elastic=elastic, nproc=nproc, restarts=restarts)
-    if elastic:
-        check_alone(means, resume=resume, estimate=estimate)
+    _check_clock()
     if nproc is not None:
         check(settings, Layout(1, nproc))
-        if elastic:
-            check_elastic(settings, Layout(1, nproc))
         if estimate:
             check_estimate(settings, Layout(1, nproc), resume=resume)
         check_out(settings, out, nproc, going_on)
@@ -269,12 +251,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
 
     how = ranks.RankSettings(means, limit, nproc)
     if nproc is not None:
-        allowed = (RESTARTS if restarts is None else restarts) if elastic else None
-        with held(out) if elastic else nullcontext():
-            raise typer.Exit(ranks.start(how, sys.argv[1:], training=True, restarts=allowed))
-    if elastic:
-        run_member(settings, limit, out, as_json=json_)
-        return
+        raise typer.Exit(ranks.start(how, sys.argv[1:], training=True))
 
     def work(rank: ranks.Rank) -> None:
         run(rank, settings, out, resume=going_on, estimate=estimate, as_json=json_)
@@ -282,11 +259,13 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
     ranks.as_rank(how, None, work)
 
 
-def _checkpoints(given: int | None, *, elastic: bool) -> int:
-    """Steps between checkpoints."""
-    if given is None:
-        return 0 if elastic else _CHECKPOINTS
-    return given
+def _check_clock() -> None:
+    """Raise OptionError where the lab is slower than its clock says."""
+    if dilation() > 1:
+        raise OptionError(
+            f"{DILATION} is {dilation()}, and training goes by the clock of the machine; build the"
+            " lab with --dilation 1"
+        )
 
 
 def _with_tau(strategy: str, tau: int | None) -> str:

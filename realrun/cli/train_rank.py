@@ -107,14 +107,14 @@ def _estimates(history: History) -> dict[str, Any]:
 
 
 @contextmanager
-def asked_to_stop(rank: int, how: str = ", with a checkpoint") -> Iterator[list[int]]:
+def asked_to_stop(rank: int) -> Iterator[list[int]]:
     """The signals that asked this process to stop: it shall do so in good order."""
     asked: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def ask(number: int, _: object) -> None:
         if not asked and not rank:
-            print(f"asked to stop: ends some steps later{how}", file=sys.stderr)
+            print("asked to stop: ends some steps later, with a checkpoint", file=sys.stderr)
         asked.append(number)
 
     before = [signal.signal(number, ask) for number in numbers]
@@ -139,14 +139,6 @@ def _shown(rank: "Rank", settings: TrainSettings) -> "Iterator[OnStep | None]":
         assert bar is not None
         bar(0, settings.last)
         yield lambda at: bar(at.step, settings.last, _words(settings, at))
-
-
-def lines_of_progress(settings: TrainSettings) -> "OnStep":
-    """A line every few seconds, whichever rank it is that tells."""
-    from realrun.cli.ranks import news  # noqa: PLC0415 - torch
-
-    line = news()
-    return lambda at: line(_line(settings, at))
 
 
 def _line(settings: TrainSettings, at: "Standing") -> str:
@@ -184,12 +176,6 @@ def _print(history: History, out: Path) -> None:
             f" sent {scaled(found['bytes_sent'], 'B')} per rank; last penalty"
             f" {found['penalty']:.3f}, {found['clipped']:.2%} of elements clipped"
         )
-    if members := facts.get("elastic"):
-        print(
-            f"{counted(members['losses'], 'worker')} lost, {members['rejoins']} came back; stood"
-            f" still {duration(members['seconds_stood_still'])} for that; anchors"
-            f" {'equal' if members['anchors_equal'] else 'DIFFER'}"
-        )
     print(f"log     {out / LOG}\nfigure  {out / FIGURE}")
-    if history.stopped and not members:
+    if history.stopped:
         print(f"stopped after step {found['step']}; go on with --resume")

@@ -29,8 +29,6 @@ from co2sim.waking import FULLY_IDLE
 from realrun.checks import REALTIME, SITES, one_of
 from realrun.dilation import DILATION
 from realrun.errors import LabError
-from realrun.launch.elastic import supervise_elastic
-from realrun.launch.forking import load, needed
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import (
     GRACE,
@@ -40,7 +38,6 @@ from realrun.launch.local import (
     rank_environment,
     resolved,
 )
-from realrun.launch.membership import LIFE
 from realrun.launch.namespaces import (
     ACK,
     FRAME,
@@ -57,7 +54,6 @@ from realrun.launch.namespaces import (
     run_tool,
 )
 from realrun.launch.processes import (
-    RankProcess,
     guard_process,
     ranks_killed_at_end,
     start,
@@ -92,14 +88,8 @@ def run_lab(
     *,
     grace: Seconds = GRACE,
     patience: Seconds = PATIENCE,
-    restarts: int | None = None,
-    loads: Sequence[str] | None = None,
 ) -> int:
     """Build the lab, run `command` as every rank in it, and give the exit code of `supervise`.
-
-    With `restarts` it is that of `supervise_elastic`, and ranks that die are started anew. With
-    `loads`, modules, ranks of a command of this Python are forked, where that works, from a process
-    that has loaded them; those of a command of ours are in any case.
 
     Ranks have torchrun's environment, REALRUN_CLUSTER, the path of the lab's `stated_cluster`,
     REALRUN_REALTIME, 1 unless it is set, and REALRUN_SITES, if there are several. Stopping this
@@ -116,8 +106,7 @@ def run_lab(
     check_machine()
     if said := _said(lab):
         print(said, file=sys.stderr)  # noqa: T201 - while it can still be stopped
-    loads = needed(program) if loads is None else loads
-    inside = json.dumps([asdict(lab), grace, patience, program, restarts, loads])
+    inside = json.dumps([asdict(lab), grace, patience, program])
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from realrun.launch.lab import _first; _first()"
     )
@@ -233,12 +222,7 @@ def _first() -> None:
 
 
 def _inside(
-    asked: Mapping[str, Any],
-    grace: Seconds,
-    patience: Seconds,
-    command: Sequence[str],
-    restarts: int | None,
-    loads: Sequence[str] | None,
+    asked: Mapping[str, Any], grace: Seconds, patience: Seconds, command: Sequence[str]
 ) -> int:
     """Build the lab around this process and run the ranks; the exit code."""
     lab = Lab(**asked)
@@ -246,10 +230,8 @@ def _inside(
         _state(lab)
         holders = make_nodes(lab.nodes, lab.rates, lab.sites)
         with guard_process(patience) as guard, ranks_killed_at_end() as ranks:
-            fork = load(loads)
             store = host_store(SWITCH)
-
-            def begin(rank: int, life: int = 0) -> RankProcess:
+            for rank in range(lab.world_size):
                 variables = rank_environment(
                     rank,
                     lab.world_size,
@@ -263,15 +245,9 @@ def _inside(
                 own |= {REALTIME: os.environ.get(REALTIME, "1")}
                 own |= {DILATION: str(lab.dilation)}
                 own |= {SITES: str(lab.sites)} if lab.sites > 1 else {}
-                own |= {} if restarts is None else {LIFE: str(life)}
-                ranks.append(start(rank, command, {**variables, **own}, place, fork=fork))
+                ranks.append(start(rank, command, {**variables, **own}, place))
                 guard.put(ranks[-1].process.pid)
-                return ranks[-1]
-
-            first = [begin(rank) for rank in range(lab.world_size)]
-            if restarts is None:
-                return supervise(first, store, grace, cut=guard.cut)
-            return supervise_elastic(first, store, begin, restarts, cut=guard.cut)
+            return supervise(ranks, store, grace, cut=guard.cut)
     except Co2simError as error:
         print(error_line(str(error)), file=sys.stderr)  # noqa: T201 - the launcher only sees the code
         return 2

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING
 
 from co2sim.units import Seconds
 from realrun.errors import LaunchError
-from realrun.launch.elastic import supervise_elastic
-from realrun.launch.forking import load
-from realrun.launch.membership import LIFE
 from realrun.launch.processes import (
     RankProcess,
     guard_process,
@@ -49,8 +46,6 @@ def run_local(
     environment: Mapping[str, str] | None = None,
     ask_first: bool = False,
     own_terminal: bool = False,
-    restarts: int | None = None,
-    loads: Sequence[str] | None = None,
 ) -> int:
     """Run `command` as `nproc` ranks on this machine, and give the exit code of `supervise`.
 
@@ -58,9 +53,6 @@ def run_local(
     started, and so does stopping it (SIGSTOP, control-Z) for longer than `patience`, on Linux.
     Control-C gives 130 and SIGTERM 143. `ask_first`: the first of them only tells the ranks to end,
     the second kills. `own_terminal`: rank 0 may draw on this process's terminal, if there is one.
-    `restarts`: the code is that of `supervise_elastic`, and ranks that die are started anew.
-    `loads`, modules: this process loads them and forks the ranks, where that works; the command is
-    this Python with a script or a module, and nothing was computed with PyTorch here.
     Call it from the main thread. Raises LaunchError when the ranks cannot be started.
     """
     if not 1 <= nproc <= MAX_RANKS:
@@ -74,27 +66,16 @@ def run_local(
             guard_process(patience) as guard,
             ranks_killed_at_end() as ranks,
         ):
-            fork = load(loads)
             store = host_store("127.0.0.1")
-
-            def begin(rank: int, life: int = 0) -> RankProcess:
+            for rank in range(nproc):
                 variables = rank_environment(
                     rank, nproc, local_world_size=nproc, address="127.0.0.1", port=store.port
                 )
-                variables |= {} if restarts is None else {LIFE: str(life)}
                 given = {**variables, **(environment or {})}
-                ranks.append(start(rank, program, given, errors=rank > 0 or not draws, fork=fork))
+                ranks.append(start(rank, program, given, errors=rank > 0 or not draws))
                 guard.put(ranks[-1].process.pid)
                 asked.ranks.append(ranks[-1])
-                return ranks[-1]
-
-            first = [begin(rank) for rank in range(nproc)]
-            if restarts is None:
-                code = supervise(first, store, grace, lambda: asked.number, guard.cut)
-            else:
-                code = supervise_elastic(
-                    first, store, begin, restarts, lambda: asked.number, guard.cut
-                )
+            code = supervise(ranks, store, grace, lambda: asked.number, guard.cut)
             return 128 + asked.number if asked.number and not code else code
     except Stopped as stopped:
         return stopped.exit_code

@@ -1,7 +1,5 @@
 """Nodes as network namespaces, plugged into bridges, with limited rates. Needs root."""
 
-import ctypes
-import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,9 +42,6 @@ _SYSCTLS = {
     "ipv6/conf/all/disable_ipv6": "1",
 }
 
-
-_NEW_NETWORK = 0x40000000
-"""CLONE_NEWNET of Linux."""
 
 _WINDOW = 256 * 1024
 """Bytes that a connection may have under way between sites: what waits there delays all others."""
@@ -207,16 +202,6 @@ class NodePlace:
         enter = [] if self.holder is None else entering(self.holder)
         cores = ["taskset", "--cpu-list", ",".join(map(str, self.cores))] if self.cores else []
         return [*enter, *cores, *inner]
-
-    def enter(self) -> None:
-        """Let this process be there. Raises OSError."""
-        if self.holder is not None:
-            network = os.open(f"/proc/{self.holder}/ns/net", os.O_RDONLY)
-            if ctypes.CDLL(None, use_errno=True).setns(network, _NEW_NETWORK):
-                raise OSError(ctypes.get_errno(), "cannot enter the network of a node")
-            os.close(network)
-        if self.cores:
-            os.sched_setaffinity(0, self.cores)
 
 
 def _ip(*commands: str, enter: Iterable[str] = ()) -> None:

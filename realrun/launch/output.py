@@ -23,22 +23,18 @@ class RankOutput:
     on all of them. `errors` holds these lines.
     """
 
-    def __init__(self, ranks: Iterable[RankProcess], *, plain: bool = False) -> None:
-        """With `plain` the stdout of all is passed on as it is, not only that of rank 0."""
-        self._selector, self._plain = selectors.DefaultSelector(), plain
+    def __init__(self, ranks: Iterable[RankProcess]) -> None:
+        """The stdout of rank 0 is passed on as it is."""
+        self._selector = selectors.DefaultSelector()
         self.errors: dict[bytes, int] = {}
         for one in ranks:
-            self.add(one)
-
-    def add(self, one: RankProcess) -> None:
-        """One that was started later."""
-        prefix = f"[rank {one.rank}] ".encode()
-        for pipe, sink in ((one.process.stdout, sys.stdout), (one.process.stderr, sys.stderr)):
-            if pipe:
-                plain = sink is sys.stdout and (self._plain or one.rank == 0)
-                errors = {} if sink is sys.stdout else self.errors
-                stream = _Stream(pipe, sink, b"" if plain else prefix, (one.rank, errors))
-                self._selector.register(pipe, selectors.EVENT_READ, stream)
+            prefix = f"[rank {one.rank}] ".encode()
+            for pipe, sink in ((one.process.stdout, sys.stdout), (one.process.stderr, sys.stderr)):
+                if pipe:
+                    plain = sink is sys.stdout and one.rank == 0
+                    errors = {} if sink is sys.stdout else self.errors
+                    stream = _Stream(pipe, sink, b"" if plain else prefix, (one.rank, errors))
+                    self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def forward(self, timeout: Seconds) -> bool:
         """Wait for output, and pass on what is there; whether there was any."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from co2sim.units import Seconds
 from realrun.errors import LaunchError
-from realrun.launch.forking import forked
 from realrun.launch.namespaces import NodePlace
 
 _MORTAL = """
@@ -89,17 +88,13 @@ def start(
     place: NodePlace = _HERE,
     *,
     errors: bool = True,
-    fork: bool = False,
 ) -> RankProcess:
     """Start a rank that dies with this thread; `environment` is added to this process's own.
 
-    Its output goes into pipes; its errors stay with this process's own unless `errors`. With `fork`
-    it is forked from this process, see `forked`, and else started as a program.
+    Its output goes into pipes; its errors stay with this process's own unless `errors`.
     """
     pipe = subprocess.PIPE
     own = pipe if errors else None
-    if fork:
-        return RankProcess(rank, forked(command, environment, place, output=pipe, errors=own))
     return RankProcess(rank, started(place.command(command), environment, output=pipe, errors=own))
 
 

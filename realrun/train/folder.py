@@ -17,7 +17,6 @@ RECORD = "train.json"
 FIGURE = "loss.png"
 MODEL = "model.pt"
 ESTIMATE = "estimate.json"
-RECORD_OF_MEMBERS = "elastic.csv"
 CHECKPOINTS = "checkpoints"
 
 IDENTITY = "identity.json"
@@ -40,7 +39,7 @@ def check_new(folder: Path) -> None:
 
 def check_place(folder: Path) -> None:
     """Refuse a folder in which no checkpoint can be written, or none of the other files."""
-    for name in (LOG, RECORD, FIGURE, MODEL, ESTIMATE, RECORD_OF_MEMBERS):
+    for name in (LOG, RECORD, FIGURE, MODEL, ESTIMATE):
         file = folder / name
         if file.exists() and not is_regular(file):
             raise OptionError(f"{file} is not a regular file: remove it, or choose another --out")

@@ -200,15 +200,6 @@ def build(settings: TrainSettings, model: nn.Module, world: World) -> Method:
     )
 
 
-def build_alone(settings: TrainSettings, model: nn.Module, deadline: Seconds) -> Method:
-    """A local-update strategy on this rank alone, to be connected to others that come and go."""
-    strategy = settings.parsed
-    assert isinstance(strategy, LocalSteps)
-    optimizer = _optimizer(settings, model, shard=False)
-    made = _outer(settings, strategy, model, optimizer, Workers(None), deadline)
-    return Method(model, model, optimizer, optimizer, made, None, 1)
-
-
 def _optimizer(settings: TrainSettings, model: nn.Module, *, shard: bool) -> Optimizer:
     """The optimizer of a step; only matrices decay."""
     matrices = [p for p in model.parameters() if p.dim() > 1]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from co2sim.files import write_atomically
 from co2sim.own_version import own_version
@@ -25,21 +24,14 @@ def facts(task: Task, method: Method, world: World) -> Mapping[str, Any]:
     """Facts about the data, the model and the machine."""
     layout = world.layout
     return {
-        **facts_of(task, method, layout.nodes, layout.gpus_per_node),
-        **describe(world.device, world.backend),
-    }
-
-
-def facts_of(task: Task, method: Method, nodes: int, ranks_per_node: int) -> dict[str, Any]:
-    """Facts about the data, the model and the software."""
-    return {
         **task.facts,
         "parameters": sum(p.numel() for p in method.bare.parameters()),
-        "nodes": nodes,
-        "ranks_per_node": ranks_per_node,
+        "nodes": layout.nodes,
+        "ranks_per_node": layout.gpus_per_node,
         "co2sim": own_version(),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        **describe(world.device, world.backend),
     }
 
 
@@ -47,21 +39,15 @@ def write(folder: Path, history: History, task: Task, method: Method, world: Wor
     """Write parameters, figure and record. All ranks call this; rank 0 writes."""
     with method.mean():
         whole = method.whole()
-    if world.rank == 0:
-        write_files(folder, history, task, whole, world.layout.world_size)
-
-
-def write_files(
-    folder: Path, history: History, task: Task, whole: Mapping[str, Tensor], ranks: int
-) -> None:
-    """Write the parameters of the whole model, the figure and the record."""
+    if world.rank:
+        return
     from realrun.train.figure import draw  # noqa: PLC0415 - matplotlib
 
     out = io.BytesIO()
     torch.save(whole, out)
     runs = {history.settings.name: history.rows}
     parameters = f"{history.facts['parameters']:,} parameters"
-    title = f"{task.name}, {parameters}, {counted(ranks, 'rank')}"
+    title = f"{task.name}, {parameters}, {counted(world.layout.world_size, 'rank')}"
     files = {MODEL: out.getvalue(), FIGURE: draw(runs, title, task.unit, task.loss)}
     if history.estimates:
         delay = history.rows[-1].delay

@@ -42,12 +42,6 @@ _IGNORED = {
 _SHARDED = ("zero2", "zero3", "zeropp", "fsdp")
 """What leaves a rank with a part of the parameters."""
 
-ELASTIC = ("co2", "diloco", "local_sgd", "slowmo")
-"""Strategies whose workers start from one anchor, which a peer can give."""
-
-LEAST_WORKERS = 2
-"""Of a training that shall go on when one is lost."""
-
 LEAST_STEPS = 3
 """Of a training with three points to estimate at."""
 
@@ -97,30 +91,6 @@ def check_estimate(settings: TrainSettings, layout: Layout, *, resume: bool) -> 
         raise OptionError(
             f"--estimate needs {LEAST_STEPS} steps at least, and there are {settings.last}"
         )
-
-
-def check_elastic(settings: TrainSettings, layout: Layout) -> None:
-    """Raise OptionError for what cannot go on without a worker, or take one in."""
-    strategy = settings.parsed
-    if strategy.name not in ELASTIC:
-        raise OptionError(
-            f"--elastic needs workers that train by themselves between averages:"
-            f" {', '.join(ELASTIC)}; {strategy.name} cannot go on without one"
-        )
-    assert isinstance(strategy, LocalSteps)
-    if strategy.worker == "node":
-        raise OptionError("--elastic needs worker=gpu: a node that lost a rank is no worker")
-    if getattr(strategy, "delay", None) == "auto":
-        raise OptionError(
-            "--elastic needs a delay in steps, not delay=auto, which all measure together"
-        )
-    if layout.world_size < LEAST_WORKERS:
-        raise OptionError(f"--elastic needs {LEAST_WORKERS} workers at least, and there is 1")
-    if settings.evaluate == "after":
-        raise OptionError("--elastic needs --evaluate during: copies are lost with their worker")
-    if settings.checkpoint_every or settings.stop:
-        given = "--checkpoint-every" if settings.checkpoint_every else "--stop"
-        raise OptionError(f"--elastic writes no checkpoints: {given} does not apply")
 
 
 def _check_options(strategy: Strategy) -> None:
