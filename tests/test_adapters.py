@@ -90,8 +90,8 @@ def test_other_checkpoints_of_lightning(lightning: dict[str, list[Any]]) -> None
         assert answer["began"]
         assert answer["left"] == ["step=18.ckpt", "step=18.ckpt.ranks"]
         damaged, missing = answer["told"]
-        assert damaged.endswith(": rank 1: rank1.safetensors: it has 2 bytes instead of 4,632")
-        assert missing.endswith("step=18.ckpt.ranks/step18: rank0.json: No such file or directory")
+        assert ": rank 1: rank1.safetensors: " in damaged
+        assert "step=18.ckpt.ranks/step18: state.json: " in missing
 
 
 @pytest.mark.dist
@@ -167,8 +167,7 @@ def test_accelerate_trains_as_a_loop_of_ones_own(
         assert one["went on"]
         assert one["again"] == one["end"]
         assert one["saved"]
-    ranks = [f"rank{rank}.{end}" for rank in (0, 1) for end in ("json", "safetensors")]
-    assert first["files"] == ranks
+    assert first["files"] == ["rank0.safetensors", "rank1.safetensors", "state.json"]
 
 
 @pytest.mark.dist
@@ -237,7 +236,7 @@ def test_files_of_another_form_are_one_line(tmp_path: Path) -> None:
     *crafted, optimizers = told
     for one in crafted:
         assert one.startswith("DamagedError: cannot read ")
-        assert "a file has another form: " in one
+        assert "state.json: " in one
         assert "\n" not in one
     assert optimizers.endswith("it is of 1 optimizer, and here are 2")
 
