@@ -1,79 +1,29 @@
-"""What a checkpoint costs: to write and to read, as a ratio to the old format.
+"""What a checkpoint costs, beside torch.save and plain safetensors.
 
-    python benchmarks/checkpoints.py            # two minutes on two cores
+    python benchmarks/checkpoints.py            # a minute
     python benchmarks/checkpoints.py --quick    # seconds, too few to mean anything
 
-Every rank holds what it trains by CO2: a GPT, the state of AdamW, and three vectors of the outer
-step. Old and new are written and read in turn, in one run; which is first changes. The ratio is
-that of each pair; the table has their median and quartiles. Reading finds the files in memory, both
-times. Writing ends on the disk, both times. Writes checkpoints.md.
+A rank holds a GPT, the state of AdamW, and three vectors of CO2. The three ways take turns. Writing
+ends on the disk (fsync); reading finds the files in memory. Writes checkpoints.md.
 """
 
-import io
-import json
-import multiprocessing
-import shutil
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from statistics import quantiles
+from statistics import median
 from typing import Any
 
+import safetensors.torch
 import torch
-import torch.distributed as dist
 from reports import folder, machine, made_by, parser, table
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
-from co2sim.schedule import Layout
-from realrun.execute.world import World
 from realrun.train import checkpoint
-from realrun.train.folder import CHECKPOINTS, IDENTITY, checkpoint_name, identity_text
+from realrun.train.folder import Saved
 from realrun.train.gpt import GPT
-from realrun.train.pickled import read_pickled
 from realrun.train.shapes import GPTS
-
-IDENTITY_OF = {"strategy": "co2(tau=12)"}
-LIMIT = 1.3
-"""What the new format may cost, as a multiple of the old."""
-
-
-def write_pickled(place: Path, state: Mapping[str, Any], rank: int, ranks: int) -> None:
-    """A checkpoint of the old format, as it was written before there were manifests."""
-    draft = place.with_name(f".{place.name}")
-    named: dict[str, Tensor] = {}
-    out = io.BytesIO()
-    torch.save(_names(state, "", named), out)
-    named["rest"] = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
-    if rank == 0:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-        (draft / IDENTITY).write_text(identity_text(IDENTITY_OF, ranks))
-    together = dist.is_initialized()
-    if together:
-        dist.barrier()
-    mine = {f"rank{rank}.{name}": tensor for name, tensor in named.items()}
-    write_tensors(mine, checkpoint_id=draft, no_dist=not together)
-    if rank == 0:
-        shutil.rmtree(place, ignore_errors=True)
-        draft.rename(place)
-    if together:
-        dist.barrier()
-
-
-def _names(value: Any, name: str, named: dict[str, Tensor]) -> Any:
-    """The value with names in place of its tensors, which go into `named`."""
-    if isinstance(value, Tensor):
-        named[name] = value.detach()
-        return f"tensor:{name}"
-    if isinstance(value, Mapping):
-        return {key: _names(one, f"{name}/{key}", named) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_names(one, f"{name}/{at}", named) for at, one in enumerate(value))
-    return value
 
 
 def state_of(size: str) -> dict[str, Any]:
@@ -86,101 +36,56 @@ def state_of(size: str) -> dict[str, Any]:
     optimizer.step()
     vectors = {name: torch.randn(GPTS[size].parameters) for name in ("anchor", "momentum", "own")}
     held = [parameter.detach() for parameter in model.parameters()]
-    method = {"model": held, "optimizer": optimizer.state_dict(), "outer": vectors}
-    return {"method": method, "step": 1, "seconds": 0.5, "losses": [4.5]}
+    return {"model": held, "optimizer": optimizer.state_dict(), "outer": vectors}
 
 
-def measure(rank: int, ranks: int, size: str, times: int, place: str) -> None:
-    """Be a rank; rank 0 writes the seconds of every pair."""
-    out = Path(place)
-    store = dist.FileStore(str(out / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    torch.set_num_threads(1)
-    world = World(rank, Layout(1, ranks), "gloo", torch.device("cpu"), 60.0, None, None)  # type: ignore[arg-type]
-    state = state_of(size)
-    old, new = out / "old" / checkpoint_name(1), out / "new"
-    found: dict[str, list[float]] = {}
-    work: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "write": (
-            lambda: write_pickled(old, state, rank, ranks),
-            lambda: checkpoint.save(new, 1, state, IDENTITY_OF, world),
-        ),
-        "read": (
-            lambda: read_pickled(old, rank),
-            lambda: checkpoint.load(new / CHECKPOINTS / checkpoint_name(1), IDENTITY_OF, world),
-        ),
-    }
-    for number in range(times):
-        for name, pair in work.items():
-            order = ("old", "new") if number % 2 else ("new", "old")
-            for which in order:
-                seconds = timed(pair[which == "new"])
-                if number:  # the first is slow
-                    found.setdefault(f"{which} {name}", []).append(seconds)
-    if rank == 0:
-        (out / "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds until all ranks have done it."""
-    dist.barrier()
+def seconds(work: Callable[[], object], written: Path | None = None) -> float:
+    """How long it takes; what it has written reaches the disk."""
     start = time.perf_counter()
     work()
-    dist.barrier()
+    if written:
+        with written.open("rb") as file:
+            os.fsync(file.fileno())
     return time.perf_counter() - start
 
 
-def spread(values: list[float], form: Callable[[float], str]) -> str:
-    """The median, and the quartiles in brackets."""
-    low, middle, high = quantiles(values, n=4)
-    return f"{form(middle)} ({form(low)} to {form(high)})"
-
-
-def measured(size: str, ranks: int, times: int) -> dict[str, list[float]]:
-    """Seconds by what was done."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as place:
-        arguments = partial(context.Process, target=measure)
-        processes = [arguments(args=(rank, ranks, size, times, place)) for rank in range(ranks)]
-        for one in processes:
-            one.start()
-        for one in processes:
-            one.join()
-        found: dict[str, list[float]] = json.loads((Path(place) / "found.json").read_text())
-    return found
+def measured(size: str, times: int, place: Path) -> list[list[float]]:
+    """Seconds to write and to read, of each way, time by time; the first time does not count."""
+    state = state_of(size)
+    named: dict[str, torch.Tensor] = {}
+    checkpoint.split(state, "", named)
+    ours, theirs, plain = place / "ours", place / "torch.pt", place / "plain.safetensors"
+    found = []
+    for _ in range(times + 1):
+        row = [seconds(lambda: checkpoint.write(ours, state, {}, 0, torch.device("cpu")))]
+        row += [seconds(lambda: torch.save(state, theirs), theirs)]
+        row += [seconds(lambda: safetensors.torch.save_file(named, plain), plain)]
+        row += [seconds(lambda: checkpoint.read(ours, Saved.of(ours), 0))]
+        row += [seconds(lambda: torch.load(theirs, weights_only=True))]
+        row += [seconds(lambda: safetensors.torch.load(plain.read_bytes()))]
+        found.append(row)
+    return found[1:]
 
 
 def main() -> int:
     """Measure and write."""
     command = parser(__doc__, "the smallest model, a few times")
-    command.add_argument("--sizes", default="mini,small,large")
-    command.add_argument("--times", type=int, default=21)
+    command.add_argument("--times", type=int, default=11)
     given = command.parse_args()
-    sizes, times = ("tiny", 4) if given.quick else (given.sizes, given.times)
     rows = []
-    for size in sizes.split(","):
-        for ranks in (1, 2):
-            found = measured(size, ranks, times)
-            row = {"GPT": size, "MB a rank": f"{6 * 4 * GPTS[size].parameters / 1e6:,.0f}"}
-            row["ranks"] = str(ranks)
-            for name in ("write", "read"):
-                old, new = found[f"old {name}"], found[f"new {name}"]
-                ratios = [b / a for a, b in zip(old, new, strict=True)]
-                row[f"{name}: old ms"] = spread(old, lambda seconds: f"{seconds * 1e3:,.0f}")
-                row["new ms" if name == "write" else "new ms "] = spread(
-                    new, lambda seconds: f"{seconds * 1e3:,.0f}"
-                )
-                row["ratio" if name == "write" else "ratio "] = spread(ratios, "{:.2f}".format)
-            rows.append(row)
-            print(*row.values(), file=sys.stderr)
+    times, sizes = (2, ["tiny"]) if given.quick else (given.times, ["mini", "small", "large"])
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as name:
+            found = measured(size, times, Path(name))
+        titles = (f"{do}: {how}" for do in ("write", "read") for how in ("ours", "torch", "plain"))
+        cells = (f"{median(column) * 1e3:,.0f}" for column in zip(*found, strict=True))
+        row = {"GPT": size, "MB": f"{6 * 4 * GPTS[size].parameters / 1e6:,.0f}"}
+        rows.append(row | dict(zip(titles, cells, strict=True)))
     text = f"""\
-# What a checkpoint with checksums costs
+# What a checkpoint costs
 
-Old: written by torch.distributed.checkpoint, read with `--trust`. New: safetensors, JSON, and a\
- manifest with the SHA-256 of every file. Medians of {times - 1} in turn, quartiles in brackets;\
- the ratio should be at most {LIMIT}. {machine()}
+Milliseconds, medians: ours (safetensors, SHA-256, renamed), torch.save, plain safetensors.\
+ {machine()}
 
 {table(rows)}
 

@@ -1,7 +1,7 @@
 """What ranks of the tests of another number of ranks do."""
 
+import json
 import warnings
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from co2sim.errors import Co2simError
 from realrun.adapters import rank_files
 from realrun.algorithms import CO2
 from realrun.execute.world import World
+from realrun.train.folder import STATE, state_text
 
 
 def save(world: World, folder: str) -> None:
@@ -48,12 +49,12 @@ def crafted(world: World, folder: str) -> list[str]:
     """What is told of files with right checksums, and of two optimizers where one was saved."""
     del world
     place = Path(folder) / rank_files.FOLDER
-    path = place / "rank0.json"
+    path = place / STATE
     whole = path.read_bytes()
-    forms = [b"[]", b"{}", b"[" * 100_000, b"no json", b'{"ranks": 1, "tensors": 3, "state": {}}']
-    signed = [form + b"\n" + sha256(form).hexdigest().encode() + b"\n" for form in forms]
+    parts = {name: part for name, part in json.loads(whole).items() if name != "sha256"}
+    forms: list[dict[str, Any]] = [{}, *({**parts, "states": [one]} for one in ([], 3, "x", {}))]
     told = []
-    for content in [*signed, whole]:
+    for content in [*map(state_text, forms), whole]:
         path.write_bytes(content)
         model = Network()
         halves = [adam(layer) for layer in model.layers if list(layer.parameters())][:1]

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = {
     "chaos.py": [pytest.mark.dist],
-    "checkpoints.py": [pytest.mark.dist],
+    "checkpoints.py": [],
     "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
     "engines.py": [

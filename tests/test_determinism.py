@@ -127,7 +127,7 @@ def test_a_training_differs_in_its_times_only(places: tuple[Place, Place]) -> No
     arguments = "--nproc 1 --size tiny --context 16 --steps 6 --batch 4 --log-every 2 -o out"
     one, other = (place.run("realrun train", arguments) for place in places)
     assert list(one) == list(other)
-    timed = {"stdout", "log.csv", "train.json", "loss.png", "rank0.json", "manifest.json"}
+    timed = {"stdout", "log.csv", "train.json", "loss.png", "state.json"}
     changed = {Path(name).name for name in one if one[name] != other[name]}
     assert changed - timed == set()
     logs = [pd.read_csv(io.BytesIO(files["out/log.csv"])) for files in (one, other)]

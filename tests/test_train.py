@@ -11,7 +11,6 @@ import torch
 from co2sim.catalog import load_model
 from co2sim.errors import CatalogError, OptionError
 from co2sim.schedule import Layout
-from realrun.errors import CheckpointError
 from realrun.train import folder, log, outer
 from realrun.train.digits import digits
 from realrun.train.figure import draw
@@ -337,32 +336,3 @@ def test_figures_are_drawn() -> None:
         picture = draw(dict.fromkeys(names, ROWS), "title")
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 10_000
-
-
-def test_a_checkpoint_of_another_training_is_refused() -> None:
-    """One line says what differs."""
-    identity = TrainSettings(strategy="co2:tau=4").identity()
-    text = folder.identity_text(identity, 2).encode()
-    folder.check_identity(text, identity, 2)
-    seen_more = TrainSettings(strategy="co2(tau=4)", stop=5, eval_every=7)
-    folder.check_identity(text, seen_more.identity(), 2)
-    for other, ranks, said in (
-        (TrainSettings(strategy="co2:tau=5"), 2, "its strategy is 'co2(tau=4)', not 'co2(tau=5)'"),
-        (TrainSettings(strategy="co2:tau=4", lr=1.0), 2, "its lr is 0.003, not 1.0"),
-        (TrainSettings(strategy="co2:tau=4"), 3, "its ranks is 2, not 3"),
-    ):
-        with pytest.raises(CheckpointError) as caught:
-            folder.check_identity(text, other.identity(), ranks)
-        assert said in str(caught.value)
-    for wrong in (b"[1]", b"3", b"{", b"\xff", b"[" * 100_000):
-        with pytest.raises(CheckpointError, match=r"identity\.json: it is no JSON"):
-            folder.check_identity(wrong, identity, 2)
-
-
-def test_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
-    """By number; a folder that was not renamed yet is none."""
-    assert folder.checkpoints(tmp_path) == []
-    for name in ("step-000008", "step-1000010", "step-000020", ".step-2000000", "step-x"):
-        (tmp_path / folder.CHECKPOINTS / name).mkdir(parents=True)
-    found = folder.checkpoints(tmp_path)
-    assert [folder.step_of(path) for path in found] == [8, 20, 1_000_010]

@@ -232,7 +232,7 @@ def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> 
     stopped = re.search(r"stopped after step (\d+); go on with --resume", printed)
     assert stopped, printed + said
     kept = tmp_path / "out" / "checkpoints" / f"step-{int(stopped[1]):06d}"
-    assert (kept / "manifest.json").exists()
+    assert (kept / "state.json").exists()
 
 
 @pytest.mark.dist

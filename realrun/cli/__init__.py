@@ -21,7 +21,8 @@ def main() -> None:
     try:
         run_app(app, kept="runs that had finished are kept")
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        needed = {"torch": "PyTorch", "safetensors": "safetensors"}.get(error.name or "")
+        if needed is None:
             raise
-        print("error: PyTorch is not installed: pip install 'co2sim[torch]'", file=sys.stderr)
+        print(f"error: {needed} is not installed: pip install 'co2sim[torch]'", file=sys.stderr)
         sys.exit(2)

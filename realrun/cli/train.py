@@ -174,14 +174,6 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
             help="With --resume: go on from the checkpoint after this step, not from the last.",
         ),
     ] = None,
-    trust: Annotated[  # noqa: FBT002
-        bool,
-        typer.Option(
-            "--trust",
-            help="With --resume: also read a checkpoint of the old format, which can run code that"
-            " is in it. Only if you know who wrote it.",
-        ),
-    ] = False,
     estimate: Annotated[  # noqa: FBT002
         bool,
         typer.Option(
@@ -236,7 +228,7 @@ def train(  # noqa: PLR0913, PLR0917 - one argument per option
             raise OptionError("--describe needs --task text, the task whose model is a transformer")
         print(settings.shape.toml(), end="")
         return
-    going_on = resumed(from_step, given=resume, trust=trust)
+    going_on = resumed(from_step, given=resume)
     means = launching.known_backend(backend)
     limit = launching.checked_deadline(deadline)
     launching.checked_nproc(nproc)

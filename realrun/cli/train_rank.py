@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from co2sim.errors import OptionError
 from co2sim.progress import progress_bar
 from co2sim.units import counted, duration, scaled
-from realrun.train.folder import FIGURE, LOG, Resume, check_new, checkpoints
+from realrun.train.folder import FIGURE, LOG, Resume, check_checkpoint, check_new, checkpoints
 from realrun.train.lock import alone, check_free
 from realrun.train.log import History, read
-from realrun.train.manifest import check_checkpoint
 from realrun.train.settings import UNITS, TrainSettings
 from realrun.train.support import check
 
@@ -23,12 +22,11 @@ if TYPE_CHECKING:
     from realrun.train.loop import OnStep, Standing
 
 
-def resumed(from_step: int | None, *, given: bool, trust: bool) -> Resume | None:
-    """What to go on from, if anything. Raises OptionError for options that need --resume."""
-    for name, value in (("--from-step", from_step is not None), ("--trust", trust)):
-        if value and not given:
-            raise OptionError(f"{name} says how to go on from a checkpoint: it needs --resume")
-    return Resume(from_step, trust) if given else None
+def resumed(from_step: int | None, *, given: bool) -> Resume | None:
+    """What to go on from, if anything. Raises OptionError for --from-step without --resume."""
+    if from_step is not None and not given:
+        raise OptionError("--from-step says how to go on from a checkpoint: it needs --resume")
+    return Resume(from_step) if given else None
 
 
 def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | None) -> None:
@@ -37,7 +35,7 @@ def check_out(settings: TrainSettings, out: Path, ranks: int, resume: Resume | N
     if not resume:
         check_new(out)
     elif last := resume.checkpoint(out):
-        check_checkpoint(last, settings.identity(), ranks, trust=resume.trust)
+        check_checkpoint(last, settings.identity(), ranks)
         if (out / LOG).exists():
             read(out)
 

@@ -1,111 +1,94 @@
-"""Checkpoints of a training: a folder for each, with the tensors and the numbers of every rank.
+"""Checkpoints of a training: a folder with a file of tensors for each rank, and state.json.
 
-Workers of local updates differ, so every rank saves what it holds, under its own name. Nothing that
-is read can run code: tensors are safetensors, all else is JSON. Every file is compared with the
-manifest before it is used. A checkpoint is written beside its place and then renamed: one that has
-its name is whole. All ranks must see the same folder.
+Workers of local updates differ, so every rank saves what it holds. Nothing that is read can run
+code: tensors are safetensors, all else is JSON. A checkpoint is written beside its place and then
+renamed: one that has its name is whole. All ranks must see the same folder.
 """
 
-import json
+import os
+import re
+import secrets
+import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import astuple
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
 from realrun.errors import CheckpointError, DamagedError
 from realrun.execute.world import World
-from realrun.train import draft as drafts
 from realrun.train.everywhere import everywhere
 from realrun.train.folder import (
     CHECKPOINTS,
-    IDENTITY,
+    STATE,
+    Saved,
     check_identity,
     checkpoint_name,
-    identity_text,
-    shown,
-)
-from realrun.train.manifest import (
-    MOST_REST,
-    FileSum,
-    Manifest,
-    identity_of,
-    is_old,
+    checkpoints,
     offer,
-    rank_files,
+    shown,
+    state_text,
+    step_of,
+    tensors_of,
     unread,
 )
-from realrun.train.tensor_file import join, read_tensors, split, tensor_parts
+
+_KEPT = 2
+"""Checkpoints that stay; older ones are removed."""
+
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{16}")
+"""Names of folders that are being written or removed, see `_beside`."""
+
+_DTYPES = {
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.uint8),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2),
+}
+"""What all versions of safetensors write and read."""
+
+_MOST_HEADER = 16_000_000
+"""Bytes, some 150 for each tensor; safetensors parses six times as many, which takes 2 GB."""
 
 
 def save(
     folder: Path, step: int, state: Mapping[str, Any], identity: Mapping[str, Any], world: World
 ) -> Path:
-    """Write this rank's `state`: mappings and lists of tensors and plain values.
+    """Write this rank's `state` as a checkpoint of a training. All ranks call it.
 
-    All ranks call it. Raises CheckpointError, the same on all ranks, when one cannot write; then
-    nothing is left of it, and the checkpoints before are as they were.
+    Raises CheckpointError like `write`.
     """
-    place, ranks = folder / CHECKPOINTS / checkpoint_name(step), world.layout.world_size
-    what = f"cannot write the checkpoint {shown(place)}"
-    with ExitStack() as locks:
-
-        def begin() -> str:
-            if world.rank:
-                return ""
-            made = drafts.begin(place)
-            locks.callback(drafts.remove, made)  # once it has been renamed, there is nothing
-            locks.enter_context(drafts.held(made))
-            return made.name
-
-        def write() -> str:
-            with drafts.held(draft):
-                sums = _write(draft, world.rank, state)
-                if world.rank == 0:
-                    text = identity_text(identity, ranks).encode()
-                    sums[IDENTITY] = drafts.write_file(draft / IDENTITY, [text])
-            return json.dumps({name: astuple(one) for name, one in sums.items()})
-
-        def finish() -> str:
-            if world.rank == 0:
-                told = [json.loads(text) for text in written]
-                sums = {name: FileSum(*one) for files in told for name, one in files.items()}
-                drafts.finish(draft, place, Manifest(step, ranks, sums))
-            return ""
-
-        draft = place.with_name(everywhere(world.device, what, begin)[0])
-        written = everywhere(world.device, what, write)
-        everywhere(world.device, what, finish)
+    place = folder / CHECKPOINTS / checkpoint_name(step)
+    whole = {**identity, "ranks": world.layout.world_size}
+    write(place, state, whole, world.rank, world.device)
+    if world.rank == 0:
+        for old in [one for one in checkpoints(folder) if step_of(one) <= step][:-_KEPT]:
+            with suppress(OSError):
+                _remove(old.rename(_beside(old)))  # what has its name is whole
     return place
 
 
-def load(
-    checkpoint: Path, identity: Mapping[str, Any], world: World, *, trust: bool = False
-) -> dict[str, Any]:
+def load(checkpoint: Path, identity: Mapping[str, Any], world: World) -> dict[str, Any]:
     """This rank's state. All ranks call it.
 
     Raises CheckpointError, the same on all ranks, when a file is not as it was written (the error
-    names it, and the last checkpoint that is whole), or when it is of another training. With
-    `trust` a checkpoint of the old format is read, too, which can run code that is in it.
+    names it, and the last checkpoint that is whole), or when it is of another training.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
 
-    def read() -> str:
-        text = identity_of(checkpoint, trust=trust)
-        check_identity(text, identity, world.layout.world_size)
-        if trust and is_old(checkpoint):
-            from realrun.train.pickled import read_pickled  # noqa: PLC0415 - only when asked for
+    def work() -> None:
+        saved = Saved.of(checkpoint)
+        check_identity(saved.identity, identity, world.layout.world_size)
+        found.append(read(checkpoint, saved, world.rank))
 
-            found.append(read_pickled(checkpoint, world.rank))
-        else:
-            found.append(_read(checkpoint, world.rank))
-        return ""
-
-    reading(checkpoint, world, read)
-    return found[0]
+    reading(checkpoint, world, work)
+    return found[0]  # type: ignore[no-any-return]
 
 
-def reading(checkpoint: Path, world: World, work: Callable[[], str]) -> None:
+def reading(checkpoint: Path, world: World, work: Callable[[], None]) -> None:
     """Do `work` on all ranks, a part of taking over a checkpoint.
 
     Raises CheckpointError, the same on all ranks, that says which checkpoint is whole instead where
@@ -120,30 +103,163 @@ def reading(checkpoint: Path, world: World, work: Callable[[], str]) -> None:
         raise DamagedError(f"{error}; {instead}", everywhere=True) from error
 
 
-def _write(draft: Path, rank: int, state: Mapping[str, Any]) -> dict[str, FileSum]:
-    """Write the files of a rank; their checksums."""
-    named: dict[str, Any] = {}
-    rest = json.dumps(split(state, "", named)).encode()
-    tensors, other = rank_files(rank)
-    if len(rest) > MOST_REST:
-        raise CheckpointError(f"{other}: it would be larger than {MOST_REST // 10**6} MB")
-    return {
-        tensors: drafts.write_file(draft / tensors, tensor_parts(named)),
-        other: drafts.write_file(draft / other, [rest]),
-    }
+def write(
+    place: Path,
+    state: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Write `state`: mappings, lists and tuples of tensors and plain values. All ranks call it.
+
+    A checkpoint in its place is replaced. Raises CheckpointError, the same on all ranks, when one
+    cannot write; then nothing is left of it, and what was there before is as it was.
+    """
+    what = f"cannot write the checkpoint {shown(place)}"
+
+    def begin() -> str:
+        if rank:
+            return ""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _clean(place.parent)
+        made = _beside(place)
+        made.mkdir()
+        return made.name
+
+    def own() -> list[Any]:
+        named: dict[str, Tensor] = {}
+        rest, name = split(state, "", named), tensors_of(rank)
+        return [rest, name, _write_file(draft / name, _packed(named))]
+
+    def finish() -> None:
+        if rank == 0:
+            files = {name: one for _, name, one in written}
+            states = [rest for rest, *_ in written]
+            content = {"identity": identity, "files": files, "states": states}
+            _write_file(draft / STATE, state_text(content))
+            _put(draft, place)
+
+    try:
+        draft = place.with_name(everywhere(device, what, begin)[0])
+        written = everywhere(device, what, own)
+        everywhere(device, what, finish)
+    except BaseException:
+        if rank == 0:
+            _clean(place.parent)
+        raise
 
 
-def _read(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """The state of a rank, from files that are as they were written."""
-    manifest = Manifest.of(checkpoint)
-    tensors, other = rank_files(rank)
+def read(checkpoint: Path, saved: Saved, rank: int) -> Any:
+    """The state of a rank. Raises DamagedError if its file is not as it was written."""
+    name, data = tensors_of(rank), saved.tensors(checkpoint, rank)
     try:
-        with manifest.reading(checkpoint, tensors) as file:
-            named = read_tensors(file)
-    except ValueError as error:
-        raise DamagedError(f"{tensors}: {shown(error)}") from error
+        named = _unpacked(data)
+    except (SafetensorError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+        raise DamagedError(f"{name}: {shown(error)}") from error
     try:
-        found: dict[str, Any] = join(json.loads(manifest.read(checkpoint, other)), named)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError(f"{other}: it holds no state") from error
-    return found
+        return join(saved.states[rank], named)
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{STATE}: it holds no state of rank {rank}") from error
+
+
+def split(value: Any, name: str, named: dict[str, Tensor]) -> Any:
+    """The value as JSON can hold it; its tensors go into `named`.
+
+    Raises CheckpointError for what is no mapping, list, tuple, tensor, number, text or None.
+    """
+    if isinstance(value, Tensor):
+        if value.dtype not in _DTYPES or value.layout != torch.strided:
+            raise CheckpointError(f"{name[1:]} is of {value.dtype}, which cannot be saved")
+        unique = f"{len(named)}{name}"
+        named[unique] = value
+        return {"tensor": unique}
+    if isinstance(value, Mapping):
+        pairs = [(split(key, f"{name}/", named), key, one) for key, one in value.items()]
+        return {"map": [[key, split(one, f"{name}/{was}", named)] for key, was, one in pairs]}
+    if isinstance(value, list | tuple):
+        items = [split(one, f"{name}/{at}", named) for at, one in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(f"{name[1:]} is a {type(value).__name__}: it cannot be saved")
+
+
+def join(value: Any, named: Mapping[str, Tensor]) -> Any:
+    """The other way round. Raises KeyError, TypeError or ValueError for what `split` never gave."""
+    if isinstance(value, list):
+        return [join(one, named) for one in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, found),) = value.items()
+    if kind == "map":
+        return {join(key, named): join(one, named) for key, one in found}
+    if kind == "tuple":
+        return tuple(join(one, named) for one in found)
+    return {"tensor": named}[kind][found]
+
+
+def _packed(named: Mapping[str, Tensor]) -> bytes:
+    """A file with these tensors: copies, since safetensors takes none that share memory."""
+    whole = torch.contiguous_format
+    copies = {name: one.detach().cpu().clone(memory_format=whole) for name, one in named.items()}
+    return safetensors.torch.save(copies)
+
+
+def _unpacked(data: bytes) -> dict[str, Tensor]:
+    length = int.from_bytes(data[:8], "little")
+    if length > _MOST_HEADER:
+        raise OverflowError(f"its header has {length} bytes")
+    return safetensors.torch.load(data)
+
+
+def _write_file(path: Path, data: bytes) -> dict[str, Any]:
+    """Write a new file, to the disk; its size and checksum. Raises OSError that names it."""
+    try:
+        with path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return {"bytes": len(data), "sha256": sha256(data).hexdigest()}
+
+
+def _put(draft: Path, place: Path) -> None:
+    """Give a draft its name; a checkpoint that has it goes. Raises OSError."""
+    _sync(draft)
+    before = _beside(place)
+    with suppress(FileNotFoundError):
+        place.rename(before)
+    try:
+        draft.rename(place)
+    except OSError:
+        with suppress(FileNotFoundError):
+            before.rename(place)
+        raise
+    _sync(place.parent)
+    _remove(before)
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _clean(parent: Path) -> None:
+    """Remove what interrupted writes left."""
+    with suppress(OSError):
+        for path in parent.iterdir():
+            if _DRAFT.fullmatch(path.name):
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)  # it follows no link
+
+
+def _beside(place: Path) -> Path:
+    return place.with_name(f".{place.name}.{secrets.token_hex(8)}")

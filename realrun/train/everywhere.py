@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,19 +10,17 @@ import torch.distributed as dist
 from realrun.errors import CheckpointError, DamagedError
 from realrun.train.folder import shown
 
-_BYTES = 4096
-"""Of what a rank tells: a line, or the checksums of its files."""
-
 _CAUSE = 200
 """Characters of an error, at most."""
 
 
-def everywhere(device: torch.device, what: str, work: Callable[[], str]) -> list[str]:
-    """Do `work` on all ranks; what it gave on each. All ranks call it, and hear it over `device`.
+def everywhere(device: torch.device, what: str, work: Callable[[], Any]) -> list[Any]:
+    """Do `work` on all ranks; what it gave on each, as JSON. All ranks call it.
 
-    If it fails on any rank, all raise the same CheckpointError: `what`, the rank and its error.
+    They hear it over `device`. If it fails on any rank, all raise the same CheckpointError: `what`,
+    the rank and its error.
     """
-    given, cause, damaged = "", "", False
+    given, cause, damaged = None, "", False
     try:
         given = work()
     except (OSError, MemoryError, CheckpointError) as error:
@@ -37,7 +36,7 @@ def everywhere(device: torch.device, what: str, work: Callable[[], str]) -> list
 
 
 def _cause(error: Exception) -> str:
-    """Why, in one line: "rank0.json: No space left on device"."""
+    """Why, in one line: "rank0.safetensors: No space left on device"."""
     if isinstance(error, OSError) and error.strerror:
         name = f"{str(error.filename).rsplit('/', 1)[-1]}: " if error.filename else ""
         return shown(f"{name}{error.strerror}", _CAUSE)
@@ -49,11 +48,14 @@ def _gather(device: torch.device, text: str) -> list[str]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return [text]
-    data = text.encode()
-    assert len(data) <= _BYTES
-    mine = torch.zeros(_BYTES, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    mine = mine.to(device)
-    found = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(found, mine)
-    return [bytes(one.cpu().numpy()).rstrip(b"\0").decode() for one in found]
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    size = torch.tensor([len(own)], device=device)
+    sizes = [torch.empty_like(size) for _ in range(ranks)]
+    dist.all_gather(sizes, size)
+    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+    padded[: len(own)] = own
+    padded = padded.to(device)
+    found = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(found, padded)
+    pairs = zip(found, sizes, strict=True)
+    return [bytes(one[: int(count)].cpu().numpy()).decode() for one, count in pairs]

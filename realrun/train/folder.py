@@ -1,15 +1,16 @@
-"""Names of the files in a training's folder, and which training it is of. Needs no torch."""
+"""A training's folder: names of its files, and whether a checkpoint is whole. Needs no torch."""
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from os.path import lexists
 from pathlib import Path
 from typing import Any
 
 from co2sim.errors import OptionError
-from co2sim.files import is_folder, is_regular
+from co2sim.files import is_folder, is_regular, read_bytes
 from realrun.errors import CheckpointError, DamagedError
 
 LOG = "log.csv"
@@ -19,8 +20,14 @@ MODEL = "model.pt"
 ESTIMATE = "estimate.json"
 CHECKPOINTS = "checkpoints"
 
-IDENTITY = "identity.json"
-"""In a checkpoint: what the training is that it is of."""
+STATE = "state.json"
+"""In a checkpoint: which training it is of, checksums of all files, and what is no tensor."""
+
+_HEAD = b'{"sha256": "'
+"""How state.json begins; the checksum of all that comes after it follows."""
+
+_MOST_STATE = 32_000_000
+"""Bytes of state.json; a rank takes some 50 for each tensor. To parse it takes 25 times that."""
 
 _NAME = re.compile(r"step-([0-9]+)")
 
@@ -68,13 +75,9 @@ def step_of(checkpoint: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What to go on from: the checkpoint after `step`, or the last one (None).
-
-    With `trust` it may be of the old format, whose reading can run code that is in it.
-    """
+    """What to go on from: the checkpoint after `step`, or the last one (None)."""
 
     step: int | None = None
-    trust: bool = False
 
     def checkpoint(self, folder: Path) -> Path | None:
         """The checkpoint, if there is any.
@@ -101,25 +104,112 @@ class Resume:
         raise OptionError(f"--from-step is {self.step}, and there is no such checkpoint: {there}")
 
 
-def identity_text(identity: Mapping[str, Any], ranks: int) -> str:
-    """What a checkpoint says of the training that it is of."""
-    return json.dumps({**identity, "ranks": ranks}, indent=2) + "\n"
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What state.json holds: which training it is of, checksums, and the state of each rank."""
+
+    identity: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]
+    states: list[Any]
+
+    @staticmethod
+    def of(checkpoint: Path) -> "Saved":
+        """Read it. Raises DamagedError if it is not as it was written."""
+        text = _read(checkpoint / STATE, _MOST_STATE)
+        start, rest = text[: len(_HEAD) + 64], text[len(_HEAD) + 64 :]
+        if start != _start(rest):
+            raise DamagedError(f"{STATE}: it is not what was written")
+        try:
+            found = json.loads(text)
+            made = Saved(found["identity"], found["files"], found["states"])
+        except (ValueError, LookupError, RecursionError) as error:
+            raise DamagedError(f"{STATE}: it is not that of a checkpoint") from error
+        if [type(one) for one in (made.identity, made.files, made.states)] != [dict, dict, list]:
+            raise DamagedError(f"{STATE}: it is not that of a checkpoint")
+        return made
+
+    def tensors(self, checkpoint: Path, rank: int) -> bytes:
+        """The file of a rank's tensors. Raises DamagedError if it is not as it was written."""
+        name = tensors_of(rank)
+        try:
+            size, digest = int(self.files[name]["bytes"]), self.files[name]["sha256"]
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise DamagedError(f"{STATE}: it knows no {name}") from error
+        data = _read(checkpoint / name, size)
+        if (len(data), sha256(data).hexdigest()) != (size, digest):
+            raise DamagedError(f"{name}: its checksum is not that of {STATE}")
+        return data
+
+    def check(self, checkpoint: Path) -> None:
+        """Compare the files of all ranks with their checksums."""
+        for rank in range(len(self.states)):
+            self.tensors(checkpoint, rank)
 
 
-def check_identity(text: bytes, identity: Mapping[str, Any], ranks: int) -> None:
-    """Raise CheckpointError unless all that is given here is so in the text of a checkpoint."""
+def tensors_of(rank: int) -> str:
+    """The name of the file with a rank's tensors."""
+    return f"rank{rank}.safetensors"
+
+
+def state_text(content: Mapping[str, Any]) -> bytes:
+    """The bytes of state.json. Raises CheckpointError for more than would be read."""
+    rest = b'", ' + json.dumps(content, separators=(",", ":")).encode()[1:]
+    text = _start(rest) + rest
+    if len(text) > _MOST_STATE:
+        raise CheckpointError(f"{STATE}: it would be larger than {_MOST_STATE // 10**6} MB")
+    return text
+
+
+def check_checkpoint(checkpoint: Path, identity: Mapping[str, Any], ranks: int) -> None:
+    """Compare all files of a checkpoint with their checksums, and its training with this one.
+
+    Raises CheckpointError, which names the file, and says which checkpoint before it is whole.
+    """
     try:
-        seen = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{IDENTITY}: it is no JSON") from error
-    if not isinstance(seen, dict):
-        raise DamagedError(f"{IDENTITY}: it is no JSON object")
-    for name, mine in json.loads(identity_text(identity, ranks)).items():
+        saved = Saved.of(checkpoint)
+        check_identity(saved.identity, identity, ranks)
+        saved.check(checkpoint)
+    except CheckpointError as error:
+        instead = f"; {offer(checkpoint)}" if isinstance(error, DamagedError) else ""
+        raise type(error)(f"{unread(checkpoint)}: {error}{instead}") from error
+
+
+def check_identity(seen: Mapping[str, Any], identity: Mapping[str, Any], ranks: int) -> None:
+    """Raise CheckpointError unless all that is given here is so in a checkpoint."""
+    for name, mine in json.loads(json.dumps({**identity, "ranks": ranks})).items():
         if seen.get(name) != mine:
             raise CheckpointError(
                 f"it is of another training: its {name} is {shown(repr(seen.get(name)), 60)}, not"
                 f" {shown(repr(mine), 60)}"
             )
+
+
+def unread(checkpoint: Path) -> str:
+    """How an error begins."""
+    return f"cannot read the checkpoint {shown(checkpoint)}"
+
+
+def offer(checkpoint: Path) -> str:
+    """What to do instead: the last checkpoint before this one that is whole."""
+    folder, step = checkpoint.parent.parent, step_of(checkpoint)
+    for one in reversed([path for path in checkpoints(folder) if step_of(path) < step]):
+        try:
+            Saved.of(one).check(one)
+        except CheckpointError:
+            continue
+        return f"{one.name} is whole: go on from it with --resume --from-step {step_of(one)}"
+    return "no checkpoint before it is whole: start again with another --out"
+
+
+def _start(rest: bytes) -> bytes:
+    return _HEAD + sha256(rest).hexdigest().encode()
+
+
+def _read(path: Path, most: int) -> bytes:
+    try:
+        return read_bytes(path, most)
+    except OSError as error:
+        raise DamagedError(f"{path.name}: {error.strerror}") from error
 
 
 def shown(what: object, most: int = 80) -> str:

@@ -19,7 +19,6 @@ from realrun.execute.garbage import short_collections
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
-from realrun.train.draft import clean
 from realrun.train.estimate import Estimator
 from realrun.train.everywhere import everywhere
 from realrun.train.folder import LOG, Resume
@@ -128,13 +127,11 @@ class _Training:
         rows: tuple[LogRow, ...] = ()
         with guarded(self.world, Place(-1, 0, "start of the training")):
             self.local.warm_up()
-            if self.folder and self.world.rank == 0:
-                clean(self.folder)
             if self.folder and resume:
                 last = resume.checkpoint(self.folder)
                 self.world.agree("last checkpoint", str(last))
                 if last:
-                    self._go_on(last, trust=resume.trust)
+                    self._go_on(last)
                     rows = self._known(self.folder)
         self.log = Log(self.folder if self.world.rank == 0 else None, rows)
 
@@ -142,22 +139,21 @@ class _Training:
         """The rows of the log so far, on rank 0. All ranks call it, and hear if that fails."""
         rows: list[LogRow] = []
 
-        def look() -> str:
+        def look() -> None:
             if self.world.rank == 0 and (folder / LOG).exists():
                 try:
                     rows.extend(row for row in read(folder) if row.step <= self.step)
                 except CatalogError as error:
                     raise CheckpointError(str(error)) from error
-            return ""
 
         everywhere(self.world.device, "cannot go on", look)
         return tuple(rows)
 
-    def _go_on(self, last: Path, *, trust: bool) -> None:
+    def _go_on(self, last: Path) -> None:
         """Take over a checkpoint."""
-        state = checkpoint.load(last, self.identity, self.world, trust=trust)
+        state = checkpoint.load(last, self.identity, self.world)
 
-        def take() -> str:
+        def take() -> None:
             try:
                 self.method.load_state(state["method"])
                 self.step, self.seconds = state["step"], state["seconds"]
@@ -166,7 +162,6 @@ class _Training:
                 raise DamagedError("it holds no state of this training") from error
             except OptionError as error:
                 raise CheckpointError(str(error)) from error
-            return ""
 
         checkpoint.reading(last, self.world, take)
         self.method.agree()
