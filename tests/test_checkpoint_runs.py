@@ -101,7 +101,7 @@ def test_what_one_rank_cannot_go_on_with_ends_all_with_one_line(
 
 
 def test_what_ranks_wrote_before_a_restart_is_not_seen() -> None:
-    """torchrun keeps its store; a rank that died would still count as dead."""
+    """Its store stays over restarts; a rank that died would still count as dead."""
     store = torch.distributed.HashStore()
     for attempt in ("0", "1", "2"):
         seen = world._of_attempt(store, {"TORCHELASTIC_RESTART_COUNT": attempt})
