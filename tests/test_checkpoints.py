@@ -265,6 +265,7 @@ def test_a_damaged_file_is_named(two: list[Path], name: str, harm: str) -> None:
     """Whatever happened to it; with no whole checkpoint before it none is offered."""
     with copied(two[1]) as path:
         before = shutil.copytree(two[0], path.with_name(two[0].name))
+        shutil.copytree(two[1], path.with_name("step-000018"))
         HARMS[harm](before / name)
         HARMS[harm](path / name)
         assert all(f": {name}: " in one and "--out" in one for one in refused_by_all(path))
@@ -364,7 +365,12 @@ def tensor(dtype: str, shape: str, end: int = 0) -> bytes:
 
 DEEP = "[" * 100_000
 CRAFTED = [b"", b"3", b"[1]", b"{}", b"\xff" * 64, DEEP.encode()]
-CRAFTED += [header(DEEP), header(" " * 17_000_000), header('{"a": 3}'), header("{}") + b"too many"]
+CRAFTED += [
+    header(DEEP),
+    header("{}" + " " * 17_000_000),
+    header('{"a": 3}'),
+    header("{}") + b"too many",
+]
 CRAFTED += [tensor("F32", f"0,{size}") for size in (10**30, 10**19, f"{2**62},{2**62}")]
 CRAFTED += [tensor("F8_E8M0", "1", 1) + b"x"]
 
