@@ -1,7 +1,6 @@
 """Checkpoints: what is read is what was written, or is refused by name; nothing in them is run."""
 
 import errno
-import fcntl
 import io
 import json
 import math
@@ -13,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -473,11 +472,11 @@ SETTINGS = TrainSettings(size="tiny", context=16, batch=8, strategy="co2:tau=4")
 OPTIONS = {"--size": "tiny", "--context": "16", "--batch": "8", "-s": "co2:tau=4", "--nproc": "1"}
 
 
-def held(out: Path) -> int:
-    """Another training is under way; gives what it holds the folder by."""
-    number = os.open(out, os.O_RDONLY)
-    fcntl.flock(number, fcntl.LOCK_EX)
-    return number
+def held(out: Path) -> ExitStack:
+    """Another training is under way, until this is closed."""
+    other = ExitStack()
+    other.enter_context(lock.alone(out))
+    return other
 
 
 def saved(out: Path) -> Path:
@@ -533,7 +532,7 @@ def test_the_launcher_refuses_a_folder_before_any_rank_starts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lock, "_PATIENCE", 0.0)
     (tmp_path / "out").mkdir()
-    number = prepare(Path("out"))
+    other = prepare(Path("out"))
     before = sorted((tmp_path / "out").rglob("*"))
     words = [one for pair in OPTIONS.items() if pair[0] not in more.split() for one in pair]
     ended = in_process("realrun", main, monkeypatch, capsys)("train", *words, *more.split())
@@ -541,7 +540,7 @@ def test_the_launcher_refuses_a_folder_before_any_rank_starts(
     assert token in ended.err
     assert sorted((tmp_path / "out").rglob("*")) == before
     if prepare is held:
-        os.close(number)
+        other.close()
 
 
 def test_a_folder_is_free_once_the_other_training_has_gone(
@@ -549,8 +548,8 @@ def test_a_folder_is_free_once_the_other_training_has_gone(
 ) -> None:
     """One that was killed a moment ago is waited for; looking makes neither folder nor file."""
     lock.check_free(tmp_path / "out")
-    number, waited = held(tmp_path), []
-    monkeypatch.setattr(time, "sleep", lambda s: (waited.append(s), os.close(number)))
+    other, waited = held(tmp_path), []
+    monkeypatch.setattr(time, "sleep", lambda s: (waited.append(s), other.close()))
     lock.check_free(tmp_path)
     assert len(waited) == 1
     with lock.alone(tmp_path / "new"), lock.alone(tmp_path):
