@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import realrun
@@ -102,7 +103,7 @@ def test_what_one_rank_cannot_go_on_with_ends_all_with_one_line(
 
 def test_what_ranks_wrote_before_a_restart_is_not_seen() -> None:
     """Its store stays over restarts; a rank that died would still count as dead."""
-    store = torch.distributed.HashStore()
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
     for attempt in ("0", "1", "2"):
         seen = world._of_attempt(store, {"TORCHELASTIC_RESTART_COUNT": attempt})
         assert not seen.check(["key"])

@@ -252,7 +252,7 @@ def need_gpus(count: int) -> None:
         raise OptionError(f"{count} ranks need a GPU each, and this node has {found}")
 
 
-def _of_attempt(store: dist.Store, env: Mapping[str, str]) -> dist.Store:
+def _of_attempt(store: TCPStore | PrefixStore, env: Mapping[str, str]) -> TCPStore | PrefixStore:
     """The store without what ranks wrote before torchrun restarted them: it keeps its store."""
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store if attempt == "0" else PrefixStore(f"attempt{attempt}", store)
