@@ -1,7 +1,6 @@
 """What a checkpoint costs, beside torch.save and plain safetensors.
 
-    python benchmarks/checkpoints.py            # a minute
-    python benchmarks/checkpoints.py --quick    # seconds, too few to mean anything
+    python benchmarks/checkpoints.py            # a minute; --quick: too few to mean anything
 
 A rank holds a GPT, the state of AdamW, and three vectors of CO2. The three ways take turns. Writing
 ends on the disk (fsync); reading finds the files in memory. Writes checkpoints.md.

@@ -3,29 +3,35 @@
 import errno
 import io
 import json
+import math
 import os
 import pickle
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from commands import in_process
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from co2sim.errors import OptionError
 from co2sim.schedule import Layout
+from realrun.cli import main
 from realrun.errors import CheckpointError, DamagedError
-from realrun.train import checkpoint, everywhere, folder
-from realrun.train.folder import STATE, Saved, check_checkpoint, checkpoints
+from realrun.train import checkpoint, everywhere, folder, lock, log
+from realrun.train.folder import STATE, Resume, Saved, check_checkpoint, checkpoints
 from realrun.train.settings import TrainSettings
 
 IDENTITY = {"strategy": "co2(tau=4)", "lr": 0.01, "betas": (0.9, 0.95)}
@@ -38,10 +44,11 @@ TEXTS = [""] * RANKS
 @pytest.fixture(autouse=True, scope="module")
 def gathered() -> Iterator[None]:
     """Ranks are threads of this process, and hear each other through a list."""
+    alone = everywhere._gather
 
     def gather(device: Any, text: str) -> list[str]:
         if device.ranks == 1:
-            return [text]
+            return alone(device, text)
         TEXTS[device.rank] = text
         BARRIER.wait(10)
         found = list(TEXTS)
@@ -63,8 +70,6 @@ def on_ranks(work: Callable[[Any], Any], ranks: int = RANKS) -> list[Any]:
         except CheckpointError as error:
             return error
 
-    if ranks == 1:
-        return [one(0)]
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))
 
@@ -81,12 +86,8 @@ def state(rank: int, step: int) -> dict[str, Any]:
 
 def write(place: Path, step: int, given_: Any = None, ranks: int = RANKS) -> list[Any]:
     """What all ranks give that write a state after a step."""
-
-    def one(world: Any) -> Path:
-        mine = given_ or state(world.rank, step)
-        return checkpoint.save(place, step, mine, IDENTITY, world)
-
-    return on_ranks(one, ranks)
+    mine = [given_ or state(rank, step) for rank in range(ranks)]
+    return on_ranks(lambda w: checkpoint.save(place, step, mine[w.rank], IDENTITY, w), ranks)
 
 
 def save(place: Path, *steps: int, ranks: int = RANKS) -> list[Path]:
@@ -208,6 +209,7 @@ def test_every_rank_gets_its_own_state_back_and_two_checkpoints_stay(tmp_path: P
         check_checkpoint(path, IDENTITY, RANKS)
     save(tmp_path, 14)
     assert [folder.step_of(one) for one in checkpoints(tmp_path)] == [12, 14, 18]
+    assert load(write(tmp_path, 18, {"new": 1})[0]) == [{"new": 1}] * RANKS  # it is replaced
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +261,11 @@ HARMS: dict[str, Callable[[Path], object]] = {
 @given(st.sampled_from(FILES), st.sampled_from(sorted(HARMS)))
 @example("rank0.safetensors", "missing")
 def test_a_damaged_file_is_named(two: list[Path], name: str, harm: str) -> None:
-    """Whatever happened to it; with no other checkpoint none is offered."""
-    with copied(two[0]) as path:
+    """Whatever happened to it; with no whole checkpoint before it none is offered."""
+    with copied(two[1]) as path:
+        before = shutil.copytree(two[0], path.with_name(two[0].name))
+        shutil.copytree(two[1], path.with_name("step-000018"))
+        HARMS[harm](before / name)
         HARMS[harm](path / name)
         assert all(f": {name}: " in one and "--out" in one for one in refused_by_all(path))
 
@@ -276,18 +281,6 @@ def test_a_checkpoint_of_another_training_is_refused_by_all(two: list[Path]) -> 
             check_checkpoint(two[1], identity, ranks)
 
 
-@pytest.mark.parametrize("other", [{"strategy": "ddp"}, {"size": "mini"}, {"lr": 0.5}, {"seed": 7}])
-def test_another_model_algorithm_or_option_is_another_training(other: dict[str, Any]) -> None:
-    """How often it is validated, and where it stops, is not."""
-    seen = {**TrainSettings(strategy="co2:tau=4").identity(), "ranks": 2}
-    more = TrainSettings(strategy="co2(tau=4)", stop=5, eval_every=7)
-    folder.check_identity(seen, more.identity(), 2)
-    with pytest.raises(CheckpointError, match=f"its {min(other)} is "):
-        folder.check_identity(
-            seen, TrainSettings(**{"strategy": "co2:tau=4"} | other).identity(), 2
-        )
-
-
 def craft(path: Path, data: bytes | None = None, **content: Any) -> None:
     """Change the file of rank 0, or parts of state.json, so that all checksums fit."""
     text = json.loads((path / STATE).read_bytes())
@@ -298,22 +291,13 @@ def craft(path: Path, data: bytes | None = None, **content: Any) -> None:
     (path / STATE).write_bytes(folder.state_text(text | content))
 
 
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["tensor", "map", "tuple", "x"]), inner, max_size=2),
-    ),
-    max_leaves=6,
-)
+ODD = [None, 3, -1, "x", [], {}, [None, None], {"a": 1, "b": 2}, {FILES[0]: 3}]
+ODD += [{"tensor": "x"}, {"map": 3}, {"map": [[[], 1]]}, {"tuple": None}, {"x": []}]
+ODD += [{"bytes": size, "sha256": ""} for size in (-1, math.inf, 10**400, "x")]
 
 
-@given(st.sampled_from(["identity", "files", "states", "file", "state"]), JSON)
+@given(st.sampled_from(["identity", "files", "states", "file", "state"]), st.sampled_from(ODD))
 @example("state", {"tensor": "x"})
-@example("state", {"map": [[[], 1]]})
-@example("file", {"bytes": float("inf"), "sha256": ""})
-@example("file", {"bytes": -1, "sha256": ""})
-@example("states", [])
 def test_a_crafted_state_is_one_line(two: list[Path], what: str, value: Any) -> None:
     """Who can write a file can write checksums, too; what it holds is still only data."""
     with copied(two[0]) as path:
@@ -338,7 +322,7 @@ def test_what_would_be_too_large_to_read_is_not_written(
     assert names(tmp_path / folder.CHECKPOINTS) == []
     (path,) = save(tmp_path, 6)
     monkeypatch.setattr(folder, "_MOST_STATE", (path / STATE).stat().st_size)
-    assert whole(path)
+    assert whole(*save(tmp_path, 6))
     monkeypatch.setattr(folder, "_MOST_STATE", (path / STATE).stat().st_size - 1)
     assert f": {STATE}: " in refused(path)
 
@@ -380,7 +364,12 @@ def tensor(dtype: str, shape: str, end: int = 0) -> bytes:
 
 DEEP = "[" * 100_000
 CRAFTED = [b"", b"3", b"[1]", b"{}", b"\xff" * 64, DEEP.encode()]
-CRAFTED += [header(DEEP), header(" " * 17_000_000), header('{"a": 3}'), header("{}") + b"too many"]
+CRAFTED += [
+    header(DEEP),
+    header("{}" + " " * 17_000_000),
+    header('{"a": 3}'),
+    header("{}") + b"too many",
+]
 CRAFTED += [tensor("F32", f"0,{size}") for size in (10**30, 10**19, f"{2**62},{2**62}")]
 CRAFTED += [tensor("F8_E8M0", "1", 1) + b"x"]
 
@@ -407,63 +396,55 @@ class KilledError(BaseException):
 
 
 @contextmanager
-def killed(after: int) -> Iterator[list[str]]:
-    """All calls that change a disk fail once `after` of them were done; gives their names.
+def failing(after: int, error: BaseException) -> Iterator[list[str]]:
+    """Calls that change a disk fail once `after` of them were done; gives their names.
 
-    A file that was not brought to the disk by then loses its second half.
+    An OSError comes once. A killed process does nothing any more, and the file that it was about to
+    bring to the disk loses its second half.
     """
     done: list[str] = []
+    dies = isinstance(error, KilledError)
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def inner(first: Any, *given: Any, **more: Any) -> Any:
             done.append(name)
-            if len(done) <= after:
+            if len(done) <= after or (len(done) > after + 1 and not dies):
                 return call(first, *given, **more)
-            if name == "fsync" and opened(first).is_file():
+            if name == "fsync" and dies and opened(first).is_file():
                 os.truncate(first, os.fstat(first).st_size // 2)
-            raise KilledError
+            raise error
 
         return inner
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir"):
+        for name in ("mkdir", "fsync", "rename", "replace"):
             patch.setattr(os, name, wrapped(name, getattr(os, name)))
-        patch.setattr(shutil, "rmtree", wrapped("rmtree", shutil.rmtree))
+        if dies:
+            patch.setattr(shutil, "rmtree", wrapped("rmtree", shutil.rmtree))
         yield done
 
 
 @pytest.mark.parametrize("step", [12, 18], ids=["again", "next"])
-def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, step: int) -> None:
-    """What is left of a draft is removed by the next write."""
-    after, ended = 0, False
-    while not ended:
+@pytest.mark.parametrize("error", [KilledError(), OSError(errno.EIO, "broken")], ids=type)
+def test_a_failure_at_any_moment_leaves_the_last_whole_checkpoint(
+    tmp_path: Path, step: int, error: BaseException
+) -> None:
+    """A killed process, or a disk that fails once. What is left of it goes with the next write."""
+    dies, done = isinstance(error, KilledError), [""]
+    for after in count():
+        if len(done) < after:  # the last time all went well
+            break
         place = tmp_path / str(after)
         save(place, 6, 12, ranks=1)
-        with killed(after) as done:
-            try:
-                write(place, step, ranks=1)
-            except KilledError:
-                after += 1
-            else:
-                ended = True
-        found = checkpoints(place)
-        assert all(whole(path, ranks=1) for path in found)
-        assert folder.step_of(found[-1]) >= (6 if step == 12 else 12)
+        with failing(after, error) as done, suppress(KilledError):
+            write(place, step, ranks=1)
+        kept = checkpoints(place)
+        assert all(whole(path, ranks=1) for path in kept)
+        assert folder.step_of(kept[-1]) >= (6 if step == 12 and dies else 12)
+        assert dies or names(place / folder.CHECKPOINTS) == [one.name for one in kept]
         save(place, 24, ranks=1)
         assert len(names(place / folder.CHECKPOINTS)) == len(checkpoints(place)) == 2
     assert done.count("fsync") == 4  # both files, the draft, and the folder that has its name
-    assert after >= 7
-
-
-def fails(call: Callable[..., Any], number: int, when: Callable[..., bool]) -> Callable[..., Any]:
-    """A function that fails for some arguments."""
-
-    def inner(*given: Any) -> Any:
-        if when(*given):
-            raise OSError(number, os.strerror(number))
-        return call(*given)
-
-    return inner
 
 
 def test_a_full_disk_is_told_by_all_ranks_and_leaves_nothing(
@@ -471,7 +452,13 @@ def test_a_full_disk_is_told_by_all_ranks_and_leaves_nothing(
 ) -> None:
     """The rank, the file and the cause in one line; the checkpoint before is whole."""
     (before,) = save(tmp_path, 6)
-    full = fails(os.fsync, errno.ENOSPC, lambda number: "rank1" in str(opened(number)))
+    sync = os.fsync
+
+    def full(number: int) -> None:
+        if "rank1" in opened(number).name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(number)
+
     monkeypatch.setattr(os, "fsync", full)
     for said in write(tmp_path, 12):
         assert isinstance(said, CheckpointError)
@@ -481,16 +468,121 @@ def test_a_full_disk_is_told_by_all_ranks_and_leaves_nothing(
     assert whole(before)
 
 
-def test_a_checkpoint_is_replaced_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the last rename fails, the one in its place comes back."""
-    (path,) = save(tmp_path, 6)
-    times: list[Path] = []
-    second = fails(os.rename, errno.EIO, lambda *_: times.append(path) or len(times) == 2)  # type: ignore[func-returns-value]
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", second)
-        assert all("output error" in str(said) for said in write(tmp_path, 6, {"new": 1}))
-    assert names(path.parent) == [path.name]
-    assert whole(path)
-    write(tmp_path, 6, {"new": 1})
-    assert names(path.parent) == [path.name]
-    assert load(path) == [{"new": 1}] * RANKS
+SETTINGS = TrainSettings(size="tiny", context=16, batch=8, strategy="co2:tau=4")
+OPTIONS = {"--size": "tiny", "--context": "16", "--batch": "8", "-s": "co2:tau=4", "--nproc": "1"}
+
+
+def held(out: Path) -> ExitStack:
+    """Another training is under way, until this is closed."""
+    other = ExitStack()
+    other.enter_context(lock.alone(out))
+    return other
+
+
+def saved(out: Path) -> Path:
+    """A checkpoint of this training."""
+    whole = {**SETTINGS.identity(), "ranks": 1}
+    place = out / folder.CHECKPOINTS / "step-000004"
+    on_ranks(lambda world: checkpoint.write(place, {}, whole, 0, world.device), 1)
+    return place
+
+
+def logged(out: Path) -> None:
+    """A checkpoint, and a log that is none."""
+    saved(out)
+    (out / folder.LOG).write_text("a,b\n1,2\n")
+
+
+def has(name: str, make: Callable[[Path], object] = Path.touch) -> Callable[[Path], object]:
+    """The folder holds something of this name."""
+    return lambda out: make(out / name)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "more", "token"),
+    [
+        (held, "", "another training is under way in out"),
+        *((has(name), "", "--resume") for name in (folder.LOG, folder.RECORD, folder.MODEL)),
+        *((has(name), "--resume", "has ended") for name in (folder.RECORD, folder.MODEL)),
+        (saved, "", "--resume"),
+        *((has(name, Path.mkdir), "", f"out/{name}") for name in (folder.MODEL, folder.FIGURE)),
+        *((has(folder.LOG, os.mkfifo), more, "out/log.csv") for more in ("", "--resume")),
+        *((has(folder.CHECKPOINTS), more, "out/checkpoints") for more in ("", "--resume")),
+        (has(folder.CHECKPOINTS, lambda at: at.symlink_to("no")), "", "out/checkpoints"),
+        (lambda out: (saved(out) / STATE).unlink(), "--resume", "step-000004: state.json"),
+        (logged, "--resume", "out/log.csv"),
+        (saved, "--resume --from-step 7", "are of steps 4"),
+        (saved, "--resume --seed 5", "its seed is"),
+        (saved, "--resume -s ddp", "its strategy is"),
+        (saved, "--resume --size mini", "its size is"),
+        (saved, "--resume --nproc 2", "its ranks is"),
+        (Path.exists, "--resume --from-step 7", "holds none"),
+        (Path.exists, "--from-step 7", "--resume"),
+    ],
+)
+def test_the_launcher_refuses_a_folder_before_any_rank_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prepare: Callable[[Path], Any],
+    more: str,
+    token: str,
+) -> None:
+    """In one line, with exit code 2, and leaves it as it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lock, "_PATIENCE", 0.0)
+    (tmp_path / "out").mkdir()
+    other = prepare(Path("out"))
+    before = sorted((tmp_path / "out").rglob("*"))
+    words = [one for pair in OPTIONS.items() if pair[0] not in more.split() for one in pair]
+    ended = in_process("realrun", main, monkeypatch, capsys)("train", *words, *more.split())
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert token in ended.err
+    assert sorted((tmp_path / "out").rglob("*")) == before
+    if prepare is held:
+        other.close()
+
+
+def test_a_folder_is_free_once_the_other_training_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was killed a moment ago is waited for; looking makes neither folder nor file."""
+    lock.check_free(tmp_path / "out")
+    other, waited = held(tmp_path), []
+    monkeypatch.setattr(time, "sleep", lambda s: (waited.append(s), other.close()))
+    lock.check_free(tmp_path)
+    assert len(waited) == 1
+    with lock.alone(tmp_path / "new"), lock.alone(tmp_path):
+        assert [one.name for one in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_full_disk_is_said_of_the_log(tmp_path: Path) -> None:
+    """With the name of the file; closing it afterwards is no error."""
+    written = log.Log(tmp_path)
+    assert written._file is not None
+    written._file.close()
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        written._file = full
+        with pytest.raises(OptionError, match=r"log\.csv: no space left"):
+            written.add(log.LogRow(step=1, tokens=8, seconds=0.1, train_loss=4.5, lr=0.1))
+    written.close()
+
+
+def test_checkpoints_are_named_by_the_digits_of_ascii(tmp_path: Path) -> None:
+    """Python takes others for numbers, too."""
+    for name in ("step-\u0664", "step-000004", "step-12", ".step-000008"):
+        (tmp_path / folder.CHECKPOINTS / name).mkdir(parents=True)
+    assert [folder.step_of(one) for one in folder.checkpoints(tmp_path)] == [4, 12]
+    assert Resume().checkpoint(tmp_path / "new") is None
+    last, first = Resume().checkpoint(tmp_path), Resume(4).checkpoint(tmp_path)
+    assert (last and last.name, first and first.name) == ("step-12", "step-000004")
+
+
+@given(st.text(max_size=300))
+def test_what_an_error_shows_is_short_and_obeyed_by_no_terminal(text: str) -> None:
+    """No control character, no line break; of long texts the end, which tells more of a path."""
+    found = folder.shown(text)
+    assert found.isprintable()
+    assert len(found) <= 80
+    if text.isascii() and text.isalnum():
+        assert found.endswith(text[-77:])

@@ -191,9 +191,12 @@ def join(
     hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = env["MASTER_ADDR"]
     try:
-        store = TCPStore(address, port, size, not hosted and rank == 0, limit, False)  # noqa: FBT003
+        store = _of_attempt(
+            TCPStore(address, port, size, not hosted and rank == 0, limit, False),  # noqa: FBT003
+            env,
+        )
         watch = Watch(
-            TCPStore(address, port, size, False, limit, False),  # noqa: FBT003
+            _of_attempt(TCPStore(address, port, size, False, limit, False), env),  # noqa: FBT003
             rank,
             size,
         )
@@ -247,6 +250,12 @@ def need_gpus(count: int) -> None:
         raise OptionError("backend nccl needs CUDA devices, and there is none; use --backend gloo")
     if found < count:
         raise OptionError(f"{count} ranks need a GPU each, and this node has {found}")
+
+
+def _of_attempt(store: TCPStore | PrefixStore, env: Mapping[str, str]) -> TCPStore | PrefixStore:
+    """The store without what ranks wrote before torchrun restarted them: it keeps its store."""
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if attempt == "0" else PrefixStore(f"attempt{attempt}", store)
 
 
 def _wait_for_all(store: Store, watch: Watch, rank: int, size: int, deadline: Seconds) -> None:
