@@ -91,6 +91,7 @@ def test_uneven_steps_are_told_at_once_with_counts() -> None:
         assert all(answer["seconds"] < 20 for answer in answers)  # of a deadline of 60
 
 
+@pytest.mark.nightly
 def test_an_exception_is_told_within_a_round() -> None:
     """In seconds, however long the round takes: those who train look once a second."""
     answers = three("within_a_long_round")
@@ -241,6 +242,7 @@ def test_what_would_mistake_the_consensus_is_refused() -> None:
             assert said.startswith(f"OptionError: {name}")
 
 
+@pytest.mark.nightly
 def test_all_come_to_an_end_after_the_same_steps() -> None:
     """Else all are told at once who is where after how many: a process was aborted."""
     found = three("elsewhere", cases=ELSEWHERE)

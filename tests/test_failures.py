@@ -80,17 +80,19 @@ def check_survivors(errors: dict[int, str], said: str, folder: Path, *, started:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("kill:startup:1", r"rank 1 was killed by SIGKILL"),
-        ("kill:clocks:1", r"rank 1 was killed by SIGKILL"),
         ("kill:compute:2", rf"rank 2 was killed by SIGKILL; {STOPPED}"),
-        ("kill:before:0", rf"rank 0 was killed by SIGKILL; {STOPPED}"),
-        ("stop:compute:1", r"rank 1 gives no sign of life; stopped in '\S+' of round 1"),
-        ("hang:compute:2", r"rank 2 is not there: it is in '\S+' of round 1; stopped in"),
-        (
-            "raise:compute:0",
-            rf"rank 0 raised ValueError in '\S+' of round 1: a kernel went wrong; {STOPPED}",
+        *(
+            pytest.param(fault, said, marks=pytest.mark.nightly)
+            for fault, said in (
+                ("kill:startup:1", "rank 1 was killed by SIGKILL"),
+                ("kill:clocks:1", "rank 1 was killed by SIGKILL"),
+                ("kill:before:0", rf"rank 0 was killed by SIGKILL; {STOPPED}"),
+                ("stop:compute:1", r"rank 1 gives no sign of life; stopped in '\S+' of round 1"),
+                ("hang:compute:2", r"rank 2 is not there: it is in '\S+' of round 1"),
+                ("raise:compute:0", r"rank 0 raised ValueError in '\S+' of round 1"),
+                ("stop:startup:2", rf"rank 2 did not come within {DEADLINE:g} s"),
+            )
         ),
-        ("stop:startup:2", rf"rank 2 did not come within {DEADLINE:g} s"),
     ],
 )
 def test_all_ranks_stop_in_time_and_name_the_missing_one(
@@ -132,6 +134,7 @@ def launched_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_launched_run_stops_names_the_missing_one_and_leaves_nothing(tmp_path: Path) -> None:
     """The same with the launcher and programs of their own: rank 1 dies inside of a collective."""

@@ -52,6 +52,7 @@ print(*codes)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "codes"),
     [

@@ -32,33 +32,27 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realrun.launch.watch._PERIOD", 0.01)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_an_error_of_its_own_blames_no_other_rank() -> None:
+    """Also where others are at another step: they were said not to be there."""
+    for error in [
         RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         ValueError("bad sample"),
-    ],
-)
-def test_an_error_of_its_own_blames_no_other_rank(error: Exception) -> None:
-    """Also where others are at another step: they were said not to be there."""
-    found = failed(error)
-    assert found.ranks == (0,)
-    assert f"rank 0 raised {type(error).__name__} in 'local step 39'" in str(found)
+    ]:
+        found = failed(error)
+        assert found.ranks == (0,)
+        assert f"rank 0 raised {type(error).__name__} in 'local step 39'" in str(found)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_a_collective_that_failed_blames_who_is_elsewhere() -> None:
+    """Gloo raises plain RuntimeErrors; what they say tells them apart."""
+    for error in [
         RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:544] closed"),
         RuntimeError("Connection closed by peer [127.0.0.1]:4711"),
         RuntimeError("NCCL communicator was aborted on rank 0"),
         torch.distributed.DistNetworkError("no answer"),
-    ],
-)
-def test_a_collective_that_failed_blames_who_is_elsewhere(error: Exception) -> None:
-    """Gloo raises plain RuntimeErrors; what they say tells them apart."""
-    found = failed(error)
-    assert found.ranks == (1,)
-    assert "rank 1 is not there: it is in 'local step 40'" in str(found)
+    ]:
+        found = failed(error)
+        assert found.ranks == (1,)
+        assert "rank 1 is not there: it is in 'local step 40'" in str(found)

@@ -107,9 +107,9 @@ def test_cluster_is_printed_for_a_prediction(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == stated_cluster(Lab(2, 1, "1 Gbit/s", dilation=slower))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "gpus_per_node", "rate", "message"),
-    [
+def test_what_cannot_be_built_is_refused() -> None:
+    """One line says what was given and what is allowed."""
+    for nodes, gpus_per_node, rate, message in [
         (0, 1, "1 Gbit/s", "nodes is 0; it must be at least 1"),
         (2, 0, "1 Gbit/s", "gpus per node is 0; it must be at least 1"),
         (64, 8, "1 Gbit/s", "64 nodes of 8 are 512 ranks; a lab has at most 256"),
@@ -118,15 +118,10 @@ def test_cluster_is_printed_for_a_prediction(capsys: pytest.CaptureFixture[str])
         (2, 1, "fast", "'fast' is not a bandwidth"),
         (2, 1, "1 kbit/s", "it must be 1 Mbit/s to 100 Gbit/s"),
         (2, 1, "-1 Gbit/s", "it must be 1 Mbit/s to 100 Gbit/s"),
-    ],
-)
-def test_what_cannot_be_built_is_refused(
-    nodes: int, gpus_per_node: int, rate: str, message: str
-) -> None:
-    """One line says what was given and what is allowed."""
-    with pytest.raises(LabError, match=message) as caught:
-        Lab(nodes, gpus_per_node, rate)
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(LabError, match=message) as caught:
+            Lab(nodes, gpus_per_node, rate)
+        assert "\n" not in str(caught.value)
 
 
 def test_rate_inside_a_node_is_checked_too() -> None:
@@ -135,14 +130,14 @@ def test_rate_inside_a_node_is_checked_too() -> None:
         Lab(2, 2, "1 Gbit/s", "1 kbit/s")
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [([], "no command is given"), (["no-such-program"], "command not found: no-such-program")],
-)
-def test_what_cannot_run_is_refused(command: list[str], message: str) -> None:
+def test_what_cannot_run_is_refused() -> None:
     """Before anything is built."""
-    with pytest.raises(LaunchError, match=message):
-        run_lab(command, Lab(2, 1, "1 Gbit/s"))
+    for command, message in [
+        ([], "no command is given"),
+        (["no-such-program"], "command not found: no-such-program"),
+    ]:
+        with pytest.raises(LaunchError, match=message):
+            run_lab(command, Lab(2, 1, "1 Gbit/s"))
 
 
 def test_who_comes_first_is_yes_or_no(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,33 +154,33 @@ def test_root_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         run_lab(["true"], Lab(2, 1, "1 Gbit/s"))
 
 
-@pytest.mark.parametrize("missing", TOOLS)
-def test_missing_tool_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not installed is named, with its packages."""
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else tool)
-    with pytest.raises(LabError, match=rf"needs {missing}, which is not installed \(packages"):
-        check_machine()
+    for missing in TOOLS:
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else tool)  # noqa: B023 - called at once
+        with pytest.raises(LabError, match=rf"needs {missing}, which is not installed \(packages"):
+            check_machine()
 
 
-@pytest.mark.parametrize("rate", [1e6, 1e7, 1e8, 3e8, 1e9, 3e9, 1e10, 1e11])
-def test_burst_is_small_and_holds_packets(rate: float) -> None:
+def test_burst_is_small_and_holds_packets() -> None:
     """The queue holds two packets of whole frames and lasts 0.7 ms; the burst is 2 ms, or 512 KiB.
 
     A burst that could not hold the longest packet would split it.
     """
-    waiting, longest = queue(rate / 8)
-    assert 2 * FRAME <= longest <= waiting / 2 <= 128 * 1024
-    assert waiting <= max(rate / 8 * 0.7e-3, 4 * FRAME)
-    assert waiting <= burst(rate / 8) <= max(rate / 8 * 2e-3, 4 * FRAME)
-    assert burst(rate / 8) <= 512 * 1024
+    for rate in [1e6, 1e7, 1e8, 3e8, 1e9, 3e9, 1e10, 1e11]:
+        waiting, longest = queue(rate / 8)
+        assert 2 * FRAME <= longest <= waiting / 2 <= 128 * 1024
+        assert waiting <= max(rate / 8 * 0.7e-3, 4 * FRAME)
+        assert waiting <= burst(rate / 8) <= max(rate / 8 * 2e-3, 4 * FRAME)
+        assert burst(rate / 8) <= 512 * 1024
 
 
-@pytest.mark.parametrize(("rate", "counted"), [(300e6, 1.0527), (700e6, 1.0480), (2e9, 1.0471)])
-def test_payload_share_is_what_tbf_counted(rate: float, counted: float) -> None:
+def test_payload_share_is_what_tbf_counted() -> None:
     """Bytes that tbf counted, over payload, in all-gathers of 4 MiB on four nodes: within 0.3 %."""
-    assert 1 / payload_share(rate / 8, two=False) == pytest.approx(counted, rel=3e-3)
-    assert payload_share(rate / 8, two=True) == PAYLOAD / FRAME
+    for rate, counted in [(300e6, 1.0527), (700e6, 1.0480), (2e9, 1.0471)]:
+        assert 1 / payload_share(rate / 8, two=False) == pytest.approx(counted, rel=3e-3)
+        assert payload_share(rate / 8, two=True) == PAYLOAD / FRAME
 
 
 SEE = """
@@ -265,6 +260,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
@@ -288,6 +284,7 @@ def test_rate_is_that_of_the_lab(lab: Lab, device: str, speed: float) -> None:
     assert best == pytest.approx(speed, rel=0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.usefixtures("machine")
 def test_failed_rank_ends_the_run() -> None:
@@ -300,6 +297,7 @@ def test_failed_rank_ends_the_run() -> None:
     assert launched.returncode == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.usefixtures("machine")
 def test_a_reader_that_has_gone_ends_the_run() -> None:
@@ -314,6 +312,7 @@ def test_a_reader_that_has_gone_ends_the_run() -> None:
     launched.stderr.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
@@ -358,6 +357,7 @@ def test_nothing_is_left(number: signal.Signals, code: int) -> None:
     assert not Path("/dev/shm/cluster.toml").exists()  # noqa: S108 - the lab's own, not ours
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.usefixtures("machine")
 def test_nothing_runs_behind_a_stopped_launcher() -> None:
@@ -428,6 +428,7 @@ world.leave()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.dist
 @pytest.mark.usefixtures("machine")
@@ -459,6 +460,7 @@ world.leave()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.dist
 @pytest.mark.usefixtures("machine")
@@ -471,18 +473,15 @@ def test_ranks_keep_to_cores_of_their_own() -> None:
     assert json.loads(line) == ([cores[:each], cores[each : 2 * each]] if each else shared)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cores", "own"),
-    [
+def test_cores_are_dealt_evenly() -> None:
+    """Each rank has as many as any other; with fewer cores than ranks nobody has one."""
+    for ranks, cores, own in [
         (2, [3, 5], [[3], [5]]),
         (2, [0, 1, 2, 3, 4], [[0, 1], [2, 3]]),
         (3, [0, 1], [[], [], []]),
         (1, [7], [[7]]),
-    ],
-)
-def test_cores_are_dealt_evenly(ranks: int, cores: list[int], own: list[list[int]]) -> None:
-    """Each rank has as many as any other; with fewer cores than ranks nobody has one."""
-    assert [list(on_cores(rank, ranks, cores)) for rank in range(ranks)] == own
+    ]:
+        assert [list(on_cores(rank, ranks, cores)) for rank in range(ranks)] == own
 
 
 FIRST = """
@@ -500,6 +499,7 @@ world.leave()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.dist
 @pytest.mark.usefixtures("machine")

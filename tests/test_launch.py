@@ -127,22 +127,22 @@ def test_realrun_needs_no_path() -> None:
     assert resolved(["realrun", "run"]) == [sys.executable, "-m", "realrun", "run"]
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [([], "no command is given"), (["no-such-program"], "command not found: no-such-program")],
-)
-def test_what_cannot_run_is_refused(command: list[str], message: str) -> None:
+def test_what_cannot_run_is_refused() -> None:
     """Before anything is started, in one line."""
-    with pytest.raises(LaunchError, match=message) as caught:
-        run_local(command, 2)
-    assert "\n" not in str(caught.value)
+    for command, message in [
+        ([], "no command is given"),
+        (["no-such-program"], "command not found: no-such-program"),
+    ]:
+        with pytest.raises(LaunchError, match=message) as caught:
+            run_local(command, 2)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("nproc", [0, 257])
-def test_number_of_ranks_is_bounded(nproc: int) -> None:
+def test_number_of_ranks_is_bounded() -> None:
     """None, or more than a machine can run, is a mistake."""
-    with pytest.raises(LaunchError, match=f"cannot start {nproc} ranks; it must be 1 to 256"):
-        run_local(["true"], nproc)
+    for nproc in [0, 257]:
+        with pytest.raises(LaunchError, match=f"cannot start {nproc} ranks; it must be 1 to 256"):
+            run_local(["true"], nproc)
 
 
 @pytest.mark.dist
@@ -172,21 +172,19 @@ def test_long_output_is_complete(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")],
-)
-def test_failure_is_named_and_told(
-    script: str, reason: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_failure_is_named_and_told(capfd: pytest.CaptureFixture[str]) -> None:
     """The exit code is 1, one line names the rank, and the store says so before it counts it."""
-    store = Memory()
-    assert supervise(shells("sleep 0.3", "sleep 0.3", script), store, 30) == 1
-    assert capfd.readouterr().err == f"error: rank 2 {reason}\n"
-    told = json.loads(store.get("realrun/failure/0"))
-    assert (told["rank"], told["reason"]) == (2, reason)
-    assert store.values["realrun/failures"] == "1"
-    assert store.log.index("realrun/failure/0") < store.log.index("realrun/failures")
+    for script, reason in [
+        ("exit 3", "exited with code 3"),
+        ("kill -9 $$", "was killed by SIGKILL"),
+    ]:
+        store = Memory()
+        assert supervise(shells("sleep 0.3", "sleep 0.3", script), store, 30) == 1
+        assert capfd.readouterr().err == f"error: rank 2 {reason}\n"
+        told = json.loads(store.get("realrun/failure/0"))
+        assert (told["rank"], told["reason"]) == (2, reason)
+        assert store.values["realrun/failures"] == "1"
+        assert store.log.index("realrun/failure/0") < store.log.index("realrun/failures")
 
 
 @pytest.mark.dist
@@ -236,6 +234,7 @@ def test_children_of_ranks_end_with_them(mark: str) -> None:
     assert wait_until(lambda: not alive(mark))
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_ranks_meet_and_the_store_outlives_rank_0() -> None:
     """A process group forms; after rank 0 was killed, the others still learn of it at once."""
@@ -264,6 +263,7 @@ os._exit(0)
     assert out.endswith("True\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_run_local_is_one_node() -> None:
     """Ranks see that they share node 0, and what the caller adds; the store is not for others."""
@@ -283,7 +283,11 @@ def test_run_local_is_one_node() -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> None:
     """However the launcher ends, ranks end, and so does what they started; stopped ones, too."""
@@ -331,6 +335,7 @@ def paused(pause: float, patience: float, *command: str) -> tuple[int, str, floa
     return launched.returncode, err, took
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_ranks_of_a_stopped_launcher_are_killed(mark: str) -> None:
     """Past its patience they end, and the launcher alone is blamed."""
@@ -339,6 +344,7 @@ def test_ranks_of_a_stopped_launcher_are_killed(mark: str) -> None:
     assert 1 < took < 30
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
     capfd: pytest.CaptureFixture[str],
@@ -355,6 +361,7 @@ def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
     assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_launcher_that_is_stopped_for_a_moment_goes_on() -> None:
     """Within its patience nothing is lost."""
     mark = f"5.{os.getpid()}"
@@ -377,7 +384,7 @@ def test_ranks_that_are_not_ready_to_be_asked_are_no_failures(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("obey", [True, False])
+@pytest.mark.parametrize("obey", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_ranks_may_be_asked_to_end_before_they_are_killed(obey: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """The first signal is passed on as SIGTERM, and what ranks still say is heard.
 

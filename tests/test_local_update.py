@@ -348,6 +348,7 @@ def test_consensus_shows_the_anchor_and_gives_the_model_back() -> None:
     assert inside[0] not in live
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     """Cut between and within rounds, with averages under way; by torch.save and by dcp."""
     assert three("resume", folder=str(tmp_path)) == [[]] * 3
@@ -402,6 +403,7 @@ def test_a_killed_worker_is_told_at_once() -> None:
         assert answer["seconds"] < 20
 
 
+@pytest.mark.nightly
 def test_a_late_worker_is_told_after_the_deadline() -> None:
     """By torch's own collectives and by the thread of int8; and all can begin anew after that."""
     found = three("late", dtypes=["fp32", "int8"])

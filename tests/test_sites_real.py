@@ -44,6 +44,7 @@ def test_ranks_meet_inside_their_site_and_across() -> None:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_every_schedule_over_sites_runs() -> None:
     """A trace of all ranks that breaks no rule, and keeps the sites of the cluster."""
@@ -52,6 +53,7 @@ def test_every_schedule_over_sites_runs() -> None:
     assert all(one[:2] == [2, [0, 1, 2, 3]] and one[2] for one in found)
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_site_learns_as_a_node_of_as_many_ranks() -> None:
     """Bit for bit: losses of training and validation, and bytes that averages sent."""
@@ -121,24 +123,19 @@ def test_a_lab_states_its_sites_and_the_link_between_them(tmp_path: Path) -> Non
     assert {"sites", "wan"}.isdisjoint(one)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "sites", "wan", "message"),
-    [
+def test_sites_that_cannot_be_built_are_refused() -> None:
+    """One line says what was given and what is allowed."""
+    for nodes, sites, wan, message in [
         (4, 3, "50 Mbit/s", "4 nodes do not divide into 3 equal sites"),
         (4, 2, None, "sites is 2 and the rate between sites is None"),
         (4, 1, "50 Mbit/s", "sites is 1 and the rate between sites is 50 Mbit/s"),
         (4, 0, None, "sites is 0; it must be at least 1"),
         (4, 2, "slow", "the rate between sites of a lab: 'slow' is not a bandwidth"),
         (4, 2, "1 kbit/s", "the rate between sites is '1 kbit/s'; it must be 1 Mbit/s"),
-    ],
-)
-def test_sites_that_cannot_be_built_are_refused(
-    nodes: int, sites: int, wan: str | None, message: str
-) -> None:
-    """One line says what was given and what is allowed."""
-    with pytest.raises(LabError, match=message) as caught:
-        Lab(nodes, 1, "1 Gbit/s", sites=sites, wan=wan)
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(LabError, match=message) as caught:
+            Lab(nodes, 1, "1 Gbit/s", sites=sites, wan=wan)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_lab_command_predicts_the_link_between_sites_from_its_rate(
@@ -204,6 +201,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.usefixtures("machine")
 def test_only_what_leaves_a_site_is_slow() -> None:
@@ -224,6 +222,7 @@ def test_only_what_leaves_a_site_is_slow() -> None:
     assert across > 0.95 * least
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.usefixtures("machine")
 def test_the_rate_between_sites_is_that_of_the_lab() -> None:

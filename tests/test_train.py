@@ -85,14 +85,14 @@ def test_samples_predict_the_next_character(task: Task) -> None:
         assert row.numpy().astype(np.uint8).tobytes() in training
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_any_number_of_ranks_sees_the_same_samples(task: Task, parts: int) -> None:
+def test_any_number_of_ranks_sees_the_same_samples(task: Task) -> None:
     """A step's samples depend on seed and step; ranks cut them up."""
-    whole = task.batch(seed=1, step=7, samples=8).inputs
-    shares = [task.batch(1, 7, 8, part, parts).inputs for part in range(parts)]
-    assert torch.equal(torch.cat(shares), whole)
-    assert not torch.equal(task.batch(1, 8, 8).inputs, whole)
-    assert not torch.equal(task.batch(2, 7, 8).inputs, whole)
+    for parts in [1, 2, 4]:
+        whole = task.batch(seed=1, step=7, samples=8).inputs
+        shares = [task.batch(1, 7, 8, part, parts).inputs for part in range(parts)]
+        assert torch.equal(torch.cat(shares), whole)
+        assert not torch.equal(task.batch(1, 8, 8).inputs, whole)
+        assert not torch.equal(task.batch(2, 7, 8).inputs, whole)
 
 
 def test_validation_is_fixed_and_of_held_out_files(task: Task) -> None:
@@ -107,20 +107,18 @@ def test_validation_is_fixed_and_of_held_out_files(task: Task) -> None:
         assert row.numpy().astype(np.uint8).tobytes() in held
 
 
-@pytest.mark.parametrize("name", GPTS)
-def test_parameters_are_counted_alike_by_torch_formula_and_co2sim(
-    name: str, tmp_path: Path
-) -> None:
+def test_parameters_are_counted_alike_by_torch_formula_and_co2sim(tmp_path: Path) -> None:
     """So that what is predicted is what is trained; also through the file of --describe."""
-    shape = GPTS[name]
-    with torch.device("meta"):
-        counted = sum(parameter.numel() for parameter in GPT(shape).parameters())
-    path = tmp_path / "model.toml"
-    path.write_text(shape.toml())
-    described = load_model(str(path)).value
-    assert counted == shape.parameters == shape.model().parameters == described.parameters
-    assert described.blocks == shape.model().blocks
-    assert described.tokens == shape.context
+    for name in GPTS:
+        shape = GPTS[name]
+        with torch.device("meta"):
+            counted = sum(parameter.numel() for parameter in GPT(shape).parameters())
+        path = tmp_path / "model.toml"
+        path.write_text(shape.toml())
+        described = load_model(str(path)).value
+        assert counted == shape.parameters == shape.model().parameters == described.parameters
+        assert described.blocks == shape.model().blocks
+        assert described.tokens == shape.context
 
 
 def test_an_untrained_model_knows_nothing(task: Task) -> None:
@@ -204,9 +202,9 @@ def test_local_updates_are_validated_at_ends_of_rounds() -> None:
     assert [s for s in range(1, 51) if never.evaluates(s)] == [50]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_settings_refuse_in_words() -> None:
+    """What, what was given, what is allowed."""
+    for changes, said in [
         ({"task": "txt"}, "task is 'txt'; did you mean 'text'?"),
         ({"optimizer": "adam"}, "optimizer is 'adam'; did you mean 'adamw'?"),
         ({"evaluate": "never"}, "evaluate is 'never'"),
@@ -243,18 +241,15 @@ def test_local_updates_are_validated_at_ends_of_rounds() -> None:
             {"strategy": "overlap_local_sgd", "outer": {"pull": "1"}},
             "pull is 1.0; it must be above",
         ),
-    ],
-)
-def test_settings_refuse_in_words(changes: dict[str, object], said: str) -> None:
-    """What, what was given, what is allowed."""
-    with pytest.raises(OptionError) as caught:
-        TrainSettings(**changes)  # type: ignore[arg-type]
-    assert said in str(caught.value)
+    ]:
+        with pytest.raises(OptionError) as caught:
+            TrainSettings(**changes)  # type: ignore[arg-type]
+        assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "said"),
-    [
+def test_options_that_cannot_be_honoured_are_refused() -> None:
+    """Nothing is ignored silently."""
+    for strategy, said in [
         ("zero1:bucket=1000", "zero1: bucket cannot be trained with: torch's ZeroRedundancy"),
         ("zero2:bucket=1000", "zero2: bucket cannot"),
         ("zero2:owners=true", "zero2: owners cannot be trained with: FSDP2 scatters gradients"),
@@ -267,13 +262,10 @@ def test_settings_refuse_in_words(changes: dict[str, object], said: str) -> None
         ("co2:dtype=fp16", "dtype=fp16 cannot"),
         ("co2:tau=auto,delay=auto", "tau=auto is chosen by simulation, not by training"),
         ("co2:worker=node,inner=zero1", "inner=zero1 cannot"),
-    ],
-)
-def test_options_that_cannot_be_honoured_are_refused(strategy: str, said: str) -> None:
-    """Nothing is ignored silently."""
-    with pytest.raises(OptionError) as caught:
-        check(TrainSettings(strategy=strategy), Layout(1, 2))
-    assert said in str(caught.value)
+    ]:
+        with pytest.raises(OptionError) as caught:
+            check(TrainSettings(strategy=strategy), Layout(1, 2))
+        assert said in str(caught.value)
 
 
 def test_ranks_share_a_batch_equally() -> None:

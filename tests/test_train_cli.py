@@ -143,6 +143,7 @@ def dying(
     return call(place, *rank, *arguments, launcher=launcher, DIES=dies, **environment)
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_what_a_rank_raises_in_a_step_is_one_line_on_each(tmp_path: Path) -> None:
     """Whatever it is: the rank says what it was and where, and so does the other one."""
@@ -154,6 +155,7 @@ def test_what_a_rank_raises_in_a_step_is_one_line_on_each(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.parametrize("alone", [False, True])
 def test_bad_input_that_ranks_find_is_one_line_and_exit_code_2(
@@ -172,6 +174,7 @@ def test_bad_input_that_ranks_find_is_one_line_and_exit_code_2(
     assert done.returncode == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_rank_that_dies_before_the_first_step_is_named(tmp_path: Path) -> None:
     """While ranks connect for their votes, too: one line, no traceback."""
@@ -181,6 +184,7 @@ def test_a_rank_that_dies_before_the_first_step_is_named(tmp_path: Path) -> None
     assert "Traceback" not in died.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
     trained: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
@@ -210,6 +214,7 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
     assert left == {"step-000018", "step-000024"}
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
     """The ranks are asked to stop, and do so together; the launcher ends as a shell expects."""
@@ -235,6 +240,7 @@ def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> 
     assert (kept / "manifest.json").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_control_c_before_the_first_step_is_one_line(tmp_path: Path) -> None:
     """While the ranks still load: 130, as from any command, and nothing is trained."""
@@ -258,6 +264,7 @@ def test_control_c_before_the_first_step_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_few_steps_need_no_option(tmp_path: Path) -> None:
     """The learning rate rises for half of them; a number that is given must fit."""
@@ -267,6 +274,7 @@ def test_few_steps_need_no_option(tmp_path: Path) -> None:
     assert record["settings"]["warmup"] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_steps_that_close_no_round_are_pointed_out_and_a_lost_log_is_no_crash(
     tmp_path: Path,
@@ -287,6 +295,7 @@ def test_steps_that_close_no_round_are_pointed_out_and_a_lost_log_is_no_crash(
     assert "nothing left to train" in again.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
     """Two ranks by torchrun's environment; ranks on one node share a batch."""
@@ -299,6 +308,7 @@ def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
     assert "zero2 on 2 ranks: 61,248 parameters, 24 steps" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
     """Two nodes at 100 Mbit/s, of one rank each."""
@@ -318,9 +328,9 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
     assert figures["bytes_sent"] == 6 * 4 * 61_248  # two ranks send everything once, in fp32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+def test_bad_input_gives_one_line_and_starts_nothing(tmp_path: Path, in_process: Call) -> None:
+    """What was wrong, on stderr; exit code 2, nothing written."""
+    for arguments, said in [
         ((*TRAIN, "--task", "txt"), "task is 'txt'; did you mean 'text'?"),
         ((*TRAIN, "-s", "dpd"), "unknown strategy 'dpd'; did you mean 'ddp'?"),
         ((*TRAIN, "-s", "ddp", "--tau", "3"), "ddp has no option 'tau'"),
@@ -337,17 +347,12 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
         ((*TRAIN, "--nproc", "2", "-s", "zeropp:hpz_group=1"), "hpz_group=1 cannot be trained"),
         (TRAIN, "RANK is not set"),
         (("train", "--task", "digits", "--describe"), "--describe needs --task text"),
-    ],
-)
-def test_bad_input_gives_one_line_and_starts_nothing(
-    arguments: tuple[str, ...], said: str, tmp_path: Path, in_process: Call
-) -> None:
-    """What was wrong, on stderr; exit code 2, nothing written."""
-    code, _, errors = in_process(tmp_path, *arguments)
-    assert code == 2, errors
-    assert said in errors
-    assert errors.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    ]:
+        code, _, errors = in_process(tmp_path, *arguments)
+        assert code == 2, errors
+        assert said in errors
+        assert errors.count("\n") == 1
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_strategy_of_a_user_is_not_trained_as_another(
@@ -389,6 +394,7 @@ def test_no_model_is_shared_in_the_way_of_another_strategy(methods: ModuleType) 
         methods.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
 
 
+@pytest.mark.nightly
 def test_bad_input_is_told_before_torch_is_loaded() -> None:
     """A command line that only refuses is quick."""
     script = (

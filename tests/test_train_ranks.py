@@ -109,6 +109,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
         assert one == {strategy: [] for strategy in RESUMED}
 
 
+@pytest.mark.nightly
 def test_validation_may_wait() -> None:
     """Copies that are validated after training give what was seen at once."""
     during, after = two("deferred")[0]
@@ -116,6 +117,7 @@ def test_validation_may_wait() -> None:
     assert None not in during
 
 
+@pytest.mark.nightly
 def test_all_ranks_stop_after_the_same_step() -> None:
     """When one of four is asked to; soon, but not at once."""
     found = four("stopped")
