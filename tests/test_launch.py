@@ -234,52 +234,6 @@ def test_children_of_ranks_end_with_them(mark: str) -> None:
     assert wait_until(lambda: not alive(mark))
 
 
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_ranks_meet_and_the_store_outlives_rank_0() -> None:
-    """A process group forms; after rank 0 was killed, the others still learn of it at once."""
-    rank = """
-import datetime, os, signal, time
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-if dist.get_rank() == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = dist.TCPStore(address, port, is_master=False)
-begin = time.monotonic()
-while not store.add("realrun/failures", 0):
-    time.sleep(0.01)
-print(store.get("realrun/failure/0").decode(), time.monotonic() - begin < 10, flush=True)
-os._exit(0)
-"""
-    launched = launcher(2, sys.executable, "-c", rank)
-    out, err = launched.communicate(timeout=60)
-    assert launched.returncode == 1
-    assert err == "error: rank 0 was killed by SIGKILL\n"
-    assert out.startswith("[rank 1] ")
-    assert '"rank": 0' in out
-    assert "was killed by SIGKILL" in out
-    assert out.endswith("True\n")
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_run_local_is_one_node() -> None:
-    """Ranks see that they share node 0, and what the caller adds; the store is not for others."""
-    script = (
-        'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR'
-        ' $TORCHELASTIC_USE_AGENT_STORE"'
-    )
-    launched = launcher(2, "bash", "-c", script)
-    out, err = launched.communicate(timeout=60)
-    assert (launched.returncode, err) == (0, "")
-    assert sorted(out.splitlines()) == [
-        "0/2 0/2 0 127.0.0.1 True",
-        "[rank 1] 1/2 1/2 0 127.0.0.1 True",
-    ]
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("number", "code"),
