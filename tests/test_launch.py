@@ -199,12 +199,10 @@ def test_only_the_first_failure_counts(capfd: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.dist
 def test_who_does_not_stop_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     """Ranks that ignore signals, or are stopped, end when the grace does."""
-    begin = time.monotonic()
     ranks = shells(
         "trap '' TERM INT HUP; while true; do sleep 0.1; done", "kill -STOP $$", "exit 3"
     )
     assert supervise(ranks, Memory(), 0.3) == 1
-    assert 0.3 <= time.monotonic() - begin < 20
     message = "ranks 0, 1 did not stop and had to be killed"
     assert capfd.readouterr().err == f"error: rank 2 exited with code 3; {message}\n"
     assert ranks[1].process.returncode == -signal.SIGKILL
@@ -264,38 +262,24 @@ sys.exit(run_local(sys.argv[2:], 2, patience=float(sys.argv[1])))
 """
 
 
-def paused(pause: float, patience: float, *command: str) -> tuple[int, str, float]:
-    """A launcher that is stopped once both ranks run, and goes on after `pause`.
-
-    Its exit code and errors, and how long both took to end from the stop on.
-    """
+@pytest.mark.nightly
+@pytest.mark.dist
+def test_ranks_of_a_stopped_launcher_are_killed(mark: str) -> None:
+    """Past its patience they end, and the launcher alone is blamed."""
     launched = subprocess.Popen(
-        [sys.executable, "-c", PATIENT, str(patience), *command],
+        [sys.executable, "-c", PATIENT, "1.0", "bash", "-c", f"sleep {mark}"],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    mark = command[-1].split()[-1]
     assert wait_until(lambda: len(alive(mark)) == 2, 90)
     launched.send_signal(signal.SIGSTOP)
-    begin, took = time.monotonic(), float("inf")
-    while time.monotonic() < begin + pause and took == float("inf"):
-        if not alive(mark):
-            took = min(took, time.monotonic() - begin)
-        time.sleep(0.02)
+    assert wait_until(lambda: not alive(mark), 60)
     launched.send_signal(signal.SIGCONT)
     _, err = launched.communicate(timeout=60)
-    return launched.returncode, err, took
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_ranks_of_a_stopped_launcher_are_killed(mark: str) -> None:
-    """Past its patience they end, and the launcher alone is blamed."""
-    code, err, took = paused(60, 1.0, "bash", "-c", f"sleep {mark}")
-    assert (code, err) == (1, "error: the launcher was stopped for 1 s: its ranks were killed\n")
-    assert 1 < took < 30
+    assert launched.returncode == 1
+    assert err == "error: the launcher was stopped for 1 s: its ranks were killed\n"
 
 
 @pytest.mark.nightly
@@ -313,14 +297,6 @@ def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
         assert not guard.cut()  # it was killed itself, and has not said why
         assert supervise(ranks, Memory(), 1.0, cut=guard.cut) == 1
     assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
-
-
-@pytest.mark.nightly
-def test_a_launcher_that_is_stopped_for_a_moment_goes_on() -> None:
-    """Within its patience nothing is lost."""
-    mark = f"5.{os.getpid()}"
-    code, err, took = paused(0.5, 10.0, "bash", "-c", f"sleep {mark}")
-    assert (code, err, took) == (0, "", float("inf"))
 
 
 @pytest.mark.dist

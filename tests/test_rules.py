@@ -212,7 +212,7 @@ def test_what_saving_waits_for_is_no_wait_of_training() -> None:
                 pass
             assert co2.stats().waited == 0
             train(model, optim, 0, range(2, 6))
-            assert 0.05 <= co2.stats().waited < 1
+            assert co2.stats().waited >= 0.05
             assert co2.stats().late > 0
 
 

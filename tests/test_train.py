@@ -85,16 +85,6 @@ def test_samples_predict_the_next_character(task: Task) -> None:
         assert row.numpy().astype(np.uint8).tobytes() in training
 
 
-def test_any_number_of_ranks_sees_the_same_samples(task: Task) -> None:
-    """A step's samples depend on seed and step; ranks cut them up."""
-    for parts in [1, 2, 4]:
-        whole = task.batch(seed=1, step=7, samples=8).inputs
-        shares = [task.batch(1, 7, 8, part, parts).inputs for part in range(parts)]
-        assert torch.equal(torch.cat(shares), whole)
-        assert not torch.equal(task.batch(1, 8, 8).inputs, whole)
-        assert not torch.equal(task.batch(2, 7, 8).inputs, whole)
-
-
 def test_validation_is_fixed_and_of_held_out_files(task: Task) -> None:
     """Windows at even distances, all of them of the held-out characters."""
     held = corpus().validation.tobytes()
@@ -140,17 +130,6 @@ def test_later_characters_do_not_change_earlier_logits() -> None:
     one, other = model(characters), model(changed)
     assert torch.equal(one[:, :place], other[:, :place])
     assert (one[:, place:] != other[:, place:]).any(dim=2).all()
-
-
-def test_scores_agree_with_the_loss(task: Task) -> None:
-    """Sum over places, places named rightly, and places."""
-    torch.manual_seed(0)
-    model, batch = task.model(), task.validation[0]
-    with torch.no_grad():
-        loss, right, count = scores(model, batch).tolist()
-        named = model(batch.inputs).argmax(2) == batch.targets
-        assert loss / count == pytest.approx(loss_of(model, batch).item(), rel=1e-5)
-    assert (right, count) == (named.sum().item(), batch.targets.numel())
 
 
 def test_digits_are_split_and_learned() -> None:
@@ -307,14 +286,6 @@ def test_a_row_is_on_the_disk_once_it_is_added(tmp_path: Path) -> None:
     (tmp_path / folder.LOG).write_text("something\nelse\n")
     with pytest.raises(CatalogError, match="is not the log of a training"):
         log.read(tmp_path)
-
-
-def test_a_second_run_does_not_write_over_the_first(tmp_path: Path) -> None:
-    """It goes on with it, or elsewhere."""
-    folder.check_new(tmp_path)
-    Log(tmp_path).close()
-    with pytest.raises(OptionError, match="holds a training run already: go on with --resume"):
-        folder.check_new(tmp_path)
 
 
 def test_figures_are_drawn() -> None:
