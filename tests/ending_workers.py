@@ -28,7 +28,7 @@ def uneven(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             with CO2(model, optim, tau=3, **case["options"]):
                 train(model, optim, world.rank, range(steps))
-                        if world.rank == 1 and case.get("raises"):
+                if world.rank == 1 and case.get("raises"):
                     raise ValueError("bad sample")  # noqa: TRY301 - what a user's loop might do
         except (Co2simError, ValueError) as error:
             told = f"{type(error).__name__}: {error}"
@@ -45,9 +45,8 @@ def within_a_long_round(world: World) -> dict[str, Any]:
     try:
         with CO2(model, optim, tau=500):
             for step in range(500):
-                if step == 3:
-                                if world.rank == 1:
-                        raise ValueError("bad sample")  # noqa: TRY301 - as a user's loop
+                if step == 3 and world.rank == 1:
+                    raise ValueError("bad sample")  # noqa: TRY301 - as a user's loop
                 train(model, optim, world.rank, range(1))
                 time.sleep(0.04)
     except (Co2simError, ValueError) as error:
