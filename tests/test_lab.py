@@ -126,7 +126,7 @@ def test_what_cannot_be_built_is_refused() -> None:
 
 def test_rate_inside_a_node_is_checked_too() -> None:
     """Before anything is built, and the line says which rate it is."""
-    with pytest.raises(LabError, match="the rate inside a node is '1 kbit/s'; it must be 1 Mbit/s"):
+    with pytest.raises(LabError, match="inside a node is '1 kbit/s'"):
         Lab(2, 2, "1 Gbit/s", "1 kbit/s")
 
 
@@ -143,7 +143,7 @@ def test_what_cannot_run_is_refused() -> None:
 def test_who_comes_first_is_yes_or_no(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another word of REALRUN_REALTIME is refused before anything is built."""
     monkeypatch.setenv(REALTIME, "yes")
-    with pytest.raises(OptionError, match="REALRUN_REALTIME is 'yes'; known: 0, 1"):
+    with pytest.raises(OptionError, match="REALRUN_REALTIME"):
         run_lab(["true"], Lab(2, 1, "1 Gbit/s"))
 
 
@@ -159,7 +159,7 @@ def test_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for missing in TOOLS:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else tool)  # noqa: B023 - called at once
-        with pytest.raises(LabError, match=rf"needs {missing}, which is not installed \(packages"):
+        with pytest.raises(LabError, match=f"needs {missing}"):
             check_machine()
 
 

@@ -194,7 +194,7 @@ def test_options_of_late_averages_out_of_range() -> None:
 def test_no_long_round_has_more_fragments_than_help() -> None:
     """Each launch is a call: a thousand at most, however long the round is."""
     model = network()
-    with pytest.raises(OptionError, match="fragments is 1001; it must be 1 to 1000"):
+    with pytest.raises(OptionError, match="fragments is 1001"):
         CO2(model, optimizer(model, "sgd"), tau=10**9, delay=1, fragments=1001)
 
 
@@ -227,7 +227,7 @@ def test_a_measured_delay_bounds_what_is_predicted(monkeypatch: pytest.MonkeyPat
     """Averages that take the whole round: it was repeated for ever, and the loss exploded."""
     measured = iter([4])
     monkeypatch.setattr(AutoDelay, "used", lambda *_: next(measured, None))
-    with pytest.warns(UserWarning, match=r"predict=1 .* so that 0\.75 is taken") as said:
+    with pytest.warns(UserWarning, match=r"predict=1 .*0\.75") as said:
         assert _last_loss(tau=4, delay="auto", keep=0.25, predict=1, fragments=1) < 0.2
     assert len(said) == 1
 

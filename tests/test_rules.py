@@ -151,10 +151,10 @@ def test_the_optimizer_must_hold_what_is_trained() -> None:
     """Otherwise parts of the model would drift apart, or be moved by nobody."""
     model, other = network(), nn.Linear(2, 2)
     part = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(OptionError, match=r"does not hold '1.weight', which is trainable"):
+    with pytest.raises(OptionError, match=r"1\.weight"):
         CO2(model, part)
     more = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-    with pytest.raises(OptionError, match="holds parameters that are not the model's"):
+    with pytest.raises(OptionError, match="not the model's"):
         CO2(model, more)
     with pytest.raises(OptionError, match="optimizer is a Linear"):
         CO2(model, other)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_ranks_that_did_not_meet_are_not_taken_for_one(monkeypatch: pytest.Monke
     """Under torchrun, a forgotten init_process_group would train every rank on its own."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     model = network()
-    with pytest.raises(OptionError, match=r"WORLD_SIZE is 4, but torch\.distributed is not"):
+    with pytest.raises(OptionError, match="WORLD_SIZE is 4"):
         CO2(model, optimizer(model, "sgd"))
 
 
@@ -328,9 +328,7 @@ def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.Monkey
     assert granted == [12.0, 8.0, 4.0]
     granted.clear()
     late = Flight(7, torch.zeros(1), [bucket] * 4, deadline=10.0)
-    with pytest.raises(
-        RankFailure, match=r"^the average of round 7 failed: .* more than 10 s late"
-    ):
+    with pytest.raises(RankFailure, match=r"round 7 .*10 s"):
         late.wait()
     assert granted == [10.0, 6.0, 2.0]
     granted.clear()
@@ -351,7 +349,7 @@ def test_an_average_that_ends_as_a_look_around_begins_is_no_failure(*, fails: bo
     flight = Flight(7, torch.zeros(1), [bucket], polls=[lambda: True], deadline=12.0)
     flight.notices = Notices([0], lambda: 7)
     if fails:
-        with pytest.raises(RankFailure, match=r"average of round 7 failed: .*connection closed"):
+        with pytest.raises(RankFailure, match=r"round 7 .*connection closed"):
             flight.wait()
     else:
         flight.wait()

@@ -79,7 +79,7 @@ def test_algorithms_take_sites_from_the_environment() -> None:
 def test_training_at_one_site_is_refused() -> None:
     """In one line that says how sites are told; nothing else is asked of them."""
     settings = TrainSettings(strategy="co2:tau=2,worker=site")
-    with pytest.raises(OptionError, match="co2: worker=site needs 2 sites or more, and there is 1"):
+    with pytest.raises(OptionError, match="worker=site"):
         check(settings, Layout(2, 2))
     check(settings, Layout(2, 2, 2))
 
@@ -89,7 +89,7 @@ def test_the_number_of_sites_is_one_unless_it_is_said() -> None:
     assert sites_of({}) == 1
     assert sites_of({"REALRUN_SITES": "3"}) == 3
     for text in ("0", "-1", "1.5", ""):
-        with pytest.raises(OptionError, match="it must be the number of sites, 1 or more"):
+        with pytest.raises(OptionError, match="number of sites"):
             sites_of({"REALRUN_SITES": text})
 
 

