@@ -184,20 +184,17 @@ def test_payload_share_is_what_tbf_counted() -> None:
 
 
 SEE = """
-import json, os, socket
-from tiny import cluster as tiny_cluster
-
-from co2sim.catalog import load_cluster
-from co2sim.cost import footprint
-from co2sim.schedule import WORLD, Collective, DType, Kind
-cluster = load_cluster(os.environ["REALRUN_CLUSTER"]).value
+import json, os, socket, tomllib
+with open(os.environ["REALRUN_CLUSTER"], "rb") as file:
+    cluster = tomllib.load(file)
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GLOO_SOCKET_IFNAME"]
 print(json.dumps({
     "torchrun": [os.environ[name] for name in names],
-    "cluster": [cluster.nodes, cluster.gpus_per_node, cluster.inter.bandwidth],
+    "cluster": [cluster["nodes"], cluster["gpus_per_node"], cluster["inter"]["bandwidth"]["value"]],
     "links": sorted(name for _, name in socket.if_nameindex()),
     "namespace": os.readlink("/proc/self/ns/net"),
-    "files": sorted(os.listdir("/dev/shm")),
+    "first": os.environ["REALRUN_REALTIME"],
+    "cores": sorted(os.sched_getaffinity(0)),
 }))
 """
 
@@ -218,8 +215,12 @@ def test_ranks_see_their_place() -> None:
         2: ["2", "4", "0", "2", "1", "eth0"],
         3: ["3", "4", "1", "2", "1", "eth0"],
     }
-    assert all(told["cluster"] == [2, 2, 500e6 / 8] for told in seen.values())
+    assert all(told["cluster"] == [2, 2, "500 Mbit/s"] for told in seen.values())
     assert all(told["links"] == ["eth0", "lo"] for told in seen.values())
+    assert all(told["first"] == "1" for told in seen.values())
+    there = sorted(os.sched_getaffinity(0))
+    for rank, told in seen.items():
+        assert told["cores"] == (list(on_cores(rank, 4, there)) or there)
     spaces = [seen[rank]["namespace"] for rank in range(4)]
     assert spaces[0] == spaces[1] != spaces[2] == spaces[3]
     assert namespace(os.getpid()) not in spaces
@@ -411,31 +412,6 @@ def test_what_is_on_the_wire_is_what_was_predicted() -> None:
         cost = footprint(work, tiny_cluster(4, 1, backend="gloo"))
         most = max(node[kind] for node in found)
         assert cost.inter < most < 1.08 * cost.inter + 20_000
-
-
-CORES = """
-import os
-from realrun.execute.world import gather_objects, join
-
-world = join("gloo", 30.0)
-own = gather_objects(world, sorted(os.sched_getaffinity(0)))
-if world.rank == 0:
-    print(own)
-world.leave()
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.lab
-@pytest.mark.dist
-@pytest.mark.usefixtures("machine")
-def test_ranks_keep_to_cores_of_their_own() -> None:
-    """Two of them where there are two cores or more."""
-    cores = sorted(os.sched_getaffinity(0))
-    (line,) = output(Lab(2, 1, "1 Gbit/s"), [sys.executable, "-c", CORES])
-    each = len(cores) // 2
-    shared = [cores, cores]
-    assert json.loads(line) == ([cores[:each], cores[each : 2 * each]] if each else shared)
 
 
 def test_cores_are_dealt_evenly() -> None:
