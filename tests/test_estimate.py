@@ -43,14 +43,14 @@ NODES = "local_sgd:tau=2,worker=node,inner=ddp"
 
 
 def test_moments_are_unbiased_and_know_their_errors() -> None:
-    """Means of 4,000 estimates are the truth; jackknife errors are those seen, or larger.
+    """Means of 1,500 estimates are the truth; jackknife errors are those seen, or larger.
 
     Three workers, five batches, noise that differs between coordinates and workers. The factor by
     which errors are too large, where all workers are alike, is the one in the docstring.
     """
     for spread in [0.0, 1.0]:
         rng = np.random.default_rng(3)
-        workers, batches, size, times = 3, 5, 12, 4000
+        workers, batches, size, times = 3, 5, 12, 1500
         scales = rng.uniform(0.2, 2.0, (workers, 1, size))
         slopes = rng.standard_normal(size) + spread * rng.standard_normal((workers, 1, size))
         truth = (

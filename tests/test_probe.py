@@ -142,6 +142,7 @@ def test_the_fit_finds_the_links_that_made_the_times() -> None:
                 assert found.latency == pytest.approx(expected.latency, rel=1e-2)
 
 
+@pytest.mark.nightly
 def test_noise_averages_out() -> None:
     """With 10 % noise on every time, predictions stay within 10 % of the truth at every size."""
     for layout, backend in SHAPES:
