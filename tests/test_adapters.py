@@ -25,7 +25,7 @@ def two(library: str, function: str, folder: Path, **arguments: Any) -> list[Any
     module = f"{library}_workers"
     given = {"folder": str(folder), **arguments}
     # a library changes the process that it is in, and leaves ranks that cannot go on
-    return on_ranks(function, 2, module=module, last=True, limit=300.0, **given)
+    return on_ranks(function, 2, module=module, last=True, **given)
 
 
 # --- Lightning -----------------------------------------------------------------------------------
