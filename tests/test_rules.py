@@ -173,13 +173,16 @@ def test_ranks_that_did_not_meet_are_not_taken_for_one(monkeypatch: pytest.Monke
 
 
 def test_one_worker_needs_no_process_group() -> None:
-    """CO2 alone equals its transcription with one worker; nothing is sent or waited for."""
+    """CO2 alone equals its transcription with one worker; nothing is sent or waited for.
+
+    Averages under way are used by `finish` as by rounds that end without local steps.
+    """
     for inner, tau, k, gap in list(
         itertools.product(("sgd", "adamw"), (1, 3), (1, 2), ("constant", "gap_aware"))
     ):
         rounds = 5
         x0, local = reference.steps_of(tau, inner, 1)
-        wanted = reference.co2(x0, local, 1, rounds, beta=0.5, alpha=0.8, k=k, gap=gap)
+        wanted = reference.co2(x0, local, 1, rounds + k, beta=0.5, alpha=0.8, k=k, gap=gap)
         model = network()
         optim = optimizer(model, inner)
         options: dict[str, Any] = {"outer_momentum": 0.5, "outer_lr": 0.8, "gap": gap}
@@ -187,6 +190,8 @@ def test_one_worker_needs_no_process_group() -> None:
             for t in range(rounds):
                 train(model, optim, 0, range(t * tau, (t + 1) * tau))
                 np.testing.assert_allclose(vector(model).numpy(), wanted[t][0], atol=2e-6)
+            co2.finish()
+            np.testing.assert_allclose(vector(model).numpy(), wanted[-1][0], atol=2e-6)
         stats = co2.stats()
         assert stats == Stats(rounds, rounds * tau, stats.penalty, 0.0, 0.0, 0)
 
