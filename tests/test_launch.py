@@ -311,6 +311,7 @@ def test_ranks_that_are_not_ready_to_be_asked_are_no_failures(
     assert ends == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
     assert supervise(shells("kill -TERM $$"), Memory(), 30) == 1  # nobody had asked for that
     assert supervise(shells("exit 3"), Memory(), 30, lambda: True) == 1
+    assert supervise(shells("exit 3", "sleep 0.5; kill -TERM $$"), Memory(), 30, lambda: True) == 1
 
 
 @pytest.mark.dist

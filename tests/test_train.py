@@ -288,7 +288,7 @@ def test_a_row_is_on_the_disk_once_it_is_added(tmp_path: Path) -> None:
         log.read(tmp_path)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_figures_are_drawn() -> None:
     """A PNG of one run, and of two."""
     for names in (("a",), ("a", "b")):

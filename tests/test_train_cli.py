@@ -16,8 +16,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
 from co2sim import Case, strategies, study
+from co2sim.errors import OptionError
 from realrun.cli import main
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
@@ -337,6 +339,12 @@ def test_every_strategy_of_the_package_can_be_trained(methods: ModuleType) -> No
     for name in strategies.STRATEGIES:
         assert TrainSettings(strategy=name).name.startswith(name)
         assert (name in IN_EVERY_STEP) != (name in methods._ALGORITHMS)
+
+
+def test_no_model_is_shared_in_the_way_of_another_strategy(methods: ModuleType) -> None:
+    """An unknown name is refused where models are wrapped, too, whatever lets it in."""
+    with pytest.raises(OptionError, match="mine"):
+        methods.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
 
 
 @pytest.mark.nightly

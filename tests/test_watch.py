@@ -103,6 +103,7 @@ def test_a_silent_heart_is_named() -> None:
         found = first.lost(HERE, range(3), RuntimeError("timed out"))
         assert str(found) == "rank 2 gives no sign of life; stopped in 'average' of round 1"
         assert (found.ranks, found.op, found.round) == ((2,), "average", 1)
+        assert watch.gone(store) == [2]  # which a launcher kills at once
         until(lambda: second.failure)
         assert second.failure is not None
         assert second.failure.ranks == (2,)
