@@ -117,7 +117,6 @@ def test_validation_may_wait() -> None:
     assert None not in during
 
 
-@pytest.mark.nightly
 def test_all_ranks_stop_after_the_same_step() -> None:
     """When one of four is asked to; soon, but not at once."""
     found = four("stopped")
