@@ -75,7 +75,3 @@ def main() -> None:
         make = measure.make_kernels
         measure.make_kernels = lambda *given: Faulty(make(*given), how, phase)
     cli.main()
-
-
-if __name__ == "__main__":
-    main()

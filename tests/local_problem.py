@@ -1,7 +1,5 @@
 """A small training problem whose workers differ: the same for ranks and for references."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -60,8 +58,3 @@ def set_vector(model: nn.Module, values: Tensor) -> None:
             part = values[at : at + parameter.numel()].view_as(parameter)
             parameter.copy_(part)
             at += parameter.numel()
-
-
-def name_of(case: dict[str, Any]) -> str:
-    """A case in words, for the error that names it."""
-    return " ".join(f"{key}={value}" for key, value in case.items())

@@ -34,7 +34,7 @@ def serve(
     from co2sim.schedule import Layout  # noqa: PLC0415 - torch
     from realrun.execute.world import end, join  # noqa: PLC0415 - torch
 
-    world, connection = join(backend, 20.0), calls[int(environment["RANK"])]
+    world, connection = join(backend, 60.0), calls[int(environment["RANK"])]
     while True:
         try:
             module, function, per_node, arguments = connection.recv()

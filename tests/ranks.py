@@ -165,7 +165,7 @@ def on_ranks(
     module: str = "workers",
     dies: int | None = None,
     last: bool = False,
-    limit: float = 120.0,
+    limit: float = 300.0,
     **arguments: Any,
 ) -> list[Any]:
     """What `MODULE.FUNCTION(world, **arguments)` gives on every rank; it must be JSON.

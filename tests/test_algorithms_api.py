@@ -59,39 +59,31 @@ def test_the_errors_are_those_of_the_other_packages() -> None:
         assert getattr(algorithms, name) is getattr(there, name)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    ("given", "wire"),
-    [
-        ("bf16", "bf16"),
-        (torch.bfloat16, "bf16"),
-        (torch.float32, "fp32"),
-        (torch.int8, "int8"),
-    ],
-)
-def test_types_may_be_given_as_torch_names_them(name: str, given: Any, wire: str) -> None:
+def test_types_may_be_given_as_torch_names_them() -> None:
     """Of every algorithm, beside the names that were there before."""
-    with made(name, dtype=given) as algorithm:
-        assert algorithm._outer.average._wire == wire
+    for name in KINDS:
+        for given, wire in [
+            ("bf16", "bf16"),
+            (torch.bfloat16, "bf16"),
+            (torch.float32, "fp32"),
+            (torch.int8, "int8"),
+        ]:
+            with made(name, dtype=given) as algorithm:
+                assert algorithm._outer.average._wire == wire
 
 
-@pytest.mark.parametrize(
-    ("options", "seconds"),
-    [
+def test_the_wait_is_given_in_seconds_or_as_a_timedelta() -> None:
+    """`timeout` is what torch calls it; both names reach averages and communicators."""
+    for options, seconds in [
         ({}, 60.0),
         ({"deadline": 7}, 7.0),
         ({"timeout": 2.5}, 2.5),
         ({"timeout": timedelta(minutes=2)}, 120.0),
         ({"deadline": None, "timeout": None}, 60.0),
-    ],
-)
-def test_the_wait_is_given_in_seconds_or_as_a_timedelta(
-    options: dict[str, Any], seconds: float
-) -> None:
-    """`timeout` is what torch calls it; both names reach averages and communicators."""
-    with made(**options) as algorithm:
-        assert algorithm._links.deadline == seconds
-        assert algorithm._outer.average.launch(torch.zeros(1), 0).deadline == seconds
+    ]:
+        with made(**options) as algorithm:
+            assert algorithm._links.deadline == seconds
+            assert algorithm._outer.average.launch(torch.zeros(1), 0).deadline == seconds
 
 
 def test_an_error_leaves_no_hook_behind() -> None:

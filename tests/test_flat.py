@@ -120,20 +120,17 @@ def test_sharded_parameters_are_kept_whole() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("named", "words"),
-    [
+def test_parameters_that_cannot_be_kept_flat_are_refused() -> None:
+    """They are named, with what is wrong."""
+    for named, words in [
         ([], "the model has no trainable parameters"),
         ([("a", torch.zeros(2, dtype=torch.float64))], "'a' is torch.float64; averages are in"),
         ([("a", torch.zeros(4, 4)[:, :2])], r"'a' is not dense in memory \(strides \(4, 1\)\)"),
         ([("a", torch.zeros(1).expand(3))], "'a' is not dense in memory"),
         ([("a", torch.zeros(1)), ("b", torch.zeros(1, device="meta"))], "parameters are on cpu"),
-    ],
-)
-def test_parameters_that_cannot_be_kept_flat_are_refused(named: list[Any], words: str) -> None:
-    """They are named, with what is wrong."""
-    with pytest.raises(OptionError, match=words):
-        Flat.of(named)
+    ]:
+        with pytest.raises(OptionError, match=words):
+            Flat.of(named)
 
 
 def test_small_numbers_survive_in_the_anchor() -> None:

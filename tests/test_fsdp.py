@@ -140,9 +140,9 @@ def test_it_is_zero3_with_a_prefetch_of_one_layer_where_compute_is_long(
     assert fsdp == pytest.approx(zero3 + moved, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
+def test_folded_and_unfolded_ranks_take_the_same_time() -> None:
+    """One rank stands for all, whatever groups meet."""
+    for strategy in [
         "fsdp",
         "fsdp(version=1)",
         "fsdp(shard=node)",
@@ -152,23 +152,20 @@ def test_it_is_zero3_with_a_prefetch_of_one_layer_where_compute_is_long(
         "fsdp(reshard_after_forward=2,shard=8)",
         "fsdp(reshard_after_forward=false,sync=last)",
         "zeropp(chunks=3)",
-    ],
-)
-def test_folded_and_unfolded_ranks_take_the_same_time(strategy: str) -> None:
-    """One rank stands for all, whatever groups meet."""
-    for accumulation in (1, 3):
-        one, all_of_them = (
-            simulate(
-                tiny.cluster(4, 4, intra=Link(1e10, 1e-7), inter=Link(1e9, 1e-6)),
-                tiny.model(),
-                strategy,
-                accumulation=accumulation,
-                fold=fold,
+    ]:
+        for accumulation in (1, 3):
+            one, all_of_them = (
+                simulate(
+                    tiny.cluster(4, 4, intra=Link(1e10, 1e-7), inter=Link(1e9, 1e-6)),
+                    tiny.model(),
+                    strategy,
+                    accumulation=accumulation,
+                    fold=fold,
+                )
+                for fold in (True, False)
             )
-            for fold in (True, False)
-        )
-        assert one.round_time_s == pytest.approx(all_of_them.round_time_s, rel=1e-9)
-        assert one.exposed_comm_s == pytest.approx(all_of_them.exposed_comm_s, rel=1e-6)
+            assert one.round_time_s == pytest.approx(all_of_them.round_time_s, rel=1e-9)
+            assert one.exposed_comm_s == pytest.approx(all_of_them.exposed_comm_s, rel=1e-6)
 
 
 def test_each_micro_step_begins_when_gradients_of_the_last_are_reduced() -> None:
@@ -191,30 +188,25 @@ def collectives(
     return [work for work in works if isinstance(work, Collective) and work.buffer != "norm"]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(
-    ("strategy", "gathered", "reduced"),
-    [
-        ("fsdp", (1000 + 2 * 1000, "every"), "every"),
-        ("fsdp(sync=last)", (1000 + 2 * 1000, "every"), "once"),
-        ("fsdp(reshard_after_forward=false)", (2000, "every"), "every"),
-        ("fsdp(reshard_after_forward=false,sync=last)", (2000, "once"), "once"),
-    ],
-)
-def test_units_are_gathered_twice_and_the_root_once(
-    strategy: str, gathered: tuple[int, str], reduced: str, accumulation: int
-) -> None:
+def test_units_are_gathered_twice_and_the_root_once() -> None:
     """Of 2000 parameters 640 + 360 are the root; kept units are gathered once, with or without."""
-    times = {"every": accumulation, "once": 1}
-    found = collectives(strategy, accumulation=accumulation)
-    by_kind = {
-        kind: sum(work.elements for work in found if work.kind == kind)
-        for kind in ("all_gather", "reduce_scatter")
-    }
-    assert by_kind["all_gather"] == gathered[0] * times[gathered[1]]
-    assert by_kind["reduce_scatter"] == 2000 * times[reduced]
-    types = {work.kind: work.dtype for work in found}
-    assert types == {"all_gather": "bf16", "reduce_scatter": "fp32"}
+    for accumulation in [1, 3]:
+        for strategy, gathered, reduced in [
+            ("fsdp", (1000 + 2 * 1000, "every"), "every"),
+            ("fsdp(sync=last)", (1000 + 2 * 1000, "every"), "once"),
+            ("fsdp(reshard_after_forward=false)", (2000, "every"), "every"),
+            ("fsdp(reshard_after_forward=false,sync=last)", (2000, "once"), "once"),
+        ]:
+            times = {"every": accumulation, "once": 1}
+            found = collectives(strategy, accumulation=accumulation)
+            by_kind = {
+                kind: sum(work.elements for work in found if work.kind == kind)
+                for kind in ("all_gather", "reduce_scatter")
+            }
+            assert by_kind["all_gather"] == gathered[0] * times[gathered[1]]
+            assert by_kind["reduce_scatter"] == 2000 * times[reduced]
+            types = {work.kind: work.dtype for work in found}
+            assert types == {"all_gather": "bf16", "reduce_scatter": "fp32"}
 
 
 def test_hsdp_gathers_inside_nodes_and_reduces_shards_between_them() -> None:
@@ -259,19 +251,19 @@ def test_the_clip_waits_for_all_gradients_and_the_optimizer_for_the_clip() -> No
     assert with_clip - without == pytest.approx(moved + ring)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_what_is_copied_is_what_is_gathered_and_reduced(accumulation: int) -> None:
+def test_what_is_copied_is_what_is_gathered_and_reduced() -> None:
     """fully_shard reads and writes every gathered element, and packs every gradient in fp32."""
-    body = tiny.schedule("fsdp", accumulation=accumulation).body
-    moved = {
-        kernel: sum(
-            op.work.memory_bytes
-            for op in body
-            if isinstance(op.work, Compute) and op.work.kernel == kernel
-        )
-        for kernel in ("copy", "pack")
-    }
-    assert moved == {"copy": accumulation * 3000 * 4, "pack": accumulation * 2000 * 6}
+    for accumulation in [1, 2]:
+        body = tiny.schedule("fsdp", accumulation=accumulation).body
+        moved = {
+            kernel: sum(
+                op.work.memory_bytes
+                for op in body
+                if isinstance(op.work, Compute) and op.work.kernel == kernel
+            )
+            for kernel in ("copy", "pack")
+        }
+        assert moved == {"copy": accumulation * 3000 * 4, "pack": accumulation * 2000 * 6}
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -282,12 +274,12 @@ def memory(strategy: str, layout: tuple[int, int] = (4, 2), **changes: int) -> d
     return strategies.parse(strategy).memory(tiny.job(**changes), Layout(*layout))
 
 
-@pytest.mark.parametrize(("strategy", "shards"), [("fsdp", 8), ("fsdp(shard=node)", 2)])
-def test_states_are_16_bytes_per_parameter_over_the_shards(strategy: str, shards: int) -> None:
+def test_states_are_16_bytes_per_parameter_over_the_shards() -> None:
     """fp32 parameters, gradients and two moments."""
-    found = memory(strategy)
-    states = [found[item] for item in ("parameters", "gradients", "optimizer")]
-    assert states == [4 * 2000 / shards, 4 * 2000 / shards, 8 * 2000 / shards]
+    for strategy, shards in [("fsdp", 8), ("fsdp(shard=node)", 2)]:
+        found = memory(strategy)
+        states = [found[item] for item in ("parameters", "gradients", "optimizer")]
+        assert states == [4 * 2000 / shards, 4 * 2000 / shards, 8 * 2000 / shards]
 
 
 def test_what_is_whole_is_the_root_and_two_units() -> None:
@@ -299,21 +291,21 @@ def test_what_is_whole_is_the_root_and_two_units() -> None:
     assert memory("fsdp(reshard_after_forward=2)")["resharded"] == 2 * 1000 / 2
 
 
-@pytest.mark.parametrize(("reduce", "width"), [("fp32", 4), ("bf16", 2)])
-def test_gradients_without_sync_stay_whole(reduce: str, width: int) -> None:
+def test_gradients_without_sync_stay_whole() -> None:
     """In the type of the reduction, for every parameter; not in a single micro-step."""
-    found = memory(f"fsdp(sync=last,reduce={reduce})", accumulation=2)
-    assert found["unreduced"] == width * 2000
-    assert "unreduced" not in memory("fsdp(sync=last)")
-    assert "unreduced" not in memory("fsdp", accumulation=2)
+    for reduce, width in [("fp32", 4), ("bf16", 2)]:
+        found = memory(f"fsdp(sync=last,reduce={reduce})", accumulation=2)
+        assert found["unreduced"] == width * 2000
+        assert "unreduced" not in memory("fsdp(sync=last)")
+        assert "unreduced" not in memory("fsdp", accumulation=2)
 
 
 # --- options -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_groups_that_share_nothing_are_refused() -> None:
+    """One line says what was given, and what is allowed."""
+    for text, said in [
         ("fsdp(reshard_after_forward=1)", "at least 2"),
         ("fsdp(reshard_after_forward=0)", "at least 2"),
         ("fsdp(reshard_after_forward=maybe)", "a whole number, or true, or false"),
@@ -325,13 +317,10 @@ def test_gradients_without_sync_stay_whole(reduce: str, width: int) -> None:
         ("fsdp(shard=3)", "shard=3 must divide"),
         ("fsdp(reshard_after_forward=3)", "reshard_after_forward=3 must divide"),
         ("fsdp(shard=node,reshard_after_forward=4)", "reshard_after_forward=4 must divide the 2"),
-    ],
-)
-def test_groups_that_share_nothing_are_refused(text: str, said: str) -> None:
-    """One line says what was given, and what is allowed."""
-    with pytest.raises(OptionError, match=said.replace("(", r"\(")) as caught:
-        strategies.parse(text).schedule(tiny.job(), Layout(4, 2))
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(OptionError, match=said.replace("(", r"\(")) as caught:
+            strategies.parse(text).schedule(tiny.job(), Layout(4, 2))
+        assert "\n" not in str(caught.value)
 
 
 def test_options_may_be_objects_of_python() -> None:

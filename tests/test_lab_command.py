@@ -39,27 +39,22 @@ def after(name: str, command: Sequence[str]) -> str | None:
     return command[command.index(name) + 1] if name in command else None
 
 
-@pytest.mark.parametrize(
-    ("options", "gpu", "precision", "hosts"),
-    [
+def test_the_probe_measures_the_kernels_that_run(lab: Lab) -> None:
+    """Real kernels in the precision of the run; the virtual GPU only beside kernels that sleep."""
+    for options, gpu, precision, hosts in [
         ((), "virtual", None, "only"),
         (("--probe",), "virtual", None, "links too"),
         (("--probe", "--kernels", "flops"), None, "fp32", "links too"),
         (("--probe", "--kernels", "flops", "--precision", "bf16"), None, "bf16", "links too"),
-    ],
-)
-def test_the_probe_measures_the_kernels_that_run(
-    lab: Lab, options: tuple[str, ...], gpu: str | None, precision: str | None, hosts: str
-) -> None:
-    """Real kernels in the precision of the run; the virtual GPU only beside kernels that sleep."""
-    code, (probe, run), _ = lab(*options)
-    assert code == 0
-    assert (probe[0], run[0]) == ("probe", "run")
-    assert after("--gpu", probe) == gpu
-    assert after("--precision", probe) == precision
-    assert ("--stated" in probe) == (hosts == "only")
-    assert after("--cluster", run) == after("--out", probe)
-    assert after("--kernels", run) == ("flops" if "flops" in options else "sleep")
+    ]:
+        code, (probe, run), _ = lab(*options)
+        assert code == 0
+        assert (probe[0], run[0]) == ("probe", "run")
+        assert after("--gpu", probe) == gpu
+        assert after("--precision", probe) == precision
+        assert ("--stated" in probe) == (hosts == "only")
+        assert after("--cluster", run) == after("--out", probe)
+        assert after("--kernels", run) == ("flops" if "flops" in options else "sleep")
 
 
 def test_a_cluster_of_ones_own_is_predicted_from_and_not_probed(lab: Lab) -> None:
@@ -72,20 +67,15 @@ def test_a_cluster_of_ones_own_is_predicted_from_and_not_probed(lab: Lab) -> Non
     assert after("--rounds", rest) == "3"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--kernels", "flops"), "--kernels flops needs --probe (or --cluster FILE)"),
-        (("--kernels", "flop"), "--kernels is 'flop'; did you mean 'flops'?"),
-        (("--precision", "fp64"), "--precision is 'fp64'; "),
-        (("--probe", "--cluster", "mine.toml"), "--cluster mine.toml and --probe: the prediction"),
-    ],
-)
-def test_what_would_be_predicted_from_other_kernels_is_refused(
-    lab: Lab, options: tuple[str, ...], words: str
-) -> None:
+def test_what_would_be_predicted_from_other_kernels_is_refused(lab: Lab) -> None:
     """In one line, before any lab is built."""
-    code, commands, err = lab(*options)
-    assert (code, commands) == (2, [])
-    assert words in " ".join(err.split())
-    assert len(err.splitlines()) == 1
+    for options, words in [
+        (("--kernels", "flops"), "--kernels flops needs"),
+        (("--kernels", "flop"), "--kernels is 'flop'"),
+        (("--precision", "fp64"), "--precision is 'fp64'; "),
+        (("--probe", "--cluster", "mine.toml"), "--cluster mine.toml and"),
+    ]:
+        code, commands, err = lab(*options)
+        assert (code, commands) == (2, [])
+        assert words in " ".join(err.split())
+        assert len(err.splitlines()) == 1

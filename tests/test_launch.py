@@ -127,22 +127,22 @@ def test_realrun_needs_no_path() -> None:
     assert resolved(["realrun", "run"]) == [sys.executable, "-m", "realrun", "run"]
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [([], "no command is given"), (["no-such-program"], "command not found: no-such-program")],
-)
-def test_what_cannot_run_is_refused(command: list[str], message: str) -> None:
+def test_what_cannot_run_is_refused() -> None:
     """Before anything is started, in one line."""
-    with pytest.raises(LaunchError, match=message) as caught:
-        run_local(command, 2)
-    assert "\n" not in str(caught.value)
+    for command, message in [
+        ([], "no command is given"),
+        (["no-such-program"], "command not found: no-such-program"),
+    ]:
+        with pytest.raises(LaunchError, match=message) as caught:
+            run_local(command, 2)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("nproc", [0, 257])
-def test_number_of_ranks_is_bounded(nproc: int) -> None:
+def test_number_of_ranks_is_bounded() -> None:
     """None, or more than a machine can run, is a mistake."""
-    with pytest.raises(LaunchError, match=f"cannot start {nproc} ranks; it must be 1 to 256"):
-        run_local(["true"], nproc)
+    for nproc in [0, 257]:
+        with pytest.raises(LaunchError, match=f"{nproc} ranks"):
+            run_local(["true"], nproc)
 
 
 @pytest.mark.dist
@@ -172,21 +172,19 @@ def test_long_output_is_complete(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")],
-)
-def test_failure_is_named_and_told(
-    script: str, reason: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_failure_is_named_and_told(capfd: pytest.CaptureFixture[str]) -> None:
     """The exit code is 1, one line names the rank, and the store says so before it counts it."""
-    store = Memory()
-    assert supervise(shells("sleep 0.3", "sleep 0.3", script), store, 30) == 1
-    assert capfd.readouterr().err == f"error: rank 2 {reason}\n"
-    told = json.loads(store.get("realrun/failure/0"))
-    assert (told["rank"], told["reason"]) == (2, reason)
-    assert store.values["realrun/failures"] == "1"
-    assert store.log.index("realrun/failure/0") < store.log.index("realrun/failures")
+    for script, reason in [
+        ("exit 3", "exited with code 3"),
+        ("kill -9 $$", "was killed by SIGKILL"),
+    ]:
+        store = Memory()
+        assert supervise(shells("sleep 0.3", "sleep 0.3", script), store, 30) == 1
+        assert capfd.readouterr().err == f"error: rank 2 {reason}\n"
+        told = json.loads(store.get("realrun/failure/0"))
+        assert (told["rank"], told["reason"]) == (2, reason)
+        assert store.values["realrun/failures"] == "1"
+        assert store.log.index("realrun/failure/0") < store.log.index("realrun/failures")
 
 
 @pytest.mark.dist
@@ -201,12 +199,10 @@ def test_only_the_first_failure_counts(capfd: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.dist
 def test_who_does_not_stop_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     """Ranks that ignore signals, or are stopped, end when the grace does."""
-    begin = time.monotonic()
     ranks = shells(
         "trap '' TERM INT HUP; while true; do sleep 0.1; done", "kill -STOP $$", "exit 3"
     )
     assert supervise(ranks, Memory(), 0.3) == 1
-    assert 0.3 <= time.monotonic() - begin < 20
     message = "ranks 0, 1 did not stop and had to be killed"
     assert capfd.readouterr().err == f"error: rank 2 exited with code 3; {message}\n"
     assert ranks[1].process.returncode == -signal.SIGKILL
@@ -237,53 +233,13 @@ def test_children_of_ranks_end_with_them(mark: str) -> None:
 
 
 @pytest.mark.dist
-def test_ranks_meet_and_the_store_outlives_rank_0() -> None:
-    """A process group forms; after rank 0 was killed, the others still learn of it at once."""
-    rank = """
-import datetime, os, signal, time
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-if dist.get_rank() == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-store = dist.TCPStore(address, port, is_master=False)
-begin = time.monotonic()
-while not store.add("realrun/failures", 0):
-    time.sleep(0.01)
-print(store.get("realrun/failure/0").decode(), time.monotonic() - begin < 10, flush=True)
-os._exit(0)
-"""
-    launched = launcher(2, sys.executable, "-c", rank)
-    out, err = launched.communicate(timeout=60)
-    assert launched.returncode == 1
-    assert err == "error: rank 0 was killed by SIGKILL\n"
-    assert out.startswith("[rank 1] ")
-    assert '"rank": 0' in out
-    assert "was killed by SIGKILL" in out
-    assert out.endswith("True\n")
-
-
-@pytest.mark.dist
-def test_run_local_is_one_node() -> None:
-    """Ranks see that they share node 0, and what the caller adds; the store is not for others."""
-    script = (
-        'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR'
-        ' $TORCHELASTIC_USE_AGENT_STORE"'
-    )
-    launched = launcher(2, "bash", "-c", script)
-    out, err = launched.communicate(timeout=60)
-    assert (launched.returncode, err) == (0, "")
-    assert sorted(out.splitlines()) == [
-        "0/2 0/2 0 127.0.0.1 True",
-        "[rank 1] 1/2 1/2 0 127.0.0.1 True",
-    ]
-
-
-@pytest.mark.dist
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> None:
     """However the launcher ends, ranks end, and so does what they started; stopped ones, too."""
@@ -306,39 +262,27 @@ sys.exit(run_local(sys.argv[2:], 2, patience=float(sys.argv[1])))
 """
 
 
-def paused(pause: float, patience: float, *command: str) -> tuple[int, str, float]:
-    """A launcher that is stopped once both ranks run, and goes on after `pause`.
-
-    Its exit code and errors, and how long both took to end from the stop on.
-    """
+@pytest.mark.nightly
+@pytest.mark.dist
+def test_ranks_of_a_stopped_launcher_are_killed(mark: str) -> None:
+    """Past its patience they end, and the launcher alone is blamed."""
     launched = subprocess.Popen(
-        [sys.executable, "-c", PATIENT, str(patience), *command],
+        [sys.executable, "-c", PATIENT, "1.0", "bash", "-c", f"sleep {mark}"],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    mark = command[-1].split()[-1]
     assert wait_until(lambda: len(alive(mark)) == 2, 90)
     launched.send_signal(signal.SIGSTOP)
-    begin, took = time.monotonic(), float("inf")
-    while time.monotonic() < begin + pause and took == float("inf"):
-        if not alive(mark):
-            took = min(took, time.monotonic() - begin)
-        time.sleep(0.02)
+    assert wait_until(lambda: not alive(mark), 60)
     launched.send_signal(signal.SIGCONT)
     _, err = launched.communicate(timeout=60)
-    return launched.returncode, err, took
+    assert launched.returncode == 1
+    assert err == "error: the launcher was stopped for 1 s: its ranks were killed\n"
 
 
-@pytest.mark.dist
-def test_ranks_of_a_stopped_launcher_are_killed(mark: str) -> None:
-    """Past its patience they end, and the launcher alone is blamed."""
-    code, err, took = paused(60, 1.0, "bash", "-c", f"sleep {mark}")
-    assert (code, err) == (1, "error: the launcher was stopped for 1 s: its ranks were killed\n")
-    assert 1 < took < 30
-
-
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
     capfd: pytest.CaptureFixture[str],
@@ -355,13 +299,6 @@ def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
     assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
 
 
-def test_a_launcher_that_is_stopped_for_a_moment_goes_on() -> None:
-    """Within its patience nothing is lost."""
-    mark = f"5.{os.getpid()}"
-    code, err, took = paused(0.5, 10.0, "bash", "-c", f"sleep {mark}")
-    assert (code, err, took) == (0, "", float("inf"))
-
-
 @pytest.mark.dist
 def test_ranks_that_are_not_ready_to_be_asked_are_no_failures(
     capfd: pytest.CaptureFixture[str],
@@ -374,10 +311,11 @@ def test_ranks_that_are_not_ready_to_be_asked_are_no_failures(
     assert ends == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
     assert supervise(shells("kill -TERM $$"), Memory(), 30) == 1  # nobody had asked for that
     assert supervise(shells("exit 3"), Memory(), 30, lambda: True) == 1
+    assert supervise(shells("exit 3", "sleep 0.5; kill -TERM $$"), Memory(), 30, lambda: True) == 1
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("obey", [True, False])
+@pytest.mark.parametrize("obey", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_ranks_may_be_asked_to_end_before_they_are_killed(obey: bool, tmp_path: Path) -> None:  # noqa: FBT001
     """The first signal is passed on as SIGTERM, and what ranks still say is heard.
 

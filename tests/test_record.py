@@ -72,40 +72,38 @@ def test_a_record_from_before_there_was_a_global_batch_is_read(
         record.read(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("module", "without"),
-    [
+@pytest.mark.nightly
+def test_importing_a_library_loads_no_command_line() -> None:
+    """Nor anything else that it does not need."""
+    for module, without in [
         ("realrun.record", "typer rich torch matplotlib pandas scipy"),
         ("realrun.resolve", "typer rich torch matplotlib pandas scipy"),
         ("realrun.launch.lab", "typer rich torch matplotlib pandas scipy"),
         ("realrun.launch.local", "typer rich torch matplotlib pandas scipy"),
         ("realrun.measure", "typer rich matplotlib pandas scipy"),
         ("realrun.cli.app", "rich torch matplotlib pandas scipy"),
-    ],
-)
-def test_importing_a_library_loads_no_command_line(module: str, without: str) -> None:
-    """Nor anything else that it does not need."""
-    if module == "realrun.measure":
-        pytest.importorskip("torch")
-    script = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not set(without.split()) & set(done.stdout.split())
+    ]:
+        if module == "realrun.measure":
+            pytest.importorskip("torch")
+        script = f"import sys, {module}; print(*sys.modules)"
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert not set(without.split()) & set(done.stdout.split())
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "not json", "other keys"])
-def test_other_folders_are_refused_in_one_line(made: Record, tmp_path: Path, damage: str) -> None:
+def test_other_folders_are_refused_in_one_line(made: Record, tmp_path: Path) -> None:
     """Whatever is wrong with it, the folder is named."""
-    folder = tmp_path / "run"
-    if damage != "missing":
-        record.write(folder, made)
-        texts = {"empty": "", "not json": "{", "other keys": "{}"}
-        (folder / "run.json").write_text(texts[damage])
-    with pytest.raises(CatalogError, match=f"{folder} is not the folder of a run: ") as caught:
-        record.read(folder)
-    assert isinstance(caught.value, Co2simError)
-    assert "\n" not in str(caught.value)
+    for damage in ["missing", "empty", "not json", "other keys"]:
+        folder = tmp_path / "run"
+        if damage != "missing":
+            record.write(folder, made)
+            texts = {"empty": "", "not json": "{", "other keys": "{}"}
+            (folder / "run.json").write_text(texts[damage])
+        with pytest.raises(CatalogError, match=f"{folder} is not the folder of a run: ") as caught:
+            record.read(folder)
+        assert isinstance(caught.value, Co2simError)
+        assert "\n" not in str(caught.value)
 
 
 def test_folders_are_named_by_strategy() -> None:

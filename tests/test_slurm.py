@@ -89,6 +89,7 @@ def record(folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_job_that_is_told_to_end_is_queued_again_and_goes_on(tmp_path: Path) -> None:
     """SIGTERM to all ranks: a checkpoint, and `scontrol requeue`; the next part is the last."""

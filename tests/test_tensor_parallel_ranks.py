@@ -34,6 +34,7 @@ def test_every_strategy_runs_on_ranks_that_share_layers_and_breaks_no_rule(per_n
             assert set(others) <= set(alike), text
 
 
+@pytest.mark.nightly
 def test_the_command_runs_them_and_its_record_predicts_them(tmp_path: Path) -> None:
     """`realrun run --tp 2`: JSON says so, and the record holds what a prediction needs."""
     (tmp_path / "cluster.toml").write_text(CLUSTER)

@@ -109,6 +109,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
         assert one == {strategy: [] for strategy in RESUMED}
 
 
+@pytest.mark.nightly
 def test_validation_may_wait() -> None:
     """Copies that are validated after training give what was seen at once."""
     during, after = two("deferred")[0]

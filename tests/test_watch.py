@@ -4,9 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from realrun.errors import RankFailure
 from realrun.launch import watch
 from realrun.launch.watch import Place, Watch, tell
 
@@ -100,6 +103,7 @@ def test_a_silent_heart_is_named() -> None:
         found = first.lost(HERE, range(3), RuntimeError("timed out"))
         assert str(found) == "rank 2 gives no sign of life; stopped in 'average' of round 1"
         assert (found.ranks, found.op, found.round) == ((2,), "average", 1)
+        assert watch.gone(store) == [2]  # which a launcher kills at once
         until(lambda: second.failure)
         assert second.failure is not None
         assert second.failure.ranks == (2,)
@@ -174,3 +178,48 @@ def test_only_the_first_failure_counts() -> None:
         until(lambda: first.failure)
         assert first.failure is not None
         assert first.failure.ranks == (1,)
+
+
+# --- errors of a rank's own work, and those of collectives ---
+
+STEP, AHEAD = Place(39, 9, "local step 39"), Place(40, 10, "local step 40")
+
+
+def failed(error: Exception) -> RankFailure:
+    """What rank 0 raises for an error in a step, while rank 1 is in the next one."""
+    from realrun.train.guard import guarded  # noqa: PLC0415 - torch
+
+    with watches(Memory(), 2) as (mine, other):
+        other.enter("training", AHEAD)
+        world: Any = SimpleNamespace(watch=mine, layout=SimpleNamespace(world_size=2))
+        with pytest.raises(RankFailure) as found, guarded(world, STEP):
+            raise error
+    return found.value
+
+
+def test_an_error_of_its_own_blames_no_other_rank() -> None:
+    """Also where others are at another step: they were said not to be there."""
+    torch = pytest.importorskip("torch")
+    for error in [
+        RuntimeError("[enforce fail at alloc_cpu.cpp] can't allocate memory"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        ValueError("bad sample"),
+    ]:
+        found = failed(error)
+        assert found.ranks == (0,)
+        assert f"rank 0 raised {type(error).__name__} in 'local step 39'" in str(found)
+
+
+def test_a_collective_that_failed_blames_who_is_elsewhere() -> None:
+    """Gloo raises plain RuntimeErrors; what they say tells them apart."""
+    torch = pytest.importorskip("torch")
+    for error in [
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:544] closed"),
+        RuntimeError("Connection closed by peer [127.0.0.1]:4711"),
+        RuntimeError("NCCL communicator was aborted on rank 0"),
+        torch.distributed.DistNetworkError("no answer"),
+    ]:
+        found = failed(error)
+        assert found.ranks == (1,)
+        assert "rank 1 is not there: it is in 'local step 40'" in str(found)

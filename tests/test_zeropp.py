@@ -130,6 +130,7 @@ def test_bytes_on_the_wire_are_those_of_the_schedule() -> None:
     assert between["all", 4] == 0
 
 
+@pytest.mark.nightly
 def test_mixed_precision_accumulation_and_fp16_gradients_work() -> None:
     """With all parts the losses follow FSDP2's, and are not the same."""
     for found in four("settings"):
@@ -140,6 +141,7 @@ def test_mixed_precision_accumulation_and_fp16_gradients_work() -> None:
             assert ours[-1] < 0.8 * ours[0]
 
 
+@pytest.mark.nightly
 def test_a_small_gpt_trains_to_the_same_loss() -> None:
     """40 steps on source code: within 2 % of FSDP2 with qwZ, with qgZ and with all three.
 

@@ -50,28 +50,23 @@ def two_by_two(monkeypatch: pytest.MonkeyPatch) -> Places:
     return Places(2, 2, 0, group(2), group(2))
 
 
-@pytest.mark.parametrize(
-    ("state", "size", "exact"),
-    [
+def test_only_a_gather_over_all_ranks_for_a_forward_is_quantized(two_by_two: Places) -> None:
+    """Inside a node the weights of the forward are gathered again, and need all their bits."""
+    for state, size, exact in [
         (TrainingState.FORWARD, 4, False),
         (TrainingState.PRE_BACKWARD, 4, True),
         (TrainingState.PRE_BACKWARD, 2, True),
         (TrainingState.IDLE, 2, True),  # a user's own unshard, between forward and backward
-    ],
-)
-def test_only_a_gather_over_all_ranks_for_a_forward_is_quantized(
-    two_by_two: Places, state: TrainingState, size: int, *, exact: bool
-) -> None:
-    """Inside a node the weights of the forward are gathered again, and need all their bits."""
-    zeropp = ZeroPP(two_by_two)
-    shard = torch.linspace(-1.0, 1.0, PART) ** 3
-    whole = torch.empty(size * PART)
-    params: Any = SimpleNamespace(_training_state=state)
-    Gather(params, zeropp, BLOCK)(whole, shard, group(size))
-    assert torch.equal(whole, shard.repeat(size)) == exact
-    assert (whole - shard.repeat(size)).abs().max() < 1 / 127
-    unused = zeropp.forward if exact else zeropp.backward
-    assert unused == Sent()
+    ]:
+        zeropp = ZeroPP(two_by_two)
+        shard = torch.linspace(-1.0, 1.0, PART) ** 3
+        whole = torch.empty(size * PART)
+        params: Any = SimpleNamespace(_training_state=state)
+        Gather(params, zeropp, BLOCK)(whole, shard, group(size))
+        assert torch.equal(whole, shard.repeat(size)) == exact
+        assert (whole - shard.repeat(size)).abs().max() < 1 / 127
+        unused = zeropp.forward if exact else zeropp.backward
+        assert unused == Sent()
 
 
 def gradients() -> Tensor:
