@@ -363,6 +363,7 @@ def cell(values: list[float], form: str = "+.3f") -> str:
 def report(found: dict[Ask, float], asks: list[Ask], sent: dict[Place, Tensor]) -> str:
     """The page of results."""
     one = asks[0]
+    task = "text" if one.size == SIZE else "digits"
     seeds = len({ask.seed for ask in asks})
     count = f"{len(next(iter(sent.values()))):,}"
     return f"""\
@@ -377,7 +378,7 @@ model of {count} parameters (size {one.size}) in its last step: its weights, the
 {of_errors(sent)}
 ## Loss
 
-Task {"text" if one.size == SIZE else "digits"}, {one.steps} steps of 32 samples, learning rate {RATE:g}, {seeds} seeds.
+Task {task}, {one.steps} steps of 32 samples, learning rate {RATE:g}, {seeds} seeds.
 Loss at the end above that of the same seed without a code, and the bits that an element takes on
 the wire, scales included. Weights and gradients: data-parallel, the gradients of {WORKERS} ranks in
 two nodes, coded in the node and between nodes. Outer gradients: {WORKERS} workers, an average after
