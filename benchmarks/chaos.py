@@ -45,12 +45,11 @@ STRATEGIES = (
 SIGNALS = {
     "rank killed": signal.SIGKILL,
     "rank stopped": signal.SIGSTOP,
-    "rank interrupted": signal.SIGINT,
     "launcher killed": signal.SIGKILL,
     "launcher told to end": signal.SIGTERM,
     "launcher interrupted": signal.SIGINT,
 }
-"""Faults, beside a full disk. Ranks leave an interrupt to their launcher."""
+"""Faults, beside a full disk."""
 FULL = "disk full"
 STEPS, EVERY = 40, 10
 DEADLINE = 25.0
@@ -221,12 +220,13 @@ def small_disk(trial: Trial, place: Path) -> Iterator[None]:
         return
     out = place / "out"
     out.mkdir(parents=True)
+    tools = {name: shutil.which(name) or name for name in ("mount", "umount")}
     size = f"size={_DISK}m"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "chaos", str(out)], check=True)
+    subprocess.run([tools["mount"], "-t", "tmpfs", "-o", size, "chaos", str(out)], check=True)
     try:
         yield
     finally:
-        subprocess.run(["umount", str(out)], check=True)
+        subprocess.run([tools["umount"], str(out)], check=True)
 
 
 def befall(trial: Trial, one: Command, seconds: float) -> bool:
@@ -258,7 +258,7 @@ def befall(trial: Trial, one: Command, seconds: float) -> bool:
 
 def codes(trial: Trial, *, hit: bool) -> set[int]:
     """The exit codes that are right."""
-    if not hit or trial.fault == "rank interrupted":
+    if not hit:
         return {0}
     return {
         "rank killed": {1},
@@ -271,30 +271,25 @@ def codes(trial: Trial, *, hit: bool) -> set[int]:
     }[trial.fault]
 
 
-def judge(trial: Trial, one: Command, *, hit: bool) -> str:
-    """What is wrong with the end of a command; "" if nothing."""
+def judge(trial: Trial, one: Command, *, hit: bool) -> Iterator[str]:
+    """What is wrong with the end of a command."""
     code, said = one.process.returncode, one.said
-    for words in ("Traceback (most recent call last)", "terminate called", "core dumped"):
-        if words in said + one.printed:
-            return f"{words}: {' / '.join(said.splitlines()[-4:])}"[:400]
-    allowed = codes(trial, hit=hit)
-    if code not in allowed | {0}:
-        return f"exit code {code}, not {' or '.join(map(str, sorted(allowed)))}"
-    if code == 0 and 0 not in allowed and not finished(trial, one):
-        return "exit code 0, though it was hit before its end"
+    last = " / ".join(said.splitlines()[-4:])
     errors = [line for line in said.splitlines() if "error: " in line]
+    allowed = codes(trial, hit=hit)
+    if re.search(r"Traceback|terminate called|core dumped", said + one.printed):
+        yield f"more than a line: {last}"
+    if code not in allowed | {0} or (code == 0 and 0 not in allowed and not finished(trial, one)):
+        yield f"exit code {code}, not {' or '.join(map(str, sorted(allowed)))}: {last}"
     if any(len(line) > _LONGEST_LINE for line in errors):
-        return f"a line of error has {max(map(len, errors))} characters"
-    if code in {1, 2} and not errors:
-        return "no line tells an error"
+        yield f"a line of error has {max(map(len, errors))} characters"
     named = {
         "rank killed": rf"rank {trial.victim}\b.*SIGKILL",
         "rank stopped": rf"rank {trial.victim}\b",
         FULL: "(?i)no space left",
     }.get(trial.fault, "")
-    if code in {1, 2} and named and not re.search(named, said):
-        return f"no line says {named!r}: {' / '.join(errors)}"[:400]
-    return ""
+    if code in {1, 2} and not any(re.search(named, line) for line in errors):
+        yield f"no line of error says {named!r}: {last}"
 
 
 def finished(trial: Trial, one: Command) -> bool:
@@ -320,12 +315,9 @@ def goes_on(trial: Trial, one: Command, base: Path) -> str:
 def differences(out: Path, whole: Path) -> str:
     """What differs between two finished trainings or studies, but for seconds."""
     if not (whole / "log.csv").exists():
-        one, other = (pd.read_parquet(path).astype(str) for path in (out, whole))
-        by = list(one.columns)
-        same = one.sort_values(by, ignore_index=True).equals(
-            other.sort_values(by, ignore_index=True)
-        )
-        return "" if same else "the study's figures differ"
+        frames = [pd.read_parquet(path).astype(str) for path in (out, whole)]
+        one, other = (f.sort_values(list(f.columns), ignore_index=True) for f in frames)
+        return "" if one.equals(other) else "the study's figures differ"
     rows = [
         [(row.step, row.train_loss, row.validation_loss) for row in read(path)]
         for path in (out, whole)
@@ -333,11 +325,11 @@ def differences(out: Path, whole: Path) -> str:
     if repr(rows[0]) != repr(rows[1]):
         return "the logs differ"
     last = f"checkpoints/step-{STEPS:06d}"
-    saved = sorted((whole / last).glob("*.safetensors"))
-    wrong = [
-        path.name for path in saved if path.read_bytes() != (out / last / path.name).read_bytes()
+    saved = [path.name for path in (whole / last).glob("*.safetensors")]
+    found = [
+        (out / last / name).read_bytes() == (whole / last / name).read_bytes() for name in saved
     ]
-    return f"{wrong} differ" if wrong or not saved else ""
+    return "" if found and all(found) else f"of {saved} these are the same: {found}"
 
 
 def tried(trial: Trial, base: Path) -> dict[str, Any]:
@@ -354,7 +346,7 @@ def tried(trial: Trial, base: Path) -> dict[str, Any]:
         elif found := left(SPARE):
             problem = f"left behind: {' '.join(found[0].cmdline())[:200]}"
         kill_all()
-        problem = problem or judge(trial, one, hit=hit)
+        problem = problem or next(judge(trial, one, hit=hit), "")[:400]
         (place / "out" / "filler").unlink(missing_ok=True)
         if not problem and (trial.trains or trial.target == "sweep"):
             problem = goes_on(trial, one, base)
