@@ -10,7 +10,6 @@ Trials are drawn from a seed: trial N of a seed is the same, however many there 
 fail keep their folder in out/chaos. Writes chaos.md.
 """
 
-import argparse
 import ctypes
 import os
 import random
@@ -85,11 +84,6 @@ class Trial:
     victim: int
     amount: float
 
-    @property
-    def trains(self) -> bool:
-        """Whether there are checkpoints."""
-        return self.target.endswith("train")
-
 
 def drawn(seed: int, number: int) -> Trial:
     """A trial of a seed."""
@@ -101,10 +95,7 @@ def drawn(seed: int, number: int) -> Trial:
     return Trial(number, target, strategy, fault, rng.random(), rng.randrange(2), rng.random())
 
 
-# --- commands ------------------------------------------------------------------------------------
-
-
-def command(target: str, strategy: str, *more: str) -> list[str]:
+def words_of(target: str, strategy: str, *more: str) -> list[str]:
     """The command of a trial, which writes into the folder "out"."""
     limit = ["--deadline", f"{DEADLINE:g} s", "--out", "out"]
     run = ["realrun", "run", "-m", "tiny-5m", "-s", strategy, "--set", "model.layers=2"]
@@ -133,15 +124,9 @@ class Command:
     process: "subprocess.Popen[bytes]"
     place: Path
 
-    @property
-    def said(self) -> str:
-        """What it has written to stderr."""
-        return (self.place / "stderr").read_text("utf-8", errors="replace")
-
-    @property
-    def printed(self) -> str:
-        """What it has written to stdout."""
-        return (self.place / "stdout").read_text("utf-8", errors="replace")
+    def wrote(self, stream: str) -> str:
+        """What it has written to "stdout" or "stderr"."""
+        return (self.place / stream).read_text("utf-8", errors="replace")
 
     def ended(self, seconds: float) -> bool:
         """Wait so long for the end; whether it came."""
@@ -202,14 +187,11 @@ def reference(target: str, strategy: str, base: Path) -> tuple[Path, float]:
     place = base / "references" / re.sub(r"\W", "-", f"{target} {strategy}")
     shutil.rmtree(place, ignore_errors=True)
     began = time.monotonic()
-    one = started(place, command(target, strategy))
+    one = started(place, words_of(target, strategy))
     if not one.ended(LONGEST) or one.process.returncode:
         kill_all()
-        raise RuntimeError(f"undisturbed, {target} {strategy} failed: {one.said}")
+        raise RuntimeError(f"undisturbed, {target} {strategy} failed: {one.wrote('stderr')}")
     return place / "out", time.monotonic() - began
-
-
-# --- faults --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -253,9 +235,6 @@ def befall(trial: Trial, one: Command, seconds: float) -> bool:
     return False
 
 
-# --- what has to hold ----------------------------------------------------------------------------
-
-
 def codes(trial: Trial, *, hit: bool) -> set[int]:
     """The exit codes that are right."""
     if not hit:
@@ -273,11 +252,11 @@ def codes(trial: Trial, *, hit: bool) -> set[int]:
 
 def judge(trial: Trial, one: Command, *, hit: bool) -> Iterator[str]:
     """What is wrong with the end of a command."""
-    code, said = one.process.returncode, one.said
+    code, said = one.process.returncode, one.wrote("stderr")
     last = " / ".join(said.splitlines()[-4:])
     errors = [line for line in said.splitlines() if "error: " in line]
     allowed = codes(trial, hit=hit)
-    if re.search(r"Traceback|terminate called|core dumped", said + one.printed):
+    if re.search(r"Traceback|terminate called|core dumped", said + one.wrote("stdout")):
         yield f"more than a line: {last}"
     if code not in allowed | {0} or (code == 0 and 0 not in allowed and not finished(trial, one)):
         yield f"exit code {code}, not {' or '.join(map(str, sorted(allowed)))}: {last}"
@@ -294,20 +273,20 @@ def judge(trial: Trial, one: Command, *, hit: bool) -> Iterator[str]:
 
 def finished(trial: Trial, one: Command) -> bool:
     """Whether all work was done before the fault could tell."""
-    if trial.trains:
+    if trial.target.endswith("train"):
         return (one.place / "out" / f"checkpoints/step-{STEPS:06d}").exists()
-    return trial.target == "sweep" or "timeline " in one.printed
+    return trial.target == "sweep" or "timeline " in one.wrote("stdout")
 
 
 def goes_on(trial: Trial, one: Command, base: Path) -> str:
     """Go on with a training or a study; the end must be that of an undisturbed one."""
     whole, _ = reference(trial.target, trial.strategy, base)
     there = (one.place / "out" / "log.csv").exists()
-    more = ["--resume"] if trial.trains and there else []
-    again = started(one.place, command(trial.target, trial.strategy, *more))
+    more = ["--resume"] if trial.target.endswith("train") and there else []
+    again = started(one.place, words_of(trial.target, trial.strategy, *more))
     if not again.ended(LONGEST) or again.process.returncode:
         kill_all()
-        return f"it does not go on: {again.process.returncode}, {again.said[-300:]}"
+        return f"it does not go on: {again.process.returncode}, {again.wrote('stderr')[-300:]}"
     drafts = [path.name for path in (one.place / "out").rglob(".*")]
     return differences(one.place / "out", whole) or (f"drafts: {drafts}" if drafts else "")
 
@@ -338,7 +317,7 @@ def tried(trial: Trial, base: Path) -> dict[str, Any]:
     place = base / f"{trial.number}"
     shutil.rmtree(place, ignore_errors=True)
     with small_disk(trial, place):
-        one = started(place, command(trial.target, trial.strategy))
+        one = started(place, words_of(trial.target, trial.strategy))
         hit = befall(trial, one, seconds)
         problem = ""
         if not one.ended(seconds + max(DEADLINE, SILENT) + SPARE):
@@ -348,15 +327,12 @@ def tried(trial: Trial, base: Path) -> dict[str, Any]:
         kill_all()
         problem = problem or next(judge(trial, one, hit=hit), "")[:400]
         (place / "out" / "filler").unlink(missing_ok=True)
-        if not problem and (trial.trains or trial.target == "sweep"):
+        if not problem and (trial.target.endswith("train") or trial.target == "sweep"):
             problem = goes_on(trial, one, base)
             kill_all()
     if not problem:
         shutil.rmtree(place)
     return asdict(trial) | {"hit": hit, "problem": problem}
-
-
-# --- the campaign --------------------------------------------------------------------------------
 
 
 def report(found: list[dict[str, Any]], skipped: Counter[str], seed: int) -> str:
@@ -393,15 +369,20 @@ def report(found: list[dict[str, Any]], skipped: Counter[str], seed: int) -> str
 
 def main() -> int:
     """Make trials, and write the table; the exit code is 1 if any failed."""
-    given = arguments()
+    command = parser(__doc__, "five trials")
+    command.add_argument("--trials", type=int, default=200, help="how many (200)")
+    command.add_argument("--seed", type=int, default=1, help="which (1)")
+    command.add_argument("--number", type=int, help="only this one")
+    given = command.parse_args()
+    trials = min(given.trials, len(TARGETS)) if given.quick else given.trials
     if ctypes.CDLL(None).prctl(36, 1):  # PR_SET_CHILD_SUBREAPER: orphans become our children
         sys.exit("the kernel keeps no orphans for us")
     found: list[dict[str, Any]] = []
     skipped: Counter[str] = Counter()
     root = os.geteuid() == 0
     with folder(given) as out, tempfile.TemporaryDirectory() as temporary:
-        base = Path(temporary) if given.quick else given.work.absolute()
-        for number in [given.number] if given.number is not None else range(given.trials):
+        base = Path(temporary) if given.quick else Path("out/chaos").absolute()
+        for number in [given.number] if given.number is not None else range(trials):
             trial = drawn(given.seed, number)
             if not root and (trial.target.startswith("lab") or trial.fault == FULL):
                 skipped["labs and full disks need root"] += 1
@@ -415,19 +396,6 @@ def main() -> int:
             (out / "chaos.md").write_text(text, "utf-8")
     print(text)
     return int(any(one["problem"] for one in found))
-
-
-def arguments() -> argparse.Namespace:
-    """What the command line says."""
-    command = parser(__doc__, "five trials")
-    command.add_argument("--trials", type=int, default=200, help="how many (200)")
-    command.add_argument("--seed", type=int, default=1, help="which (1)")
-    command.add_argument("--number", type=int, help="only this one")
-    command.add_argument("--work", type=Path, default=Path("out/chaos"), help="folder of trials")
-    given = command.parse_args()
-    if given.quick:
-        given.trials = min(given.trials, len(TARGETS))
-    return given
 
 
 if __name__ == "__main__":

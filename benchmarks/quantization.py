@@ -101,6 +101,8 @@ CODES = {
 
 Place: TypeAlias = Literal["weights (qwZ)", "gradients (qgZ)", "outer gradients"]
 PLACES: tuple[Place, ...] = get_args(Place)
+BASE: dict[Place, Place] = dict.fromkeys(PLACES[:2], PLACES[1]) | {PLACES[2]: PLACES[2]}
+"""Data-parallel trainings without a code serve weights and gradients."""
 
 NODES, PER_NODE = 2, 2
 WORKERS = NODES * PER_NODE
@@ -278,32 +280,24 @@ def complete(asks: list[Ask], path: Path) -> dict[Ask, float]:
     return known
 
 
-def error(x: Tensor, code: str, block: int) -> float:
-    """The norm of what is wrong, as a share of that of the tensor."""
-    found = CODES[code].received(x[None], block, Generator().manual_seed(0))[0]
-    return float((found - x).norm() / x.norm())
-
-
 def of_errors(sent: Sent) -> str:
-    """Tables of errors, a place each."""
+    """Tables of errors, a place each: norms of what is wrong, as shares of that of the tensor."""
     parts = []
     for place, x in sent.items():
-        rows = [
-            {"code": name} | {f"{block:,}": f"{error(x, name, block):.2%}" for block in SIZES}
-            for name in CODES
-        ]
+        rows = []
+        for name, code in CODES.items():
+            row = {"code": name}
+            for block in SIZES:
+                found = code.received(x[None], block, Generator().manual_seed(0))[0]
+                row[f"{block:,}"] = f"{float((found - x).norm() / x.norm()):.2%}"
+            rows.append(row)
         parts.append(f"### {place[0].upper()}{place[1:]}\n\n{table(rows)}\n")
     return "\n".join(parts)
 
 
-def _base(place: Place) -> Place:
-    """Data-parallel trainings without a code serve weights and gradients."""
-    return "outer gradients" if place == "outer gradients" else "gradients (qgZ)"
-
-
 def costs(found: dict[Ask, float], ask: Ask) -> float:
     """Loss of a training above that of the same seed without a code."""
-    return found[ask] - found[ask._replace(place=_base(ask.place), code="", block=0)]
+    return found[ask] - found[ask._replace(place=BASE[ask.place], code="", block=0)]
 
 
 def of_losses(found: dict[Ask, float], asks: list[Ask]) -> str:
@@ -319,7 +313,7 @@ def of_losses(found: dict[Ask, float], asks: list[Ask]) -> str:
                 bits = f" ({code.bits_per_element(block):.3g} bits)"
                 row[f"{block:,}"] = cell([costs(found, ask) for ask in of]) + bits
             rows.append(row)
-        plain = [found[a] for a in asks if (a.place, a.code) == (_base(place), "")]
+        plain = [found[a] for a in asks if (a.place, a.code) == (BASE[place], "")]
         words = f"Without a code: {cell(plain, '.3f')} nats."
         parts.append(f"### {place[0].upper()}{place[1:]}\n\n{words}\n\n{table(rows)}\n")
     return "\n".join(parts)

@@ -6,12 +6,9 @@
 Four workers, once equal, once one is half as fast, once with random stragglers. When who reads and
 pushes is simulated: SSP by SimPy, the others by recursion. What is learned is trained: SSP in one
 process, in the order of its clock, the others by ranks, each at its best rate with equal workers.
-
-SSP: the parameters lie in equal shards on servers, each with a network card of its own. In a clock
-a worker reads all shards, computes, and pushes what it has learned; it goes on while that travels,
-and knows what it has pushed itself. It may begin its clock c (counted from 0) once every worker's
-clocks before c - s are in: s is the bound of staleness (Ho et al., More Effective Distributed ML
-via a Stale Synchronous Parallel Parameter Server, NIPS 2013, section 2).
+SSP is that of Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server, NIPS 2013, section 2: shards lie on servers, and a worker may begin its clock c (from 0)
+once every worker's clocks before c - s are in.
 
 Finished runs of ranks are rows of ssp-runs.csv, and not run again. Writes ssp.md.
 """
@@ -25,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from statistics import mean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import simpy
@@ -70,8 +67,7 @@ class Servers:
     latency: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """What happens to a worker in a clock: it has `read` all shards, or its push has `arrived`."""
 
     time: Seconds
@@ -177,13 +173,13 @@ def rounds(
 
 
 def workers(kind: str) -> Compute:
-    """Seconds of computing: equal, one worker half as fast, or some steps five times as long."""
-    if kind == "one slow":
-        return lambda worker, _: STEP * (1 if worker else 2)
-    if kind == "stragglers":
-        late = np.random.default_rng(7).random((64, 100_000)) < 0.1  # noqa: PLR2004 - one in ten
-        return lambda worker, clock: STEP * (5 if late[worker, clock] else 1)
-    return lambda *_: STEP
+    """Seconds of computing: all equal, one half as fast, or one step in ten five times as long."""
+    late = np.random.default_rng(7).random((64, 100_000)) < 0.1  # noqa: PLR2004 - one in ten
+    return {
+        "equal": lambda *_: STEP,
+        "one slow": lambda worker, _: STEP * (1 if worker else 2),
+        "stragglers": lambda worker, clock: STEP * (5 if late[worker, clock] else 1),
+    }[kind]
 
 
 def train(task: Task, settings: TrainSettings, course: Course) -> Iterator[Point]:
@@ -198,10 +194,8 @@ def train(task: Task, settings: TrainSettings, course: Course) -> Iterator[Point
     first = task.model()
     whole = parameters_to_vector(first.parameters()).detach()
     models = [copy.deepcopy(first) for _ in range(count)]
-    optimizers = [
-        AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-        for model in models
-    ]
+    steps = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    optimizers = [AdamW(model.parameters(), **steps) for model in models]
     travels: list[list[Tensor]] = [[] for _ in range(count)]
     arrived = [0] * count
     for moment in course.moments:
