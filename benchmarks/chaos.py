@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -53,9 +52,8 @@ FULL = "disk full"
 STEPS, EVERY = 40, 10
 DEADLINE = 25.0
 """Seconds that ranks wait for each other."""
-SPARE = 30.0
-"""Seconds to see what has happened, to end, and to tidy up on a busy machine."""
-LONGEST = 600.0
+SPARE, LONGEST = 30.0, 600.0
+"""Seconds to notice, to end and to tidy up; and of a command that nothing befalls."""
 _LONGEST_LINE = 480
 """Characters of a line of error: 400, and the rank in front."""
 _DISK, _FREE = 64, 1_500_000
@@ -335,7 +333,7 @@ def tried(trial: Trial, base: Path) -> dict[str, Any]:
     return asdict(trial) | {"hit": hit, "problem": problem}
 
 
-def report(found: list[dict[str, Any]], skipped: Counter[str], seed: int) -> str:
+def report(found: list[dict[str, Any]], skipped: int, seed: int) -> str:
     """The page of results: counts by fault and target."""
     rows = []
     for fault in (*SIGNALS, FULL):
@@ -348,7 +346,6 @@ def report(found: list[dict[str, Any]], skipped: Counter[str], seed: int) -> str
     failed = [one for one in found if one["problem"]]
     late = sum(not one["hit"] for one in found)
     lines = [f"- {o['number']}, {o['target']}, {o['fault']}: {o['problem']}" for o in failed]
-    words = [f"{count} were not made: {why}." for why, count in skipped.items()]
     return f"""\
 # Faults at random times
 
@@ -357,7 +354,7 @@ def report(found: list[dict[str, Any]], skipped: Counter[str], seed: int) -> str
  time from its start to its end; in {late} of them it had ended, or there was nothing to hit. It\
  must end in time with the right exit code and a line that names the rank, without a traceback, and\
  no process may be left. A training and a study then go on, and end with the same bytes as one that\
- nothing befell. {" ".join(words)} {machine()}
+ nothing befell. {skipped} others were not made: labs and full disks need root. {machine()}
 
 {table(rows)}
 
@@ -378,14 +375,13 @@ def main() -> int:
     if ctypes.CDLL(None).prctl(36, 1):  # PR_SET_CHILD_SUBREAPER: orphans become our children
         sys.exit("the kernel keeps no orphans for us")
     found: list[dict[str, Any]] = []
-    skipped: Counter[str] = Counter()
-    root = os.geteuid() == 0
+    root, skipped = os.geteuid() == 0, 0
     with folder(given) as out, tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary) if given.quick else Path("out/chaos").absolute()
         for number in [given.number] if given.number is not None else range(trials):
             trial = drawn(given.seed, number)
             if not root and (trial.target.startswith("lab") or trial.fault == FULL):
-                skipped["labs and full disks need root"] += 1
+                skipped += 1
                 continue
             verdict = tried(trial, base)
             found.append(verdict)

@@ -319,10 +319,8 @@ def main() -> None:
     command = parser(__doc__, "our CO2 only, on two nodes, 24 steps")
     command.add_argument("--rate", default="100 Mbit/s")
     command.add_argument("--steps", type=int, default=480)
-    command.add_argument("--only", default="", help="only names that contain this")
     given = command.parse_args()
-    names = {name: attach for name, attach in PEERS.items() if given.only in name}
-    steps, nodes = given.steps, NODES
+    steps, nodes, names = given.steps, NODES, PEERS
     if given.quick:
         steps, nodes, names = 2 * TAU, 2, {LATE: PEERS[LATE]}
     with folder(given) as out:

@@ -63,8 +63,7 @@ def _rounded(bits: Bits, rounding: Rounding) -> Callable[[Tensor, int, Generator
 def _adaptive(rows: Tensor, block: int, _: Generator) -> Tensor:
     """int4, to nearest; the scale of each block leaves the least squared error of some.
 
-    The idea: Banner, Nahshan and Soudry, Post-training 4-bit quantization (ACIQ), 2019; they
-    compute the clipping from a distribution, and here it is searched for.
+    As in ACIQ (Banner, Nahshan and Soudry 2019), but the clipping is searched for.
     """
     blocks = _blocks(rows, block)
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -120,8 +119,7 @@ def train(
 ) -> tuple[float, Sent]:
     """The last loss, and what was sent, with a code at a place; None: as it is.
 
-    Weights and gradients are those of data-parallel training, outer gradients those of averages
-    of 4 workers after every 12 steps (LocalSGD).
+    Outer gradients are those of averages of 4 workers after every 12 steps (LocalSGD).
     """
     torch.manual_seed(settings.seed)
     model = task.model()
@@ -202,9 +200,8 @@ def _gradient(
     model: nn.Module, task: Task, of: TrainSettings, step: int, part: int, parts: int
 ) -> Tensor:
     """The flat gradient of a share of the samples of a step."""
-    model.zero_grad(set_to_none=False)
-    loss_of(model, task.batch(of.seed, step, of.batch, part, parts)).backward()  # type: ignore[no-untyped-call]
-    found = [(torch.zeros_like(p) if p.grad is None else p.grad) for p in model.parameters()]
+    loss = loss_of(model, task.batch(of.seed, step, of.batch, part, parts))
+    found = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
     return torch.cat([one.flatten() for one in found])
 
 
@@ -321,8 +318,7 @@ def of_losses(found: dict[Ask, float], asks: list[Ask]) -> str:
 
 def cell(values: list[float], form: str = "+.3f") -> str:
     """Mean and standard deviation."""
-    spread = f" ± {stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{spread}"
+    return f"{mean(values):{form}}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def report(found: dict[Ask, float], asks: list[Ask], sent: Sent) -> str:

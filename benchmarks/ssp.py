@@ -56,8 +56,7 @@ Point = tuple[int, Seconds, float]
 """Steps, seconds and validation loss."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Servers:
+class Servers(NamedTuple):
     """A network of workers and servers: one card each, bytes per second and seconds of latency."""
 
     workers: int
@@ -249,13 +248,6 @@ def replay(
     return found
 
 
-@cache
-def best_rate(budget: StudyBudget, place: Servers, bound: int) -> float:
-    """The learning rate with the lowest last loss, with equal workers; SSP may need lower ones."""
-    tried = RATES[1:2] if budget.quick else (RATES[0] / 4, RATES[0] / 2, *RATES)
-    return min(tried, key=lambda lr: replay(budget, place, "equal", bound, lr, TUNING_SEED)[-1][2])
-
-
 def lines(budget: StudyBudget, known: Known, place: Servers, kind: str) -> Iterator[dict[str, Any]]:
     """All methods with workers of a kind."""
     final = {ask.configuration.name: ask for ask in plan(budget, known) if ask.seed == SEED}
@@ -268,7 +260,9 @@ def lines(budget: StudyBudget, known: Known, place: Servers, kind: str) -> Itera
         yield one | {"waited": mean(waited) / ended[-1]}
     for bound in BOUNDS:
         course = ssp(place, workers(kind), budget.steps, bound)
-        lr = best_rate(budget, place, bound)
+        rates = RATES[1:2] if budget.quick else (RATES[0] / 4, RATES[0] / 2, *RATES)
+        ends = {lr: replay(budget, place, "equal", bound, lr, TUNING_SEED)[-1][2] for lr in rates}
+        lr = min(ends, key=ends.__getitem__)  # with equal workers; SSP may need a lower one
         losses = list(replay(budget, place, kind, bound, lr, SEED))
         one = {"method": f"SSP, bound {bound}", "lr": lr, "losses": losses}
         yield one | {"waited": mean(course.waited) / course.seconds, "behind": course.staleness()}
@@ -311,9 +305,7 @@ def main() -> None:
     budget = StudyBudget(steps=384, warmup=24, eval_every=24)
     if given.quick:
         budget = StudyBudget("tiny", 24, 8, 4, 12, workers=2, quick=True, task="digits")
-    size = 4.0 * (6_274 if given.quick else 158_720)
-    network = {"bandwidth": 12.5e6, "latency": 1e-4}
-    place = Servers(workers=budget.workers, servers=4, parameter_bytes=size, **network)
+    place = Servers(budget.workers, 4, 4.0 * (6_274 if given.quick else 158_720), 12.5e6, 1e-4)
     with folder(given) as out:
         if "RANK" in os.environ:
             run_ranks(partial(plan, budget), out / RUNS)

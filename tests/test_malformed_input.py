@@ -23,7 +23,7 @@ import pytest
 import tomlkit
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import chakra_traces, recorded_run
+from tiny import VARIANTS, chakra_traces, recorded_run
 
 from analysis.cli import main as co2analysis
 from analysis.measured.overrides import UNITS as UNITS_OF
@@ -86,20 +86,12 @@ NUMBERS = (
     *("1e-300", "1e30", "9" * 400, "9" * 5000, "1e18", "0x10", "1_000", "1,5", "1e", "0.1"),
     *("\u0663", "\uff11\uff12", "\u00bd", "\u00b2", "12.5", "1e6", "1e9", "1e12", "1000000"),
 )
-UNITS = (
-    *("", "Gbit/s", "GB/s", "B/s", "B", "GB", "TiB", "us", "s", "h", "years", "FLOP", "Pbit", "W"),
-    *("TFLOP/s", "FLOP/s", "MW", "USD/h", "g/kWh", "dimensionless", "%"),
-)
+UNITS = ("", "%", "Pbit", *sorted(set(UNITS_OF.values())))
 TEXTS = (
     *("", " ", "true", "[]", "{}", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "\u202eabc", "a\nb"),
     *("\x00", "\ud800", "x" * 100_000, "[" * 3000, "../../etc/passwd", "/dev/zero", "~", "a=b"),
     *("h100", "virtual", "nccl", "meta-rsc-1", "france", '"' + '\\"' * 40_000, "gpu.toml", "."),
     *("1" * 30_000 + "\n\nx", "1 a" + " " * 30_000 + "a", "%s%n", "${HOME}", "`id`", "\r\n"),
-)
-STRATEGIES = (
-    *("ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp", "local_sgd:tau=3", "slowmo:tau=2"),
-    *("diloco:tau=4,fragments=2,delay=1", "co2:tau=2,worker=node", "co2:tau=4,delay=auto"),
-    *("overlap_local_sgd:tau=3", "zero2:owners=true,bucket=8388608", "co2(tau=48, staleness=2)"),
 )
 numbers = st.builds("{}{}{}".format, st.sampled_from(NUMBERS), st.sampled_from(("", " ")),
                     st.sampled_from(UNITS))  # fmt: skip
@@ -170,14 +162,11 @@ def bytewise(draw: st.DrawFn, data: bytes) -> bytes:
 
 def as_toml(tree: Any) -> bytes:
     """The tree as TOML, as far as TOML can say it."""
-
-    def stated(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: stated(one) for key, one in node.items() if one is not None}
-        return [stated(one) for one in node if one is not None] if isinstance(node, list) else node
-
     try:
-        return tomlkit.dumps(stated(tree)).encode("utf-8", "surrogatepass")
+        stated = json.loads(json.dumps(tree), object_hook=lambda one: {
+            key: node for key, node in one.items() if node is not None
+        })  # fmt: skip
+        return tomlkit.dumps(stated).encode("utf-8", "surrogatepass")
     except (ValueError, TypeError, AttributeError, RecursionError):
         lines = (f"{key} = {as_json(node).decode()}\n" for key, node in tree.items())
         return "".join(lines).encode("utf-8", "surrogatepass")
@@ -206,19 +195,9 @@ def catalog(kind: str) -> tuple[dict[str, Any], ...]:
     return tuple(tomllib.loads(path.read_text("utf-8")) for path in files)
 
 
-MODEL = b"""\
-name = "small"
-kind = "transformer"
-source = "none"
-layers = 2
-hidden = 64
-heads = 4
-ffn = 128
-vocab = 100
-seq_len = 32
-"""
 EXAMPLE = tomllib.loads((ROOT / "examples/my-cluster.toml").read_text("utf-8"))
 GPU = tomllib.loads((ROOT / "examples/my-gpu.toml").read_text("utf-8"))
+MODEL = (ROOT / "co2sim/catalog/models/tiny-5m.toml").read_bytes()
 TIERED = EXAMPLE | {"inter": EXAMPLE["inter"] | {"rail": {"nodes": 4, "oversubscription": 2}}}
 TABLE = b"""\
 method,network,tau,gpus,words_per_s,scalability_16_to_128,note
@@ -237,25 +216,21 @@ HUGGING_FACE: tuple[dict[str, Any], ...] = (
      "intermediate_size": 128, "vocab_size": 100, "head_dim": 16, "sliding_window": 64,
      "max_position_embeddings": 64, "layer_types": ["full_attention", "sliding_attention"]},
 )  # fmt: skip
-asked = st.builds(
-    lambda command, strategy, more: [*command, "-s", strategy, *more],
-    st.sampled_from((["run"], ["run", "--json"], ["show"], ["run", "--tokens", "1e9"])),
-    st.sampled_from(STRATEGIES),
-    st.sampled_from(([], ["--accumulation", "2"])),
-)
+COMMANDS = (["run"], ["run", "--json"], ["show"], ["run", "--tokens", "1e9", "--accumulation", "2"])
+asked = st.builds(lambda command, text: [*command, "-s", text], st.sampled_from(COMMANDS),
+                  st.sampled_from(VARIANTS))  # fmt: skip
 SMALL = ["-m", "small.toml", "-g", "4"]
-
-
-PATHS = sorted(
-    {".".join(map(str, path)) for tree in (*catalog("clusters"), TIERED) for path in places(tree)}
-    | {".".join(("model", *map(str, path))) for tree in catalog("models") for path in places(tree)}
-    | {
-        ".".join(("gpu", *map(str, path)))
-        for tree in (*catalog("gpus"), GPU)
-        for path in places(tree)
-    }
-    | {"grid", "spares", "gpu.curve.\u0663", "gpu.curve.99"}
-)
+KNOWN = {
+    "": (*catalog("clusters"), EXAMPLE, TIERED),
+    "gpu": (*catalog("gpus"), GPU),
+    "model": catalog("models"),
+}
+"""Trees, by what `--set` calls their values with in front."""
+PATHS = [
+    *("grid", "spares", "gpu.curve.\u0663", "gpu.curve.99"),
+    *(".".join((of, *map(str, path)))
+      for of, trees_ in KNOWN.items() for tree in trees_ for path in places(tree)),
+]  # fmt: skip
 
 
 @st.composite
@@ -265,7 +240,7 @@ def overrides(draw: st.DrawFn) -> list[str]:
     unit = "FLOP/s" if ".peak." in path else UNITS_OF.get(path.rpartition(".")[2], "")
     usual = st.sampled_from(("1", "0.5", "4", "1e-6", "1e9", *NUMBERS)).map(lambda n: f"{n} {unit}")
     value = draw(st.one_of(usual, usual, usual, numbers, st.sampled_from(TEXTS)))
-    return ["--set", f"{path}={value}".replace("\0", "")]
+    return ["--set", f"{path.strip('.')}={value}".replace("\0", "")]
 
 
 STUDIES = {
@@ -283,15 +258,12 @@ STUDIES = {
 Input = tuple[Callable[[], object], list[str], Files]
 
 
-BUILT = {
-    "small.toml": MODEL,
-    "gpu.toml": as_toml(GPU),
-    "cluster.toml": as_toml(EXAMPLE | {"gpu": "gpu.toml"}),
-}
+CLUSTER = as_toml(EXAMPLE | {"gpu": "gpu.toml"})
+BUILT = {"small.toml": MODEL, "gpu.toml": as_toml(GPU), "cluster.toml": CLUSTER}
 MADE: dict[str, tuple[tuple[dict[str, Any], ...], str, list[str]]] = {
-    "cluster": ((*catalog("clusters"), EXAMPLE), "cluster.toml", ["-c", "cluster.toml", *SMALL]),
-    "GPU": ((*catalog("gpus"), GPU), "gpu.toml", ["-c", "cluster.toml", *SMALL]),
-    "model": (catalog("models"), "small.toml", ["-c", "dgx-h100", *SMALL]),
+    "cluster": (KNOWN[""], "cluster.toml", ["-c", "cluster.toml", *SMALL]),
+    "GPU": (KNOWN["gpu"], "gpu.toml", ["-c", "cluster.toml", *SMALL]),
+    "model": (KNOWN["model"], "small.toml", ["-c", "dgx-h100", *SMALL]),
     "configuration": (HUGGING_FACE, "hf/config.json", ["-c", "dgx-h100", "-m", "hf", "-g", "8"]),
 }
 """From which trees, into which file, and the words that use it."""
