@@ -368,7 +368,7 @@ def main() -> int:
     """Make trials, and write the table; the exit code is 1 if any failed."""
     command = parser(__doc__, "five trials")
     command.add_argument("--trials", type=int, default=200, help="how many (200)")
-    command.add_argument("--seed", type=int, default=1, help="which (1)")
+    command.add_argument("--seed", type=int, default=119, help="which (119)")
     command.add_argument("--number", type=int, help="only this one")
     given = command.parse_args()
     trials = min(given.trials, len(TARGETS)) if given.quick else given.trials

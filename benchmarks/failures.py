@@ -30,10 +30,8 @@ PHASES = {
 
 def main() -> None:
     """Run all, and write the table."""
-    command = parser(__doc__, "one rank is killed, once")
-    command.add_argument("--times", type=int, default=10)
-    given = command.parse_args()
-    only, times = ("kill:compute", 1) if given.quick else ("", given.times)
+    given = parser(__doc__, "one rank is killed, once").parse_args()
+    only, times = ("kill:compute", 1) if given.quick else ("", 10)
     rows = []
     for fault, words in PHASES.items():
         if only not in fault:

@@ -97,10 +97,9 @@ def main() -> int:
     """Measure and write; exit code 1 if a limit is passed, but for --quick."""
     command = parser(__doc__, "the smallest model, three rounds")
     command.add_argument("--sizes", default="mini,small")
-    command.add_argument("--rounds", type=int, default=20)
     given = command.parse_args()
     torch.set_num_threads(1)
-    sizes, rounds = ("tiny", 3) if given.quick else (given.sizes, given.rounds)
+    sizes, rounds = ("tiny", 3) if given.quick else (given.sizes, 20)
     rows, bad = [], 0
     for size in sizes.split(","):
         for name, options in (
