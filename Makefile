@@ -12,7 +12,7 @@ PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 
 .PHONY: run check fast test nightly docs bench fidelity verify failures convergence long-study time-to-loss peers overhead \
-  checkpoints explore-speed ssp quantization tasks engines fuzz chaos mutants faults lock audit golden format lint clean
+  checkpoints explore-speed ssp quantization tasks engines chaos mutants faults lock audit golden format lint clean
 
 run: $(STAMP)-report
 	$(BIN)/co2sim scale --model transnormer-7b --cluster a100-tcp80-calibrated --cluster a100-roce800 \
@@ -93,9 +93,6 @@ checkpoints: $(STAMP)-dev
 
 tasks: $(STAMP)-dev
 	$(BIN)/python benchmarks/tasks.py $(QUICK)
-
-fuzz: $(STAMP)-dev
-	ulimit -v 8000000; $(BIN)/python benchmarks/fuzz.py $(QUICK)
 
 chaos: $(STAMP)-dev
 	$(BIN)/python benchmarks/chaos.py $(QUICK)

@@ -14,14 +14,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
+from fidelity import as_ranks
 from reports import folder, machine, made_by, parser, table
 
 from co2sim.catalog import load_cluster
@@ -137,18 +138,15 @@ def predicted(cluster: Cluster, most: int) -> dict[str, float]:
 
 def in_lab(lab: Lab, most: int, rounds: int, *, quick: bool) -> list[Row]:
     """Measure what hosts add, predict, and measure all cells, in one lab each time."""
-    layout = ["--nodes", str(lab.nodes), "--gpus-per-node", str(lab.gpus_per_node)]
-    layout += ["--rate", lab.rate, "--dilation", str(for_cores(lab.world_size, cores()))]
-    command = [sys.executable, "-m", "realrun", "lab", "run", *layout, "--"]
+    lab = replace(lab, dilation=for_cores(lab.world_size, cores()))
     with tempfile.TemporaryDirectory() as place:
         out, file = Path(place) / "seen.json", Path(place) / "stated.toml"
         probe = ["realrun", "probe", "--stated", "--gpu", "virtual", "--out", str(file)]
         probe += ["--quick"] if quick else []
-        subprocess.run([*command, *probe], check=True, stdout=sys.stderr)
+        as_ranks(lab, *probe)
         before = predicted(load_cluster(str(file)).value, most)
         rank = ["--rank", str(out), "--most", str(most), "--rounds", str(rounds)]
-        rank = [sys.executable, str(Path(__file__).resolve()), *rank]
-        subprocess.run([*command, *rank], check=True, stdout=sys.stderr)
+        as_ranks(lab, sys.executable, str(Path(__file__).resolve()), *rank)
         seen = json.loads(out.read_text())
     return [
         {
@@ -205,7 +203,6 @@ at most {frame.loc[frame["bytes"] >= 2**17, "off"].max():.1%}.
 def main() -> None:
     """Measure in every lab, and keep what was seen after each."""
     command = parser(__doc__, "one lab, sizes up to 16 KiB")
-    command.add_argument("--only", default="", help="only labs such as '4x1@700 Mbit/s'")
     command.add_argument("--rounds", type=int, default=ROUNDS)
     command.add_argument("--most", type=int, default=max(SIZES["alone"]), help=argparse.SUPPRESS)
     command.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -219,10 +216,9 @@ def main() -> None:
     rows: list[Row] = []
     with folder(given) as out:
         for lab in labs:
-            if given.only in f"{lab.nodes}x{lab.gpus_per_node}@{lab.rate}":
-                rows += in_lab(lab, most, rounds, quick=given.quick)
-                pd.DataFrame(rows).to_csv(out / "collectives.csv", index=False)
-                (out / "collectives.md").write_text(report(rows))
+            rows += in_lab(lab, most, rounds, quick=given.quick)
+            pd.DataFrame(rows).to_csv(out / "collectives.csv", index=False)
+            (out / "collectives.md").write_text(report(rows))
     if given.quick:
         print(report(rows))
 

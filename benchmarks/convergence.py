@@ -279,10 +279,8 @@ def wanted(configuration: Configuration, budget: StudyBudget, known: Known) -> I
         yield Ask(budget, configuration, choice, lr, seed)
 
 
-CURVES = (
-    *("AdamW-DDP", "LocalSGD 12", "SlowMo 12", "DiLoCo 12"),
-    *("CO2 delay 1, tau 12, 12 fragments", "CO2 delay 4, tau 12"),
-)
+CURVES = ("AdamW-DDP", "LocalSGD 12", "SlowMo 12", "DiLoCo 12",
+          "CO2 delay 1, tau 12, 12 fragments", "CO2 delay 4, tau 12")  # fmt: skip
 """Drawn over tokens, together with the best CO2 as published at tau 3 and at tau 12."""
 
 

@@ -4,11 +4,10 @@
     python benchmarks/engines.py --quick    # 3,000 cases
     python benchmarks/engines.py --alone --cases 1000000    # one process, half an hour
 
-The cases are the cheapest that there are, so that what is measured is all but the simulation. One
-process computes them, and at the same time a scheduler and four worker processes do, of which one
-is killed after a quarter of the cases, and another after half. The last line reads the folder
-again: nothing is left to compute. --cases says how many there are. With --alone there is only the
-run of one process, for any number of cases; it is printed, and nothing is written.
+The cases are the cheapest that there are. One process computes them, and at the same time a
+scheduler and four worker processes do, of which one is killed after a quarter of the cases, and
+another after half. The last line reads the folder again: nothing is left to compute. With --alone
+there is only the run of one process; it is printed, and nothing is written.
 
 Writes benchmarks/results/engines.md.
 """

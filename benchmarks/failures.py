@@ -30,11 +30,8 @@ PHASES = {
 
 def main() -> None:
     """Run all, and write the table."""
-    command = parser(__doc__, "one rank is killed, once")
-    command.add_argument("--times", type=int, default=10)
-    command.add_argument("--only", default="", help="only faults such as kill:inside")
-    given = command.parse_args()
-    only, times = ("kill:compute", 1) if given.quick else (given.only, given.times)
+    given = parser(__doc__, "one rank is killed, once").parse_args()
+    only, times = ("kill:compute", 1) if given.quick else ("", 10)
     rows = []
     for fault, words in PHASES.items():
         if only not in fault:

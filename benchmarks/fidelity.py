@@ -9,12 +9,9 @@
 
 `sleep` predicts twice, from what was measured in the same lab just before: from its stated rates
 and latencies that take 20 s to measure, and from a whole probe. `flops` predicts from the probe,
-and afterwards at the speed that products had in the run: neighbours change a machine within
-seconds. `sites` predicts links between sites from their rate, with latencies of a lab of the same
-nodes at one site. `invented` draws labs of 2 to 4 nodes, 250 Mbit/s to 2.2 Gbit/s, models and
-options from the seed. Nothing else is taken from a run. Writes fidelity-KIND.csv and .md.
-
-Compute of sleep kernels is exact by construction, so errors of communication come first.
+and afterwards at the speed that products had in the run. `sites` predicts links between sites from
+their rate. `invented` draws labs, models and options from the seed. Nothing else is taken from a
+run. Writes fidelity-KIND.csv and .md.
 """
 
 import argparse

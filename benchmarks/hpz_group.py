@@ -7,7 +7,6 @@ Writes hpz_group.md and hpz_group.png.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -31,18 +30,8 @@ GROUPS = {
 """All nodes of these clusters have 8 GPUs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """What a group costs on a cluster."""
-
-    cluster: str
-    group: str
-    result: Result
-
-    @property
-    def secondary(self) -> float:
-        """Bytes of the secondary shard on a GPU."""
-        return self.result.memory_bytes_per_gpu.get("secondary", 0.0)
+Point = tuple[str, str, float, Result]
+"""A cluster, a group, bytes of the secondary shard on a GPU, and what that costs."""
 
 
 def points(clusters: tuple[str, ...]) -> Iterator[Point]:
@@ -51,7 +40,7 @@ def points(clusters: tuple[str, ...]) -> Iterator[Point]:
         for group, ranks in GROUPS.items():
             strategy = f"zeropp(hpz_group={ranks})" if ranks else "zeropp(hpz=false)"
             result = co2sim.simulate(cluster, MODEL, strategy, gpus=GPUS, micro_batch=1)
-            yield Point(cluster, group, result)
+            yield cluster, group, result.memory_bytes_per_gpu.get("secondary", 0.0), result
 
 
 def main() -> None:
@@ -60,14 +49,14 @@ def main() -> None:
     found = list(points(CLUSTERS[:1] if given.quick else CLUSTERS))
     rows = [
         {
-            "cluster": one.cluster,
-            "group": one.group,
-            "secondary shard": scaled(one.secondary, "B"),
-            "memory of a GPU": scaled(one.result.memory_bytes_per_gpu["total"], "B"),
-            "step": scaled(one.result.step_time_s, "s"),
-            "of it exposed": scaled(one.result.exposed_comm_s, "s"),
+            "cluster": cluster,
+            "group": group,
+            "secondary shard": scaled(secondary, "B"),
+            "memory of a GPU": scaled(result.memory_bytes_per_gpu["total"], "B"),
+            "step": scaled(result.step_time_s, "s"),
+            "of it exposed": scaled(result.exposed_comm_s, "s"),
         }
-        for one in found
+        for cluster, group, secondary, result in found
     ]
     text = f"""\
 # The group of ZeRO++'s secondary shard
@@ -87,18 +76,16 @@ group; each GPU keeps a part of a whole half-precision copy there, the larger th
 
 def draw(found: list[Point]) -> bytes:
     """A panel for each cluster: step time over the bytes of the shard."""
-    clusters = list(dict.fromkeys(one.cluster for one in found))
+    clusters = list(dict.fromkeys(cluster for cluster, *_ in found))
     with mpl.rc_context(STYLE | GRID | PLAIN_TEXT):
         figure = Figure(figsize=(3.7 * len(clusters), 3.4), layout="constrained")
         panels = figure.subplots(1, len(clusters), squeeze=False)[0]
         for axes, cluster in zip(panels, clusters, strict=True):
-            mine = [one for one in found if one.cluster == cluster]
-            line = [(one.secondary / 1e9, one.result.step_time_s) for one in mine]
+            mine = [one for one in found if one[0] == cluster]
+            line = [(secondary / 1e9, result.step_time_s) for *_, secondary, result in mine]
             axes.plot(*zip(*line, strict=True), color=COLOURS[0], linewidth=1)
             for place, (one, at) in enumerate(zip(mine, line, strict=True)):
-                axes.plot(
-                    *at, color=COLOURS[place], marker=MARKERS[place], ls="none", label=one.group
-                )
+                axes.plot(*at, color=COLOURS[place], marker=MARKERS[place], ls="none", label=one[1])
             axes.set(title=cluster, xlabel="secondary shard, GB per GPU", xlim=(-0.3, None))
             axes.set_ylim(0, 1.1 * max(time for _, time in line))
         panels[0].set_ylabel("step time, s")

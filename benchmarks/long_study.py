@@ -135,12 +135,6 @@ class LongStudy:
         last = [ask.lr for ask in found.values()][-1:]
         return [ask for ask in found.values() if [ask.lr] == last]
 
-    def tuned(self, known: Known) -> int:
-        """Of how many lines all runs to choose the rate by are there."""
-        trials = [ask for ask in self.asks(known) if ask.seed == TUNING_SEED]
-        lacking = {ask.configuration.name for ask in trials if ask.key not in known}
-        return len({ask.configuration.name for ask in trials} - lacking)
-
     def _best(self, name: str, known: Known) -> Ask:
         """The best of the convergence study."""
         configuration = next(c for c in _all_lines() if c.name == name)
@@ -178,7 +172,7 @@ def write(study: LongStudy, known: Known, constants: Mapping[str, Any], out: Pat
     if frame.empty:
         return
     frame.to_csv(out / "long_study.csv", index=False)
-    text = report(frame, study, known, constants)
+    text = report(frame, study, constants)
     (out / "long_study.md").write_text(text)
     (out / "long_study.png").write_bytes(draw(frame))
     print(text)
@@ -257,11 +251,9 @@ def bounded(ask: Ask, constants: Mapping[str, Any]) -> float:
     return found.total
 
 
-def report(
-    frame: pd.DataFrame, study: LongStudy, known: Known, constants: Mapping[str, Any]
-) -> str:
+def report(frame: pd.DataFrame, study: LongStudy, constants: Mapping[str, Any]) -> str:
     """The tables in Markdown."""
-    base, tuned = study.base, study.tuned(known)
+    base = study.base
     rows = [
         {
             "steps": f"{line['steps']:,}",
@@ -283,7 +275,7 @@ Model, data, batch and warm-up are those of [the convergence study](convergence.
  runs of {base.steps:,} steps. Runs of other lengths have the same schedule: {base.warmup} steps of\
  warm-up, then half a cosine to a tenth. Outer step and what is kept are the best of there. The\
  learning rate of longer runs is 0.005 for all; at 3,072 steps it is the better of 0.005 and 0.01\
- where both were tried with another seed ({tuned} of {len(COMPARED)} lines). {machine()}
+ where both were tried with another seed. {machine()}
 
 *Loss* is the validation loss of the mean of the workers after the last step; *above* are means of\
  differences of the same seeds. *Bound* is that of `co2analysis bound` of the mean of E|∇f|², for\

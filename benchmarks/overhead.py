@@ -24,6 +24,7 @@ from realrun.train.shapes import GPTS, VOCABULARY
 STEP_LIMIT, ROUND_LIMIT = 0.01, 0.05
 """Shares of a step, and of a round, that the hook and the outer step may take."""
 
+BATCH, TAU = 8, 12
 WARM_UP = 3
 """Rounds that are not counted: the first have no average to use."""
 
@@ -96,21 +97,17 @@ def main() -> int:
     """Measure and write; exit code 1 if a limit is passed, but for --quick."""
     command = parser(__doc__, "the smallest model, three rounds")
     command.add_argument("--sizes", default="mini,small")
-    command.add_argument("--batch", type=int, default=8)
-    command.add_argument("--tau", type=int, default=12)
-    command.add_argument("--rounds", type=int, default=20)
     given = command.parse_args()
     torch.set_num_threads(1)
-    tau = given.tau
-    sizes, rounds = ("tiny", 3) if given.quick else (given.sizes, given.rounds)
+    sizes, rounds = ("tiny", 3) if given.quick else (given.sizes, 20)
     rows, bad = [], 0
     for size in sizes.split(","):
         for name, options in (
             ("defaults", {}),
             ("clip, staleness 2", {"clip": 0.01, "staleness": 2}),
         ):
-            found = measure(size, given.batch, tau, rounds, **options)
-            hook, outer = found["hook"] / found["step"], found["outer"] / (tau * found["step"])
+            found = measure(size, BATCH, TAU, rounds, **options)
+            hook, outer = found["hook"] / found["step"], found["outer"] / (TAU * found["step"])
             bad += hook >= STEP_LIMIT or outer >= ROUND_LIMIT
             rows.append(
                 {
@@ -121,7 +118,7 @@ def main() -> int:
                     "hook us": f"{found['hook'] * 1e6:.1f}",
                     "of a step": f"{hook:.4%}",
                     "outer step ms": f"{found['outer'] * 1e3:.2f}",
-                    f"of {tau} steps": f"{outer:.2%}",
+                    f"of {TAU} steps": f"{outer:.2%}",
                     "block with CO2 / without": f"{found['with'] / found['block']:.3f}",
                 }
             )
@@ -129,7 +126,7 @@ def main() -> int:
     text = f"""\
 # What CO2 costs when communication is free
 
-One process, one thread, batches of {given.batch}, tau {tau}, {rounds} rounds, medians. *Hook*: a\
+One process, one thread, batches of {BATCH}, tau {TAU}, {rounds} rounds, medians. *Hook*: a\
  local step that does not close a round. *Outer step*: all that CO2 does at the end of a round.\
  {machine()}
 

@@ -89,65 +89,15 @@ def torch_post_local(
     yield Attached(wrapped, PostLocalSGDOptimizer(optim=optimizer, averager=averager))
 
 
-@contextmanager
-def our_local(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
-    """LocalSGD."""
-    with LocalSGD(model, optimizer, tau=TAU, timeout=world.deadline):
-        yield Attached(model, optimizer)
+def ours(kind: Callable[..., contextlib.AbstractContextManager[Any]], **options: Any) -> Attach:
+    """An algorithm of `realrun`."""
 
+    @contextmanager
+    def attach(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
+        with kind(model, optimizer, tau=TAU, timeout=world.deadline, **options):
+            yield Attached(model, optimizer)
 
-@contextmanager
-def our_diloco(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
-    """DiLoCo."""
-    with DiLoCo(
-        model,
-        optimizer,
-        tau=TAU,
-        outer_lr=OUTER_LR,
-        outer_momentum=OUTER_MOMENTUM,
-        timeout=world.deadline,
-    ):
-        yield Attached(model, optimizer)
-
-
-@contextmanager
-def our_co2(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
-    """CO2."""
-    with CO2(
-        model,
-        optimizer,
-        tau=TAU,
-        outer_lr=0.5,
-        outer_momentum=0.0,
-        gap="gap_aware",
-        timeout=world.deadline,
-    ):
-        yield Attached(model, optimizer)
-
-
-@contextmanager
-def our_co2_delayed(model: nn.Module, optimizer: Optimizer, world: World) -> Iterator[Attached]:
-    """CO2 whose averages are used as soon as they may be there."""
-    with CO2(model, optimizer, tau=TAU, delay="auto", timeout=world.deadline):
-        yield Attached(model, optimizer)
-
-
-@contextmanager
-def our_streaming_diloco(
-    model: nn.Module, optimizer: Optimizer, world: World
-) -> Iterator[Attached]:
-    """DiLoCo in fragments, each of which is used late: as many steps as it takes."""
-    with DiLoCo(
-        model,
-        optimizer,
-        tau=TAU,
-        outer_lr=OUTER_LR,
-        outer_momentum=OUTER_MOMENTUM,
-        fragments=FRAGMENTS,
-        delay="auto",
-        timeout=world.deadline,
-    ):
-        yield Attached(model, optimizer)
+    return attach
 
 
 @contextmanager
@@ -271,14 +221,16 @@ BATCH = 32
 LR = 5e-3
 WARM_UP = 2 * TAU
 
+_STEP = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+LATE = "our CO2, delay auto"
 PEERS: dict[str, Attach] = {
     "torch DDP": torch_ddp,
     "torch post-local SGD": torch_post_local,
-    "our LocalSGD": our_local,
-    "our DiLoCo": our_diloco,
-    "our Streaming DiLoCo": our_streaming_diloco,
-    "our CO2": our_co2,
-    "our CO2, delay auto": our_co2_delayed,
+    "our LocalSGD": ours(LocalSGD),
+    "our DiLoCo": ours(DiLoCo, **_STEP),
+    "our Streaming DiLoCo": ours(DiLoCo, **_STEP, fragments=FRAGMENTS, delay="auto"),
+    "our CO2": ours(CO2, outer_lr=0.5, outer_momentum=0.0, gap="gap_aware"),
+    LATE: ours(CO2, delay="auto"),
     "torchft LocalSGD": torchft_local,
     "torchft DiLoCo": torchft_diloco,
 }
@@ -367,12 +319,10 @@ def main() -> None:
     command = parser(__doc__, "our CO2 only, on two nodes, 24 steps")
     command.add_argument("--rate", default="100 Mbit/s")
     command.add_argument("--steps", type=int, default=480)
-    command.add_argument("--only", default="", help="only names that contain this")
     given = command.parse_args()
-    names = {name: attach for name, attach in PEERS.items() if given.only in name}
-    steps, nodes = given.steps, NODES
+    steps, nodes, names = given.steps, NODES, PEERS
     if given.quick:
-        steps, nodes, names = 2 * TAU, 2, {"our CO2, delay auto": our_co2_delayed}
+        steps, nodes, names = 2 * TAU, 2, {LATE: PEERS[LATE]}
     with folder(given) as out:
         if "RANK" in os.environ:
             run_rank(steps, names, out)

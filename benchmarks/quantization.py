@@ -3,10 +3,10 @@
     python benchmarks/quantization.py            # an hour on two cores; go on with the same
     python benchmarks/quantization.py --quick    # a tiny model, too short to mean anything
 
-Weights as in qwZ and gradients as in qgZ of ZeRO++, and outer gradients of averages; int4 (to
-nearest, stochastic, and with adaptive scales), int8 and fp8, in blocks of 32 to 4,096 elements.
-Ranks are simulated in one process, and code with the functions of `realrun`. Nothing is tuned for
-a code: all of a place train with one learning rate.
+Weights (qwZ) and gradients (qgZ) of ZeRO++, and outer gradients of averages; int4 (to nearest,
+stochastic, with adaptive scales), int8 and fp8, in blocks of 32 to 4,096 elements. Ranks are
+simulated in one process, and code with the functions of `realrun`; all of a place train with one
+learning rate.
 
 Finished trainings are rows of quantization-runs.csv, and not done again. Writes quantization.md.
 """
@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import pandas as pd
 import torch
@@ -63,8 +63,7 @@ def _rounded(bits: Bits, rounding: Rounding) -> Callable[[Tensor, int, Generator
 def _adaptive(rows: Tensor, block: int, _: Generator) -> Tensor:
     """int4, to nearest; the scale of each block leaves the least squared error of some.
 
-    The idea: Banner, Nahshan and Soudry, Post-training 4-bit quantization (ACIQ), 2019; they
-    compute the clipping from a distribution, and here it is searched for.
+    As in ACIQ (Banner, Nahshan and Soudry 2019), but the clipping is searched for.
     """
     blocks = _blocks(rows, block)
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -101,6 +100,8 @@ CODES = {
 
 Place: TypeAlias = Literal["weights (qwZ)", "gradients (qgZ)", "outer gradients"]
 PLACES: tuple[Place, ...] = get_args(Place)
+BASE: dict[Place, Place] = dict.fromkeys(PLACES[:2], PLACES[1]) | {PLACES[2]: PLACES[2]}
+"""Data-parallel trainings without a code serve weights and gradients."""
 
 NODES, PER_NODE = 2, 2
 WORKERS = NODES * PER_NODE
@@ -109,22 +110,16 @@ TAU = 12
 
 Send = Callable[[Tensor], Tensor]
 """What is received of rows [rows, elements] that are sent."""
-
-
-class Trained(NamedTuple):
-    """The last validation loss, and samples of what is sent: flat fp32, by place."""
-
-    loss: float
-    sent: dict[Place, Tensor]
+Sent = dict[Place, Tensor]
+"""Samples of what is sent: flat fp32, by place."""
 
 
 def train(
     task: Task, settings: TrainSettings, place: Place, code: Code | None, block: int = 0
-) -> Trained:
-    """Train with what is sent at a place coded; None: as it is.
+) -> tuple[float, Sent]:
+    """The last loss, and what was sent, with a code at a place; None: as it is.
 
-    Weights and gradients are those of data-parallel training, outer gradients those of averages
-    of 4 workers after every 12 steps (LocalSGD).
+    Outer gradients are those of averages of 4 workers after every 12 steps (LocalSGD).
     """
     torch.manual_seed(settings.seed)
     model = task.model()
@@ -137,7 +132,7 @@ def train(
     sent = turn(model, task, settings, place, send)
     with torch.no_grad():
         total = torch.stack([scores(model, batch) for batch in task.validation]).sum(0)
-    return Trained(means(total)[0], sent)
+    return means(total)[0], sent
 
 
 def reduced(gradients: list[Tensor], send: Send) -> Tensor:
@@ -164,42 +159,34 @@ def _rows(vector: Tensor, count: int) -> Tensor:
     return pad(vector, (0, -len(vector) % count)).view(count, -1)
 
 
-def _steps(
-    model: nn.Module, task: Task, settings: TrainSettings, place: Place, send: Send
-) -> dict[Place, Tensor]:
+def _steps(model: nn.Module, task: Task, of: TrainSettings, place: Place, send: Send) -> Sent:
     """Data-parallel steps; the model ends with its own weights, not with those that were sent."""
     parameters = list(model.parameters())
-    optimizer = AdamW(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
+    optimizer = AdamW(parameters, lr=of.lr, weight_decay=of.weight_decay)
     ranks = WORKERS if place == "gradients (qgZ)" else 1
-    sent: dict[Place, Tensor] = {}
-    for step in range(1, settings.steps + 1):
+    sent: Sent = {}
+    for step in range(1, of.steps + 1):
         own = parameters_to_vector(parameters).detach().clone()
         if place == "weights (qwZ)":
             seen = send(_rows(own, WORKERS)).flatten()[: len(own)]
             vector_to_parameters(seen.clone(), parameters)
-        gradients = [_gradient(model, task, settings, step, rank, ranks) for rank in range(ranks)]
-        gradient = reduced(gradients, send) if ranks > 1 else gradients[0]
+        gradients = [_gradient(model, task, of, step, rank, ranks) for rank in range(ranks)]
         vector_to_parameters(own.clone(), parameters)
-        _apply(optimizer, gradient, settings, step)
+        _apply(optimizer, reduced(gradients, send) if ranks > 1 else gradients[0], of, step)
         sent = {"weights (qwZ)": own, "gradients (qgZ)": gradients[0]}
     return sent
 
 
-def _local(
-    model: nn.Module, task: Task, settings: TrainSettings, _: Place, send: Send
-) -> dict[Place, Tensor]:
+def _local(model: nn.Module, task: Task, of: TrainSettings, _: Place, send: Send) -> Sent:
     """Rounds of local steps, and the average of what they changed."""
     models = [copy.deepcopy(model) for _ in range(WORKERS)]
-    workers = [
-        AdamW(one.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-        for one in models
-    ]
+    workers = [AdamW(m.parameters(), lr=of.lr, weight_decay=of.weight_decay) for m in models]
     anchor = parameters_to_vector(model.parameters()).detach().clone()
-    sent: dict[Place, Tensor] = {}
-    for step in range(1, settings.steps + 1):
+    sent: Sent = {}
+    for step in range(1, of.steps + 1):
         for part, (one, worker) in enumerate(zip(models, workers, strict=True)):
-            _apply(worker, _gradient(one, task, settings, step, part, WORKERS), settings, step)
-        if step % TAU == 0 or step == settings.steps:
+            _apply(worker, _gradient(one, task, of, step, part, WORKERS), of, step)
+        if step % TAU == 0 or step == of.steps:
             moved = [anchor - parameters_to_vector(one.parameters()).detach() for one in models]
             anchor = anchor - averaged(moved, send)
             for one in models:
@@ -210,14 +197,12 @@ def _local(
 
 
 def _gradient(
-    model: nn.Module, task: Task, settings: TrainSettings, step: int, part: int, parts: int
+    model: nn.Module, task: Task, of: TrainSettings, step: int, part: int, parts: int
 ) -> Tensor:
     """The flat gradient of a share of the samples of a step."""
-    model.zero_grad(set_to_none=False)
-    loss_of(model, task.batch(settings.seed, step, settings.batch, part, parts)).backward()  # type: ignore[no-untyped-call]
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
-    )
+    loss = loss_of(model, task.batch(of.seed, step, of.batch, part, parts))
+    found = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+    return torch.cat([one.flatten() for one in found])
 
 
 def _apply(optimizer: AdamW, gradient: Tensor, settings: TrainSettings, step: int) -> None:
@@ -234,14 +219,11 @@ def _apply(optimizer: AdamW, gradient: Tensor, settings: TrainSettings, step: in
 
 
 RUNS = "quantization-runs.csv"
-SIZES = tuple(2**power for power in range(5, 13))
-"""Of blocks, for errors."""
-TRAINED = (32, 256, 2048, 4096)
-"""Of blocks, for losses."""
+SIZES, TRAINED = tuple(2**power for power in range(5, 13)), (32, 256, 2048, 4096)
+"""Of blocks: for errors, and for losses."""
 SEEDS = (0, 1, 2)
-SIZE, STEPS = "mini", 256
-RATE = 1e-2
-"""The best of data-parallel training and of LocalSGD in convergence.md."""
+SIZE, STEPS, RATE = "mini", 256, 1e-2
+"""The rate is the best of data-parallel training and of LocalSGD in convergence.md."""
 
 
 class Ask(NamedTuple):
@@ -265,24 +247,18 @@ def asked(size: str, steps: int, blocks: tuple[int, ...], seeds: tuple[int, ...]
                 yield from (Ask(size, steps, place, code, block, seed) for block in blocks)
 
 
-def trained(ask: Ask) -> Trained:
+def trained(ask: Ask) -> tuple[float, Sent]:
     """Train once, on one core; a quick run on digits, which take no time."""
     torch.set_num_threads(1)
-    settings = TrainSettings(
-        task="text" if ask.size == SIZE else "digits",
-        size=ask.size,
-        steps=ask.steps,
-        warmup=ask.steps // 16,
-        lr=RATE,
-        seed=ask.seed,
-    )
-    task = make_task(settings, torch.device("cpu"))
-    return train(task, settings, ask.place, CODES.get(ask.code), ask.block)
+    kind: dict[str, Any] = {"task": "text" if ask.size == SIZE else "digits", "size": ask.size}
+    of = TrainSettings(**kind, steps=ask.steps, warmup=ask.steps // 16, lr=RATE, seed=ask.seed)
+    task = make_task(of, torch.device("cpu"))
+    return train(task, of, ask.place, CODES.get(ask.code), ask.block)
 
 
 def loss(ask: Ask) -> float:
-    """The last validation loss of a training."""
-    return trained(ask).loss
+    """The last loss of a training."""
+    return trained(ask)[0]
 
 
 def complete(asks: list[Ask], path: Path) -> dict[Ask, float]:
@@ -301,38 +277,24 @@ def complete(asks: list[Ask], path: Path) -> dict[Ask, float]:
     return known
 
 
-def samples(size: str, steps: int) -> dict[Place, Tensor]:
-    """What is sent in the last step of trainings of seed 0 without a code."""
-    found = [trained(Ask(size, steps, place, "", 0, 0)).sent for place in PLACES[1:]]
-    return found[0] | found[1]
-
-
-def error(x: Tensor, code: str, block: int) -> float:
-    """The norm of what is wrong, as a share of that of the tensor."""
-    found = CODES[code].received(x[None], block, Generator().manual_seed(0))[0]
-    return float((found - x).norm() / x.norm())
-
-
-def of_errors(sent: dict[Place, Tensor]) -> str:
-    """Tables of errors, a place each."""
+def of_errors(sent: Sent) -> str:
+    """Tables of errors, a place each: norms of what is wrong, as shares of that of the tensor."""
     parts = []
     for place, x in sent.items():
-        rows = [
-            {"code": name} | {f"{block:,}": f"{error(x, name, block):.2%}" for block in SIZES}
-            for name in CODES
-        ]
+        rows = []
+        for name, code in CODES.items():
+            row = {"code": name}
+            for block in SIZES:
+                found = code.received(x[None], block, Generator().manual_seed(0))[0]
+                row[f"{block:,}"] = f"{float((found - x).norm() / x.norm()):.2%}"
+            rows.append(row)
         parts.append(f"### {place[0].upper()}{place[1:]}\n\n{table(rows)}\n")
     return "\n".join(parts)
 
 
-def _base(place: Place) -> Place:
-    """Data-parallel trainings without a code serve weights and gradients."""
-    return "outer gradients" if place == "outer gradients" else "gradients (qgZ)"
-
-
 def costs(found: dict[Ask, float], ask: Ask) -> float:
     """Loss of a training above that of the same seed without a code."""
-    return found[ask] - found[ask._replace(place=_base(ask.place), code="", block=0)]
+    return found[ask] - found[ask._replace(place=BASE[ask.place], code="", block=0)]
 
 
 def of_losses(found: dict[Ask, float], asks: list[Ask]) -> str:
@@ -348,7 +310,7 @@ def of_losses(found: dict[Ask, float], asks: list[Ask]) -> str:
                 bits = f" ({code.bits_per_element(block):.3g} bits)"
                 row[f"{block:,}"] = cell([costs(found, ask) for ask in of]) + bits
             rows.append(row)
-        plain = [found[a] for a in asks if (a.place, a.code) == (_base(place), "")]
+        plain = [found[a] for a in asks if (a.place, a.code) == (BASE[place], "")]
         words = f"Without a code: {cell(plain, '.3f')} nats."
         parts.append(f"### {place[0].upper()}{place[1:]}\n\n{words}\n\n{table(rows)}\n")
     return "\n".join(parts)
@@ -356,13 +318,13 @@ def of_losses(found: dict[Ask, float], asks: list[Ask]) -> str:
 
 def cell(values: list[float], form: str = "+.3f") -> str:
     """Mean and standard deviation."""
-    spread = f" ± {stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{spread}"
+    return f"{mean(values):{form}}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def report(found: dict[Ask, float], asks: list[Ask], sent: dict[Place, Tensor]) -> str:
+def report(found: dict[Ask, float], asks: list[Ask], sent: Sent) -> str:
     """The page of results."""
     one = asks[0]
+    task = "text" if one.size == SIZE else "digits"
     seeds = len({ask.seed for ask in asks})
     count = f"{len(next(iter(sent.values()))):,}"
     return f"""\
@@ -377,7 +339,7 @@ model of {count} parameters (size {one.size}) in its last step: its weights, the
 {of_errors(sent)}
 ## Loss
 
-Task {"text" if one.size == SIZE else "digits"}, {one.steps} steps of 32 samples, learning rate {RATE:g}, {seeds} seeds.
+Task {task}, {one.steps} steps of 32 samples, learning rate {RATE:g}, {seeds} seeds.
 Loss at the end above that of the same seed without a code, and the bits that an element takes on
 the wire, scales included. Weights and gradients: data-parallel, the gradients of {WORKERS} ranks in
 two nodes, coded in the node and between nodes. Outer gradients: {WORKERS} workers, an average after
@@ -398,7 +360,9 @@ def main() -> None:
     asks = list(asked(size, steps, blocks, seeds))
     with folder(given) as out:
         found = complete(asks, out / RUNS)
-        sent = samples(size, steps)
+        sent: Sent = {}
+        for place in PLACES[1:]:  # what is sent in the last step without a code
+            sent |= trained(Ask(size, steps, place, "", 0, 0))[1]
         text = report(found, asks, sent)
         (out / "quantization.md").write_text(text, "utf-8")
     print(text)

@@ -91,31 +91,25 @@ def installed(package: str) -> str:
         return "not installed"
 
 
-# --- finished runs of a study: a row of a file each -------------------------------------------
-
 Known = dict[tuple[str, ...], dict[str, Any]]
 """Rows of finished runs by their key."""
 
 _KEYS = ("budget", "configuration", "choice", "lr", "seed")
-_COLUMNS = (
-    *(*_KEYS, "strategy", "outer"),
-    *("validation_loss", "accuracy", "penalty", "clipped", "bytes_sent", "wall"),
-    *("curve", "facts", "error"),
-)
+_NUMBERS = ("validation_loss", "accuracy", "penalty", "clipped", "bytes_sent", "wall")
+_COLUMNS = (*_KEYS, "strategy", "outer", *_NUMBERS, "curve", "facts", "error")
 
 
-def read(path: Path) -> Known:
+def read(path: Path, keys: Sequence[str] = _KEYS, numbers: Sequence[str] = _NUMBERS) -> Known:
     """Finished runs; none where there is no file."""
     if not path.exists():
         return {}
-    frame = pd.read_csv(path, dtype={"lr": str, "seed": str}, keep_default_na=False)
-    for name in ("validation_loss", "accuracy", "penalty", "clipped", "wall"):
+    frame = pd.read_csv(path, dtype=dict.fromkeys(keys, str), keep_default_na=False)
+    for name in numbers:
         frame[name] = pd.to_numeric(frame[name], errors="coerce")
-    rows = frame.to_dict("records")
-    return {tuple(row[name] for name in _KEYS): dict(row) for row in rows}
+    return {tuple(row[name] for name in keys): dict(row) for row in frame.to_dict("records")}
 
 
-def append(path: Path, row: Mapping[str, Any]) -> None:
+def append(path: Path, row: Mapping[str, Any], columns: Sequence[str] = _COLUMNS) -> None:
     """Add a finished run."""
-    frame = pd.DataFrame([[row.get(name, "") for name in _COLUMNS]], columns=list(_COLUMNS))
+    frame = pd.DataFrame([[row.get(name, "") for name in columns]], columns=list(columns))
     frame.to_csv(path, mode="a", header=not path.exists(), index=False)

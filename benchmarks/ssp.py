@@ -6,12 +6,9 @@
 Four workers, once equal, once one is half as fast, once with random stragglers. When who reads and
 pushes is simulated: SSP by SimPy, the others by recursion. What is learned is trained: SSP in one
 process, in the order of its clock, the others by ranks, each at its best rate with equal workers.
-
-SSP: the parameters lie in equal shards on servers, each with a network card of its own. In a clock
-a worker reads all shards, computes, and pushes what it has learned; it goes on while that travels,
-and knows what it has pushed itself. It may begin its clock c (counted from 0) once every worker's
-clocks before c - s are in: s is the bound of staleness (Ho et al., More Effective Distributed ML
-via a Stale Synchronous Parallel Parameter Server, NIPS 2013, section 2).
+SSP is that of Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server, NIPS 2013, section 2: shards lie on servers, and a worker may begin its clock c (from 0)
+once every worker's clocks before c - s are in.
 
 Finished runs of ranks are rows of ssp-runs.csv, and not run again. Writes ssp.md.
 """
@@ -25,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from statistics import mean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import simpy
@@ -59,8 +56,7 @@ Point = tuple[int, Seconds, float]
 """Steps, seconds and validation loss."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Servers:
+class Servers(NamedTuple):
     """A network of workers and servers: one card each, bytes per second and seconds of latency."""
 
     workers: int
@@ -70,8 +66,7 @@ class Servers:
     latency: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """What happens to a worker in a clock: it has `read` all shards, or its push has `arrived`."""
 
     time: Seconds
@@ -177,13 +172,13 @@ def rounds(
 
 
 def workers(kind: str) -> Compute:
-    """Seconds of computing: equal, one worker half as fast, or some steps five times as long."""
-    if kind == "one slow":
-        return lambda worker, _: STEP * (1 if worker else 2)
-    if kind == "stragglers":
-        late = np.random.default_rng(7).random((64, 100_000)) < 0.1  # noqa: PLR2004 - one in ten
-        return lambda worker, clock: STEP * (5 if late[worker, clock] else 1)
-    return lambda *_: STEP
+    """Seconds of computing: all equal, one half as fast, or one step in ten five times as long."""
+    late = np.random.default_rng(7).random((64, 100_000)) < 0.1  # noqa: PLR2004 - one in ten
+    return {
+        "equal": lambda *_: STEP,
+        "one slow": lambda worker, _: STEP * (1 if worker else 2),
+        "stragglers": lambda worker, clock: STEP * (5 if late[worker, clock] else 1),
+    }[kind]
 
 
 def train(task: Task, settings: TrainSettings, course: Course) -> Iterator[Point]:
@@ -198,10 +193,8 @@ def train(task: Task, settings: TrainSettings, course: Course) -> Iterator[Point
     first = task.model()
     whole = parameters_to_vector(first.parameters()).detach()
     models = [copy.deepcopy(first) for _ in range(count)]
-    optimizers = [
-        AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-        for model in models
-    ]
+    steps = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    optimizers = [AdamW(model.parameters(), **steps) for model in models]
     travels: list[list[Tensor]] = [[] for _ in range(count)]
     arrived = [0] * count
     for moment in course.moments:
@@ -255,13 +248,6 @@ def replay(
     return found
 
 
-@cache
-def best_rate(budget: StudyBudget, place: Servers, bound: int) -> float:
-    """The learning rate with the lowest last loss, with equal workers; SSP may need lower ones."""
-    tried = RATES[1:2] if budget.quick else (RATES[0] / 4, RATES[0] / 2, *RATES)
-    return min(tried, key=lambda lr: replay(budget, place, "equal", bound, lr, TUNING_SEED)[-1][2])
-
-
 def lines(budget: StudyBudget, known: Known, place: Servers, kind: str) -> Iterator[dict[str, Any]]:
     """All methods with workers of a kind."""
     final = {ask.configuration.name: ask for ask in plan(budget, known) if ask.seed == SEED}
@@ -274,7 +260,9 @@ def lines(budget: StudyBudget, known: Known, place: Servers, kind: str) -> Itera
         yield one | {"waited": mean(waited) / ended[-1]}
     for bound in BOUNDS:
         course = ssp(place, workers(kind), budget.steps, bound)
-        lr = best_rate(budget, place, bound)
+        rates = RATES[1:2] if budget.quick else (RATES[0] / 4, RATES[0] / 2, *RATES)
+        ends = {lr: replay(budget, place, "equal", bound, lr, TUNING_SEED)[-1][2] for lr in rates}
+        lr = min(ends, key=ends.__getitem__)  # with equal workers; SSP may need a lower one
         losses = list(replay(budget, place, kind, bound, lr, SEED))
         one = {"method": f"SSP, bound {bound}", "lr": lr, "losses": losses}
         yield one | {"waited": mean(course.waited) / course.seconds, "behind": course.staleness()}
@@ -317,9 +305,7 @@ def main() -> None:
     budget = StudyBudget(steps=384, warmup=24, eval_every=24)
     if given.quick:
         budget = StudyBudget("tiny", 24, 8, 4, 12, workers=2, quick=True, task="digits")
-    size = 4.0 * (6_274 if given.quick else 158_720)
-    network = {"bandwidth": 12.5e6, "latency": 1e-4}
-    place = Servers(workers=budget.workers, servers=4, parameter_bytes=size, **network)
+    place = Servers(budget.workers, 4, 4.0 * (6_274 if given.quick else 158_720), 12.5e6, 1e-4)
     with folder(given) as out:
         if "RANK" in os.environ:
             run_ranks(partial(plan, budget), out / RUNS)

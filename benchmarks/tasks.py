@@ -5,10 +5,9 @@
 
 Text, masked text, images, segmentation and point clouds, each by DDP, LocalSGD, SlowMo, DiLoCo and
 CO2, as published and with the delay that it chooses in the lab. First some rounds of each are timed
-in a lab of four nodes at 100 Mbit/s, with local steps of 100 ms. Then all train outside the lab, as
-the network does not change what is learned: learning rates and outer steps are chosen with a seed
-of their own, for the loss at the end, and the best of each trains with three seeds. At last
-`realrun train` trains a model of each task for the figures.
+in a lab of four nodes at 100 Mbit/s, with local steps of 100 ms. Then all train outside the lab:
+learning rates and outer steps are chosen with a seed of their own, and the best of each trains with
+three seeds. At last `realrun train` trains a model of each task for the figures.
 
 What is timed stands in tasks-lab.json, finished trainings are rows of tasks-runs.csv, and neither
 is made again. Writes tasks.md, tasks.csv and a figure for each task.
@@ -240,12 +239,7 @@ def _losses(
 
 
 def _text(part: SubFigure, batch: Batch, logits: Tensor) -> None:
-    """Each line as it is, and below each character the most probable one there."""
-    _lines(part, batch.targets, logits.argmax(2), torch.ones_like(batch.targets, dtype=torch.bool))
-
-
-def _masked(part: SubFigure, batch: Batch, logits: Tensor) -> None:
-    """Each line, and below characters that were hidden what the model says is there."""
+    """Each line, and below each character that was asked for what the model says is there."""
     asked = batch.targets != LEFT_OUT
     truth = torch.where(asked, batch.targets, batch.inputs)
     _lines(part, truth, torch.where(asked, logits.argmax(2), batch.inputs), asked)
@@ -311,10 +305,7 @@ def _points(part: SubFigure, batch: Batch, clouds: Tensor) -> None:
 
 _SHOW: dict[TaskName, tuple[str, Callable[[SubFigure, Batch, Tensor], None]]] = {
     "text": ("below each character what it expects there, right (green) or wrong (orange)", _text),
-    "masked_text": (
-        "below, what it puts for hidden ones, right (green) or wrong (orange)",
-        _masked,
-    ),
+    "masked_text": ("below, what it puts for hidden ones, right (green) or wrong (orange)", _text),
     "digits": ("above each image what it takes it for", _digits),
     "segmentation": ("images, their classes, and those that it names", _segmentation),
     "points": ("points as it reads them, as they are, and as it reconstructs them", _points),

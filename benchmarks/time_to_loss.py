@@ -6,38 +6,25 @@
 
 torch's DDP and post-local SGD, torchft's LocalSGD and DiLoCo, and our LocalSGD, SlowMo, DiLoCo,
 Streaming DiLoCo and CO2, as published and with a delay that it measures, train the same GPT from
-the same weights on the same samples, on four nodes at 100 and at 1000 Mbit/s. CO2 with a delay runs
-in rounds of 12 steps, as the others, and in the shortest that co2sim finds to be hidden. One launch
-of the ranks in a lab runs all of them, one after the other, with one seed after the other.
-
-A local step takes 100 ms, as on a device whose speed is known: the forward and backward pass are
-real, and the rest of the time is waited for before anything is sent. Four ranks on two cores would
-else wait for each other's arithmetic, which no device of a real cluster does.
+the same weights on the same samples, on four nodes at 100 and at 1000 Mbit/s, in rounds of 12 steps
+(CO2 with a delay also in the shortest that co2sim finds hidden). A local step takes 100 ms, as on a
+device of a known speed: what its arithmetic leaves of that is waited for before anything is sent.
 
 What goes into a prediction is known before the run begins:
 
-- how many steps the loss takes: from a run of the same training without a lab, whose seed is the
-  same: network and clock do not change what is learned. CO2 that measures its delay is told there
-  the one that co2sim chooses;
-- the time of a local step: from a calibration in the lab before each seed, in which nothing is sent
-  (local_sgd with a tau beyond its end): it holds the optimizer's step, too. Others are of the
-  model inside DDP, and of CO2 with a delay whose workers average with nobody: what it does beside
-  the steps counts. One in which something is sent all the time tells how much that slows the
-  steps down: ranks send with the cores that they compute with. One with an average after each step
-  tells what the network attains of its stated rate: a core that comes late loses it. torchft's
-  LocalSGD averages every tensor by itself: what the cores need for so many messages is found with
-  tensors of hardly any bytes. Cores and network work at the same time, so that the slower counts;
-- all communication: from the rate at which the lab is built, and what is attained of it, by
-  co2sim. It runs the model of
-  `realrun train --describe` on a GPU that takes the calibrated time for a step. Methods of torch
-  and torchft have the schedule of the strategy that does the same.
+- how many steps the loss takes: from a run of the same training and seed without a lab;
+- the time of a local step: from calibrations in the lab before each seed. In one nothing is sent
+  (also in DDP, and by CO2 whose workers average with nobody); one in which something is sent all
+  the time tells how much that slows the steps down; one with an average after each step what the
+  network attains of its stated rate; one with tensors of hardly any bytes what the cores need for
+  the messages of torchft's LocalSGD. Cores and network work at the same time: the slower counts;
+- all communication: by co2sim, from the rate of the lab and what is attained of it. Methods of
+  torch and torchft have the schedule of the strategy that does the same.
 
-The loss to reach is the worst with which one of the runs without a lab ends, so that all reach it.
-CO2 as published is run first: the others end soon after they have reached what it ends with; one
-that does not sets the loss. --target gives another. Between two validations the loss is taken to
-fall evenly. Learning rates and outer steps are those of convergence.csv, where there is one.
-Measured seconds are rank 0's, and count all but validation, which comes after the training. Waits
-for averages are those of the rank that waited least.
+The loss to reach is the worst with which a run without a lab ends (--target gives another): CO2 as
+published is run first, and the others end soon after they have come as low. Between two validations
+the loss is taken to fall evenly. Learning rates and outer steps are those of convergence.csv.
+Seconds are rank 0's, without validation; waits are those of the rank that waited least.
 
 Each finished run is a row of time_to_loss-runs.csv; what is there is not run again: remove the file
 to measure anew. Writes time_to_loss.csv, time_to_loss.md and time_to_loss.png.

@@ -1,7 +1,4 @@
-"""The plan of `time_to_loss.py`: who is compared, and which runs are missing, given what is there.
-
-Needs no torch.
-"""
+"""The plan of `time_to_loss.py`: who is compared, what is predicted, and which runs are missing."""
 
 import json
 import tempfile
@@ -13,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import reports
 from convergence import split
+from reports import Known
 
 from co2sim import Case, run
 from co2sim.catalog import load_cluster
@@ -163,10 +162,9 @@ SMALL_AVERAGES = Contender(
     "calibration: messages of torchft", _LOCAL, "", 5e-3, peer="torchft small"
 )
 CALIBRATIONS = (ALONE, IN_DDP, SENDING, AVERAGING)
-"""How long local steps take where the ranks share the cores: the bare model's, torch's, and while
-the network is busy all the time. The last tells how long a blocking average takes there. Before
-torchft's LocalSGD comes `SMALL_AVERAGES`: as many tensors as the model has, so small that their
-bytes take no time, and large enough for every message: Gloo sends none for an empty segment."""
+"""How long a local step takes where the ranks share the cores: the bare model's, torch's, and while
+the network is busy; and a blocking average. `SMALL_AVERAGES` is for torchft's LocalSGD: as many
+tensors as the model has, so small that their bytes take no time (Gloo sends no empty segment)."""
 
 
 def calibrations(chosen: Collection[Contender]) -> list[Contender]:
@@ -277,6 +275,7 @@ def elements_of_a_step(place: Place, local_step: Seconds) -> int:
 
 
 FREE = "without a lab"
+RUNS = "time_to_loss-runs.csv"
 SEEDS = (0, 1, 2)
 
 
@@ -332,10 +331,10 @@ class Ask(NamedTuple):
 
 
 KEY = ("plan", "where", "name", "strategy", "lr", "outer", "delay", "seed")
-
-Row = dict[str, Any]
-Known = dict[tuple[str, ...], Row]
-"""Rows of finished runs by their key."""
+_NUMBERS = (
+    *("local_step_s", "interference", "efficiency", "predicted_step_s", "step_s"),
+    *("waited", "rounds", "used_delay", "late_steps"),
+)
 
 
 def step_of(plan: Plan, known: Known, calibration: Contender, where: str, seed: int) -> float:
@@ -459,32 +458,9 @@ def target_of(plan: Plan, known: Known, results: Path) -> float:
 
 def read(out: Path) -> Known:
     """Finished runs."""
-    path = out / "time_to_loss-runs.csv"
-    if not path.exists():
-        return {}
-    frame = pd.read_csv(path, dtype=dict.fromkeys(KEY, str), keep_default_na=False)
-    for name in _NUMBERS:
-        frame[name] = pd.to_numeric(frame[name], errors="coerce")
-    rows = frame.to_dict("records")
-    return {tuple(row[name] for name in KEY): dict(row) for row in rows}
-
-
-_NUMBERS = (
-    "local_step_s",
-    "interference",
-    "efficiency",
-    "predicted_step_s",
-    "step_s",
-    "waited",
-    "rounds",
-    "used_delay",
-    "late_steps",
-)
-_COLUMNS = (*KEY, *_NUMBERS, "curve", "error")
+    return reports.read(out / RUNS, KEY, _NUMBERS)
 
 
 def append(out: Path, row: Mapping[str, Any]) -> None:
     """Add a finished run."""
-    path = out / "time_to_loss-runs.csv"
-    frame = pd.DataFrame([[row.get(name, "") for name in _COLUMNS]], columns=list(_COLUMNS))
-    frame.to_csv(path, mode="a", header=not path.exists(), index=False)
+    reports.append(out / RUNS, row, (*KEY, *_NUMBERS, "curve", "error"))

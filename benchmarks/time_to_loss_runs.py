@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -60,11 +59,8 @@ from realrun.train.methods import Method, build
 from realrun.train.outer import pairs
 
 
-@dataclass
-class Attachment:
+class Attachment(ExitStack):
     """A method of others in the place of an outer step: it tells nothing of itself."""
-
-    stack: ExitStack
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: these runs are not resumed."""
@@ -76,18 +72,6 @@ class Attachment:
     def stats(self) -> Stats:
         """Nothing."""
         return Stats(rounds=0, steps=0, penalty=1.0, clipped=0.0, waited=0.0, bytes_sent=0)
-
-    def __enter__(self) -> None:
-        """It is attached already."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Detach."""
-        self.stack.__exit__(kind, error, trace)
 
 
 @contextmanager
@@ -152,14 +136,14 @@ def build_with(attach: Attach, settings: TrainSettings, model: nn.Module, world:
     assert ours.outer
     with ours.outer:
         pass  # it lets go of the optimizer
-    stack = ExitStack()
+    stack = Attachment()
     theirs = stack.enter_context(attach(ours.bare, ours.optimizer, world))
     return Method(
         theirs.model,
         ours.bare,
         theirs.optimizer,
         ours.stepper,
-        Attachment(stack),
+        stack,
         world.group("training", WORLD),
         world.layout.world_size,
     )

@@ -15,6 +15,7 @@ import pytest
 from commands import Command, in_process
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import recorded_run
 
 from analysis.cli import main as co2analysis
 from analysis.published.csv_tables import from_csv
@@ -396,63 +397,10 @@ def test_a_quote_before_the_end_of_a_text_hides_no_bracket() -> None:
             documents.toml(deep)
 
 
-@pytest.mark.slow
-def test_fuzzed_inputs_end_with_an_answer_or_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No traceback, no hang, nothing left behind: 210 inputs of all kinds, always the same."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from fuzz import drawn  # type: ignore[import-not-found]  # noqa: PLC0415 - a folder of scripts
-    from fuzz_trials import KINDS, trial  # type: ignore[import-not-found]  # noqa: PLC0415
-
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    tried = {kind: [trial(one) for one in drawn(18, 30, (kind,))] for kind in KINDS}
-    assert [(kind, v) for kind, all_ in tried.items() for v in all_ if v.problem] == []
-    for verdicts in tried.values():  # some are refused, or the fuzz would try nothing
-        assert any(verdict.code == 2 for verdict in verdicts)
-    assert any(verdict.code == 0 for verdict in tried["run"])
-
-
-@pytest.mark.slow
-def test_the_fuzz_finds_what_it_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracebacks, hangs, long lines, several lines, control characters."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import fuzz_judge  # type: ignore[import-not-found]  # noqa: PLC0415 - a folder of scripts
-
-    def failing() -> None:
-        raise KeyError("x")
-
-    def hanging() -> None:
-        threading.Event().wait(5)
-
-    def said(text: str, code: int) -> Callable[[], None]:
-        def run() -> None:
-            print(text, file=sys.stderr)  # noqa: T201 - as a command does
-            sys.exit(code)
-
-        return run
-
-    monkeypatch.setattr(fuzz_judge, "LONGEST_S", 0.5)
-    for run, words in (
-        (failing, "KeyError"),
-        (hanging, "hang"),
-        (said("error: " + "x" * 400, 2), "characters"),
-        (said("error: a\nerror: b", 2), "2 lines"),
-        (said("nothing", 2), "0 lines"),
-        (said("error: \x1b[2J", 2), "control character"),
-        (said("", 1), "exit code 1"),
-    ):
-        assert words in fuzz_judge.judged(run).problem
-    assert not fuzz_judge.judged(said("error: x", 2)).problem
-
-
 def recorded(folder: Path) -> tuple[dict[str, object], list[str]]:
     """A run as its files hold it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        from fuzz_trials import _recorded  # noqa: PLC0415 - a folder of scripts
-    finally:
-        sys.path.pop(0)
     folder.mkdir(exist_ok=True)
-    run, trace = _recorded()
+    run, trace = recorded_run()
     (folder / "run.json").write_bytes(run)
     (folder / "trace.jsonl").write_bytes(trace)
     return json.loads(run), trace.decode().splitlines()

@@ -1,8 +1,14 @@
 """Tiny clusters, models and strategies whose figures can be worked out by hand."""
 
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from co2sim import strategies
+from co2sim import Case, strategies, study
+from co2sim.blocks import MatMul
+from co2sim.catalog import load_cluster
 from co2sim.cluster import GPU, Cluster, Link
 from co2sim.schedule import Layout, Schedule
 from co2sim.trace import Span, Trace
@@ -146,3 +152,38 @@ def by_op(trace: Trace, rank: int = 0) -> dict[tuple[int, str], Span]:
 def makespan(trace: Trace) -> float:
     """When the last op ends."""
     return max(span.end for span in trace.spans)
+
+
+@cache
+def recorded_run() -> tuple[bytes, bytes]:
+    """`run.json` and `trace.jsonl` of a simulated run, as if it had been measured."""
+    from realrun import record  # noqa: PLC0415 - most tests need none of it
+
+    built = load_cluster("dgx-h100", {}).value
+    block = Block("layer", (64, 64), 1e6, 1e4, products=(MatMul(8, 8, 8),), calls=2)
+    case = Case(
+        cluster=replace(built, nodes=2, gpus_per_node=2),
+        model=Model("tiny", (block, replace(block, name="head")), 8),
+        strategy="co2(tau=2)",
+        precision="bf16",
+    )
+    _, trace = study.trace(replace(case, fold=False))
+    figures = study.run(case).to_dict()
+    found = record.Record(
+        case=case, kernels="sleep", rounds=1, trace=trace, clock_error=1e-6, figures=figures,
+        environment={"torch": "2"},
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        record.write(Path(name), found)
+        return (Path(name) / "run.json").read_bytes(), (Path(name) / "trace.jsonl").read_bytes()
+
+
+@cache
+def chakra_traces() -> dict[str, bytes]:
+    """Execution traces of two ranks, as `co2sim export` writes them."""
+    from co2sim import chakra  # noqa: PLC0415 - of an extra
+
+    case = Case(cluster="dgx-h100", model="gpt2-small", strategy="ddp", gpus=2).prepare()
+    with tempfile.TemporaryDirectory() as name:
+        chakra.write(case.schedule, case.cluster, Path(name) / "trace", precision="bf16")
+        return {f"trace/{one.name}": one.read_bytes() for one in Path(name).glob("trace/*")}
