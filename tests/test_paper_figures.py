@@ -1,10 +1,7 @@
 """Figures of the papers, and `co2analysis figures`: drawn is what was published and predicted."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -402,23 +399,3 @@ def test_json_and_text_list_files_and_values(co2analysis: Command, tmp_path: Pat
     assert (figure["fitted"], figure["fitted_error_median"]) == (0, None)
     shown = co2analysis(*asked).out
     assert all(token in shown for token in (QUICK, signed(largest), f"{len(cells)} published"))
-
-
-@nightly
-def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
-    """No date, no random name: whatever the seed of hashes, the clock and the user's settings."""
-    other = tmp_path / "matplotlibrc"
-    other.write_text("font.size: 30\npdf.fonttype: 3\nsvg.fonttype: none\n")
-    settings = (
-        {"PYTHONHASHSEED": "1"},
-        {"PYTHONHASHSEED": "2", "MATPLOTLIBRC": str(other), "TZ": "Asia/Tokyo"},
-    )
-    runs = []
-    for number, setting in enumerate(settings):
-        out = tmp_path / str(number)
-        asked = [sys.executable, "-m", "analysis", "figures", "--out", str(out), "--only", QUICK]
-        environment = os.environ | setting
-        subprocess.run(asked, check=True, capture_output=True, env=environment)
-        runs.append({path.name: path.read_bytes() for path in out.iterdir()})
-    assert runs[0] == runs[1]
-    assert {name.rpartition(".")[2] for name in runs[0]} == {"pdf", "svg", "png"}
