@@ -149,15 +149,6 @@ def test_waiting_for_others_has_a_colour_of_its_own() -> None:
     assert scale["range"].count("#888888") == 1
 
 
-def test_runs_of_one_name_are_told_apart() -> None:
-    """A run that is given twice has two timelines of each side."""
-    run = compared({"ddp": ("ddp", same)})[0]
-    names = list(held(text_of([run, run]), "rounds"))
-    assert names == [
-        f"{name}, {side}" for name in ("ddp", "ddp (2)") for side in ("predicted", "measured")
-    ]
-
-
 def test_of_many_runs_those_that_are_furthest_off_have_charts() -> None:
     """All are in the table and the files; the page says which are drawn."""
     right, wrong = compared({"right": ("ddp", same), "wrong": ("ddp", slower_network)})

@@ -1,11 +1,6 @@
 """Predicted beside measured: the cause that was changed is the cause that is named."""
 
 import json
-import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -443,15 +438,6 @@ def test_a_long_schedule_gives_a_short_table_and_every_op() -> None:
     assert sum(row.count for row in by_label(comparison)) == len(comparison.schedule.body)
 
 
-def test_prediction_is_that_of_the_simulator() -> None:
-    """The predicted figures are those of the same case simulated by co2sim."""
-    record = measured("ddp", slower_network)
-    predicted = compare("run", record).predicted
-    figures = measured("ddp").figures
-    assert predicted.round_time_s == pytest.approx(figures["round_time_s"])
-    assert predicted.exposed_comm_s == pytest.approx(figures["exposed_comm_s"])
-
-
 def test_predicting_on_the_cluster_that_was_measured_leaves_no_error() -> None:
     """With the true description, as an object or as changed numbers, both agree."""
     record = measured("zero3", slower_network)
@@ -505,18 +491,6 @@ def test_summary_is_median_and_largest_of_absolute_errors(three: list[RunCompari
     gaps = sorted(abs(one.overlap_difference or 0.0) for one in three)
     assert whole.median_overlap_difference == gaps[1]
     assert whole.largest_overlap_difference == gaps[2]
-
-
-def test_an_error_of_the_round_flatters_where_compute_dominates(
-    three: list[RunComparison],
-) -> None:
-    """On a slower network communication is off by more than the round, and by as much as it is."""
-    slow = three[1]
-    busy = slow.comm_busy_error
-    assert busy is not None
-    assert busy == slow.predicted.comm_busy_s / slow.measured["comm_busy_s"] - 1
-    assert busy < slow.round_time_error < 0
-    assert summarise(three).largest_comm_busy_error == -busy
 
 
 def test_exposed_communication_is_compared_where_there_is_some(three: list[RunComparison]) -> None:
@@ -582,27 +556,6 @@ def test_several_runs_print_a_summary_first(co2analysis: Command) -> None:
 
 
 @pytest.mark.usefixtures("runs")
-def test_every_column_of_the_summary_says_of_what_it_is(
-    co2analysis: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No two names are equal, so that a table which is split, or stacked, can still be read."""
-
-    def summary(width: int) -> tuple[str, str]:
-        monkeypatch.setenv("COLUMNS", str(width))
-        out = co2analysis("compare", "runs").out
-        first, second = out.index("rounds:"), out.index("2 runs, absolute")
-        return out[:first], out[first:second]
-
-    wide, narrow = summary(400), summary(40)
-    for place, figures in enumerate((("busy", "exposed", "overlap"), ("round",))):
-        names = re.split(r" {2,}", wide[place].splitlines()[1].strip())
-        assert len(set(names)) == len(names)
-        assert {f"measured {figure}" for figure in figures} <= set(names)
-        shown = narrow[place].split()
-        assert all(word in shown for name in names for word in name.split())
-
-
-@pytest.mark.usefixtures("runs")
 def test_json_and_csv_hold_every_op(co2analysis: Command) -> None:
     """JSON has the promised keys; JSON and CSV hold every op with its error and parts."""
     code, out, _ = co2analysis("compare", "runs/ddp", "--json", "--csv", "ops.csv")
@@ -659,35 +612,6 @@ def test_another_cluster_predicts_instead_of_the_recorded_one(co2analysis: Comma
         (run,) = json.loads(out)["runs"]
         assert run["round_time_error"] == pytest.approx(0, abs=1e-6)
         assert rate in run["cluster"]
-
-
-@pytest.mark.parametrize(
-    ("shell", "code"),
-    [
-        pytest.param('"$@" | head -1; exit ${PIPESTATUS[0]}', 0, marks=pytest.mark.slow),
-        pytest.param('"$@"', 0, marks=pytest.mark.nightly),
-        pytest.param('"$@" >&-', 2, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_shell_gets_no_traceback(shell: str, code: int, tmp_path: Path) -> None:
-    """An ASCII terminal and a name that it cannot print, a reader that has gone, no output."""
-    record = measured("ddp")
-    assert isinstance(record.case.cluster, Cluster)
-    cluster = replace(record.case.cluster, name="Zürich → 3")
-    write(tmp_path / "ddp", replace(record, case=replace(record.case, cluster=cluster)))
-    command = "from analysis.cli import main; main()"
-    bash = shutil.which("bash") or "bash"
-    done = subprocess.run(
-        [bash, "-c", shell, bash, sys.executable, "-c", command, "compare", str(tmp_path / "ddp")],
-        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert done.stderr.count("\n") == (1 if code else 0)
-    assert code or "rich" in done.stdout
 
 
 @pytest.mark.parametrize(
