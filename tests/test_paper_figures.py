@@ -5,6 +5,7 @@ import re
 import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
+from analysis.published.cells import Cell
 from analysis.published.csv_tables import from_csv
 from analysis.published.errors import CellPrediction
 from analysis.published.figures import co2
@@ -59,8 +61,25 @@ def drawn() -> Drawn:
     return paper_figures(PAPERS, known=known)
 
 
-@pytest.fixture(scope="module")
-def figures(drawn: Drawn) -> dict[str, Figure]:
+def invented(cells: Sequence[Cell]) -> list[CellPrediction]:
+    """A throughput that grows with the GPUs."""
+    values = [100.0 * cell.setup.gpus**0.9 for cell in cells]
+    return [
+        CellPrediction(cell, v, 0.9 * v, 1.1 * v) for cell, v in zip(cells, values, strict=True)
+    ]
+
+
+@pytest.fixture
+def _points(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Points of curves are invented, too."""
+    co2._predicted.cache_clear()
+    monkeypatch.setattr(co2, "validate", invented)
+    yield
+    co2._predicted.cache_clear()
+
+
+@pytest.fixture
+def figures(drawn: Drawn, _points: None) -> dict[str, Figure]:
     """Every figure as it is drawn."""
     with style.context(STYLE_FILE, after_reset=True):
         return {one.mirror.name: one.make() for one in drawn[0]}
@@ -165,7 +184,7 @@ def test_what_is_not_predicted_is_drawn_as_published(
 def test_the_lines_of_table_3_are_predictions_with_the_published_stars(
     drawn: Drawn, figures: dict[str, Figure]
 ) -> None:
-    """Points at `predict` of a run on so many GPUs; a star for every published throughput."""
+    """Points at the prediction of so many GPUs; a star for every published throughput."""
     (table,) = (one for one in drawn[0] if one.mirror.name == "co2-table-3")
     figure = figures["co2-table-3"]
     speeds = [row for row in table.rows if not row.cell.over]
@@ -174,12 +193,21 @@ def test_the_lines_of_table_3_are_predictions_with_the_published_stars(
     points = [point for line in co2.curves(table.rows).values() for point in line]
     lines = [line for line in figure.axes[0].get_lines() if len(line.get_xydata()) > 1]
     values = [float(y) for line in lines for y in line.get_ydata()]
-    assert values == pytest.approx([predict(point.cell) for point in points])
+    assert values == [point.predicted for point in points]
+    assert {point.cell.setup.gpus for point in points} == {8, 16, 32, 64, 128}
     assert {point.cell.setup for point in points if point.cell.use == "fit"} == {
         row.cell.setup for row in speeds if row.cell.use == "fit"
     }
     hollow = [one for look in LOOKS for one in all_signs(figure, look.marker) if is_hollow(one)]
     assert len(hollow) == sum(row.cell.use == "fit" for row in speeds) > 0
+
+
+@nightly
+def test_points_of_curves_are_predictions(drawn: Drawn) -> None:
+    """Of a run on so many GPUs; those whose published value was fitted to are marked so."""
+    (table,) = (one for one in drawn[0] if one.mirror.name == "co2-table-3")
+    for line in co2.curves(table.rows).values():
+        assert [one.predicted for one in line] == [predict(one.cell) for one in line]
 
 
 @slow

@@ -114,6 +114,7 @@ def test_everything_holds(findings: Findings) -> None:
         assert [line.ratio for line in found.worst] == sorted(
             (line.ratio for line in found.worst), reverse=True
         )
+    assert [edge.delay for edge in findings.oracle.edges] == [1] * 16 + [0] * 8
     assert findings.late.by_mix.keys() == {"keep 1, predict 0", "keep 0.5, predict 0.5"}
     assert findings.grid.published.asked > findings.grid.published.unbounded
     significant = {line.family for line in findings.rates.fits if line.significant}
