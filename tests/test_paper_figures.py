@@ -295,6 +295,7 @@ def test_places_that_only_begin_alike_are_others() -> None:
     assert mirror_of(place, "quality") is None
 
 
+@slow
 @pytest.mark.parametrize("panels", [1, 8])
 def test_further_cells_of_zeropp_are_drawn_in_panels(panels: int) -> None:
     """One for each number of links and micro-batch; predictions are invented here."""

@@ -186,6 +186,7 @@ def test_identities_of_the_derivation_hold() -> None:
     assert (len(cell.errors), len(late.errors)) == (8, 6)
 
 
+@slow
 def test_the_whole_plan_is_large_enough() -> None:
     """More than 20,000 late settings of every mix; every family; quick is a part of its kind."""
     tasks = list(late_plan.plan(quick=False))

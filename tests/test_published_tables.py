@@ -61,6 +61,7 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
 # --- what is read --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "count"), [(ZEROPP, 3), (CO2, 4), (TIMES, 2)])
 def test_a_table_in_each_format_is_read_and_predicted(
     tmp_path: Path, text: str, count: int
