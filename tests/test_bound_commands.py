@@ -207,6 +207,8 @@ def test_tau_is_as_short_as_the_network_hides() -> None:
     assert "A tau of 4 takes 50%" in why[2]
     assert "A tau of 16 takes 100%" in why[3]
     assert len(list(tau.explain(choices, 8))) == 5
+    assert "try longer" in shown(timings[:4], 1e6)
+    assert "try longer" not in shown(timings, 1e6)
 
 
 def test_time_to_a_target_is_the_first() -> None:
