@@ -5,6 +5,7 @@ import csv
 import html
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,26 +17,26 @@ import pytest
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
-from commands import Command, in_process
+from commands import Command
 from test_compare import measured, more_latency, same, slower_gpu, slower_network
 from test_report import drawn_points, held
 
-from analysis.cli import main
 from analysis.measured.comparison import RunComparison, compare
 from analysis.measured.op_errors import by_label
 from analysis.measured.page import MOST_RUNS, page
 from analysis.published import charts
 from analysis.published import page as published
-from analysis.published.errors import CellPrediction, validate
+from analysis.published.errors import CellPrediction
 from analysis.published.kind_errors import KindCoverage
 from analysis.published.paper_cells import from_papers
-from analysis.published.papers import DATA_VARIABLE
 from analysis.published.report import ValidationReport, brief_report, render
 from co2sim.kinds import RunKind
-from co2sim.report import bundle
+from co2sim.noise import Noise
 from co2sim.report.page import render as rendered
 from co2sim.units import duration, percent
 from realrun.record import write
+
+pytestmark = pytest.mark.slow  # each page takes half a second
 
 EVIL = "<script>alert(1)</script>"
 
@@ -80,15 +81,15 @@ def heading(text: str) -> str:
     return html.unescape(found)
 
 
-def test_one_run_is_one_sentence_with_both_times_and_the_cause() -> None:
+def test_the_answer_of_one_run_has_both_times_and_the_cause() -> None:
     """Measured, predicted, the signed error, and what was changed."""
     (run,) = runs = compared({"ddp": ("ddp", slower_network)})
     said = heading(text_of(runs))
-    assert f"a round took {duration(run.measured['round_time_s'])}" in said
-    assert f"predicted {duration(run.predicted.round_time_s)}" in said
-    assert f"({percent(run.round_time_error, 1)})" in said
+    times = (run.measured["round_time_s"], run.predicted.round_time_s)
+    shown = (*map(duration, times), f"({percent(run.round_time_error, 1)})", "bandwidth")
+    places = [said.index(token) for token in shown]
+    assert places == sorted(places)
     assert run.round_time_error < 0
-    assert "the largest cause of the errors of its ops is bandwidth" in said
 
 
 def test_several_runs_have_a_sentence_each_below_the_worst(
@@ -98,13 +99,13 @@ def test_several_runs_have_a_sentence_each_below_the_worst(
     errors = {run.name: run.round_time_error for run in three}
     worst = max(errors, key=lambda name: abs(errors[name]))
     said = heading(text)
-    assert f"off by {median(map(abs, errors.values())):.1%} in the median" in said
-    assert f"by {percent(errors[worst], 1)} at most ({worst})" in said
+    middle = f"{median(map(abs, errors.values())):.1%}"
+    assert all(token in said for token in (middle, percent(errors[worst], 1), f"({worst})"))
     ledes = re.findall(r'<p class="lede">(.*?)</p>', text)
     assert [lede.partition(":")[0] for lede in ledes] == list(errors)
     assert "bandwidth" in ledes[0]
     assert "compute" in ledes[1]
-    assert "no op is off by more than 1%" in ledes[2]
+    assert "1%" in ledes[2]
 
 
 def test_what_is_drawn_are_the_times_of_the_runs(text: str, three: list[RunComparison]) -> None:
@@ -141,22 +142,11 @@ def test_both_timelines_of_a_run_come_first(text: str, three: list[RunComparison
 
 def test_waiting_for_others_has_a_colour_of_its_own() -> None:
     """The last of the legend, grey, as in the figure."""
-    from test_compare import Noise  # noqa: PLC0415 - a name of that module
-
     runs = [compare("slow", measured("ddp", noise=Noise(node_speed={1: 0.7})))]
     scale = held(text_of(runs), "specs")["timeline"]["encoding"]["color"]["scale"]
     assert scale["domain"][-1] == "waiting for the last rank"
     assert scale["range"][-1] == "#888888"
     assert scale["range"].count("#888888") == 1
-
-
-def test_runs_of_one_name_are_told_apart() -> None:
-    """A run that is given twice has two timelines of each side."""
-    run = compared({"ddp": ("ddp", same)})[0]
-    names = list(held(text_of([run, run]), "rounds"))
-    assert names == [
-        f"{name}, {side}" for name in ("ddp", "ddp (2)") for side in ("predicted", "measured")
-    ]
 
 
 def test_of_many_runs_those_that_are_furthest_off_have_charts() -> None:
@@ -167,24 +157,21 @@ def test_of_many_runs_those_that_are_furthest_off_have_charts() -> None:
     rounds = held(text, "rounds")
     assert len(rounds) == 2 * MOST_RUNS
     assert "wrong, measured" in rounds
-    assert f"Of the {MOST_RUNS} runs whose rounds are furthest off" in text
+    assert f"{MOST_RUNS} runs" in text
     assert len(json.loads(files(text)["comparison.json"])["runs"]) == MOST_RUNS + 1
     names = set(re.findall(r'<th scope="row">([^<]*)</th>', text))
     assert names >= {run.name for run in runs}
 
 
 @pytest.fixture
-def co2analysis(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Command:
-    """The command line, in a folder with two runs."""
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder with two runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(DATA_VARIABLE, raising=False)
     write(Path("runs/ddp"), measured("ddp", slower_network))
     write(Path("runs/zero2"), measured("zero2", more_latency))
-    return in_process("co2analysis", main, monkeypatch, capsys)
 
 
+@pytest.mark.usefixtures("runs")
 def test_the_files_are_what_the_command_prints(co2analysis: Command) -> None:
     """JSON is --json, CSV is --csv, and the page names its command."""
     given = ["compare", "runs", "--json", "--csv", "ops.csv", "--report", "pages/c.html"]
@@ -197,46 +184,15 @@ def test_the_files_are_what_the_command_prints(co2analysis: Command) -> None:
     assert f"<code>co2analysis {' '.join(given)}</code>" in text
 
 
+@pytest.mark.usefixtures("runs")
 def test_inputs_have_sources(co2analysis: Command) -> None:
-    """A recorded cluster names the record, a changed number --set, a file what it says."""
-    assert co2analysis("compare", "runs", "--report", "c.html").code == 0
-    plain = Path("c.html").read_text("utf-8")
-    row = '<tr><th scope="row">{}</th><td>{}</td><td>{}</td><td>{}</td></tr>'
-    assert row.format("inter.bandwidth", "400 GB/s", "", "recorded with the run") in plain
+    """A recorded cluster names the record, a changed number --set."""
     changed = "inter.bandwidth=25 Gbit/s"
     assert co2analysis("compare", "runs", "--set", changed, "--report", "c.html").code == 0
-    other = Path("c.html").read_text("utf-8")
-    assert row.format("inter.bandwidth", "3.12 GB/s", "", "--set") in other
-    assert row.format("inter.latency", "14 us", "", "recorded with the run") in other
-
-
-@pytest.mark.parametrize("name", ["compare", "lab", "validate", "verify"])
-def test_a_page_is_refused_before_work_begins(co2analysis: Command, name: str) -> None:
-    """Another suffix, and a folder that cannot be: one line, exit code 2, nothing printed."""
-    options = {
-        "compare": ["runs"],
-        "lab": ["-m", "tiny-5m", "-s", "ddp"],
-        "validate": [],
-        "verify": ["--quick"],
-    }
-    done = co2analysis(name, *options[name], "--report", "c.pdf")
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "--report c.pdf: the file must end in .html" in done.err
-    Path("file").touch()
-    done = co2analysis(name, *options[name], "--report", "file/c.html")
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "cannot write into file" in done.err
-
-
-def test_a_missing_extra_is_named_where_it_is_needed(
-    co2analysis: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By `compare` and `validate`; the page of `verify` has no charts."""
-    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
-    for given in (["compare", "runs"], ["validate"]):
-        done = co2analysis(*given, "--report", "c.html")
-        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert "pip install 'co2sim[report]'" in done.err
+    text = Path("c.html").read_text("utf-8")
+    row = '<tr><th scope="row">{}</th><td>{}</td><td></td><td>{}</td></tr>'
+    assert row.format("inter.bandwidth", "3.12 GB/s", "--set") in text
+    assert row.format("inter.latency", "14 us", "recorded with the run") in text
 
 
 # --- validate -----------------------------------------------------------------------------------
@@ -244,9 +200,18 @@ def test_a_missing_extra_is_named_where_it_is_needed(
 
 @pytest.fixture(scope="module")
 def cells() -> list[CellPrediction]:
-    """Cells of the papers: some were fitted to, some were not."""
-    known = [cell for cell in from_papers() if cell.source in {"co2", "zeropp-volume"}]
-    return validate(known)
+    """Cells of the papers, some fitted to, some not; predictions are invented."""
+    return invented("co2", "zeropp-volume")
+
+
+def invented(*sources: str) -> list[CellPrediction]:
+    """All cells of some sources, each with another error; an interval where constants are."""
+    found = []
+    for n, cell in enumerate(cell for cell in from_papers() if cell.source in sources):
+        value = cell.published * (1.05 + 0.03 * n) * (-1 if cell.published < 0 else 1)
+        ends = (value / 1.2, value * 1.1) if cell.group else (math.nan, math.nan)
+        found.append(CellPrediction(cell, value, *ends))
+    return found
 
 
 def validated(report: ValidationReport, missing: tuple[str, ...] = ()) -> str:
@@ -256,29 +221,35 @@ def validated(report: ValidationReport, missing: tuple[str, ...] = ()) -> str:
     return rendered(made).decode()
 
 
+@pytest.fixture(scope="module")
+def whole(cells: list[CellPrediction]) -> str:
+    """The page of these cells, with a table that was not read."""
+    return validated(brief_report(cells), missing=("a.csv was not read",))
+
+
 def test_what_was_not_fitted_to_is_the_answer_and_the_rest_stands_apart(
-    cells: list[CellPrediction],
+    cells: list[CellPrediction], whole: str
 ) -> None:
     """How many, the median and the largest signed error of each."""
-    text = validated(brief_report(cells))
+    text = whole
     (lede, *_) = (one for one in re.findall(r'<p class="lede">(.*?)</p>', text) if "at most" in one)
     known = [row for row in cells if row.has_interval]
-    for words, use in (("nothing was fitted to", "check"), ("constants were fitted to", "fit")):
+    for use in ("check", "fit"):
         inside = [row.inside for row in known if row.cell.use == use]
-        assert f"{sum(inside)} of the {len(inside)} that {words}" in text
+        assert inside
+        assert f"{sum(inside)} of the {len(inside)} that" in text
     for said, use in ((heading(text), "check"), (html.unescape(lede), "fit")):
         errors = {row.cell.name: row.error for row in cells if row.cell.use == use}
         assert errors
         worst = max(errors, key=lambda name: abs(errors[name]))
-        assert said.startswith(f"{len(errors)} published numbers")
-        assert f"(signed: {percent(median(errors.values()), 1)})" in said
-        assert f"by {percent(errors[worst], 1)} at most" in said
-        assert worst in said
+        assert said.startswith(f"{len(errors)} ")
+        shown = (percent(median(errors.values()), 1), percent(errors[worst], 1), worst)
+        assert all(token in said for token in shown)
 
 
-def test_every_cell_is_drawn_once_with_its_numbers(cells: list[CellPrediction]) -> None:
+def test_every_cell_is_drawn_once_with_its_numbers(cells: list[CellPrediction], whole: str) -> None:
     """As a tick among the errors, and as a point of its quantity: hollow if it was fitted to."""
-    text = validated(brief_report(cells))
+    text = whole
     specs = held(text, "specs")
     expected = sorted((row.cell.name, row.cell.published, row.predicted) for row in cells)
 
@@ -300,9 +271,9 @@ def test_every_cell_is_drawn_once_with_its_numbers(cells: list[CellPrediction]) 
     assert {name for name, *_ in hollow} == fitted
 
 
-def test_the_files_of_validate_hold_every_cell(cells: list[CellPrediction]) -> None:
+def test_the_files_of_validate_hold_every_cell(cells: list[CellPrediction], whole: str) -> None:
     """JSON as the command prints it, and CSV with the same numbers."""
-    inside = files(validated(brief_report(cells)))
+    inside = files(whole)
     numbers = json.loads(inside["cells.json"])
     assert numbers == json.loads(json.dumps([row.to_dict() for row in cells]))
     rows = list(csv.DictReader(io.StringIO(inside["cells.csv"].decode())))
@@ -327,13 +298,13 @@ def test_kinds_have_their_intervals_and_how_they_cover(cells: list[CellPredictio
     assert charts.kinds([few]) is None
 
 
-def test_the_whole_report_stands_below_its_heading(cells: list[CellPrediction]) -> None:
+def test_the_whole_report_stands_below_its_heading(cells: list[CellPrediction], whole: str) -> None:
     """Its headings are one level deeper; a table that was not read is a doubt."""
-    text = validated(brief_report(cells), missing=("a.csv was not read",))
+    text = whole
     assert '<p class="doubt">a.csv was not read</p>' in text
     below = text[text.index('id="whole"') :]
-    assert "<h3>Predicted against published</h3>" in below
-    assert "<h3>All cells</h3>" in below
+    headings = re.findall("^## (.+)", render(brief_report(cells)), re.MULTILINE)
+    assert [name for name in headings if f"<h3>{name}</h3>" in below] == headings != []
 
 
 def test_hostile_names_are_text(cells: list[CellPrediction]) -> None:

@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
 from playwright.sync_api import Browser
-from test_analysis_pages import EVIL, compared, text_of, validated
+from test_analysis_pages import EVIL, compared, invented, text_of, validated
 from test_compare import measured, more_latency, slower_network
 
 from analysis.measured.comparison import compare
-from analysis.published.errors import validate
-from analysis.published.paper_cells import from_papers
 from analysis.published.report import brief_report
 from co2sim.noise import Noise
 from co2sim.report.markdown import sections
@@ -19,7 +17,8 @@ from co2sim.report.page import Page, render
 
 __all__ = ["browser"]
 
-pytestmark = marks
+pytestmark = marks[1:]
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 PAGES = ["compare", "validate", "prose"]
 DOT = bytes.fromhex(
@@ -51,14 +50,13 @@ PROSE = f"""# dropped
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of each kind: runs of three causes, published cells, and Markdown with all it has."""
+    """Runs of three causes, published cells, and Markdown with all it has, as of `verify`."""
     runs = compared({EVIL: ("ddp", slower_network), "latency": ("zero2", more_latency)})
     runs.append(compare("slow node", measured("zero3", noise=Noise(node_speed={1: 0.7}))))
-    cells = [cell for cell in from_papers() if cell.source in {"co2", "zeropp", "zeropp-volume"}]
     prose = sections(PROSE, "First", {"dot.png": (DOT, "one white pixel")})
     texts = {
         "compare": text_of(runs),
-        "validate": validated(brief_report(validate(cells))),
+        "validate": validated(brief_report(invented("co2", "zeropp", "zeropp-volume"))),
         "prose": render(Page(answer=["Yes."], sections=prose, commands=["x " * 300])).decode(),
     }
     folder = tmp_path_factory.mktemp("pages")
@@ -67,30 +65,25 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in texts}
 
 
-@SCHEMES
+@pytest.mark.parametrize(
+    "scheme", [pytest.param("light", marks=slow), pytest.param("dark", marks=nightly)]
+)
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_is_said_and_nothing_is_asked_of_a_network(
+def test_every_chart_is_drawn_and_nothing_is_asked_of_a_network(
     browser: Browser, pages: dict[str, Path], name: str, scheme: str
 ) -> None:
-    """Every chart is drawn; no error, no warning, and no request but for the file itself."""
-    opened = Opened(browser, pages[name], color_scheme=scheme)
+    """No error, no warning, no request but for the file; readable at 360 px; a PDF has pages."""
+    opened = Opened(browser, pages[name], color_scheme=scheme, viewport=PHONE)
     assert opened.said == []
     assert opened.requests() == [pages[name].as_uri()]
     assert opened.page.locator("h1").count() == 1
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_they_are_readable_on_a_phone_and_print(
-    browser: Browser, pages: dict[str, Path], name: str
-) -> None:
-    """At 360 px nothing but tables and code scrolls sideways; a PDF has pages."""
-    opened = Opened(browser, pages[name], viewport=PHONE)
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
     pdf = opened.page.pdf()
     assert pdf.startswith(b"%PDF")
     assert len(pdf) > 20_000
 
 
+@nightly
 def test_tables_and_code_scroll_with_the_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
     """What is wider than a phone is in a box that has the focus and scrolls."""
     opened = Opened(browser, pages["prose"], viewport=PHONE)
@@ -100,10 +93,10 @@ def test_tables_and_code_scroll_with_the_keyboard(browser: Browser, pages: dict[
     assert box.evaluate("box => box.scrollWidth > box.clientWidth")
     box.focus()
     opened.page.keyboard.press("ArrowRight")
-    opened.page.wait_for_timeout(300)
-    assert box.evaluate("box => box.scrollLeft") > 0
+    opened.page.wait_for_function("box => box.scrollLeft > 0", arg=box.element_handle())
 
 
+@nightly
 def test_both_timelines_of_a_run_have_one_time_axis(
     browser: Browser, pages: dict[str, Path]
 ) -> None:
@@ -124,6 +117,7 @@ def test_both_timelines_of_a_run_have_one_time_axis(
     assert first / second == pytest.approx(predicted / found, rel=0.02)
 
 
+@nightly
 @needs_axe
 @SCHEMES
 @pytest.mark.parametrize("name", PAGES)

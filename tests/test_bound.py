@@ -1,21 +1,18 @@
-"""The convergence bound: constants against brute force, oracles against simulation."""
+"""The convergence bound, of averages a round late and some steps late: constants, terms, tuning."""
 
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from scipy.special import expit
 
-from analysis.convergence import bound, exact_moments
+from analysis.convergence import allowed, bound, late_bound
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
-from analysis.convergence.objectives.problems import Array, Cosine, Hill, Quadratic
+from analysis.convergence.lateness import Delay, Late, delay
+from analysis.convergence.objectives.problems import Array
 from analysis.convergence.setting import Setting
-from analysis.convergence.simulate import Trajectory, run, walk
-from analysis.convergence.variants import RunSize, variants
 from co2sim.errors import OptionError
 
 SETTING = Setting(
@@ -29,96 +26,281 @@ SETTING = Setting(
     outer_step=0.6,
     momentum=0.4,
 )
+LATE = replace(SETTING, heterogeneity=0.3, late=Late(steps=3))
 
 
-def quadratic(*curvatures: float) -> Quadratic:
-    """The same for all workers, from (1, 1, ...)."""
-    row = np.array([curvatures])
-    return Quadratic(row, np.zeros_like(row), np.ones(len(curvatures)))
+@st.composite
+def settings(draw: st.DrawFn) -> Setting:
+    """Settings of both protocols: averages some rounds late, or some local steps."""
+    tau = draw(st.integers(1, 5))
+    late = st.builds(
+        Late,
+        steps=st.integers(1, tau),
+        keep=st.sampled_from([1.0, 0.75, 0.5, 0.1]),
+        predict=st.sampled_from([0.0, 0.25, 0.5, 0.9]),
+    )
+    return replace(
+        LATE,
+        local_steps=tau,
+        rounds=draw(st.integers(1, 8)),
+        momentum=draw(st.sampled_from([0.0, 0.25, 0.6, 0.9])),
+        outer_step=draw(st.sampled_from([0.2, 1.0, 1.7])),
+        penalty=draw(st.sampled_from([1.0, 2.0])),
+        delay=draw(st.integers(0, 3)),
+        late=draw(st.none() | late),
+    )
 
 
-def unlike_workers(workers: int = 4, dimension: int = 3) -> Quadratic:
-    """Other Hessians and centres on every worker."""
-    rng = np.random.default_rng(5)
-    shape = (workers, dimension)
-    return Quadratic(rng.uniform(0.2, 1, shape), rng.normal(size=shape), np.full(dimension, 1.5))
+# --- constants: how far the virtual iterate is from the mean --------------------------------------
 
 
-def effect(delay: int, beta: float, age: int) -> float:
-    """What is still to come of an average `age` rounds old, by following the recursion."""
-    momentum, moved = 0.0, 0.0
-    for turn in range(age):
-        momentum = beta * momentum + (turn == delay)
-        moved += (1 - beta) * momentum
-    return 1 - moved
-
-
-def gap_map(setting: Setting) -> Array:
-    """The matrix that maps all averaged gradients of a run to all z - x."""
-    tau, eta = setting.local_steps, setting.virtual_step
-    size = setting.rounds * tau
-    found = np.zeros((size, size))
+def impulse(setting: Setting, at: int) -> list[float]:
+    """The means of a run that moves by one gradient of 1, at one step: the algorithm itself."""
+    late, tau = setting.late, setting.local_steps
+    gamma, alpha = setting.inner_step, setting.outer_step
+    x = anchor = momentum = 0.0
+    flight: list[tuple[float, float]] = []
+    path = []
     for t in range(setting.rounds):
-        for k in range(tau):
-            row = t * tau + k
-            for s in range(t):
-                weight = effect(setting.delay, setting.momentum, t - s)
-                found[row, s * tau : (s + 1) * tau] = -eta * weight
-            found[row, t * tau : row] = setting.inner_step - eta
-    return found
+        for k in range(tau + 1):
+            if late and flight and k == late.steps:
+                left, moved = flight.pop()
+                momentum = setting.momentum * momentum + moved / (gamma * setting.penalty)
+                anchor -= alpha * gamma * momentum
+                x = anchor + late.keep * (x - left) - late.predict * late.steps / tau * moved
+            if k == tau:
+                break
+            path.append(x)
+            if t * tau + k == at:
+                x -= gamma
+        flight.append((x, anchor - x))
+        if not late:
+            due = flight.pop(0)[1] if len(flight) > setting.delay else 0.0
+            momentum = setting.momentum * momentum + due / (gamma * setting.penalty)
+            anchor -= alpha * gamma * momentum
+            x = anchor
+    return path
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 6),
-    st.integers(2, 12),
-    st.floats(0, 0.9),
-    st.floats(0.1, 2),
-    st.floats(1, 3),
-    st.integers(0, 3),
-)
-def test_constants_cover_the_exact_gap(
-    tau: int, rounds: int, beta: float, alpha: float, penalty: float, delay: int
-) -> None:
+def gap_map(setting: Setting) -> tuple[Array, Array]:
+    """The matrix from averaged gradients to z - mean, and what every step counts."""
+    tau, size = setting.local_steps, setting.rounds * setting.local_steps
+    counts = np.ones(size)
+    if late := setting.late:
+        counts = np.array(
+            [late.keep if s >= tau and s % tau < late.steps else 1.0 for s in range(size)]
+        )
+    steps = np.arange(size)
+    columns = [
+        np.where(steps > step, -setting.virtual_step * counts[step], 0.0) - impulse(setting, step)
+        for step in range(size)
+    ]
+    return np.array(columns).T, counts
+
+
+@given(settings())
+@example(replace(LATE, local_steps=4, rounds=6, late=Late(steps=2, keep=0.5, predict=0.5)))
+@example(replace(SETTING, local_steps=3, rounds=8, delay=2))
+def test_constants_cover_the_exact_gap(setting: Setting) -> None:
     """C is at least the squared norm of the map from gradients to gaps, N its mean square."""
+    unit = replace(setting, inner_step=1.0)
+    exact, counts = gap_map(unit)
+    root = np.sqrt(counts)
+    by_gradients, by_noise = bound.gap_constants(unit)
+    norm = np.linalg.norm(root[:, None] * exact / root, 2) ** 2
+    assert norm <= by_gradients * (1 + 1e-9) + 1e-12
+    counted = unit.late.counted(unit.local_steps) if unit.late else unit.local_steps
+    mean = (counts[:, None] * exact**2).sum() / (unit.rounds * counted)
+    assert mean <= by_noise * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "tau", "delay", "late"),
+    [
+        (0.6, 0.4, 3, 1, None),
+        (0.6, 0.4, 3, 0, None),
+        (1.3, 0.4, 4, 2, None),
+        (1.0, 0.0, 5, 1, None),
+        (0.6, 0.4, 3, 1, Late(steps=2)),
+        (1.7, 0.25, 4, 1, Late(steps=2, predict=0.5)),
+        (1.7, 0.5, 5, 1, Late(steps=2, keep=0.5, predict=0.25)),
+        (1.0, 0.0, 4, 1, Late(steps=1, keep=0.1, predict=0.9)),
+        (0.9, 0.25, 4, 1, Late(steps=2, keep=0.5)),
+    ],
+)
+def test_constants_are_no_larger_than_they_must_be(
+    alpha: float, beta: float, tau: int, delay: int, late: Late | None
+) -> None:
+    """Where no weights cancel C is exactly the largest column of the weighted sums, N the mean.
+
+    C is that of a weighted Cauchy-Schwarz inequality: rows of the map, with all steps of earlier
+    rounds counted 1, are summed, and then columns. N is that of the last round of a long run.
+    """
     setting = replace(
         SETTING,
         local_steps=tau,
-        rounds=rounds,
-        momentum=beta,
+        rounds=40,
         outer_step=alpha,
-        penalty=penalty,
-        delay=delay,
+        momentum=beta,
         inner_step=1.0,
+        delay=delay,
+        late=late,
     )
-    exact = gap_map(setting)
+    exact, counts = gap_map(setting)
+    size = np.abs(exact)
+    turn = np.arange(len(counts)) // tau
+    rows = np.where(turn[:, None] > turn, size / counts, size).sum(axis=1)
+    columns = ((counts * rows)[:, None] * size).sum(axis=0) / counts
+    by_gradients, _ = bound.gap_constants(setting)
+    assert by_gradients == pytest.approx(columns.max(), rel=1e-5)
+    _, endless = bound.gap_constants(replace(setting, rounds=10**12))
+    counted = late.counted(tau) if late else tau
+    last_round = (counts[:, None] * exact**2)[-tau:].sum() / counted
+    assert endless == pytest.approx(last_round, rel=1e-5)
+
+
+@pytest.mark.parametrize("late", [None, Late(steps=3, keep=0.5)])
+def test_a_penalty_that_varies_counts_by_the_farther_end_of_its_range(late: Late | None) -> None:
+    """Terms are multiplied by its largest value; both of its ends may be far from gamma."""
+    for alpha in (1.0, 3.0):  # with 1 the largest penalty is farther, with 3 none
+        plain = replace(LATE, late=late, outer_step=alpha, momentum=0.0, inner_step=1e-4)
+        varied = replace(plain, most_penalty=2.0)
+        ends = [plain, replace(plain, penalty=2.0)]
+        apart = max(abs(end.virtual_step - 1e-4) for end in ends)
+        assert apart == (pytest.approx(5e-5) if alpha == 1 else pytest.approx(2e-4))
+        eta = plain.virtual_step
+        if late is None:
+            by_noise = eta**2 * 8 + apart**2 * 7 / 2
+            assert bound.gap_constants(varied)[1] == pytest.approx(by_noise)
+        else:
+            assert late_bound._distances(varied, late) == (
+                apart,
+                max(abs(0.5 * end.virtual_step - 1e-4) for end in ends),
+            )
+        one, other = bound.evaluate(plain), bound.evaluate(varied)
+        assert isinstance(one, Bound)
+        assert isinstance(other, Bound)
+        assert (other.optimization, other.noise) == pytest.approx(
+            (2 * one.optimization, 2 * one.noise)
+        )
+        assert other.drift == pytest.approx(2 * one.drift)
+        assert other.staleness >= 2 * one.staleness
+
+
+def test_late_share() -> None:
+    """CO2's N = eta^2 tau/(1 - beta^2) + d^2 (tau - 1)/2: the share of the first part, by hand."""
+    setting = replace(SETTING, inner_step=1.0, outer_step=1.0, momentum=0.5, local_steps=5)
+    first, rest = 2.0**2 * 5 / (1 - 0.5**2), 1.0**2 * 4 / 2
+    assert bound.gap_constants(setting)[1] == pytest.approx(first + rest)
+    assert bound.late_share(setting) == pytest.approx(first / (first + rest))
+    assert bound.late_share(replace(setting, delay=0, momentum=0.0)) == 0.0
+
+
+# --- drift ---------------------------------------------------------------------------------------
+
+
+def followed(setting: Setting) -> float:
+    """The drift of the page, every step of every round followed."""
+    late, tau = setting.late, setting.local_steps
+    arrival, keep = (late.steps, late.keep) if late else (0, 1.0)
+    slope = setting.inner_step * setting.smoothness
+    growth = 1.0 if setting.convex and slope <= 2 else 1 + slope
+    pull = setting.inner_step * math.sqrt(setting.heterogeneity)
+    noise = setting.inner_step * math.sqrt(setting.noise * (1 - 1 / setting.workers))
+    r = total = 0.0
+    for t in range(setting.rounds if late else 1):
+        u = 0.0
+        for k in range(tau):
+            if t and k == arrival:
+                r = keep * u
+            total += (keep if t and k < arrival else 1) * r * r
+            u, r = math.hypot(u + slope * r + pull, noise), math.hypot(growth * r + pull, noise)
+        if t and arrival == tau:
+            r = keep * u
+    return total / (setting.rounds * late.counted(tau) if late else tau)
+
+
+@given(
+    late=st.sampled_from([None, Late(steps=3), Late(steps=8, keep=0.5), Late(steps=1, keep=0.2)]),
+    step=st.sampled_from([0.001, 0.03, 0.06, 1.0, 1.01]),
+    rounds=st.sampled_from([1, 2, 7, 400]),
+    convex=st.booleans(),
+    noise=st.sampled_from([0.0, 0.5]),
+    heterogeneity=st.sampled_from([0.0, 0.3]),
+)
+@example(late=Late(steps=3), step=0.06, rounds=400, convex=False, noise=0.5, heterogeneity=0.3)
+@example(late=Late(steps=8), step=0.03, rounds=400, convex=True, noise=0.5, heterogeneity=0.3)
+@example(late=None, step=1.0, rounds=1, convex=True, noise=0.5, heterogeneity=0.3)
+def test_drift_is_what_following_every_round_gives(
+    *,
+    late: Late | None,
+    step: float,
+    rounds: int,
+    convex: bool,
+    noise: float,
+    heterogeneity: float,
+) -> None:
+    """From above, to the share that may be left open."""
+    setting = replace(LATE, late=late, inner_step=step, rounds=rounds, convex=convex)
+    setting = replace(setting, noise=noise, heterogeneity=heterogeneity)
+    exact, found = followed(setting), bound.drift(setting)
+    if math.isfinite(found):
+        assert exact * (1 - 1e-12) <= found <= exact * (1 + 1e-5)
+    else:
+        assert late is not None
+        assert step > 0.05
+        assert exact > 1e3 or rounds > 1
+
+
+def test_drift_of_any_length_is_found_at_once() -> None:
+    """10^30 rounds have the drift of 10^4 where it is bounded; else there is no number."""
+    long = replace(LATE, rounds=10**30)
+    short = replace(LATE, rounds=10**4)
+    assert bound.drift(long) == pytest.approx(bound.drift(short), rel=1e-3)
+    assert bound.drift(replace(long, inner_step=0.2)) == math.inf
+    wild = replace(SETTING, delay=0, outer_step=1.0, momentum=0.0, local_steps=2000)
+    found = bound.evaluate(replace(wild, inner_step=0.45))
+    assert isinstance(found, Bound)
+    assert found.drift == math.inf
+
+
+@pytest.mark.parametrize("d", [2, 8])
+def test_cost_of_lateness_in_drift(d: int) -> None:
+    """Small steps, unequal data, all kept: 1 + 3 p + 3 p^2 times the drift of waiting."""
+    small = replace(
+        LATE, local_steps=800, inner_step=1e-9, rounds=10**6, late=Late(steps=100 * d), noise=0.0
+    )
+    ratio = bound.drift(small) / bound.drift(replace(small, late=None, delay=0))
+    p = d / 8
+    assert ratio == pytest.approx(1 + 3 * p + 3 * p * p, rel=5e-3)
+
+
+# --- the four terms and their condition ----------------------------------------------------------
+
+
+@given(setting=settings(), fraction=st.floats(0.05, 0.95), convex=st.booleans())
+def test_terms_are_those_of_the_page(setting: Setting, fraction: float, *, convex: bool) -> None:
+    """With c_k the counts of steps: docs/theory.md, bound, and the late average."""
+    step = fraction * bound.largest_inner_step(setting)
+    setting = replace(setting, inner_step=step, convex=convex)
+    found = bound.evaluate(setting)
+    assert isinstance(found, Bound)
+    late, tau, eta = setting.late, setting.local_steps, setting.virtual_step
+    counts = np.ones((setting.rounds, tau))
+    if late:
+        counts[1:, : late.steps] = late.keep
+    counted = late.counted(tau) if late else tau
     by_gradients, by_noise = bound.gap_constants(setting)
-    assert np.linalg.norm(exact, 2) ** 2 <= by_gradients * (1 + 1e-9) + 1e-12
-    assert (exact**2).sum() / len(exact) <= by_noise * (1 + 1e-9) + 1e-12
-
-
-def test_constants_are_nearly_reached_without_momentum() -> None:
-    """One step a round and no momentum: C and N are the exact values of an endless run."""
-    setting = replace(SETTING, local_steps=1, momentum=0.0, outer_step=1.0, inner_step=1.0)
-    exact = gap_map(setting)
-    by_gradients, by_noise = bound.gap_constants(setting)
-    assert np.linalg.norm(exact, 2) ** 2 == pytest.approx(by_gradients, rel=1e-9)
-    assert (exact**2).sum() / len(exact) == pytest.approx(by_noise, rel=0.05)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("delay", [0, 1])
-def test_constants_are_those_of_the_page(beta: float, delay: int) -> None:
-    """CO2 and SlowMo have the published formulas: SlowMo's momentum terms carry a beta more."""
-    setting = replace(SETTING, momentum=beta, delay=delay)
-    tau, eta = setting.local_steps, setting.virtual_step
-    apart = abs(eta - setting.inner_step)
-    part = eta / (1 - beta) * (1 if delay else beta)
-    square = eta**2 * tau / (1 - beta**2) * (1 if delay else beta**2)
-    pairs = tau * (tau - 1)
-    by_gradients = part**2 * tau**2 + 1.5 * part * apart * pairs + apart**2 * pairs / 2
-    expected = (by_gradients, square + apart**2 * (tau - 1) / 2)
-    assert bound.gap_constants(setting) == pytest.approx(expected, rel=1e-12, abs=1e-18)
+    taken = 2.0 * eta + 2 * 2.0 * math.sqrt(by_gradients)
+    assert taken == pytest.approx(fraction)
+    assert found.optimization == pytest.approx(2 * 1.5 / (eta * setting.rounds * counted))
+    squares = (counts**2).sum(axis=1).mean() / counted
+    assert found.noise == pytest.approx(2.0 * eta * 0.5 / 4 * squares)
+    assert found.staleness == pytest.approx(4.0 * by_noise * 0.5 / 4 / (1 - taken))
+    assert found.drift == pytest.approx(4.0 * bound.drift(setting))
+    parts = {name: getattr(found, name) for name in bound.TERMS}
+    assert found.total == pytest.approx(sum(parts.values()))
+    assert parts[found.dominant] == max(parts.values())
 
 
 def test_split_is_the_best_of_a_grid() -> None:
@@ -135,50 +317,111 @@ def test_split_is_the_best_of_a_grid() -> None:
     assert (1 + ratio) * gap / c + setting.smoothness * setting.virtual_step <= 1 - c + 1e-12
 
 
-def test_outside_the_condition_there_is_no_number() -> None:
-    """Without momentum the condition is gamma L (2 tau + 1) < 1; beyond it, "infeasible"."""
-    plain = replace(SETTING, momentum=0.0, outer_step=1.0)
-    largest = bound.largest_inner_step(plain)
-    assert largest == pytest.approx(1 / (plain.smoothness * (2 * plain.local_steps + 1)))
-    assert isinstance(bound.evaluate(replace(plain, inner_step=largest * 0.999)), Bound)
-    beyond = bound.evaluate(replace(plain, inner_step=largest * 1.001))
+@pytest.mark.parametrize("setting", [replace(SETTING, momentum=0.0, outer_step=1.0), LATE])
+def test_outside_the_condition_there_is_no_number(setting: Setting) -> None:
+    """A hair below the edge there is a bound, a hair beyond "infeasible" with the edge."""
+    largest = bound.largest_inner_step(setting)
+    if setting.late is None:  # without momentum the condition is gamma L (2 tau + 1) < 1
+        assert largest == pytest.approx(1 / (setting.smoothness * (2 * setting.local_steps + 1)))
+    assert isinstance(bound.evaluate(replace(setting, inner_step=largest * 0.999)), Bound)
+    beyond = bound.evaluate(replace(setting, inner_step=largest * 1.001))
     assert isinstance(beyond, Infeasible)
-    assert beyond.largest_inner_step == pytest.approx(largest)
+    assert (beyond.largest_inner_step, beyond.load) == pytest.approx((largest, 1.001))
+    wild = replace(SETTING, inner_step=1e60, outer_step=1e60, momentum=1 - 1e-16)
+    assert isinstance(bound.evaluate(wild), Infeasible)
 
 
-def test_special_cases() -> None:
-    """Local SGD has no gap at all; a variable penalty multiplies by its largest value."""
-    local = replace(SETTING, delay=0, momentum=0.0, outer_step=1.0)
-    assert bound.gap_constants(local) == (0.0, 0.0)
-    found = bound.evaluate(local)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        replace(SETTING, delay=0, momentum=0.0, outer_step=1.0),
+        replace(LATE, momentum=0.0, outer_step=1.0),
+    ],
+)
+def test_nothing_is_stale_with_an_outer_step_of_1(setting: Setting) -> None:
+    """Local SGD, also with late averages that are kept: no gap, and gamma L < 1 is enough."""
+    assert bound.gap_constants(setting) == (0.0, 0.0)
+    assert bound.largest_inner_step(setting) == pytest.approx(1 / 2.0)
+    assert bound.split(setting)[1] == math.inf
+    found = bound.evaluate(setting)
     assert isinstance(found, Bound)
-    assert found.staleness == 0.0
+    assert found.staleness == 0
     assert found.optimization == pytest.approx(2 * 1.5 / (0.001 * 50 * 8))
     assert found.noise == pytest.approx(2 * 0.001 * 0.5 / 4)
-    small = replace(SETTING, inner_step=1e-4, outer_step=1.0, momentum=0.0)
-    constant, variable = bound.evaluate(small), bound.evaluate(replace(small, most_penalty=2.0))
-    assert isinstance(constant, Bound)
-    assert isinstance(variable, Bound)
-    assert variable.optimization == pytest.approx(2 * constant.optimization)
-    assert variable.staleness > 2 * constant.staleness
 
 
-def test_convex_drift_is_a_sum() -> None:
-    """Convex: the distance grows by gamma zeta a step and the noise adds its variance."""
-    mixed = replace(SETTING, convex=True, heterogeneity=4.0, noise=0.0)
-    assert bound.drift(mixed) == pytest.approx(np.mean([(0.001 * 2 * k) ** 2 for k in range(8)]))
-    same = replace(SETTING, convex=True)
-    assert bound.drift(same) == pytest.approx(np.mean([1e-6 * 0.5 * 0.75 * k for k in range(8)]))
+def test_half_of_the_condition_only_moves_its_edge() -> None:
+    """With a factor of C the condition changes as 2 L sqrt(C) does, and terms only through it."""
+    part = 2.0 * SETTING.virtual_step
+    whole = bound.load(SETTING)
+    assert bound.load(SETTING, 0.25) == pytest.approx(part + (whole - part) / 2)
+    right, wrong = bound.evaluate(SETTING), bound.evaluate(SETTING, 0.25)
+    assert isinstance(right, Bound)
+    assert isinstance(wrong, Bound)
+    assert replace(wrong, staleness=right.staleness) == right
+    assert wrong.staleness < right.staleness
 
 
-def test_tuned_step_and_rate() -> None:
-    """The tuned step beats its neighbours; the rate form falls like 1/sqrt(T)."""
-    best = bound.tuned(SETTING)
-    least = bound.evaluate(best)
-    assert isinstance(least, Bound)
-    for factor in (0.8, 1.2):
-        other = bound.evaluate(replace(best, inner_step=best.inner_step * factor))
-        assert isinstance(other, Infeasible) or other.total > least.total
+# --- the best step, the rate form, and the published bound ---------------------------------------
+
+
+@pytest.mark.parametrize("setting", [SETTING, LATE])
+def test_the_tuned_step_is_the_best_of_a_grid(setting: Setting) -> None:
+    """No step of a fine grid over five decades has a smaller bound."""
+    best = bound.evaluate(bound.tuned(setting))
+    assert isinstance(best, Bound)
+    largest = bound.largest_inner_step(setting)
+    grid = [
+        bound.evaluate(replace(setting, inner_step=largest * 10**-e))
+        for e in np.arange(0.01, 5, 0.02)
+    ]
+    totals = [found.total for found in grid if isinstance(found, Bound)]
+    assert best.total <= min(totals) * (1 + 1e-9)
+    assert best.total == pytest.approx(min(totals), rel=1e-2)
+
+
+@pytest.mark.parametrize("rounds", [10**3, 10**30])
+def test_tuned_step_is_the_analytic_one(rounds: int) -> None:
+    """At long horizons the best bound is 2 sqrt(2 Delta L sigma^2/(G T tau)), to 1 %."""
+    plain = replace(SETTING, rounds=rounds, local_steps=1, outer_step=1.0, momentum=0.0, delay=0)
+    best = bound.evaluate(bound.tuned(plain))
+    assert isinstance(best, Bound)
+    analytic = 2 * math.sqrt(2 * 1.5 * 2 * 0.5 / (4 * rounds))
+    assert analytic <= best.total * (1 + 1e-9)
+    assert best.total <= 1.01 * analytic
+
+
+def test_limits_of_tuning() -> None:
+    """Without noise the infimum is at the edge of the condition; without a gap no step is best."""
+    quiet = replace(SETTING, noise=0.0)
+    found = bound.tuned(quiet)
+    assert found.inner_step == pytest.approx(bound.largest_inner_step(quiet), rel=1e-8)
+    assert isinstance(bound.evaluate(found), Bound)
+    with pytest.raises(OptionError, match="gap"):
+        bound.tuned(replace(SETTING, gap=0.0))
+    with pytest.raises(OptionError, match="1e-60"):
+        bound.tuned(replace(SETTING, smoothness=1e60, outer_step=1e60))
+
+
+@pytest.mark.parametrize(
+    ("noise", "heterogeneity", "tau", "expected"),
+    [(0.5, 0.0, 1, True), (0.0, 0.5, 2, True), (0.0, 0.5, 1, False), (0.0, 0.0, 2, False)],
+)
+def test_noise_and_drift_make_a_best_step(
+    noise: float, heterogeneity: float, tau: int, *, expected: bool
+) -> None:
+    """Heterogeneous workers drift only if they take two steps or more."""
+    setting = replace(
+        SETTING, noise=noise, heterogeneity=heterogeneity, local_steps=tau, rounds=10**6
+    )
+    assert bound.has_best_step(setting) is expected
+    tuned = bound.tuned(setting).inner_step
+    at_edge = tuned > (1 - 1e-6) * bound.largest_inner_step(setting)
+    assert at_edge is not expected
+
+
+def test_rate_form() -> None:
+    """Optimization and noise are equal with the best scale, and fall like 1/sqrt(T)."""
     totals = []
     for rounds in (10_000, 40_000):
         setting = bound.rate_step(replace(SETTING, rounds=rounds), math.sqrt(2 * 1.5 / (2 * 0.5)))
@@ -190,12 +433,28 @@ def test_tuned_step_and_rate() -> None:
 
 
 def test_published_bound_of_slowmo() -> None:
-    """Local SGD at a long horizon: (2 Delta + L sigma^2)/sqrt(G tau T) and drift; short: none."""
-    local = replace(SETTING, delay=0, momentum=0.0, outer_step=1.0, rounds=10_000, workers=1)
-    found = bound.published(local)
-    assert isinstance(found, float)
-    assert found == pytest.approx((2 * 1.5 + 2 * 0.5) / math.sqrt(80_000))
-    assert isinstance(bound.published(replace(local, rounds=1, local_steps=2)), Infeasible)
+    """Its four parts, by hand: Wang et al., ICLR 2020, theorem 1; the penalty is not in it."""
+    alpha, beta, tau, rounds, workers = 0.5, 0.3, 4, 10_000, 2
+    setting = replace(
+        SETTING,
+        outer_step=alpha,
+        momentum=beta,
+        local_steps=tau,
+        rounds=rounds,
+        workers=workers,
+        penalty=3.0,
+    )
+    steps = tau * rounds
+    gamma = math.sqrt(workers / steps) * (1 - beta) / alpha
+    drift = bound.drift(replace(setting, inner_step=gamma))
+    noise = 0.5 * 2.0
+    expected = (
+        (2 * 1.5 + noise) / math.sqrt(workers * steps)
+        + 4.0 * drift
+        + 4 * noise * 2.0 * (tau - 1) / steps * ((1 - beta) / alpha - 1) ** 2
+        + 8 * noise * 2.0 * tau / steps * beta**2 / (1 - beta**2)
+    )
+    assert bound.published(setting) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -219,264 +478,94 @@ def test_published_horizon(alpha: float, beta: float, tau: int, widest: float) -
     assert 1 < unbounded.load < 1.01
 
 
-def test_late_share() -> None:
-    """CO2's N = eta^2 tau/(1 - beta^2) + d^2 (tau - 1)/2: the share of the first part, by hand."""
-    setting = replace(SETTING, inner_step=1.0, outer_step=1.0, momentum=0.5, local_steps=5)
-    first, rest = 2.0**2 * 5 / (1 - 0.5**2), 1.0**2 * 4 / 2
-    assert bound.gap_constants(setting)[1] == pytest.approx(first + rest)
-    assert bound.late_share(setting) == pytest.approx(first / (first + rest))
-    assert bound.late_share(replace(setting, delay=0, momentum=0.0)) == 0.0
+# --- the longest delay that is allowed -----------------------------------------------------------
 
 
-def test_half_of_the_condition_only_moves_its_edge() -> None:
-    """With a factor of C the condition changes as 2 L sqrt(C) does, and terms only through it."""
-    part = 2.0 * SETTING.virtual_step
-    whole = bound.load(SETTING)
-    assert bound.load(SETTING, 0.25) == pytest.approx(part + (whole - part) / 2)
-    right, wrong = bound.evaluate(SETTING), bound.evaluate(SETTING, 0.25)
-    assert isinstance(right, Bound)
-    assert isinstance(wrong, Bound)
-    assert (wrong.optimization, wrong.noise, wrong.drift) == (
-        right.optimization,
-        right.noise,
-        right.drift,
-    )
-    assert wrong.staleness < right.staleness
+@pytest.mark.parametrize("mix", [(1.0, 0.0), (0.5, 0.5)])
+@pytest.mark.parametrize("tune", [True, False])
+def test_allowed_delay_is_the_last_of_all_that_hold(
+    mix: tuple[float, float], *, tune: bool
+) -> None:
+    """Bisection finds what trying every delay does, for what is allowed and what is feasible."""
+    late = Late(steps=1, keep=mix[0], predict=mix[1])
+    setting = replace(LATE, late=late, local_steps=12, inner_step=0.02, momentum=0.0)
+    waiting = replace(setting, late=None, delay=0)
+    base = bound.evaluate(bound.tuned(waiting) if tune else waiting)
+    assert isinstance(base, Bound)
+    totals = []
+    for d in range(1, 13):
+        each = replace(setting, late=replace(late, steps=d))
+        found = bound.evaluate(bound.tuned(each) if tune else each)
+        totals.append(found.total if isinstance(found, Bound) else math.inf)
+    for price in (0.02, 0.3, 1.0):
+        answer = allowed.allowed(setting, price, tune=tune)
+        held = [total / base.total - 1 <= price for total in totals]
+        assert answer.steps == (held.index(False) if False in held else 12)
+        assert answer.feasible == sum(math.isfinite(total) for total in totals)
+        shown = {line.delay.steps or 0 for line in answer.lines[:-1]}
+        assert shown == {0, 1, 2, 4, 8, 12, answer.steps, answer.feasible}
+        assert answer.lines[-1].delay == Delay(None, 1)
+        prices = [line.price for line in answer.lines[:-1]]
+        assert prices[0] == 0
+        assert prices == pytest.approx(
+            [0, *(totals[d - 1] / base.total - 1 for d in sorted(shown)[1:])]
+        )
+
+
+def test_allowed_delay_without_a_bound() -> None:
+    """Where even waiting has no bound, or costs nothing, that is what is said."""
+    lost = allowed.allowed(replace(LATE, inner_step=5.0), 0.5, tune=False)
+    assert (lost.steps, lost.feasible) == (None, None)
+    free = replace(LATE, noise=0.0, heterogeneity=0.0, gap=0.0, outer_step=1.0, momentum=0.0)
+    assert allowed.allowed(free, 0.0, tune=False).steps == 8
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**17), st.sampled_from(["", " steps", "steps", " rounds", " round"]))
+@example(1, " step")
+def test_delays_as_they_are_given(count: int, unit: str) -> None:
+    """A number is of local steps; rounds are said; 0 is no delay; what is shown is read again."""
+    found = delay(f"{count}{unit}")
+    in_rounds = unit.strip().startswith("round") or count == 0
+    assert found == (Delay(None, count) if in_rounds else Delay(count, 0))
+    assert delay(str(found)) == found
+    assert str(found).endswith("s") is (count != 1)
+
+
+def test_wrong_delays_are_refused() -> None:
+    """The option is named."""
+    for text in ("", "-1", "1.5", "3 s", "auto"):
+        with pytest.raises(OptionError, match="--delay"):
+            delay(text)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "name"),
     [
-        {"momentum": 1.0},
-        {"inner_step": 0.0},
-        {"noise": -1.0},
-        {"workers": 0},
-        {"penalty": 0.5},
-        {"penalty": 2.0, "most_penalty": 2.0},
-        {"penalty": math.inf},
-        {"most_penalty": 0.0},
-        {"most_penalty": math.inf},
-        {"smoothness": math.inf},
-        {"smoothness": 1e308},
-        {"smoothness": 1e-308},
-        {"gap": math.nan},
-        {"rounds": 10**400},
-        {"local_steps": 10**9},
+        ({"momentum": 1.0}, "momentum"),
+        ({"inner_step": 0.0}, "inner_step"),
+        ({"noise": -1.0, "gap": math.nan}, "noise"),
+        ({"workers": 0}, "workers"),
+        ({"penalty": 0.5}, "penalty"),
+        ({"penalty": 2.0, "most_penalty": 2.0}, "most_penalty"),
+        ({"rounds": 10**400}, "rounds"),
+        ({"local_steps": 10**9}, "local_steps"),
+        ({"late": Late(steps=9)}, "delay"),
+        ({"late": Late(steps=3, predict=0.5), "most_penalty": 2.0}, "predict"),
     ],
 )
-def test_settings_out_of_range_are_refused(change: dict[str, float]) -> None:
-    """Every field says what it allows, in one line."""
-    with pytest.raises(OptionError) as refused:
+def test_settings_out_of_range_are_refused(change: dict[str, object], name: str) -> None:
+    """In one short line that names the field, or what it is of."""
+    with pytest.raises(OptionError, match=name) as refused:
         replace(SETTING, **change)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 120
 
 
-def test_extremes_are_numbers() -> None:
-    """Drift too large for a number is infinite, and constants may lie 60 powers of ten apart."""
-    wild = replace(
-        SETTING, delay=0, outer_step=1.0, momentum=0.0, local_steps=2000, inner_step=0.45
-    )
-    found = bound.evaluate(wild)
-    assert isinstance(found, Bound)
-    assert found.drift == math.inf
-    largest = replace(SETTING, inner_step=1e60, outer_step=1e60, momentum=1 - 1e-16)
-    assert isinstance(bound.evaluate(largest), Infeasible)
-
-
-@pytest.mark.parametrize("rounds", [10**3, 10**12, 10**30])
-def test_tuned_step_is_the_analytic_one(rounds: int) -> None:
-    """At long horizons the best bound is 2 sqrt(2 Delta L sigma^2/(G T tau)), to 1 %."""
-    plain = replace(SETTING, rounds=rounds, local_steps=1, outer_step=1.0, momentum=0.0, delay=0)
-    best = bound.evaluate(bound.tuned(plain))
-    assert isinstance(best, Bound)
-    analytic = 2 * math.sqrt(2 * 1.5 * 2 * 0.5 / (4 * rounds))
-    assert analytic <= best.total * (1 + 1e-9)
-    assert best.total <= 1.01 * analytic
-
-
-def test_limits_of_tuning() -> None:
-    """Without noise the infimum is at the edge of the condition; without a gap no step is best."""
-    quiet = replace(SETTING, noise=0.0)
-    assert not bound.has_best_step(quiet)
-    found = bound.tuned(quiet)
-    largest = bound.largest_inner_step(quiet)
-    assert found.inner_step == pytest.approx(largest, rel=1e-8)
-    assert isinstance(bound.evaluate(found), Bound)
-    with pytest.raises(OptionError, match="gap is 0"):
-        bound.tuned(replace(SETTING, gap=0.0))
-
-
-@pytest.mark.parametrize(
-    ("noise", "heterogeneity", "tau", "expected"),
-    [(0.5, 0.0, 1, True), (0.0, 0.5, 2, True), (0.0, 0.5, 1, False), (0.0, 0.0, 2, False)],
-)
-def test_noise_and_drift_make_a_best_step(
-    noise: float, heterogeneity: float, tau: int, *, expected: bool
-) -> None:
-    """Heterogeneous workers drift only if they take two steps or more."""
-    setting = replace(
-        SETTING, noise=noise, heterogeneity=heterogeneity, local_steps=tau, rounds=10**6
-    )
-    assert bound.has_best_step(setting) is expected
-    tuned = bound.tuned(setting).inner_step
-    at_edge = tuned > (1 - 1e-6) * bound.largest_inner_step(setting)
-    assert at_edge is not expected
-
-
-def recorded(alpha: float, beta: float, penalty: float, delay: int) -> tuple[Trajectory, float]:
-    """A short noisy run, and its eta."""
-    steps = variants(0.05, outer_step=alpha, momentum=beta, penalty=penalty, noise=1.0)
-    size = RunSize(workers=3, rounds=12, local_steps=4, seeds=2, delay=delay)
-    _, path = walk(quadratic(1.0, 0.3), steps, size)
-    return path, alpha * 0.05 / ((1 - beta) * penalty)
-
-
-@pytest.mark.parametrize(
-    ("alpha", "beta", "penalty", "delay"),
-    [(1, 0, 1, 1), (0.7, 0.5, 2, 1), (0.3, 0.9, 1.5, 1), (0.7, 0.5, 2, 0), (0.6, 0.4, 1, 3)],
-)
-def test_virtual_iterate_is_exact(alpha: float, beta: float, penalty: float, delay: int) -> None:
-    """z_0 = x_0, z_{t+1} = z_t - eta D_t, and for CO2 z_t - x_t = -eta Lambda m_t, to 1e-12."""
-    path, eta = recorded(alpha, beta, penalty, delay)
-    x, sums = path.points, path.sums
-    z = [
-        x[t] - eta * sum((effect(delay, beta, t - s) * sums[s] for s in range(t)), 0 * x[0])
-        for t in range(12)
-    ]
-    np.testing.assert_allclose(z[0], x[0], atol=1e-12)
-    for t in range(11):
-        np.testing.assert_allclose(z[t + 1], z[t] - eta * sums[t], atol=1e-12)
-    if delay == 1:
-        np.testing.assert_array_equal(x[1], x[0])
-        for t in range(12):
-            extrapolated = x[t + 1] + beta / (1 - beta) * (x[t + 1] - x[t])
-            np.testing.assert_allclose(z[t], extrapolated, atol=1e-12)
-            np.testing.assert_allclose(z[t] - x[t], -eta * penalty * path.momenta[t], atol=1e-12)
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("problem", [quadratic(1.0, 0.2), unlike_workers()])
-def test_oracle_agrees_with_the_simulator(problem: Quadratic, delay: int) -> None:
-    """A, drift, last point: the simulated means lie within 4 standard errors of the exact ones."""
-    steps = variants(
-        np.array([0.02, 0.1, 0.02]),
-        outer_step=np.array([0.5, 0.7, 1.0]),
-        momentum=np.array([0.5, 0.2, 0.0]),
-        penalty=np.array([1.0, 2.0, 1.0]),
-        noise=np.array([1.0, 0.5, 2.0]),
-    )
-    size = RunSize(workers=4, rounds=30, local_steps=5, seeds=1500, delay=delay)
-    outcome = run(problem, steps, size)
-    exact = exact_moments.exact(problem, steps, size, spread=True)
-    for measured, expected in (
-        (outcome.gradient, exact.gradient),
-        (outcome.drift, exact.drift),
-        ((outcome.final**2).sum(-1), exact.final[1].sum(-1)),
-    ):
-        error = measured.std(axis=1, ddof=1) / math.sqrt(size.seeds)
-        assert (np.abs(measured.mean(axis=1) - expected) < 4 * error).all()
-    np.testing.assert_allclose(outcome.spread, exact.spread, rtol=0.05, atol=1e-12)
-
-
-@pytest.mark.parametrize(("beta", "progress", "delay"), [(0.5, 0.2, 1), (0, 0.5, 1), (0.5, 1.2, 0)])
-def test_stationary_variance(beta: float, progress: float, delay: int) -> None:
-    """The closed form is the limit of the recursion; beyond the edge there is none."""
-    step, tau = 0.1, 3
-    alpha = progress / (1 - (1 - step) ** tau)
-    steps = variants(step, outer_step=alpha, momentum=beta, noise=1.0)
-    size = RunSize(workers=2, rounds=50_000, local_steps=tau, delay=delay)
-    long = exact_moments.exact(quadratic(1.0), steps, size)
-    jump = (alpha * step) ** 2 * sum((1 - step) ** (2 * j) for j in range(tau)) / 2
-    expected = exact_moments.stationary(progress, beta, jump, delay)
-    assert long.final[1].item() == pytest.approx(expected, rel=1e-9)
-    assert math.isinf(exact_moments.stationary(exact_moments.edge(beta, delay), beta, jump, delay))
-    matrix, _ = exact_moments.transition(quadratic(1.0), steps, 2, tau, delay)
-    radius = np.abs(np.linalg.eigvals(matrix[0, 0, :2, :2])).max()
-    assert (radius < 1) is np.bool_(exact_moments.is_stable(progress, beta, delay))
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        quadratic(1.0, 0.3),
-        unlike_workers(),
-        Cosine(np.array([[0.5], [0.7]]), np.array([[0.2], [-0.2]]), np.ones(1), 3.0, 0.1),
-        Hill(np.array([[0.5], [0.7]]), np.array([[0.2], [-0.2]]), np.ones(1)),
-        breast_cancer(),
-        breast_cancer(4),
-    ],
-)
-def test_problems_keep_their_constants(problem: Quadratic | Cosine | Hill) -> None:
-    """Gradients are those of the value and the mean of the workers'; L and f_inf are as stated."""
-    rng = np.random.default_rng(3)
-    dimension = len(problem.start)
-    points = rng.normal(scale=0.7, size=(200, dimension))
-    direction = rng.normal(size=dimension)
-    step = 1e-5
-    ahead, behind = points + step * direction, points - step * direction
-    slope = (problem.value(ahead) - problem.value(behind)) / (2 * step)
-    np.testing.assert_allclose(slope, problem.gradient(points) @ direction, atol=1e-6)
-    workers = 4 if dimension in {3, 31} else 2
-    tiled = np.repeat(points[:, None, :], workers, axis=1)
-    each = problem.gradients(tiled)
-    mean = np.broadcast_to(each, tiled.shape).mean(axis=1)
-    np.testing.assert_allclose(mean, problem.gradient(points), atol=1e-10)
-    spread = ((each - mean[:, None, :]) ** 2).sum(-1).mean(-1)
-    np.testing.assert_allclose(spread, problem.spread(points), atol=1e-10)
-    if problem.most_spread is not None:
-        assert (spread <= problem.most_spread + 1e-9).all()
-    assert (problem.value(points) >= -1e-12).all()
-    further = problem.gradients(tiled + 1e-4 * rng.normal(size=dimension)) - each
-    lengths = np.linalg.norm(further, axis=-1)
-    rng = np.random.default_rng(3)
-    rng.normal(size=(200, dimension)), rng.normal(size=dimension)
-    moved = 1e-4 * np.linalg.norm(rng.normal(size=dimension))
-    assert (lengths <= problem.smoothness * moved * (1 + 1e-9)).all()
-
-
-def test_minibatches_are_unbiased_and_their_variance_is_exact() -> None:
-    """Averaged over many draws, gradients and variances are those that are stated."""
-    problem = breast_cancer()
-    sampler = Minibatches(problem, 4)
-    rng = np.random.default_rng(0)
-    point = rng.normal(scale=0.2, size=31)
-    draws = 20_000
-    points = np.broadcast_to(point, (1, draws, 1, 31))
-    drawn = sampler.draw(rng, (1, draws, 1))
-    found, variance = sampler.gradients(points, drawn[0], np.zeros((1, 1, 1, 1)))
-    assert variance is not None
-    apart = ((found - problem.gradient(point)) ** 2).sum(-1)
-    assert apart.mean() == pytest.approx(variance[0, 0, 0], rel=0.05)
-    error = found.std(axis=1) / math.sqrt(draws)
-    assert (np.abs(found.mean(axis=1) - problem.gradient(point)) < 4.5 * error).all()
-    margins = problem.labels[0] * (problem.rows[0] @ point)
-    by_hand = -(problem.labels[0] * expit(-margins)) @ problem.rows[0] / 569 + 0.01 * point
-    np.testing.assert_allclose(problem.gradient(point), by_hand, atol=1e-12)
-
-
-def test_gap_aware_penalty_stays_in_its_range() -> None:
-    """It begins with 1, lies in [1, 1 + 1/(1 - beta)], and is at work."""
-    beta = np.array([0.0, 0.5, 0.8])
-    steps = variants(0.05, outer_step=0.5, momentum=beta, noise=1.0, gap_aware=True)
-    size = RunSize(workers=2, rounds=50, local_steps=4, seeds=20)
-    outcome = run(quadratic(1.0, 0.3), steps, size)
-    assert (outcome.penalty > 1.2).all()
-    assert (outcome.penalty <= 1 + 1 / (1 - beta) + 1e-12).all()
-
-
-def test_clipping_and_delay() -> None:
-    """Clipping tames what diverges and is counted; delay 0 is the synchronous update."""
-    steps = variants(0.1, outer_step=1.0, momentum=0.5, clip=np.array([np.inf, 1.0]))
-    size = RunSize(workers=2, rounds=200, local_steps=16)
-    late = run(quadratic(1.0), steps, size)
-    assert late.gradient[0, 0] > 1e3
-    assert late.gradient[1, 0] < 10
-    assert late.clipped.tolist()[0] == 0
-    assert 0 < late.clipped[1] <= 1
-    calm = run(quadratic(1.0), steps, replace(size, delay=0))
-    assert calm.gradient[0, 0] < 1
-    with pytest.raises(OptionError, match="gap-aware"):
-        run(quadratic(1.0), variants(0.1, gap_aware=True), replace(size, delay=0))
-    with pytest.raises(OptionError, match="delay is -1"):
-        run(quadratic(1.0), steps, replace(size, delay=-1))
+def test_shares_out_of_range_are_refused() -> None:
+    """What is thrown away altogether has no bound, what is predicted has to die out."""
+    for change in ({"steps": 0}, {"keep": 0.0}, {"keep": 1.1}, {"predict": 1.0}):
+        with pytest.raises(OptionError):
+            replace(Late(steps=1), **change)  # type: ignore[arg-type]

@@ -1,32 +1,54 @@
-"""The pieces of the protocol of `verify`: what is kept, what counts, what is fitted."""
+"""The protocol of `co2analysis verify`, in this process: it holds, it can fail, it is kept.
 
+All cells of the quick protocol but the costly ones of logistic regression are measured once.
+"""
+
+import base64
+import json
 import math
 import os
+import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from analysis.convergence import bound
-from analysis.convergence.objectives.families import FAMILIES
-from analysis.convergence.protocol import rate_fits, store, tightness
+from analysis.cli import main
+from analysis.convergence import bound, late_bound, report
+from analysis.convergence.bound import Bound, Infeasible
+from analysis.convergence.lateness import Late
+from analysis.convergence.objectives.problems import Problem
+from analysis.convergence.protocol import (
+    checks,
+    grid_plan,
+    late_findings,
+    late_identities,
+    late_oracle,
+    late_plan,
+    oracle,
+    rate_fits,
+    store,
+    tightness,
+)
+from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
-from analysis.convergence.protocol.oracle import IdentityCell, IdentityTask
+from analysis.convergence.protocol.oracle import IdentityCell, IdentityTask, MomentsTask
+from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import TightnessRow
 from analysis.convergence.setting import Setting
 from analysis.convergence.simulate import run
-from analysis.convergence.variants import RunSize, variants
+from analysis.convergence.variants import Outcome, RunSize, Variants
 from co2sim.errors import CatalogError
+from co2sim.report import markdown
 
+slow = pytest.mark.slow
 PROBLEM = Setting(
-    smoothness=10.0,
-    noise=1.0,
-    gap=5.0,
-    workers=1,
-    rounds=1,
-    local_steps=1,
-    inner_step=1e-3,
+    smoothness=10.0, noise=1.0, gap=5.0, workers=1, rounds=1, local_steps=1, inner_step=1e-3
 )
 FEASIBLE = TightnessRow(
     family="any",
@@ -37,60 +59,358 @@ FEASIBLE = TightnessRow(
     error=0.0,
     bound=bound.evaluate(PROBLEM),
 )
+MINIBATCHES = GridTask(
+    family="logistic, minibatches", workers=2, local_steps=2, rounds=8, delay=1, seeds=4
+)
 
 
-def test_changed_modules_make_cells_stale(tmp_path: Path) -> None:
-    """The hash covers every module of the wing, however deep, and nothing else."""
-    for name in ("bound.py", "simulate.py", "exact_moments.py", "objectives/problems.py"):
-        assert (store.WING / name).is_file()
-    (tmp_path / "deep").mkdir()
-    module = tmp_path / "deep" / "module.py"
-    module.write_text("x = 1\n")
-    before = store.version(tmp_path)
-    (tmp_path / "notes.txt").write_text("y")
-    assert store.version(tmp_path) == before
-    module.write_text("x = 2\n")
-    assert store.version(tmp_path) != before
+@pytest.fixture(scope="module")
+def cells() -> list[Cell]:
+    """Those of the quick protocol, but of logistic regression only a small one."""
+    tasks = [
+        task
+        for task in store.plan(quick=True)
+        if not (isinstance(task, GridTask) and task.family.startswith("logistic"))
+    ]
+    return [task.measure() for task in (*tasks, MINIBATCHES)]
 
 
-def test_broken_cells_are_measured_again(tmp_path: Path) -> None:
-    """An empty file, a cut one, one of another kind or of another task are as good as none."""
-    place = tmp_path / "cell.json"
-    task = IdentityTask()
-    whole = '{"task":{},"errors":[1e-16],"kind":"identities"}'
-    other = '{"task":{},"lines":[],"kind":"terms"}'
-    for text in ("", whole[:-9], "[]", "{}", other, whole.replace("[1e-16]", '"1"')):
-        place.write_text(text)
-        assert store.kept(place, task) is None
-    place.write_text(whole)
-    assert store.kept(place, task) == IdentityCell(task, (1e-16,))
-    assert store.kept(tmp_path / "none.json", task) is None
-    os.mkfifo(tmp_path / "pipe.json")
-    (tmp_path / "folder.json").mkdir()
-    for name, said in (("pipe", "it is not a regular file"), ("folder", "Is a directory")):
-        with pytest.raises(CatalogError, match=f"cannot read .*/{name}.json: {said}"):
-            store.kept(tmp_path / f"{name}.json", task)
+@pytest.fixture(scope="module")
+def findings(cells: list[Cell]) -> Findings:
+    """What these cells say."""
+    return checks.judge(cells, quick=True)
 
 
-def test_diverged_cells_come_back_as_they_were(tmp_path: Path) -> None:
-    """Infinite and NaN measurements are kept: read again, they are still violations."""
-    task = GridTask(family="hill", workers=2, local_steps=1, rounds=8, delay=1, seeds=3)
-    runs = tuple(GridRun(PROBLEM, value, value, 3) for value in (math.inf, math.nan, 1 / 3))
-    place = tmp_path / "cell.json"
-    place.write_bytes(store.encoded(GridCell(task, runs)))
-    again = store.kept(place, task)
-    assert isinstance(again, GridCell)
-    assert repr(again) == repr(GridCell(task, runs))
-    assert [row.violated for row in again.rows()][:2] == [True, True]
+def failed(findings: Findings) -> list[str]:
+    """The claims that fail."""
+    return [check.claim for check in findings.checks if not check.passed]
 
 
-def test_infeasible_is_never_a_violation() -> None:
-    """Outside the condition a row has neither a ratio nor a verdict."""
+def judged(findings: Findings, part: str, change: dict[str, Any]) -> list[str]:
+    """The claims that fail if this part of the findings were another."""
+    one = replace(getattr(findings, part), **change)
+    judges: dict[str, Callable[[Any], Iterator[Any]]] = {
+        "grid": checks.grid_checks,
+        "oracle": checks.oracle_checks,
+        "rates": checks.rate_checks,
+        "isolation": checks.control_checks,
+        "late": lambda found: late_findings.checks(found, quick=True),
+    }
+    return [check.claim for check in judges[part](one) if not check.passed]
+
+
+# --- it holds ------------------------------------------------------------------------------------
+
+
+@slow
+def test_everything_holds(findings: Findings) -> None:
+    """No violation on thousands of settings, tight families, and every other check."""
+    assert failed(findings) == []
+    for found in (findings.grid, findings.late):
+        assert found.violations == 0
+        assert found.configurations < found.settings
+        assert max(group.largest for group in found.by_family.values()) > 0.9
+        assert all(found.noticed[name].begins > 0.5 for name in bound.TERMS)
+        assert [line.ratio for line in found.worst] == sorted(
+            (line.ratio for line in found.worst), reverse=True
+        )
+    assert [edge.delay for edge in findings.oracle.edges] == [1] * 16 + [0] * 8
+    assert findings.late.by_mix.keys() == {"keep 1, predict 0", "keep 0.5, predict 0.5"}
+    assert findings.grid.published.asked > findings.grid.published.unbounded
+    significant = {line.family for line in findings.rates.fits if line.significant}
+    assert significant == {"two kinds"}
+
+
+@slow
+def test_what_rescues_a_run_and_what_does_not(findings: Findings) -> None:
+    """Beyond the edge CO2 is lost without a rule, and not with a penalty of 4, nor in SlowMo."""
+    lost = {
+        (part.delay, line.rule)
+        for part in findings.isolation.rescue
+        for line in part.lines
+        if line.lost and line.load > 1
+    }
+    assert (1, "neither") in lost
+    assert (1, "penalty 4") not in lost
+    assert (0, "neither") not in lost
+    for part in findings.isolation.rescue:
+        first = [line for line in part.lines if line.load == part.lines[0].load]
+        assert len(first) == (7 if part.delay else 6)
+        assert {line.rule for line in first if line.clipped} <= {"clip 8", "clip 2", "clip 0.5"}
+
+
+@slow
+def test_parts_of_a_lie_below_the_terms_that_cover_them(findings: Findings) -> None:
+    """Each of the four, for small and large steps; optimization and noise are nearly reached."""
+    ratios: dict[str, list[float]] = {}
+    for part in findings.isolation.terms:
+        if part.ratio is not None:
+            ratios.setdefault(part.term, []).append(part.ratio)
+    assert ratios.keys() == set(bound.TERMS)
+    assert all(0 < ratio < 1 for some in ratios.values() for ratio in some)
+    assert max(ratios["noise"]) > 0.5
+    assert max(ratios["staleness"]) > 0.1
+    assert len(ratios["optimization"]) == 9
+
+
+@slow
+def test_rates_are_those_of_theory(findings: Findings) -> None:
+    """In the small stratum the slopes of equal workers are -1/2 in G, tau and T."""
+    small = {line.family: line.slopes for line in findings.rates.slopes if line.stratum == "small"}
+    assert small["isotropic"] == pytest.approx((-0.5, -0.5, -0.5), abs=0.12)
+    assert small["two kinds"][1] > small["isotropic"][1] + 0.05
+    assert {len(points) for points in findings.rates.curves.values()} <= {
+        20,
+        21,
+        22,
+        23,
+        24,
+        *range(25, 37),
+    }
+    lines = findings.rates.agreement
+    assert {line.cells for line in lines} <= set(range(4, 13))
+    assert all(
+        low < value < high
+        for line in lines
+        for low, value, high in zip(line.low, line.measured, line.high, strict=True)
+    )
+
+
+def test_identities_of_the_derivation_hold() -> None:
+    """Z moves by -eta D_t, and the gap is what the page says; late or not, to 1e-12."""
+    cell = IdentityTask().measure()
+    late = late_oracle.LateIdentityTask().measure()
+    assert max(cell.errors) <= oracle.IDENTITY
+    assert max(late.errors) <= oracle.IDENTITY
+    assert late.mean <= oracle.IDENTITY  # with all kept it is that of local SGD
+    assert (len(cell.errors), len(late.errors)) == (8, 6)
+
+
+@slow
+def test_the_whole_plan_is_large_enough() -> None:
+    """More than 20,000 late settings of every mix; every family; quick is a part of its kind."""
+    tasks = list(late_plan.plan(quick=False))
+    assert {mix for task in tasks for mix in task.mixes} >= {(1.0, 0.0), (0.5, 0.5), (0.2, 0.8)}
+    pairs_and_steps = 6 * 2 * 3  # outer steps, constant penalties, fractions of the largest gamma
+    least = sum(pairs_and_steps * len(t.mixes) for t in tasks if t.inner_step is None)
+    assert least > late_findings.LEAST >= 20_000
+    whole = list(grid_plan.plan(quick=False))
+    assert {task.delay for task in whole} == {0, 1, 2, 4, 16}
+    assert {task.workers for task in whole} >= {1, 2, 4, 16}
+    for quick in (True, False):
+        every = list(store.plan(quick=quick))
+        assert len({repr(task) for task in every}) == len(every)
+        assert all(task.work > 0 for task in every)
+        most = 256 if quick else 2048
+        drawn = [t for t in every if isinstance(t, GridTask) and t.seeds and t.inner_step is None]
+        assert max(task.rounds * task.local_steps for task in drawn) <= most
+
+
+# --- it can fail ---------------------------------------------------------------------------------
+
+
+def rows_of(cells: list[Cell], *, late: bool, evaluate: Any = None) -> list[TightnessRow]:
+    """All rows of one of the grids, perhaps with another bound."""
+    grids = (cell for cell in cells if isinstance(cell, GridCell))
+    chosen = (cell for cell in grids if bool(cell.task.late_steps) is late)
+    return [row for cell in chosen for row in cell.rows(evaluate)]
+
+
+@slow
+@pytest.mark.parametrize("name", bound.TERMS)
+def test_wrong_terms_are_noticed(cells: list[Cell], name: str) -> None:
+    """With any one term halved there are violations, and the check of the grid fails."""
+
+    def wrong(setting: Setting) -> Bound | Infeasible:
+        terms = bound.evaluate(setting)
+        if isinstance(terms, Infeasible):
+            return terms
+        return replace(terms, **{name: 0.5 * getattr(terms, name)})
+
+    assert any(row.violated for row in rows_of(cells, late=True, evaluate=wrong))
+    found = tightness.summary(rows_of(cells, late=False, evaluate=wrong))
+    assert "no violation" in next(c.claim for c in checks.grid_checks(found) if not c.passed)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("late", "part", "ratios"),
+    [(False, 0.5, [1.023, 1.046, 1.073]), (True, 0.25, [1.256, 1.216, 1.211])],
+)
+def test_a_wrong_condition_is_noticed(
+    cells: list[Cell],
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,  # noqa: FBT001 - pytest's
+    part: float,
+    ratios: list[float],
+) -> None:
+    """With a part of C the theorem would speak of runs that exceed it: docs/theory.md."""
+    grids = [cell for cell in cells if isinstance(cell, GridCell)]
+    beyond: list[Cell] = [c for c in grids if c.task.inner_step is not None]
+    assert all(isinstance(row.bound, Infeasible) for row in rows_of(beyond, late=late))
+    module = late_bound if late else bound
+    right = module.gap_constants
+
+    def less(*given: Any) -> tuple[float, float]:
+        by_gradients, by_noise = right(*given)
+        return by_gradients * part, by_noise
+
+    monkeypatch.setattr(module, "gap_constants", less)
+    rows = rows_of(beyond, late=late)
+    assert [row.ratio for row in rows] == pytest.approx(ratios, abs=2e-3)
+    assert all(row.violated for row in rows)
+
+
+@slow
+def test_a_wrong_oracle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of another delay, or that keep less, do not fit the oracle."""
+    plain = MomentsTask(family="isotropic", workers=4, local_steps=8, rounds=32, delay=0, seeds=400)
+    for claimed, fits in ((0, True), (1, False)):
+        largest = max(abs(z) for row in oracle.scores(plain, claimed) for z in row)
+        assert largest < 4 if fits else largest > 10
+
+    def forgetful(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
+        return run(problem, replace(which, keep=0.1 * which.keep), size, **options)
+
+    late = late_oracle.LateMomentsTask(
+        family="isotropic", workers=3, local_steps=6, late_steps=3, rounds=24, seeds=1000
+    )
+    monkeypatch.setattr(oracle, "run", forgetful)
+    assert max(abs(z) for row in late.measure().scores for z in row) > 10
+
+
+def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The identity of a run with other options than its own fails by far."""
+    case = late_identities.CASES[3]
+    assert late_identities.gap_error(*case) < 1e-14
+
+    def other(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
+        return run(problem, replace(which, predict=np.array([0.4])), size, **options)
+
+    monkeypatch.setattr(late_identities, "run", other)
+    assert late_identities.gap_error(*case) > 1e-3
+
+
+LACKING: dict[str, list[tuple[str, Any, str]]] = {
+    "grid": [
+        ("configurations", 2999, "no violation"),
+        ("violations", 1, "no violation"),
+        ("beyond", (), "half of C"),
+    ],
+    "oracle": [
+        ("largest_identity_error", 2e-12, "identities"),
+        ("largest_score", 4.0, "simulator"),
+        ("configurations", 29, "simulator"),
+        ("edges", (), "edge"),
+        ("largest_edge_error", 0.0021, "edge"),
+    ],
+    "rates": [("agreement", (), "slopes"), ("fits", (), "G tau/T")],
+    "isolation": [
+        ("staleness_significant", False, "staleness"),
+        ("fixed_fails", False, "fixed step"),
+        ("edge_fails", False, "edge"),
+        ("delay_fails", False, "delay"),
+    ],
+    "late": [
+        ("violations", 1, "no violation"),
+        ("configurations", 1999, "no violation"),
+        ("beyond", (), "quarter of C"),
+        ("largest_identity_error", 1e-9, "the gap"),
+        ("mean_error", 1e-9, "the gap"),
+        ("largest_score", 4.1, "against oracle"),
+        ("simulated", 23, "against oracle"),
+        ("wrong", 1, "Jury"),
+        ("systems", 100, "Jury"),
+        ("edges", (), "Jury"),
+        ("drifts", (), "cost drift"),
+    ],
+}
+
+
+@slow
+@pytest.mark.parametrize("part", LACKING)
+def test_too_little_evidence_is_none(findings: Findings, part: str) -> None:
+    """A violation, too few of anything, or nothing at all: the claim fails, and no other."""
+    for name, value, token in LACKING[part]:
+        (claim,) = judged(findings, part, {name: value})
+        assert token in claim
+
+
+@slow
+def test_wrong_lines_are_noticed(findings: Findings) -> None:
+    """A term that may be wrong, a slope that disagrees, an edge that is none, a dearer drift."""
+    for part, found in (("grid", findings.grid), ("late", findings.late)):
+        for name in bound.TERMS:
+            one = found.noticed[name]
+            blind = replace(one, violations={**one.violations, "0.5": 0})
+            assert len(judged(findings, part, {"noticed": {**found.noticed, name: blind}})) == 1
+    lines, late = findings.rates.agreement, findings.late
+    disagreeing = replace(lines[0], agree=False)
+    assert len(judged(findings, "rates", {"agreement": (*lines, disagreeing)})) == 1
+    for change in ({"below": 1.5}, {"above": 1.0}):
+        edge = replace(late.edges[0], **change)
+        assert len(judged(findings, "late", {"edges": (*late.edges, edge)})) == 1
+    for change in ({"unlike": 1.05 * late.drifts[0].unlike}, {"alike": 0.95}):
+        line = replace(late.drifts[0], **change)
+        assert len(judged(findings, "late", {"drifts": (line,)})) == 1
+    least = [c.claim for c in late_findings.checks(late, quick=False) if not c.passed]
+    assert [claim for claim in least if "20,000" in claim] == least != []
+
+
+@slow
+def test_chance_is_decided_by_more_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What exceeds the bound is run again with eight times the seeds, three times at most."""
+    task = GridTask(family="isotropic", workers=2, local_steps=1, rounds=8, delay=1, seeds=4)
+    right = bound.evaluate
+
+    def strict(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
+        found = right(setting, condition)
+        if isinstance(found, Infeasible) or setting.noise != 0.3:
+            return found
+        return replace(found, optimization=0.0, noise=0.0, staleness=0.0, drift=1e-12)
+
+    monkeypatch.setattr(bound, "evaluate", strict)
+    runs = task.measure().runs
+    assert {one.seeds for one in runs if one.setting.noise == 0.3} == {4 * 8**3}
+    assert 4 in {one.seeds for one in runs if one.setting.noise != 0.3} <= {4, 32}
+
+
+# --- rows, fits and cells ------------------------------------------------------------------------
+
+
+def test_infeasible_is_never_a_violation_and_nan_always_is() -> None:
+    """Outside the condition a row has neither a ratio nor a verdict; what diverged never passes."""
     beyond = replace(PROBLEM, inner_step=1.0)
     row = replace(FEASIBLE, setting=beyond, measured=1e9, bound=bound.evaluate(beyond))
     assert not row.violated
     assert math.isnan(row.ratio)
+    assert row.dominant == ""
     assert tightness.summary([row, row]).infeasible == 2
+    assert not FEASIBLE.violated
+    assert replace(FEASIBLE, measured=math.nan, error=math.nan).violated
+
+
+def test_the_margin_is_added_to_the_mean() -> None:
+    """3 standard errors, more for few seeds: Student's t, from tables. At the bound all is well."""
+    assert tightness.margin(10_000) == pytest.approx(3, abs=2e-3)
+    assert tightness.margin(4) == pytest.approx(9.22, abs=0.02)
+    assert (tightness.margin(1), tightness.margin(2)) == (3, pytest.approx(235.8, abs=0.1))
+    row = replace(FEASIBLE, measured=FEASIBLE.total - 3.0, error=1.0, seeds=1)
+    assert not row.violated
+    assert replace(row, error=1.0001).violated
+    (part,) = tightness.sensitivity([row], {"noise": np.array([2.0])}).values()
+    reached = row.measured - 3.0  # by its margin, so that no number of seeds would undo it
+    assert part.begins == pytest.approx((reached - row.total + 2.0) / 2.0)
+    free = TightnessRow(
+        family="any",
+        delay=1,
+        rule="1",
+        setting=PROBLEM,
+        measured=0.0,
+        error=0.0,
+        bound=Bound(optimization=0.0, noise=0.0, staleness=0.0, drift=0.0),
+    )
+    assert (free.ratio, replace(free, measured=1.0).ratio) == (0.0, math.inf)
 
 
 def test_the_same_run_counts_once() -> None:
@@ -98,29 +418,10 @@ def test_the_same_run_counts_once() -> None:
     again = replace(FEASIBLE, setting=replace(PROBLEM, workers=7), family="any, exact")
     other = replace(FEASIBLE, measured=0.6)
     assert tightness.distinct([FEASIBLE, again, other]) == [FEASIBLE, other]
-
-
-def test_few_seeds_widen_the_margin() -> None:
-    """The margin has the coverage of 3 normal standard errors: Student's t, from tables."""
-    assert tightness.margin(10_000) == pytest.approx(3, abs=2e-3)
-    assert tightness.margin(4) == pytest.approx(9.22, abs=0.02)
-
-
-def test_diverged_measurement_is_a_violation() -> None:
-    """NaN never passes."""
-    assert not FEASIBLE.violated
-    assert replace(FEASIBLE, measured=math.nan, error=math.nan).violated
-
-
-def test_variants_apart_do_not_share_noise() -> None:
-    """Two equal variants see the same noise, or, apart, noise of their own."""
-    which = variants(np.full(2, 0.1), noise=1.0)
-    size = RunSize(workers=2, rounds=4, local_steps=3, seeds=5)
-    problem = FAMILIES["isotropic"](2)
-    one, two = run(problem, which, size).gradient
-    np.testing.assert_array_equal(one, two)
-    one, two = run(problem, which, size, apart=True).gradient
-    assert (one != two).all()
+    group = tightness.grouped([FEASIBLE, other, replace(other, seeds=9)], lambda _: "x")["x"]
+    assert (group.configurations, group.violations) == (3, 0)
+    assert (group.median, group.largest) == (other.ratio, other.ratio)
+    assert (group.least_seeds, group.most_seeds) == (0, 9)
 
 
 def test_fits_find_what_was_put_in() -> None:
@@ -134,3 +435,193 @@ def test_fits_find_what_was_put_in() -> None:
     np.testing.assert_allclose(coefficients, [1.5, 2, 0, 0.1], atol=1e-9)
     assert error < 1e-9
     assert rate_fits.fit(sizes, whole, last=False)[1] > 0.1
+
+
+def test_changed_modules_make_cells_stale(tmp_path: Path) -> None:
+    """The hash covers every module of the wing, however deep, and nothing else."""
+    for name in ("bound.py", "simulate.py", "exact_moments.py", "objectives/problems.py"):
+        assert (store.WING / name).is_file()
+    module = tmp_path / "deep" / "module.py"
+    module.parent.mkdir()
+    module.write_text("x = 1\n")
+    before = store.version(tmp_path)
+    (tmp_path / "notes.txt").write_text("y")
+    assert store.version(tmp_path) == before
+    module.write_text("x = 2\n")
+    assert store.version(tmp_path) != before
+
+
+def test_cells_come_back_as_they_were(tmp_path: Path) -> None:
+    """Infinite and NaN measurements are kept: read again, they are still violations."""
+    task = GridTask(family="hill", workers=2, local_steps=1, rounds=8, delay=1, seeds=3)
+    runs = tuple(GridRun(PROBLEM, value, value, 3) for value in (math.inf, math.nan, 1 / 3))
+    place = tmp_path / "cell.json"
+    place.write_bytes(store.encoded(GridCell(task, runs)))
+    again = store.kept(place, task)
+    assert isinstance(again, GridCell)
+    assert repr(again) == repr(GridCell(task, runs))
+    assert [row.violated for row in again.rows()][:2] == [True, True]
+    assert store.kept(place, replace(task, seeds=4)) is None
+
+
+def test_broken_cells_are_none(tmp_path: Path) -> None:
+    """An empty file, a cut one, one of another kind; what is no regular file is refused."""
+    place, task = tmp_path / "cell.json", IdentityTask()
+    whole = '{"task":{},"errors":[1e-16],"kind":"identities"}'
+    other = '{"task":{},"lines":[],"kind":"terms"}'
+    for text in ("", whole[:-9], "[]", "{}", other, whole.replace("[1e-16]", '"1"')):
+        place.write_text(text)
+        assert store.kept(place, task) is None
+    place.write_text(whole)
+    assert store.kept(place, task) == IdentityCell(task, (1e-16,))
+    assert store.kept(tmp_path / "none.json", task) is None
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "folder.json").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(CatalogError, match=f"{name}.json"):
+            store.kept(tmp_path / f"{name}.json", task)
+
+
+def test_an_interrupted_protocol_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only missing cells are measured, and come out the same; all are in the order of the plan."""
+    tasks = [
+        MomentsTask(family="spread", workers=2, local_steps=1, rounds=r, delay=1, seeds=5)
+        for r in (4, 8, 6)
+    ]
+    monkeypatch.setattr(store, "plan", lambda *, quick: tasks[: 3 if quick else 0])
+    seen: list[tuple[int, int]] = []
+
+    def measured() -> list[Cell]:
+        seen.clear()
+        return store.measure(
+            tmp_path, quick=True, jobs=1, progress=lambda done, whole: seen.append((done, whole))
+        )
+
+    first = measured()
+    assert [cell.task for cell in first] == tasks
+    assert seen == [(n, 3) for n in range(4)]
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 3
+    lost = min(before)
+    lost.unlink()
+    assert measured() == first
+    assert seen == [(2, 3), (3, 3)]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# --- the report and the command ------------------------------------------------------------------
+
+
+def verify(cells: list[Cell], folder: Path, *options: str) -> int:
+    """Run `co2analysis verify` on these cells; gives its exit code."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(store, "measure", lambda *_, **__: cells)
+        patched.setattr(sys, "argv", ["co2analysis", "verify", "--out", str(folder), *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def written(cells: list[Cell], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of the report, by name; the command ends with exit code 0."""
+    folder = tmp_path_factory.mktemp("verify")
+    also = folder / "also.html"
+    assert verify(cells, folder, "--quick", "--report", str(also)) == 0
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@slow
+def test_the_page_leads_with_the_answer_and_holds_the_numbers(
+    written: dict[str, bytes], findings: Findings
+) -> None:
+    """One heading, the findings in it; sections below; the file of numbers; no script at all."""
+    whole = written["report.html"].decode()
+    (heading,) = re.findall(r"<h1>(.*?)</h1>", whole)
+    grid = findings.grid
+    assert str(len(findings.checks)) in heading
+    assert f"{grid.configurations:,}" in heading
+    assert f"{grid.worst[0].ratio:.2f}" in heading
+    levels = [int(level) for level in re.findall(r"<h([1-6])", whole)]
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert "<script" not in whole
+    (numbers,) = re.findall(r'download="results.json" href="data:[^;]+;base64,([^"]+)"', whole)
+    assert base64.b64decode(numbers) == written["results.json"]
+    assert "co2analysis verify --out" in whole
+    assert written["also.html"].decode() == whole
+
+
+@slow
+def test_the_report_has_its_tables_and_figures(
+    written: dict[str, bytes], findings: Findings
+) -> None:
+    """Rows have as many cells as heads; pictures are there, in the page with words for them."""
+    page, whole = written["report.md"].decode(), written["report.html"].decode()
+    tables = re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE)
+    assert len(tables) >= 15
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
+    assert whole.count("<table>") == len(tables)
+    group = findings.grid.by_family["hill"]
+    cells = (group.configurations, group.violations, f"{group.median:.3f}", f"{group.largest:.3f}")
+    assert f"| hill | {' | '.join(map(str, cells))} | 8 |" in page
+    for name in ("bound.png", "rates.png", "rescue.png", "oracle.png"):
+        content = written[name]
+        assert f"]({name})" in page
+        assert content.startswith(b"\x89PNG")
+        assert f'src="data:image/png;base64,{base64.b64encode(content).decode()}"' in whole
+    assert all(len(text) > 60 for text in re.findall(r'<img alt="([^"]*)"', whole))
+
+
+def test_tables_cannot_be_broken() -> None:
+    """A bar stays in its cell."""
+    table = f"{report.columns('|a|', ['b'])}\n{report.row('x<y', ['c|d'])}\n"
+    assert table == "| \\|a\\| | b |\n| --- | --- |\n| x<y | c\\|d |\n"
+    assert "<td>c|d</td>" in markdown.to_html(table)
+
+
+@slow
+def test_a_wrong_bound_ends_with_exit_code_1(
+    cells: list[Cell],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its violations are in the files and in the JSON."""
+    right = bound.evaluate
+
+    def wrong(setting: Setting, condition: float = 1.0) -> Bound | Infeasible:
+        terms = right(setting, condition)
+        return terms if isinstance(terms, Infeasible) else replace(terms, optimization=0.0)
+
+    monkeypatch.setattr(bound, "evaluate", wrong)
+    assert verify(cells, tmp_path, "--quick", "--json") == 1
+    results = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert not results["passed"]
+    assert results["grid"]["violations"] > 0
+    assert results == json.loads((tmp_path / "results.json").read_text())
+    whole = (tmp_path / "report.html").read_text()
+    assert re.search(r"<h1>\d+ of the \d+ checks", whole)
+    assert '<p class="doubt">FAILS: ' in whole
+    assert "### Violations" in (tmp_path / "report.md").read_text()
+
+
+def test_late_is_named_in_rows() -> None:
+    """A cell of late averages names its delay with what is kept and predicted."""
+    task = GridTask(
+        family="hill",
+        workers=2,
+        local_steps=4,
+        rounds=8,
+        delay=1,
+        seeds=0,
+        late_steps=2,
+        mixes=((1.0, 0.0),),
+    )
+    for late, name in (
+        (Late(steps=1), "1 step"),
+        (Late(steps=2, keep=0.5, predict=0.25), "2 steps, keep 0.5, predict 0.25"),
+    ):
+        setting = replace(PROBLEM, local_steps=4, late=late)
+        (row,) = GridCell(task, (GridRun(setting, 1.0, 0.0, 0),)).rows()
+        assert (row.delay, row.family, row.rule) == (name, "hill, exact", "1")

@@ -72,6 +72,7 @@ def test_external_constants_lie_in_their_ranges() -> None:
         assert one.low <= getattr(cluster.inter, one.name) <= one.high
 
 
+@pytest.mark.slow
 def test_the_fast_prediction_is_that_of_the_whole_simulation(all_cells: list[Cell]) -> None:
     """Sums of serial schedules, and extrapolation by layers, are right to 0.1 %."""
     chosen = [cell for cell in all_cells if cell.source != "co2"]
@@ -126,7 +127,7 @@ def test_a_fit_needs_as_many_cells_as_constants(cells: list[Cell]) -> None:
         calibrate.fit(GROUPS["a100-data-parallel"], cells)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cells_that_are_left_out_do_not_enter_the_fit(cells: list[Cell]) -> None:
     """The cells of 8 links, made a third faster, would move the constants if they were fitted."""
     group = GROUPS["v100-zeropp"]
@@ -222,11 +223,12 @@ def test_writing_the_constants_of_the_catalog_changes_nothing() -> None:
 
 def test_writing_the_recorded_fits_gives_the_record() -> None:
     """Byte for byte, with its comments, paths, bounds and GPUs."""
-    path, content = catalog_writer.record_file(recorded_fits())
+    fits = recorded_fits()
+    path, content = catalog_writer.record_file(fits)
     assert path.name == RECORD
     assert content == path.read_bytes()
     assert tomllib.loads(content.decode()) == record()
-    for fit in recorded_fits():
+    for fit in fits:
         assert catalog_writer.record_file([fit])[1] == content, fit.group
 
 
@@ -246,7 +248,7 @@ x = "no key"
     assert catalog_writer.with_value(text, "a.x", "0.50") == text.replace("= 1,", "= 0.50,")
     assert catalog_writer.with_value(text, "x", '"1 us"') == text.replace("0 us", "1 us")
     for path in ("a.y", "c.x"):
-        with pytest.raises(CatalogError, match=f"no '{path[-1]}' in \\[{path[0]}]"):
+        with pytest.raises(CatalogError, match=f"'{path[-1]}'"):
             catalog_writer.with_value(text, path, "1")
 
 
@@ -289,6 +291,7 @@ def test_kinds_of_a_group_are_those_of_its_runs(all_cells: list[Cell]) -> None:
 # --- the command ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_calibrate_prints_the_constants_of_a_group() -> None:
     """CO2's two are those of the catalog, to the digits that are printed."""
     found = CliRunner().invoke(app, ["calibrate", "--group", "a100-co2", "--papers", str(PAPERS)])
@@ -300,6 +303,7 @@ def test_calibrate_prints_the_constants_of_a_group() -> None:
         assert f"  {name}: {value:.3g}\n" in found.output
 
 
+@pytest.mark.slow
 def test_calibrate_writes_the_catalog_and_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,16 +328,3 @@ def test_calibrate_writes_the_catalog_and_its_record(
     (pair,) = (pair for pair in zip(old, new, strict=True) if pair[0] != pair[1])
     stands = f"{stated(GROUPS['v100-zeropp'])['exchange_efficiency']:.4g}"
     assert pair[1] == pair[0].replace(stands, "0.25")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--group", "a100"], "--group a100: it is one of v100-zeropp"),
-    ],
-)
-def test_options_of_calibrate_that_do_not_fit_are_refused(options: list[str], words: str) -> None:
-    """Before anything is fitted."""
-    found = CliRunner().invoke(app, ["calibrate", *options])
-    assert isinstance(found.exception, OptionError)
-    assert words in str(found.exception)

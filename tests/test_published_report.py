@@ -7,35 +7,43 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from analysis.cli.app import app
-from analysis.published import ablation, consistency, diagnosis, errors, sensitivity
-from analysis.published.cells import Cell, with_strategy_options, with_values
+from analysis.published import ablation, consistency, diagnosis, errors, kind_errors, sensitivity
+from analysis.published.cells import Cell, run_kind, with_strategy_options, with_values
 from analysis.published.csv_tables import known_cells
 from analysis.published.formats import signed
 from analysis.published.paper_cells import from_papers, unpredicted
-from analysis.published.papers import DATA_VARIABLE, PAPERS, TABLES_ELSEWHERE, tables_elsewhere
+from analysis.published.papers import (
+    DATA_VARIABLE,
+    PAPERS,
+    TABLES_ELSEWHERE,
+    papers,
+    tables_elsewhere,
+)
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 from analysis.published.report import ValidationReport, full_report, render
 from analysis.published.roots import root_of
 from co2sim.calibrations import calibrations
 from co2sim.errors import OptionError
+from co2sim.intervals import ERRORS
+from co2sim.kinds import RunKind
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
 adamw_zero2,80 Gbit/s TCP/IP,,16,3488,,
 co2_zero2,80 Gbit/s TCP/IP,48,128,304736,1.06,
 co2_zero2,80 Gbit/s TCP/IP,12,128,,0.86,
 """
+nightly = pytest.mark.nightly
 DATA = {path.name for path in tables_elsewhere()}
 ALLOWED = 0.005
 """By which a mean absolute error may rise: half a point."""
 
-pytestmark = pytest.mark.slow  # the report simulates for half a minute
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +52,14 @@ def cells() -> list[Cell]:
     return from_papers()
 
 
-@pytest.fixture(scope="module")
-def report(cells: list[Cell]) -> ValidationReport:
-    """All that the report shows, computed once."""
-    return full_report(errors.validate(cells), cells, PAPERS)
-
-
-@pytest.fixture(scope="module")
-def text(report: ValidationReport) -> str:
-    """The report as Markdown."""
-    return render(report)
+@pytest.fixture(
+    scope="module", params=[pytest.param("two", marks=slow), pytest.param("all", marks=nightly)]
+)
+def report(request: pytest.FixtureRequest, cells: list[Cell]) -> ValidationReport:
+    """All that the report shows: of CO2 and the smallest model of ZeRO++, and of all cells."""
+    few = [c for c in cells if c.source == "co2" or (c.group and c.name.startswith("18B"))]
+    chosen = few if request.param == "two" else cells
+    return full_report(errors.validate(chosen), chosen, PAPERS)
 
 
 def the(cells: list[Cell], name: str) -> Cell:
@@ -65,8 +71,9 @@ def the(cells: list[Cell], name: str) -> Cell:
 # --- ablations -----------------------------------------------------------------------------------
 
 
-def test_mechanisms_change_what_they_are_about(cells: list[Cell], report: ValidationReport) -> None:
-    """Every mechanism of ZeRO++ or CO2 is in the report, and changes a prediction and the mean."""
+def test_mechanisms_change_what_they_are_about(report: ValidationReport) -> None:
+    """Every mechanism of the groups is in the report; each changes a prediction, for the worse."""
+    cells = [row.cell for row in report.rows]
     groups = {cell.group for cell in cells}
     expected = [one for one in ablation.MECHANISMS if one.group in groups]
     assert [one.mechanism for one in report.ablations] == expected
@@ -75,25 +82,27 @@ def test_mechanisms_change_what_they_are_about(cells: list[Cell], report: Valida
         ratios = [
             predict(one.mechanism.flip(cell), fast=True) / predict(cell, fast=True) for cell in mine
         ]
-        assert max(abs(math.log(ratio)) for ratio in ratios) > 1e-3, one.mechanism.name
         assert one.mape_with == pytest.approx(ablation.mape(mine))
-        assert one.mape_without > one.mape_with, one.mechanism.name
+        if one.mechanism.group == sensitivity.GROUP or len(cells) > 100:
+            assert max(abs(math.log(ratio)) for ratio in ratios) > 1e-3, one.mechanism.name
+            assert one.mape_without > one.mape_with, one.mechanism.name
 
 
 def test_an_ablation_that_changes_nothing_is_refused(cells: list[Cell]) -> None:
     """Options as they are, or unknown names, are errors; cells of other strategies stay."""
     cell = the(cells, "18B, 2048 tokens, 8 x 100 Gbit/s, zero3")
-    with pytest.raises(OptionError, match="max_reuse=1e9 changes nothing in zero3"):
+    with pytest.raises(OptionError, match="max_reuse"):
         with_strategy_options(cell, "zero3", {"max_reuse": "1e9"})
-    with pytest.raises(OptionError, match="zero3 has no option 'max_use'"):
+    with pytest.raises(OptionError, match="'max_use'"):
         with_strategy_options(cell, "zero3", {"max_use": "1"})
-    with pytest.raises(OptionError, match="unknown strategy 'zero33'; did you mean 'zero3'"):
+    with pytest.raises(OptionError, match="'zero3'"):
         with_strategy_options(cell, "zero33", {"max_reuse": "1"})
     assert with_strategy_options(cell, "zero2", {"owners": "true"}) == cell
     other = with_strategy_options(cell, "zero3", {"max_reuse": "1"})
     assert getattr(other.setup.strategy, "max_reuse", None) == 1
 
 
+@nightly
 def test_what_the_model_leaves_out_changes_the_cell_it_is_named_for(cells: list[Cell]) -> None:
     """Four gathers a layer have four times the latency of one: slower on links that are fast."""
     zeropp = [cell for cell in cells if cell.group == "v100-zeropp"]
@@ -116,15 +125,14 @@ def test_assumed_tokens_hardly_matter(report: ValidationReport) -> None:
 
 
 def test_a_fit_cell_that_no_bounded_constant_meets_is_marked(
-    report: ValidationReport, text: str
+    report: ValidationReport,
 ) -> None:
     """At 512 tokens no TCP efficiency up to 1 is fast enough for 16 GPUs; at 2048 one is."""
     assert report.by_tokens["512"].values["tcp_efficiency"] == 1.0
     assert report.by_tokens["512"].missed < -1e-3
     assert report.by_tokens["2,048"].missed == 0
-    rows = [line for line in text.splitlines() if line.startswith("| 512 |")]
-    assert len(rows) == 1
-    assert "missed by -" in rows[0]
+    (row,) = (line for line in render(report).splitlines() if line.startswith("| 512 |"))
+    assert signed(report.by_tokens["512"].missed) in row
 
 
 def test_each_assumption_about_communication_has_a_fit_of_its_own(report: ValidationReport) -> None:
@@ -155,6 +163,7 @@ def test_without_both_fit_cells_nothing_is_fitted_anew(cells: list[Cell]) -> Non
 # --- diagnosis -----------------------------------------------------------------------------------
 
 
+@slow
 def test_a_required_value_reproduces_the_cell_it_is_for(cells: list[Cell]) -> None:
     """The value that is said to reproduce a cell does; it is None where no value in bounds can."""
     cell = the(cells, "tau=12")
@@ -168,6 +177,7 @@ def test_a_required_value_reproduces_the_cell_it_is_for(cells: list[Cell]) -> No
     assert all(one.needed is None for one in diagnosis.required_values(out_of_reach, [cell]))
 
 
+@slow
 def test_a_root_out_of_bounds_is_the_nearer_bound(cells: list[Cell]) -> None:
     """The lowest efficiency for a throughput that is too low for all, the highest for too high."""
     cell = the(cells, "7B, 8 GPUs, zero2")
@@ -209,8 +219,7 @@ def test_published_speeds_of_co2_scatter_by_a_few_percent(cells: list[Cell]) -> 
     assert found.large == 304_736 / 128
     assert found.small == pytest.approx(304_736 / 128 / 1.06)
     text = render(ValidationReport(speeds=[found]))
-    assert "The published throughput on 128 GPUs is 2,381 per GPU (+3.3%)" in text
-    assert "implies 2,246 per GPU on 16 GPUs (-2.6%)" in text
+    assert all(token in text for token in ("2,381", "+3.3%", "2,246", "-2.6%"))
 
 
 def test_published_cells_of_co2_contradict_full_overlap_at_tau_12(cells: list[Cell]) -> None:
@@ -219,12 +228,13 @@ def test_published_cells_of_co2_contradict_full_overlap_at_tau_12(cells: list[Ce
     assert "tau=12" in found.cell.strategy
     assert found.bound == pytest.approx(12 * 22_810 / 304_736)
     assert found.stretch == pytest.approx(12 * 22_810 / (0.865 * 304_736) - 1)
-    assert "at least 0.898" in render(ValidationReport(bounds=[found]))
+    assert "0.898" in render(ValidationReport(bounds=[found]))
     possible = [replace(c, published=0.9) if "tau=12" in c.strategy else c for c in cells]
     assert not consistency.ratio_lower_bounds(possible)
     assert not consistency.ratio_lower_bounds([])
 
 
+@slow
 def test_how_far_it_is_is_told(cells: list[Cell]) -> None:
     """After every cell; the last one is all of them."""
     told: list[tuple[int, int]] = []
@@ -241,6 +251,7 @@ def test_mean_errors_do_not_rise(report: ValidationReport) -> None:
     _guard(report.rows)
 
 
+@nightly
 @pytest.mark.parametrize("source", TABLES_ELSEWHERE)
 def test_mean_errors_of_tables_elsewhere_do_not_rise(source: str) -> None:
     """The same for the tables that are only referred to, and for the ratios of their rows."""
@@ -269,11 +280,12 @@ def _guard(rows: Sequence[errors.CellPrediction]) -> None:
 def test_published_values_lie_in_their_intervals(report: ValidationReport) -> None:
     """At least 80 % of the check cells of papers lie inside the 90 % interval of the prediction."""
     rows = [row for row in report.rows if row.cell.use == "check" and row.cell.group in GROUPS]
-    assert len(rows) == 11
+    assert len(rows) == (11 if len(report.rows) > 100 else 6)
     assert sum(row.inside for row in rows) >= 0.8 * len(rows)
     assert all(row.low < row.predicted < row.high for row in rows)
 
 
+@slow
 def test_external_constants_widen_the_intervals_of_what_depends_on_them(cells: list[Cell]) -> None:
     """That of CO2's average where it is not hidden; what two nodes or AdamW show stays as it is."""
     known = calibrations()["a100-co2"]
@@ -322,35 +334,34 @@ def test_every_published_cell_is_predicted_or_listed_with_its_reason(cells: list
     }
 
 
-def test_the_whole_report_explains_the_largest_errors(report: ValidationReport, text: str) -> None:
+def test_the_report_explains_the_largest_errors(report: ValidationReport) -> None:
     """What the round of each consists of, and which values of constants would reproduce it."""
-    part = text.partition("## Analysis of the largest errors")[2].partition("## Fitted")[0]
-    assert part.count("\n- A round takes") == 3
-    assert part.count("would reproduce this cell") == 3
-    assert part.count("No value within its bounds reproduces this cell") == 3
-    assert part.count("Not in the model") == 2
+    part = render(report).partition("## Analysis of")[2].partition("## Fitted")[0]
+    assert [one.row for one in report.explanations] == sorted(
+        (row for row in report.rows if row.has_interval), key=lambda row: -abs(row.error)
+    )[:3]
     for one in report.explanations:
+        assert f"**{one.row.cell.name}** ({signed(one.row.error)})" in part
         assert one.time is not None
         shares = one.time.compute_s + one.time.exposed_s
         assert shares == pytest.approx(one.time.round_s, rel=1e-3)
+        assert 0 < one.time.exposed_s <= one.time.communication_s
+    required = [each for one in report.explanations for each in one.required]
+    assert part.count("would reproduce") == sum(each.needed is not None for each in required)
+    assert part.count("No value") == sum(each.needed is None for each in required)
+    omitted = [each for one in report.explanations for each in one.omitted]
+    assert part.count("Not in the model") == len(omitted)
+    if len(report.rows) > 100:
+        assert (len(omitted), part.count("would reproduce"), part.count("No value")) == (2, 3, 3)
 
 
 def test_every_part_of_the_report_is_a_section_with_a_row_for_each_item(
-    report: ValidationReport, text: str
+    report: ValidationReport,
 ) -> None:
-    """Headings in order; as many rows of tables as there are cells, constants, and so on."""
+    """As many rows of tables as there are cells, constants, and so on; tables are whole."""
+    text = render(report)
     headings = [line for line in text.splitlines() if line.startswith("## ")]
-    assert headings == [
-        "## Predicted against published",
-        "## Analysis of the largest errors",
-        "## Fitted constants",
-        "## Intervals",
-        "## Mechanisms",
-        "## CO2: sensitivity to tokens per GPU and step",
-        "## CO2: sensitivity to communication assumptions",
-        "## All cells",
-        "## Not predicted",
-    ]
+    assert len(headings) == 9
     rows = Counter(
         heading.partition("\n")[0]
         for heading in text.split("## ")[1:]
@@ -361,13 +372,15 @@ def test_every_part_of_the_report_is_a_section_with_a_row_for_each_item(
     tables |= {"Not predicted": report.unpredicted}
     for heading, items in tables.items():
         assert rows[heading] == 1 + len(items)
-    for line in text.splitlines():
-        if line.startswith("| ---"):
-            assert set(line) <= set("|-: ")
     for table in text.split("\n\n"):
         if table.startswith("| "):
             assert len({line.count("|") for line in table.splitlines()}) == 1, table
     assert "\n\n\n" not in text
+    empty = render(ValidationReport(rows=report.rows))
+    assert [line for line in empty.splitlines() if line.startswith("## ")] == [
+        headings[0],
+        "## All cells",
+    ]
 
 
 def test_a_name_with_a_pipe_stays_in_its_column(cells: list[Cell]) -> None:
@@ -376,6 +389,7 @@ def test_a_name_with_a_pipe_stays_in_its_column(cells: list[Cell]) -> None:
     assert "| 7B \\| 8 GPUs |" in render(ValidationReport(rows=[row]))
 
 
+@slow
 def test_the_commands_print_tables_json_and_figures(tmp_path: Path) -> None:
     """`validate --cells --json`, with figures and Markdown beside it."""
     runner = CliRunner()
@@ -395,51 +409,92 @@ def test_the_commands_print_tables_json_and_figures(tmp_path: Path) -> None:
     assert "| source |" in (tmp_path / "r.md").read_text()
 
 
-@pytest.mark.parametrize("terminal", [True, False])
+@slow
 def test_a_terminal_gets_tables_and_a_pipe_markdown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same report: in a terminal of 80 columns no line is longer, and no mark is left."""
     path = tmp_path / "cells.csv"
     path.write_text(CO2)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
-    found = CliRunner().invoke(app, ["validate", "--cells", str(path)])
-    assert found.exit_code == 0, found.output
-    assert "MAPE is the mean absolute error" in found.stdout
-    marks = [line for line in found.stdout.splitlines() if line.startswith(("|", "#"))]
-    if terminal:
-        assert not marks
-        assert max(len(line.rstrip()) for line in found.stdout.splitlines()) <= 80
-    else:
-        assert marks[0] == "## Predicted against published"
-        assert "| source | cell | use | published |" in found.stdout
+    for name, value in (("COLUMNS", "80"), ("NO_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)
+    shown = []
+    for terminal in "10":
+        monkeypatch.setenv("TTY_COMPATIBLE", terminal)
+        found = CliRunner().invoke(app, ["validate", "--cells", str(path)])
+        assert found.exit_code == 0, found.output
+        shown.append(found.stdout.splitlines())
+    marks = [[line for line in lines if line.startswith(("|", "#"))] for lines in shown]
+    assert marks[0] == []
+    assert max(len(line.rstrip()) for line in shown[0]) <= 80
+    assert marks[1][0].startswith("## ")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(-0.0004, "0.0%"), (0.0, "0.0%"), (0.0004, "0.0%"), (-0.0006, "-0.1%"), (0.12, "+12.0%")],
-)
-def test_zero_has_no_sign(value: float, text: str) -> None:
-    """An error that rounds to zero is neither above nor below."""
-    assert signed(value) == text
+def test_zero_has_no_sign() -> None:
+    """An error that rounds to zero is neither above nor below; else it has its sign."""
+    shown = [signed(value) for value in (-0.0004, 0.0, 0.0004, -0.0006, 0.12)]
+    assert shown == ["0.0%", "0.0%", "0.0%", "-0.1%", "+12.0%"]
 
 
 def test_the_report_says_how_many_left_out_cells_lie_in_their_intervals(
-    report: ValidationReport, text: str
+    report: ValidationReport,
 ) -> None:
     """By calibration, and by kind of run with one run left out at a time."""
-    table = text.partition("## Intervals")[2].partition("\n## ")[0]
-    assert "| v100-zeropp | 20 | 1.427 | 90% |" in table
-    by_kind = {str(one.kind): one for one in report.kinds}
-    blocks = "V100, parameters gathered block by block, several nodes"
-    quantized = "V100, quantized parameters and gradients, block by block, several nodes"
-    for kind, share in ((blocks, 0.9), (quantized, 1.0)):
-        one = by_kind[kind]
-        assert one.runs == {"zeropp": 10}
-        assert one.ends is not None
-        assert one.by_run == pytest.approx(share)
-        low, high = (signed(math.expm1(end)) for end in one.ends)
-        assert f"| {kind} | zeropp 10 | {low} to {high} | {share:.0%} | - |" in table
+    table = render(report).partition("## Intervals")[2].partition("\n## ")[0]
+    for group, fit in report.fits.items():
+        assert f"| {group} | {fit.cells} | {fit.factor:.3f} |" in table
+    assert report.kinds
+    for one in report.kinds:
+        (row,) = (line for line in table.splitlines() if line.startswith(f"| {one.kind} |"))
+        if one.ends is not None:
+            low, high = (signed(math.expm1(end)) for end in one.ends)
+            assert f"| {low} to {high} |" in row
+    if len(report.rows) > 100:
+        by_kind = {str(one.kind): one for one in report.kinds}
+        blocks = "V100, parameters gathered block by block, several nodes"
+        assert by_kind[blocks].runs == {"zeropp": 10}
+        assert by_kind[blocks].by_run == pytest.approx(0.9)
+
+
+def test_coverage_of_a_kind_leaves_out_each_run_and_each_source() -> None:
+    """Of errors that are known: what lies in the interval of the others."""
+    kind = RunKind("A100", "gradients", "one node")
+    alike = [0.01 * n for n in range(-10, 11)]
+    (one,) = kind_errors.coverage({kind: {"a": alike, "b": [*alike, 5.0]}})
+    assert one.runs == {"a": 21, "b": 22}
+    assert one.ends is not None
+    assert one.ends[0] < -0.09 < 0.09 < one.ends[1]
+    assert one.by_run is not None
+    assert one.by_source is not None
+    assert 0.7 < one.by_run < 1
+    assert 0.7 < one.by_source < 1
+    (few,) = kind_errors.coverage({kind: {"a": [0.1]}})
+    assert (few.ends, few.by_run, few.by_source) == (None, None, None)
+
+
+def test_the_record_of_kinds_is_written_as_it_stands(cells: list[Cell]) -> None:
+    """A kind with an interval is a table with its ends, its runs and where they lie."""
+    mine = [cell for cell in cells if run_kind(cell.setup) is not None and not cell.over]
+    kind = run_kind(mine[0].setup)
+    assert kind is not None
+    few = RunKind("H100", "averages", "one node")
+    found = {kind: {"toy": [-0.1, 0.0, 0.1, 0.05]}, few: {"toy": [0.3]}}
+    path, content = kind_errors.record_file(found, kind_errors.ranges_by_kind(mine))
+    table = tomllib.loads(content.decode())
+    assert path.name == ERRORS
+    (one,) = table["kind"]
+    assert (one["gpu"], one["runs"]) == (kind.gpu, {"toy": 4})
+    assert one["low"] < -0.1 < 0.1 < one["high"]
+    assert one["ranges"].keys() == kind_errors.ranges_by_kind(mine)[kind].keys()
+    assert table["other"]["runs"] == {"toy": 5}
+
+
+@nightly
+def test_the_errors_of_kinds_of_the_catalog_are_those_of_today() -> None:
+    """What `validate --write` would write is what stands there, where all tables are at hand."""
+    if set(TABLES_ELSEWHERE.values()) > DATA:
+        pytest.skip(f"not all of {', '.join(TABLES_ELSEWHERE.values())} are at hand")
+    known = known_cells(PAPERS)
+    found = kind_errors.errors_by_kind(known, papers(PAPERS))
+    path, content = kind_errors.record_file(found, kind_errors.ranges_by_kind(known))
+    assert content == path.read_bytes()

@@ -1,19 +1,32 @@
-"""`co2analysis validate --cells` and `--data`: what is read, and what is refused in one line."""
+"""Published tables as CSV: what is read, what is refused with its line, what counts as fitted."""
 
 import json
 import math
-import sys
-from collections.abc import Callable
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import Command
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from analysis.cli import main
-from analysis.published.csv_tables import from_csv, marked
+from analysis.published.cells import Cell
+from analysis.published.csv_rows import IterationRow, ZeroppRow
+from analysis.published.csv_tables import from_csv, further_cells, known_cells, marked
+from analysis.published.fsdp_rows import RATIOS, ratios
 from analysis.published.paper_cells import from_papers
-from analysis.published.papers import DATA_VARIABLE, tables_elsewhere
+from analysis.published.papers import (
+    DATA_VARIABLE,
+    PAPERS,
+    TABLES_ELSEWHERE,
+    papers,
+    tables_elsewhere,
+)
 from analysis.published.predict import predict
+from co2sim.calibrations import record
 from co2sim.errors import CatalogError
+from co2sim.schedule import DType
 
 ZEROPP = """model_params_b,tokens_per_gpu,ib_links_100gbps_per_node,\
 zero3_tflops_per_gpu,zeropp_tflops_per_gpu
@@ -29,65 +42,45 @@ TIMES = """set,gpus,global_batch,micro_batch,hidden,heads,layers,seq_len,iterati
 single,2,8,1,512,8,4,1024,50.0
 single,8,64,2,512,8,6,1024,70.0
 """
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Run `co2analysis` in an empty folder; gives exit code, output and errors."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["co2analysis", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+FSDP = (Path(__file__).parent / "golden" / "fsdp-rows.csv").read_text()
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def written(tmp_path: Path, text: str, name: str = "cells.csv") -> Path:
     """A CSV file."""
-    path = tmp_path / "cells.csv"
+    path = tmp_path / name
     path.write_text(text)
     return path
 
 
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> list[Cell]:
+    """Made-up rows of LLM Foundry's three GPUs, on one node and on several."""
+    return from_csv(written(tmp_path_factory.mktemp("rows"), FSDP), "check")
+
+
+# --- what is read --------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-def test_rows_without_a_published_number_are_named(cli: Run, tmp_path: Path) -> None:
-    """They are left out, with a line that says so."""
-    text = CO2 + "co2_zero2,80 Gbit/s TCP/IP,24,64,,,\n"
-    code, out, errors = cli("validate", "--brief", "--cells", str(written(tmp_path, text)))
-    assert code == 0
-    first, *progress = errors.splitlines()
-    assert first == f"{tmp_path / 'cells.csv'}, line 5: no published number, left out"
-    assert all(" done after " in line for line in progress)  # on a slow machine
-    assert "tau=12" in out
-
-
 @pytest.mark.parametrize(("text", "count"), [(ZEROPP, 3), (CO2, 4), (TIMES, 2)])
 def test_a_table_in_each_format_is_read_and_predicted(
     tmp_path: Path, text: str, count: int
 ) -> None:
     """Every number of a row that is given is a cell; all have finite, positive predictions."""
     cells = from_csv(written(tmp_path, text), "check")
-    assert len(cells) == count
-    assert len({cell.name for cell in cells}) == count
+    assert len({cell.name for cell in cells}) == len(cells) == count
     for cell in cells:
-        assert 0 < predict(cell) < math.inf
+        assert 0 < predict(cell, fast=True) < math.inf
 
 
 def test_a_row_of_a_table_is_the_cell_of_the_paper(tmp_path: Path) -> None:
     """What `--cells` predicts for a published row is what is predicted for the paper's cell."""
     known = {cell.name: cell for cell in from_papers()}
     cells = from_csv(written(tmp_path, ZEROPP), "check")
-    same = [cell for cell in cells if cell.name in known]
+    same = [(cell, known[cell.name]) for cell in cells if cell.name in known]
     assert len(same) == 2
-    for cell in same:
-        assert cell.terms == known[cell.name].terms
-        assert cell.published == known[cell.name].published
+    for cell, other in same:
+        assert (cell.terms, cell.published) == (other.terms, other.published)
 
 
 def test_a_row_that_was_fitted_on_is_no_check(tmp_path: Path) -> None:
@@ -100,124 +93,187 @@ def test_a_row_that_was_fitted_on_is_no_check(tmp_path: Path) -> None:
 
 
 def test_blank_lines_comments_and_short_rows_are_no_obstacle(tmp_path: Path) -> None:
-    """Fields that are left out at the end of a row are empty."""
+    """Fields that are left out at the end of a row are empty; a row without a number is named."""
     text = "\ufeff# a table\n\n" + CO2.replace("304736,1.06,", "304736")
-    assert len(from_csv(written(tmp_path, text), "check")) == 3
+    text += "co2_zero2,80 Gbit/s TCP/IP,24,64,,,\n"
+    said: list[str] = []
+    path = written(tmp_path, text)
+    assert len(from_csv(path, "check", say=said.append)) == 3
+    (line,) = said
+    assert f"{path}, line 7" in line
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a,b\n1,2\n", "no known table"),
-        ("", "no rows"),
+def test_a_row_of_fsdp_is_the_run_that_it_describes(fsdp: list[Cell]) -> None:
+    """Cluster, shape, batch, what is sharded and recomputed, and in which type gradients meet."""
+    run = fsdp[0].setup
+    assert (run.cluster, run.gpus) == ("h100-calibrated", 16)
+    assert (run.micro_batch, run.accumulation) == (4, 1)
+    assert (run.recompute, run.attention, run.checkpointing) == ("none", "flash", "non_reentrant")
+    assert fsdp[2].setup.recompute == "full"
+    reduced = [getattr(c.setup.strategy, "reduce", None) for c in (fsdp[0], fsdp[3])]
+    assert reduced == [DType.FP32, DType.BF16]
+    again = [getattr(c.setup.strategy, "reshard_after_forward", None) for c in fsdp[2:4]]
+    assert again == [True, False]
+    model = run.case().prepare().job.model
+    assert (model.parameters, model.tokens) == (510_218_240, 2048)
+
+
+def test_ratios_are_of_rows_that_differ_in_gpus_only(tmp_path: Path, fsdp: list[Cell]) -> None:
+    """Per GPU, to the fewest GPUs of several nodes; one node and other batches take no part."""
+    (ratio,) = ratios(fsdp)
+    assert ratio.source == RATIOS
+    assert (ratio.over[0].setup.gpus, ratio.setup.gpus) == (16, 64)
+    assert ratio.published == pytest.approx(3e6 / 64 / (0.8e6 / 16))
+    many, few = (predict(cell, fast=True) / cell.setup.gpus for cell in (fsdp[1], fsdp[0]))
+    assert predict(ratio, fast=True) == pytest.approx(many / few)
+    head, first, second, *_ = FSDP.splitlines()
+    other = second.replace(",4,1,256,", ",8,1,512,")
+    path = written(tmp_path, f"{head}\n{first}\n{other}")
+    assert not list(ratios(from_csv(path, "check")))
+
+
+def test_further_rows_make_ratios_with_known_ones(tmp_path: Path, fsdp: list[Cell]) -> None:
+    """The known row is only compared with; a pair counts as fitted if both of its rows do."""
+    head, first, second, *_ = FSDP.splitlines()
+    known = [replace(fsdp[0], use="fit")]
+
+    def further(*lines: str) -> list[tuple[str, str]]:
+        path = written(tmp_path, "\n".join([head, *lines]))
+        found = further_cells([path], known, PAPERS, lambda _: None)
+        return [(cell.source, cell.use) for cell in found]
+
+    assert further(second) == [("llm_foundry", "check"), (RATIOS, "check")]
+    assert further(first) == [("llm_foundry", "fit")]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+REFUSED = {
+    "zeropp": [
         (ZEROPP.partition("\n")[0] + "\n", "no rows"),
         (ZEROPP.replace("14,31", ",").replace(",,50", ",,"), "no published number"),
-        (ZEROPP.replace("zero3_tflops_per_gpu", "zero3"), "no column zero3_tflops_per_gpu"),
-        (CO2.replace("network", "net"), "no column network"),
-        (TIMES.replace("heads", "head"), "no column heads"),
-        (
-            ZEROPP.replace("18,1024", "18,many"),
-            "line 2: tokens_per_gpu is 'many'; it must be a whole number from 1 to 999999999",
-        ),
-        (
-            ZEROPP.replace("18,1024", "17,1024"),
-            "line 2: model_params_b is '17'; it must be one of 18, 49, 91, 138",
-        ),
-        (
-            ZEROPP.replace("1024,1,", "1024,9,"),
-            "line 2: ib_links_100gbps_per_node is '9'; it must be at most 8, the links of a DGX-2",
-        ),
-        (ZEROPP.replace("14,31", "14,31,7"), "line 2: 6 fields under 5 columns"),
-        *((ZEROPP.replace("18,1024", f"18,{n}"), "line 2") for n in ("256", "1000", "0", "-512")),
-        *(
-            (ZEROPP.replace("14,31", f"{n},31"), "above 0")
-            for n in ("0", "-1", "nan", "inf", "x", "1_4", "1e-300", "1e300")
-        ),
-        (ZEROPP.replace("model_params_b", "tokens_per_gpu"), "column tokens_per_gpu twice"),
-        (CO2.replace("IP,48", "IP,99999"), "line 3: co2: tau is 99999"),
-        (TIMES.replace("2,8,1", "2,80000,1"), "line 2: accumulation is 40000"),
-        (
-            CO2.replace("adamw_zero2", "adamw"),
-            "line 2: method is 'adamw'; it must be one of adamw_zero2, co2_zero2",
-        ),
-        (
-            CO2.replace("zero2,80 Gbit/s TCP/IP", "zero2,800 Gbit/s RoCE"),
-            "line 2: network is '800 Gbit/s RoCE'; it must be one of 80 Gbit/s TCP/IP",
-        ),
-        (CO2.replace("IP,48", "IP,"), "line 3: tau is ''"),
-        (CO2.replace("IP,48", "IP,1.5"), "line 3: tau is '1.5'"),
-        (CO2.replace("IP,,16", "IP,4,16"), "line 2: tau is '4', but adamw_zero2 has none"),
-        (CO2.replace("48,128", "48,64"), "line 3: scalability_16_to_128 on 64 GPUs"),
-        (CO2.replace(",16,3488", ",0,3488"), "line 2: gpus is '0'"),
-        (CO2.replace(",16,3488", ",12,3488"), "line 2: 12 GPUs do not fill"),
-        (TIMES.replace("2,8,1", "2,7,1"), "line 2: global_batch 7 is not a multiple"),
-        (TIMES.replace("2,8,1", "0,8,1"), "line 2: gpus is '0'"),
-        (TIMES.replace("8,64,2", "16,64,2"), "line 3: 16 GPUs; these runs are of one node"),
-        (TIMES.replace("512,8,4", "512,7,4"), "line 2"),
-        (TIMES.replace("1024,50.0", "1024,nan"), "line 2: iteration_ms is 'nan'"),
-        *(
-            (TIMES.replace("2,8,1", f"{'9' * digits},8,1"), "it must be a whole number from 1 to")
-            for digits in (10, 5000)
-        ),
-        (TIMES.replace("single,2", '"single,2'), "cannot read"),
-        *(
-            (f"{text}# again\n{text.splitlines()[1]}\n", f"line {last}: it says the same as line 2")
-            for text, last in ((ZEROPP, 5), (CO2, 6), (TIMES, 5))
-        ),
+        (ZEROPP.replace("model_params_b", "tokens_per_gpu"), "tokens_per_gpu twice"),
+        (ZEROPP.replace("14,31", "14,31,7"), "line 2: 6 fields under 5"),
+        (ZEROPP.replace("18,1024", "17,1024"), "18, 49, 91, 138"),
+        (ZEROPP.replace("1024,1,", "1024,9,"), "at most 8"),
+        (ZEROPP.replace("18,1024", "18,256"), "line 2"),
     ],
-)
-def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    """The error says what is wrong, what was given and what is allowed, with file and line."""
-    with pytest.raises(CatalogError) as caught:
-        from_csv(written(tmp_path, text), "check")
-    assert words in str(caught.value)
-    assert "cells.csv" in str(caught.value)
-    assert len(str(caught.value)) < 600
+    "co2": [
+        (CO2.replace("network", "net"), "network"),
+        (CO2.replace("IP,48", "IP,99999"), "line 3: co2: tau"),
+        (CO2.replace("adamw_zero2", "adamw"), "adamw_zero2, co2_zero2"),
+        (CO2.replace("zero2,80 Gbit/s TCP/IP", "zero2,800 Gbit/s RoCE"), "80 Gbit/s TCP/IP"),
+        (CO2.replace("IP,48", "IP,"), "line 3: tau is ''"),
+        (CO2.replace("IP,,16", "IP,4,16"), "line 2: tau is '4'"),
+        (CO2.replace("48,128", "48,64"), "line 3: scalability_16_to_128"),
+        (CO2.replace(",16,3488", ",12,3488"), "line 2: 12 GPUs"),
+        (CO2 + "# again\n" + CO2.splitlines()[1], "line 6: it says the same as line 2"),
+    ],
+    "times": [
+        (TIMES.replace("2,8,1", "2,7,1"), "line 2: global_batch 7"),
+        (TIMES.replace("2,8,1", "2,80000,1"), "line 2: accumulation"),
+        (TIMES.replace("8,64,2", "16,64,2"), "line 3: 16 GPUs"),
+        (TIMES.replace("512,8,4", "512,7,4"), "line 2"),
+        (TIMES.replace("single,2", '"single,2'), "cannot read"),
+    ],
+    "fsdp": [
+        (FSDP.replace(",64,800000", ",63,800000"), "global_batch 63"),
+        (FSDP.replace(",2048,16,50368", ",2048,7,50368"), "heads 7"),
+        (FSDP.replace(",510218240", ",520000000", 1), "510218240"),
+        (FSDP.replace("h100_80gb", "h200", 1), "h100_80gb"),
+        (FSDP.replace("DEFAULT", "FULL", 1), "PURE"),
+        (FSDP.replace("FULL_SHARD", "HYBRID_SHARD", 1), "FULL_SHARD"),
+        (FSDP.replace("amp_bf16", "amp_fp8", 1), "bf16"),
+        (FSDP.replace("False", "perhaps", 1), "perhaps"),
+    ],
+    "other": [
+        ("a,b\n1,2\n", "no known table"),
+        ("", "no rows"),
+    ],
+}
+"""Tables, and what is said of each."""
 
 
-def test_files_that_are_none_end_with_one_line(cli: Run, tmp_path: Path) -> None:
-    """A file that does not exist, a folder, and one that is binary."""
-    (tmp_path / "binary.csv").write_bytes(bytes(range(256)))
-    for name, words in (
-        ("nowhere.csv", "No such file"),
-        (".", "Is a directory"),
-        ("binary.csv", "not a text in UTF-8"),
-    ):
-        code, out, err = cli("validate", "--cells", name)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert words in err
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, kind: str) -> None:
+    """One line names the file and its line, what was given, and what is allowed."""
+    for text, token in REFUSED[kind]:
+        with pytest.raises(CatalogError, match=r"cells\.csv") as caught:
+            from_csv(written(tmp_path, text), "check")
+        assert token in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 600
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_predicted(
-    cli: Run, tmp_path: Path
-) -> None:
-    """A report below a file, and figures there: one line each."""
-    (tmp_path / "file").touch()
-    for asked in (("--markdown", "file/r.md"), ("--figures", "file/x")):
-        code, out, err = cli("validate", *asked[:1], str(tmp_path / asked[1]))
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "cannot write into" in err
+@given(st.one_of(st.text(max_size=12), st.integers(-5, 10**11).map(str), st.floats().map(str)))
+@example("0")
+@example("9" * 9)
+@example("9" * 10)
+@example("1_4")
+@example("1e300")
+@example("1e-10")
+@example("nan")
+def test_numbers_are_in_their_ranges(text: str) -> None:
+    """Counts are digits, 1 to 999,999,999; published numbers 1e-9 to 1e9, or nothing."""
+    row = dict.fromkeys(IterationRow.model_fields, "1") | {"layers": text}
+    count = text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0
+    if count:
+        assert IterationRow.model_validate(row).layers == int(text)
+    else:
+        with pytest.raises(ValueError, match="layers"):
+            IterationRow.model_validate(row)
+    row = dict.fromkeys(ZeroppRow.model_fields, "1") | {"model_params_b": "18"}
+    row |= {"zeropp_tflops_per_gpu": text}
+    try:
+        value = math.nan if "_" in text else float(text)
+    except ValueError:
+        value = math.nan
+    if not text or 1e-9 <= value <= 1 / 1e-9:
+        found = ZeroppRow.model_validate(row).zeropp_tflops_per_gpu
+        assert found == (value if text else None)
+    else:
+        with pytest.raises(ValueError, match="zeropp_tflops_per_gpu"):
+            ZeroppRow.model_validate(row)
 
 
-def test_data_must_be_the_table_that_is_referred_to(cli: Run, tmp_path: Path) -> None:
-    """`--data` with another table would count its rows as fitted on: it is refused."""
-    path = written(tmp_path, ZEROPP)
-    code, out, err = cli("validate", "--data", str(path))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "not a table of vtrain: it has no column gpus" in err
+def test_a_number_in_two_tables_is_refused(tmp_path: Path) -> None:
+    """As one that stands twice in one table: it would count twice."""
+    paths = [written(tmp_path, CO2, name) for name in ("one.csv", "other.csv")]
+    with pytest.raises(CatalogError, match=r"other.csv: .* one.csv|other.csv: .*one.csv"):
+        further_cells(paths, [], PAPERS, lambda _: None)
 
 
-@pytest.mark.slow
-def test_without_the_iteration_times_one_line_says_so(
-    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On stderr, where it matters: with rows of that table, else for the published cells."""
-    monkeypatch.setattr("analysis.published.csv_tables.tables_elsewhere", lambda _data: [])
-    code, out, err = cli("validate", "--cells", str(written(tmp_path, TIMES)), "--json")
-    assert (code, err.count("--data names its folder")) == (0, 1)  # a slow machine tells how far
-    assert [row["use"] for row in json.loads(out)] == ["check", "check"]
-    code, out, err = cli("validate", "--cells", str(written(tmp_path, CO2)), "--json")
-    assert (code, "--data" in err) == (0, False)
+# --- the tables that are only referred to ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", TABLES_ELSEWHERE)
+def test_configurations_that_were_fitted_on_are_named(tmp_path: Path, key: str) -> None:
+    """As many as the record says; each is read as a run, and rows of it count as fitted."""
+    group = {"vtrain": "a100-data-parallel", "llm_foundry": "mpt-fsdp"}[key]
+    number = {"vtrain": "iteration_ms", "llm_foundry": "tokens_per_s"}[key]
+    assert papers()[key].about["data"]["file"] == TABLES_ELSEWHERE[key]
+    lines = (PAPERS / key / "fitted.csv").read_text().splitlines()
+    head, *rows = (line for line in lines if not line.startswith("#"))
+    assert len(set(rows)) == len(rows) == record()[group]["cells"]
+    path = written(tmp_path, f"{head},{number}\n{rows[0]},92500\n", TABLES_ELSEWHERE[key])
+    (cell,) = (c for c in known_cells(PAPERS, path) if c.source == key)
+    assert (cell.published, cell.use) == (92500, "fit")
+
+
+def test_a_broken_line_of_the_fitted_configurations_is_named(tmp_path: Path) -> None:
+    """With the file and the line; a file outside of the folder is refused."""
+    for key in ("co2", "vtrain"):
+        shutil.copytree(PAPERS / key, tmp_path / key)
+    lines = (PAPERS / "vtrain" / "fitted.csv").read_text().splitlines()
+    written(tmp_path / "vtrain", "\n".join([*lines[:3], "2,4,1"]), "fitted.csv")
+    table = written(tmp_path, TIMES, "a100_dp_iteration_times.csv")
+    with pytest.raises(CatalogError, match=r"fitted.csv, line 4: hidden"):
+        known_cells(tmp_path, table)
+    about = (PAPERS / "vtrain" / "paper.toml").read_text()
+    (tmp_path / "vtrain" / "paper.toml").write_text(about.replace("fitted.csv", "../fitted.csv"))
+    with pytest.raises(CatalogError, match=r"paper.toml: \[data\]"):
+        known_cells(tmp_path, table)
 
 
 def test_the_variable_names_the_folder_of_the_iteration_times(
@@ -227,14 +283,22 @@ def test_the_variable_names_the_folder_of_the_iteration_times(
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     with pytest.raises(CatalogError, match=DATA_VARIABLE):
         tables_elsewhere()
-    path = tmp_path / "a100_dp_iteration_times.csv"
-    path.write_text(TIMES)
+    path = written(tmp_path, TIMES, "a100_dp_iteration_times.csv")
     assert tables_elsewhere() == [path]
 
 
-def test_help_names_no_folder_of_this_machine(cli: Run) -> None:
-    """Defaults are said in words."""
-    code, out, _ = cli("validate", "--help")
-    assert code == 0
-    assert str(Path(__file__).parent.parent) not in "".join(out.split())
-    assert "site-packages" not in out
+@pytest.mark.slow
+def test_without_the_iteration_times_one_line_says_so(
+    co2analysis: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, where it matters: with rows of that table; `--write` is then refused."""
+    monkeypatch.setattr("analysis.published.csv_tables.tables_elsewhere", lambda _data: [])
+    for text, said in ((TIMES, 1), (CO2, 0)):
+        path = written(tmp_path, text)
+        done = co2analysis("validate", "--cells", str(path), "--json")
+        assert (done.code, done.err.count("--data names")) == (0, said)
+        uses = [row["use"] for row in json.loads(done.out)]
+        assert uses == (["check"] * 2 if said else ["fit", "check", "check", "check"])
+    done = co2analysis("validate", "--write")
+    assert (done.code, done.out) == (2, "")
+    assert "--data" in done.err.splitlines()[-1]

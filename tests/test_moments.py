@@ -1,0 +1,340 @@
+"""The simulator of the theorem's algorithm against exact moments; stability; problems."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from scipy.special import expit
+
+from analysis.convergence import exact_moments, late_moments, late_stability
+from analysis.convergence.late_stability import LateSystem
+from analysis.convergence.objectives.families import FAMILIES, apart, same
+from analysis.convergence.objectives.logistic import Minibatches, breast_cancer
+from analysis.convergence.objectives.mlp import Batches, digits
+from analysis.convergence.objectives.problems import Array, Problem, Quadratic
+from analysis.convergence.simulate import run
+from analysis.convergence.variants import RunSize, Variants, variants
+from co2sim.errors import OptionError
+
+THREE = variants(
+    np.array([0.02, 0.1, 0.05]),
+    outer_step=np.array([0.5, 1.0, 1.2]),
+    momentum=np.array([0.5, 0.0, 0.2]),
+    penalty=np.array([1.0, 1.0, 2.0]),
+    noise=np.array([1.0, 0.5, 2.0]),
+    keep=np.array([1.0, 0.5, 0.3]),
+    predict=np.array([0.0, 0.5, 0.4]),
+)
+
+
+# --- the simulator against exact moments ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "delay", "late"),
+    [
+        ("spread", 1, None),
+        ("quadratics apart", 0, None),
+        ("quadratics apart", 1, None),
+        ("spread", 1, 1),
+        ("two kinds", 1, 3),
+        ("quadratics apart", 1, 5),
+    ],
+)
+def test_oracle_agrees_with_the_simulator(family: str, delay: int, late: int | None) -> None:
+    """A, drift, last mean: simulated means lie within 4 standard errors of the exact ones."""
+    problem = FAMILIES[family](4)
+    assert isinstance(problem, Quadratic)
+    size = RunSize(workers=4, rounds=15, local_steps=5, seeds=1000, delay=delay, late_steps=late)
+    outcome = run(problem, THREE, size)
+    exact = (late_moments if late else exact_moments).exact(problem, THREE, size, spread=True)
+    for measured, expected in (
+        (outcome.gradient, exact.gradient),
+        (outcome.drift, exact.drift),
+        ((outcome.final**2).sum(-1), exact.final[1].sum(-1)),
+        (outcome.final.sum(-1), exact.final[0].sum(-1)),
+    ):
+        error = measured.std(axis=1, ddof=1) / math.sqrt(size.seeds)
+        assert (np.abs(measured.mean(axis=1) - expected) <= 4 * error + 1e-12).all()
+    np.testing.assert_allclose(outcome.spread, exact.spread, rtol=0.06, atol=1e-12)
+    np.testing.assert_allclose(outcome.value, problem.value(outcome.final))
+
+
+@pytest.mark.parametrize("late", [None, 2])
+def test_without_noise_the_simulator_is_the_oracle(late: int | None) -> None:
+    """One seed is enough, and all digits agree."""
+    problem = FAMILIES["quadratics apart"](4)
+    assert isinstance(problem, Quadratic)
+    which = replace(THREE, noise=0 * THREE.noise)
+    size = RunSize(workers=4, rounds=9, local_steps=3, late_steps=late)
+    found = run(problem, which, size)
+    exact = (late_moments if late else exact_moments).exact(problem, which, size, spread=True)
+    for name in ("gradient", "drift"):
+        np.testing.assert_allclose(getattr(found, name)[:, 0], getattr(exact, name), rtol=1e-9)
+    np.testing.assert_allclose(found.spread, exact.spread, rtol=1e-9)
+    np.testing.assert_allclose(found.final[:, 0], exact.final[0], rtol=1e-9)
+    np.testing.assert_allclose(found.final[:, 0] ** 2, exact.final[1], rtol=1e-9)
+
+
+def test_all_steps_may_count_alike() -> None:
+    """With `alike` steps before an arrival count 1: with all kept it makes no difference."""
+    problem = FAMILIES["two kinds"](2)
+    assert isinstance(problem, Quadratic)
+    size = RunSize(workers=2, rounds=9, local_steps=3, late_steps=2)
+    one, other = (late_moments.exact(problem, THREE, size, alike=alike) for alike in (True, False))
+    assert one.gradient[0] == pytest.approx(other.gradient[0])
+    assert one.gradient[1] != pytest.approx(other.gradient[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("which", [variants(0.1, clip=1.0), variants(0.1, gap_aware=True)])
+def test_what_is_not_linear_has_no_exact_moments(which: Variants) -> None:
+    """Clipping and the gap-aware rule; nor do other delays, or too few functions."""
+    problem, size = same(1.0), RunSize(workers=2, rounds=2, local_steps=2)
+    for oracle, asked in ((exact_moments, size), (late_moments, replace(size, late_steps=1))):
+        with pytest.raises(OptionError, match="clipping"):
+            oracle.exact(problem, which, asked)
+        with pytest.raises(OptionError, match="4"):
+            oracle.exact(apart(4), variants(0.1), asked)
+    with pytest.raises(OptionError, match="delay"):
+        exact_moments.exact(problem, variants(0.1), replace(size, delay=2))
+
+
+def test_variants_apart_do_not_share_noise() -> None:
+    """Two equal variants see the same noise, or, apart, noise of their own."""
+    which = variants(np.full(2, 0.1), noise=1.0)
+    problem = FAMILIES["isotropic"](2)
+    for late in (None, 2):
+        size = RunSize(workers=2, rounds=4, local_steps=3, seeds=5, late_steps=late)
+        one, two = run(problem, which, size).gradient
+        np.testing.assert_array_equal(one, two)
+        one, two = run(problem, which, size, apart=True).gradient
+        assert (one != two).all()
+
+
+def test_gap_aware_penalty_is_its_rule() -> None:
+    """1 + |last change| over the largest |alpha x average| before; in [1, 1 + 1/(1 - beta)]."""
+    beta = np.array([0.0, 0.5, 0.8])
+    steps = variants(0.05, outer_step=0.5, momentum=beta, noise=1.0, gap_aware=True)
+    size = RunSize(workers=2, rounds=50, local_steps=4, seeds=20)
+    outcome = run(same(1.0, 0.3), steps, size)
+    assert (outcome.penalty > 1.2).all()
+    assert (outcome.penalty <= 1 + 1 / (1 - beta) + 1e-12).all()
+    # by hand, without noise, in one dimension: q is what a round takes off x
+    q, x, change, longest, momentum, penalties = 1 - 0.9**2, 1.0, 0.0, 0.0, 0.0, [1.0]
+    due: float | None = None
+    for _ in range(6):
+        began, used = x, due
+        if used is not None:
+            penalties.append(1 + (abs(change) / longest if longest else 0.0))
+            longest = max(longest, 0.5 * used)
+            momentum = 0.5 * momentum + used / penalties[-1]
+            change = 0.5 * momentum
+            x -= change
+        due = q * began
+    rule = variants(0.1, outer_step=0.5, momentum=0.5, gap_aware=True)
+    found = run(same(1.0), rule, RunSize(workers=1, rounds=6, local_steps=2))
+    assert found.final.item() == pytest.approx(x)
+    assert found.penalty.item() == pytest.approx(max(penalties))
+
+
+def test_clipping_and_delay() -> None:
+    """Clipping tames what diverges and is counted; delay 0 is the synchronous update."""
+    steps = variants(0.1, outer_step=1.0, momentum=0.5, clip=np.array([np.inf, 1.0]))
+    size = RunSize(workers=2, rounds=200, local_steps=16)
+    late = run(same(1.0), steps, size)
+    assert late.gradient[0, 0] > 1e3
+    assert late.gradient[1, 0] < 10
+    assert late.clipped.tolist()[0] == 0
+    assert 0 < late.clipped[1] <= 1
+    calm = run(same(1.0), steps, replace(size, delay=0))
+    assert calm.gradient[0, 0] < 1
+    one_round = replace(size, rounds=2, local_steps=2, delay=0)
+    hard = run(same(1.0), variants(0.1, clip=0.5), one_round)  # 1.9 becomes 0.5, and so does 1.71
+    assert hard.final.ravel() == pytest.approx([0.9])
+    assert hard.clipped == 1
+    with pytest.raises(OptionError, match="gap-aware"):
+        run(same(1.0), variants(0.1, gap_aware=True), replace(size, delay=0))
+    with pytest.raises(OptionError, match="-1"):
+        run(same(1.0), steps, replace(size, delay=-1))
+
+
+# --- stability -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("beta", "progress", "delay"), [(0.5, 0.2, 1), (0, 0.5, 1), (0.5, 1.2, 0)])
+def test_stationary_variance(beta: float, progress: float, delay: int) -> None:
+    """The closed form is the limit of the recursion; beyond the edge there is none."""
+    step, tau = 0.1, 3
+    alpha = progress / (1 - (1 - step) ** tau)
+    steps = variants(step, outer_step=alpha, momentum=beta, noise=1.0)
+    size = RunSize(workers=2, rounds=50_000, local_steps=tau, delay=delay)
+    long = exact_moments.exact(same(1.0), steps, size)
+    jump = (alpha * step) ** 2 * sum((1 - step) ** (2 * j) for j in range(tau)) / 2
+    expected = exact_moments.stationary(progress, beta, jump, delay)
+    assert long.final[1].item() == pytest.approx(expected, rel=1e-9)
+    assert math.isinf(exact_moments.stationary(exact_moments.edge(beta, delay), beta, jump, delay))
+    matrix, _ = exact_moments.transition(same(1.0), steps, 2, tau, delay)
+    radius = np.abs(np.linalg.eigvals(matrix[0, 0, :2, :2])).max()
+    assert (radius < 1) is np.bool_(exact_moments.is_stable(progress, beta, delay))
+
+
+@given(
+    st.integers(1, 6).flatmap(lambda tau: st.tuples(st.just(tau), st.integers(1, tau))),
+    st.floats(0.01, 2.2),
+    st.floats(0.05, 3),
+    st.floats(0, 0.95),
+    st.tuples(st.sampled_from([1.0, 0.75, 0.5, 0.1]), st.sampled_from([0.0, 0.25, 0.5, 0.9])),
+)
+@example((4, 2), 1.9, 0.5, 0.5, (1.0, 0.0))
+@example((3, 3), 2.05, 1.0, 0.0, (1.0, 0.5))
+@example((1, 1), 1.5, 0.8, 0.9, (0.75, 0.9))
+def test_jury_is_what_impulses_do(
+    steps: tuple[int, int], load: float, alpha: float, beta: float, mix: tuple[float, float]
+) -> None:
+    """Stable exactly if the matrix of a round, made here by hand, has no eigenvalue above 1."""
+    (tau, d), ratio = steps, 1 - load
+    columns = []
+    for anchor, momentum, x in np.eye(3):
+        moved = anchor - x
+        m = beta * momentum + moved
+        ahead = anchor - alpha * m
+        now = ahead + mix[0] * (ratio**d - 1) * x - mix[1] * d / tau * moved
+        columns.append((ahead, m, ratio ** (tau - d) * now))
+    matrix = np.array(columns).T
+    radius = np.abs(np.linalg.eigvals(matrix)).max()
+    factor = mix[0] * ratio ** (tau - d) * (ratio**d - 1)
+    system = LateSystem(load, tau, d, alpha, beta, *mix)
+    assert late_stability.disagreement(system) == pytest.approx(factor)
+    two, one, zero = late_stability.cubic(system)
+    assert np.poly(matrix) == pytest.approx(np.array([1.0, two, one, zero]), abs=1e-9)
+    if min(abs(radius - 1), abs(abs(factor) - 1)) > 1e-6:
+        assert bool(late_stability.is_stable(system)) is bool(radius < 1 and abs(factor) < 1)
+
+
+def test_edges_are_where_stability_ends() -> None:
+    """With d = tau and beta = 0 it is (alpha - 1) q = 1; where nothing ends there is no edge."""
+    edges = late_stability.edges(LateSystem(0.0, 4, 4, np.array([3.0, 5.0])))
+    q = 1 - (1 - edges) ** 4
+    assert (np.array([3.0, 5.0]) - 1) * q == pytest.approx([1.0, 1.0], abs=1e-9)
+    gentle = LateSystem(0.0, 4, 4, np.array([0.1, 0.5]), 0.0, 1.0, 0.0)
+    assert late_stability.edges(gentle, highest=0.5).tolist() == [math.inf, math.inf]
+
+
+# --- problems ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "workers"),
+    [
+        ("spread", 2),
+        ("quadratics apart", 4),
+        ("opposed at its minimum", 2),
+        ("cosines apart", 2),
+        ("hills apart", 2),
+        ("logistic", 4),
+        ("logistic by label", 4),
+    ],
+)
+def test_problems_keep_their_constants(family: str, workers: int) -> None:
+    """Gradients are those of the value and the mean of the workers'; L and f_inf are as stated."""
+    problem = FAMILIES[family](workers)
+    rng = np.random.default_rng(3)
+    dimension = len(problem.start)
+    points = rng.normal(scale=0.7, size=(60, dimension))
+    direction = rng.normal(size=dimension)
+    ahead, behind = points + 1e-5 * direction, points - 1e-5 * direction
+    slope = (problem.value(ahead) - problem.value(behind)) / 2e-5
+    np.testing.assert_allclose(slope, problem.gradient(points) @ direction, atol=1e-6)
+    tiled = np.repeat(points[:, None, :], workers, axis=1)
+    each = np.broadcast_to(problem.gradients(tiled), tiled.shape)
+    mean = each.mean(axis=1)
+    np.testing.assert_allclose(mean, problem.gradient(points), atol=1e-10)
+    spread = ((each - mean[:, None, :]) ** 2).sum(-1).mean(-1)
+    np.testing.assert_allclose(spread, problem.spread(points), atol=1e-10)
+    assert problem.heterogeneous is bool(spread.max() > 1e-12)
+    if family != "opposed at its minimum":  # its minimum is a saddle of one worker
+        assert (problem.value(points) >= -1e-12).all()
+    check_smoothness(problem, tiled, each, rng)
+
+
+def check_smoothness(
+    problem: Problem, points: Array, each: Array, rng: np.random.Generator
+) -> None:
+    """No gradient changes faster than L, and one nearly as fast; convex ones are monotone."""
+    fastest, signs = 0.0, []
+    moves = [*np.eye(points.shape[-1])[:4], rng.normal(size=points.shape[-1])]
+    near = np.concatenate([points, 1e-3 * points])
+    each = np.concatenate([each, np.broadcast_to(problem.gradients(1e-3 * points), each.shape)])
+    for move in moves:
+        further = np.broadcast_to(problem.gradients(near + 1e-4 * move), each.shape) - each
+        speeds = np.linalg.norm(further, axis=-1) / (1e-4 * np.linalg.norm(move))
+        fastest = max(fastest, float(speeds.max()))
+        signs.append((further @ move).min())
+    assert fastest <= problem.smoothness * (1 + 1e-6)
+    if points.shape[-1] <= 4:
+        assert fastest >= 0.95 * problem.smoothness
+        assert problem.convex is bool(min(signs) >= -1e-12)
+
+
+@pytest.mark.parametrize("family", ["cosines apart", "hills apart", "cosine", "spread"])
+def test_most_spread_is_the_largest_anywhere(family: str) -> None:
+    """On a fine grid of every coordinate none is larger, and one is as large."""
+    problem = FAMILIES[family](4)
+    line = np.linspace(-4, 4, 4001)[:, None] * np.ones(len(problem.start))
+    signs = np.array([[a, b] for a in (1, -1) for b in (1, -1)])
+    points = line[None] * signs[:, None] if len(problem.start) == 2 else line[None]
+    assert problem.most_spread is not None
+    assert problem.spread(points).max() == pytest.approx(problem.most_spread, rel=1e-3, abs=1e-12)
+
+
+def test_quadratics_of_unlike_workers_have_no_largest_spread() -> None:
+    """It grows with the distance; of images by label it is not known."""
+    assert FAMILIES["quadratics apart"](4).most_spread is None
+    assert digits(4).most_spread is None
+    assert digits().most_spread == 0.0
+
+
+def test_minibatches_are_unbiased_and_their_variance_is_exact() -> None:
+    """Averaged over many draws, gradients and variances are those that are stated."""
+    problem = breast_cancer()
+    sampler = Minibatches(problem, 4)
+    rng = np.random.default_rng(0)
+    point = rng.normal(scale=0.2, size=31)
+    draws = 10_000
+    points = np.broadcast_to(point, (1, draws, 1, 31))
+    drawn = sampler.draw(rng, (1, draws, 1))
+    found, variance = sampler.gradients(points, drawn[0], np.zeros((1, 1, 1, 1)))
+    assert variance is not None
+    errors = ((found - problem.gradient(point)) ** 2).sum(-1)
+    assert errors.mean() == pytest.approx(variance[0, 0, 0], rel=0.05)
+    error = found.std(axis=1) / math.sqrt(draws)
+    assert (np.abs(found.mean(axis=1) - problem.gradient(point)) < 4.5 * error).all()
+    margins = problem.labels[0] * (problem.rows[0] @ point)
+    by_hand = -(problem.labels[0] * expit(-margins)) @ problem.rows[0] / 569 + 0.01 * point
+    np.testing.assert_allclose(problem.gradient(point), by_hand, atol=1e-12)
+
+
+def test_gradients_of_the_network() -> None:
+    """They are those of the loss; of workers with other images the mean is that of all."""
+    rng = np.random.default_rng(0)
+    network, parted = digits(), digits(4)
+    point = network.start
+    step = 1e-5 * rng.standard_normal(point.shape)
+    slope = (network.value(point + step) - network.value(point - step)) / 2
+    assert slope == pytest.approx(network.gradient(point) @ step, rel=1e-5)
+    each = parted.gradients(np.repeat(point[None], 4, axis=0))
+    np.testing.assert_allclose(each.mean(axis=0), parted.gradient(point), atol=1e-12)
+    assert parted.spread(point) == pytest.approx(((each - each.mean(axis=0)) ** 2).sum(-1).mean())
+    sampler = Batches(network, 16)
+    drawn = sampler.draw(rng, (1, 1000, 1))[0]
+    points = np.broadcast_to(point, (1000, 1, len(point)))
+    slopes, _ = sampler.gradients(points, drawn, np.zeros(1))
+    length = np.linalg.norm(slopes.mean(axis=(0, 1)) - network.gradient(point))
+    assert length < 1.5 * math.sqrt(sampler.variance(point, rng) / 1000)
+    curvature = network.curvature(point, rng)
+    ahead = network.gradient(point + step) - network.gradient(point)
+    assert np.linalg.norm(ahead) <= 1.05 * curvature * np.linalg.norm(step)
+    assert curvature < 50
