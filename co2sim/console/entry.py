@@ -73,7 +73,7 @@ def commands_of(package: str, table: Mapping[str, tuple[str, str]]) -> type[Type
         def __init__(self, **given: Any) -> None:
             super().__init__(**given)
             modules = {name: module for name, (module, _) in table.items()}
-            self.commands = _Loaded(package, modules)  # type: ignore[assignment] - only read
+            self.commands = _Loaded(package, modules)  # type: ignore[assignment]  # only read
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             del ctx

@@ -1,5 +1,7 @@
 """The workers of a Dask scheduler, or of one on this machine."""
 
+import re
+import socket
 import sys
 import time
 from collections import Counter
@@ -8,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from co2sim.convert import shown
 from co2sim.engines.dask_cluster import DaskCluster
-from co2sim.engines.pool import ABSENCE, PATIENCE, reach
+from co2sim.engines.pool import ABSENCE, PATIENCE
 from co2sim.engines.task import expected, work
 from co2sim.errors import EngineError, OptionError
 from co2sim.units import Seconds
@@ -17,6 +20,8 @@ from co2sim.units import Seconds
 _AHEAD = 2
 """Tasks for each thread of a worker: one that it runs, and one that waits there."""
 _FEW_SECONDS: Seconds = 5.0
+_REACH: Seconds = 10.0
+"""What a machine may take to answer at all."""
 _LOGGERS = ("distributed", "distributed.client", "tornado")
 """They would tell on stderr of workers that were lost, which is no trouble."""
 
@@ -117,10 +122,25 @@ def _client(distributed: Any, scheduler: str) -> Any:
             raise OptionError(f"scheduler is {scheduler!r}; there is no such file")
         common["scheduler_file"] = scheduler
     else:
-        reach("Dask", scheduler, "tcp|tls|ws|wss", "tcp://HOST:8786, or the .json file it wrote")
+        _reach(scheduler)
         common["address"] = scheduler
     try:
         return distributed.Client(**common)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EngineError(f"no Dask scheduler answers at {scheduler}: {reason}") from None
+
+
+def _reach(address: str) -> None:
+    """Check that something listens at HOST:PORT; the library would take longer."""
+    found = re.fullmatch(r"(?:(?:tcp|tls|ws|wss)://)?\[?([^\[\]/\s]+?)\]?:([0-9]{1,5})", address)
+    if found is None:
+        raise OptionError(
+            f"scheduler is {shown(address)}; of Dask it is tcp://HOST:8786, or the .json file it"
+            " wrote"
+        )
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=_REACH).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = " ".join(str(error).split())
+        raise EngineError(f"no Dask scheduler answers at {address}: {reason}") from None
