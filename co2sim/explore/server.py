@@ -22,7 +22,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from co2sim.catalog import names
-from co2sim.console import interrupts
 from co2sim.errors import Co2simError, OptionError, ResourceError
 from co2sim.explore.asking import Asker, Files, PageView, Positions
 from co2sim.explore.guard import Guard
@@ -279,7 +278,6 @@ def serve(
                 timeout_graceful_shutdown=1,
             )
             say(f"http://{HOST}:{bound.getsockname()[1]}/?token={token}")
-            interrupts.check()
             _Server(config, answers).run(sockets=[bound])
         finally:
             answers.close()
