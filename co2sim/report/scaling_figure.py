@@ -98,9 +98,12 @@ def _panel(
     ]
     sizes = sorted({row["gpus"] for row in (*rows, *stars)})
     x = gpu_axis(sizes)
-    scale = alt.Scale(zero=True)
-    y = alt.Y("value:Q", title=f"{results[0].unit}s/s per GPU", scale=scale)
-    y.axis = alt.Axis(format=",d")
+    y = alt.Y(
+        "value:Q",
+        title=f"{results[0].unit}s/s per GPU",
+        scale=alt.Scale(zero=True),
+        axis=alt.Axis(format=",d"),
+    )
     layers = banded(rows, x, y, names, [], several=len({row["gpus"] for row in rows}) > 1)
     if stars:
         mark = alt.Chart(data(stars)).mark_point(shape=STAR, size=200, filled=False, strokeWidth=2)
