@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from co2sim.strategies.ddp import DDP
     from co2sim.strategies.diloco import DiLoCo
     from co2sim.strategies.fsdp import FSDP
-    from co2sim.strategies.local_sgd import LocalSGD
-    from co2sim.strategies.overlap_local_sgd import OverlapLocalSGD
-    from co2sim.strategies.slowmo import SlowMo
+    from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
     from co2sim.strategies.zero1 import Zero1
     from co2sim.strategies.zero2 import Zero2
     from co2sim.strategies.zero3 import Zero3

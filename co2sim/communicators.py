@@ -68,10 +68,10 @@ class Meetings:
         here.append(index)
         if len(here) == len(communicator.members):
             del arrived[number]
-            self.start(communicator, place, number, event)
+            self._come(communicator, place, number, event)
         return event
 
-    def start(
+    def _come(
         self, communicator: Communicator, place: int, number: int, event: simpy.Event
     ) -> None:
         """All members have come: start as soon as the communicator is free."""

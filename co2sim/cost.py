@@ -13,15 +13,217 @@ it on. Roots are costed as if they were the first of their node.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from co2sim.cluster import AllReduce, Cluster, Hops
+from co2sim import shaping
+from co2sim.cluster import AllReduce, Cluster, Hops, Protocols
 from co2sim.compute import compute_time, efficiency, kernel_time, peak_flops
-from co2sim.footprint import Footprint
-from co2sim.placement import Placement, placement
-from co2sim.protocols import Algorithm, Protocol, choices
-from co2sim.schedule import LEADERS, PEERS, Collective, Kind, Schedule
-from co2sim.tiers import crossings
-from co2sim.units import Bytes, Seconds
+from co2sim.errors import OptionError
+from co2sim.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
+from co2sim.tiers import Crossing, crossings, uplinks
+from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+Algorithm = Literal["ring", "tree"]
+Name = Literal["simple", "ll128", "ll"]
+
+_NAMES: dict[Protocols, tuple[Name, ...]] = {
+    "simple": ("simple",),
+    "pci": ("simple", "ll"),
+    "nvlink": ("simple", "ll128", "ll"),
+}
+"""LL128 needs stores of 128 bytes to arrive whole: NVLink only."""
+
+_START: dict[Algorithm, dict[Name, Seconds]] = {
+    "ring": {"simple": 8.4e-6, "ll128": 14.0e-6, "ll": 6.6e-6},
+    "tree": {"simple": 8.4e-6, "ll128": 14.0e-6, "ll": 6.8e-6},
+}
+_HOP: dict[str, dict[Algorithm, dict[Name, Seconds]]] = {
+    "nvlink": {
+        "ring": {"simple": 3.4e-6, "ll128": 1.9e-6, "ll": 0.6e-6},
+        "tree": {"simple": 4.0e-6, "ll128": 1.25e-6, "ll": 0.6e-6},
+    },
+    "pci": {
+        "ring": {"simple": 5.7e-6, "ll128": 2.5e-6, "ll": 1.0e-6},
+        "tree": {"simple": 4.0e-6, "ll128": 1.9e-6, "ll": 1.0e-6},
+    },
+    "network": {
+        "ring": {"simple": 14.0e-6, "ll128": 4.0e-6, "ll": 2.7e-6},
+        "tree": {"simple": 14.0e-6, "ll128": 8.5e-6, "ll": 5.0e-6},
+    },
+}
+_SHARE: dict[Algorithm, dict[Name, float]] = {
+    "ring": {"simple": 1.0, "ll128": 0.92, "ll": 0.5},
+    "tree": {"simple": 1.0, "ll128": 120 / 128, "ll": 1 / 3.8},
+}
+_LL_MOST: dict[bool, BytesPerSecond] = {False: 39.0e9, True: 20.4e9}
+"""What LL attains on up to two nodes, and on more: the smallest of the table's rows."""
+_POSTS = 3
+"""Posts to the network that a step of Simple takes; one in the other protocols."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One of them on a cluster: `start` once, then the latency of each hop by the link it crosses.
+
+    `share` is what payload attains of the payload bandwidth of a link, `most` of any.
+    """
+
+    start: Seconds
+    intra: Seconds
+    inter: Seconds
+    wan: Seconds
+    share: float
+    most: BytesPerSecond | None = None
+
+
+def choices(
+    algorithm: Algorithm, cluster: Cluster, protocols: Protocols, *, nodes: int, members: int
+) -> list[Protocol]:
+    """The protocols that a collective over so many nodes and ranks may take, of `protocols`.
+
+    Hops take as long as the links of the cluster say for a ring by Simple, others in proportion.
+    In rings that leave the node every hop takes at least as long as the host posts a message; with
+    one rank in each node all hops cross the network, and take as long as those of a tree.
+    """
+    wan = cluster.wan.latency if cluster.wan else cluster.inter.latency
+    if cluster.backend != "nccl" or protocols == "simple":
+        return [Protocol(0.0, cluster.intra.latency, cluster.inter.latency, wan, 1.0)]
+    found = []
+    for name in _NAMES[protocols]:
+        outside: Algorithm = "tree" if nodes == members else algorithm
+        far = _HOP["network"][outside][name] / _HOP["network"]["ring"]["simple"]
+        near = _HOP[protocols][algorithm][name] / _HOP[protocols]["ring"]["simple"]
+        intra = cluster.intra.latency * near
+        if algorithm == "ring" and nodes > 1:
+            posts = _POSTS if name == "simple" else 1
+            intra = max(intra, posts * cluster.network_overhead)
+        found.append(
+            Protocol(
+                _START[algorithm][name],
+                intra,
+                cluster.inter.latency * far,
+                wan * far,
+                _SHARE[algorithm][name],
+                _LL_MOST[nodes > 2] if name == "ll" else None,  # noqa: PLR2004 - see there
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Ranks of a group: in all, on each of its nodes, at each of its sites."""
+
+    members: int
+    per_node: int
+    per_site: int
+
+    @property
+    def nodes(self) -> int:
+        """How many have members."""
+        return self.members // self.per_node
+
+    @property
+    def sites(self) -> int:
+        """How many have members."""
+        return self.members // self.per_site
+
+
+def placement(group: Group, cluster: Cluster) -> Placement:
+    """Of a group. Raises OptionError for ranks that do not stand evenly on nodes and sites."""
+    layout = cluster.layout
+    members = group.members(0, layout)
+    per_node = max(1, min(len(members), layout.gpus_per_node // members.step))
+    on_site = layout.gpus_per_node * cluster.nodes_per_site // members.step
+    per_site = max(1, min(len(members), on_site))
+    block = group.ranks * group.stride  # other groups are spread evenly on any layout
+    if block and not (
+        _divides(block, layout.gpus_per_node)
+        and _divides(block, layout.gpus_per_node * cluster.nodes_per_site)
+    ):
+        raise OptionError(
+            f"group {group} is not spread evenly over nodes of {layout.gpus_per_node} GPUs and"
+            f" sites of {cluster.nodes_per_site} nodes"
+        )
+    return Placement(len(members), per_node, per_site)
+
+
+def _divides(one: int, other: int) -> bool:
+    """Whether the smaller number divides the larger."""
+    return max(one, other) % min(one, other) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """One group's collective on its links, one direction.
+
+    `intra` is bytes through each member's link inside the node, `inter` through the NICs of each
+    node, `wan` through the uplink of each site; `sent` is what each member puts on any of them.
+    `members_per_node` and `members_per_site` count the group's ranks there. `inter_efficiency` is
+    the fraction of the payload bandwidth of the NICs that these messages attain, `share` that of
+    all links, by their protocol. `step` is the one of the latency steps after which bytes flow: it
+    matters where links are shaped (`shaping`). `call` is the part of the latency that hosts add.
+    """
+
+    latency: Seconds
+    intra: Bytes
+    inter: Bytes
+    wan: Bytes
+    sent: Bytes
+    members_per_node: int
+    members_per_site: int
+    inter_efficiency: float = 1.0
+    share: float = 1.0
+    tiers: tuple[Crossing, ...] = ()
+    step: Seconds | None = None
+    call: Seconds = 0.0
+
+    def groups(self, cluster: Cluster) -> tuple[int, int]:
+        """How many groups of the kind share the NICs of a node, and the uplink of a site."""
+        g = cluster.gpus_per_node
+        return g // self.members_per_node, g * cluster.nodes_per_site // self.members_per_site
+
+    def loads(self, cluster: Cluster) -> tuple[Bytes, Bytes, Bytes]:
+        """Bytes on links of a GPU, of a node and of a site, with all groups of the kind."""
+        on_node, on_site = self.groups(cluster)
+        return self.intra, self.inter * on_node, self.wan * on_site
+
+    def link_times(self, cluster: Cluster) -> tuple[Seconds, Seconds, Seconds]:
+        """Time that the bytes need on the links of a GPU, of a node and of a site, each alone."""
+        wan = cluster.wan.payload_bandwidth if cluster.wan else math.inf
+        nics = cluster.inter.payload_bandwidth * self.inter_efficiency
+        intra, inter, far = (load / self.share for load in self.loads(cluster))
+        return intra / cluster.intra.payload_bandwidth, inter / nics, far / wan
+
+    def tier_times(self, cluster: Cluster) -> list[Seconds]:
+        """Time that the bytes need on the uplinks of a pod of each tier that they cross."""
+        return [
+            one.bytes * one.groups(cluster) / self.share / uplinks(one.tier, cluster)
+            for one in self.tiers
+        ]
+
+    def bound_by(self, cluster: Cluster) -> int:
+        """The link that takes longest, as its place in `link_times`: it bounds the collective."""
+        times = self.link_times(cluster)
+        return times.index(max(times))
+
+    def lead(self, cluster: Cluster) -> Seconds:
+        """The part of the latency that comes on top of the time of the bytes."""
+        if self.step is None:
+            return self.latency
+        link = (cluster.intra, cluster.inter, cluster.wan)[self.bound_by(cluster)]
+        share = shaping.hidden_share(link, self.step) if link else 0.0
+        return self.latency - share * (self.latency - self.call - self.step)
+
+    def alone(self, cluster: Cluster) -> Seconds:
+        """Time when nothing but the groups of the same kind is in flight, after a pause."""
+        times = self.link_times(cluster)
+        links = (cluster.intra, cluster.inter, cluster.wan)
+        burst, longest = shaping.passed(times, links), max(*times, *self.tier_times(cluster))
+        lag = shaping.lagged(burst, max(link.burst_lag for link in links if link))
+        steps = max(self.latency, self.lead(cluster) + (1 - burst + lag) * longest)
+        return steps + burst * shaping.held(times, links)
+
 
 __all__ = [
     "PIECE",

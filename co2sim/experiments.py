@@ -56,8 +56,8 @@ def sweep(  # noqa: PLR0913 - one keyword per choice
         tokens: Tokens that ddp would train, such as 1e12; adds what that takes, as columns with
             the names of `Totals`, empty where a number is missing.
         jobs: Processes, -1: one per core; never more than cases, or than two per core.
-        engine: Who runs the cases: "loky" (processes of this machine), "dask" or "ray".
-        scheduler: The address of Dask's or Ray's; default: workers are started on this machine, as
+        engine: Who runs the cases: "loky" (processes of this machine) or "dask".
+        scheduler: The address of Dask's; default: workers are started on this machine, as
             many as `jobs` says. A script that starts Dask's needs `if __name__ == "__main__":`.
         progress: Show a bar on stderr; default: if it is a terminal.
         options: The further keywords of `simulate`.

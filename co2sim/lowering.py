@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from co2sim.cluster import Cluster
+from co2sim.cluster import Cluster, Link, Tier
 from co2sim.cost import Footprint, compute_time, footprints
 from co2sim.errors import OptionError
 from co2sim.folding import Folding, RankClass, class_count
@@ -22,9 +22,42 @@ from co2sim.noise import Noise
 from co2sim.processor import first_streams
 from co2sim.ranges import whole
 from co2sim.schedule import Collective, Compute, Group, Schedule
-from co2sim.shaping import HostShare, Shaper
-from co2sim.simulated_links import capacities, pod_of, shapers
+from co2sim.shaping import HOST, HostShare, Shaper
+from co2sim.tiers import uplinks
 from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+
+def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
+    """Payload bytes per second of every link, and seconds per second of a shared host."""
+    found: dict[Hashable, float] = {}
+    for index in range(len(folding.classes)):
+        found["gpu", index] = cluster.intra.payload_bandwidth
+        found["nic", folding.node(index)] = cluster.inter.payload_bandwidth
+        for tier in cluster.inter.tiers:
+            found[tier, pod_of(tier, folding, index)] = uplinks(tier, cluster)
+    if cluster.hosts == "shared":
+        found[HOST] = 1.0
+    if cluster.wan:
+        speed = cluster.wan.payload_bandwidth
+        found.update({("wan", site): speed for site in range(cluster.sites)})
+    return found
+
+
+def pod_of(tier: Tier, folding: Folding, index: int) -> int:
+    """The pod of a class; folded ones share one."""
+    return 0 if folding.folded else folding.node(index) // tier.nodes
+
+
+def shapers(cluster: Cluster, folding: Folding) -> dict[Hashable, Shaper]:
+    """Those of the links that have one."""
+    found: dict[Hashable, Link] = {}
+    for index in range(len(folding.classes)):
+        found["gpu", index] = cluster.intra
+        found["nic", folding.node(index)] = cluster.inter
+    if cluster.wan:
+        found.update({("wan", site): cluster.wan for site in range(cluster.sites)})
+    return {at: Shaper.of(link) for at, link in found.items() if link.burst}
+
 
 Times: TypeAlias = tuple[NDArray[np.float64], NDArray[np.float64]]
 """When instances start and end, [instance, class of ranks]."""

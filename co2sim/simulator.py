@@ -1,7 +1,7 @@
 """The SimPy interpreter of a schedule on a cluster.
 
-What `lockstep` cannot run has one process per stream and class of ranks; `communicators` says how
-they meet.
+What `single_class` and `lockstep` cannot run has one process per stream and class of ranks;
+`communicators` says how they meet.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 import simpy
 from simpy.core import EmptySchedule
 
-from co2sim import lockstep, slack, spread
+from co2sim import lockstep, single_class, slack, spread
 from co2sim.cluster import Cluster
 from co2sim.communicators import Meetings
 from co2sim.errors import OptionError
@@ -22,6 +22,7 @@ from co2sim.instants import INSTANT
 from co2sim.lowering import Lowered, Times, lower
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import Compute, Instance, Schedule
+from co2sim.sharing import shared_works
 from co2sim.trace import SpanTable, Trace
 from co2sim.units import Seconds
 
@@ -111,10 +112,13 @@ def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> slack.Slack:
 
 
 def _run(lowered: Lowered, progress: Callable[[float], None] | None) -> Times:
-    try:
+    """Starts and ends, by the fastest of the three interpreters that applies."""
+    sharing = shared_works(lowered)
+    if single_class.applies(lowered):
+        return single_class.run(lowered, sharing, progress)
+    if lockstep.applies(lowered, sharing):
         return lockstep.run(lowered, progress)
-    except lockstep.Overtaken:
-        return _Simulation(lowered).run(progress)
+    return _Simulation(lowered).run(progress)
 
 
 @dataclass(slots=True)

@@ -86,10 +86,15 @@ class _Pending(Flow):
     work: _Work = field(kw_only=True)
 
 
+def applies(lowered: Lowered) -> bool:
+    """Whether one class stands for all ranks, without jitter, on links without bursts."""
+    return len(lowered.classes) == 1 and not lowered.class_factors and lowered.steady
+
+
 def run(
     lowered: Lowered, sharing: set[int], progress: Callable[[float], None] | None = None
 ) -> Times:
-    """Starts and ends of all rounds, without jitter, and on links without bursts.
+    """Starts and ends of all rounds, where this `applies`.
 
     `sharing` are the works that may share links or wait for their communicator, by number.
     """
@@ -115,6 +120,8 @@ class _OneClass:
         self.slowed: list[_Pending] = []
 
     def times(self, progress: Callable[[float], None] | None) -> Times:
+        if progress:
+            progress(0.0)
         self._advance([*self.streams])
         while self.agenda.run(_EVENTS):
             if progress:

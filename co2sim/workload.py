@@ -8,17 +8,78 @@ published figures count them: selective the scores of eager attention, full a wh
 What kernels execute is another matter: `Kernels` of a pass say it, and times follow from them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, reduce
+from typing import Literal, TypeAlias
 
 from co2sim.architecture import part_of
-from co2sim.blocks import Block, MatMul, Model, Scores
+from co2sim.blocks import Block, Division, MatMul, Model, Scores
 from co2sim.errors import OptionError
-from co2sim.exchanges import Pass, exchanged
 from co2sim.ranges import whole
-from co2sim.schedule import Compute, DType, Exchanges, FusedAttention, Kernels
+from co2sim.schedule import (
+    Collective,
+    Compute,
+    DType,
+    Exchanges,
+    FusedAttention,
+    Kernels,
+    Kind,
+    tensor,
+)
 from co2sim.units import Bytes, Flops
+
+Pass: TypeAlias = Literal["forward", "recompute", "backward"]
+
+_LOSS_SUMS = 3
+"""All-reduces of a value for every row of logits: their largest, the target's, the sum of their
+exponentials. Source: Megatron-LM, megatron/core/tensor_parallel/cross_entropy.py."""
+
+
+def exchanged(
+    block: Division | None,
+    passes: Sequence[Pass],
+    samples: int,
+    dtype: DType,
+    stops_early: bool,  # noqa: FBT001
+) -> Exchanges | None:
+    """The exchanges of passes over a block with `samples` samples; None where it is whole.
+
+    A repeated forward pass that `stops_early` needs no result of the block's last product.
+    """
+    if block is None:
+        return None
+    made = [_of_pass(block, one, samples, dtype, stops_early) for one in passes]
+    return reduce(Exchanges.then, made)
+
+
+def _of_pass(
+    block: Division,
+    which: Pass,
+    samples: int,
+    dtype: DType,
+    stops_early: bool,  # noqa: FBT001
+) -> Exchanges:
+    group, elements = tensor(block.ranks), samples * block.elements
+
+    def make(kind: Kind, times: int) -> tuple[Collective, ...]:
+        return (Collective(kind, "activations", elements, dtype, group),) * times
+
+    inputs, outputs, rows = block.inputs, block.outputs, block.rows
+    if which == "backward":
+        inputs, outputs, rows = outputs, inputs, 0
+    elif which == "recompute" and stops_early:
+        outputs, rows = max(0, outputs - 1), 0
+    loss: tuple[Collective, ...] = ()
+    if rows:
+        sums = Collective(Kind.ALL_REDUCE, "loss", samples * rows, DType.FP32, group)
+        loss = (sums,) * _LOSS_SUMS
+    if not block.sequence:
+        return Exchanges(behind=(*make(Kind.ALL_REDUCE, outputs), *loss))
+    again = make(Kind.ALL_GATHER, outputs) if which == "backward" else ()
+    before, behind = make(Kind.ALL_GATHER, inputs), make(Kind.REDUCE_SCATTER, outputs)
+    return Exchanges(before, again, (*behind, *loss))
+
 
 __all__ = [
     "AttentionKernel",

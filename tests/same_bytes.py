@@ -47,7 +47,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
         f"inter.bandwidth {_CASE} {_TWO} -g 8 --for efficiency=90% --json --report r.html",
     ),
     "co2sim plan": (f"{_OFFERS} -s ddp -s zero2 -g 8,16 --jobs {{jobs}} --json --report r.html",),
-    "co2sim goodput": (f"{_CASE} {_TWO} --set failures=meta-rsc-1 --check --json",),
+    "co2sim goodput": (f"{_CASE} {_TWO} --set failures=meta-rsc-1 --json",),
     "co2sim report": (f"{_CASE} {_TWO} -g 8,16 --jobs {{jobs}} --tokens 1e11 -o r.html",),
     "co2sim export": (f"{_CASE} -s co2:tau=2,worker=node -g 8 --out made",),
     "co2sim replay": ("traces -c a100-roce800 --json",),

@@ -2,20 +2,20 @@
 
 import csv
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from commands import cpu_seconds
 from typer.main import get_command
 
 from co2sim.cli.app import COMMANDS, app
+from co2sim.console import entry
 
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
 
@@ -35,57 +35,39 @@ SIZES = ",".join(str(gpus) for gpus in range(8, 8192, 8))
 SLOW = (*SMALL[:4], "-s", "zero3", "--jitter", "0.05")
 
 
-ALONE = ("sweep", "--csv", "s.csv", "--jobs", "1"), "s.csv", "they are in s.csv"
+STUDY = """
+import signal, sys
+from co2sim import batch
+from co2sim.cli import main
+run, done = batch.run, []
+def three(case):
+    if len(done) == 3:
+        print("three are done", flush=True)
+        signal.pause()
+    done.append(case)
+    return run(case)
+batch.run = three
+sys.argv = "co2sim sweep -c dgx-h100 -m gpt2-small -s ddp --vary gpus=8,16,24,32".split()
+sys.argv += "--csv s.csv --jobs 1".split()
+main()
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("study", "table", "where", "how"),
-    [
-        (*ALONE, signal.SIGINT),
-        (*ALONE, signal.SIGTERM),
-        (("sweep", "--csv", "s.csv", "--jobs", "2"), "s.csv", "they are in s.csv", signal.SIGINT),
-        (
-            ("scale", "--jobs", "2"),
-            "out/scale.csv",
-            "those of the study are in out/scale.csv",
-            signal.SIGTERM,
-        ),
-    ],
-)
-def test_control_c_and_sigterm_keep_what_is_done(
-    tmp_path: Path, study: tuple[str, ...], table: str, where: str, how: signal.Signals
-) -> None:
-    """A study ends with 130 or 143; its table holds the cases that one line says were done."""
-    sizes = ("-g", SIZES) if study[0] == "scale" else ("--vary", f"gpus={SIZES}")
-    command = [sys.executable, "-m", "co2sim", *study, *SLOW, *sizes]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
-    ) as process:
-        while cpu_seconds(process.pid) < 8:  # after all imports, and some cases
-            assert process.poll() is None
-            time.sleep(0.05)
-        if how == signal.SIGINT:
-            os.killpg(process.pid, how)  # as a terminal does: to the workers, too
-        else:
-            process.terminate()
-        assert process.wait(timeout=30) == 128 + how
-        assert process.stderr is not None
-        said = process.stderr.read()
-    word = "interrupted" if how == signal.SIGINT else "terminated"
-    found = re.search(rf"^{word}; (\d+) of 1,023 cases were done; {where}\n\Z", said, re.MULTILINE)
-    assert found, said
-    before = said[: found.start()].splitlines()  # what long work says where it is no terminal
-    assert all(line.startswith("simulating cases: ") for line in before)
-    assert len(before) <= 1
-    rows = list(csv.DictReader((tmp_path / table).read_text().splitlines()))
-    assert 1 <= int(found[1]) == len(rows) < 1023
-    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
+@pytest.mark.parametrize(("how", "word"), [("SIGINT", "interrupted"), ("SIGTERM", "terminated")])
+def test_control_c_and_sigterm_keep_what_is_done(tmp_path: Path, how: str, word: str) -> None:
+    """A study ends with 130 or 143 and one line; its table holds the cases that were done."""
+    number = signal.Signals[how]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STUDY], cwd=tmp_path, **pipes) as study:
+        assert study.stdout
+        assert study.stdout.readline()
+        study.send_signal(number)
+        said = study.communicate(timeout=60)[1].splitlines()
+    assert study.returncode == 128 + number
+    assert (len(said), said[0].split(";")[0]) == (1, word)
+    rows = csv.DictReader((tmp_path / "s.csv").read_text().splitlines())
+    assert [row["gpus"] for row in rows] == ["8", "16", "24"]
 
 
 @pytest.mark.slow
@@ -112,130 +94,22 @@ def _simulates(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("program", ["co2sim", "realrun", "analysis"])
-def test_control_c_while_a_command_is_imported_is_one_line(program: str) -> None:
-    """Before its first line has run: 130, and no traceback."""
-    script = f"""
-import sys
-class Interrupting:
-    def find_spec(self, name, *given):
-        if name == "{program}.cli.app":
+def test_control_c_while_a_command_is_imported_is_one_line(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its first line has run: 130."""
+    imported = entry.import_module
+
+    def interrupted(name: str) -> Any:
+        if name == f"{program}.cli.app":
             raise KeyboardInterrupt
-sys.meta_path.insert(0, Interrupting())
-from {program}.cli import main
-main()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (130, "interrupted; nothing was written\n")
+        return imported(name)
 
-
-@pytest.mark.parametrize("program", ["co2sim", "realrun", "analysis"])
-def test_an_interrupt_that_an_import_swallows_is_not_lost(program: str) -> None:
-    """The command was given up with nothing said, or served on; a second one was a traceback."""
-    script = """
-import os, signal, sys
-class Swallowing:
-    def find_spec(self, name, *given):
-        if name == "PROGRAM.cli.app":
-            for _ in range(2):
-                try:
-                    os.kill(os.getpid(), signal.%s)
-                except BaseException:
-                    pass
-sys.meta_path.insert(0, Swallowing())
-from PROGRAM.cli import main
-sys.argv = ["PROGRAM", "--help"]
-main()
-""".replace("PROGRAM", program)
-    for name, code, word in (("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")):
-        done = subprocess.run(
-            [sys.executable, "-c", script % name], capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stdout) == (code, "")
-        assert done.stderr == f"{word}; nothing was written\n"
-
-
-def test_a_signal_that_a_callback_swallows_is_one_line() -> None:
-    """Python printed the traceback of what the signal raised there, before the line."""
-    script = """
-import os, signal, sys, weakref
-class Calling:
-    def find_spec(self, name, *given):
-        if name == "co2sim.cli.app":
-            one = type("One", (), {})()
-            kept = weakref.ref(one, lambda _: os.kill(os.getpid(), signal.SIGTERM))
-            del one
-sys.meta_path.insert(0, Calling())
-from co2sim.cli import main
-main()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (143, "terminated; nothing was written\n")
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
-)
-def test_a_signal_while_a_text_is_executed_ends_by_its_own_exit_code(
-    tmp_path: Path, how: str, code: int, word: str
-) -> None:
-    """As a dataclass is made: `python -m` ended by SIGINT then, also where SIGTERM came."""
-    script = f"""
-import sys
-class Making:
-    def find_spec(self, name, *given):
-        if name == "co2sim.cli.app":
-            exec("import os, signal; os.kill(os.getpid(), signal.{how}); [0 for _ in range(9)]")
-sys.meta_path.insert(0, Making())
-from co2sim.cli import main
-main()
-"""
-    (tmp_path / "command.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-m", "command"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (code, f"{word}; nothing was written\n")
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "word"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
-)
-def test_a_signal_that_comes_again_and_again_is_one_line(
-    how: signal.Signals, code: int, word: str
-) -> None:
-    """Every millisecond, until the process has ended: as when control-C is held down."""
-    script = """
-import sys, time
-from co2sim import study
-from co2sim.cli import main
-def busy(*_, **__):
-    print("busy", flush=True)
-    time.sleep(60)
-study.run = busy
-sys.argv = "co2sim run -c dgx-h100 -m gpt2-small -s ddp -g 8".split()
-main()
-"""
-    for _ in range(3):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen([sys.executable, "-c", script], text=True, **pipes) as process:
-            assert process.stdout
-            assert process.stderr
-            assert process.stdout.readline() == "busy\n"
-            while process.poll() is None:
-                process.send_signal(how)
-                time.sleep(0.001)
-            assert (process.stderr.read(), process.returncode) == (
-                f"{word}; nothing was written\n",
-                code,
-            )
+    monkeypatch.setattr(entry, "import_module", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"{program}.cli").main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.startswith("interrupted; ")
 
 
 @pytest.mark.parametrize(

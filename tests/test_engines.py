@@ -1,4 +1,4 @@
-"""Loky, Dask and Ray give the same bytes, whoever dies, and say in one line what is missing."""
+"""Loky and Dask give the same bytes, whoever dies, and say in one line what is missing."""
 
 import json
 import os
@@ -228,17 +228,6 @@ def test_loky_gives_the_same_bytes_with_any_number_of_processes(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_ray_gives_the_bytes_of_one_process(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """With workers that it starts here; nothing is printed on the standard output."""
-    pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    one = kept(tmp_path / "one")
-    assert kept(tmp_path / "ray", engine="ray", jobs=2, progress=False) == one
-    assert capfd.readouterr().out == ""
-
-
-@pytest.mark.slow
 def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     """A case whose process dies once is computed again: all results are there."""
     mark = tmp_path / "died"
@@ -285,37 +274,32 @@ def test_a_task_gives_answers_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "address", "said"),
+    ("address", "said"),
     [
-        ("dask", "host", "scheduler is 'host'; of Dask it is tcp://HOST:8786, or the .json file"),
-        ("dask", "http://host:1", "scheduler is 'http://host:1'; of Dask it is"),
-        ("dask", "tcp://127.0.0.1:9", "no Dask scheduler answers at tcp://127.0.0.1:9: "),
-        ("dask", "none.json", "scheduler is 'none.json'; there is no such file"),
-        ("dask", "127.0.0.1:99999", "no Dask scheduler answers at 127.0.0.1:99999: "),
-        ("ray", "host", "scheduler is 'host'; of Ray it is HOST:6379, ray://HOST:10001 or auto"),
-        ("ray", "127.0.0.1:9", "no Ray scheduler answers at 127.0.0.1:9: "),
+        ("host", "scheduler is 'host'; of Dask it is tcp://HOST:8786, or the .json file"),
+        ("http://host:1", "scheduler is 'http://host:1'; of Dask it is"),
+        ("tcp://127.0.0.1:9", "no Dask scheduler answers at tcp://127.0.0.1:9: "),
+        ("none.json", "scheduler is 'none.json'; there is no such file"),
+        ("127.0.0.1:99999", "no Dask scheduler answers at 127.0.0.1:99999: "),
     ],
 )
-def test_a_scheduler_that_cannot_be_reached_is_one_line(name: str, address: str, said: str) -> None:
+def test_a_scheduler_that_cannot_be_reached_is_one_line(address: str, said: str) -> None:
     """At once, not after the minutes that a library would wait."""
-    pytest.importorskip({"dask": "distributed", "ray": "ray"}[name], reason=f"{name} is missing")
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     began = time.monotonic()
-    with pytest.raises((OptionError, ResourceError)) as caught, opened(Engine(name, address), 5):
+    with pytest.raises((OptionError, ResourceError)) as caught, opened(Engine("dask", address), 5):
         pass
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
     assert time.monotonic() - began < PATIENCE
 
 
-@pytest.mark.parametrize(("name", "module"), [("dask", "distributed"), ("ray", "ray")])
-def test_a_missing_package_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, name: str, module: str
-) -> None:
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which extra to install."""
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "distributed", None)
     with (
-        pytest.raises(OptionError, match=rf"pip install 'co2sim\[{name}\]'"),
-        opened(Engine(name), 2),
+        pytest.raises(OptionError, match=r"pip install 'co2sim\[dask\]'"),
+        opened(Engine("dask"), 2),
     ):
         pass
 
@@ -323,9 +307,9 @@ def test_a_missing_package_is_one_line(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"name": "spark"}, "engine is 'spark'; it is one of loky, dask, ray"),
-        ({"name": 3}, "engine is 3; it is one of loky, dask, ray"),
-        ({"scheduler": "tcp://h:1"}, "a scheduler needs the engine dask or ray"),
+        ({"name": "spark"}, "engine is 'spark'; it is one of loky, dask"),
+        ({"name": 3}, "engine is 3; it is one of loky, dask"),
+        ({"scheduler": "tcp://h:1"}, "a scheduler needs the engine dask"),
         ({"name": "dask", "scheduler": " "}, "scheduler is ' '; it must be an address"),
         ({"name": "dask", "scheduler": "h:1", "jobs": 2}, "jobs is 2, and a scheduler is given"),
         ({"jobs": 0}, "jobs is 0; it must be -1"),

@@ -32,7 +32,6 @@ def test_the_answer_is_a_sentence_for_every_strategy(cli: Command) -> None:
     assert text.count("the largest loss is") == 2
     assert "the average is taken over those who are left" in text.replace("next ", "")
     assert "cluster.failures.detection" in text
-    assert text.count("to check it by events: co2sim goodput") == 2
 
 
 def test_json_has_all_of_it(cli: Command) -> None:
@@ -44,7 +43,6 @@ def test_json_has_all_of_it(cli: Command) -> None:
     assert found["useful_tokens_per_s"] == pytest.approx(found["useful"] * found["tokens_per_s"])
     assert found["mean_time_to_failure_s"] == pytest.approx(153.8 * 86400 / 8)
     assert found["workers"] is None
-    assert found["events"] is None
     assert found["whole"]["every"] > 0
     again = cli(*shlex.split(found["command"])[1:], "--json")
     assert json.loads(again.out) == [found]
@@ -57,25 +55,12 @@ def test_what_never_happens_is_none_in_json(cli: Command) -> None:
     assert found["workers"]["count"] == 8
 
 
-def test_events_stand_beside_the_formula(cli: Command) -> None:
-    """`--check`: every share within 4 standard errors; the seed is that of `--seed`."""
-    many = ("--set", "failures.node=10 days", "--set", "failures.job=20 h", "--check")
-    for found in answers(cli, *many, "-s", "ddp", "-s", "diloco:tau=20,worker=node"):
-        for name, (mean, error) in ((n, e.values()) for n, e in found["events"].items()):
-            assert abs(found["shares"][name] - mean) <= 4 * error + 1e-6, name
-    ended = cli(*HERE, *many, "-s", "ddp", "--seed", "7")
-    assert "seed 7" in ended.out
-    assert "events" in ended.out
-
-
 def test_a_fixed_interval_is_kept(cli: Command) -> None:
     """`--every`, which costs compared with the best."""
     (best,) = answers(cli, *RSC, "-s", "ddp")
     (fixed,) = answers(cli, *RSC, "-s", "ddp", "--every", "6 h")
     assert fixed["whole"]["every"] == 6 * 3600
     assert fixed["useful"] < best["useful"]
-    text = " ".join(cli(*HERE, *RSC, "-s", "ddp", "--every", "6 h").out.split())
-    assert "--every '21600 s' --check" in text
 
 
 def test_delays_that_are_chosen_are_chosen_first(cli: Command) -> None:

@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 import tiny
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import poisson
@@ -16,16 +16,12 @@ from co2sim.case import Case
 from co2sim.cluster import Link
 from co2sim.errors import OptionError
 from co2sim.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
-from co2sim.goodput.check import simulated
-from co2sim.goodput.closed_forms import Restart, Saving, erlang_loss, together
+from co2sim.goodput.closed_forms import Saving, erlang_loss, together
 from co2sim.goodput.of_result import goodput_of, goodput_where
 from co2sim.goodput.parts import (
-    FailingWorkers,
     Goodput,
     Trained,
-    WholeJob,
     missing,
-    shares_of,
 )
 
 DAY, HOUR = 86400.0, 3600.0
@@ -294,60 +290,3 @@ def test_better_parts_and_faster_storage_never_cost(workers: int, better: float)
         assert goodput_where(moved, job).useful >= before - 1e-12, name
     assert goodput_where(replace(given_, spares=2), job).useful >= before
     assert HOST_BANDWIDTH == 32e9
-
-
-# --- events -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", range(30))
-def test_events_agree_with_failures_of_all_and_of_workers_together(number: int) -> None:
-    """30 settings drawn at random: the useful share is within 3 standard errors.
-
-    Workers fail up to ten times as often as all, and are away for up to a tenth of their life.
-    """
-    rng = np.random.default_rng(1000 + number)
-    mean = 10 ** rng.uniform(4, 5.5)
-    every = mean * 10 ** rng.uniform(-2, -0.5)
-    count = int(rng.integers(2, 65))
-    whole = WholeJob(
-        rate=1 / mean,
-        every=every,
-        saving=Saving(blocking=every * rng.uniform(0, 0.1), writing=every * rng.uniform(0, 1)),
-        after=Restart(detection=mean * rng.uniform(0, 0.05), restart=mean * rng.uniform(0, 0.05)),
-    )
-    life = mean * count * 10 ** rng.uniform(-1, 1)
-    workers = FailingWorkers(
-        rate=1 / life,
-        count=count,
-        round_time=min(mean, life) * 10 ** rng.uniform(-4, -2),
-        after=Restart(restart=min(mean, life) * rng.uniform(0, 0.02)),
-        stall=life / count * rng.uniform(0, 0.05),
-        absent=0.1 * float(rng.integers(2)),
-    )
-    alone = number % 3 == 0
-    parts = (whole, None if alone else workers)
-    shares = shares_of(*parts)
-    found = Goodput(
-        shares=shares,
-        low=0.0,
-        high=1.0,
-        whole=parts[0],
-        workers=parts[1],
-        checkpoint_bytes=0.0,
-    )
-    events = simulated(found, seed=1000 + number, runs=40, failures=200)
-    for name, estimate in events.items():
-        most = 3 if name == "useful" else 4
-        off = abs(estimate.mean - getattr(shares, name))
-        assert off <= most * estimate.error + 2e-5, (name, estimate, getattr(shares, name))
-
-
-@settings(max_examples=5)
-@given(st.integers(0, 2**31))
-def test_events_repeat_with_their_seed(seed: int) -> None:
-    """The same seed, the same shares; they account for all of the time."""
-    found = goodput_where(replace(PLAIN, job=DAY), replace(JOB, workers=8))
-    first, again = simulated(found, seed, runs=3), simulated(found, seed, runs=3)
-    assert first == again
-    assert sum(one.mean for one in first.values()) == pytest.approx(1, abs=1e-9)
-    assert first != simulated(found, seed + 1, runs=3)

@@ -10,14 +10,11 @@ import pytest
 from analysis.published import calibrate, errors
 from analysis.published.cells import Cell, changed, with_constants
 from analysis.published.csv_tables import from_csv, known_cells
-from analysis.published.event_loop import Lines, round_time
 from analysis.published.fsdp_rows import ratios
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
 from analysis.published.predict import memory_of, predict
 from co2sim import study
-from co2sim.schedule import WORLD, After, Collective, Compute, DType, Kind, Op, Schedule
-from co2sim.strategies.step import COMM, COMPUTE
 
 ROWS = Path(__file__).parent / "golden" / "fsdp-rows.csv"
 GROUP = GROUPS["mpt-fsdp"]
@@ -32,29 +29,11 @@ def cells() -> list[Cell]:
 # --- fast predictions ----------------------------------------------------------------------------
 
 
-def test_a_loop_over_events_is_the_simulation(cells: list[Cell]) -> None:
+def test_fast_predictions_are_those_of_the_simulation(cells: list[Cell]) -> None:
     """With computation slowed by communication, many micro-steps, and constants that are moved."""
     moved = {"interference": 0.3, "node_spread": 0.03, "gemm_efficiency, H100": 0.5}
     for cell in (*cells, with_constants(cells[0], moved)):
         assert predict(cell, fast=True) == pytest.approx(predict(cell), rel=1e-6), cell.name
-
-
-def test_a_round_of_two_streams_by_hand() -> None:
-    """A gather of 2 s beside compute of 3 s at half the pace: 1 s of it is done, 2 s are left."""
-
-    def compute(name: str) -> Compute:
-        return Compute(name, 0.0, 0.0)
-
-    gather = Collective(Kind.ALL_GATHER, "x", 1, DType.BF16, WORLD)
-    body = (
-        Op("gather", gather, COMM, (After("last", rounds_ago=1),)),
-        Op("first", compute("first"), COMPUTE),
-        Op("last", compute("last"), COMPUTE, (After("gather"),)),
-    )
-    lines = Lines.of(Schedule("by hand", body))
-    assert round_time(lines, [2.0, 3.0, 1.0], 1.0) == pytest.approx(2 + 2 + 1)
-    assert round_time(lines, [2.0, 3.0, 1.0], 0.0) == pytest.approx(3 + 1)
-    assert round_time(lines, [5.0, 3.0, 1.0], 0.0) == pytest.approx(5 + 1)
 
 
 # --- fits ----------------------------------------------------------------------------------------

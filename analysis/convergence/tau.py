@@ -17,8 +17,7 @@ from co2sim.prepared import Prepared
 from co2sim.strategies import LocalSteps, Strategy
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import Replica, round_steps
-from co2sim.strategies.local_sgd import LocalSGD
-from co2sim.strategies.slowmo import SlowMo
+from co2sim.strategies.local_sgd import LocalSGD, SlowMo
 from co2sim.study import run
 from co2sim.units import Seconds, percent
 from realrun import record

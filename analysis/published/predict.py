@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term, with_constants
-from analysis.published.event_loop import Lines, round_time
 from analysis.published.parameters import model_of
 from co2sim import metrics, study
 from co2sim.cluster import Cluster
 from co2sim.cost import compute_time, footprint
 from co2sim.prepared import Prepared
 from co2sim.schedule import Collective, Compute, Kind, Schedule
-from co2sim.simulator import execute, expected_slowdown
+from co2sim.simulator import execute
 from co2sim.units import Bytes, Seconds
 
 _MANY_TIMES = 8192
@@ -123,10 +122,9 @@ def _extrapolated_step_time(setup: RunSetup) -> Seconds:
     """From shorter models and steps: each of many equal layers, or micro-steps, adds as much."""
     layers = len(model_of(setup.model, setup.model_overrides).blocks) - 2
     cluster = setup.used_cluster()
-    of = _looped if setup.strategy.name == "fsdp" else _simulated
 
     def with_all_layers(micro_steps: int) -> Seconds:
-        few, more = (of(setup, cluster, count, micro_steps) for count in (_FEW, _MORE))
+        few, more = (_simulated(setup, cluster, count, micro_steps) for count in (_FEW, _MORE))
         return few + (more - few) * (layers - _FEW)
 
     if setup.accumulation <= _MORE:
@@ -140,39 +138,6 @@ def _simulated(setup: RunSetup, cluster: Cluster, layers: int, micro_steps: int)
     schedule = _shorter(_plain(setup), layers, micro_steps)
     trace = execute(schedule, cluster, precision=setup.precision, rounds=2)
     return metrics.window(trace, schedule, 1).round_time
-
-
-def _looped(setup: RunSetup, cluster: Cluster, layers: int, micro_steps: int) -> Seconds:
-    """The same without a simulation, where all collectives meet in one group."""
-    schedule = _shorter(_plain(setup), layers, micro_steps)
-    linked = tuple(one for one in setup.constants if one[0].startswith(("intra.", "inter.")))
-    meetings, lines = _meetings(replace(setup, constants=linked), layers, micro_steps)
-    if lines is None:
-        return _simulated(setup, cluster, layers, micro_steps)
-    slowdown = expected_slowdown(schedule, cluster, precision=setup.precision)
-    known: dict[int, Seconds] = {}
-    for op, number in zip(schedule.body, schedule.work_numbers, strict=True):
-        if isinstance(op.work, Compute) and number not in known:
-            known[number] = slowdown * compute_time(op.work, cluster.gpu, setup.precision)
-    seconds = [
-        known[number] if alone is None else alone
-        for number, alone in zip(schedule.work_numbers, meetings, strict=True)
-    ]
-    return round_time(lines, seconds, cluster.interference)
-
-
-@lru_cache(_MANY_SCHEDULES)
-def _meetings(
-    setup: RunSetup, layers: int, micro_steps: int
-) -> tuple[list[Seconds | None], Lines | None]:
-    """Times of the collectives of a smaller run, and its streams; None for several groups."""
-    schedule, cluster = _shorter(_plain(setup), layers, micro_steps), setup.used_cluster()
-    alone: dict[int, Seconds] = {}
-    for op, number in zip(schedule.body, schedule.work_numbers, strict=True):
-        if isinstance(op.work, Collective) and number not in alone:
-            alone[number] = footprint(op.work, cluster).alone(cluster)
-    lines = Lines.of(schedule) if len(schedule.groups) == 1 else None
-    return [alone.get(number) for number in schedule.work_numbers], lines
 
 
 @lru_cache(_MANY_SCHEDULES)

@@ -19,9 +19,6 @@ Every = Annotated[
         " time.",
     ),
 ]
-Check = Annotated[
-    bool, typer.Option("--check", help="Simulate failures event by event, too (with --seed).")
-]
 
 
 @options.job_options
@@ -31,13 +28,12 @@ def goodput(
     strategy: options.Strategies,
     gpus: options.Gpus = None,
     every: Every = None,
-    check: Check = False,  # noqa: FBT002
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
     """Say what part of the time is useful where parts fail: --set failures=meta-rsc-1."""
-    from co2sim.cli import goodput_answer  # noqa: PLC0415 - scipy, simpy and rich
+    from co2sim.cli import goodput_answer  # noqa: PLC0415 - scipy and rich
 
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
     interval = None if every is None else options.seconds("--every", every)
-    goodput_answer.answer(cases, interval, check=check, as_json=json_)
+    goodput_answer.answer(cases, interval, as_json=json_)

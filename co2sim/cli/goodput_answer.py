@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.decide.command import command_of
 from co2sim.errors import OptionError
-from co2sim.goodput.check import SimulatedShare, simulated
 from co2sim.goodput.of_result import goodput_of
 from co2sim.goodput.parts import FailingWorkers, Goodput
 from co2sim.grid import strategy_title
@@ -33,12 +32,11 @@ _LOSSES = {
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One strategy: its result, its goodput, and what events say where they were asked."""
+    """One strategy: its result, and its goodput."""
 
     case: Case
     result: Result
     found: Goodput
-    check: Mapping[str, SimulatedShare] | None
 
     @property
     def title(self) -> str:
@@ -46,7 +44,7 @@ class _Answer:
         return strategy_title(self.case.strategy)
 
 
-def answer(cases: Sequence[Case], every: Seconds | None, *, check: bool, as_json: bool) -> None:
+def answer(cases: Sequence[Case], every: Seconds | None, *, as_json: bool) -> None:
     """Find the goodput of every case, and print."""
     answers = []
     for given in cases:
@@ -68,12 +66,11 @@ def answer(cases: Sequence[Case], every: Seconds | None, *, check: bool, as_json
         optimizer = case.optimizer
         found = goodput_of(result, cluster.value, model.value, optimizer=optimizer, every=every)
         assert found is not None
-        events = simulated(found, case.noise.seed) if check else None
-        answers.append(_Answer(case, result, found, events))
+        answers.append(_Answer(case, result, found))
     if as_json:
         print(json.dumps([_plain(one) for one in answers], indent=2))
         return
-    _print(console(), answers, every)
+    _print(console(), answers)
 
 
 def _used(facts: Sequence[Fact], case: Case) -> list[Fact]:
@@ -131,14 +128,14 @@ def algorithm(workers: FailingWorkers | None) -> str:
     )
 
 
-def _print(out: Console, answers: Sequence[_Answer], every: Seconds | None) -> None:
+def _print(out: Console, answers: Sequence[_Answer]) -> None:
     print_lines(out, *(f"{words(one.result, one.found)}." for one in answers), "")
     for one in answers:
         if not one.result.fits_in_memory:
             print_lines(out, f"warning: {one.title} does not fit in memory; see `co2sim run`", "")
-    columns = ["strategy", "", *_SHARES, "low", "high"]
-    rows = [row for one in answers for row in _rows(one)]
-    print_table(out, "shares of the time", columns, rows, left=2)
+    columns = ["strategy", *_SHARES, "low", "high"]
+    rows = [_row(one) for one in answers]
+    print_table(out, "shares of the time", columns, rows, left=1)
     details = [_details(one.found, one.title) for one in answers]
     names = ["strategy", "fails every", "stops all every", "saved every", "state", "stops work for"]
     print_table(out, "failures and checkpoints", [*names, "is written in"], details, left=1)
@@ -147,26 +144,12 @@ def _print(out: Console, answers: Sequence[_Answer], every: Seconds | None) -> N
         which = [one.title for one in answers if algorithm(one.found.workers) == text]
         print_lines(out, f"after a failure, {', '.join(which)}: {text}", "")
     print_assumed(out, (one.result for one in answers))
-    if answers[0].check is None:
-        for one in answers:
-            command = f"{command_of(one.case, 'goodput')}{_every(every)} --check"
-            print_lines(out, f"to check it by events: {command}")
-    else:
-        seed = answers[0].case.noise.seed
-        print_lines(out, f"events: 20 runs of about 400 failures, seed {seed}; ± 1 standard error")
 
 
-def _rows(one: _Answer) -> list[list[str]]:
-    """Of the closed form, and of events."""
+def _row(one: _Answer) -> list[str]:
     found = one.found
     shares = [_percent(getattr(found.shares, name)) for name in _SHARES]
-    rows = [[one.title, "formula", *shares, _percent(found.low), _percent(found.high)]]
-    if one.check is not None:
-        events = [
-            f"{_percent(one.check[n].mean)} ± {_percent(one.check[n].error)}" for n in _SHARES
-        ]
-        rows.append([one.title, "events", *events, "", ""])
-    return rows
+    return [one.title, *shares, _percent(found.low), _percent(found.high)]
 
 
 def _details(found: Goodput, title: str) -> list[str]:
@@ -186,10 +169,6 @@ def _details(found: Goodput, title: str) -> list[str]:
 def _percent(share: float) -> str:
     """Two decimals, or two significant digits of what is less than that."""
     return f"{100 * share:.2f} %" if share >= 1e-4 or share == 0 else f"{100 * share:.1e} %"  # noqa: PLR2004
-
-
-def _every(every: Seconds | None) -> str:
-    return "" if every is None else f" --every '{every:g} s'"
 
 
 def _plain(one: _Answer) -> dict[str, Any]:
@@ -215,6 +194,5 @@ def _plain(one: _Answer) -> dict[str, Any]:
         "after_a_failure": algorithm(found.workers),
         "fits_in_memory": result.fits_in_memory,
         "assumed": [asdict(fact) for fact in result.assumed],
-        "events": one.check and {name: each._asdict() for name, each in one.check.items()},
         "command": command_of(one.case, "goodput"),
     }

@@ -11,7 +11,6 @@ from rich.console import Console
 from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
-from co2sim.cli.figure import draw
 from co2sim.cli.reporting import page
 from co2sim.console import answers, budgets, intervals, loss
 from co2sim.console.result_tables import (
@@ -28,6 +27,7 @@ from co2sim.grid import strategy_title
 from co2sim.metrics import scalability_ratio
 from co2sim.noise import Noise
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
+from co2sim.report.bundle import MISSING, installed
 from co2sim.result import Result
 from co2sim.step_factors import Goal
 from co2sim.totals import to_dict
@@ -48,6 +48,7 @@ def scale(
 ) -> None:
     """Simulate all cases, write scale.csv, scale.png and scale.svg into `out`, and print.
 
+    The pictures need the extra `report`: without it one line says so.
     `report` is an HTML page to write besides. At control-C scale.csv holds what is done.
     """
     cells = read_speeds(published) if published else []
@@ -61,8 +62,8 @@ def scale(
         replace(result, strategy=strategy_title(case.strategy))
         for case, result in zip(cases, results, strict=True)
     ]
-    figures = draw(cases, named, comparisons)
-    files |= {out / f"scale.{kind}": content for kind, content in figures.items()}
+    pictures = _pictures(cases, named, comparisons)
+    files |= {out / f"scale.{kind}": content for kind, content in pictures.items()}
     if report:
         files[report] = page(cases, results, goal, tokens, comparisons)
     write_atomically(files)
@@ -80,6 +81,17 @@ def scale(
     _print(cases, results, comparisons, published, out, goal, tokens)
     if report:
         print_lines(console(), f"report  {report}")
+
+
+def _pictures(
+    cases: Sequence[Case], named: Sequence[Result], comparisons: Sequence[SpeedComparison]
+) -> dict[str, bytes]:
+    """By kind of file; nothing where the extra is missing."""
+    if not installed():
+        return {}
+    from co2sim.report.scaling_figure import draw  # noqa: PLC0415 - of an extra
+
+    return draw(cases, named, comparisons, speeds(cases[0].noise))
 
 
 def _outcomes(
@@ -136,11 +148,8 @@ def _print(
         what = "tokens_per_s or scalability_ratio of these clusters and this model"
         print_lines(terminal, f"no cell of {published} is a {what}", "")
     print_assumed(terminal, results)
-    print_lines(
-        terminal,
-        f"table   {out / 'scale.csv'}",
-        f"figure  {out / 'scale.png'}, {out / 'scale.svg'}",
-    )
+    drawn = f"{out / 'scale.png'}, {out / 'scale.svg'}" if installed() else f"none: {MISSING}"
+    print_lines(terminal, f"table   {out / 'scale.csv'}", f"figure  {drawn}")
 
 
 def _csv(

@@ -9,16 +9,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command, get_command_from_info
 from typer.models import CommandInfo
 
-from co2sim.console import interrupts
 from co2sim.errors import Co2simError, OptionError
 from co2sim.visible import error_line
+
+_CONTROL_C = 130
+"""The exit code of a shell for a process that it ended."""
 
 
 class _Command(TyperCommand):
@@ -73,7 +75,7 @@ def commands_of(package: str, table: Mapping[str, tuple[str, str]]) -> type[Type
         def __init__(self, **given: Any) -> None:
             super().__init__(**given)
             modules = {name: module for name, (module, _) in table.items()}
-            self.commands = _Loaded(package, modules)  # type: ignore[assignment] - only read
+            self.commands = _Loaded(package, modules)  # type: ignore[assignment]  # only read
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             del ctx
@@ -92,19 +94,31 @@ def keeping(what: str) -> Iterator[None]:
         raise KeyboardInterrupt(str(interrupt) or what) from None
 
 
-def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
-    """Run a command. Bad input ends it with one line on stderr and exit code 2.
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come."""
 
-    `kept` says what is on the disk after control-C, unless the interrupt does. A reader that has
-    gone, such as `head`, is no error: the exit code is 0. A single option that is given twice is
-    refused, and all that are missing are named. Where signals are `interrupts.noted`, SIGTERM ends
-    a command as control-C does.
+
+def run_app(module: str, kept: str = "nothing was written", *, sigterm: bool = True) -> None:
+    """Run a command of the `app` of a module. Bad input ends it with one line and exit code 2.
+
+    `kept` says what is on the disk after control-C (130), unless the interrupt does. With `sigterm`
+    SIGTERM interrupts as control-C does (143). A reader that has gone, such as `head`, is no error:
+    the exit code is 0.
     """
     _set_up_streams()
-    _refuse_repeated(app)
-    code, word = 0, "interrupted"
+    code, word, asked = 0, "interrupted", False
+
+    def terminate(_number: int, _frame: object) -> NoReturn:
+        nonlocal asked
+        asked = True
+        raise Terminated
+
+    before = signal.getsignal(signal.SIGTERM)
+    if sigterm and before == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
     try:
-        interrupts.check()
+        app = import_module(module).app
+        _refuse_repeated(app)
         _run(app)
         sys.stdout.flush()
     except typer.Exit as ended:
@@ -114,15 +128,16 @@ def run_app(app: typer.Typer, kept: str = "nothing was written") -> None:
         print(error_line(message), file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt) as interrupt:
-        interrupts.settle()
-        code, kept = interrupts.exit_code(), str(interrupt) or kept
-        word = interrupts.WORDS[code]
+        code, word = (143, "terminated") if asked else (_CONTROL_C, word)
+        kept = str(interrupt) or kept
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # the output is full, or gone
         print(error_line(f"cannot write the output: {error.strerror}"), file=sys.stderr)
         code = 2
-    if code == interrupts.EXIT_CODES[signal.SIGINT] or word != "interrupted":
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code == _CONTROL_C or asked:
         print(f"{word}; {kept}", file=sys.stderr)
     sys.exit(code)
 

@@ -10,7 +10,7 @@ Name = Annotated[
     str,
     typer.Option(
         "--engine",
-        help="Who runs the cases: loky (processes of this machine), dask or ray (workers of a"
+        help="Who runs the cases: loky (processes of this machine) or dask (workers of a"
         " scheduler, or some that are started here).",
     ),
 ]
@@ -18,8 +18,8 @@ Scheduler = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="Of Dask (tcp://HOST:8786, or the .json file that it wrote) or Ray (HOST:6379,"
-        " ray://HOST:10001, auto); default: workers are started here, as many as --jobs says.",
+        help="Of Dask (tcp://HOST:8786, or the .json file that it wrote); default: workers are"
+        " started here, as many as --jobs says.",
     ),
 ]
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
-from co2sim import power
+from co2sim import power, study
 from co2sim.batch import Failure, Interrupted, Outcome, run_on
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.decide.candidates import Fitting, fits
-from co2sim.decide.floor import Floor
 from co2sim.decide.wanted import Candidate, Wanted
 from co2sim.engines.engine import Engine, opened
 from co2sim.engines.pool import Pool
@@ -21,6 +20,36 @@ from co2sim.grid import label, strategy_title
 from co2sim.progress import Done
 from co2sim.step_factors import step_factor
 from co2sim.totals import DAY, totals_of
+
+
+class Floor:
+    """The highest throughput by case; every kind of micro-step is simulated once.
+
+    On one GPU, or on those that share every layer.
+
+    A strategy adds communication, an optimizer's step and waiting to it, and takes nothing off.
+    A pipeline does the same work, and adds a bubble.
+    """
+
+    def __init__(self) -> None:
+        self._speeds: dict[object, float] = {}
+
+    def tokens_per_s(self, case: Case) -> float:
+        """Of all GPUs of a case, if they did nothing but their micro-steps."""
+        assert case.gpus is not None
+        cluster = case.cluster if isinstance(case.cluster, str) else id(case.cluster)
+        key = (cluster, case.micro_batch, case.recompute, case.tp)
+        if key not in self._speeds:
+            self._speeds[key] = _each_gpu(case)
+        return case.gpus * self._speeds[key]
+
+
+def _each_gpu(case: Case) -> float:
+    """Tokens/s of a GPU by what a second micro-step adds to a step of as few as are needed."""
+    alone = replace(case, strategy="ddp", gpus=case.tp, global_batch=None, pp=1, interleave=1)
+    one, two = (study.run(replace(alone, accumulation=steps)) for steps in (1, 2))
+    return one.tokens_per_gpu_per_step / (two.step_time_s - one.step_time_s)
+
 
 _Leaders: TypeAlias = tuple[tuple[object, float] | None, tuple[object, float] | None]
 """The best group and the next one, each with the score of its best option."""

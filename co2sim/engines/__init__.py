@@ -1,1 +1,1 @@
-"""What runs the cases of a study: processes of this machine, Dask, or Ray."""
+"""What runs the cases of a study: processes of this machine, or Dask."""

@@ -1,22 +1,87 @@
 """The workers of a Dask scheduler, or of one on this machine."""
 
+import logging
+import os
+import re
+import socket
+import subprocess
 import sys
 import time
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from co2sim.engines.dask_cluster import DaskCluster
-from co2sim.engines.pool import ABSENCE, PATIENCE, reach
+from co2sim.convert import shown
+from co2sim.engines.pool import ABSENCE, PATIENCE
 from co2sim.engines.task import expected, work
 from co2sim.errors import EngineError, OptionError
 from co2sim.units import Seconds
 
+_END: Seconds = 10.0
+"""What it may take to end, before it is killed."""
+
+
+class DaskCluster:
+    """The other end of such a process; `address` is that of its scheduler."""
+
+    def __init__(self, workers: int) -> None:
+        """Start it, and wait for its address."""
+        path = os.pathsep.join([*filter(None, sys.path), os.getcwd()])  # noqa: PTH109 - a text
+        self._process = subprocess.Popen(  # noqa: S603 - our own words
+            [sys.executable, "-m", __name__, str(workers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout
+        self.address = self._process.stdout.readline().strip()
+        if not self.address:
+            self.close()
+            raise EngineError("Dask's scheduler and workers could not be started on this machine")
+
+    def close(self) -> None:
+        """End it."""
+        for stream in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                assert stream
+                stream.close()
+        try:
+            self._process.wait(_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _main() -> None:
+    distributed: Any = import_module("distributed")  # optional, and not typed
+    with distributed.LocalCluster(
+        n_workers=int(sys.argv[1]),
+        threads_per_worker=1,
+        processes=True,
+        host="127.0.0.1",
+        dashboard_address="127.0.0.1:0",
+        silence_logs=logging.CRITICAL,
+    ) as cluster:
+        sys.stdout.write(f"{cluster.scheduler_address}\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _main()
+
+
 _AHEAD = 2
 """Tasks for each thread of a worker: one that it runs, and one that waits there."""
 _FEW_SECONDS: Seconds = 5.0
+_REACH: Seconds = 10.0
+"""What a machine may take to answer at all."""
 _LOGGERS = ("distributed", "distributed.client", "tornado")
 """They would tell on stderr of workers that were lost, which is no trouble."""
 
@@ -117,10 +182,25 @@ def _client(distributed: Any, scheduler: str) -> Any:
             raise OptionError(f"scheduler is {scheduler!r}; there is no such file")
         common["scheduler_file"] = scheduler
     else:
-        reach("Dask", scheduler, "tcp|tls|ws|wss", "tcp://HOST:8786, or the .json file it wrote")
+        _reach(scheduler)
         common["address"] = scheduler
     try:
         return distributed.Client(**common)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise EngineError(f"no Dask scheduler answers at {scheduler}: {reason}") from None
+
+
+def _reach(address: str) -> None:
+    """Check that something listens at HOST:PORT; the library would take longer."""
+    found = re.fullmatch(r"(?:(?:tcp|tls|ws|wss)://)?\[?([^\[\]/\s]+?)\]?:([0-9]{1,5})", address)
+    if found is None:
+        raise OptionError(
+            f"scheduler is {shown(address)}; of Dask it is tcp://HOST:8786, or the .json file it"
+            " wrote"
+        )
+    try:
+        socket.create_connection((found[1], int(found[2])), timeout=_REACH).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = " ".join(str(error).split())
+        raise EngineError(f"no Dask scheduler answers at {address}: {reason}") from None

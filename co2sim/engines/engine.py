@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _PER_CORE = 2
 """Processes: more than that would only wait for each other."""
 
-EngineName: TypeAlias = Literal["loky", "dask", "ray"]
+EngineName: TypeAlias = Literal["loky", "dask"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 
 
@@ -33,7 +33,7 @@ def processes(jobs: Count, cases: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Processes of this machine (loky), or the workers of Dask or Ray.
+    """Processes of this machine (loky), or the workers of Dask.
 
     Without the address of a `scheduler`, `jobs` workers are started on this machine, -1: one per
     core. With one its workers do the work, however many there are. Raises OptionError for what does
@@ -62,7 +62,7 @@ class Engine:
             )
         if self.name == "loky":
             raise OptionError(
-                "a scheduler needs the engine dask or ray: loky's processes are on this machine"
+                "a scheduler needs the engine dask: loky's processes are on this machine"
             )
         if processes(self.jobs, 2) != 1:
             raise OptionError(
@@ -95,10 +95,6 @@ def _made(engine: Engine, cases: int) -> "Pool | None":
         from co2sim.engines.dask_pool import DaskPool  # noqa: PLC0415 - an optional package
 
         return DaskPool(engine.scheduler, count)
-    if engine.name == "ray":
-        from co2sim.engines.ray_pool import RayPool  # noqa: PLC0415 - an optional package
-
-        return RayPool(engine.scheduler, count)
     if count == 1:
         return None
     from co2sim.engines.loky_pool import LokyPool  # noqa: PLC0415 - which one process does not need

@@ -1,6 +1,7 @@
 """The server of `co2sim explore`, on this machine only: the page, and exact answers."""
 
 import asyncio
+import re
 import signal
 import socket
 import time
@@ -15,22 +16,61 @@ from typing import Any
 
 import uvicorn
 from pebble import ProcessExpired, ProcessPool
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from co2sim.catalog import names
-from co2sim.console import interrupts
 from co2sim.errors import Co2simError, OptionError, ResourceError
-from co2sim.explore.asking import Asker, Files, PageView, Positions
+from co2sim.explore.asking import Asker, Files, PageView, Positions, Text
 from co2sim.explore.guard import Guard
 from co2sim.explore.page import server_page
-from co2sim.explore.uploads import Upload, checked_name, kept
 from co2sim.machine import share_memory
 from co2sim.step_factors import Goal
 from co2sim.units import Seconds
+from co2sim.visible import given
+
+_NAME = re.compile(r"[\w][\w .()+-]{0,99}\.(toml|json)")
+_MOST_BYTES = 255
+"""Of a name in UTF-8, on nearly all file systems."""
+
+
+class Upload(BaseModel):
+    """A file of a user: a cluster or a model, as TOML, or the config.json of a model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Text
+    name: Text
+    text: str
+
+
+def checked_name(upload: Upload) -> str:
+    """The name of the file, without folders. Raises OptionError if it or the kind is none."""
+    name = Path(upload.name).name
+    if not _NAME.fullmatch(name):
+        raise OptionError(f"{given(name)} is no name for a file; it must end in .toml or .json")
+    size = len(name.encode())
+    if size > _MOST_BYTES:
+        raise OptionError(f"{given(name)} has {size} bytes; at most {_MOST_BYTES} are allowed")
+    if upload.kind not in {"cluster", "model"}:
+        raise OptionError(f"kind is {given(upload.kind)}; it must be cluster or model")
+    return name
+
+
+def kept(upload: Upload, name: str, folder: Path) -> Path:
+    """Write the file below `folder`, which is new. Raises OptionError, without paths."""
+    path = folder / Path(name).stem / name  # config.json has no name of its own
+    try:
+        path.parent.mkdir(parents=True)
+        path.write_text(upload.text, "utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OptionError(f"{given(name)} cannot be kept: {reason.lower()}") from None
+    return path
+
 
 HOST = "127.0.0.1"
 LIMIT: Seconds = 20.0
@@ -279,7 +319,6 @@ def serve(
                 timeout_graceful_shutdown=1,
             )
             say(f"http://{HOST}:{bound.getsockname()[1]}/?token={token}")
-            interrupts.check()
             _Server(config, answers).run(sockets=[bound])
         finally:
             answers.close()

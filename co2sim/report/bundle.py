@@ -9,13 +9,18 @@ from pathlib import Path
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
 
-MISSING = "a report needs Altair: pip install 'co2sim[report]'"
+MISSING = "charts need Altair: pip install 'co2sim[report]'"
 _SHOWN = "window.vegaEmbed = vegaEmbed;"
+
+
+def installed() -> bool:
+    """Whether the extra is."""
+    return all(map(find_spec, ("altair", "vl_convert")))
 
 
 def check_installed() -> None:
     """Raise OptionError, with the command that installs it, where the extra is missing."""
-    if not all(map(find_spec, ("altair", "vl_convert"))):
+    if not installed():
         raise OptionError(MISSING)
 
 

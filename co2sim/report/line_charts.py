@@ -43,7 +43,7 @@ def scaling(
     if stars:
         layers.append(
             alt.Chart(data(stars))
-            .mark_point(shape=_STAR, size=160, filled=False, strokeWidth=1.5)
+            .mark_point(shape=STAR, size=160, filled=False, strokeWidth=1.5)
             .encode(
                 x=x,
                 y=y,
@@ -88,7 +88,7 @@ def _over_gpus(
     """The layers of a figure over GPUs, and its axes, with room for every row of the page."""
     ends = [v for row in every for v in (row["value"], row["low"], row["high"]) if v is not None]
     sizes = sorted({row["gpus"] for row in rows})
-    x = _gpu_axis(sizes)
+    x = gpu_axis(sizes)
     log = alt.Scale(type="log", nice=False, padding=10)
     if ends:
         log = alt.Scale(type="log", nice=False, domain=[min(ends), max(ends)], padding=10)
@@ -103,7 +103,8 @@ def _over_gpus(
     return banded(rows, x, y, names, tips, several=len(sizes) > 1), x, y
 
 
-def _gpu_axis(sizes: Sequence[int]) -> alt.X:
+def gpu_axis(sizes: Sequence[int]) -> alt.X:
+    """Numbers of GPUs, each with its label."""
     return alt.X(
         "gpus:Q",
         title="GPUs",
@@ -145,7 +146,7 @@ def banded(
     return picked([drawn, *([line] if several else []), *points], names)
 
 
-_STAR = (
+STAR = (
     "M0,-1L0.225,-0.309L0.951,-0.309L0.363,0.118L0.588,0.809L0,0.382L-0.588,0.809"
     "L-0.363,0.118L-0.951,-0.309L-0.225,-0.309Z"
 )
@@ -169,7 +170,7 @@ def per_gpu(group: Sequence[Answered], names: Sequence[str]) -> Spec | None:
     if len(sizes) == 1:
         return None
     colour, shape = by_strategy(names)
-    x = _gpu_axis(sizes)
+    x = gpu_axis(sizes)
     y = alt.Y(
         "value:Q",
         title=f"per GPU, relative to {least} GPUs",
