@@ -58,7 +58,7 @@ def execute(
         free=free_communication,
         slowdown=expected_slowdown(schedule, cluster, precision=precision, noise=noise),
     )
-    times = _run(lowered, progress)
+    times = run(lowered, progress)
     spans = SpanTable(schedule.places, tuple(c.rank for c in lowered.classes), *times)
     ranks = {c.rank: c.count for c in lowered.classes}
     return Trace(schedule.name, cluster.layout, rounds, ranks, spans)
@@ -107,14 +107,15 @@ def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> slack.Slack:
         fold=True,
         free=False,
     )
-    return slack.find(lowered, _run(lowered, None))
+    return slack.find(lowered, run(lowered))
 
 
-def _run(lowered: Lowered, progress: Callable[[float], None] | None) -> Times:
+def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
+    """Starts and ends, [instance, class], by the fastest engine that can."""
     try:
         return lockstep.run(lowered, progress)
     except lockstep.Overtaken:
-        return _Simulation(lowered).run(progress)
+        return Simulation(lowered).run(progress)
 
 
 @dataclass(slots=True)
@@ -129,7 +130,9 @@ class _Spans:
     waiting: dict[int, simpy.Event] = field(default_factory=dict)
 
 
-class _Simulation:
+class Simulation:
+    """SimPy, event by event: the reference that the faster engines are compared with."""
+
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self.env = simpy.Environment()
@@ -138,7 +141,7 @@ class _Simulation:
         self.spans = [_Spans([math.nan] * count, [math.nan] * count) for _ in lowered.classes]
         self.ended = 0
 
-    def run(self, progress: Callable[[float], None] | None) -> Times:
+    def run(self, progress: Callable[[float], None] | None = None) -> Times:
         """Starts and ends, [instance, class]."""
         schedule, env = self.lowered.schedule, self.env
         by_stream: dict[str, list[Instance]] = {stream: [] for stream in schedule.streams}
