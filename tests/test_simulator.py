@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import tiny
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from co2sim import strategies
@@ -145,7 +145,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule("random", tuple(body))
 
 
-@settings(max_examples=120)
 @given(
     schedules(),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -177,29 +176,41 @@ def test_without_contention_every_op_ends_at_the_longest_path(
 
 
 def test_speeds_are_those_of_nodes_that_exist() -> None:
-    """Of four nodes, node 1.0 is node 1, and 4 is none; what is no node anywhere is no noise."""
+    """Of four nodes, node 1.0 is node 1, and 4 is none."""
     assert Noise(node_speed={1.0: 0.5}).node_slowdowns(Layout(4, 2)) == (1, 2, 1, 1)  # type: ignore[dict-item]
-    fifth = Noise(node_speed={4: 0.5})
-    with pytest.raises(OptionError, match="node 4 has a speed; nodes are 0 to 3"):
-        fifth.node_slowdowns(Layout(4, 2))
-    wrong: list[tuple[Any, Any, str]] = [
-        (1.5, 0.5, "node is 1.5; it must be a whole number"),
-        (-1, 0.5, "node is -1; it must be at least 0"),
-        ("1", 0.5, "node is '1'; it must be a whole number"),
-        (True, 0.5, "node is True; it must be a whole number"),
-        (1, 0, r"speed of node 1 \(1 is nominal\) is 0; it must be above 0"),
-        (1, math.nan, "speed of node 1 .* is nan; it must be finite"),
-    ]
-    for node, speed, said in wrong:
-        with pytest.raises(OptionError, match=said):
-            Noise(node_speed={node: speed})
+    with pytest.raises(OptionError, match="nodes are 0 to 3"):
+        Noise(node_speed={4: 0.5}).node_slowdowns(Layout(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({"node_speed": {1.5: 0.5}}, r"1\.5"),
+        ({"node_speed": {-1: 0.5}}, "-1"),
+        ({"node_speed": {"1": 0.5}}, "'1'"),
+        ({"node_speed": {True: 0.5}}, "True"),
+        ({"node_speed": {1: 0}}, "node 1 .* 0"),
+        ({"node_speed": {1: math.nan}}, "nan"),
+        ({"node_speed": {1: math.inf}}, "inf"),
+        ({"jitter": -0.1}, r"-0\.1"),
+        ({"jitter": 2.0}, "2"),
+        ({"straggle": math.nan}, "nan"),
+        ({"seed": -1}, "-1"),
+    ],
+    ids=str,
+)
+def test_noise_out_of_range_is_refused(fields: dict[str, Any], given: str) -> None:
+    """Spreads from 0 to 1, positive speeds of nodes, and seeds of 0 or more."""
+    with pytest.raises(OptionError, match=given):
+        Noise(**fields)
 
 
 # --- by hand: durations, contention, backends ---------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (4, 4), (3, 2)], ids=str)
+@given(st.sampled_from(list(Kind)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
+@example(Kind.ALL_REDUCE, (3, 2))
+@example(Kind.ALL_TO_ALL, (4, 4))
 def test_a_collective_alone_takes_the_alpha_beta_closed_form(
     kind: Kind, shape: tuple[int, int]
 ) -> None:
@@ -220,7 +231,8 @@ def test_a_collective_alone_takes_the_alpha_beta_closed_form(
         busiest = size * (n - 1) / n * beta
     if kind in {Kind.BROADCAST, Kind.REDUCE}:
         hops = [beta / 10] * (n - nodes) + [beta] * (nodes - 1)
-        busiest = size * max(hops) + 2**20 * (sum(hops) - max(hops))
+        slowest = max(hops, default=0.0)
+        busiest = size * slowest + 2**20 * (sum(hops) - slowest)
     factor = 2 if kind is Kind.ALL_REDUCE else 1
     work = Collective(kind, "x", 1_000_000, DType.FP32, WORLD)
     cluster = tiny.cluster(*shape, intra=Link(10e9, alpha / 10), inter=Link(1e9, alpha))
@@ -239,28 +251,22 @@ def pair(group_a: Group, group_b: Group) -> Schedule:
     )
 
 
-def test_nccl_runs_one_collective_at_a_time_per_communicator() -> None:
-    """Two of one group go one after the other, in the order in which they were issued."""
-    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1))
-    assert ends(trace) == pytest.approx({"a": 3e-3, "b": 6e-3})
-
-
-def test_streams_with_communicators_of_their_own_share_the_links() -> None:
-    """As `realrun` makes them: two streams of one group are in flight together, on NCCL too."""
-    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1, communicators="stream"))
-    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
-
-
-def test_gloo_runs_what_is_in_flight_together() -> None:
-    """Two of one group share the NIC and end together."""
-    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1, backend="gloo"))
-    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
-
-
-def test_nccl_communicators_of_different_groups_share_the_links() -> None:
-    """Collectives over different groups are in flight together, on NCCL too."""
-    trace = run(pair(WORLD, PEERS), tiny.cluster(4, 1))
-    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
+@pytest.mark.parametrize(
+    ("second", "options", "end"),
+    [
+        (WORLD, {}, 3e-3),
+        (WORLD, {"communicators": "stream"}, 6e-3),
+        (WORLD, {"backend": "gloo"}, 6e-3),
+        (PEERS, {}, 6e-3),
+    ],
+    ids=["nccl", "stream", "gloo", "groups"],
+)
+def test_only_collectives_of_one_nccl_communicator_take_turns(
+    second: Group, options: dict[str, Any], end: float
+) -> None:
+    """In the order of issue; those of other streams, groups and Gloo share the links."""
+    trace = run(pair(WORLD, second), tiny.cluster(4, 1, **options))
+    assert ends(trace) == pytest.approx({"a": end, "b": 6e-3})
 
 
 def test_collectives_on_different_links_do_not_slow_each_other() -> None:
@@ -409,38 +415,23 @@ def test_one_rank_that_computes_keeps_the_nics_of_its_node_busy() -> None:
     assert ends(run(Schedule("s", body), cluster))["x"] == pytest.approx(5.0)
 
 
-def test_who_does_not_wait_for_leaders_is_not_folded() -> None:
-    """Another rank ends before the first of its node, which therefore does not stand for it."""
-    move = transfer("x", 1_000_000, group=LEADERS)
-    alone = Schedule("s", (move, seconds("work", 1.0, After("x"))))
-    trace = run(alone, tiny.cluster(4, 2, inter=Link(0.75e6)))
-    assert len(trace.ranks) == 8
-    assert ends(trace, 0)["work"] == pytest.approx(5.0)
-    assert ends(trace, 1)["work"] == pytest.approx(1.0)
+MOVE = transfer("x", 1_000_000, group=LEADERS)
 
 
-def wrapped() -> Schedule:
-    """What follows the leaders' move comes in the next round, on their own stream."""
-    move = transfer("x", 1_000_000, group=LEADERS)
-    return Schedule("s", (seconds("work", 1.0, stream="comm"), move))
-
-
-def awaited() -> Schedule:
-    """What waits for the leaders' move is on another stream; their own goes on inside the node."""
-    move = transfer("x", 1_000_000, group=LEADERS)
-    inside = transfer("y", 1, group=NODE)
-    return Schedule("s", (move, inside, seconds("work", 1.0, After("x"))))
-
-
-@pytest.mark.parametrize(("schedule", "later"), [(wrapped(), 2.0), (awaited(), 1.0)])
-def test_either_way_to_be_ahead_of_a_leader_unfolds(schedule: Schedule, later: float) -> None:
-    """4 s of the leaders delay their next op, but not that of the others.
-
-    In `wrapped` they end their second work at 1 + 4 + 1 s and the others at 2 s; in `awaited` the
-    leaders end it at 5 s in the first round, when the others do at 1 s.
-    """
-    rounds = 2 if later == 2.0 else 1
-    trace = run(schedule, tiny.cluster(4, 2, inter=Link(0.75e6)), rounds)
+@pytest.mark.parametrize(
+    ("body", "rounds", "later"),
+    [
+        ((MOVE, seconds("work", 1.0, After("x"))), 1, 1.0),
+        ((seconds("work", 1.0, stream="comm"), MOVE), 2, 2.0),
+        ((MOVE, transfer("y", 1, group=NODE), seconds("work", 1.0, After("x"))), 1, 1.0),
+    ],
+    ids=["waits", "next round", "another stream"],
+)
+def test_who_does_not_wait_for_leaders_is_not_folded(
+    body: tuple[Op, ...], rounds: int, later: float
+) -> None:
+    """4 s of the leaders delay their next op, but not that of others, who may be ahead."""
+    trace = run(Schedule("s", body), tiny.cluster(4, 2, inter=Link(0.75e6)), rounds)
     assert len(trace.ranks) == 8
     assert ends(trace, 0)["work"] == pytest.approx(later + 4)
     assert ends(trace, 1)["work"] == pytest.approx(later)
@@ -549,11 +540,15 @@ def test_a_block_beyond_the_prefetch_budget_is_exposed() -> None:
 # --- size and progress --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize("noise", [Noise(), Noise(node_speed={1: 0.5}), Noise(jitter=0.1)], ids=str)
-@pytest.mark.parametrize("strategy", ["ddp", "zeropp(hpz_group=4)", "co2(tau=2,worker=node)"])
+@given(
+    st.sampled_from(["ddp", "zeropp(hpz_group=4)", "co2(tau=2,worker=node)"]),
+    st.sampled_from([Noise(), Noise(node_speed={1: 0.5}), Noise(jitter=0.1)]),
+    st.booleans(),
+)
 def test_the_number_of_spans_is_known_beforehand(
-    strategy: str, noise: Noise, *, fold: bool
+    strategy: str,
+    noise: Noise,
+    fold: bool,  # noqa: FBT001 - Hypothesis gives it
 ) -> None:
     """Rounds x ops x classes of ranks, whatever unfolds them."""
     schedule, cluster = tiny.schedule(strategy, (4, 2)), tiny.cluster(4, 2)
@@ -572,22 +567,21 @@ def test_the_number_of_spans_is_known_beforehand(
 def test_more_spans_than_memory_holds_are_refused(
     cluster: Cluster, rounds: int, noise: Noise
 ) -> None:
-    """Before anything is simulated, and in one line that says how many are."""
-    schedule = tiny.schedule("ddp")
-    with pytest.raises(OptionError, match=r" spans; at most 50,000,000 are simulated$"):
-        run(schedule, cluster, rounds, noise=noise)
+    """Before anything is simulated."""
+    with pytest.raises(OptionError, match="50,000,000"):
+        run(tiny.schedule("ddp"), cluster, rounds, noise=noise)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=2,worker=node)"])
-@pytest.mark.parametrize("jitter", [0.0, 0.1])
-def test_progress_is_told_and_changes_nothing(strategy: str, jitter: float) -> None:
-    """It rises to 1, and the trace is the same as without."""
-    schedule, cluster, told = tiny.schedule(strategy, (4, 2)), tiny.cluster(4, 2), list[float]()
-    noise = Noise(jitter=jitter)
-    trace = run(schedule, cluster, 40, noise=noise, progress=told.append)
+@pytest.mark.parametrize(
+    ("strategy", "noise"), [("ddp", Noise()), ("zeropp", Noise()), ("zeropp", Noise(jitter=0.1))]
+)
+def test_progress_rises_to_1_and_changes_nothing(strategy: str, noise: Noise) -> None:
+    """By every engine; the trace is the same as without."""
+    schedule, cluster, said = tiny.schedule(strategy), tiny.cluster(), list[float]()
+    trace = run(schedule, cluster, 40, noise=noise, progress=said.append)
     assert trace == run(schedule, cluster, 40, noise=noise)
-    assert told == sorted(told)
-    assert 0 <= told[0] < told[-1] == 1
+    assert said == sorted(said)
+    assert 0 <= said[0] < said[-1] == 1
 
 
 # --- noise --------------------------------------------------------------------------------------
@@ -604,24 +598,20 @@ def test_the_same_seed_gives_the_same_trace_bit_for_bit() -> None:
     assert noisy(7) != noisy(8)
 
 
-def test_jitter_unfolds_every_rank_and_keeps_the_rules() -> None:
-    """With jitter every rank is simulated, with times of its own."""
+def test_with_jitter_every_rank_has_times_of_its_own() -> None:
+    """So every rank is simulated."""
     trace = run(tiny.schedule("ddp"), tiny.cluster(), 2, noise=Noise(jitter=0.1))
     assert trace.ranks == dict.fromkeys(range(4), 1)
-    firsts = {span.end for span in trace.spans if span.op == "forward.layer0" and span.round == 0}
-    assert len(firsts) == 4
+    assert len({s.end for s in trace.spans if s.op == "forward.layer0" and s.round == 0}) == 4
 
 
 def test_stragglers_keep_their_pace_and_only_they_unfold() -> None:
     """`straggle` draws one pace for a node: all its ranks share it, in every round."""
-    cluster = tiny.cluster(4, 2)
     schedule = Schedule("s", (seconds("work", 1.0),))
-    trace = run(schedule, cluster, 3, noise=Noise(straggle=0.2, seed=3))
+    trace = run(schedule, tiny.cluster(4, 2), 3, noise=Noise(straggle=0.2, seed=3))
     assert trace.ranks == {0: 2, 2: 2, 4: 2, 6: 2}
-    for rank in trace.ranks:
-        spans = tiny.by_op(trace, rank)
-        lengths = {round(s.end - s.start, 12) for s in spans.values()}
-        assert len(lengths) == 1
+    paces = {(s.rank, round(s.end - s.start, 12)) for s in trace.spans}
+    assert len(paces) == len({pace for _, pace in paces}) == 4
 
 
 def test_noise_adds_spread_not_work() -> None:
