@@ -254,7 +254,7 @@ def test_commands_know_it(cli: Command) -> None:
     where = "-c dgx-h100 -m gpt2-medium -s zero1 -g 32 --accumulation 4"
     found = json.loads(asked(cli, f"run {where} --pp 4 --interleave 2 --tp 2 --json"))
     assert (found["pp"], found["interleave"], found["tp"]) == (4, 2, 2)
-    swept = json.loads(asked(cli, f"sweep {where} --vary pp=1,2,4 --json"))
+    swept = json.loads(asked(cli, f"sweep {where} --vary pp=1,2,4 --jobs 1 --json"))
     assert [row["pp"] for row in swept] == [1, 2, 4]
 
 
