@@ -80,18 +80,20 @@ def value(message: Any, name: str) -> Any:
     return None
 
 
-def written(schedule: Schedule, cluster: Cluster, **options: Any) -> tuple[Any, list[Any], Any]:
-    """Write a trace: its groups, every rank's nodes as MLCommons reads them, and what we read."""
+def written(
+    schedule: Schedule, cluster: Cluster, seen: int = 0, **options: Any
+) -> tuple[Any, list[Any], int]:
+    """Write a trace that is read back: its groups, `seen` ranks as MLCommons reads them, rounds."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "out"
         found = chakra.write(schedule, cluster, place, precision="bf16", **options)
-        ranks = [official(place / f"trace.{rank}.et") for rank in range(found.ranks)]
+        ranks = [official(place / f"trace.{rank}.et") for rank in range(seen)]
         groups = json.loads((place / "comm_group.json").read_text())
         back = chakra.read(place)
     layout, rounds = cluster.layout, found.rounds
-    assert found.nodes == rounds * len(schedule.body) == len(ranks[0])
+    assert found.nodes == rounds * len(schedule.body)
     assert back == chakra.Imported(schedule, layout.world_size, layout, rounds)
-    return groups, ranks, found
+    return groups, ranks, rounds
 
 
 def rounded_up(exact: float) -> int:
@@ -99,23 +101,20 @@ def rounded_up(exact: float) -> int:
     return max(1, math.ceil(exact))
 
 
-@given(st.sampled_from(tiny.VARIANTS), st.sampled_from([(2, 2), (3, 2)]), st.sampled_from([1, 2]))
+@given(st.sampled_from(tiny.VARIANTS), st.sampled_from([(2, 2), (3, 1)]), st.sampled_from([1, 2]))
 def test_every_rank_says_what_its_schedule_does(
     strategy: str, layout: tuple[int, int], accumulation: int
 ) -> None:
     """By MLCommons' schema: FLOP, bytes, members, the order of streams, and waits of every rank."""
     schedule = tiny.schedule(strategy, layout, accumulation=accumulation)
     cluster = tiny.cluster(*layout)
-    groups, ranks, found = written(schedule, cluster)
     everybody = list(range(cluster.layout.world_size))
-    assert len(ranks) == len(everybody)
-    assert found.rounds == schedule.lag + 1
+    groups, ranks, rounds = written(schedule, cluster, len(everybody))
+    assert rounds == schedule.lag + 1
     for rank, nodes in enumerate(ranks):
         last: dict[str, int] = {}
         streams = {}
-        for node, (number, _, op, waits) in zip(
-            nodes, schedule.instances(found.rounds), strict=True
-        ):
+        for node, (number, _, op, waits) in zip(nodes, schedule.instances(rounds), strict=True):
             streams[number] = op.stream
             assert (node.id, node.name) == (number, op.name)
             assert list(node.ctrl_deps) == ([last[op.stream]] if op.stream in last else [])
@@ -146,16 +145,14 @@ def test_every_rank_says_what_its_schedule_does(
 def test_the_dependencies_of_a_trace_give_the_times_of_its_schedule(strategy: str) -> None:
     """Longest paths through the nodes end when the simulator ends with free communication."""
     schedule, cluster = tiny.schedule(strategy), tiny.cluster()
-    _, ranks, found = written(schedule, cluster)
+    _, ranks, rounds = written(schedule, cluster, 1)
     ends: list[float] = []
-    for node, (_, _, op, _) in zip(ranks[0], schedule.instances(found.rounds), strict=True):
+    for node, (_, _, op, _) in zip(ranks[0], schedule.instances(rounds), strict=True):
         free = isinstance(op.work, Collective)
         taken = 0.0 if free else compute_time(op.work, cluster.gpu, "bf16")  # type: ignore[arg-type]
         start = max((ends[wait] for wait in (*node.ctrl_deps, *node.data_deps)), default=0.0)
         ends.append(start + taken)
-    trace = execute(
-        schedule, cluster, precision="bf16", rounds=found.rounds, free_communication=True
-    )
+    trace = execute(schedule, cluster, precision="bf16", rounds=rounds, free_communication=True)
     assert max(ends) == pytest.approx(tiny.makespan(trace), rel=1e-9)
 
 
@@ -581,9 +578,3 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
     assert not list(tmp_path.iterdir())
-
-
-def test_collectives_that_astra_sim_does_not_simulate_are_named(cli: Command) -> None:
-    """ZeRO-2 with owners reduces to one rank."""
-    out = cli("export", *ON, "-s", "zero2:owners=true", "-o", "t").out
-    assert "broadcast and reduce" in out

@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared": {"gpu": tiny.slow_and_shared()},
     "busy": {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
     "hierarchical": {"all_reduce": "hierarchical"},
-    "rail": {"inter": Link(1e9, 1e-6, rail=Tier(1, oversubscription=3.0))},
+    "tiers": {"inter": Link(1e9, 1e-6, rail=Tier(1, oversubscription=3.0), spine=Tier(2, 5.0))},
     "uneven": {"node_spread": 0.05, "step_spread": 0.03},
     "all": {
         "backend": "gloo",
@@ -218,7 +218,7 @@ def test_folding_holds_for_every_kind_of_cluster(
     kinds,
 )
 @example("diloco(tau=2,dtype=int4,worker=site,inner=zero3)", (4, 2, 2), "nccl")
-@example("slowmo(tau=2,worker=site,inner=zero3)", (4, 2, 2), "rail")
+@example("slowmo(tau=2,worker=site,inner=zero3)", (4, 2, 2), "tiers")
 @example("overlap_local_sgd(tau=2,worker=site,inner=ddp)", (4, 2, 2), "busy")
 def test_one_rank_stands_for_all_of_all_sites(
     strategy: str, shape: tuple[int, int, int], kind: str

@@ -1,10 +1,5 @@
 """Memory: the published formulas, with published numbers."""
 
-import csv
-import os
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import tiny
 from hypothesis import given
@@ -14,8 +9,6 @@ from analysis.published.papers import papers
 from co2sim import strategies
 from co2sim.architecture import Transformer, language_model, vision_transformer
 from co2sim.case import Case
-from co2sim.catalog import load_cluster
-from co2sim.cluster import GPU
 from co2sim.memory import activations, allocated, model_states, overhead
 from co2sim.schedule import NODE, PEERS, WORLD, DType, Layout
 from co2sim.workload import Block, Model, Workload
@@ -222,13 +215,6 @@ def test_a_gated_mlp_keeps_one_more_activation() -> None:
     assert gated.activation_bytes - plain.activation_bytes == 2 * 10 * 96
 
 
-def test_a_gate_of_attention_keeps_its_output_and_what_it_gates() -> None:
-    """The gate multiplies the output of attention: 2 bytes x s x h more for the gate."""
-    shape = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96}
-    plain, gated = (Transformer(attention_gate=g, **shape).blocks(10)[0] for g in (False, True))
-    assert gated.activation_bytes - plain.activation_bytes == 2 * 10 * 64
-
-
 @pytest.mark.parametrize(
     ("loss", "precision", "bytes_of_a_logit"),
     [
@@ -336,59 +322,6 @@ def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
     assert "logits" not in found  # the other moment, which needs less
 
 
-@given(*SHAPES, st.sampled_from(["fused", "eager"]), st.booleans())
-def test_what_keeps_less_never_needs_more(
-    layers: int,
-    head_dim: int,
-    heads: int,
-    tokens: int,
-    batch: int,
-    loss: str,
-    dropout: bool,  # noqa: FBT001 - Hypothesis gives it
-) -> None:
-    """Flash attention <= eager, full <= selective <= none; more samples or tokens never need less.
-
-    Where a layer is longer than wide: else its statistics outweigh its scores.
-    """
-    heads, head_dim = min(heads, 4), max(head_dim, 2)
-    tokens = max(tokens, 8)
-
-    def total(attention: str, recompute: str, samples: int = batch, length: int = tokens) -> float:
-        job = Workload(
-            gpt(layers, head_dim * heads, heads, length, dropout=dropout),
-            micro_batch=samples,
-            attention=attention,  # type: ignore[arg-type]
-            recompute=recompute,  # type: ignore[arg-type]
-            loss=loss,  # type: ignore[arg-type]
-        )
-        return sum(activations(job).values())
-
-    for recompute in ("none", "full"):
-        assert total("flash", recompute) <= total("eager", recompute)
-    for attention in ("flash", "eager"):
-        ways = [total(attention, how) for how in ("none", "selective", "full")]
-        assert ways[0] >= ways[1]
-        assert layers == 1 or ways[0] >= ways[2]
-        for recompute in ("none", "selective", "full"):
-            now = total(attention, recompute)
-            assert total(attention, recompute, samples=batch + 1) > now
-            assert total(attention, recompute, length=tokens + 1) > now
-
-
-def test_recomputation_trades_memory_for_flops() -> None:
-    """From none over selective to full there is less to keep and more to compute."""
-    model = gpt(10, 64, 4, 512)
-    jobs = [
-        Workload(model, attention="eager", recompute=how) for how in ("none", "selective", "full")
-    ]
-    needed = [sum(activations(job).values()) for job in jobs]
-    work = [job.hardware_flops_per_sample for job in jobs]
-    assert needed == sorted(needed, reverse=True)
-    assert work == sorted(work)
-    assert work[0] == pytest.approx(model.flops_per_sample)
-    assert work[2] == pytest.approx(model.flops_per_sample * 4 / 3)
-
-
 def test_a_tied_embedding_keeps_the_gradient_of_the_head_to_the_end() -> None:
     """Autograd adds the gradient of the look-up last: until then the other one waits, whole."""
     body = Transformer(layers=1, hidden=64, heads=4, ffn=256)
@@ -441,54 +374,6 @@ def test_peaks_of_zeropps_tutorial(strategy: str, published: float) -> None:
     assert found == pytest.approx(published, rel=0.1)
 
 
-def data_folder() -> Path:
-    """The tables that are only referred to: CO2SIM_DATA, or beside a checkout."""
-    named = os.environ.get("CO2SIM_DATA")
-    return Path(named) if named else Path(__file__).parents[2] / "shared" / "data"
-
-
-ROWS = data_folder() / "llm_foundry_fsdp.csv"
-
-USABLE = {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}
-
-
-def gpu_of(name: str) -> GPU:
-    """A GPU of the catalog."""
-    return load_cluster("dgx-h100", {"gpu": name}).value.gpu
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not ROWS.is_file(), reason=f"{ROWS.name} is not at hand; CO2SIM_DATA may help")
-def test_every_published_fsdp_run_fits_and_none_is_tiny() -> None:
-    """All of them ran. In one node, without recomputation, they filled at least half of the GPU."""
-    shares: dict[bool, list[float]] = {True: [], False: []}
-    for row in csv.DictReader(ROWS.read_text().splitlines()):
-        hidden, tokens = int(row["hidden"]), int(row["seq_len"])
-        recompute = row["activation_checkpointing"] == "True"
-        body = Transformer(
-            layers=int(row["layers"]), hidden=hidden, heads=int(row["heads"]), ffn=4 * hidden
-        )
-        vocab = int(row["vocab"])
-        model = language_model(
-            row["model"], body, vocab=vocab, tokens=tokens, tied=True, positions=tokens
-        )
-        case = Case(
-            cluster=replace(load_cluster("dgx-h100").value, gpu=gpu_of(USABLE[row["gpu"]])),
-            model=model,
-            strategy=f"zero3:prefetch={13 * hidden**2}",
-            gpus=int(row["gpus"]),
-            micro_batch=int(row["micro_batch"]),
-            recompute="full" if recompute else "none",
-        )
-        prepared = case.prepare()
-        share = prepared.memory()["total"] / prepared.cluster.gpu.memory
-        assert share <= 1, row
-        shares[recompute].append(share)
-    assert len(shares[True]) + len(shares[False]) >= 109
-    assert min(shares[False]) > 0.4
-    assert max(shares[False]) > 0.9
-
-
 @given(st.integers(1, 4), st.integers(1, 16), st.integers(1, 8), st.integers(1, 512))
 def test_model_flops_follow_palm(layers: int, head_dim: int, heads: int, tokens: int) -> None:
     """6 N + 12 L H Q T per token, N being the parameters that multiply (PaLM, appendix B)."""
@@ -497,13 +382,3 @@ def test_model_flops_follow_palm(layers: int, head_dim: int, heads: int, tokens:
     multiplied = layers * 12 * h * h + vocab * h
     expected = 6 * multiplied + 12 * layers * heads * head_dim * tokens
     assert model.flops_per_sample / tokens == pytest.approx(expected)
-
-
-def test_more_ranks_never_need_more_memory() -> None:
-    """Sharding over more ranks keeps or shrinks every item."""
-    for strategy in tiny.VARIANTS:
-        found = [
-            strategies.parse(strategy).memory(tiny.job(), Layout(nodes, 4)) for nodes in (1, 2, 4)
-        ]
-        for fewer, more in ((found[0], found[1]), (found[1], found[2])):
-            assert all(more[item] <= fewer[item] for item in fewer)

@@ -210,12 +210,6 @@ def test_a_wait_that_compute_hides_delays_nothing() -> None:
     assert slow.waiting_s > 5 * slow.straggler_delay_s
 
 
-def test_faster_nodes_are_no_delay() -> None:
-    """A round that is shorter than with nominal speeds is delayed by 0, not by less."""
-    assert metrics.straggler_delay(2.0, 3.0) == 0
-    assert metrics.straggler_delay(3.0, 2.0) == 1
-
-
 def test_a_slow_node_does_not_raise_the_overlap_of_a_blocking_strategy() -> None:
     """Local SGD waits for all of its average, with and without a straggler."""
     for speeds in ({}, {1: 0.5}, {1: 2.0}):

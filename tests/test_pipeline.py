@@ -21,11 +21,7 @@ from co2sim.workload import Workload
 
 LAYERS = 8
 MODEL = language_model(
-    "gpt",
-    Transformer(layers=LAYERS, hidden=64, heads=8, ffn=256),
-    vocab=1000,
-    tokens=32,
-    tied=True,
+    "gpt", Transformer(layers=LAYERS, hidden=64, heads=8, ffn=256), vocab=1000, tokens=32, tied=True
 )
 
 shapes = st.builds(
@@ -167,19 +163,6 @@ def test_a_step_is_the_longest_path_of_passes_and_what_the_strategy_adds() -> No
     assert found.exposed_comm_s == pytest.approx(0, abs=1e-9)
 
 
-def test_one_stage_of_equal_size_costs_no_bubble_and_more_chunks_less() -> None:
-    """More micro-batches, or chunks, make the bubble a smaller part of the step."""
-    few, many = (
-        simulate("dgx-h100", "llama-7b", "ddp", gpus=64, pp=4, accumulation=m) for m in (4, 32)
-    )
-    chunked = simulate("dgx-h100", "llama-7b", "ddp", gpus=64, pp=4, interleave=4, accumulation=4)
-    whole = simulate("dgx-h100", "llama-7b", "ddp", gpus=64, accumulation=32)
-    assert few.mfu < chunked.mfu < whole.mfu
-    assert few.mfu < many.mfu < whole.mfu
-    idle = few.breakdown_s["idle"] / few.step_time_s
-    assert idle == pytest.approx(3 / 7, abs=0.05)  # (p-1) / (m + p-1), but for head and optimizer
-
-
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -194,15 +177,6 @@ def test_every_family_of_strategies_combines_with_it(strategy: str) -> None:
     assert (found.pp, found.interleave, found.tp, found.gpus, found.nodes) == (2, 2, 2, 16, 4)
     assert found.tokens_per_gpu_per_step == 4 * 32 / 4
     assert 0 <= found.exposed_comm_s < found.round_time_s
-
-
-def test_a_slower_network_never_makes_it_faster() -> None:
-    """Outputs of stages cross it."""
-    times = [
-        simulate(cluster(inter=Link(speed)), MODEL, "ddp", pp=4, accumulation=8).step_time_s
-        for speed in (1e7, 1e8, 1e9, 1e12)
-    ]
-    assert times == sorted(times, reverse=True)
 
 
 def test_stages_are_full_nodes_or_equal_parts_of_one() -> None:

@@ -48,11 +48,7 @@ def test_hops_of_simple_are_the_latencies_of_the_links() -> None:
 
 @pytest.mark.parametrize(
     ("size", "latency", "share"),
-    [
-        (1e3, LL_RING, 0.5),
-        (200e6, LL128_RING, 0.92),
-        (20e9, 8.4 + SIMPLE_RING, 1.0),
-    ],
+    [(1e3, LL_RING, 0.5), (200e6, LL128_RING, 0.92), (20e9, 8.4 + SIMPLE_RING, 1.0)],
 )
 def test_a_gather_takes_the_protocol_that_is_fastest(
     size: float, latency: float, share: float

@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import tiny
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
@@ -208,38 +208,6 @@ def test_noise_out_of_range_is_refused(fields: dict[str, Any], given: str) -> No
 # --- by hand: durations, contention, backends ---------------------------------------------------
 
 
-@given(st.sampled_from(list(Kind)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
-@example(Kind.ALL_REDUCE, (3, 2))
-@example(Kind.ALL_TO_ALL, (4, 4))
-def test_a_collective_alone_takes_the_alpha_beta_closed_form(
-    kind: Kind, shape: tuple[int, int]
-) -> None:
-    """Alone, a collective takes its latency steps and the bytes of its busiest link.
-
-    Chains wait for a piece of two channels of half a MiB at every other hop, too.
-    """
-    nodes, gpus = shape
-    n, size, alpha, beta = nodes * gpus, 4e6, 1e-5, 1 / 1e9
-    steps = (n - gpus) if kind is Kind.ALL_TO_ALL else nodes - 1
-    inner_steps = (gpus - 1) if kind is Kind.ALL_TO_ALL else n - nodes
-    latency = steps * alpha + inner_steps * alpha / 10
-    if nodes == 1:
-        busiest = size * (n - 1) / n * beta / 10
-    elif kind is Kind.ALL_TO_ALL:
-        busiest = gpus * size * (n - gpus) / n * beta
-    else:
-        busiest = size * (n - 1) / n * beta
-    if kind in {Kind.BROADCAST, Kind.REDUCE}:
-        hops = [beta / 10] * (n - nodes) + [beta] * (nodes - 1)
-        slowest = max(hops, default=0.0)
-        busiest = size * slowest + 2**20 * (sum(hops) - slowest)
-    factor = 2 if kind is Kind.ALL_REDUCE else 1
-    work = Collective(kind, "x", 1_000_000, DType.FP32, WORLD)
-    cluster = tiny.cluster(*shape, intra=Link(10e9, alpha / 10), inter=Link(1e9, alpha))
-    trace = run(Schedule("one", (Op("x", work, "comm"),)), cluster)
-    assert tiny.makespan(trace) == pytest.approx(factor * (latency + busiest))
-
-
 def pair(group_a: Group, group_b: Group) -> Schedule:
     """Two all-gathers of 4e6 bytes at once: each takes 3 ms alone on four nodes of one GPU."""
     return Schedule(
@@ -289,22 +257,6 @@ def test_the_free_communicator_takes_the_first_issued_of_those_ready() -> None:
     assert ends(trace) == pytest.approx(
         {"first": 3e-3, "work": 1e-3, "second": 6e-3, "third": 9e-3}
     )
-
-
-def test_a_collective_waits_for_its_slowest_member() -> None:
-    """Nodes meet in a collective, so a node at half speed makes all of them wait."""
-    body = (seconds("work", 1.0), transfer("x", 1_000_000, After("work")))
-    trace = run(Schedule("s", body), tiny.cluster(4, 1), noise=Noise(node_speed={2: 0.5}))
-    assert ends(trace, 0) == pytest.approx({"work": 1.0, "x": 2.003})
-    assert ends(trace, 2) == pytest.approx({"work": 2.0, "x": 2.003})
-
-
-def test_a_slow_node_does_not_slow_what_stays_in_other_nodes() -> None:
-    """A collective inside a node does not wait for other nodes."""
-    body = (seconds("work", 1.0), transfer("x", 1_000_000, After("work"), group=NODE))
-    trace = run(Schedule("s", body), tiny.cluster(2, 2), noise=Noise(node_speed={1: 0.5}))
-    assert ends(trace, 0)["x"] == pytest.approx(1.0002)
-    assert ends(trace, 2)["x"] == pytest.approx(2.0002)
 
 
 def test_communication_in_flight_slows_compute_down() -> None:
@@ -558,10 +510,7 @@ def test_the_number_of_spans_is_known_beforehand(
 
 @pytest.mark.parametrize(
     ("cluster", "rounds", "noise"),
-    [
-        (tiny.cluster(), 10**9, Noise()),
-        (tiny.cluster(1_000_000, 1_000_000), 1, Noise(jitter=0.1)),
-    ],
+    [(tiny.cluster(), 10**9, Noise()), (tiny.cluster(1_000_000, 1_000_000), 1, Noise(jitter=0.1))],
     ids=["rounds", "ranks"],
 )
 def test_more_spans_than_memory_holds_are_refused(

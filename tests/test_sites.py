@@ -17,17 +17,7 @@ from co2sim.cost import footprint, traffic
 from co2sim.errors import OptionError, ScheduleError
 from co2sim.metrics import communication, window
 from co2sim.noise import Noise
-from co2sim.schedule import (
-    SITE,
-    SITE_PEERS,
-    WORLD,
-    Collective,
-    DType,
-    Kind,
-    Layout,
-    Op,
-    Schedule,
-)
+from co2sim.schedule import SITE, SITE_PEERS, WORLD, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
 from co2sim.strategies.co2 import CO2
 from co2sim.study import simulate
@@ -266,53 +256,25 @@ def test_schedules_run_by_the_rules(strategy: str, accumulation: int) -> None:
 
 
 @given(
-    st.sampled_from(VARIANTS),
+    variants,
     shapes,
     st.floats(1e5, 1e10),
     st.sampled_from([0.0, 1e-5]),
-    st.floats(1.0, 100.0),
     st.sampled_from(["nccl", "gloo"]),
 )
-def test_a_faster_uplink_costs_no_more_than_nics_shared_and_no_more_is_exposed_than_sent(
-    strategy: str,
-    shape: tuple[int, int, int],
-    bandwidth: float,
-    latency: float,
-    factor: float,
-    backend: str,
+def test_no_more_is_exposed_than_sent(
+    strategy: str, shape: tuple[int, int, int], bandwidth: float, latency: float, backend: str
 ) -> None:
-    """Whatever the uplink: exposed communication is part of busy communication.
-
-    An average that comes sooner may come when its site's own collectives need the same NICs: it
-    takes from them what its bytes need there, at most. Sites of one node have NICs for it alone.
-    """
-    made, times = schedule(strategy, shape), []
-    for speed in (bandwidth, bandwidth * factor):
-        on = cluster(shape, wan=Link(speed, latency), backend=backend)
-        paid, free = (
-            execute(made, on, precision="bf16", rounds=10, free_communication=free)
-            for free in (False, True)
-        )
-        during = window(paid, made, 5)
-        exposed = during.round_time - window(free, made, 5).round_time
-        assert -1e-15 <= exposed <= communication(paid, made, during).busy * (1 + 1e-9) + 1e-15
-        times.append(during.round_time)
-    shared = sum(
-        footprint(work, on).link_times(on)[1]
-        for number in made.work_numbers
-        if isinstance(work := made.works[number], Collective) and work.group == SITE_PEERS
+    """Whatever the uplink: exposed communication is part of busy communication."""
+    made = schedule(strategy, shape)
+    on = cluster(shape, wan=Link(bandwidth, latency), backend=backend)
+    paid, free = (
+        execute(made, on, precision="bf16", rounds=10, free_communication=free)
+        for free in (False, True)
     )
-    assert times[1] <= times[0] * (1 + 1e-9) + (shared if shape[0] > shape[2] else 0.0)
-
-
-def test_an_average_that_comes_sooner_may_hold_up_collectives_of_its_site() -> None:
-    """Through NICs that both use: 1 GB/s between sites give a longer round than 0.4 GB/s."""
-    made, times = schedule("co2(tau=2,worker=site)", (4, 2, 2)), []
-    for speed in (4e8, 1e9):
-        on = cluster((4, 2, 2), wan=Link(speed, 0.0))
-        trace = execute(made, on, precision="bf16", rounds=10)
-        times.append(window(trace, made, 5).round_time)
-    assert times[1] > times[0] * 1.04
+    during = window(paid, made, 5)
+    exposed = during.round_time - window(free, made, 5).round_time
+    assert -1e-15 <= exposed <= communication(paid, made, during).busy * (1 + 1e-9) + 1e-15
 
 
 def test_a_trace_keeps_its_sites(tmp_path: Any) -> None:
@@ -342,13 +304,6 @@ def test_the_round_is_chosen_for_the_link_between_sites() -> None:
     average = 4 * prepared.job.parameters / prepared.cluster.wan.payload_bandwidth
     assert found.exposed_comm_s < 0.5 * found.round_time_s
     assert chosen.tau * found.step_time_s == pytest.approx(average, rel=0.05)
-
-
-def test_sites_beat_one_cluster_over_both() -> None:
-    """Gradients of every step between sites take longer than an average in 100 steps."""
-    both = [simulate(strategy=text, **SMALL).step_time_s for text in ("ddp", "zero2", "fsdp")]
-    apart = simulate(strategy="diloco(tau=100,worker=site,inner=fsdp)", **SMALL).step_time_s
-    assert apart < min(both) / 10
 
 
 @given(st.sampled_from(["co2", "diloco", "local_sgd", "slowmo", "overlap_local_sgd"]))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import integrate, special
 
-import co2sim
 from co2sim import spread
 from co2sim.cluster import Cluster, Link
 from co2sim.errors import OptionError
@@ -60,14 +59,6 @@ def test_the_slowest_is_the_mean_of_its_quantiles(sigma: float, count: int) -> N
 
     whole, _ = integrate.quad(quantile, 0, 1, limit=500, epsabs=0, epsrel=1e-9)
     assert spread.expected_slowest(sigma, count) == pytest.approx(whole, rel=1e-6)
-
-
-@pytest.mark.parametrize("count", [2, 16, 512])
-def test_the_slowest_is_the_mean_of_draws(count: int) -> None:
-    """4,000 clusters drawn: the mean of the slowest within four standard errors."""
-    draws = np.random.default_rng(7).lognormal(-0.125 * 0.125 / 2, 0.125, (4000, count)).max(1)
-    error = draws.std() / math.sqrt(len(draws))
-    assert spread.expected_slowest(0.125, count) == pytest.approx(draws.mean(), abs=4 * error)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 10**7), st.integers(1, 10**7))
@@ -226,24 +217,6 @@ def test_slow_steps_cost_what_draws_of_them_cost(strategy: str, inter: float) ->
     assert drawn.mean() == pytest.approx(found, abs=allowed)
 
 
-def test_jitter_of_every_op_is_a_spread_of_the_step() -> None:
-    """DDP with jitter and next to no communication: sigma falls with the root of equal ops."""
-    schedule, even = tiny.schedule("ddp", (NODES, 1)), cluster(1e15)
-    seconds = np.array(
-        lower(schedule, even, precision="bf16", rounds=1, noise=QUIET, fold=True, free=True).seconds
-    )
-    per_step = SIGMA * math.sqrt((seconds**2).sum()) / seconds.sum()
-    drawn = []
-    for seed in range(40):
-        trace = execute(
-            schedule, even, precision="bf16", rounds=11, noise=Noise(jitter=SIGMA, seed=seed)
-        )
-        drawn.append(window(trace, schedule, 10).round_time)
-    error = np.std(drawn) / math.sqrt(len(drawn))
-    found = round_time(schedule, replace(even, step_spread=per_step))
-    assert np.mean(drawn) == pytest.approx(found, abs=4 * error)
-
-
 def test_longer_rounds_feel_slow_steps_less_and_slow_nodes_as_much() -> None:
     """Blocking rounds of tau steps: 1 / sqrt(tau) of the loss by steps, all of that by nodes."""
     steps, nodes = cluster(step_spread=0.01), cluster(node_spread=0.01)
@@ -273,16 +246,6 @@ def test_16384_gpus_are_one_class_of_ranks() -> None:
     large = tiny.cluster(2048, 8, node_spread=0.05, step_spread=0.02)
     trace = execute(tiny.schedule("co2(tau=4)", (2048, 8)), large, precision="bf16", rounds=3)
     assert list(trace.ranks.values()) == [16384]
-
-
-def test_the_delay_by_slow_nodes_is_what_the_spread_adds() -> None:
-    """Exposed communication does not count it."""
-    case: dict[str, Any] = {"model": "gpt2-small", "strategy": "ddp", "gpus": 64}
-    even = co2sim.simulate("dgx-h100", **case)
-    uneven = co2sim.simulate("dgx-h100", **case, overrides={"node_spread": 0.03})
-    assert even.straggler_delay_s is None
-    assert uneven.straggler_delay_s == pytest.approx(uneven.round_time_s - even.round_time_s)
-    assert uneven.round_time_s > even.round_time_s
 
 
 def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:

@@ -209,45 +209,6 @@ def test_activations_are_those_of_korthikanti(
     assert found == pytest.approx(s * b * h * (around + scores / tp))
 
 
-@pytest.mark.parametrize(
-    ("hidden", "heads", "published"),
-    [
-        (6144, 64, (66.84, 49.42, 16.18, 7.64)),
-        (12288, 96, (62.04, 56.53, 18.49, 8.71)),
-        (20480, 128, (58.31, 62.04, 20.27, 9.42)),
-        (25600, 160, (58.31, 62.04, 20.27, 9.42)),
-    ],
-    ids=["22B", "175B", "530B", "1T"],
-)
-def test_activations_of_published_models_are_those_that_were_measured(
-    hidden: int, heads: int, published: tuple[float, ...]
-) -> None:
-    """Per cent of those without recomputation and along the sequence not divided, on 8 GPUs.
-
-    Source: Korthikanti et al. 2022, arXiv 2205.05198, figure 7, as quoted in the validation of
-    Calculon (calculon/llm/validation.py); shapes from its models.
-    """
-    body = Transformer(layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, dropout=True)
-    model = language_model("gpt", body, vocab=8, tokens=2048, tied=True)
-
-    def layer(recompute: str, *, sequence: bool) -> float:
-        work = Workload(
-            model,
-            attention="eager",
-            recompute=recompute,  # type: ignore[arg-type]
-            tp=8,
-            sequence_parallel=sequence,
-        ).share
-        only = replace(work.model.blocks[1], products=())
-        found = activations(replace(work, model=replace(work.model, blocks=(only,))))
-        return found["checkpoints" if recompute == "full" else "activations"]
-
-    ways = (("none", True), ("selective", False), ("selective", True), ("full", False))
-    whole = layer("none", sequence=False)
-    kept = [100 * layer(how, sequence=along) / whole for how, along in ways]
-    assert kept == pytest.approx(published, abs=0.15)
-
-
 @pytest.mark.parametrize("tp", [2, 4])
 def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(tp: int) -> None:
     """Norms and biases of outputs of a layer, the last norm, and the positions stay whole."""
@@ -271,30 +232,6 @@ def test_a_layer_that_runs_again_exchanges_again(strategy: str, checkpointing: s
     assert len(found) == usual + again + blocks
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_without_other_communication_takes_the_sum_of_passes_and_exchanges(
-    sequence: bool,  # noqa: FBT001 - pytest's
-) -> None:
-    """Exchanges block: DDP on one tensor-parallel group has nothing that hides them.
-
-    Only the second gathering along the sequence runs beside a pass.
-    """
-    here = cluster(1, 4)
-    schedule = planned("ddp", job(4, sequence=sequence), here.layout)
-    trace = execute(schedule, here, precision="bf16", rounds=1)
-    again = 2 * BODY.layers + 1 if sequence else 0
-    spans = tiny.by_op(trace)
-    total = sum(span.end - span.start for span in spans.values())
-    (gather,) = {
-        cost.alone(here)
-        for work, cost in zip(schedule.works, footprints(schedule, here), strict=True)
-        if cost and isinstance(work, Collective) and work.kind is Kind.ALL_GATHER
-    } or {0.0}
-    end = tiny.makespan(trace)
-    assert end <= total
-    assert end >= total - again * gather - 1e-12
-
-
 def test_tokens_and_batches_count_groups_that_share_layers_once() -> None:
     """16 GPUs with tp=8 see two samples a micro-step; a global batch of 8 is four of them."""
     one = simulate("dgx-h100", "gpt2-small", "fsdp", gpus=16, micro_batch=1)
@@ -303,19 +240,6 @@ def test_tokens_and_batches_count_groups_that_share_layers_once() -> None:
     assert both.samples_per_s * both.step_time_s == pytest.approx(8)
     assert both.tokens_per_gpu_per_step * 16 == 8 * 2048
     assert "no published run" in both.interval_source
-
-
-def test_more_ranks_that_share_layers_need_less_memory() -> None:
-    """Of a model that fits on no card alone."""
-    sizes = [
-        simulate("dgx-h100", "llama-13b", "ddp", gpus=8, tp=tp, micro_batch=1)
-        for tp in (1, 2, 4, 8)
-    ]
-    needed = [result.memory_bytes_per_gpu["total"] for result in sizes]
-    assert needed == sorted(needed, reverse=True)
-    assert (sizes[0].fits_in_memory, sizes[-1].fits_in_memory) == (False, True)
-    along = simulate("dgx-h100", "llama-13b", "ddp", gpus=8, tp=8, sequence_parallel=True)
-    assert along.memory_bytes_per_gpu["total"] < needed[-1]
 
 
 @pytest.mark.parametrize(
