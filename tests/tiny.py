@@ -24,19 +24,17 @@ VARIANTS = [
     *("overlap_local_sgd(tau=3)", "overlap_local_sgd(tau=2,worker=node,inner=zero1)"),
     *("slowmo(tau=3)", "slowmo(tau=2,worker=node,inner=ddp)"),
     *("diloco(tau=4)", "diloco(tau=4,fragments=2,delay=1,worker=node)"),
-    *("diloco(tau=4,fragments=4,delay=3,dtype=int4)",),
-    *("diloco(tau=2,dtype=int8,worker=node,inner=zero3)",),
+    "diloco(tau=4,fragments=4,delay=3,dtype=int4)",
+    "diloco(tau=2,dtype=int8,worker=node,inner=zero3)",
     *("co2(tau=3)", "co2(tau=1)", "co2(tau=2,staleness=2)"),
     *("co2(tau=2,staleness=3,worker=node,inner=ddp)", "co2(tau=2,worker=node)"),
     *(f"co2(tau=2,worker=node,inner={inner})" for inner in ("zero1", "zero3", "fsdp")),
     *("co2(tau=2,worker=node,average=leader)", "co2(tau=2,dtype=int8)"),
     *("co2(tau=3,delay=1,keep=0.5,predict=0.25)", "co2(tau=3,delay=3)"),
     *("co2(tau=3,delay=2,worker=node)", "co2(tau=2,delay=1,worker=node,inner=ddp,dtype=int8)"),
-    *("co2(tau=2,delay=2,worker=node,inner=zero1,dtype=bf16)",),
-    *(
-        "co2(tau=2,delay=1,worker=node,inner=zero3)",
-        "co2(tau=2,delay=2,worker=node,average=leader)",
-    ),
+    "co2(tau=2,delay=2,worker=node,inner=zero1,dtype=bf16)",
+    "co2(tau=2,delay=1,worker=node,inner=zero3)",
+    "co2(tau=2,delay=2,worker=node,average=leader)",
 ]
 """Every strategy, with the options that change the shape of its schedule."""
 
