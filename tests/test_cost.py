@@ -213,21 +213,28 @@ def test_a_tree_all_reduce_moves_the_bytes_of_two_trees(nodes: int, gpus: int) -
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ring_latency_is_the_path_of_a_chunk(shape: tuple[int, int, int]) -> None:
-    """A chunk of an all-gather hops m-1 times, over whatever link is between the neighbours."""
-    cluster = shaped(*shape)
-    nodes, gpus, sites = shape
-    path = 0
-    for here in range(nodes * gpus - 1):
-        node, following = here // gpus, (here + 1) // gpus
+def test_latencies_are_those_of_the_links_on_the_path(shape: tuple[int, int, int]) -> None:
+    """A chunk of a ring hops m-1 times; rank 0 of an exchange sends to every other one in turn.
+
+    A hierarchical all-reduce goes inside the node, between nodes and between sites, and back.
+    """
+    cluster, (nodes, gpus, sites) = shaped(*shape), shape
+
+    def hop(sender: int, receiver: int) -> int:
+        one, other = sender // gpus, receiver // gpus
         per_site = nodes // sites
-        if node == following:
-            path += 1
-        else:
-            path += 100 if node // per_site == following // per_site else 10_000
+        return 1 if one == other else 100 if one // per_site == other // per_site else 10_000
+
+    last = nodes * gpus - 1
+    path = sum(hop(rank, rank + 1) for rank in range(last))
     assert footprint(collective(Kind.ALL_GATHER), cluster).latency == path
     assert footprint(collective(Kind.REDUCE_SCATTER), cluster).latency == path
     assert footprint(collective(Kind.ALL_REDUCE), cluster).latency == 2 * path
+    exchange = sum(hop(0, rank + 1) for rank in range(last))
+    assert footprint(collective(Kind.ALL_TO_ALL), cluster).latency == exchange
+    by_level = replace(cluster, all_reduce="hierarchical")
+    once = (gpus - 1) + 100 * (nodes - sites) + 10_000 * (sites - 1)
+    assert footprint(collective(Kind.ALL_REDUCE), by_level).latency == 2 * once
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (4, 2), (5, 3), (16, 4)])
@@ -308,26 +315,6 @@ def test_a_ring_in_turn_takes_links_inside_and_between_nodes_one_after_the_other
     assert cost.alone(cluster) == pytest.approx(pushed / 1e6 + pushed / 1e9)
     inside = footprint(collective(Kind.ALL_GATHER, NODE), cluster)
     assert inside.alone(cluster) == pytest.approx(SIZE / 2 / 1e6)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_all_to_all_pays_a_latency_for_every_other_rank(shape: tuple[int, int, int]) -> None:
-    """Rank 0 sends to every other one over the link between them, one after the other."""
-    cluster, (nodes, gpus, sites) = shaped(*shape), shape
-    path = 0
-    for rank in range(1, nodes * gpus):
-        node = rank // gpus
-        path += 1 if not node else 100 if node < nodes // sites else 10_000
-    assert footprint(collective(Kind.ALL_TO_ALL), cluster).latency == path
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_hierarchical_all_reduce_goes_every_way_twice(shape: tuple[int, int, int]) -> None:
-    """Inside the node, between nodes and between sites, once to reduce and once to gather."""
-    nodes, gpus, sites = shape
-    cluster = replace(shaped(*shape), all_reduce="hierarchical")
-    once = (gpus - 1) + 100 * (nodes - sites) + 10_000 * (sites - 1)
-    assert footprint(collective(Kind.ALL_REDUCE), cluster).latency == 2 * once
 
 
 @pytest.mark.parametrize(

@@ -210,16 +210,6 @@ def test_a_wait_that_compute_hides_delays_nothing() -> None:
     assert slow.waiting_s > 5 * slow.straggler_delay_s
 
 
-def test_a_slow_node_does_not_raise_the_overlap_of_a_blocking_strategy() -> None:
-    """Local SGD waits for all of its average, with and without a straggler."""
-    for speeds in ({}, {1: 0.5}, {1: 2.0}):
-        result = simulate(
-            tiny.cluster(4, 2), tiny.model(), "local_sgd(tau=3)", noise=Noise(node_speed=speeds)
-        )
-        assert result.overlap_ratio == pytest.approx(0, abs=1e-9)
-        assert (result.waiting_s > 0) == bool(speeds)
-
-
 def test_the_breakdown_sums_kernels_and_collectives_of_the_last_round() -> None:
     """Ops with one kernel add up; collectives are labelled by kind and group."""
     assert metrics.breakdown(traced(*THREE), SCHEDULE) == {"forward": 2, "all_gather world": 2}

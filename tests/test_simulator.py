@@ -237,13 +237,6 @@ def test_only_collectives_of_one_nccl_communicator_take_turns(
     assert ends(trace) == pytest.approx({"a": end, "b": 6e-3})
 
 
-def test_collectives_on_different_links_do_not_slow_each_other() -> None:
-    """NODE uses the links inside the node, PEERS the NIC: both take as long as alone."""
-    trace = run(pair(NODE, PEERS), tiny.cluster(2, 2))
-    # 4 MB x 1/2 at 10 GB/s; two peer groups of 4 MB x 1/2 on one NIC of 1 GB/s
-    assert ends(trace) == pytest.approx({"a": 0.2e-3, "b": 4e-3})
-
-
 def test_the_free_communicator_takes_the_first_issued_of_those_ready() -> None:
     """When the communicator frees, the earlier issued of two waiting collectives goes first."""
     body = (
@@ -475,18 +468,6 @@ def test_zero3_of_one_block_exposes_what_cannot_run_ahead(prefetch: int, exposed
     trace = run(schedule, tiny.cluster(4, 1), rounds=3)
     each = 4000 * 3 / 4 / 1e9
     assert period(trace, "optimizer") == pytest.approx(exposed * each + 15e-6 + 500 * 28e-12)
-
-
-def test_a_block_beyond_the_prefetch_budget_is_exposed() -> None:
-    """Two equal blocks: within the budget the second gather hides, beyond it waits for compute."""
-    blocks = tuple(Block(name, (1000,), 5e6, 0.0) for name in ("a", "b"))
-    job = Workload(Model("two", blocks, tokens=1))
-    cluster = tiny.cluster(4, 1)
-    gather, forward = 2000 * 3 / 4 / 1e9, 5e-6
-    expected = {1000: gather + 2 * forward, 999: 2 * (gather + forward)}
-    for budget, end in expected.items():
-        schedule = strategies.parse(f"zero3(prefetch={budget})").schedule(job, Layout(4, 1))
-        assert ends(run(schedule, cluster))["forward.b"] == pytest.approx(end)
 
 
 # --- size and progress --------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import messages
 
-import co2sim
 from co2sim.catalog import load_cluster
 from co2sim.cluster import Cluster, Link, Tier
 from co2sim.cost import footprint
@@ -117,13 +116,9 @@ def test_narrower_tiers_are_never_faster(
 
 
 def test_a_tier_is_set_like_any_other_number() -> None:
-    """In a file, with --set, and in Python; what is wrong is named in one line."""
+    """In a file, and with --set; what is wrong is named."""
     names = {"inter.spine.nodes": "4", "inter.spine.oversubscription": "7"}
-    found = load_cluster("dgx-h100", names).value
-    assert found.inter.spine == Tier(4, 7.0)
-    slow = co2sim.simulate("dgx-h100", "llama-7b", "zeropp", gpus=64, overrides=names)
-    quick = co2sim.simulate("dgx-h100", "llama-7b", "zeropp", gpus=64)
-    assert slow.round_time_s > quick.round_time_s
+    assert load_cluster("dgx-h100", names).value.inter.spine == Tier(4, 7.0)
     for wrong, said in (
         ({"inter.spine.oversubscription": "7"}, "nodes"),
         (names | {"inter.spine.oversubscription": "0.5"}, "at least 1"),
