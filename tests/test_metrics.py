@@ -220,3 +220,9 @@ def test_the_breakdown_sums_kernels_and_collectives_of_the_last_round() -> None:
 def test_the_scalability_ratio_compares_per_gpu() -> None:
     """The published example: zero2 from 3488 tokens/s on 16 GPUs to 22810 on 128 keeps 0.82."""
     assert metrics.scalability_ratio(22810 / 128, 3488 / 16) == pytest.approx(0.82, abs=0.005)
+
+
+def test_faster_nodes_are_no_delay() -> None:
+    """A round that is shorter than with nominal speeds is delayed by 0, not by less."""
+    assert metrics.straggler_delay(2.0, 3.0) == 0
+    assert metrics.straggler_delay(3.0, 2.0) == 1

@@ -89,6 +89,8 @@ def test_posts_of_a_slow_host_bound_the_hops_of_a_ring() -> None:
     assert found.latency == pytest.approx((14.0 + 448 * 2.0 + 63 * 4.0) * US)
     large = footprint(collective(Kind.ALL_GATHER, 100e9), amd)
     assert large.latency == pytest.approx((8.4 + 448 * 6.0 + 63 * 14.0) * US)
+    two = footprint(collective(Kind.ALL_GATHER, 200e6), amd.resized(16))
+    assert two.latency == pytest.approx((14.0 + 14 * 2.0 + 4.0) * US)
     inside = collective(Kind.ALL_GATHER, 200e6, NODE)
     assert footprint(inside, amd) == footprint(inside, H100)
 

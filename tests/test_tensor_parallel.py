@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -284,3 +285,31 @@ def test_it_is_an_option_of_commands_and_part_of_a_grid(cli: Command) -> None:
     assert (found["tp"], found["sequence_parallel"]) == (8, True)
     swept = json.loads(asked(cli, f"sweep {where} -g 16 --vary tp=1,8 --jobs 1 --json"))
     assert [row["tp"] for row in swept] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "published"),
+    [(6144, 64, (66.84, 49.42, 16.18, 7.64)), (25600, 160, (58.31, 62.04, 20.27, 9.42))],
+    ids=["22B", "1T"],
+)
+def test_activations_of_published_models_are_those_that_were_measured(
+    hidden: int, heads: int, published: tuple[float, ...]
+) -> None:
+    """Per cent of those without recomputation and along the sequence not divided, on 8 GPUs.
+
+    Source: Korthikanti et al. 2022, arXiv 2205.05198, figure 7, as quoted in the validation of
+    Calculon (calculon/llm/validation.py); shapes from its models.
+    """
+    body = Transformer(layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, dropout=True)
+    model = language_model("gpt", body, vocab=8, tokens=2048, tied=True)
+
+    def layer(recompute: str, along: bool) -> float:  # noqa: FBT001 - below
+        options: dict[str, Any] = {"recompute": recompute, "sequence_parallel": along}
+        work = Workload(model, attention="eager", tp=8, **options).share
+        only = replace(work.model.blocks[1], products=())
+        found = activations(replace(work, model=replace(work.model, blocks=(only,))))
+        return found["checkpoints" if recompute == "full" else "activations"]
+
+    ways = (("none", True), ("selective", False), ("selective", True), ("full", False))
+    kept = [100 * layer(*way) / layer("none", along=False) for way in ways]
+    assert kept == pytest.approx(published, abs=0.15)
