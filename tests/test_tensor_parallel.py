@@ -20,6 +20,7 @@ from co2sim.memory import activations
 from co2sim.prepared import schedule_of
 from co2sim.schedule import Collective, Kind, Schedule, block, peers_of_blocks, tensor
 from co2sim.simulator import execute
+from co2sim.strategies import chaining
 from co2sim.tensor_parallel import TENSOR
 from co2sim.workload import Workload
 
@@ -313,3 +314,21 @@ def test_activations_of_published_models_are_those_that_were_measured(
     ways = (("none", True), ("selective", False), ("selective", True), ("full", False))
     kept = [100 * layer(*way) / layer("none", along=False) for way in ways]
     assert kept == pytest.approx(published, abs=0.15)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_fused_ops_exchange_what_their_parts_do(
+    sequence: bool,  # noqa: FBT001 - pytest's
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long rounds end when they do op by op."""
+    here, work = cluster(2, 4), job(2, sequence=sequence, accumulation=2)
+    whole = planned("co2(tau=2,worker=node)", work, here.layout)
+    monkeypatch.setattr(chaining, "FUSED_FROM", 0)
+    fused = planned("co2(tau=2,worker=node)", work, here.layout)
+    assert fused.body != whole.body
+    ends = [
+        tiny.makespan(execute(made, here, precision="bf16", rounds=3)) for made in (whole, fused)
+    ]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+    assert len(exchanges(whole, Kind.ALL_GATHER)) == len(exchanges(fused, Kind.ALL_GATHER))
