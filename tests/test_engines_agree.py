@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared": {"gpu": tiny.slow_and_shared()},
     "busy": {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
     "hierarchical": {"all_reduce": "hierarchical"},
-    "tiers": {"inter": Link(1e9, 1e-6, rail=Tier(1, oversubscription=3.0), spine=Tier(2, 5.0))},
+    "tiers": {"inter": Link(1e9, 1e-6, rail=Tier(2, 8.0), spine=Tier(4, 9.0))},
     "uneven": {"node_spread": 0.05, "step_spread": 0.03},
     "all": {
         "backend": "gloo",
@@ -205,6 +205,8 @@ def test_one_rank_stands_for_all(strategy: str) -> None:
 
 
 @given(variants, kinds, st.sampled_from([(1, 4), (3, 2), (4, 1), (4, 2)]))
+@example("zero3", "tiers", (4, 2))
+@example("co2(tau=2,worker=node)", "tiers", (4, 1))
 def test_folding_holds_for_every_kind_of_cluster(
     strategy: str, kind: str, shape: tuple[int, int]
 ) -> None:

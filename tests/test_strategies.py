@@ -17,7 +17,7 @@ from co2sim.simulator import execute
 from co2sim.strategies.sharded import prefetch_waits
 from co2sim.strategies.step import Bucket, buckets, pieces, title
 from co2sim.study import simulate
-from co2sim.workload import Block, MatMul, Model, Workload
+from co2sim.workload import Block, MatMul, Model, Scores, Workload
 
 GOLDEN = [
     ("ddp(bucket_mib=0.001)", {}),
@@ -370,7 +370,8 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
     The block's tensors of 3000, 1000 and 1000 are reduced as 1000, 1000 and 3000.
     """
     matmul = MatMul(16, 10, 10)
-    block = Block("x", (3000, 1000, 1000), 5e6, 100.0, products=(matmul,), calls=30)
+    scores = Scores(5e5, 1000.0, heads=2, length=16)
+    block = Block("x", (3000, 1000, 1000), 5e6, 100.0, scores, products=(matmul,), calls=30)
     job = Workload(Model("m", (block,), tokens=1))
     works = {}
     for bucket in (10_000, 1000):
@@ -382,15 +383,15 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
     (whole,), parts = works[10_000], works[1000]
     assert [part.flops / whole.flops for part in parts] == pytest.approx([0.2, 0.2, 0.6])
     assert sum(part.memory_bytes for part in parts) == pytest.approx(whole.memory_bytes)
-    assert whole.kernels
-    kernels = [part.kernels for part in parts if part.kernels]
-    assert sum(k.calls for k in kernels) == pytest.approx(whole.kernels.calls)
-    assert sum(k.elementwise_bytes for k in kernels) == pytest.approx(
-        whole.kernels.elementwise_bytes
-    )
-    assert sum(k.products[0].flops for k in kernels) == pytest.approx(
-        whole.kernels.products[0].flops
-    )
+    for amount in (
+        lambda kernels: kernels.calls,
+        lambda kernels: kernels.elementwise_bytes,
+        lambda kernels: kernels.products[0].flops,
+        lambda kernels: kernels.products[0].bytes,
+        lambda kernels: kernels.attention.flops + kernels.attention.backward,
+        lambda kernels: kernels.attention.bytes,
+    ):
+        assert sum(amount(part.kernels) for part in parts) == pytest.approx(amount(whole.kernels))
 
 
 def test_quantized_gradients_of_odd_sizes_are_rounded_up() -> None:
