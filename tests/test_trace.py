@@ -14,6 +14,7 @@ from co2sim.errors import CatalogError
 from co2sim.noise import Noise
 from co2sim.schedule import WORLD, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
+from co2sim.spans import by_stream, last_end
 from co2sim.trace import Span, Trace
 from co2sim.trace_lines import read_json_lines
 
@@ -59,6 +60,17 @@ def test_spans_of_a_simulation_are_a_sequence_in_the_order_of_their_ends() -> No
     assert trace.spans == tuple(spans)
     assert trace.spans != tuple(spans[1:])
     assert pickle.loads(pickle.dumps(trace)) == trace  # noqa: S301 - what was just written
+
+
+def test_spans_of_a_stream_are_counted_and_summed() -> None:
+    """From arrays and from spans alike; and so is the last end."""
+    _, trace = correct()
+    listed = tuple(trace.spans)
+    assert last_end(trace.spans) == last_end(listed) == max(span.end for span in listed)
+    for spans in (trace.spans, listed):
+        for stream, (count, length) in by_stream(spans, 2).items():
+            own = [s.end - s.start for s in listed if (s.rank, s.stream) == (2, stream)]
+            assert (count, length) == (len(own), pytest.approx(sum(own))), stream
 
 
 def test_the_grid_of_a_trace_has_every_span_in_its_place() -> None:
