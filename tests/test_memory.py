@@ -61,6 +61,14 @@ def test_the_secondary_shard_is_one_more_copy_in_half_precision_per_node() -> No
     assert "secondary" not in strategies.parse("zeropp(hpz=false)").memory(big(), Layout(4, 8))
 
 
+def test_zero2_keeps_the_bucket_that_is_reduced() -> None:
+    """In the type of gradients, and no more than the model; alone it reduces nothing."""
+    for text, elements in (("zero2(bucket=700)", 700), ("zero2", 2000)):
+        strategy = strategies.parse(text)
+        assert strategy.memory(tiny.job(), Layout(2, 2))["bucket"] == 2 * elements
+        assert "bucket" not in strategy.memory(tiny.job(), Layout(1, 1))
+
+
 @pytest.mark.parametrize(
     ("precision", "optimizer", "per_parameter"),
     [

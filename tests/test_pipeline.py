@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_tensor_parallel import asked
 
-from co2sim import Case, Co2simError, simulate, strategies
+from co2sim import Case, Co2simError, run, simulate, strategies
 from co2sim.architecture import Transformer, language_model
 from co2sim.cluster import Cluster, Link
 from co2sim.cost import traffic
 from co2sim.pipeline import Pipeline, StagePass, ends
 from co2sim.pipeline_stages import chunks_of, sizes, stage_cluster, stage_of
 from co2sim.schedule import Layout
+from co2sim.stages import StageMemory
 from co2sim.workload import Workload
 
 LAYERS = 8
@@ -241,6 +242,18 @@ def test_states_of_a_stage_are_those_of_its_part() -> None:
     assert states in {16 * part.parameters for part in parts}
     whole = strategies.parse("ddp").memory(Workload(MODEL), Layout(4, 4))
     assert states < sum(whole.values())
+
+
+@given(st.sampled_from([1, 2]), st.sampled_from([4, 8]), st.sampled_from(["none", "full"]))
+def test_memory_of_the_fullest_stage_needs_no_simulation(
+    chunks: int,
+    micro_steps: int,
+    recompute: Any,
+) -> None:
+    """It is that of the simulated pipeline."""
+    deep = case(interleave=chunks, accumulation=micro_steps, micro_batch=2, recompute=recompute)
+    found = StageMemory(deep).total(2, micro_steps, recompute)
+    assert found == pytest.approx(run(deep).memory_bytes_per_gpu["total"])
 
 
 @pytest.mark.parametrize(("pp", "chunks", "tp"), [(2, 1, 1), (2, 2, 2), (8, 1, 1), (8, 1, 2)])
