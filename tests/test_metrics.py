@@ -71,6 +71,13 @@ def test_a_window_runs_from_the_last_compute_before_it_to_the_last_compute_in_it
     assert metrics.window(trace, SCHEDULE, 1).round_time == 2
 
 
+def test_a_window_of_collectives_alone_ends_with_the_last() -> None:
+    """Where no op computes."""
+    alone = replace(SCHEDULE, body=(replace(SCHEDULE.body[2], after=()),))
+    trace = traced(*(span for span in THREE if span.op == "x"))
+    assert metrics.window(trace, alone, 1) == Window(5, 7, 1)
+
+
 def test_a_window_ends_with_the_slowest_rank() -> None:
     """The round of a cluster is that of its slowest rank."""
     trace = traced(*hand((1, 2, 1, 3)), *hand((1, 5, 1, 3), rank=1))

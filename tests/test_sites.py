@@ -158,6 +158,16 @@ def test_fewer_bytes_per_parameter_cross(dtype: str) -> None:
     assert sent == pytest.approx(expected)
 
 
+def test_a_burst_passes_an_uplink_at_once() -> None:
+    """Of 15 kB that each site sends 5 kB pass at once, the others at 1 MB/s: 10 ms."""
+    work = Collective(Kind.ALL_GATHER, "x", 15_000, DType.BF16, SITE_PEERS)
+    on = cluster((2, 1, 2), wan=Link(1e6, burst=5e3), backend="gloo")
+    trace = execute(
+        Schedule("one", (Op("x", work, "comm"),)), on, precision="bf16", rounds=1, fold=False
+    )
+    assert tiny.makespan(trace) == pytest.approx(10e-3)
+
+
 @given(variants)
 def test_only_averages_leave_a_site(strategy: str) -> None:
     """All other collectives are over the site, and put nothing on its uplink."""

@@ -413,6 +413,18 @@ def test_a_strategy_reads_back_from_its_title() -> None:
         assert strategies.parse(text.replace("(", ":").rstrip(")")) == strategy
 
 
+def test_options_that_are_not_given_are_those_of_the_published_codes() -> None:
+    """Steps of a round, and the sizes of buckets and of what is fetched ahead."""
+    for text in (
+        *("ddp(bucket_mib=25)", "zero1(bucket=500000000)", "zero2(bucket=500000000)"),
+        "zero3(prefetch=50000000,max_live=1000000000)",
+        "zeropp(prefetch=50000000,max_live=1000000000,scale_block=2048)",
+        *("local_sgd(tau=12)", "overlap_local_sgd(tau=12)", "slowmo(tau=12)"),
+        *("diloco(tau=500,fragments=1,delay=0)", "co2(tau=12,staleness=1)"),
+    ):
+        assert strategies.parse(text) == strategies.parse(text.partition("(")[0])
+
+
 @pytest.mark.parametrize(
     ("text", "key"),
     [
