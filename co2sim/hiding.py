@@ -88,7 +88,7 @@ def _shortest_round(strategy: CO2, least: int, times: RoundTime) -> tuple[int, s
                 f"{strategy.name}: tau=auto: no round of at most {MOST_STEPS} steps hides its"
                 f" average, which takes as long as about {guess:.0f} steps"
             )
-    tau = _least(least, MOST_STEPS, round(guess), lambda tau: exposed(tau) <= _LEFT)
+    tau = least_that_holds(least, MOST_STEPS, round(guess), lambda tau: exposed(tau) <= _LEFT)
     note = f"tau {tau} chosen: {exposed(tau):.1%} of a round exposed by the average if delay={tau}"
     return tau, note + (f"; {tau - 1} would leave {exposed(tau - 1):.1%}" if tau > least else "")
 
@@ -107,7 +107,9 @@ def _least_delay(strategy: CO2, times: RoundTime) -> tuple[int, str]:
         return whole(delay) - (bare if hidden else shortest)
 
     guess = 1 + (late(1) / bare - _LEFT) * tau
-    delay = _least(1, tau, round(guess), lambda delay: late(delay) <= _LEFT * (bare + late(delay)))
+    delay = least_that_holds(
+        1, tau, round(guess), lambda delay: late(delay) <= _LEFT * (bare + late(delay))
+    )
     shares = {tried: max(0.0, 1 - bare / whole(tried)) for tried in (delay, max(1, delay - 1))}
     note = f"delay {delay} chosen: {shares[delay]:.1%} of a round exposed by the average"
     if not hidden:
@@ -115,7 +117,7 @@ def _least_delay(strategy: CO2, times: RoundTime) -> tuple[int, str]:
     return delay, note + (f"; {delay - 1} would leave {shares[delay - 1]:.1%}" if delay > 1 else "")
 
 
-def _least(low: int, high: int, guess: int, holds: Callable[[int], bool]) -> int:
+def least_that_holds(low: int, high: int, guess: int, holds: Callable[[int], bool]) -> int:
     """The least number from `low` on that `holds`, as all greater ones do; `high` if none does.
 
     Asked are numbers near the guess, then ever farther ones, then the middle of what is left.

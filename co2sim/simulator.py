@@ -59,7 +59,7 @@ def execute(
         free=free_communication,
         slowdown=expected_slowdown(schedule, cluster, precision=precision, noise=noise),
     )
-    times = _run(lowered, progress)
+    times = run(lowered, progress)
     spans = SpanTable(schedule.places, tuple(c.rank for c in lowered.classes), *times)
     ranks = {c.rank: c.count for c in lowered.classes}
     return Trace(schedule.name, cluster.layout, rounds, ranks, spans)
@@ -108,17 +108,17 @@ def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> slack.Slack:
         fold=True,
         free=False,
     )
-    return slack.find(lowered, _run(lowered, None))
+    return slack.find(lowered, run(lowered))
 
 
-def _run(lowered: Lowered, progress: Callable[[float], None] | None) -> Times:
-    """Starts and ends, by the fastest of the three interpreters that applies."""
+def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:
+    """Starts and ends, [instance, class], by the fastest engine that applies."""
     sharing = shared_works(lowered)
     if single_class.applies(lowered):
         return single_class.run(lowered, sharing, progress)
     if lockstep.applies(lowered, sharing):
         return lockstep.run(lowered, progress)
-    return _Simulation(lowered).run(progress)
+    return Simulation(lowered).run(progress)
 
 
 @dataclass(slots=True)
@@ -133,7 +133,9 @@ class _Spans:
     waiting: dict[int, simpy.Event] = field(default_factory=dict)
 
 
-class _Simulation:
+class Simulation:
+    """SimPy, event by event: the reference that the faster engines are compared with."""
+
     def __init__(self, lowered: Lowered) -> None:
         self.lowered = lowered
         self.env = simpy.Environment()
@@ -142,7 +144,7 @@ class _Simulation:
         self.spans = [_Spans([math.nan] * count, [math.nan] * count) for _ in lowered.classes]
         self.ended = 0
 
-    def run(self, progress: Callable[[float], None] | None) -> Times:
+    def run(self, progress: Callable[[float], None] | None = None) -> Times:
         """Starts and ends, [instance, class]."""
         schedule, env = self.lowered.schedule, self.env
         by_stream: dict[str, list[Instance]] = {stream: [] for stream in schedule.streams}

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from co2sim.cluster import Backend, Cluster, Link
+from co2sim.cluster import AllReduce, Backend, Cluster, Link
 from co2sim.cost import compute_time, footprint, traffic
 from co2sim.errors import OptionError
 from co2sim.schedule import (
@@ -151,40 +151,53 @@ def shaped(nodes: int, gpus: int, sites: int) -> Cluster:
 
 GROUPS = [WORLD, NODE, PEERS, SITE, SITE_PEERS, block(1), block(2), block(4)]
 
+NAMED = [
+    ((2, 2, 1), WORLD, "ring"),
+    ((4, 2, 2), WORLD, "ring"),
+    ((4, 2, 2), SITE_PEERS, "ring"),
+    ((4, 2, 2), block(4), "ring"),
+    ((6, 3, 3), SITE, "hierarchical"),
+    ((6, 3, 3), WORLD, "hierarchical"),
+]
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_footprint_counts_the_bytes_on_the_busiest_link(
-    shape: tuple[int, int, int], group: Group, kind: Kind
+
+def check_bytes(
+    shape: tuple[int, int, int], group: Group, kind: Kind, all_reduce: AllReduce
 ) -> None:
     """The footprint is what the algorithm's messages add up to, link by link."""
-    cluster, work = shaped(*shape), collective(kind, group)
-    layout = cluster.layout
-    if layout.world_size % (group.ranks or 1):
-        pytest.skip("the group does not divide the ranks")
-    blocks_are_ragged = layout.gpus_per_node % (group.ranks or 1) and group.ranks % shape[1]
-    if blocks_are_ragged:
-        pytest.skip("blocks that straddle nodes raggedly are refused")
+    cluster, work = replace(shaped(*shape), all_reduce=all_reduce), collective(kind, group)
     cost, count = footprint(work, cluster), Count(messages(work, cluster), cluster)
     assert cost.intra == pytest.approx(most(count.intra))
     assert cost.inter == pytest.approx(most(count.inter))
     assert cost.wan == pytest.approx(most(count.wan))
-    assert cost.sent == pytest.approx(most(count.sent))
+    if all_reduce == "ring" or kind is not Kind.ALL_REDUCE:
+        assert cost.sent == pytest.approx(most(count.sent))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("group", [WORLD, NODE, PEERS, SITE, SITE_PEERS], ids=str)
-def test_a_hierarchical_all_reduce_counts_its_three_phases(
-    shape: tuple[int, int, int], group: Group
+@pytest.mark.parametrize(("shape", "group", "all_reduce"), NAMED)
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_footprint_counts_the_bytes_on_the_busiest_link(
+    shape: tuple[int, int, int], group: Group, kind: Kind, all_reduce: AllReduce
 ) -> None:
-    """Reduce-scatter, peer all-reduce and all-gather add up on every link."""
-    cluster = replace(shaped(*shape), all_reduce="hierarchical")
-    work = collective(Kind.ALL_REDUCE, group)
-    cost, count = footprint(work, cluster), Count(messages(work, cluster), cluster)
-    assert cost.intra == pytest.approx(most(count.intra))
-    assert cost.inter == pytest.approx(most(count.inter))
-    assert cost.wan == pytest.approx(most(count.wan))
+    """Of every kind of collective, as its messages add up."""
+    check_bytes(shape, group, kind, all_reduce)
+
+
+@given(
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)),
+    st.sampled_from(GROUPS),
+    st.sampled_from(list(Kind)),
+    st.sampled_from(["ring", "hierarchical"]),
+)
+def test_footprints_count_bytes_on_any_layout(
+    shape: tuple[int, int, int], group: Group, kind: Kind, all_reduce: AllReduce
+) -> None:
+    """Of sites of some nodes; blocks divide a node, or are full nodes that divide a site."""
+    per_site, gpus, sites = shape
+    assume(not group.ranks or gpus % group.ranks == 0 or per_site * gpus % group.ranks == 0)
+    assume(not group.ranks or gpus % group.ranks == 0 or group.ranks % gpus == 0)
+    assume(not group.ranks or all_reduce == "ring")
+    check_bytes((per_site * sites, gpus, sites), group, kind, all_reduce)
 
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 4), (2, 4), (3, 4), (8, 4), (5, 1), (16, 8)])
@@ -200,21 +213,28 @@ def test_a_tree_all_reduce_moves_the_bytes_of_two_trees(nodes: int, gpus: int) -
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ring_latency_is_the_path_of_a_chunk(shape: tuple[int, int, int]) -> None:
-    """A chunk of an all-gather hops m-1 times, over whatever link is between the neighbours."""
-    cluster = shaped(*shape)
-    nodes, gpus, sites = shape
-    path = 0
-    for here in range(nodes * gpus - 1):
-        node, following = here // gpus, (here + 1) // gpus
+def test_latencies_are_those_of_the_links_on_the_path(shape: tuple[int, int, int]) -> None:
+    """A chunk of a ring hops m-1 times; rank 0 of an exchange sends to every other one in turn.
+
+    A hierarchical all-reduce goes inside the node, between nodes and between sites, and back.
+    """
+    cluster, (nodes, gpus, sites) = shaped(*shape), shape
+
+    def hop(sender: int, receiver: int) -> int:
+        one, other = sender // gpus, receiver // gpus
         per_site = nodes // sites
-        if node == following:
-            path += 1
-        else:
-            path += 100 if node // per_site == following // per_site else 10_000
+        return 1 if one == other else 100 if one // per_site == other // per_site else 10_000
+
+    last = nodes * gpus - 1
+    path = sum(hop(rank, rank + 1) for rank in range(last))
     assert footprint(collective(Kind.ALL_GATHER), cluster).latency == path
     assert footprint(collective(Kind.REDUCE_SCATTER), cluster).latency == path
     assert footprint(collective(Kind.ALL_REDUCE), cluster).latency == 2 * path
+    exchange = sum(hop(0, rank + 1) for rank in range(last))
+    assert footprint(collective(Kind.ALL_TO_ALL), cluster).latency == exchange
+    by_level = replace(cluster, all_reduce="hierarchical")
+    once = (gpus - 1) + 100 * (nodes - sites) + 10_000 * (sites - 1)
+    assert footprint(collective(Kind.ALL_REDUCE), by_level).latency == 2 * once
 
 
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 0), (2, 1), (4, 2), (5, 3), (16, 4)])
@@ -241,17 +261,6 @@ def test_auto_takes_the_faster_of_ring_and_tree_on_nccl_and_the_ring_on_gloo(
 
     assert alone("auto") == pytest.approx(min(alone("ring"), alone("tree")))
     assert alone("auto", "gloo") == alone("ring")
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(list(Kind)))
-def test_no_ring_is_slower_between_nodes_than_the_whole_buffer_twice(
-    nodes: int, gpus: int, kind: Kind
-) -> None:
-    """Bytes through a NIC stay under 2 S for rings and under g S for all-to-all."""
-    cost = footprint(collective(kind), tiny.cluster(nodes, gpus))
-    assert cost.inter <= SIZE * (gpus if kind is Kind.ALL_TO_ALL else 2)
-    assert (cost.inter > 0) == (nodes > 1)
-    assert (cost.intra > 0) == (gpus > 1)
 
 
 @given(
@@ -306,35 +315,6 @@ def test_a_ring_in_turn_takes_links_inside_and_between_nodes_one_after_the_other
     assert cost.alone(cluster) == pytest.approx(pushed / 1e6 + pushed / 1e9)
     inside = footprint(collective(Kind.ALL_GATHER, NODE), cluster)
     assert inside.alone(cluster) == pytest.approx(SIZE / 2 / 1e6)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_all_to_all_pays_a_latency_for_every_other_rank(shape: tuple[int, int, int]) -> None:
-    """Rank 0 sends to every other one over the link between them, one after the other."""
-    cluster, (nodes, gpus, sites) = shaped(*shape), shape
-    path = 0
-    for rank in range(1, nodes * gpus):
-        node = rank // gpus
-        path += 1 if not node else 100 if node < nodes // sites else 10_000
-    assert footprint(collective(Kind.ALL_TO_ALL), cluster).latency == path
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_hierarchical_all_reduce_goes_every_way_twice(shape: tuple[int, int, int]) -> None:
-    """Inside the node, between nodes and between sites, once to reduce and once to gather."""
-    nodes, gpus, sites = shape
-    cluster = replace(shaped(*shape), all_reduce="hierarchical")
-    once = (gpus - 1) + 100 * (nodes - sites) + 10_000 * (sites - 1)
-    assert footprint(collective(Kind.ALL_REDUCE), cluster).latency == 2 * once
-
-
-def test_reduce_scatter_and_all_gather_are_halves_of_an_all_reduce() -> None:
-    """On a ring, all-reduce = reduce-scatter + all-gather, in bytes and in latency."""
-    cluster = shaped(4, 2, 2)
-    whole = footprint(collective(Kind.ALL_REDUCE), cluster)
-    halves = [footprint(collective(k), cluster) for k in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)]
-    for name in ("latency", "intra", "inter", "wan", "sent"):
-        assert getattr(whole, name) == sum(getattr(half, name) for half in halves)
 
 
 @pytest.mark.parametrize(
@@ -402,10 +382,3 @@ def test_a_precision_that_the_gpu_lacks_is_refused() -> None:
     """The error names the GPU and what it has."""
     with pytest.raises(OptionError, match=r"tiny has no bf16 in our catalog; did you mean 'fp16'"):
         compute_time(Compute("x", 1.0), tiny.gpu(peak={"fp16": 1.0}), "bf16")
-
-
-def test_bigger_work_takes_longer() -> None:
-    """However efficiency grows with the size of an op, twice the work never ends sooner."""
-    gpu = tiny.gpu(efficiency=((1e9, 0.2), (1e11, 0.4), (1e12, 0.7)))
-    times = [compute_time(Compute("x", 1e8 * 1.5**n), gpu, "bf16") for n in range(40)]
-    assert times == sorted(times)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import co2sim
 from co2sim.architecture import Transformer, language_model
 from co2sim.case import Case
 from co2sim.catalog import Contents, load_cluster, load_model, names
@@ -88,13 +86,6 @@ def test_operands_of_a_product_are_its_arrays(
     assert found.flops == 2 * samples * (count or 1) * rows * inner * columns
 
 
-@given(sizes=st.permutations([7, 300, 5000]))
-def test_products_of_a_backward_pass_cost_as_those_of_a_forward_pass(sizes: list[int]) -> None:
-    """Gradients of inputs and of weights permute the three dimensions, which changes nothing."""
-    alike = {MatMul(*order).product(1, 2.0) for order in permutations(sizes)}
-    assert len(alike) == 1
-
-
 def passes(job: Workload) -> list[tuple[Block, Compute]]:
     """Every pass over every block, those of full recomputation in two besides."""
     found = []
@@ -111,11 +102,7 @@ def test_products_of_a_block_add_up_to_its_flop(name: str) -> None:
     model = load_model(name).value
     for recompute in ("none", "selective", "full"):
         job = Workload(
-            model,
-            micro_batch=2,
-            attention="eager",
-            recompute=recompute,
-            checkpointing="reentrant",
+            model, micro_batch=2, attention="eager", recompute=recompute, checkpointing="reentrant"
         )
         for _, one in passes(job):
             if one.kernels:
@@ -194,56 +181,25 @@ def test_flash_attention_has_its_own_efficiency_by_length() -> None:
     )
 
 
-@pytest.mark.parametrize("given_", [0.0, 1.5, ((0, 0.5),), ((10, 0.5), (5, 0.5)), ()])
-def test_an_efficiency_of_attention_that_no_kernel_has_is_refused(given_: object) -> None:
-    """Fractions by rising length."""
-    with pytest.raises(OptionError, match="attention_efficiency"):
-        KernelTimes(0.8, attention_efficiency=given_)  # type: ignore[arg-type]
-
-
-def test_a_file_may_give_attention_as_a_number_or_as_a_table() -> None:
-    """And `--set` may give the number."""
-    path = "gpu.kernels.attention_efficiency"
-    found = load_cluster("a100-node-calibrated", {path: "0.4"}).value.gpu.kernels
-    assert found
-    assert found.attention_efficiency == pytest.approx(0.4)
-
-
 @pytest.mark.parametrize(
-    ("given_", "where", "rule"),
+    ("given_", "where"),
     [
-        ("1.3", "", " is '1.3'; it must be above 0 and at most 1"),
-        ("fast", "", ": 'fast' is not a plain number"),
-        ([{"length": 512, "value": 1.3}], ".0.value", " is 1.3; it must be above 0 and at most 1"),
-        ([{"length": 512}], ".0.value", " is missing"),
+        ("1.3", ""),
+        ("fast", ""),
+        ([{"length": 512, "value": 1.3}], ".0.value"),
+        ([{"length": 512}], ".0.value"),
     ],
 )
-def test_a_wrong_attention_efficiency_is_named_as_a_file_names_it(
-    given_: Any, where: str, rule: str
-) -> None:
-    """A number or a table: the place in the file, and what is allowed there."""
+def test_a_wrong_attention_efficiency_is_named_as_a_file_names_it(given_: Any, where: str) -> None:
+    """A number or a table: the place in the file."""
     tree = {"kernels": {"gemm_efficiency": 0.5, "attention_efficiency": given_}}
     start = read("clusters", "dgx-h100")
     start["gpu"] = read("gpus", "h100") | tree
-    with pytest.raises(CatalogError) as refused:
+    with pytest.raises(CatalogError, match=rf"kernels\.attention_efficiency{where}"):
         load_cluster(Contents("mine", start))
-    assert str(refused.value) == f"mine: gpu.kernels.attention_efficiency{where}{rule}"
-
-
-def test_a_number_of_kernels_that_a_gpu_has_not_says_what_to_do() -> None:
-    """Another GPU, or the number that kernels cannot be without; both work."""
-    path = "gpu.kernels.attention_efficiency"
-    with pytest.raises(CatalogError) as refused:
-        load_cluster("dgx-h100", {path: "0.3"})
-    assert str(refused.value) == (
-        f"--set {path}: the GPU of dgx-h100 has no kernels; take one that has (--set"
-        " gpu=h100-composer, a100-80-composer, ... or -c h100-calibrated), or give"
-        " gpu.kernels.gemm_efficiency, too"
-    )
-    for more in ({"gpu": "h100-composer"}, {"gpu.kernels.gemm_efficiency": "0.7"}):
-        kernels = load_cluster("dgx-h100", {path: "0.3", **more}).value.gpu.kernels
-        assert kernels
-        assert kernels.attention_efficiency == pytest.approx(0.3)
+    for table in (0.0, 1.5, ((0, 0.5),), ((10, 0.5), (5, 0.5)), ()):
+        with pytest.raises(OptionError, match="attention_efficiency"):
+            KernelTimes(0.8, attention_efficiency=table)  # type: ignore[arg-type]
 
 
 def test_hops_in_turn_add_the_time_inside_the_node() -> None:
@@ -292,7 +248,7 @@ def test_only_links_between_nodes_have_efficiencies_by_use() -> None:
     for where, link in (("intra", CLUSTER.intra), ("wan", CLUSTER.inter)):
         for name in ("exchange_efficiency", "relay_efficiency", "busy_efficiency"):
             changed = {where: replace(link, **{name: 0.5})}
-            with pytest.raises(OptionError, match=f"{where} has no exchange_efficiency"):
+            with pytest.raises(OptionError, match=where):
                 replace(CLUSTER, **changed)
 
 
@@ -337,44 +293,3 @@ def test_gathers_in_parts_pay_latency_for_each(strategy: str) -> None:
     assert [wait.op for wait in uses[0].after] == [
         "dequantize4.forward.layer0" if strategy == "zeropp" else "gather4.forward.layer0"
     ]
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
-def test_blocks_that_are_not_kept_are_fetched_again_for_recomputation(strategy: str) -> None:
-    """A reuse distance below twice the layer brings one gather more of each layer, not of more."""
-    names = {
-        reuse: [op.name for op in case(f"{strategy}:max_reuse={reuse}").prepare().schedule.body]
-        for reuse in (10_000_000, 30_000_000)
-    }
-    again = [name for name in names[10_000_000] if name.startswith("gather.recompute")]
-    assert len(again) == 4
-    assert not [name for name in names[30_000_000] if "recompute.layer" in name]
-    kept = case(f"{strategy}:max_reuse=10000000", "selective").prepare().schedule
-    assert not [op for op in kept.body if "recompute" in op.name]
-
-
-def test_recomputation_in_two_parts_is_the_same_arithmetic() -> None:
-    """The FLOP of a step do not depend on the reuse distance."""
-    flops = [
-        sum(
-            op.work.flops
-            for op in case(f"zero3:max_reuse={reuse}").prepare().schedule.body
-            if isinstance(op.work, Compute)
-        )
-        for reuse in (1, 10**12)
-    ]
-    assert flops[0] == pytest.approx(flops[1])
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
-def test_gradients_reduced_in_parts_move_the_same_bytes(strategy: str) -> None:
-    """Parts add up to the whole gradient and to the whole pass."""
-    whole, parts = (
-        co2sim.run(case(f"{strategy}:reduce_bucket={bucket}")) for bucket in (10**12, 10**6)
-    )
-    assert parts.nic_bytes_per_node_per_step == pytest.approx(
-        whole.nic_bytes_per_node_per_step, rel=1e-3
-    )
-    assert parts.hardware_tflops_per_gpu * parts.step_time_s == pytest.approx(
-        whole.hardware_tflops_per_gpu * whole.step_time_s
-    )

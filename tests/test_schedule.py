@@ -1,6 +1,7 @@
 """The schedule: what it refuses, what its waits mean, and how it reads."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import networkx as nx
@@ -25,7 +26,6 @@ from co2sim.schedule import (
     Schedule,
     block,
 )
-from co2sim.strategies.chaining import prefixed
 
 WORK = Compute("step", 1e6)
 
@@ -38,18 +38,15 @@ def op(name: str, *after: After, stream: str = "compute") -> Op:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ([], "the body is empty"),
-        ([op("a"), op("a")], "two ops are called 'a'; names must be unique"),
-        ([op("")], "needs a name and a stream"),
-        ([op("a", stream="")], "needs a name and a stream"),
-        (
-            [op("average"), op("outer", After("averge"))],
-            "'outer' waits for 'averge', which is not in the body; did you mean 'average'?",
-        ),
+        ([], "empty"),
+        ([op("a"), op("a")], "'a'"),
+        ([op("")], "name"),
+        ([op("a", stream="")], "stream"),
+        ([op("average"), op("outer", After("averge"))], "'average'"),
         ([op("a", After("x"))], "known: a"),
-        ([op("a", After("b")), op("b")], "not before it in the body"),
-        ([op("a", After("a"))], "not before it in the body"),
-        ([op("a"), op("b", After("a", -1))], "-1 rounds ago; it must be 0 or more"),
+        ([op("a", After("b")), op("b")], "not before it"),
+        ([op("a", After("a"))], "not before it"),
+        ([op("a"), op("b", After("a", -1))], "-1 rounds"),
     ],
 )
 def test_a_schedule_that_could_not_run_is_refused(body: list[Op], said: str) -> None:
@@ -61,21 +58,20 @@ def test_a_schedule_that_could_not_run_is_refused(body: list[Op], said: str) -> 
 
 def test_bad_work_is_refused() -> None:
     """Negative FLOP, empty buffers, empty layouts and rounds without a step are errors."""
-    with pytest.raises(ScheduleError, match="flops is -1"):
-        Compute("step", -1)
-    with pytest.raises(ScheduleError, match="memory_bytes is inf"):
-        Compute("step", 0, float("inf"))
-    with pytest.raises(ScheduleError, match="elements=0"):
-        Collective(Kind.ALL_REDUCE, "x", 0, DType.FP32, WORLD)
-    with pytest.raises(ScheduleError, match="no name"):
-        Collective(Kind.ALL_REDUCE, "", 1, DType.FP32, WORLD)
-    for root, kind in ((-1, Kind.BROADCAST), (-1, Kind.REDUCE), (1, Kind.ALL_GATHER)):
-        with pytest.raises(ScheduleError, match=f"root={root}; only a broadcast or a reduction"):
-            Collective(kind, "x", 1, DType.FP32, WORLD, root=root)
-    with pytest.raises(ScheduleError, match="gpus_per_node is 0"):
-        Layout(2, 0)
-    with pytest.raises(ScheduleError, match="steps is 0"):
-        Schedule("bad", (op("a"),), steps=0)
+    wrong: list[tuple[str, Callable[[], object]]] = [
+        ("flops is -1", lambda: Compute("step", -1)),
+        ("memory_bytes is inf", lambda: Compute("step", 0, float("inf"))),
+        ("elements=0", lambda: Collective(Kind.ALL_REDUCE, "x", 0, DType.FP32, WORLD)),
+        ("name", lambda: Collective(Kind.ALL_REDUCE, "", 1, DType.FP32, WORLD)),
+        ("root=-1", lambda: Collective(Kind.BROADCAST, "x", 1, DType.FP32, WORLD, root=-1)),
+        ("root=-1", lambda: Collective(Kind.REDUCE, "x", 1, DType.FP32, WORLD, root=-1)),
+        ("root=1", lambda: Collective(Kind.ALL_GATHER, "x", 1, DType.FP32, WORLD, root=1)),
+        ("gpus_per_node", lambda: Layout(2, 0)),
+        ("steps is 0", lambda: Schedule("bad", (op("a"),), steps=0)),
+    ]
+    for key, make in wrong:
+        with pytest.raises(ScheduleError, match=key):
+            make()
 
 
 @st.composite
@@ -201,13 +197,6 @@ def test_a_schedule_reads_as_a_table() -> None:
     ]
     assert schedule.streams == ("compute", "comm")
     assert schedule.lag == 1
-
-
-def test_prefixed_ops_wait_for_prefixed_ops() -> None:
-    """Copies of a step with a prefix keep their waits among themselves."""
-    first, second = prefixed([op("a"), op("b", After("a", 2), stream="s")], "s1.")
-    assert (first.name, second.name) == ("s1.a", "s1.b")
-    assert second.after == (After("s1.a", 2),)
 
 
 def closed(body: tuple[Op, ...]) -> tuple[Op, ...]:

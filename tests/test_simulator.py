@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import tiny
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
@@ -145,7 +145,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule("random", tuple(body))
 
 
-@settings(max_examples=120)
 @given(
     schedules(),
     st.tuples(st.integers(1, 3), st.integers(1, 3)),
@@ -176,142 +175,37 @@ def test_without_contention_every_op_ends_at_the_longest_path(
     assert sum(trace.ranks.values()) == cluster.layout.world_size
 
 
-# --- folding -----------------------------------------------------------------------------------
-
-LATENT = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}
-
-
-def same_trace(schedule: Schedule, cluster: Cluster, noise: Noise, rounds: int = 3) -> None:
-    """Every rank of the unfolded trace does what the rank that stands for it does when folded.
-
-    If there is work for the first ranks of nodes only, they do; the others wait for them.
-    """
-    folded = run(schedule, cluster, rounds, noise=noise)
-    whole = run(schedule, cluster, rounds, noise=noise, fold=False)
-    assert len(whole.ranks) == cluster.layout.world_size
-    g = cluster.gpus_per_node
-    speeds = {rank: noise.node_slowdowns(cluster.layout)[rank // g] for rank in whole.ranks}
-    stands = {speeds[rank]: tiny.by_op(folded, rank) for rank in folded.ranks}
-    led = any(isinstance(w := op.work, Collective) and w.group == LEADERS for op in schedule.body)
-    for span in whole.spans:
-        if led and span.rank % g:
-            continue
-        twin = stands[speeds[span.rank]][span.round, span.op]
-        assert (span.start, span.end) == pytest.approx((twin.start, twin.end), rel=1e-9, abs=1e-15)
-
-
-@pytest.mark.parametrize("strategy", tiny.VARIANTS)
-@pytest.mark.parametrize("shape", [(1, 4), (3, 2), (4, 1)], ids=str)
-def test_a_symmetric_cluster_folded_and_unfolded_gives_the_same_trace(
-    strategy: str, shape: tuple[int, int]
-) -> None:
-    """One rank stands for all, whatever the strategy."""
-    same_trace(tiny.schedule(strategy, shape), tiny.cluster(*shape, **LATENT), Noise())
-
-
-@pytest.mark.parametrize("strategy", [v for v in tiny.VARIANTS if "node" in v or "zero" in v])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"backend": "gloo"},
-        {"interference": 0.3},
-        {"call_interference": 1e-5},
-        {"gpu": tiny.slow_and_shared()},
-        {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
-        {"all_reduce": "hierarchical"},
-        {"sites": 2, "wan": Link(1e8, 1e-5)},
-    ],
-    ids=["gloo", "interference", "calls", "shared", "busy", "hierarchical", "sites"],
-)
-def test_folding_holds_for_every_kind_of_cluster(
-    strategy: str, changes: Mapping[str, object]
-) -> None:
-    """Sharing of NICs and uplinks, interference and backends fold, too."""
-    cluster = tiny.cluster(4, 2, **{**LATENT, **changes})
-    same_trace(tiny.schedule(strategy, (4, 2)), cluster, Noise(), rounds=2)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ddp",
-        "zero3",
-        "zeropp",
-        "co2(tau=2,worker=node)",
-        "co2(tau=2,worker=node,average=leader)",
-        "co2(tau=2)",
-        "diloco(tau=2,dtype=int4,worker=node)",
-    ],
-)
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_slow_nodes_unfold_only_what_differs(strategy: str, backend: str) -> None:
-    """With two speeds there are two classes of ranks, and they do what all ranks would do."""
-    cluster = tiny.cluster(4, 2, **LATENT, backend=backend)
-    noise = Noise(node_speed={1: 0.5, 3: 0.5})
-    schedule = tiny.schedule(strategy, (4, 2))
-    assert run(schedule, cluster, noise=noise).ranks == {0: 4, 2: 4}
-    same_trace(schedule, cluster, noise)
-
-
-def test_blocks_of_nodes_of_different_speed_unfold() -> None:
-    """A group of some nodes cannot be folded when nodes differ; the result is still right."""
-    cluster = tiny.cluster(4, 2, **LATENT)
-    schedule = tiny.schedule("zeropp(hpz_group=4)", (4, 2))
-    trace = run(schedule, cluster, noise=Noise(node_speed={3: 0.5}))
-    assert len(trace.ranks) == 8
-    same_trace(schedule, cluster, Noise(), rounds=2)
-
-
 def test_speeds_are_those_of_nodes_that_exist() -> None:
-    """Of four nodes, node 1.0 is node 1, and 4 is none; what is no node anywhere is no noise."""
+    """Of four nodes, node 1.0 is node 1, and 4 is none."""
     assert Noise(node_speed={1.0: 0.5}).node_slowdowns(Layout(4, 2)) == (1, 2, 1, 1)  # type: ignore[dict-item]
-    fifth = Noise(node_speed={4: 0.5})
-    with pytest.raises(OptionError, match="node 4 has a speed; nodes are 0 to 3"):
-        fifth.node_slowdowns(Layout(4, 2))
-    wrong: list[tuple[Any, Any, str]] = [
-        (1.5, 0.5, "node is 1.5; it must be a whole number"),
-        (-1, 0.5, "node is -1; it must be at least 0"),
-        ("1", 0.5, "node is '1'; it must be a whole number"),
-        (True, 0.5, "node is True; it must be a whole number"),
-        (1, 0, r"speed of node 1 \(1 is nominal\) is 0; it must be above 0"),
-        (1, math.nan, "speed of node 1 .* is nan; it must be finite"),
-    ]
-    for node, speed, said in wrong:
-        with pytest.raises(OptionError, match=said):
-            Noise(node_speed={node: speed})
+    with pytest.raises(OptionError, match="nodes are 0 to 3"):
+        Noise(node_speed={4: 0.5}).node_slowdowns(Layout(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({"node_speed": {1.5: 0.5}}, r"1\.5"),
+        ({"node_speed": {-1: 0.5}}, "-1"),
+        ({"node_speed": {"1": 0.5}}, "'1'"),
+        ({"node_speed": {True: 0.5}}, "True"),
+        ({"node_speed": {1: 0}}, "node 1 .* 0"),
+        ({"node_speed": {1: math.nan}}, "nan"),
+        ({"node_speed": {1: math.inf}}, "inf"),
+        ({"jitter": -0.1}, r"-0\.1"),
+        ({"jitter": 2.0}, "2"),
+        ({"straggle": math.nan}, "nan"),
+        ({"seed": -1}, "-1"),
+    ],
+    ids=str,
+)
+def test_noise_out_of_range_is_refused(fields: dict[str, Any], given: str) -> None:
+    """Spreads from 0 to 1, positive speeds of nodes, and seeds of 0 or more."""
+    with pytest.raises(OptionError, match=given):
+        Noise(**fields)
 
 
 # --- by hand: durations, contention, backends ---------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", list(Kind))
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (4, 4), (3, 2)], ids=str)
-def test_a_collective_alone_takes_the_alpha_beta_closed_form(
-    kind: Kind, shape: tuple[int, int]
-) -> None:
-    """Alone, a collective takes its latency steps and the bytes of its busiest link.
-
-    Chains wait for a piece of two channels of half a MiB at every other hop, too.
-    """
-    nodes, gpus = shape
-    n, size, alpha, beta = nodes * gpus, 4e6, 1e-5, 1 / 1e9
-    steps = (n - gpus) if kind is Kind.ALL_TO_ALL else nodes - 1
-    inner_steps = (gpus - 1) if kind is Kind.ALL_TO_ALL else n - nodes
-    latency = steps * alpha + inner_steps * alpha / 10
-    if nodes == 1:
-        busiest = size * (n - 1) / n * beta / 10
-    elif kind is Kind.ALL_TO_ALL:
-        busiest = gpus * size * (n - gpus) / n * beta
-    else:
-        busiest = size * (n - 1) / n * beta
-    if kind in {Kind.BROADCAST, Kind.REDUCE}:
-        hops = [beta / 10] * (n - nodes) + [beta] * (nodes - 1)
-        busiest = size * max(hops) + 2**20 * (sum(hops) - max(hops))
-    factor = 2 if kind is Kind.ALL_REDUCE else 1
-    work = Collective(kind, "x", 1_000_000, DType.FP32, WORLD)
-    cluster = tiny.cluster(*shape, intra=Link(10e9, alpha / 10), inter=Link(1e9, alpha))
-    trace = run(Schedule("one", (Op("x", work, "comm"),)), cluster)
-    assert tiny.makespan(trace) == pytest.approx(factor * (latency + busiest))
 
 
 def pair(group_a: Group, group_b: Group) -> Schedule:
@@ -325,35 +219,22 @@ def pair(group_a: Group, group_b: Group) -> Schedule:
     )
 
 
-def test_nccl_runs_one_collective_at_a_time_per_communicator() -> None:
-    """Two of one group go one after the other, in the order in which they were issued."""
-    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1))
-    assert ends(trace) == pytest.approx({"a": 3e-3, "b": 6e-3})
-
-
-def test_streams_with_communicators_of_their_own_share_the_links() -> None:
-    """As `realrun` makes them: two streams of one group are in flight together, on NCCL too."""
-    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1, communicators="stream"))
-    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
-
-
-def test_gloo_runs_what_is_in_flight_together() -> None:
-    """Two of one group share the NIC and end together."""
-    trace = run(pair(WORLD, WORLD), tiny.cluster(4, 1, backend="gloo"))
-    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
-
-
-def test_nccl_communicators_of_different_groups_share_the_links() -> None:
-    """Collectives over different groups are in flight together, on NCCL too."""
-    trace = run(pair(WORLD, PEERS), tiny.cluster(4, 1))
-    assert ends(trace) == pytest.approx({"a": 6e-3, "b": 6e-3})
-
-
-def test_collectives_on_different_links_do_not_slow_each_other() -> None:
-    """NODE uses the links inside the node, PEERS the NIC: both take as long as alone."""
-    trace = run(pair(NODE, PEERS), tiny.cluster(2, 2))
-    # 4 MB x 1/2 at 10 GB/s; two peer groups of 4 MB x 1/2 on one NIC of 1 GB/s
-    assert ends(trace) == pytest.approx({"a": 0.2e-3, "b": 4e-3})
+@pytest.mark.parametrize(
+    ("second", "options", "end"),
+    [
+        (WORLD, {}, 3e-3),
+        (WORLD, {"communicators": "stream"}, 6e-3),
+        (WORLD, {"backend": "gloo"}, 6e-3),
+        (PEERS, {}, 6e-3),
+    ],
+    ids=["nccl", "stream", "gloo", "groups"],
+)
+def test_only_collectives_of_one_nccl_communicator_take_turns(
+    second: Group, options: dict[str, Any], end: float
+) -> None:
+    """In the order of issue; those of other streams, groups and Gloo share the links."""
+    trace = run(pair(WORLD, second), tiny.cluster(4, 1, **options))
+    assert ends(trace) == pytest.approx({"a": end, "b": 6e-3})
 
 
 def test_the_free_communicator_takes_the_first_issued_of_those_ready() -> None:
@@ -369,22 +250,6 @@ def test_the_free_communicator_takes_the_first_issued_of_those_ready() -> None:
     assert ends(trace) == pytest.approx(
         {"first": 3e-3, "work": 1e-3, "second": 6e-3, "third": 9e-3}
     )
-
-
-def test_a_collective_waits_for_its_slowest_member() -> None:
-    """Nodes meet in a collective, so a node at half speed makes all of them wait."""
-    body = (seconds("work", 1.0), transfer("x", 1_000_000, After("work")))
-    trace = run(Schedule("s", body), tiny.cluster(4, 1), noise=Noise(node_speed={2: 0.5}))
-    assert ends(trace, 0) == pytest.approx({"work": 1.0, "x": 2.003})
-    assert ends(trace, 2) == pytest.approx({"work": 2.0, "x": 2.003})
-
-
-def test_a_slow_node_does_not_slow_what_stays_in_other_nodes() -> None:
-    """A collective inside a node does not wait for other nodes."""
-    body = (seconds("work", 1.0), transfer("x", 1_000_000, After("work"), group=NODE))
-    trace = run(Schedule("s", body), tiny.cluster(2, 2), noise=Noise(node_speed={1: 0.5}))
-    assert ends(trace, 0)["x"] == pytest.approx(1.0002)
-    assert ends(trace, 2)["x"] == pytest.approx(2.0002)
 
 
 def test_communication_in_flight_slows_compute_down() -> None:
@@ -495,38 +360,23 @@ def test_one_rank_that_computes_keeps_the_nics_of_its_node_busy() -> None:
     assert ends(run(Schedule("s", body), cluster))["x"] == pytest.approx(5.0)
 
 
-def test_who_does_not_wait_for_leaders_is_not_folded() -> None:
-    """Another rank ends before the first of its node, which therefore does not stand for it."""
-    move = transfer("x", 1_000_000, group=LEADERS)
-    alone = Schedule("s", (move, seconds("work", 1.0, After("x"))))
-    trace = run(alone, tiny.cluster(4, 2, inter=Link(0.75e6)))
-    assert len(trace.ranks) == 8
-    assert ends(trace, 0)["work"] == pytest.approx(5.0)
-    assert ends(trace, 1)["work"] == pytest.approx(1.0)
+MOVE = transfer("x", 1_000_000, group=LEADERS)
 
 
-def wrapped() -> Schedule:
-    """What follows the leaders' move comes in the next round, on their own stream."""
-    move = transfer("x", 1_000_000, group=LEADERS)
-    return Schedule("s", (seconds("work", 1.0, stream="comm"), move))
-
-
-def awaited() -> Schedule:
-    """What waits for the leaders' move is on another stream; their own goes on inside the node."""
-    move = transfer("x", 1_000_000, group=LEADERS)
-    inside = transfer("y", 1, group=NODE)
-    return Schedule("s", (move, inside, seconds("work", 1.0, After("x"))))
-
-
-@pytest.mark.parametrize(("schedule", "later"), [(wrapped(), 2.0), (awaited(), 1.0)])
-def test_either_way_to_be_ahead_of_a_leader_unfolds(schedule: Schedule, later: float) -> None:
-    """4 s of the leaders delay their next op, but not that of the others.
-
-    In `wrapped` they end their second work at 1 + 4 + 1 s and the others at 2 s; in `awaited` the
-    leaders end it at 5 s in the first round, when the others do at 1 s.
-    """
-    rounds = 2 if later == 2.0 else 1
-    trace = run(schedule, tiny.cluster(4, 2, inter=Link(0.75e6)), rounds)
+@pytest.mark.parametrize(
+    ("body", "rounds", "later"),
+    [
+        ((MOVE, seconds("work", 1.0, After("x"))), 1, 1.0),
+        ((seconds("work", 1.0, stream="comm"), MOVE), 2, 2.0),
+        ((MOVE, transfer("y", 1, group=NODE), seconds("work", 1.0, After("x"))), 1, 1.0),
+    ],
+    ids=["waits", "next round", "another stream"],
+)
+def test_who_does_not_wait_for_leaders_is_not_folded(
+    body: tuple[Op, ...], rounds: int, later: float
+) -> None:
+    """4 s of the leaders delay their next op, but not that of others, who may be ahead."""
+    trace = run(Schedule("s", body), tiny.cluster(4, 2, inter=Link(0.75e6)), rounds)
     assert len(trace.ranks) == 8
     assert ends(trace, 0)["work"] == pytest.approx(later + 4)
     assert ends(trace, 1)["work"] == pytest.approx(later)
@@ -620,26 +470,18 @@ def test_zero3_of_one_block_exposes_what_cannot_run_ahead(prefetch: int, exposed
     assert period(trace, "optimizer") == pytest.approx(exposed * each + 15e-6 + 500 * 28e-12)
 
 
-def test_a_block_beyond_the_prefetch_budget_is_exposed() -> None:
-    """Two equal blocks: within the budget the second gather hides, beyond it waits for compute."""
-    blocks = tuple(Block(name, (1000,), 5e6, 0.0) for name in ("a", "b"))
-    job = Workload(Model("two", blocks, tokens=1))
-    cluster = tiny.cluster(4, 1)
-    gather, forward = 2000 * 3 / 4 / 1e9, 5e-6
-    expected = {1000: gather + 2 * forward, 999: 2 * (gather + forward)}
-    for budget, end in expected.items():
-        schedule = strategies.parse(f"zero3(prefetch={budget})").schedule(job, Layout(4, 1))
-        assert ends(run(schedule, cluster))["forward.b"] == pytest.approx(end)
-
-
 # --- size and progress --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.parametrize("noise", [Noise(), Noise(node_speed={1: 0.5}), Noise(jitter=0.1)], ids=str)
-@pytest.mark.parametrize("strategy", ["ddp", "zeropp(hpz_group=4)", "co2(tau=2,worker=node)"])
+@given(
+    st.sampled_from(["ddp", "zeropp(hpz_group=4)", "co2(tau=2,worker=node)"]),
+    st.sampled_from([Noise(), Noise(node_speed={1: 0.5}), Noise(jitter=0.1)]),
+    st.booleans(),
+)
 def test_the_number_of_spans_is_known_beforehand(
-    strategy: str, noise: Noise, *, fold: bool
+    strategy: str,
+    noise: Noise,
+    fold: bool,  # noqa: FBT001 - Hypothesis gives it
 ) -> None:
     """Rounds x ops x classes of ranks, whatever unfolds them."""
     schedule, cluster = tiny.schedule(strategy, (4, 2)), tiny.cluster(4, 2)
@@ -649,31 +491,27 @@ def test_the_number_of_spans_is_known_beforehand(
 
 @pytest.mark.parametrize(
     ("cluster", "rounds", "noise"),
-    [
-        (tiny.cluster(), 10**9, Noise()),
-        (tiny.cluster(1_000_000, 1_000_000), 1, Noise(jitter=0.1)),
-    ],
+    [(tiny.cluster(), 10**9, Noise()), (tiny.cluster(1_000_000, 1_000_000), 1, Noise(jitter=0.1))],
     ids=["rounds", "ranks"],
 )
 def test_more_spans_than_memory_holds_are_refused(
     cluster: Cluster, rounds: int, noise: Noise
 ) -> None:
-    """Before anything is simulated, and in one line that says how many are."""
-    schedule = tiny.schedule("ddp")
-    with pytest.raises(OptionError, match=r" spans; at most 50,000,000 are simulated$"):
-        run(schedule, cluster, rounds, noise=noise)
+    """Before anything is simulated."""
+    with pytest.raises(OptionError, match="50,000,000"):
+        run(tiny.schedule("ddp"), cluster, rounds, noise=noise)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=2,worker=node)"])
-@pytest.mark.parametrize("jitter", [0.0, 0.1])
-def test_progress_is_told_and_changes_nothing(strategy: str, jitter: float) -> None:
-    """It rises to 1, and the trace is the same as without."""
-    schedule, cluster, told = tiny.schedule(strategy, (4, 2)), tiny.cluster(4, 2), list[float]()
-    noise = Noise(jitter=jitter)
-    trace = run(schedule, cluster, 40, noise=noise, progress=told.append)
+@pytest.mark.parametrize(
+    ("strategy", "noise"), [("ddp", Noise()), ("zeropp", Noise()), ("zeropp", Noise(jitter=0.1))]
+)
+def test_progress_rises_to_1_and_changes_nothing(strategy: str, noise: Noise) -> None:
+    """By every engine; the trace is the same as without."""
+    schedule, cluster, said = tiny.schedule(strategy), tiny.cluster(), list[float]()
+    trace = run(schedule, cluster, 40, noise=noise, progress=said.append)
     assert trace == run(schedule, cluster, 40, noise=noise)
-    assert told == sorted(told)
-    assert 0 <= told[0] < told[-1] == 1
+    assert said == sorted(said)
+    assert 0 <= said[0] < said[-1] == 1
 
 
 # --- noise --------------------------------------------------------------------------------------
@@ -690,24 +528,20 @@ def test_the_same_seed_gives_the_same_trace_bit_for_bit() -> None:
     assert noisy(7) != noisy(8)
 
 
-def test_jitter_unfolds_every_rank_and_keeps_the_rules() -> None:
-    """With jitter every rank is simulated, with times of its own."""
+def test_with_jitter_every_rank_has_times_of_its_own() -> None:
+    """So every rank is simulated."""
     trace = run(tiny.schedule("ddp"), tiny.cluster(), 2, noise=Noise(jitter=0.1))
     assert trace.ranks == dict.fromkeys(range(4), 1)
-    firsts = {span.end for span in trace.spans if span.op == "forward.layer0" and span.round == 0}
-    assert len(firsts) == 4
+    assert len({s.end for s in trace.spans if s.op == "forward.layer0" and s.round == 0}) == 4
 
 
 def test_stragglers_keep_their_pace_and_only_they_unfold() -> None:
     """`straggle` draws one pace for a node: all its ranks share it, in every round."""
-    cluster = tiny.cluster(4, 2)
     schedule = Schedule("s", (seconds("work", 1.0),))
-    trace = run(schedule, cluster, 3, noise=Noise(straggle=0.2, seed=3))
+    trace = run(schedule, tiny.cluster(4, 2), 3, noise=Noise(straggle=0.2, seed=3))
     assert trace.ranks == {0: 2, 2: 2, 4: 2, 6: 2}
-    for rank in trace.ranks:
-        spans = tiny.by_op(trace, rank)
-        lengths = {round(s.end - s.start, 12) for s in spans.values()}
-        assert len(lengths) == 1
+    paces = {(s.rank, round(s.end - s.start, 12)) for s in trace.spans}
+    assert len(paces) == len({pace for _, pace in paces}) == 4
 
 
 def test_noise_adds_spread_not_work() -> None:
@@ -715,27 +549,3 @@ def test_noise_adds_spread_not_work() -> None:
     factors = Noise(jitter=0.5, seed=1).op_slowdowns(1, 0, 200_000)
     assert sum(factors) / len(factors) == pytest.approx(1.0, abs=5e-3)
     assert min(factors) > 0
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"jitter": -0.1},
-        {"jitter": 2.0},
-        {"straggle": float("nan")},
-        {"node_speed": {0: 0.0}},
-        {"node_speed": {0: float("inf")}},
-        {"seed": -1},
-    ],
-    ids=str,
-)
-def test_noise_out_of_range_is_refused(fields: Mapping[str, object]) -> None:
-    """Spreads from 0 to 1, positive speeds, and seeds of 0 or more: all else is an OptionError."""
-    with pytest.raises(OptionError):
-        run(tiny.schedule("ddp"), tiny.cluster(), noise=replace(Noise(jitter=0.1), **fields))  # type: ignore[arg-type]
-
-
-def test_a_node_that_does_not_exist_has_no_speed() -> None:
-    """Naming a node beyond the cluster is an error that says which nodes there are."""
-    with pytest.raises(OptionError, match="nodes are 0 to 1"):
-        run(tiny.schedule("ddp"), tiny.cluster(), noise=Noise(node_speed={2: 0.5}))

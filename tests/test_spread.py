@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import integrate, special
 
-import co2sim
 from co2sim import spread
 from co2sim.cluster import Cluster, Link
 from co2sim.errors import OptionError
@@ -21,7 +20,7 @@ from co2sim.lowering import lower
 from co2sim.metrics import window
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import Compute, Schedule
-from co2sim.simulator import _run, execute, expected_slowdown
+from co2sim.simulator import execute, expected_slowdown, run
 
 SIGMA = 0.05
 NODES = 8
@@ -50,8 +49,7 @@ def test_the_largest_of_few_normals_is_as_in_tables() -> None:
     assert spread.expected_largest(5) == pytest.approx(five, rel=1e-12)
 
 
-@pytest.mark.parametrize("sigma", [0.001, 0.036, 0.3, 1.0])
-@pytest.mark.parametrize("count", [2, 64, 2048, 10_000_000])
+@given(st.sampled_from([0.001, 0.036, 0.3, 1.0]), st.sampled_from([2, 64, 2048, 10_000_000]))
 def test_the_slowest_is_the_mean_of_its_quantiles(sigma: float, count: int) -> None:
     """The integral of the quantile at u^(1/n), by another rule: up to 10 million nodes."""
 
@@ -61,14 +59,6 @@ def test_the_slowest_is_the_mean_of_its_quantiles(sigma: float, count: int) -> N
 
     whole, _ = integrate.quad(quantile, 0, 1, limit=500, epsabs=0, epsrel=1e-9)
     assert spread.expected_slowest(sigma, count) == pytest.approx(whole, rel=1e-6)
-
-
-@pytest.mark.parametrize("count", [2, 16, 512])
-def test_the_slowest_is_the_mean_of_draws(count: int) -> None:
-    """4,000 clusters drawn: the mean of the slowest within four standard errors."""
-    draws = np.random.default_rng(7).lognormal(-0.125 * 0.125 / 2, 0.125, (4000, count)).max(1)
-    error = draws.std() / math.sqrt(len(draws))
-    assert spread.expected_slowest(0.125, count) == pytest.approx(draws.mean(), abs=4 * error)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 10**7), st.integers(1, 10**7))
@@ -107,8 +97,9 @@ def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
     return (float(ends.max()) - begun) / rounds - 1
 
 
-@pytest.mark.parametrize("count", [4, 16, 64, 512])
-@pytest.mark.parametrize("slack", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize(
+    ("count", "slack"), [(4, 0.1), (16, 0.3), (64, 0.0), (64, 0.1), (512, 0.3)]
+)
 def test_a_late_average_evens_out_slow_rounds(count: int, slack: float) -> None:
     """The closed form against 6,000 rounds of the recurrence: within a quarter of the loss."""
     left = spread.with_slack(SIGMA, count, slack, ahead=1.0)
@@ -130,22 +121,29 @@ def test_slack_never_costs(count: int, slack: float, more: float, ahead: float) 
 # --- folded expectation against unfolded draws ---------------------------------------------------
 
 STRATEGIES = [
-    "ddp",
-    "zero1",
-    "zero3",
-    "local_sgd(tau=4)",
-    "slowmo(tau=12)",
-    "diloco(tau=12,fragments=4)",
-    "co2(tau=1)",
-    "co2(tau=4)",
-    "co2(tau=12)",
-    "co2(tau=48)",
-    "co2(tau=12,delay=2)",
+    ("ddp", 5e8),
+    ("local_sgd(tau=4)", 1e12),
+    ("diloco(tau=12,fragments=4)", 5e8),
+    ("co2(tau=4)", 5e8),
+    ("co2(tau=12)", 1e12),
+    ("co2(tau=12,delay=2)", 5e8),
 ]
+"""With bytes per second between nodes: fast enough to hide averages, and not."""
+
+cases = pytest.mark.parametrize(
+    ("strategy", "inter"),
+    [
+        *STRATEGIES,
+        *(
+            pytest.param(strategy, inter, marks=pytest.mark.nightly)
+            for strategy in ("zero1", "zero3", "slowmo(tau=12)", "co2(tau=1)", "co2(tau=48)")
+            for inter in (1e12, 5e8)
+        ),
+    ],
+)
 
 
-@pytest.mark.parametrize("inter", [1e12, 5e8])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@cases
 def test_slow_nodes_cost_what_draws_of_them_cost(strategy: str, inter: float) -> None:
     """`node_spread` against 120 seeds of `Noise(straggle)`: within four standard errors.
 
@@ -187,7 +185,7 @@ def stepwise(schedule: Schedule, on: Cluster, rounds: int) -> NDArray[np.float64
             even for together in plain.communicators.values() for _ in together
         ),
     )
-    _, ends = _run(noisy, None)
+    _, ends = run(noisy)
     last = max(n for n, op in enumerate(schedule.body) if isinstance(op.work, Compute))
     return np.diff(ends.reshape(rounds, len(schedule.body), -1)[rounds // 3 :, last].max(-1))
 
@@ -201,8 +199,7 @@ def _steps(schedule: Schedule) -> Iterator[int]:
         yield step
 
 
-@pytest.mark.parametrize("inter", [1e12, 5e8])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@cases
 def test_slow_steps_cost_what_draws_of_them_cost(strategy: str, inter: float) -> None:
     """`step_spread` against 450 rounds in which each node draws its steps.
 
@@ -220,24 +217,6 @@ def test_slow_steps_cost_what_draws_of_them_cost(strategy: str, inter: float) ->
     assert drawn.mean() == pytest.approx(found, abs=allowed)
 
 
-def test_jitter_of_every_op_is_a_spread_of_the_step() -> None:
-    """DDP with jitter and next to no communication: sigma falls with the root of equal ops."""
-    schedule, even = tiny.schedule("ddp", (NODES, 1)), cluster(1e15)
-    seconds = np.array(
-        lower(schedule, even, precision="bf16", rounds=1, noise=QUIET, fold=True, free=True).seconds
-    )
-    per_step = SIGMA * math.sqrt((seconds**2).sum()) / seconds.sum()
-    drawn = []
-    for seed in range(40):
-        trace = execute(
-            schedule, even, precision="bf16", rounds=11, noise=Noise(jitter=SIGMA, seed=seed)
-        )
-        drawn.append(window(trace, schedule, 10).round_time)
-    error = np.std(drawn) / math.sqrt(len(drawn))
-    found = round_time(schedule, replace(even, step_spread=per_step))
-    assert np.mean(drawn) == pytest.approx(found, abs=4 * error)
-
-
 def test_longer_rounds_feel_slow_steps_less_and_slow_nodes_as_much() -> None:
     """Blocking rounds of tau steps: 1 / sqrt(tau) of the loss by steps, all of that by nodes."""
     steps, nodes = cluster(step_spread=0.01), cluster(node_spread=0.01)
@@ -251,7 +230,7 @@ def test_longer_rounds_feel_slow_steps_less_and_slow_nodes_as_much() -> None:
     assert losses[16] == pytest.approx(losses[1] / 4, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", [name for name in tiny.VARIANTS if "hpz_group" not in name])
+@given(st.sampled_from([name for name in tiny.VARIANTS if "hpz_group" not in name]))
 def test_nodes_wait_for_nobody_where_there_is_one(strategy: str) -> None:
     """Inside a node all share its speed; over nodes no strategy gains by their spread."""
     uneven: dict[str, Any] = {"node_spread": 0.1, "step_spread": 0.1}
@@ -262,37 +241,17 @@ def test_nodes_wait_for_nobody_where_there_is_one(strategy: str) -> None:
     assert expected_slowdown(many, tiny.cluster(4, 2), precision="bf16") == 1
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "co2(tau=4)"])
-def test_folded_and_unfolded_rounds_are_the_same(strategy: str) -> None:
-    """Every rank stands for the slowest, and 16,384 GPUs are one class of ranks as 128 are."""
-    schedule = tiny.schedule(strategy, (4, 2))
-    uneven = tiny.cluster(4, 2, node_spread=0.05, step_spread=0.02)
-    times = [
-        window(
-            execute(schedule, uneven, precision="bf16", rounds=9, fold=fold), schedule, 4
-        ).round_time
-        for fold in (True, False)
-    ]
-    assert times[0] == pytest.approx(times[1], rel=1e-12)
+def test_16384_gpus_are_one_class_of_ranks() -> None:
+    """Every rank stands for the slowest."""
     large = tiny.cluster(2048, 8, node_spread=0.05, step_spread=0.02)
-    trace = execute(tiny.schedule(strategy, (2048, 8)), large, precision="bf16", rounds=3)
+    trace = execute(tiny.schedule("co2(tau=4)", (2048, 8)), large, precision="bf16", rounds=3)
     assert list(trace.ranks.values()) == [16384]
 
 
-def test_the_delay_by_slow_nodes_is_told() -> None:
-    """`straggler_delay_s` is what the spread adds; exposed communication does not count it."""
-    case: dict[str, Any] = {"model": "gpt2-small", "strategy": "ddp", "gpus": 64}
-    even = co2sim.simulate("dgx-h100", **case)
-    uneven = co2sim.simulate("dgx-h100", **case, overrides={"node_spread": 0.03})
-    assert even.straggler_delay_s is None
-    assert uneven.straggler_delay_s == pytest.approx(uneven.round_time_s - even.round_time_s)
-    assert uneven.round_time_s > even.round_time_s
-
-
 def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
-    """One line names all of them, and what to do."""
+    """One line names all of them."""
     for noise in (Noise(jitter=0.1), Noise(straggle=0.1), Noise(node_speed={0: 0.5})):
-        with pytest.raises(OptionError, match=r"node_spread=0.03 and\s+step_spread=0 .* as 0"):
+        with pytest.raises(OptionError, match=r"node_spread=0\.03"):
             execute(
                 tiny.schedule("ddp"),
                 tiny.cluster(node_spread=0.03),
@@ -302,10 +261,9 @@ def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["node_spread", "step_spread"])
-def test_spreads_are_between_0_and_1(name: str) -> None:
+def test_spreads_are_between_0_and_1() -> None:
     """As those of `Noise` are."""
-    for value in (-0.1, 1.5, math.nan):
-        given: dict[str, Any] = {name: value}
-        with pytest.raises(OptionError, match=name):
-            tiny.cluster(**given)
+    for name in ("node_spread", "step_spread"):
+        for value in (-0.1, 1.5, math.nan):
+            with pytest.raises(OptionError, match=name):
+                tiny.cluster(**{name: value})

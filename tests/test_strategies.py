@@ -1,7 +1,6 @@
 """Every strategy: its golden schedule, its options, and that it runs on every layout."""
 
 import re
-import time
 from collections.abc import Callable
 
 import pytest
@@ -15,11 +14,10 @@ from co2sim.cost import traffic
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import After, Collective, Compute, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
-from co2sim.strategies.chaining import chain
 from co2sim.strategies.sharded import prefetch_waits
-from co2sim.strategies.step import Bucket, Step, buckets, pieces, title
+from co2sim.strategies.step import Bucket, buckets, pieces, title
 from co2sim.study import simulate
-from co2sim.workload import Block, MatMul, Model, Workload
+from co2sim.workload import Block, MatMul, Model, Scores, Workload
 
 GOLDEN = [
     ("ddp(bucket_mib=0.001)", {}),
@@ -59,32 +57,41 @@ def test_the_schedule_is_the_golden_one(
     golden("-".join(words), f"{tiny.schedule(strategy, **changes)}\n")
 
 
-@pytest.mark.parametrize("strategy", tiny.VARIANTS)
-@pytest.mark.parametrize("layout", tiny.LAYOUTS, ids=str)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_every_strategy_runs_on_every_layout(
-    strategy: str, layout: tuple[int, int], accumulation: int
-) -> None:
-    """From one GPU up, with accumulation, a strategy gives a schedule that runs by the rules."""
+def check_run(strategy: str, layout: tuple[int, int], accumulation: int) -> None:
+    """It gives a schedule of four micro-steps' blocks that runs by the rules."""
     schedule = tiny.schedule(strategy, layout, accumulation=accumulation)
     trace = execute(schedule, tiny.cluster(*layout), precision="bf16", rounds=2)
     assert trace.violations(schedule) == []
     assert len(trace.spans) == 2 * len(schedule.body) * len(trace.ranks)
-    micro_steps = sum(
-        op.work.kernel == "forward" for op in schedule.body if isinstance(op.work, Compute)
-    )
-    assert micro_steps == 4 * accumulation * schedule.steps
+    kernels = [op.work.kernel for op in schedule.body if isinstance(op.work, Compute)]
+    assert kernels.count("forward") == 4 * accumulation * schedule.steps
 
 
 @pytest.mark.parametrize("strategy", tiny.VARIANTS)
-def test_one_gpu_sends_nothing(strategy: str) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_strategy_runs(strategy: str, accumulation: int) -> None:
+    """On three nodes of two GPUs, with and without accumulation, by the rules."""
+    check_run(strategy, (3, 2), accumulation)
+
+
+@given(st.sampled_from(tiny.VARIANTS), st.sampled_from(tiny.LAYOUTS), st.integers(1, 3))
+def test_strategies_run_on_every_layout(
+    strategy: str, layout: tuple[int, int], accumulation: int
+) -> None:
+    """From one GPU up."""
+    check_run(strategy, layout, accumulation)
+
+
+def test_one_gpu_sends_nothing() -> None:
     """Alone, every strategy takes as long as with free communication."""
-    schedule, alone = tiny.schedule(strategy, (1, 1)), tiny.cluster(1, 1)
-    paid, free = (
-        execute(schedule, alone, precision="bf16", rounds=3, free_communication=free)
-        for free in (False, True)
-    )
-    assert tiny.makespan(paid) == tiny.makespan(free)
+    alone = tiny.cluster(1, 1)
+    for strategy in tiny.VARIANTS:
+        schedule = tiny.schedule(strategy, (1, 1))
+        paid, free = (
+            execute(schedule, alone, precision="bf16", rounds=2, free_communication=free)
+            for free in (False, True)
+        )
+        assert tiny.makespan(paid) == tiny.makespan(free), strategy
 
 
 def collectives(schedule: Schedule, kind: Kind) -> list[Collective]:
@@ -93,25 +100,18 @@ def collectives(schedule: Schedule, kind: Kind) -> list[Collective]:
     return [w for w in works if isinstance(w, Collective) and w.kind is kind]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(
-    ("strategy", "reduced", "gathered"),
-    [
-        ("ddp", 1, 0),
-        ("zero1", 1, 1),
-        ("zero2", "every", 1),
-        ("zero3", "every", "every twice"),
-    ],
-)
-def test_each_parameter_is_communicated_once_per_pass(
-    strategy: str, reduced: int | str, gathered: int | str, accumulation: int
-) -> None:
+@given(st.integers(1, 4))
+def test_each_parameter_is_communicated_once_per_pass(accumulation: int) -> None:
     """Gradients: once a step, or every micro-step. Parameters: once a step, or before each pass."""
-    schedule = tiny.schedule(strategy, accumulation=accumulation)
-    times = {0: 0, 1: 1, "every": accumulation, "every twice": 2 * accumulation}
-    kind = Kind.ALL_REDUCE if strategy == "ddp" else Kind.REDUCE_SCATTER
-    assert sum(w.elements for w in collectives(schedule, kind)) == 2000 * times[reduced]
-    assert sum(w.elements for w in collectives(schedule, Kind.ALL_GATHER)) == 2000 * times[gathered]
+    for strategy, kind, reduced, gathered in (
+        ("ddp", Kind.ALL_REDUCE, 1, 0),
+        ("zero1", Kind.REDUCE_SCATTER, 1, 1),
+        ("zero2", Kind.REDUCE_SCATTER, accumulation, 1),
+        ("zero3", Kind.REDUCE_SCATTER, accumulation, 2 * accumulation),
+    ):
+        schedule = tiny.schedule(strategy, accumulation=accumulation)
+        for one, times in ((kind, reduced), (Kind.ALL_GATHER, gathered)):
+            assert sum(w.elements for w in collectives(schedule, one)) == 2000 * times, strategy
 
 
 @pytest.mark.parametrize(
@@ -194,17 +194,6 @@ def test_prefetch_keeps_its_budgets_and_uses_them(
             assert ahead > prefetch or ahead + sizes[wait] > max_live
 
 
-def test_a_chain_waits_step_for_step_and_round_for_round() -> None:
-    """Each copy of a step waits for the one before, the first for the last of the round before."""
-    work = Compute("w", 1.0)
-    step = Step(
-        [Op("read", work, "a"), Op("write", work, "b", (After("read"),))], ("read",), ("write",)
-    )
-    first, _, second, _ = chain(step, 2)
-    assert first.after == (After("s1.write", 1),)
-    assert second.after == (After("s0.write"),)
-
-
 # --- CO2 and its relatives ---------------------------------------------------------------------
 
 
@@ -223,43 +212,52 @@ def most_in_flight(schedule: Schedule, launch: str, use: str) -> int:
     return most
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_co2_keeps_one_buffer_for_every_average_in_flight(staleness: int) -> None:
-    """Memory: anchor, momentum, and as many buffers as averages are under way at once."""
-    strategy = strategies.parse(f"co2(tau=2,staleness={staleness})")
-    schedule = strategy.schedule(tiny.job(), Layout(2, 2))
-    buffers = most_in_flight(schedule, "average", "outer")
-    assert buffers == staleness
-    memory = strategy.memory(tiny.job(), Layout(2, 2))
-    assert memory["outer"] == (2 + buffers) * 2000 * 4
-
-
-@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 3), (4, 0), (4, 1), (4, 5), (4, 7)])
-def test_diloco_keeps_a_buffer_for_every_fragment_in_flight(fragments: int, delay: int) -> None:
-    """Memory: anchor, momentum, and the pseudo-gradient of every fragment that is under way."""
-    strategy = strategies.parse(f"diloco(tau=8,fragments={fragments},delay={delay})")
-    schedule = strategy.schedule(tiny.job(), Layout(2, 2))
-    buffers = most_in_flight(schedule, "delta", "outer")
-    memory = strategy.memory(tiny.job(), Layout(2, 2))
-    assert memory["outer"] == pytest.approx((2 + buffers / fragments) * 2000 * 4)
-
-
 @pytest.mark.parametrize(
-    ("strategy", "fragments", "delay"),
+    ("strategy", "launch", "copies", "buffers"),
     [
+        *((f"co2(tau=2,staleness={n})", "average", 2 + n, n) for n in (1, 2, 3)),
         *(
-            (f"diloco(tau=8,fragments={fragments},delay={delay})", fragments, delay)
-            for fragments in (1, 2, 3, 8)
-            for delay in (0, 1, 4, 7)
+            (f"co2(tau=3,delay={delay},dtype={dtype})", "displacement", copies, 1)
+            for delay in (1, 2, 3)
+            for dtype, copies in (("fp32", 4), ("bf16", 3.5), ("int8", 4))
         ),
-        *((f"co2(tau=8,delay={delay})", 1, delay) for delay in (1, 4, 7, 8)),
+        *(
+            (f"diloco(tau=8,fragments={parts},delay={delay})", "delta", 2 + most / parts, most)
+            for parts, delay, most in (
+                (1, 0, 1),
+                (1, 3, 1),
+                (4, 0, 1),
+                (4, 1, 1),
+                (4, 5, 3),
+                (4, 7, 4),
+            )
+        ),
     ],
 )
-def test_an_average_is_used_delay_steps_after_its_launch(
-    strategy: str, fragments: int, delay: int
+def test_memory_holds_a_buffer_for_every_average_in_flight(
+    strategy: str, launch: str, copies: float, buffers: int
 ) -> None:
+    """Beside anchor and momentum; with a delay CO2 keeps x at the launch, too."""
+    made = strategies.parse(strategy)
+    found = most_in_flight(made.schedule(tiny.job(), Layout(2, 2)), launch, "outer")
+    assert found == buffers
+    memory = made.memory(tiny.job(), Layout(2, 2))
+    assert memory["outer"] == pytest.approx(copies * 2000 * 4)
+
+
+@given(
+    st.sampled_from(
+        [
+            *(("diloco", fragments, delay) for fragments in (1, 2, 3, 8) for delay in (0, 1, 4, 7)),
+            *(("co2", 1, delay) for delay in (1, 4, 7, 8)),
+            *(("co2", fragments, delay) for fragments in (2, 4, 8) for delay in (1, 3)),
+        ]
+    )
+)
+def test_an_average_is_used_delay_steps_after_its_launch(case: tuple[str, int, int]) -> None:
     """An outer step comes exactly `delay` local steps after the kernel that fills the buffer."""
-    schedule = tiny.schedule(strategy)
+    name, fragments, delay = case
+    schedule = tiny.schedule(f"{name}(tau=8,fragments={fragments},delay={delay})")
     step, launched, found = 0, {}, set()
     for instance in schedule.instances(4):
         name = instance.op.name
@@ -275,18 +273,6 @@ def test_an_average_is_used_delay_steps_after_its_launch(
     shares = [w.elements for w in collectives(schedule, Kind.ALL_REDUCE)]
     assert len(shares) == fragments
     assert sum(shares) == 2000
-
-
-@pytest.mark.parametrize(("dtype", "copies"), [("fp32", 4), ("bf16", 3.5), ("int8", 4)])
-@pytest.mark.parametrize("delay", [1, 2, 3])
-def test_co2_with_a_delay_keeps_one_average_and_the_launched_parameters(
-    delay: int, dtype: str, copies: float
-) -> None:
-    """Memory: anchor, momentum, x at the launch, and one average, even used a round later."""
-    strategy = strategies.parse(f"co2(tau=3,delay={delay},dtype={dtype})")
-    schedule = strategy.schedule(tiny.job(), Layout(2, 2))
-    assert most_in_flight(schedule, "displacement", "outer") == 1
-    assert strategy.memory(tiny.job(), Layout(2, 2))["outer"] == copies * 2000 * 4
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.floats(0.02, 8.0))
@@ -319,16 +305,18 @@ def test_what_is_kept_and_predicted_changes_no_schedule() -> None:
     assert other.name == "co2(tau=4, delay=2, keep=0.5, predict=0.25)"
 
 
-@pytest.mark.parametrize("strategy", ["co2", "slowmo", "local_sgd", "overlap_local_sgd", "diloco"])
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"])
+@given(
+    st.sampled_from(["co2", "slowmo", "local_sgd", "overlap_local_sgd", "diloco"]),
+    st.sampled_from(["ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp"]),
+)
 def test_a_node_as_worker_averages_shares_among_peers(strategy: str, inner: str) -> None:
     """Each rank averages its share with its peers; nothing else leaves the node."""
     schedule = tiny.schedule(f"{strategy}(tau=2,worker=node,inner={inner})", (3, 2))
-    outside = [w for w in collectives(schedule, Kind.ALL_REDUCE) if w.group.name != "node"]
-    assert [(w.group.name, w.elements, w.dtype) for w in outside] == [("peers", 1000, DType.FP32)]
-    assert all(
-        op.work.group.name != "world" for op in schedule.body if isinstance(op.work, Collective)
-    )
+    works = [op.work for op in schedule.body if isinstance(op.work, Collective)]
+    outside = [w for w in works if w.group.name != "node"]
+    assert [(w.kind, w.group.name, w.elements, w.dtype) for w in outside] == [
+        (Kind.ALL_REDUCE, "peers", 1000, DType.FP32)
+    ]
 
 
 def test_zeropp_inside_a_node_quantizes_there_and_nowhere_else() -> None:
@@ -345,8 +333,6 @@ def test_zeropp_inside_a_node_quantizes_there_and_nowhere_else() -> None:
     exchanges = [work for work in inside if work.kind is Kind.ALL_TO_ALL]
     assert {work.dtype for work in exchanges} == {DType.INT4}
     assert sum(work.elements for work in exchanges) == 2000
-    with pytest.raises(OptionError, match="inner=zeropp needs worker=node"):
-        tiny.schedule("co2(tau=1,worker=site,inner=zeropp)", (3, 2))
 
 
 def test_a_leader_averages_everything_and_broadcasts_it_inside_its_node() -> None:
@@ -367,54 +353,6 @@ def test_a_leader_averages_everything_and_broadcasts_it_inside_its_node() -> Non
         assert all(op.name != "spread" for op in alone.body)
 
 
-@pytest.mark.parametrize("count", [0, 101])
-@pytest.mark.parametrize("name", ["zero3", "zeropp"])
-def test_a_block_is_gathered_in_a_hundred_parts_at_most(name: str, count: int) -> None:
-    """A schedule holds every one of them."""
-    with pytest.raises(OptionError, match=f"{name}: gathers is {count}; it must be 1 to 100"):
-        strategies.parse(f"{name}:gathers={count}")
-
-
-@pytest.mark.parametrize("options", ["average=leader", "worker=node,inner=zero3,average=leader"])
-def test_a_leader_needs_whole_parameters_and_a_node(options: str) -> None:
-    """Where every GPU is a worker, or parameters are sharded, nobody can average for a node."""
-    with pytest.raises(OptionError, match="average=leader needs worker=node"):
-        strategies.parse(f"co2:{options}")
-
-
-def test_local_steps_do_not_wait_for_the_average_of_co2() -> None:
-    """Nothing but the outer step waits for the average, and that a round later."""
-    schedule = tiny.schedule("co2(tau=4)")
-    waiting = {
-        op.name: wait.rounds_ago
-        for op in schedule.body
-        for wait in op.after
-        if wait.op == "average"
-    }
-    assert waiting == {"outer": 1}
-
-
-def test_zero2_by_owners_reduces_each_bucket_to_another_rank() -> None:
-    """Owners take turns from the first block on; a backward pass comes to them in reverse."""
-    schedule = tiny.schedule("zero2(bucket=300,owners=true)")
-    there = collectives(schedule, Kind.REDUCE)
-    assert sum(work.elements for work in there) == 2000
-    assert len(there) > 1
-    assert [work.root for work in there] == list(range(len(there)))[::-1]
-    assert [work.elements for work in collectives(schedule, Kind.BROADCAST)] == [2000]
-    assert not collectives(schedule, Kind.REDUCE_SCATTER)
-    assert not collectives(schedule, Kind.ALL_GATHER)
-    # a node passes everything on once to the next, and once back
-    sent = traffic(schedule, tiny.cluster(3, 2))
-    assert sent.nic == pytest.approx(2 * 2000 * DType.BF16.bytes)
-
-
-def test_a_bucket_that_is_exactly_full_closes() -> None:
-    """Tensors of 200 and 300 fill a bucket of 500; the next begins with nothing in it."""
-    blocks = [Block("a", (10, 20), 1.0, 1.0), Block("b", (300, 200), 1.0, 1.0)]
-    assert buckets(blocks, 500) == [Bucket(500, 1), Bucket(30, 0)]
-
-
 @pytest.mark.parametrize(("max_reuse", "fetches"), [(1000, 2), (999, 3)])
 def test_a_block_is_fetched_a_third_time_beyond_the_reuse_distance(
     max_reuse: int, fetches: int
@@ -432,7 +370,8 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
     The block's tensors of 3000, 1000 and 1000 are reduced as 1000, 1000 and 3000.
     """
     matmul = MatMul(16, 10, 10)
-    block = Block("x", (3000, 1000, 1000), 5e6, 100.0, products=(matmul,), calls=30)
+    scores = Scores(5e5, 1000.0, heads=2, length=16)
+    block = Block("x", (3000, 1000, 1000), 5e6, 100.0, scores, products=(matmul,), calls=30)
     job = Workload(Model("m", (block,), tokens=1))
     works = {}
     for bucket in (10_000, 1000):
@@ -444,15 +383,15 @@ def test_the_parts_of_a_backward_pass_add_up_to_the_whole() -> None:
     (whole,), parts = works[10_000], works[1000]
     assert [part.flops / whole.flops for part in parts] == pytest.approx([0.2, 0.2, 0.6])
     assert sum(part.memory_bytes for part in parts) == pytest.approx(whole.memory_bytes)
-    assert whole.kernels
-    kernels = [part.kernels for part in parts if part.kernels]
-    assert sum(k.calls for k in kernels) == pytest.approx(whole.kernels.calls)
-    assert sum(k.elementwise_bytes for k in kernels) == pytest.approx(
-        whole.kernels.elementwise_bytes
-    )
-    assert sum(k.products[0].flops for k in kernels) == pytest.approx(
-        whole.kernels.products[0].flops
-    )
+    for amount in (
+        lambda kernels: kernels.calls,
+        lambda kernels: kernels.elementwise_bytes,
+        lambda kernels: kernels.products[0].flops,
+        lambda kernels: kernels.products[0].bytes,
+        lambda kernels: kernels.attention.flops + kernels.attention.backward,
+        lambda kernels: kernels.attention.bytes,
+    ):
+        assert sum(amount(part.kernels) for part in parts) == pytest.approx(amount(whole.kernels))
 
 
 def test_quantized_gradients_of_odd_sizes_are_rounded_up() -> None:
@@ -466,171 +405,135 @@ def test_quantized_gradients_of_odd_sizes_are_rounded_up() -> None:
 # --- options -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", tiny.VARIANTS)
-def test_a_strategy_reads_back_from_its_title(text: str) -> None:
+def test_a_strategy_reads_back_from_its_title() -> None:
     """The title of a strategy is a text that gives the strategy, with or without parentheses."""
-    strategy = strategies.parse(text)
-    assert strategies.parse(title(strategy)) == strategy
-    assert strategies.parse(text.replace("(", ":").rstrip(")")) == strategy
+    for text in [*tiny.VARIANTS, "co2(delay=auto)", "co2(tau=auto,delay=2)"]:
+        strategy = strategies.parse(text)
+        assert strategies.parse(title(strategy)) == strategy
+        assert strategies.parse(text.replace("(", ":").rstrip(")")) == strategy
+
+
+def test_options_that_are_not_given_are_those_of_the_published_codes() -> None:
+    """Steps of a round, and the sizes of buckets and of what is fetched ahead."""
+    for text in (
+        *("ddp(bucket_mib=25)", "zero1(bucket=500000000)", "zero2(bucket=500000000)"),
+        "zero3(prefetch=50000000,max_live=1000000000)",
+        "zeropp(prefetch=50000000,max_live=1000000000,scale_block=2048)",
+        *("local_sgd(tau=12)", "overlap_local_sgd(tau=12)", "slowmo(tau=12)"),
+        *("diloco(tau=500,fragments=1,delay=0)", "co2(tau=12,staleness=1)"),
+    ):
+        assert strategies.parse(text) == strategies.parse(text.partition("(")[0])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "key"),
     [
-        ("ddpp", "did you mean 'ddp'?"),
-        ("megatron9000x", "known: co2, ddp"),
-        ("", "unknown strategy ''"),
-        ("hsdp", "unknown strategy 'hsdp'; write fsdp:shard=node"),
-        ("co2(taau=3)", "did you mean 'tau'?"),
-        ("co2(tau)", "is not option=value"),
-        ("co2(tau=)", "is not option=value"),
-        ("co2(tau=0)", "tau is 0; it must be 1 to 10000"),
-        ("co2(staleness=101)", "staleness is 101; it must be 1 to 100"),
-        ("diloco(fragments=1001)", "fragments is 1001; it must be 1 to 1000"),
-        ("co2(tau=1.5)", "must be a whole number"),
-        ("co2(tau=-1)", "tau is -1; it must be 1 to 10000"),
-        ("ddp(bucket_mib=-1)", "bucket_mib is -1.0; it must be at least 0"),
-        ("co2(tau=many)", "tau is 'many'; it must be a whole number"),
-        ("co2(tau=1e999)", "must be a whole number"),
-        ("co2(staleness=0)", "slowmo is staleness 0"),
-        ("co2(inner=zero2)", "use worker=node"),
-        ("co2(worker=rack)", "one of gpu, node"),
-        ("co2(worker=node,inner=zero9)", "one of ddp, zero1, zero2, zero3"),
-        ("co2(dtype=int4)", "one of fp32, fp16, bf16"),
-        ("co2(dtype=fp64)", "one of fp32"),
-        ("zeropp(qwz=maybe)", "one of true, false"),
-        ("diloco(tau=4,fragments=5)", "must be 1 to tau=4"),
-        ("diloco(tau=4,delay=4)", "0 to tau-1=3"),
+        ("ddpp", "'ddp'"),
+        ("", "''"),
+        ("hsdp", "fsdp:shard=node"),
+        ("co2(taau=3)", "'tau'"),
+        ("co2(tau)", "option=value"),
+        ("co2(tau=1,tau=2)", "tau"),
+        ("co2(tau=1", "co2(tau=1"),
+        *((f"{name}(tau=0)", "1 to 10000") for name in ("co2", "local_sgd", "slowmo", "diloco")),
+        ("overlap_local_sgd(tau=0)", "1 to 10000"),
+        ("co2(staleness=101)", "1 to 100"),
+        ("diloco(fragments=1001)", "1 to 1000"),
+        ("co2(tau=1.5)", "whole number"),
+        ("co2(tau=1e999)", "whole number"),
+        ("ddp(bucket_mib=-1)", "-1.0"),
+        ("zero1(bucket=0)", "bucket"),
+        ("zero3(gathers=0)", "1 to 100"),
+        ("zeropp(chunks=0)", "1 to 100"),
+        ("zeropp(chunks=2,qwz=false,qgz=false)", "qwz or qgz"),
+        ("zeropp(scale_block=0)", "scale_block"),
+        ("zeropp(hpz=false,hpz_group=2)", "hpz_group"),
+        ("zeropp(qwz=maybe)", "true, false"),
+        ("co2(staleness=0)", "slowmo"),
+        ("co2(inner=zero2)", "worker=node"),
+        ("co2(worker=node,inner=zero9)", "ddp, zero1"),
+        ("co2(worker=site,inner=zeropp)", "worker=node"),
+        ("co2(average=leader)", "worker=node"),
+        ("co2(worker=node,inner=zero3,average=leader)", "worker=node"),
+        ("co2(worker=node,average=leader,dtype=int8)", "average=leader"),
+        ("co2(dtype=int4)", "fp32, fp16, bf16"),
+        ("diloco(tau=4,fragments=5)", "tau=4"),
+        ("diloco(tau=4,delay=4)", "tau-1=3"),
         ("diloco(scale_block=0)", "at least 1"),
-        ("co2(delay=0)", "delay is 0; it must be 1 to 12"),
-        ("co2(tau=4,delay=5)", "delay is 5; it must be 1 to 4"),
-        ("co2(delay=soon)", "it must be a whole number, or auto, or none"),
-        ("co2(delay=2.5)", "it must be a whole number, or auto, or none"),
-        ("co2(delay=2,staleness=2)", "staleness=2 does not apply with delay"),
-        ("co2(delay=2,keep=1.5)", "keep is 1.5; it must be 0 to 1"),
-        ("co2(delay=2,predict=-1)", "predict is -1.0; it must be 0 to 1"),
-        (
-            "co2(tau=4,delay=4,keep=0.25,predict=1)",
-            "predict times delay / tau is 1 and must be below",
-        ),
-        ("co2(delay=2,keep=nan)", "keep is 'nan'; it must be a number"),
-        ("co2(keep=0.5)", "give delay"),
-        ("co2(predict=0.5)", "give delay"),
-        ("co2(tau=auto)", "tau=auto needs a delay"),
-        ("slowmo(tau=auto)", "must be a whole number"),
-        ("co2(worker=node,average=leader,dtype=int8)", "average=leader does not quantize"),
+        ("co2(delay=0)", "1 to 12"),
+        ("co2(tau=4,delay=5)", "1 to 4"),
+        ("co2(delay=soon)", "auto"),
+        ("co2(delay=2,staleness=2)", "staleness=2"),
+        ("co2(delay=2,keep=1.5)", "0 to 1"),
+        ("co2(delay=2,predict=-1)", "0 to 1"),
+        ("co2(tau=4,delay=4,keep=0.25,predict=1)", "below"),
+        ("co2(keep=0.5)", "delay"),
+        ("co2(tau=auto)", "delay"),
+        ("co2(tau=auto,delay=2)", "=auto"),
+        ("co2(delay=auto)", "=auto"),
+        ("zeropp(hpz_group=3)", "hpz_group"),
+        ("zeropp(hpz_group=8)", "hpz_group"),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(text: str, said: str) -> None:
-    """The error says what was given, and what is allowed."""
+def test_wrong_options_are_refused_in_one_line(text: str, key: str) -> None:
+    """Never silently ignored; the error says what was given, or what is allowed."""
     with pytest.raises(OptionError) as caught:
-        strategies.parse(text)
-    assert said in str(caught.value)
+        strategies.parse(text).schedule(tiny.job(), Layout(2, 2))
+    assert key in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("options", ["delay=auto", "tau=auto,delay=2", "tau=auto,delay=auto"])
-def test_a_number_that_is_still_to_be_chosen_has_no_schedule(options: str) -> None:
-    """`auto` reads back, but only a simulation of the cluster makes a number of it."""
-    strategy = strategies.parse(f"co2({options})")
-    assert strategies.parse(title(strategy)) == strategy
-    with pytest.raises(OptionError, match=r"=auto is chosen by simulation .*; give a number"):
-        strategy.schedule(tiny.job(), Layout(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    [
-        ("co2", "tau"),
-        ("co2", "staleness"),
-        ("co2", "delay"),
-        ("diloco", "fragments"),
-        ("zero1", "bucket"),
-        ("zero3", "prefetch"),
-        ("zeropp", "scale_block"),
-        ("zeropp", "hpz_group"),
-    ],
-)
-def test_counts_given_as_objects_are_whole_numbers(kind: str, option: str) -> None:
+def test_counts_given_as_objects_are_whole_numbers() -> None:
     """From Python, too: 4.0 is 4; halves, texts, truth values and NaN are refused."""
-    made = strategies.STRATEGIES[kind]
-    assert repr(made(**{option: 4.0})) == repr(made(**{option: 4}))
-    for wrong in (2.5, "4", True, float("nan"), -1):
-        with pytest.raises(OptionError, match=f"{kind}: {option} is .*; it must be"):
-            made(**{option: wrong})
+    for kind, options in {
+        "co2": ("tau", "staleness", "delay"),
+        "diloco": ("fragments",),
+        "zero1": ("bucket",),
+        "zero3": ("prefetch",),
+        "zeropp": ("scale_block", "hpz_group"),
+    }.items():
+        made = strategies.STRATEGIES[kind]
+        for option in options:
+            assert repr(made(**{option: 4.0})) == repr(made(**{option: 4}))
+            for wrong in (2.5, "4", True, float("nan"), -1):
+                with pytest.raises(OptionError, match=option):
+                    made(**{option: wrong})
 
 
 @pytest.mark.parametrize(
-    ("strategy", "changes", "said"),
+    ("strategy", "accumulation", "layers"),
     [
-        ("ddp", {"accumulation": 10_000, "layers": 200}, "blocks in each of 10000 micro-steps"),
-        ("zero3", {"accumulation": 10_000, "layers": 30}, "blocks in each of 10000 micro-steps"),
-        ("zeropp(gathers=100)", {"accumulation": 500}, "blocks in each of 500 micro-steps"),
-        (
-            "co2(tau=10000,worker=node,inner=zero3)",
-            {"layers": 30},
-            "ops in each of 10000 local steps",
-        ),
+        ("ddp", 10_000, 200),
+        ("zero3", 10_000, 30),
+        ("zeropp(gathers=100)", 500, 10),
+        ("co2(tau=10000,worker=node,inner=zero3)", 1, 30),
     ],
 )
 def test_a_schedule_beyond_memory_is_refused_before_it_is_built(
-    strategy: str, changes: dict[str, int], said: str
+    strategy: str, accumulation: int, layers: int
 ) -> None:
     """A round has at most a million ops, however many layers, micro-steps and local steps."""
-    layers = changes.pop("layers", 10)
     model = Model("deep", tuple(Block(f"b{n}", (500,), 1.0, 1.0) for n in range(layers)), tokens=1)
-    job = Workload(model, **changes)  # type: ignore[arg-type]
-    began = time.process_time()
-    with pytest.raises(OptionError, match=f"a round would have .*{said}.*at most 1000000 are"):
+    job = Workload(model, accumulation=accumulation)
+    with pytest.raises(OptionError, match="1000000"):
         strategies.parse(strategy).schedule(job, Layout(2, 2))
-    assert time.process_time() - began < 2
 
 
-@pytest.mark.parametrize("name", strategies.STRATEGIES)
-def test_every_type_that_is_listed_is_taken(name: str) -> None:
-    """What `co2sim list` says is allowed for dtype is just what the strategy takes."""
-    options = strategies.strategy_options(strategies.STRATEGIES[name])
-    for listed in (allowed.split(", ") for option, _, allowed in options if option == "dtype"):
-        for kind in DType:
-            if kind in listed:
-                strategies.parse(f"{name}:dtype={kind}")
-            else:
-                with pytest.raises(OptionError, match="one of fp32, fp16, bf16"):
-                    strategies.parse(f"{name}:dtype={kind}")
+def test_every_type_that_is_listed_is_taken() -> None:
+    """What `co2sim list` says is allowed for dtype is just what each strategy takes."""
+    for name, kind in strategies.STRATEGIES.items():
+        for listed in (
+            o[2].split(", ") for o in strategies.strategy_options(kind) if o[0] == "dtype"
+        ):
+            for dtype in DType:
+                if dtype in listed:
+                    strategies.parse(f"{name}:dtype={dtype}")
+                    continue
+                with pytest.raises(OptionError, match="fp32, fp16, bf16"):
+                    strategies.parse(f"{name}:dtype={dtype}")
 
 
-def test_types_are_read_whatever_their_case() -> None:
-    """`dtype=BF16` is `dtype=bf16`, as `worker=NODE` is `worker=node`."""
-    assert strategies.parse("co2(dtype=BF16)") == strategies.parse("co2(dtype=bf16)")
-    assert strategies.parse("co2(worker=NODE)") == strategies.parse("co2(worker=node)")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "co2(tau=1,tau=2)",
-        "co2(tau=1",
-        "zero1(bucket=0)",
-        "zero2(bucket=0)",
-        "zeropp(scale_block=0)",
-        "zeropp(hpz=false,hpz_group=2)",
-    ],
-)
-def test_options_that_cannot_be_honoured_are_errors(text: str) -> None:
-    """Never silently ignored: options given twice, out of range, or without what they belong to."""
-    with pytest.raises(OptionError):
-        strategies.parse(text).schedule(tiny.job(), Layout(2, 2))
-
-
-@pytest.mark.parametrize("ranks", [3, 8, 6])
-def test_secondary_groups_that_do_not_fit_are_refused(ranks: int) -> None:
-    """hpz_group divides a node or is made of full nodes that divide the cluster."""
-    strategy = strategies.parse(f"zeropp(hpz_group={ranks})")
-    with pytest.raises(OptionError, match="hpz_group"):
-        strategy.schedule(tiny.job(), Layout(3, 4))
-
-
-@given(st.text(max_size=20), st.sampled_from(["", "co2", "zeropp(", "diloco:"]))
+@given(st.text(max_size=6), st.sampled_from(["", "co2", "zeropp(", "diloco:"]))
 def test_any_text_is_a_strategy_or_one_line(text: str, start: str) -> None:
     """Whatever is given, the answer is a strategy or a typed error of one line."""
     try:
@@ -651,7 +554,7 @@ def reduction(chunks: int) -> list[Op]:
     return [op for op in body if op.name.endswith(".layer0") and op.name.startswith(kept)][3:]
 
 
-@given(st.integers(2, 100))
+@given(st.integers(2, 30))
 def test_chunks_send_the_same_gradient(chunks: int) -> None:
     """Every element goes through both exchanges once, in parts within an element of each other."""
     whole, parts = (
@@ -686,25 +589,3 @@ def test_chunks_are_a_pipeline_through_node_and_peers(chunks: int) -> None:
         between = 5e8 / 2 / inter  # two ranks send half of a half each
         expected = max(inside, between) + min(inside, between) / chunks
         assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_weights_are_quantized_beside_the_gather_before() -> None:
-    """With chunks the kernels of qwZ are on streams of their own; without on that of gathers."""
-    for chunks, streams in ((1, {"gather"}), (2, {"quantize", "gather", "dequantize"})):
-        body = tiny.schedule(f"zeropp(chunks={chunks})").body
-        assert {op.stream for op in body if op.name.endswith("forward.layer0")} == {
-            *streams,
-            "compute",
-        }
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("zeropp(chunks=0)", "1 to 100"), ("zeropp(chunks=101)", "1 to 100")],
-)
-def test_absurd_numbers_of_chunks_are_refused(text: str, said: str) -> None:
-    """A schedule holds every chunk."""
-    with pytest.raises(OptionError, match=said):
-        strategies.parse(text)
-    with pytest.raises(OptionError, match="chunks=2 needs qwz or qgz"):
-        strategies.parse("zeropp(chunks=2,qwz=false,qgz=false)")

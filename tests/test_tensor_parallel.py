@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 from commands import Command
@@ -18,6 +20,7 @@ from co2sim.memory import activations
 from co2sim.prepared import schedule_of
 from co2sim.schedule import Collective, Kind, Schedule, block, peers_of_blocks, tensor
 from co2sim.simulator import execute
+from co2sim.strategies import chaining
 from co2sim.tensor_parallel import TENSOR
 from co2sim.workload import Workload
 
@@ -89,36 +92,31 @@ def asked(command: Command, line: str) -> str:
     return ended.out
 
 
-@pytest.mark.parametrize("strategy", tiny.VARIANTS)
-def test_one_rank_alone_has_the_schedule_of_its_strategy(strategy: str) -> None:
+def test_one_rank_alone_has_the_schedule_of_its_strategy() -> None:
     """tp=1 changes nothing: neither ops, nor groups, nor works."""
     layout, work = Layout(2, 4), job()
-    assert planned(strategy, work, layout) == strategies.parse(strategy).schedule(work, layout)
+    for text in tiny.VARIANTS:
+        assert planned(text, work, layout) == strategies.parse(text).schedule(work, layout), text
 
 
-@pytest.mark.parametrize("strategy", tiny.VARIANTS)
-@pytest.mark.parametrize(("tp", "sequence"), [(4, False), (2, True)])
+@given(st.sampled_from(tiny.VARIANTS), st.sampled_from([(4, False), (2, True)]))
 def test_every_strategy_combines_with_it_folded_or_not(
-    strategy: str,
-    tp: int,
-    sequence: bool,  # noqa: FBT001 - pytest's
+    strategy: str, division: tuple[int, bool]
 ) -> None:
     """One rank stands for all: the trace is that of all ranks, each simulated on its own."""
-    here = cluster(2, 4)
+    here, (tp, sequence) = cluster(2, 4), division
     schedule = planned(strategy, job(tp, sequence=sequence), here.layout)
     folded, unfolded = (
-        execute(schedule, here, precision="bf16", rounds=3, fold=fold) for fold in (True, False)
+        execute(schedule, here, precision="bf16", rounds=1, fold=fold).grid(schedule)
+        for fold in (True, False)
     )
-    assert not list(unfolded.violations(schedule, 1e-12))
-    one = tiny.by_op(folded)
-    for rank in unfolded.ranks:
-        if "leader" in strategy and rank % 4 >= tp:  # who wait for the leaders start earlier
-            continue
-        for key, span in tiny.by_op(unfolded, rank).items():
-            assert span.end == pytest.approx(one[key].end, rel=1e-9), key
+    # who wait for the leaders start earlier
+    alike = [rank for rank in range(8) if "leader" not in strategy or rank % 4 < tp]
+    one = folded.ends if len(alike) == folded.ends.shape[-1] else folded.ends[..., :1]
+    np.testing.assert_allclose(unfolded.ends[..., alike] - one, 0, atol=1e-14)
 
 
-@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+@pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=2,worker=node,inner=fsdp)"])
 @pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
 def test_each_pass_exchanges_what_megatron_does(strategy: str, tp: int, sequence: bool) -> None:  # noqa: FBT001 - pytest's
     """Forward: the embedding and two sums a layer; backward: two sums a layer and the head's.
@@ -129,16 +127,16 @@ def test_each_pass_exchanges_what_megatron_does(strategy: str, tp: int, sequence
     schedule = planned(strategy, job(tp, sequence=sequence), Layout(2, 4))
     sums = schedule.steps * (2 * 2 * BODY.layers + 2)
     inputs = schedule.steps * (2 * BODY.layers + 1)
-    elements = TOKENS * BODY.hidden
-    if sequence:
-        counts = {Kind.ALL_REDUCE: 0, Kind.REDUCE_SCATTER: sums, Kind.ALL_GATHER: sums + inputs}
-    else:
-        counts = {Kind.ALL_REDUCE: sums, Kind.REDUCE_SCATTER: 0, Kind.ALL_GATHER: 0}
+    counts = {
+        Kind.ALL_REDUCE: 0 if sequence else sums,
+        Kind.REDUCE_SCATTER: sums if sequence else 0,
+        Kind.ALL_GATHER: sums + inputs if sequence else 0,
+    }
     for kind, count in counts.items():
         found = exchanges(schedule, kind)
-        assert len(found) == count
-        assert {work.elements for work in found} <= {elements}
-        assert {work.group for work in found} <= {tensor(tp)}
+        assert [(w.elements, w.group) for w in found] == [
+            (TOKENS * BODY.hidden, tensor(tp))
+        ] * count
     loss = exchanges(schedule, Kind.ALL_REDUCE, "loss")
     assert [work.elements for work in loss] == [TOKENS] * 3 * schedule.steps
 
@@ -213,57 +211,9 @@ def test_activations_are_those_of_korthikanti(
     assert found == pytest.approx(s * b * h * (around + scores / tp))
 
 
-@pytest.mark.parametrize(
-    ("hidden", "heads", "published"),
-    [
-        (6144, 64, {"seq": 66.84, "sel": 49.42, "seqsel": 16.18, "full": 7.64}),
-        (12288, 96, {"seq": 62.04, "sel": 56.53, "seqsel": 18.49, "full": 8.71}),
-        (20480, 128, {"seq": 58.31, "sel": 62.04, "seqsel": 20.27, "full": 9.42}),
-        (25600, 160, {"seq": 58.31, "sel": 62.04, "seqsel": 20.27, "full": 9.42}),
-    ],
-    ids=["22B", "175B", "530B", "1T"],
-)
-def test_activations_of_published_models_are_those_that_were_measured(
-    hidden: int, heads: int, published: dict[str, float]
-) -> None:
-    """Per cent of those without recomputation and along the sequence not divided, on 8 GPUs.
-
-    Source: Korthikanti et al. 2022, arXiv 2205.05198, figure 7, as quoted in the validation of
-    Calculon (calculon/llm/validation.py); shapes from its models.
-    """
-    body = Transformer(layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, dropout=True)
-    model = language_model("gpt", body, vocab=8, tokens=2048, tied=True)
-
-    def layer(recompute: str, *, sequence: bool) -> float:
-        work = Workload(
-            model,
-            attention="eager",
-            recompute=recompute,  # type: ignore[arg-type]
-            tp=8,
-            sequence_parallel=sequence,
-        ).share
-        only = replace(work.model.blocks[1], products=())
-        found = activations(replace(work, model=replace(work.model, blocks=(only,))))
-        return found["checkpoints" if recompute == "full" else "activations"]
-
-    whole = layer("none", sequence=False)
-    kept = {
-        "seq": layer("none", sequence=True),
-        "sel": layer("selective", sequence=False),
-        "seqsel": layer("selective", sequence=True),
-        "full": layer("full", sequence=False),
-    }
-    for name, share in published.items():
-        assert 100 * kept[name] / whole == pytest.approx(share, abs=0.15), name
-
-
-@pytest.mark.parametrize(("tp", "sequence"), DIVISIONS)
-def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(
-    tp: int,
-    sequence: bool,  # noqa: FBT001 - pytest's
-) -> None:
+@pytest.mark.parametrize("tp", [2, 4])
+def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(tp: int) -> None:
     """Norms and biases of outputs of a layer, the last norm, and the positions stay whole."""
-    del sequence  # it divides no parameters
     h = BODY.hidden
     whole = BODY.layers * (2 * 2 * h + 2 * h) + 2 * h + TOKENS * h
     share = job(tp).share.parameters
@@ -284,47 +234,6 @@ def test_a_layer_that_runs_again_exchanges_again(strategy: str, checkpointing: s
     assert len(found) == usual + again + blocks
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_step_without_other_communication_takes_the_sum_of_passes_and_exchanges(
-    sequence: bool,  # noqa: FBT001 - pytest's
-) -> None:
-    """Exchanges block: DDP on one tensor-parallel group has nothing that hides them.
-
-    Only the second gathering along the sequence runs beside a pass.
-    """
-    here = cluster(1, 4)
-    schedule = planned("ddp", job(4, sequence=sequence), here.layout)
-    trace = execute(schedule, here, precision="bf16", rounds=1)
-    again = 2 * BODY.layers + 1 if sequence else 0
-    spans = tiny.by_op(trace)
-    total = sum(span.end - span.start for span in spans.values())
-    (gather,) = {
-        cost.alone(here)
-        for work, cost in zip(schedule.works, footprints(schedule, here), strict=True)
-        if cost and isinstance(work, Collective) and work.kind is Kind.ALL_GATHER
-    } or {0.0}
-    end = tiny.makespan(trace)
-    assert end <= total
-    assert end >= total - again * gather - 1e-12
-
-
-def test_faster_links_inside_nodes_make_shared_layers_faster_and_never_slower() -> None:
-    """The exchanges are on these links."""
-    times = [
-        tiny.makespan(
-            execute(
-                planned("fsdp", job(4), Layout(1, 4)),
-                cluster(1, 4, intra=Link(speed)),
-                precision="bf16",
-                rounds=2,
-            )
-        )
-        for speed in (1e8, 1e9, 1e10)
-    ]
-    assert times == sorted(times, reverse=True)
-    assert times[0] > 2 * times[-1]
-
-
 def test_tokens_and_batches_count_groups_that_share_layers_once() -> None:
     """16 GPUs with tp=8 see two samples a micro-step; a global batch of 8 is four of them."""
     one = simulate("dgx-h100", "gpt2-small", "fsdp", gpus=16, micro_batch=1)
@@ -335,65 +244,91 @@ def test_tokens_and_batches_count_groups_that_share_layers_once() -> None:
     assert "no published run" in both.interval_source
 
 
-def test_more_ranks_that_share_layers_need_less_memory() -> None:
-    """Of a model that fits on no card alone."""
-    sizes = [
-        simulate("dgx-h100", "llama-13b", "ddp", gpus=8, tp=tp, micro_batch=1)
-        for tp in (1, 2, 4, 8)
-    ]
-    needed = [result.memory_bytes_per_gpu["total"] for result in sizes]
-    assert needed == sorted(needed, reverse=True)
-    assert (sizes[0].fits_in_memory, sizes[-1].fits_in_memory) == (False, True)
-    along = simulate("dgx-h100", "llama-13b", "ddp", gpus=8, tp=8, sequence_parallel=True)
-    assert along.memory_bytes_per_gpu["total"] < needed[-1]
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key"),
     [
-        ({"tp": 3}, "tp=3 does not divide the 8 GPUs of a node: tensor-parallel GPUs are those"),
-        ({"tp": 16}, "tp=16 does not divide the 8 GPUs of a node"),
-        ({"tp": 0}, "tp is 0; it must be 1 to 1024"),
-        ({"tp": "two"}, "tp is 'two'; it must be a whole number"),
-        ({"tp": 8, "model": "gpt2-small"}, "tp=8 does not divide the 12 heads of GPT-2 small"),
-        ({"tp": 8, "model": "resnet-50"}, "tp=8 does not apply to ResNet-50: only transformers"),
-        ({"tp": 4, "model": "vit-b16", "sequence_parallel": True}, "does not apply to ViT-B/16"),
-        ({"sequence_parallel": True}, "sequence_parallel=true needs tp of 2 or more"),
-        (
-            {"tp": 8, "sequence_parallel": True, "overrides": {"model.seq_len": 2044}},
-            "tp=8 does not divide the 2044 positions of a sequence",
-        ),
-        ({"tp": 8, "global_batch": 3}, "not a multiple of 2 groups of 8 GPUs x micro_batch=1 = 2"),
-        ({"tp": 8, "strategy": "fsdp(shard=4)"}, r"shard=4 .* \(8 GPUs that share layers count"),
-        ({"strategy": "fsdp(tp=8)"}, "fsdp has no option 'tp'; it is one of the job: --tp"),
+        ({"tp": 3}, "8 GPUs of a node"),
+        ({"tp": 16}, "8 GPUs of a node"),
+        ({"tp": 0}, "1 to 1024"),
+        ({"tp": "two"}, "'two'"),
+        ({"tp": 8, "model": "gpt2-small"}, "12 heads"),
+        ({"tp": 8, "model": "resnet-50"}, "ResNet-50"),
+        ({"tp": 4, "model": "vit-b16", "sequence_parallel": True}, "ViT-B/16"),
+        ({"sequence_parallel": True}, "tp of 2"),
+        ({"tp": 8, "sequence_parallel": True, "overrides": {"model.seq_len": 2044}}, "2044"),
+        ({"tp": 8, "global_batch": 3}, "2 groups of 8"),
+        ({"tp": 8, "strategy": "fsdp(shard=4)"}, "shard=4"),
+        ({"strategy": "fsdp(tp=8)"}, "--tp"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_in_one_line(
-    options: dict[str, object], message: str
+    options: dict[str, object], key: str
 ) -> None:
     """It says what was given, and what is allowed."""
     given = {"model": "llama-7b", "strategy": "fsdp"} | options
-    with pytest.raises(Co2simError, match=message) as caught:
+    with pytest.raises(Co2simError, match=key) as caught:
         simulate("dgx-h100", gpus=16, **given)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) <= 400
 
 
 def test_a_model_whose_blocks_were_changed_is_not_divided_by_its_old_shape() -> None:
     """Its shape says how to divide other blocks than it has."""
     work = job(2)
     changed = replace(work.model, blocks=work.model.blocks[:-1])
-    with pytest.raises(Co2simError, match="only transformers divide"):
+    with pytest.raises(Co2simError, match="transformers"):
         _ = replace(work, model=changed).share
 
 
-def test_it_is_an_option_of_every_command_and_part_of_a_grid(cli: Command) -> None:
-    """`--tp` for run and scale, `--vary tp=1,8` for a sweep; JSON says what was taken."""
-    where = "-c dgx-h100 -m llama-7b -s fsdp"
+def test_it_is_an_option_of_commands_and_part_of_a_grid(cli: Command) -> None:
+    """`--tp` for run, `--vary tp=1,8` for a sweep; JSON says what was taken."""
+    where = "-c dgx-h100 -m gpt2-medium -s fsdp"
     found = json.loads(asked(cli, f"run {where} -g 16 --tp 8 --sequence-parallel --json"))
     assert (found["tp"], found["sequence_parallel"]) == (8, True)
-    swept = json.loads(asked(cli, f"sweep {where} -g 16 --vary tp=1,8 --json"))
+    swept = json.loads(asked(cli, f"sweep {where} -g 16 --vary tp=1,8 --jobs 1 --json"))
     assert [row["tp"] for row in swept] == [1, 8]
-    scaled = json.loads(asked(cli, f"scale {where} -g 8,16 --tp 4 --json"))["results"]
-    assert {row["tp"] for row in scaled} == {4}
-    assert "each layer on 8 GPUs" in asked(cli, f"run {where} -g 16 --tp 8")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "published"),
+    [(6144, 64, (66.84, 49.42, 16.18, 7.64)), (25600, 160, (58.31, 62.04, 20.27, 9.42))],
+    ids=["22B", "1T"],
+)
+def test_activations_of_published_models_are_those_that_were_measured(
+    hidden: int, heads: int, published: tuple[float, ...]
+) -> None:
+    """Per cent of those without recomputation and along the sequence not divided, on 8 GPUs.
+
+    Source: Korthikanti et al. 2022, arXiv 2205.05198, figure 7, as quoted in the validation of
+    Calculon (calculon/llm/validation.py); shapes from its models.
+    """
+    body = Transformer(layers=1, hidden=hidden, heads=heads, ffn=4 * hidden, dropout=True)
+    model = language_model("gpt", body, vocab=8, tokens=2048, tied=True)
+
+    def layer(recompute: str, along: bool) -> float:  # noqa: FBT001 - below
+        options: dict[str, Any] = {"recompute": recompute, "sequence_parallel": along}
+        work = Workload(model, attention="eager", tp=8, **options).share
+        only = replace(work.model.blocks[1], products=())
+        found = activations(replace(work, model=replace(work.model, blocks=(only,))))
+        return found["checkpoints" if recompute == "full" else "activations"]
+
+    ways = (("none", True), ("selective", False), ("selective", True), ("full", False))
+    kept = [100 * layer(*way) / layer("none", along=False) for way in ways]
+    assert kept == pytest.approx(published, abs=0.15)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_fused_ops_exchange_what_their_parts_do(
+    sequence: bool,  # noqa: FBT001 - pytest's
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long rounds end when they do op by op."""
+    here, work = cluster(2, 4), job(2, sequence=sequence, accumulation=2)
+    whole = planned("co2(tau=2,worker=node)", work, here.layout)
+    monkeypatch.setattr(chaining, "FUSED_FROM", 0)
+    fused = planned("co2(tau=2,worker=node)", work, here.layout)
+    assert fused.body != whole.body
+    ends = [
+        tiny.makespan(execute(made, here, precision="bf16", rounds=3)) for made in (whole, fused)
+    ]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-12)
+    assert len(exchanges(whole, Kind.ALL_GATHER)) == len(exchanges(fused, Kind.ALL_GATHER))

@@ -77,7 +77,7 @@ def _work(row: Sequence[Op], known: dict[tuple[int, ...], Compute]) -> Compute:
 _SUMMED = ("flops", "memory_bytes")
 
 
-_FUSED_FROM = 5_000
+FUSED_FROM = 5_000
 """Ops of a round: about 50 ms of building and simulating."""
 
 
@@ -100,7 +100,7 @@ def chain(step: Step, times: int = 1, extras: Mapping[int, Step] | None = None) 
     The first waits for what ended the previous round. Names get the prefix `s{k}.` if `times` > 1.
     Steps of long rounds are fused.
     """
-    if len(step.ops) * times > _FUSED_FROM:
+    if len(step.ops) * times > FUSED_FROM:
         step = fused(step)
     check_ops(len(step.ops) * times, f"{len(step.ops)} ops in each of {times} local steps")
     inside = {op.name: op.stream for op in step.ops}

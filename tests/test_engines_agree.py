@@ -1,0 +1,338 @@
+"""Fast engines, folded ranks and fused ops give the times of SimPy, of all ranks, and of all ops.
+
+Streams, groups, waits and sizes are random, on every kind of cluster; and so are the strategies,
+each of which runs once besides.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from co2sim import strategies
+from co2sim.cluster import Cluster, Link, Tier
+from co2sim.compute import compute_time
+from co2sim.cost import traffic
+from co2sim.lowering import Lowered, lower
+from co2sim.metrics import breakdown, communication, window
+from co2sim.noise import QUIET, Noise
+from co2sim.schedule import (
+    LEADERS,
+    NODE,
+    PEERS,
+    WORLD,
+    After,
+    Collective,
+    Compute,
+    DType,
+    Kind,
+    Layout,
+    Op,
+    Schedule,
+)
+from co2sim.simulator import Simulation, execute, run
+from co2sim.strategies import chaining
+
+LINKS = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}
+
+KINDS: dict[str, dict[str, Any]] = {
+    "nccl": {},
+    "gloo": {"backend": "gloo"},
+    "stream": {"communicators": "stream"},
+    "interference": {"interference": 0.3},
+    "calls": {"call_interference": 1e-6},
+    "shared": {"gpu": tiny.slow_and_shared()},
+    "busy": {"inter": Link(1e9, 1e-6, relay_efficiency=0.5, busy_efficiency=0.4)},
+    "hierarchical": {"all_reduce": "hierarchical"},
+    "tiers": {"inter": Link(1e9, 1e-6, rail=Tier(2, 8.0), spine=Tier(4, 9.0))},
+    "uneven": {"node_spread": 0.05, "step_spread": 0.03},
+    "all": {
+        "backend": "gloo",
+        "interference": 0.2,
+        "call_interference": 1e-6,
+        "gpu": tiny.slow_and_shared(),
+        "inter": Link(1e9, 1e-6, busy_efficiency=0.7),
+    },
+}
+"""Whatever makes ops slower that run side by side."""
+
+BY_SITE = [
+    "co2(tau=2,worker=site)",
+    "co2(tau=2,staleness=2,worker=site,inner=ddp)",
+    "co2(tau=3,delay=2,worker=site,inner=zero1)",
+    "co2(tau=2,delay=1,worker=site,inner=zero3,dtype=int8)",
+    "diloco(tau=4,fragments=2,delay=1,worker=site,inner=fsdp)",
+    "local_sgd(tau=2,worker=site)",
+]
+
+kinds = st.sampled_from(list(KINDS))
+shapes = st.sampled_from([(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2)])
+noises = st.sampled_from(
+    [QUIET, Noise(jitter=0.2), Noise(straggle=0.3), Noise(node_speed={0: 0.5}, jitter=0.1)]
+)
+variants = st.sampled_from(tiny.VARIANTS)
+
+
+def cluster(kind: str, nodes: int, gpus: int, **changes: Any) -> Cluster:
+    """Of two sites where the layout has two."""
+    return tiny.cluster(nodes, gpus, **LINKS | KINDS[kind] | changes)
+
+
+def lowered(
+    schedule: Schedule, on: Cluster, noise: Noise = QUIET, *, free: bool = False
+) -> Lowered:
+    """Three rounds, ranks folded where they can be."""
+    return lower(
+        schedule, on, precision="bf16", rounds=3, noise=noise, fold=True, free=free, slowdown=1.1
+    )
+
+
+def check_engine(work: Lowered) -> None:
+    """Whatever engine runs it: the same starts and ends as in SimPy."""
+    for quick, simulated in zip(run(work), Simulation(work).run(), strict=True):
+        np.testing.assert_allclose(quick, simulated, rtol=1e-9, atol=1e-15)
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+works = st.one_of(
+    st.builds(Compute, st.just("work"), st.integers(0, 40).map(lambda us: us * 1e5)),
+    st.builds(
+        Collective,
+        st.sampled_from([Kind.ALL_GATHER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST]),
+        st.just("buffer"),
+        st.integers(1, 3000),
+        st.just(DType.INT8),
+        st.sampled_from([WORLD, NODE, PEERS, LEADERS]),
+    ),
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Bodies of up to ten ops of random sizes on up to four streams, with random waits."""
+    size = draw(st.integers(1, 10))
+    body = []
+    for index in range(size):
+        targets = draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 2)), max_size=3))
+        after = tuple(After(f"op{target}", ago + (target >= index)) for target, ago in targets)
+        stream = draw(st.sampled_from(["compute", "gather", "reduce", "outer"]))
+        body.append(Op(f"op{index}", draw(works), stream, after))
+    return Schedule("random", tuple(body))
+
+
+def quick(kind: str, nodes: int, gpus: int) -> Cluster:
+    """With works that take about as long as collectives."""
+    streams = "shared" if "gpu" in KINDS[kind] else "apart"
+    return cluster(kind, nodes, gpus, gpu=tiny.gpu(streams=streams))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(schedules(), shapes)
+def test_random_schedules_end_when_simpy_says(
+    kind: str, schedule: Schedule, shape: tuple[int, int]
+) -> None:
+    """Queues of communicators, shared links, and computing that slows and is slowed down."""
+    check_engine(lowered(schedule, quick(kind, *shape)))
+
+
+@given(schedules(), shapes, kinds, noises, st.booleans())
+def test_uneven_ranks_end_when_simpy_says(
+    schedule: Schedule,
+    shape: tuple[int, int],
+    kind: str,
+    noise: Noise,
+    free: bool,  # noqa: FBT001 - Hypothesis gives it
+) -> None:
+    """Jitter, stragglers, slow nodes and free communication on random schedules."""
+    check_engine(lowered(schedule, quick(kind, *shape), noise, free=free))
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+def test_every_strategy_ends_when_simpy_says(strategy: str) -> None:
+    """Where all of a cluster is shared, and where communication is free and ops have jitter."""
+    schedule = tiny.schedule(strategy)
+    check_engine(lowered(schedule, cluster("all", 2, 2)))
+    check_engine(lowered(schedule, cluster("interference", 2, 2), Noise(jitter=0.1), free=True))
+
+
+@given(variants, kinds, noises, st.booleans())
+def test_strategies_end_when_simpy_says_on_every_kind_of_cluster(
+    strategy: str,
+    kind: str,
+    noise: Noise,
+    free: bool,  # noqa: FBT001 - Hypothesis gives it
+) -> None:
+    """Four nodes of two GPUs, on which gathers, reductions and averages meet."""
+    work = lowered(tiny.schedule(strategy, (4, 2)), cluster(kind, 4, 2), noise, free=free)
+    check_engine(work)
+
+
+# --- folding -------------------------------------------------------------------------------------
+
+
+def led(schedule: Schedule) -> bool:
+    """Whether the first ranks of nodes do something alone; the others wait for them."""
+    return any(
+        isinstance(w := op.work, Collective) and w.group.name == "leaders" for op in schedule.body
+    )
+
+
+def check_folding(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> dict[int, int]:
+    """Every rank does what the rank that stands for it does; which ranks stand for how many."""
+    folded, whole = (
+        execute(schedule, on, precision="bf16", rounds=2, noise=noise, fold=fold)
+        for fold in (True, False)
+    )
+    assert whole.violations(schedule, 1e-12) == folded.violations(schedule) == []
+    assert len(whole.ranks) == sum(folded.ranks.values()) == on.layout.world_size
+    speeds, g = noise.node_slowdowns(on.layout), on.gpus_per_node
+    stands = {speeds[rank // g]: place for place, rank in enumerate(folded.ranks)}
+    alike = list(range(0, len(whole.ranks), g if led(schedule) else 1))
+    twins = [stands[speeds[rank // g]] for rank in alike]
+    for one, all_ in zip(folded.grid(schedule), whole.grid(schedule), strict=True):
+        np.testing.assert_allclose(all_[..., alike], one[..., twins], rtol=1e-9, atol=1e-15)
+    return dict(folded.ranks)
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+def test_one_rank_stands_for_all(strategy: str) -> None:
+    """Whatever the strategy: folded and unfolded traces are the same."""
+    assert check_folding(tiny.schedule(strategy), cluster("nccl", 2, 2)) == {0: 4}
+
+
+@given(variants, kinds, st.sampled_from([(1, 4), (3, 2), (4, 1), (4, 2)]))
+@example("zero3", "tiers", (4, 2))
+@example("co2(tau=2,worker=node)", "tiers", (4, 1))
+def test_folding_holds_for_every_kind_of_cluster(
+    strategy: str, kind: str, shape: tuple[int, int]
+) -> None:
+    """Sharing of NICs and uplinks, interference, tiers and backends fold, too."""
+    check_folding(tiny.schedule(strategy, shape), cluster(kind, *shape))
+
+
+@given(
+    st.sampled_from([*BY_SITE, *tiny.VARIANTS]),
+    st.sampled_from([(2, 2, 2), (4, 1, 2), (4, 2, 2), (6, 1, 3), (4, 2, 4)]),
+    kinds,
+)
+@example("diloco(tau=2,dtype=int4,worker=site,inner=zero3)", (4, 2, 2), "nccl")
+@example("slowmo(tau=2,worker=site,inner=zero3)", (4, 2, 2), "tiers")
+@example("overlap_local_sgd(tau=2,worker=site,inner=ddp)", (4, 2, 2), "busy")
+def test_one_rank_stands_for_all_of_all_sites(
+    strategy: str, shape: tuple[int, int, int], kind: str
+) -> None:
+    """Sites of one node and of several, two sites and more."""
+    schedule = strategies.parse(strategy).schedule(tiny.job(), Layout(*shape))
+    on = cluster(kind, *shape[:2], sites=shape[2], wan=Link(1e8, 1e-5))
+    assert check_folding(schedule, on) == {0: on.layout.world_size}
+
+
+@given(
+    st.sampled_from([v for v in tiny.VARIANTS if "hpz_group" not in v]),
+    st.sampled_from(["nccl", "gloo"]),
+)
+@example("co2(tau=2,worker=node,average=leader)", "nccl")
+def test_slow_nodes_unfold_only_what_differs(strategy: str, kind: str) -> None:
+    """With two speeds there are two classes of ranks, and they do what all ranks would do."""
+    noise = Noise(node_speed={1: 0.5, 3: 0.5})
+    folded = check_folding(tiny.schedule(strategy, (4, 2)), cluster(kind, 4, 2), noise)
+    assert folded == {0: 4, 2: 4}
+
+
+def test_nodes_of_different_speed_unfold_where_only_some_of_them_meet() -> None:
+    """Blocks of nodes, and sites of several; sites of one node fold."""
+    for strategy, sites, ranks in (
+        ("zeropp(hpz_group=4)", 1, dict.fromkeys(range(8), 1)),
+        (BY_SITE[0], 2, dict.fromkeys(range(8), 1)),
+        (BY_SITE[0], 4, {0: 6, 2: 2}),
+    ):
+        schedule = strategies.parse(strategy).schedule(tiny.job(), Layout(4, 2, sites))
+        on = cluster("nccl", 4, 2, sites=sites, wan=Link(1e8) if sites > 1 else None)
+        noise = Noise(node_speed={1: 0.5})
+        assert execute(schedule, on, precision="bf16", rounds=1, noise=noise).ranks == ranks
+        if len(ranks) == 2:
+            check_folding(schedule, on, noise)
+
+
+# --- fusing --------------------------------------------------------------------------------------
+
+
+def figures(schedule: Schedule, on: Cluster, rounds: int = 4) -> dict[str, float]:
+    """Everything that is said of a schedule on a cluster."""
+    trace = execute(schedule, on, precision="bf16", rounds=rounds)
+    during = window(trace, schedule, rounds - 1)
+    seen, sent = communication(trace, schedule, during), traffic(schedule, on)
+    computes = [op.work for op in schedule.body if isinstance(op.work, Compute)]
+    return {
+        "round": during.round_time,
+        "busy": seen.busy,
+        "waiting": seen.waiting,
+        "sent": sent.gpu,
+        "nic": sent.nic,
+        "seconds": sum(compute_time(work, on.gpu, "bf16") for work in computes),
+        "flops": sum(work.flops for work in computes),
+        "bytes": sum(work.memory_bytes for work in computes),
+        **breakdown(trace, schedule),
+    }
+
+
+def both(strategy: str, **changes: Any) -> tuple[Schedule, Schedule]:
+    """The schedule op by op, and fused."""
+    whole = tiny.schedule(strategy, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chaining, "FUSED_FROM", 0)
+        return whole, tiny.schedule(strategy, **changes)
+
+
+@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+def test_a_fused_schedule_has_the_figures_of_its_ops(strategy: str) -> None:
+    """With two micro-steps: round, communication, waits, bytes, FLOP and time by kernel."""
+    on = cluster("busy", 2, 2, interference=0.3)
+    whole, fused = both(strategy, accumulation=2)
+    assert len(fused.body) <= len(whole.body)
+    assert figures(fused, on) == pytest.approx(figures(whole, on), rel=1e-9)
+
+
+@given(variants, kinds, st.integers(1, 2))
+def test_fused_schedules_have_the_figures_of_their_ops_on_every_kind_of_cluster(
+    strategy: str, kind: str, accumulation: int
+) -> None:
+    """Also where computes are slowed down in their midst."""
+    on = cluster(kind, 2, 2)
+    whole, fused = both(strategy, accumulation=accumulation)
+    assert figures(fused, on) == pytest.approx(figures(whole, on), rel=1e-9)
+
+
+def test_what_is_fused_reads_like_the_ops_it_stands_for() -> None:
+    """Passes between reductions become one op each; reductions and their waits stay."""
+    _, fused = both("co2(tau=2,worker=node)", accumulation=2)
+    names = [op.name for op in fused.body if op.name.startswith("s1.")]
+    assert names == [
+        "s1.m0.forward.embedding..head",
+        "s1.m0.backward.head..embedding",
+        "s1.m0.reduce0",
+        "s1.m1.forward.embedding..head",
+        "s1.m1.backward.head..embedding",
+        "s1.m1.reduce0",
+        "s1.optimizer",
+    ]
+
+
+def test_reductions_stay_behind_their_own_block_when_fused() -> None:
+    """Small buckets are reduced as early as before: what they wait for ends a fused row."""
+    waits = [
+        {op.name: op.after[0].op.rpartition(".")[2] for op in made.body if "reduce" in op.name}
+        for made in both("zero2(bucket=700)")
+    ]
+    assert len(waits[0]) > 1
+    assert waits[0] == waits[1]
+
+
+def test_only_long_rounds_are_fused() -> None:
+    """From 5,000 ops on; shorter ones show every block in their timeline."""
+    assert "s0.forward.layer0" in {op.name for op in tiny.schedule("co2(tau=500)").body}
+    assert "s0.forward.embedding..head" in {op.name for op in tiny.schedule("co2(tau=600)").body}
