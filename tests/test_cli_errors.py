@@ -84,6 +84,8 @@ BAD = [
     (f"run {ON} --set inter.bandwidth={HUGE}", "has no unit"),
     (f"run {ON} --set 'inter.latency=-1 us'", "-1 us"),
     (f"run {ON} --set inter.efficiency=5e-324", "1e-18"),
+    (f"run {ON} --set scatter.compute=2e8 --set scatter.communication=2", "at most 5"),
+    (f"run {ON} --set 'inter.latency=1e308 s'", "at most 1e+60"),
     (f"run {ON} --set 'price_per_gpu=-2 EUR/h'", "-2 EUR/h"),
     (f"run {ON} --set gpu.peek.bf16=1", "gpu.pe"),
     (f"run {ON} --set model.layer=4", "'layers'"),
@@ -116,7 +118,7 @@ BAD = [
     (f"run {ON} --node-speed first=0.5", "'first'"),
     (f"run {ON} --rounds 1000000000", "1 to 1000000"),
     (f"run {ON} --rounds 1000000 --no-fold", "16: this needs"),
-    (f"run {BASE} -s co2:tau=10000 -g 16 --accumulation 10000", "10000 local steps"),
+    (f"run {BASE} -s co2:tau=10000 -g 16 --accumulation 9999", "10000 local steps"),
     (f"run {ON} --interval slow", "quick"),
     # totals and losses
     (f"run {ON} --tokens 0", "tokens is 0"),
