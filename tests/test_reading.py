@@ -263,22 +263,6 @@ def test_a_table_of_efficiencies_with_a_number_in_it_is_refused(tmp_path: Path) 
         load_cluster(str(path))
 
 
-def test_kinds_of_layers_may_be_anything_in_a_configuration(tmp_path: Path) -> None:
-    """A list in the place of a name is refused, as other names are."""
-    config = {
-        "model_type": "gemma2",
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 9,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "layer_types": [["a"], {"b": 1}],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CatalogError, match=r"layer_types holds \['a'\]"):
-        load_model(str(tmp_path))
-
-
 def test_drafts_are_new_files_with_random_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
