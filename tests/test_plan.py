@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 from commands import Command
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from co2sim import study

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from commands import Command
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from co2sim import study
