@@ -106,6 +106,7 @@ def test_where_nothing_fits_the_smallest_is_named(cli: Run) -> None:
     """70 billion parameters on GPUs of 16 GB: the table says so, and how near one comes."""
     shown = cli("run", "-c", "cloud-25g", "-m", "llama-70b", "-s", "zero2", "-g", "1")[1]
     assert "nothing tried fits" in shown
+    assert "co2sim plan" in shown
     assert "--strategy zero3 --recompute full --gpus 64" in shown
 
 

@@ -15,7 +15,13 @@ HOUR = 3600.0
 RUNS = 30
 NAMES = ("useful", "checkpoint", "lost", "restart", "waiting")
 
-SETTINGS = [pytest.param(range(3), marks=pytest.mark.slow, id="few"), pytest.param(range(3, 50), marks=pytest.mark.nightly, id="others")]
+SETTINGS = [
+    pytest.param(range(3), marks=pytest.mark.slow, id="few"),
+    pytest.param(range(3, 50), marks=pytest.mark.nightly, id="others"),
+]
+    pytest.param(range(3), marks=pytest.mark.slow, id="few"),
+    pytest.param(range(3, 50), marks=pytest.mark.nightly, id="others"),
+]
 
 
 def fractions(account: events.Account) -> dict[str, float]:

@@ -201,22 +201,6 @@ def test_several_processes_give_the_same(offers: tuple[str, str]) -> None:
     assert plan(space, wanted, jobs=2) == one
 
 
-def test_the_front_is_of_those_that_none_beats() -> None:
-    """Every option is dearer or slower than one of it; faster ones of it are dearer."""
-    space = space_of(offer("a", 1.0, 1e7), offer("b", 2.0, 1e8))
-    wanted = Wanted(want="cheapest", tokens=1e9)
-    found = plan(space, wanted)
-    for option in brute_force(space, wanted):
-        assert any(
-            one.totals.days <= option.totals.days and one.spent <= option.spent
-            for one in found.front
-        )
-    days = [one.totals.days for one in found.front]
-    spent = [one.spent for one in found.front]
-    assert days == sorted(days)
-    assert spent == sorted(spent, reverse=True)
-
-
 def test_memory_is_kept_free() -> None:
     """With more headroom fewer candidates fit; what fits has it."""
     few = space_of(offer("a", 1.0, 1e8, memory=1.42e9), headroom=0.02)
@@ -424,9 +408,3 @@ def test_control_c_answers_with_what_there_is(
     assert "So far the best: " in ended.out
     assert "were not looked at" in ended.out
     assert "what was found until then is above" in ended.err
-
-
-def test_a_model_that_does_not_fit_points_to_plan(cli: Command) -> None:
-    """`run` names the command that searches further."""
-    ended = cli("run", "-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp", "-g", "8")
-    assert "co2sim plan" in ended.out

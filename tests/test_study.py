@@ -2,9 +2,7 @@
 
 import doctest
 import json
-import math
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-import co2sim
 from co2sim import DDP, Case, Co2simError, Result, experiments, simulate, study
 from co2sim.cluster import Link
 from co2sim.errors import OptionError
@@ -189,18 +186,6 @@ def test_many_rounds_are_all_measured() -> None:
     assert many.round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
 
 
-def test_folding_does_not_change_an_answer() -> None:
-    """Every figure is the same when all ranks are simulated."""
-    led = "co2(tau=2,worker=node,average=leader)"
-    for strategy in ("zeropp", "co2(tau=2,worker=node)", led):
-        folded = simulate(strategy=strategy, **SMALL)
-        whole = simulate(strategy=strategy, fold=False, **SMALL)
-        assert whole.round_time_s == pytest.approx(folded.round_time_s, rel=1e-9)
-        assert whole.exposed_comm_s == pytest.approx(folded.exposed_comm_s, rel=1e-6, abs=1e-12)
-        assert whole.comm_busy_s == pytest.approx(folded.comm_busy_s, rel=1e-9)
-        assert whole.waiting_s == pytest.approx(folded.waiting_s, rel=1e-9, abs=1e-12)
-
-
 def test_the_trace_of_a_case_keeps_the_rules() -> None:
     """`Case.trace` gives the schedule and a trace of it, warm-up included."""
     schedule, trace = study.trace(Case(strategy="zeropp", **SMALL))
@@ -227,20 +212,6 @@ def test_one_thing_varies_by_its_path(path: str, text: str, name: str, value: ob
     assert found != study.run(case)
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        *(("gpus", "many"), ("gpus", "1.5"), ("jitter", "2"), ("seed", "-1")),
-        *(("strategy.taau", "3"), ("nowhere", "3"), ("inter.nowhere", "3")),
-    ],
-)
-def test_bad_variations_are_one_line(path: str, text: str) -> None:
-    """A path or text that does not fit is a typed error of one line."""
-    with pytest.raises(Co2simError) as caught:
-        study.run(vary(Case(strategy="co2", **SMALL), path, text))
-    assert "\n" not in str(caught.value)
-
-
 def test_overrides_do_not_apply_to_objects() -> None:
     """An object is taken as it is; overriding it is an error."""
     with pytest.raises(OptionError, match="names and files"):
@@ -262,16 +233,6 @@ def test_clusters_that_cannot_be_are_refused(fields: dict[str, Any], bandwidth: 
 
     with pytest.raises(Co2simError):
         run()
-
-
-def test_a_files_path_and_a_key_give_the_same_answer(tmp_path: Path) -> None:
-    """A copy of a catalog file, given by path, is the same cluster."""
-    source = Path(co2sim.__file__).parent / "catalog" / "clusters" / "a100-tcp80.toml"
-    copy = tmp_path / "copy.toml"
-    copy.write_text(source.read_text())
-    case: dict[str, Any] = {**SMALL, "strategy": "zero3"}
-    assert simulate(**{**case, "cluster": str(copy)}) == simulate(**case)
-    assert math.isfinite(simulate(**case).mfu)
 
 
 @pytest.mark.parametrize(

@@ -452,26 +452,6 @@ def test_the_command_names_cases_that_fail(cli: Command) -> None:
     assert "12 GPUs do not fill" in json.loads(out)[1]["error"]
 
 
-@pytest.mark.nightly
-def test_scale_keeps_its_table_when_a_worker_dies(
-    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without all its points there is no figure, but scale.csv has the finished ones."""
-
-    def dying(*asked: Any, made: Callable[..., list[Case]] = grid.over_sizes) -> list[Case]:
-        first, *others = made(*asked)
-        return [first, replace(others[0], strategy=Deadly()), *others[1:]]
-
-    monkeypatch.setattr(grid, "over_sizes", dying)
-    asked = ("-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "8,16,32", "--jobs", "2")
-    code, _, err = cli("scale", *asked)
-    assert code == 1
-    assert "deadly on 16 GPUs" in err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["scale.csv"]
-    rows = list(csv.DictReader((tmp_path / "out" / "scale.csv").read_text().splitlines()))
-    assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]
-
-
 def test_the_table_shows_efficiency_and_a_price_where_there_is_one(cli: Command) -> None:
     """Efficiency against free communication is one less the exposed share; USD needs a price."""
     vary = ("--vary", "strategy=ddp, co2:tau=8,worker=node", "--jobs", "1")

@@ -409,12 +409,6 @@ def test_tables_have_the_columns_and_sort_by_them(
         assert cli("sweep", *ON, *vary, "--sort", column)[0] == 2
 
 
-def test_a_case_that_fails_has_no_totals() -> None:
-    """Its columns are empty, those of the others are not."""
-    found = sweep("dgx-h100", "gpt2-small", "ddp", vary={"gpus": [8, 12]}, tokens=1e9)
-    assert found["days"].notna().tolist() == [True, False]
-
-
 def test_prices_and_grids_are_listed(cli: Run) -> None:
     """All of a kind, and one by its name, with its source."""
     everything = cli("list")[1]
