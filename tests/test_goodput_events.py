@@ -19,9 +19,6 @@ SETTINGS = [
     pytest.param(range(3), marks=pytest.mark.slow, id="few"),
     pytest.param(range(3, 50), marks=pytest.mark.nightly, id="others"),
 ]
-    pytest.param(range(3), marks=pytest.mark.slow, id="few"),
-    pytest.param(range(3, 50), marks=pytest.mark.nightly, id="others"),
-]
 
 
 def fractions(account: events.Account) -> dict[str, float]:
