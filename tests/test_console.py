@@ -110,11 +110,6 @@ def test_where_nothing_fits_the_smallest_is_named(cli: Run) -> None:
     assert "--strategy zero3 --recompute full --gpus 64" in shown
 
 
-def test_what_fits_is_offered_nothing(cli: Run) -> None:
-    """The table is there only where it is needed."""
-    assert "what would fit" not in cli("run", *SMALL, "-s", "ddp", "-g", "8")[1]
-
-
 def test_alternatives_keep_a_global_batch_possible() -> None:
     """A smaller micro-batch keeps the number of GPUs and the samples of a step."""
     case = Case(cluster="dgx-h100", model="llama-7b", strategy="zero2", gpus=16, micro_batch=8)
@@ -181,16 +176,6 @@ def test_selective_recomputation_with_flash_attention_is_said_to_repeat_nothing(
     assert other.pop("notes")
     assert not one.pop("notes")
     assert one == other
-
-
-def test_attention_and_recomputation_can_be_swept(cli: Run) -> None:
-    """Both are axes; eager attention needs more memory, and full recomputation less."""
-    axes = ("--vary", "attention=flash,eager", "--vary", "recompute=none,full")
-    rows = json.loads(
-        cli("sweep", *SMALL, "-s", "ddp", "-g", "8", *axes, "--json", "--jobs", "1")[1]
-    )
-    needs = [row["memory_bytes_per_gpu"]["total"] for row in rows]
-    assert needs[2] > needs[0] > needs[1]
 
 
 # --- figures ------------------------------------------------------------------------------------

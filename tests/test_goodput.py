@@ -456,9 +456,3 @@ def test_delays_that_are_chosen_are_chosen_first(cli: Command) -> None:
     """`auto` of CO2 is settled as by `run`."""
     (found,) = answers(cli, *RSC, "-s", "co2:tau=20,worker=node,delay=auto")
     assert "auto" not in found["strategy"]
-
-
-def test_what_does_not_fit_is_said(cli: Command) -> None:
-    """The shares stand all the same."""
-    args = ("goodput", "-c", "dgx-h100", "-m", "llama-70b", *RSC, "-s", "ddp")
-    assert "ddp does not fit in memory" in cli(*args).out

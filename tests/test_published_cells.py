@@ -29,11 +29,6 @@ def cells(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_there_are_papers() -> None:
-    """CO2 and ZeRO++ are there."""
-    assert {"co2", "zeropp"} <= {folder.name for folder in FOLDERS}
-
-
 def test_a_paper_says_what_it_is() -> None:
     """Key, title, authors, year, where to find it, and the settings of its experiments."""
     for folder in FOLDERS:
@@ -159,12 +154,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words:
         read_cells(path)
     assert words in str(caught.value)
     assert str(caught.value).startswith(str(path))
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """With the reason of the system."""
-    with pytest.raises(CatalogError, match=r"cannot read .*: No such file"):
-        read_cells(tmp_path / "results.toml")
 
 
 # --- the papers ----------------------------------------------------------------------------------

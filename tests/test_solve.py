@@ -258,14 +258,6 @@ def test_sizes_that_a_batch_does_not_divide_are_left_out() -> None:
     assert "is not a multiple of" in solved.failed
 
 
-def test_the_case_as_it_is_need_not_work(cli: Command) -> None:
-    """64 GPUs do not divide 96 samples; 8, 16, 24, 32, 48 and 96 do, and are answered."""
-    arguments = ("-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "--global-batch", "96")
-    ended = cli("solve", "gpus", *arguments, "--for", "tokens_per_s=1", "--to", "96")
-    assert ended.code == 0, ended.err
-    assert "any from 8 to 96" in " ".join(ended.out.split())
-
-
 def test_local_updates_pay_for_what_their_steps_are_worth() -> None:
     """Days to the tokens of ddp: 1.3 times as many where a step is worth so much less."""
     case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2(tau=12)", gpus=16)

@@ -283,6 +283,8 @@ def test_a_recorded_cluster_keeps_what_it_draws_and_costs() -> None:
     assert [getattr(found, n) for n in kept] == pytest.approx([getattr(rich, n) for n in kept])
     assert (found.gpu.tdp, found.gpu.idle_power) == (700.0, 105.0)
     assert changed(rich, {"grid": "france"}).grid_intensity == pytest.approx(0.056)
+    assert (found.price_per_gpu, found.currency) == (rich.price_per_gpu, "USD")
+    assert changed(rich, {"price_per_gpu": "1 EUR/h"}).currency == "EUR"
 
 
 @pytest.mark.parametrize(
