@@ -32,7 +32,14 @@ from co2sim.goodput.closed_forms import (
     young,
 )
 from co2sim.goodput.of_result import goodput_of, goodput_where
-from co2sim.goodput.parts import Goodput, Trained, missing
+from co2sim.goodput.parts import (
+    FailingWorkers,
+    Goodput,
+    Trained,
+    WholeJob,
+    missing,
+    shares_of,
+)
 
 DAY, HOUR = 86400.0, 3600.0
 PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)
@@ -159,6 +166,27 @@ def test_shares_of_every_strategy_sum_to_one(strategy: str) -> None:
     assert (found.workers is not None) == local
     if found.workers:
         assert found.workers.count == (4 if "worker=node" in strategy else 8)
+
+
+def test_what_stops_workers_divides_the_time_that_all_leave() -> None:
+    """Shares of both, with long rounds and a node that is missing, sum to 1."""
+    whole = WholeJob(
+        rate=1e-4, every=1000.0, saving=Saving(blocking=10.0), after=Restart(restart=100.0)
+    )
+    workers = FailingWorkers(
+        rate=1e-4,
+        count=4,
+        round_time=500.0,
+        after=Restart(restart=50.0),
+        stall=3.0,
+        absent=0.1,
+    )
+    outer, inner, both = whole.shares(), workers.shares(), shares_of(whole, workers)
+    assert sum(astuple(both)) == pytest.approx(1, abs=1e-12)
+    assert both.useful == pytest.approx(outer.useful * inner.useful)
+    assert both.lost == pytest.approx(outer.lost + outer.useful * inner.lost)
+    assert both.waiting == pytest.approx(outer.waiting + outer.useful * inner.waiting)
+    assert inner.waiting > 0.1
 
 
 def test_without_failures_there_is_no_goodput() -> None:

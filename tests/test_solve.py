@@ -289,18 +289,21 @@ def test_prices_are_in_the_currency_of_the_cluster(cli: Command) -> None:
 
 def test_levers_are_what_a_tenth_more_gives() -> None:
     """The same as a run with the number changed; the strongest is first."""
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
+    price = {"price_per_gpu": "2 USD/h"}
+    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16, overrides=price)
     found = levers(case)
     gains = [lever.gain for lever in found]
     assert gains == sorted(gains, reverse=True)
     by_name = {lever.change: lever for lever in found}
     before = study.run(case).tokens_per_s
-    wider = replace(case, overrides={"inter.bandwidth": f"{80 * MORE} Gbit/s"})
+    wider = replace(case, overrides={**price, "inter.bandwidth": f"{80 * MORE} Gbit/s"})
     gain = study.run(wider).tokens_per_s / before - 1
     assert by_name["inter.bandwidth"].gain == pytest.approx(gain, rel=1e-6)
     more = study.run(replace(case, gpus=24)).tokens_per_s
     gpus = gain * before / ((more - before) / 8)
     assert by_name["inter.bandwidth"].gpus == pytest.approx(gpus, rel=1e-6)
+    assert by_name["inter.bandwidth"].worth_per_hour == pytest.approx(2 * gpus, rel=1e-6)
+    assert by_name["inter.latency"].gain >= 0
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_strategies_with_options_are_one_value_in_both_forms() -> None:
         ({"vary": {"gpus": [8]}, "sort": 3}, "sort is 3"),
         ({"vary": {"gpus": [8]}, "sort": "step_time"}, "'step_time_s'"),
         ({"vary": {"gpus": [8]}, "strategy": None}, "give strategy"),
+        ({"vary": {"channels": [1]}, "overrides": {"channels": "2"}}, "both overridden"),
     ],
     ids=str,
 )
@@ -235,6 +236,22 @@ def test_scale_gives_clusters_by_strategies_by_counts() -> None:
         co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2(tau=12)"], gpus=[8])
     with pytest.raises(OptionError, match="12 GPUs do not fill"):
         co2sim.scale("dgx-h100", "gpt2-small", "ddp", gpus=[8, 12])
+
+
+def test_counts_of_gpus_double_where_sites_divide() -> None:
+    """Of six nodes at three sites: one, two and all; four do not divide."""
+    sites = tiny.cluster(6, 2, sites=3, wan=co2sim.Link(1e8))
+    job = Case(cluster=sites, model=tiny.model(), strategy="ddp")
+    assert grid.counts(job) == [2, 4, 12]
+
+
+def test_scale_takes_ten_thousand_cases() -> None:
+    """And no more."""
+    job = Case(cluster="", model=tiny.model(), strategy="")
+    large = tiny.cluster(10_001, 1)
+    assert len(grid.over_sizes(job, [large], ["ddp"], range(1, 10_001))) == 10_000
+    with pytest.raises(OptionError, match="10001 cases"):
+        grid.over_sizes(job, [large], ["ddp"], range(1, 10_002))
 
 
 @pytest.mark.nightly

@@ -17,6 +17,7 @@ from co2sim.catalog.rates import rates
 from co2sim.decide.axis import axis_of
 from co2sim.decide.targets import METRICS, View
 from co2sim.errors import CatalogError, OptionError
+from co2sim.goodput.of_result import goodput_of
 from co2sim.metrics import window
 from co2sim.schedule import Compute
 from co2sim.study import trace
@@ -131,6 +132,9 @@ def test_power_reaches_its_limits() -> None:
     rest = cluster(node_power=0.0, pue=1.0)
     assert power.power(result(0.0), rest) == pytest.approx(16 * 340.0)
     assert power.power(result(1.0), rest) == pytest.approx(16 * 100.0)
+    assert power.all_computing(rest) == pytest.approx(16 * 340.0)
+    assert power.all_computing(replace(rest, step_spread=0.1)) == pytest.approx(16 * 100.0)
+    assert power.all_computing(replace(rest, node_spread=0.1)) == pytest.approx(16 * 100.0)
 
 
 def test_waiting_for_slower_nodes_is_no_computing() -> None:
@@ -210,6 +214,23 @@ def test_a_number_that_is_not_known_is_named_and_nothing_rests_on_it(
     assert {"gpu.tdp", "gpu.idle_power"} <= set(
         known(totals(result(**price), replace(bare, gpu=gpu), 1e9)).missing
     )
+
+
+def test_the_range_of_rates_of_failures_widens_that_of_days() -> None:
+    """Few failures on a fast cluster are the low end."""
+    rates_ = {"failures": "meta-rsc-1", "failures.rate_low": "0.5", "failures.rate_high": "2"}
+    case = replace(CASE, overrides=rates_)
+    cluster_, model = (entry.value for entry in case.load())
+    useful = goodput_of(RESULT, cluster_, model)
+    assert useful is not None
+    assert useful.low < useful.useful < useful.high
+    found = known(totals_of(case, RESULT, 1e9))
+    assert found.goodput == useful.useful
+    assert RESULT.tokens_per_s_low is not None
+    assert RESULT.tokens_per_s_high is not None
+    days = 1e9 / 86400
+    assert found.days_low == pytest.approx(days / RESULT.tokens_per_s_high / useful.high)
+    assert found.days_high == pytest.approx(days / RESULT.tokens_per_s_low / useful.low)
 
 
 def test_a_node_of_h100_draws_what_was_measured_elsewhere() -> None:
