@@ -439,6 +439,7 @@ def answers(cli: Command, *more: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_answer_names_what_stops_what_and_the_largest_loss(cli: Command) -> None:
     """For every strategy: useful time, what stops whom, and the number that costs most."""
     ended = cli(*HERE, *RSC, "-s", "ddp", "-s", "local_sgd:tau=20,worker=node")

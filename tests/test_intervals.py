@@ -520,6 +520,7 @@ def test_the_record_of_errors_is_up_to_date() -> None:
 # --- what users see ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tables_and_csv_have_the_interval(
     cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

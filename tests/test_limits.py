@@ -212,6 +212,7 @@ def test_a_bar_says_in_words_where_the_work_stands(monkeypatch: pytest.MonkeyPat
     assert re.search(r"3/4.*loss \[2\.5\]", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", [None, False])
 def test_without_a_terminal_long_work_says_once_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shown: Any

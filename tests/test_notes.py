@@ -63,6 +63,7 @@ def test_a_budget_below_the_largest_block_is_named_with_a_better_one(
     assert better.warnings == ()
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_are_warned_of_too() -> None:
     """Blocks are those of all stages, and both speeds those of the pipeline."""
     found, better = (
@@ -75,6 +76,7 @@ def test_stages_of_a_pipeline_are_warned_of_too() -> None:
     assert better.warnings == ()
 
 
+@pytest.mark.slow
 def test_zero3_inside_a_node_is_compared_with_fsdp() -> None:
     """Its options cannot be given there, so the inner strategy is named; FSDP must be faster."""
     found, better = (
@@ -121,6 +123,7 @@ def test_frames_and_json_have_the_warning() -> None:
     assert list(frame["warnings"]) == [found.warnings[0], ""]
 
 
+@pytest.mark.slow
 def test_solving_for_a_bandwidth_warns(cli: Command) -> None:
     """Of the case as it is."""
     asked = "solve inter.bandwidth --for efficiency=90% -c dgx-h100 -m gpt2-small -g 16"
@@ -152,6 +155,7 @@ def test_a_number_that_counts_costs_of_scale_takes_the_note_away(number: str) ->
     assert simulate(cluster, tiny.model(), "fsdp", noise=noise).notes == ()
 
 
+@pytest.mark.slow
 def test_commands_show_a_note_of_many_results_once(cli: Command) -> None:
     """In scale and sweep; JSON has it with every result."""
     for asked in (

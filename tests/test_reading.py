@@ -306,6 +306,7 @@ def test_links_in_a_ring_are_an_error_of_one_line(tmp_path: Path) -> None:
             write_atomically({path: b""})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ['name = "', '"""', "'''", "name = [", '{a = """'])
 @pytest.mark.parametrize("part", ['\\"', '""', '\\"""', "'", "[", '"a', "\n[["])
 def test_texts_that_are_not_closed_are_refused_in_linear_time(head: str, part: str) -> None:
