@@ -161,7 +161,7 @@ def test_wrong_overrides_are_refused_in_one_line(overrides: dict[str, str], said
             {"seq_len": "2048"},
             "1024 learned positions",
         ),
-        ({"parameters": "7000000000"}, "'parameters'"),
+        ({"parameters": "7000000000"}, "parameters"),
         ({"kv_heads": "5"}, "kv_heads 5"),
         ({"attention": "flash"}, "'softmax' or 'linear'"),
         ({"kind": "rnn"}, "blocks, transformer, vit"),

@@ -19,6 +19,7 @@ Run = Callable[..., tuple[int, str, str]]
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")
 
 
+@pytest.mark.slow
 def test_the_header_counts_in_words(cli: Run) -> None:
     """One node is a node; the name of the cluster stands on a line of its own."""
     one = cli("run", *SMALL, "-s", "ddp", "-g", "8")[1].splitlines()
@@ -120,6 +121,7 @@ def test_alternatives_keep_a_global_batch_possible() -> None:
     assert run(case).fits_in_memory is False
 
 
+@pytest.mark.slow
 def test_one_assumption_is_one_line(cli: Run) -> None:
     """A sweep over micro-batches says once that passes are smaller than any that is known."""
     shown = cli(

@@ -67,6 +67,7 @@ def test_a_folder_holds_what_a_sweep_returns(tmp_path: Path) -> None:
         ], name
 
 
+@pytest.mark.slow
 def test_every_strategy_keeps_memory_in_columns_that_tables_have(tmp_path: Path) -> None:
     """No item of ours is hidden in the column of others, with every variant of a strategy."""
     vary = {"strategy": tiny.VARIANTS, "recompute": ["none", "full"]}

@@ -242,6 +242,7 @@ def two(offers: tuple[str, str], **changes: Any) -> tuple[Recommendation, Wanted
     return plan(space, wanted), wanted
 
 
+@pytest.mark.slow
 def test_at_the_break_even_price_both_cost_the_same(offers: tuple[str, str]) -> None:
     """With the price that is named, in the file, the two best cost the same."""
     found, wanted = two(offers)
@@ -261,6 +262,7 @@ def test_at_the_break_even_price_both_cost_the_same(offers: tuple[str, str]) -> 
     assert cost.cost == pytest.approx(other.totals.cost, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]) -> None:
     """With the bandwidth that is named both options of one cluster cost the same."""
     space = Space(
@@ -286,6 +288,7 @@ def test_at_the_break_even_bandwidth_both_score_the_same(offers: tuple[str, str]
         assert days[0] == pytest.approx(days[1], rel=5e-3)
 
 
+@pytest.mark.slow
 def test_at_the_break_even_rate_of_failures_both_take_as_long(offers: tuple[str, str]) -> None:
     """DDP wins while little fails; so many times as often both take equally long."""
     space = Space(
@@ -345,6 +348,7 @@ def arguments(offers: tuple[str, str], *more: str) -> tuple[str, ...]:
     return ("plan", "--tokens", "1e10", "-c", offers[0], "-c", offers[1], *small, *more)
 
 
+@pytest.mark.slow
 def test_the_answer_comes_in_words_and_its_commands_run(
     cli: Command, offers: tuple[str, str]
 ) -> None:
@@ -363,6 +367,7 @@ def test_the_answer_comes_in_words_and_its_commands_run(
     assert "torchrun --nnodes" in shown.out
 
 
+@pytest.mark.slow
 def test_where_nothing_is_fast_enough_it_says_what_there_is(
     cli: Command, offers: tuple[str, str]
 ) -> None:
@@ -373,6 +378,7 @@ def test_where_nothing_is_fast_enough_it_says_what_there_is(
     assert "the fastest is" in " ".join(ended.out.split())
 
 
+@pytest.mark.slow
 def test_steps_to_a_loss_are_tokens_of_the_global_batch(
     cli: Command, offers: tuple[str, str]
 ) -> None:
@@ -389,6 +395,7 @@ def test_prices_in_two_currencies_are_refused() -> None:
         plan(space_of(offer("a", 1.0, 1e8), euro), Wanted(want="cheapest", tokens=1e9))
 
 
+@pytest.mark.slow
 def test_control_c_answers_with_what_there_is(
     cli: Command, offers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def test_a_published_result_says_where_what_how_much_and_what_for() -> None:
             assert all(cell.get(name, 1) > 0 for name in ("rounding", "spread", "gpus")), cell
 
 
+@pytest.mark.slow
 def test_a_published_result_names_what_the_simulator_knows() -> None:
     """What was run on a cluster can be simulated: names load, and the GPUs fill full nodes."""
     for folder in FOLDERS:

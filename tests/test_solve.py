@@ -203,6 +203,7 @@ def test_what_cannot_be_reached_says_the_best() -> None:
     assert solved.best[1] < 0.99
 
 
+@pytest.mark.slow
 def test_pessimists_need_more_than_optimists() -> None:
     """The ends of the interval of tokens/s give an interval of the answer around it."""
     case = Case(cluster="a100-tcp80-calibrated", model="transnormer-7b", strategy="zero2", gpus=64)
@@ -215,6 +216,7 @@ def test_pessimists_need_more_than_optimists() -> None:
     assert not answer.sure or answer.met[0].low < answer.sure[0].low
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_in_memory_is_no_answer() -> None:
     """The micro-batches that give an MFU are those that fit, up to the largest that fits."""
     case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="ddp", gpus=16)
@@ -228,6 +230,7 @@ def test_what_does_not_fit_in_memory_is_no_answer() -> None:
     assert solved.best[0] <= fits
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_there_is_no_best(cli: Command) -> None:
     """70 billion parameters on every GPU: no bandwidth helps, and the words say so."""
     arguments = ("-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp")
@@ -277,6 +280,7 @@ def test_local_updates_pay_for_what_their_steps_are_worth() -> None:
     assert days[1] == pytest.approx(1.3 * days[0])
 
 
+@pytest.mark.slow
 def test_prices_are_in_the_currency_of_the_cluster(cli: Command) -> None:
     """EUR stays EUR."""
     euro = (*HERE, "-s", "ddp", "--set", "price_per_gpu=2 EUR/h", "--tokens", "1e10")
@@ -337,6 +341,7 @@ def test_the_command_of_a_case_repeats_it(case: Case, cli: Command) -> None:
 # --- the command --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_answer_comes_first_in_words(cli: Command) -> None:
     """A sentence for each strategy, then a table of 50 to 99 %, then what a tenth more buys."""
     strategies = ("-s", "zero3", "-s", "co2:tau=4,worker=node")
@@ -349,6 +354,7 @@ def test_the_answer_comes_first_in_words(cli: Command) -> None:
         assert word in text
 
 
+@pytest.mark.slow
 def test_json_holds_all_that_is_printed(cli: Command) -> None:
     """Answers in SI units, the curve, the levers, and the command."""
     options = ("--for", "step=50 ms", "--from", "1 Gbit/s", "--to", "1 Tbit/s", "--json")
@@ -376,6 +382,7 @@ def test_targets_name_what_they_mean() -> None:
 # --- failures -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_goodput_is_solved_for_and_inverted() -> None:
     """At the mean time between failures that is found, the useful share is the one asked for."""
     case = Case(

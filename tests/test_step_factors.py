@@ -168,6 +168,7 @@ def test_goals_out_of_range_are_refused(steps: int, factors: dict[str, float], s
         Goal(steps=steps, factors=factors)
 
 
+@pytest.mark.slow
 def test_tables_in_python_have_columns_only_with_a_goal() -> None:
     """Factor, steps, seconds and cost; empty where no factor is known, or no price."""
     goal = Goal(steps=100, factors={"slowmo": 2})
@@ -183,6 +184,7 @@ def test_tables_in_python_have_columns_only_with_a_goal() -> None:
     assert sizes["steps_factor"].tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_every_command_that_compares_speed_says_what_a_step_is_worth(cli: Run) -> None:
     """`run`, `scale` and `sweep`; a given factor comes first; not where there are none."""
     commands = (
@@ -199,6 +201,7 @@ def test_every_command_that_compares_speed_says_what_a_step_is_worth(cli: Run) -
     assert "not worth" not in cli(*commands[0], "-s", "zero2")[1]
 
 
+@pytest.mark.slow
 def test_every_command_adds_time_and_cost_to_the_loss(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

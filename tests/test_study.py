@@ -20,6 +20,7 @@ from co2sim.workload import Workload
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
 
+@pytest.mark.slow
 def test_the_examples_in_the_documentation_are_true() -> None:
     """What a docstring shows is what comes out."""
     for module in (study, experiments):

@@ -199,6 +199,7 @@ FIGURES: dict[str, Callable[[Any], float]] = {
 }
 
 
+@pytest.mark.slow
 def test_rows_are_sorted_by_columns_or_by_the_names_of_the_printed_table() -> None:
     """The order is that of the results one by one, falling behind a minus."""
     strategies = ["ddp", "zero3", "co2(tau=4)"]
@@ -287,6 +288,8 @@ def test_a_case_that_fails_is_a_row_with_its_error() -> None:
     assert "12 GPUs do not fill nodes of 8" in found["error"].iloc[2]
     assert found["step_time_s"].isna().tolist() == [False, False, True]
     assert str(found["steps_per_round"].dtype) == "Int64"
+    by_gpus = co2sim.sweep(**asked, vary={"gpus": [12, 8, 16]}, sort="gpus")
+    assert by_gpus["gpus"].tolist() == [8, 16, 12]
 
 
 @pytest.mark.slow

@@ -352,6 +352,7 @@ def test_a_goodput_out_of_range_is_refused(goodput: float) -> None:
         totals(result(), cluster(), 1e9, goodput=goodput)
 
 
+@pytest.mark.slow
 def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> None:
     """JSON, both CSV files, both frames and `totals_of` have the same figures."""
     table, out = tmp_path / "sweep.csv", tmp_path / "out"
@@ -414,6 +415,7 @@ def test_a_cluster_without_power_prints_no_energy_and_says_why(cli: Run) -> None
     assert "no energy" not in cli(*on, "--set", "node_power=2.8 kW")[1]
 
 
+@pytest.mark.slow
 def test_tables_have_the_columns_and_sort_by_them(
     cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
