@@ -307,7 +307,7 @@ def test_levers_are_what_a_tenth_more_gives() -> None:
     gpus = gain * before / ((more - before) / 8)
     assert by_name["inter.bandwidth"].gpus == pytest.approx(gpus, rel=1e-6)
     assert by_name["inter.bandwidth"].worth_per_hour == pytest.approx(2 * gpus, rel=1e-6)
-    assert by_name["inter.latency"].gain >= 0
+    assert by_name["inter.latency"].gain > 0
 
 
 @pytest.mark.parametrize(
@@ -375,6 +375,9 @@ def test_targets_name_what_they_mean() -> None:
     assert target_of("fits") == Target("memory", (1.0,))
     assert target_of("efficiency=90%, 95%").values == (0.9, 0.95)
     assert target_of("usd=5e4").name == "cost"
+    for name in ("mfu", "exposed"):
+        assert Target(name, (0.5,)).met(0.5, 0.5)
+        assert not Target(name, (0.5,)).met(None, 0.5)
     with pytest.raises(OptionError, match="given twice"):
         target_of("exposed=5%,0.05")
 
