@@ -442,6 +442,26 @@ def test_the_command_keeps_what_is_done_and_says_what_is_not(
     assert "killed" in rows[1]["error"]
 
 
+def test_scale_keeps_its_table_when_a_case_fails(
+    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without all its points there is no figure, but scale.csv has the finished ones."""
+
+    def failing(case: Case) -> co2sim.Result:
+        if case.gpus == 16:
+            raise OptionError("it does not fit")
+        return co2sim.run(case)
+
+    monkeypatch.setattr(batch, "run", failing)
+    asked = ("-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "8,16,32", "--jobs", "1")
+    code, _, err = cli("scale", *asked)
+    assert code == 1
+    assert "16 GPUs" in err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["scale.csv"]
+    rows = list(csv.DictReader((tmp_path / "out" / "scale.csv").read_text().splitlines()))
+    assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]
+
+
 def test_control_c_before_any_result_writes_nothing(
     cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
