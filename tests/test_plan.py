@@ -201,6 +201,16 @@ def test_several_processes_give_the_same(offers: tuple[str, str]) -> None:
     assert plan(space, wanted, jobs=2) == one
 
 
+def test_a_step_has_about_four_million_tokens_where_none_are_given() -> None:
+    """To the nearest power of two of samples; of images there is no usual number."""
+    job = Case(cluster="", model="llama-7b", strategy="", overrides={"model.seq_len": "1800"})
+    space = Space(job=job, clusters=("dgx-h100",))
+    assert space.global_batch == 2048  # 3.7 million tokens; 4096 samples were 7.4 million
+    images = replace(space, job=replace(job, model="resnet-50", overrides={}))
+    with pytest.raises(OptionError, match="--global-batch"):
+        _ = images.global_batch
+
+
 def test_memory_is_kept_free() -> None:
     """With more headroom fewer candidates fit; what fits has it."""
     few = space_of(offer("a", 1.0, 1e8, memory=1.42e9), headroom=0.02)

@@ -190,6 +190,21 @@ def test_days_and_cost_are_those_that_solve_reaches_for() -> None:
     assert METRICS["cost"].of(view) == pytest.approx(found.cost)
 
 
+def test_failures_and_ends_of_an_interval_count_in_what_solve_reaches_for() -> None:
+    """With half of the time useful days double; at the low end speed and useful share are low."""
+    view = View(
+        result(tokens_per_s_low=500.0, tokens_per_s_high=2000.0),
+        tokens=86.4e6,
+        goodput=(0.5, 0.25, 0.8),
+    )
+    found = {end: METRICS["days"].of(view.at(end)) for end in ("low", "high")}  # type: ignore[arg-type]
+    assert METRICS["days"].of(view) == pytest.approx(1 / 0.5)
+    assert found == pytest.approx({"low": 2 / 0.25, "high": 0.5 / 0.8})
+    assert METRICS["cost"].of(view) == pytest.approx(384 / 0.5)
+    assert METRICS["cost"].of(view.at("low")) == pytest.approx(2 * 384 / 0.25)
+    assert METRICS["step"].of(view.at("high")) == pytest.approx(METRICS["step"].of(view) / 2)
+
+
 @pytest.mark.parametrize(
     ("lacks", "gone"),
     [
