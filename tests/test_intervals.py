@@ -31,6 +31,7 @@ from co2sim.intervals import (
     TAIL,
     Interval,
     calibration_of,
+    faster,
     kind_errors,
     other_errors,
     undecided,
@@ -205,6 +206,19 @@ def test_a_probed_cluster_has_the_interval_of_its_probe() -> None:
     told = co2sim.simulate(probed(0.02, 0.05), "gpt2-small", "ddp").interval_source
     assert told.startswith("probe: ")
     assert re.findall(r"[0-9.]+%", told) == ["2.0%", "5.0%"]
+
+
+def test_a_faster_cluster_has_more_bandwidth_and_less_latency() -> None:
+    """Of all links, or of all computation; the other is as it was."""
+    plain = probed(0.0, 0.0)
+    links, gpus = faster(plain, communication=2.0), faster(plain, compute=2.0)
+    for name in ("intra", "inter"):
+        one, other = getattr(plain, name), getattr(links, name)
+        assert (other.bandwidth, other.latency) == (2 * one.bandwidth, one.latency / 2)
+        assert getattr(gpus, name) == one
+    assert links.gpu == plain.gpu
+    assert gpus.gpu.peak["bf16"] == 2 * plain.gpu.peak["bf16"]
+    assert gpus.gpu.launch_overhead == plain.gpu.launch_overhead / 2
 
 
 def test_full_simulates_a_probed_cluster_faster_and_slower() -> None:
