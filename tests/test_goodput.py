@@ -111,6 +111,13 @@ def test_the_best_interval_is_the_best(rate: float, blocking: float) -> None:
         assert young(rate, blocking) == pytest.approx(best, rel=0.1)
 
 
+def test_daly_and_young_are_those_of_their_papers() -> None:
+    """A copy that takes a fiftieth of the mean time between failures, by hand."""
+    assert young(1.0, 0.02) == pytest.approx(0.2)
+    assert daly(1.0, 0.02) == pytest.approx(0.2 * (1 + 0.1 / 3 + 0.01 / 9) - 0.02)
+    assert daly(1.0, 2.0) == 1.0
+
+
 def test_a_copy_in_the_background_costs_what_is_lost_meanwhile() -> None:
     """With a write as long as the period a failure loses up to two periods; without, up to one."""
     after = Restart()

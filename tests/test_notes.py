@@ -44,6 +44,11 @@ def of(nodes: int, **changes: Any) -> Cluster:
             ["3 of 3 blocks", "1,140 parameters", "; max_live=1140 "],
         ),
         (
+            "zero3(prefetch=640,max_live=860)",
+            "zero3(prefetch=640,max_live=1140)",
+            ["2 of 3 blocks", "; max_live=1140 "],
+        ),
+        (
             "zero3(prefetch=100,max_live=700)",
             "zero3(prefetch=640,max_live=1140)",
             ["; prefetch=640,max_live=1140 "],
