@@ -251,23 +251,24 @@ def test_what_is_no_table_is_no_configuration(tmp_path: Path) -> None:
         load_model(written(tmp_path, [1, 2]))
 
 
-@pytest.mark.parametrize(
-    ("config", "changes", "more"),
-    [
-        (MISTRAL, {"attention_bias": True}, 32 * (4096 + 1024 + 1024 + 4096)),
-        (MISTRAL, {"mlp_bias": True}, 32 * (14336 + 14336 + 4096)),
-        (OPT, {"enable_bias": False}, -24 * (4 * 2048 + 8192 + 2048)),
-        (NEOX, {"attention_bias": False}, -44 * 4 * 6144),
-        (MISTRAL, {"tie_word_embeddings": True}, -32000 * 4096),
-        (MISTRAL, {"head_dim": 256}, 32 * 4096 * (4096 + 1024) * 2),
-    ],
-)
-def test_fields_that_change_the_size_are_honoured(
-    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], more: int
-) -> None:
+SIZES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    (MISTRAL, {"attention_bias": True}, 32 * (4096 + 1024 + 1024 + 4096)),
+    (MISTRAL, {"mlp_bias": True}, 32 * (14336 + 14336 + 4096)),
+    (OPT, {"enable_bias": False}, -24 * (4 * 2048 + 8192 + 2048)),
+    (NEOX, {"attention_bias": False}, -44 * 4 * 6144),
+    (MISTRAL, {"tie_word_embeddings": True}, -32000 * 4096),
+    (MISTRAL, {"head_dim": 256}, 32 * 4096 * (4096 + 1024) * 2),
+]
+
+
+def test_fields_that_change_the_size_are_honoured(tmp_path: Path) -> None:
     """Each adds or takes away just the parameters that it stands for."""
-    plain = load_model(written(tmp_path, config)).value.parameters
-    assert load_model(written(tmp_path, config | changes)).value.parameters - plain == more
+    for config, changes, more in SIZES:
+        plain, changed = (
+            load_model(written(tmp_path, one)).value.parameters
+            for one in (config, config | changes)
+        )
+        assert changed - plain == more, changes
 
 
 def test_local_layers_of_gpt_neo_are_windows(tmp_path: Path) -> None:
