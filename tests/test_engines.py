@@ -156,7 +156,7 @@ def test_what_was_done_before_the_scheduler_was_lost_is_in_the_folder(tmp_path: 
     assert rest.done == 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("small_parts")
 def test_dask_starts_its_own_workers_where_no_scheduler_is_given(tmp_path: Path) -> None:
     """A script without `if __name__` does, too; nothing is left, and control-C is one line."""
@@ -221,7 +221,7 @@ def test_dask_starts_its_own_workers_where_no_scheduler_is_given(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_loky_gives_the_same_bytes_with_any_number_of_processes(tmp_path: Path, jobs: int) -> None:
     """Whoever is done first, rows and files are in the order of the grid."""
     assert kept(tmp_path / "one") == kept(tmp_path / "other", jobs=jobs)

@@ -1,19 +1,29 @@
-"""Goodput: closed forms against events on a clock, and against what is known of them."""
+"""Goodput: closed forms, of a simulated training by strategy, and as `co2sim goodput` says it."""
 
+import json
 import math
+import shlex
+from dataclasses import astuple, replace
+from typing import Any
 
 import numpy as np
 import pytest
-from goodput_simulation import NAMES, simulated
+import tiny
+from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from scipy.stats import poisson
 
+from co2sim import study
+from co2sim.case import Case
+from co2sim.cluster import Link
 from co2sim.errors import OptionError
+from co2sim.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.goodput.closed_forms import (
     Rates,
     Restart,
     Saving,
-    Shares,
     apart,
     best_interval,
     daly,
@@ -21,48 +31,38 @@ from co2sim.goodput.closed_forms import (
     together,
     young,
 )
-from co2sim.goodput.parts import FailingWorkers, WholeJob, shares_of
+from co2sim.goodput.of_result import goodput_of, goodput_where
+from co2sim.goodput.parts import (
+    FailingWorkers,
+    Goodput,
+    Trained,
+    WholeJob,
+    missing,
+    shares_of,
+)
+
+DAY, HOUR = 86400.0, 3600.0
+PLAIN = Failures(node=100 * DAY, detection=60.0, restart=240.0)
+JOB = Trained(gpus=64, nodes=8, parameters=7_000_000_000, round_time=1.0)
+HERE = ("goodput", "-c", "a100-tcp80", "-m", "gpt2-small", "-g", "64")
+RSC = ("--set", "failures=meta-rsc-1")
+EVERY = (
+    *("ddp", "zero1", "zero2", "zero3", "zeropp", "fsdp", "local_sgd(tau=3)", "co2(tau=3)"),
+    *("overlap_local_sgd(tau=3)", "slowmo(tau=2,worker=node,inner=ddp)"),
+    *("diloco(tau=4,fragments=2,delay=1,worker=node)", "co2(tau=2,worker=node,average=leader)"),
+)
 
 
-def of_shares(shares: Shares) -> dict[str, float]:
-    """By name."""
-    return {name: getattr(shares, name) for name in NAMES}
+def of_case(strategy: str, failures: Failures | None, nodes: int = 4, per_node: int = 2) -> Goodput:
+    """Of the tiny model on a tiny cluster."""
+    cluster = replace(tiny.cluster(nodes, per_node), failures=failures)
+    result = study.run(Case(cluster=cluster, model=tiny.model(), strategy=strategy))
+    found = goodput_of(result, cluster, tiny.model())
+    assert found is not None
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", ["all", "workers", "both"])
-@pytest.mark.parametrize("number", range(4))
-def test_events_agree_with_the_closed_forms(number: int, fails: str) -> None:
-    """Settings drawn at random: the useful share is within 3 standard errors, others within 4."""
-    rng = np.random.default_rng(1000 + number)
-    mean = 10 ** rng.uniform(4, 5.5)
-    every = mean * 10 ** rng.uniform(-2, -0.5)
-    after = {"detection": mean * rng.uniform(0, 0.05), "restart": mean * rng.uniform(0, 0.05)}
-    if fails == "all":
-        after |= {"spares": int(rng.integers(0, 4)), "repair": mean * rng.uniform(0, 2)}
-    whole = WholeJob(
-        rate=0.0 if fails == "workers" else 1 / mean,
-        every=math.inf if fails == "workers" else every,
-        saving=Saving(blocking=every * rng.uniform(0, 0.1), writing=every * rng.uniform(0, 1)),
-        after=Restart(**after),
-    )
-    count = int(rng.integers(2, 65))
-    life = mean * count * 10 ** rng.uniform(-1, 1)
-    longest = 0.3 if fails == "workers" else -2
-    workers = FailingWorkers(
-        rate=1 / life,
-        count=count,
-        round_time=min(mean, life) * 10 ** rng.uniform(-4, longest),
-        after=Restart(restart=min(mean, life) * rng.uniform(0, 0.02)),
-        stall=life / count * rng.uniform(0, 0.05),
-        absent=0.1 * float(rng.integers(2)),
-    )
-    parts = (whole, None if fails == "all" else workers)
-    found = simulated(*parts, seed=1000 + number, runs=30, failures=200)
-    for name, share in of_shares(shares_of(*parts)).items():
-        value, error = found[name]
-        most = 3 if name == "useful" else 4
-        assert abs(value - share) <= most * error + 2e-5, (name, share, value, error)
+# --- closed forms ------------------------------------------------------------------------------
 
 
 @given(
@@ -89,7 +89,7 @@ def test_shares_sum_to_one(
         together(rate, every, Saving(blocking=blocking, writing=writing), after),
         apart(rate, 4, every, after, blocking),
     ):
-        values = list(of_shares(shares).values())
+        values = list(astuple(shares))
         assert sum(values) == pytest.approx(1, abs=1e-9)
         assert min(values) >= -1e-9
 
@@ -109,6 +109,13 @@ def test_the_best_interval_is_the_best(rate: float, blocking: float) -> None:
     if rate * blocking < 0.01:
         assert daly(rate, blocking) == pytest.approx(best, rel=0.01)
         assert young(rate, blocking) == pytest.approx(best, rel=0.1)
+
+
+def test_daly_and_young_are_those_of_their_papers() -> None:
+    """A copy that takes a fiftieth of the mean time between failures, by hand."""
+    assert young(1.0, 0.02) == pytest.approx(0.2)
+    assert daly(1.0, 0.02) == pytest.approx(0.2 * (1 + 0.1 / 3 + 0.01 / 9) - 0.02)
+    assert daly(1.0, 2.0) == 1.0
 
 
 def test_a_copy_in_the_background_costs_what_is_lost_meanwhile() -> None:
@@ -145,9 +152,343 @@ def test_rates_add_up() -> None:
 
 def test_hopeless_and_wrong_numbers_are_refused() -> None:
     """One line that says what."""
-    with pytest.raises(OptionError, match="nothing gets done"):
+    with pytest.raises(OptionError, match="nothing gets"):
         together(1.0, 1e6, Saving(blocking=1.0), Restart())
     with pytest.raises(OptionError, match="write less often"):
         together(1e-6, 10.0, Saving(blocking=0.0, writing=20.0), Restart())
-    with pytest.raises(OptionError, match="failures of a node per second is -1"):
+    with pytest.raises(OptionError, match=r"node.* is -1"):
         Rates(node=-1)
+
+
+# --- by strategy --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_shares_of_every_strategy_sum_to_one(strategy: str) -> None:
+    """Of all strategies; those with local steps, and only they, have workers that stop alone."""
+    found = of_case(strategy, replace(PLAIN, job=HOUR, gpu=30 * DAY))
+    assert sum(astuple(found.shares)) == pytest.approx(1, abs=1e-9)
+    assert min(astuple(found.shares)) >= 0
+    local = "tau" in strategy
+    assert (found.workers is not None) == local
+    if found.workers:
+        assert found.workers.count == (4 if "worker=node" in strategy else 8)
+
+
+def test_what_stops_workers_divides_the_time_that_all_leave() -> None:
+    """Shares of both, with long rounds and a node that is missing, sum to 1."""
+    whole = WholeJob(
+        rate=1e-4, every=1000.0, saving=Saving(blocking=10.0), after=Restart(restart=100.0)
+    )
+    workers = FailingWorkers(
+        rate=1e-4,
+        count=4,
+        round_time=500.0,
+        after=Restart(restart=50.0),
+        stall=3.0,
+        absent=0.1,
+    )
+    outer, inner, both = whole.shares(), workers.shares(), shares_of(whole, workers)
+    assert sum(astuple(both)) == pytest.approx(1, abs=1e-12)
+    assert both.useful == pytest.approx(outer.useful * inner.useful)
+    assert both.lost == pytest.approx(outer.lost + outer.useful * inner.lost)
+    assert both.waiting == pytest.approx(outer.waiting + outer.useful * inner.waiting)
+    assert inner.waiting > 0.1
+
+
+def test_without_failures_there_is_no_goodput() -> None:
+    """None, and not 1: nothing is known."""
+    cluster = tiny.cluster(4, 1)
+    result = study.run(Case(cluster=cluster, model=tiny.model(), strategy="ddp"))
+    assert goodput_of(result, cluster, tiny.model()) is None
+
+
+def test_what_is_synchronous_goes_back_to_a_checkpoint() -> None:
+    """Rate, checkpoint, restart and reload, each worked out by hand."""
+    failures = Failures(
+        gpu=1000 * DAY,
+        node=500 * DAY,
+        switch=2000 * DAY,
+        gpus_per_switch=32,
+        job=10 * DAY,
+        detection=60.0,
+        restart=240.0,
+        pause=2.0,
+    )
+    found = goodput_where(failures, JOB)
+    rate = (64 / 1000 + 8 / 500 + 2 / 2000 + 1 / 10) / DAY
+    assert found.whole.rate == pytest.approx(rate)
+    assert found.failures_per_second == pytest.approx(rate)
+    state = 7e9 * 12
+    assert found.checkpoint_bytes == state
+    written = state / (8 * WRITE_PER_NODE)
+    assert found.whole.saving == Saving(blocking=2.0, writing=written)
+    assert found.whole.after.down == pytest.approx(300 + state / (8 * READ_PER_NODE))
+    assert found.useful == pytest.approx(
+        together(rate, found.whole.every, found.whole.saving, found.whole.after).useful
+    )
+    large = goodput_where(replace(failures, host_bandwidth=1e8), JOB)
+    assert large.whole.saving.blocking == pytest.approx(state / 64 / 1e8)
+    blocking = goodput_where(replace(failures, checkpoint="blocking"), JOB)
+    assert blocking.whole.saving == Saving(blocking=written)
+
+
+def test_a_checkpoint_is_what_the_optimizer_needs() -> None:
+    """Adam: 12 bytes for a parameter; SGD with momentum: 8; local updates: the outer state, too."""
+    assert goodput_where(PLAIN, JOB).checkpoint_bytes == 84e9
+    assert goodput_where(PLAIN, replace(JOB, optimizer="sgd")).checkpoint_bytes == 56e9
+    parameters = tiny.model().parameters
+    diloco = of_case("diloco(tau=2,worker=node)", PLAIN).checkpoint_bytes
+    anchor, momentum, average = 4, 4, 4
+    assert diloco == pytest.approx((12 + anchor + momentum + average) * parameters, rel=0.01)
+    of_gpus = of_case("diloco(tau=2)", PLAIN).checkpoint_bytes
+    assert of_gpus == pytest.approx(diloco, rel=0.01)
+
+
+def test_one_worker_is_no_local_update() -> None:
+    """Where there are no others to go on, all stop: a single node that is the worker."""
+    alone = of_case("local_sgd(tau=2,worker=node)", PLAIN, nodes=1, per_node=4)
+    assert alone.workers is None
+    assert alone.whole.rate == pytest.approx(1 / (100 * DAY))
+
+
+def test_what_all_workers_depend_on_stops_all() -> None:
+    """The only node, or the only switch, of several workers."""
+    on_one_node = of_case("local_sgd(tau=2)", replace(PLAIN, gpu=DAY), nodes=1, per_node=4)
+    assert on_one_node.workers is not None
+    assert on_one_node.workers.rate == pytest.approx(1 / DAY)
+    assert on_one_node.whole.rate >= 1 / (100 * DAY)
+    switched = Failures(switch=50 * DAY, gpus_per_switch=64, node=100 * DAY)
+    several = replace(JOB, workers=8)
+    assert goodput_where(switched, several).whole.rate == pytest.approx(1 / (50 * DAY))
+    apart = goodput_where(replace(switched, gpus_per_switch=16), several)
+    assert apart.whole.rate == 0
+    assert apart.workers is not None
+    assert apart.workers.rate == pytest.approx((1 / 100 + 1 / 50) / DAY)
+
+
+def test_workers_that_fail_with_their_node_stop_the_others_once() -> None:
+    """8 workers on a node: as many stalls as failures of nodes, not 8 for each."""
+    found = goodput_where(replace(PLAIN, regroup=7.0, detection=0.0), replace(JOB, workers=64))
+    assert found.workers is not None
+    per_second = found.workers.rate * found.workers.count * found.workers.stall
+    assert per_second == pytest.approx(8 / (100 * DAY) * 7.0)
+
+
+@given(st.floats(0.0, 500.0), st.floats(1.0, 300.0))
+def test_the_others_wait_until_a_failure_is_noticed(detection: float, round_time: float) -> None:
+    """The mean over when in the round it happens of what detection takes beyond the round."""
+    found = goodput_where(
+        replace(PLAIN, detection=detection), replace(JOB, round_time=round_time, workers=8)
+    )
+    left = (np.arange(100_000) + 0.5) / 100_000 * round_time  # of the round, after the failure
+    expected = float(np.maximum(0, detection - left).mean())
+    assert found.workers is not None
+    assert found.workers.stall == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_one_worker_copies_its_moments_and_all_the_rest() -> None:
+    """The stop is that of the worker whose moments are saved: 8 bytes of 12 on its 8 GPUs."""
+    found = goodput_where(replace(PLAIN, job=DAY, pause=0.0), replace(JOB, workers=8))
+    expected = (7e9 * 4 / 64 + 7e9 * 8 / 8) / HOST_BANDWIDTH
+    assert found.whole.saving.blocking == pytest.approx(expected)
+
+
+def test_only_broken_parts_need_another_node() -> None:
+    """A failure of the job takes no spare; one of a GPU or a node takes a node."""
+    failures = replace(PLAIN, node=4 * DAY, job=HOUR * 20, spares=1, repair=10 * HOUR)
+    hardware = 8 / (4 * DAY)
+    all_stop = goodput_where(failures, JOB)
+    assert all_stop.shares.waiting == pytest.approx(erlang_loss(2, hardware * 10 * HOUR))
+    apart = goodput_where(failures, replace(JOB, workers=8))
+    assert apart.workers is not None
+    assert apart.workers.absent == pytest.approx(missing(hardware * 10 * HOUR, 1) / 8)
+    assert apart.workers.after.repair == 10 * HOUR
+    assert apart.shares.waiting > apart.workers.absent * 0.9
+    job_only = goodput_where(replace(failures, node=None), replace(JOB, workers=8))
+    assert job_only.shares.waiting == 0
+
+
+def test_local_updates_need_no_checkpoint_where_nothing_stops_all() -> None:
+    """Only rates of parts of workers: no interval, no stops; with a rate of the job, both."""
+    apart = goodput_where(PLAIN, replace(JOB, workers=8))
+    assert math.isinf(apart.whole.every)
+    assert apart.shares.checkpoint == 0
+    with_job = goodput_where(replace(PLAIN, job=DAY), replace(JOB, workers=8))
+    assert 0 < with_job.whole.every < DAY
+    assert with_job.shares.checkpoint > 0
+    assert with_job.useful < apart.useful
+
+
+def test_the_last_worker_with_the_state_stops_all() -> None:
+    """Two workers that are away half of the time: a failure often finds no peer."""
+    failures = Failures(node=HOUR, detection=0.0, restart=HOUR)
+    found = goodput_where(failures, replace(JOB, gpus=16, nodes=2, workers=2))
+    # each works an hour and is away an hour: a failure, twice an hour of both, finds the other away
+    assert found.whole.rate == pytest.approx(2 / HOUR * 0.5, rel=0.01)
+
+
+def test_a_worker_that_is_a_site_reads_from_another_site() -> None:
+    """Over the WAN; with several workers at a site, over the network of the site."""
+    wan = Link(1e6)
+    for nodes, bandwidth in ((2, 1e6), (4, 1e9)):
+        failing = replace(tiny.cluster(nodes, 2, sites=2, wan=wan), failures=PLAIN)
+        case = Case(cluster=failing, model=tiny.model(), strategy="local_sgd(tau=2,worker=node)")
+        found = goodput_of(study.run(case), failing, tiny.model())
+        assert found is not None
+        assert found.workers is not None
+        state = 4 * 2000 + found.checkpoint_bytes - 12 * 2000
+        assert found.workers.after.reload == pytest.approx(state / bandwidth)
+
+
+# --- the interval -------------------------------------------------------------------------------
+
+
+@given(
+    st.floats(1.0, 300.0),
+    st.floats(0.0, 60.0),
+    st.floats(0.0, 600.0),
+    st.floats(0.0, 600.0),
+)
+def test_the_interval_is_the_best_for_copies_in_the_background_too(
+    hours: float, pause: float, write: float, down: float
+) -> None:
+    """No better one is found by a bounded search over all that are allowed."""
+    failures = Failures(
+        job=hours * HOUR,
+        detection=0.0,
+        restart=down,
+        pause=pause,
+        checkpoint_bandwidth=84e9 / max(write, 1e-3),
+        reload_bandwidth=1e18,
+    )
+    found = goodput_where(failures, JOB)
+    whole = found.whole
+    least = max(whole.saving.writing - whole.saving.blocking, JOB.round_time)
+
+    def useless(every: float) -> float:
+        return -together(whole.rate, every, whole.saving, whole.after).useful
+
+    high = 10 * hours * HOUR + 10 * least
+    best = minimize_scalar(useless, bounds=(least, high), method="bounded")
+    assert found.useful >= max(-best.fun, -useless(least)) - 1e-9
+    assert whole.every >= least * (1 - 1e-12)
+
+
+def test_an_interval_that_is_given_is_kept_and_too_short_a_one_refused() -> None:
+    """The share is that of the interval; the write has to end before the next begins."""
+    fixed = goodput_where(PLAIN, JOB, every=1800.0)
+    assert fixed.whole.every == 1800
+    assert fixed.useful < goodput_where(PLAIN, JOB).useful
+    with pytest.raises(OptionError, match="write less often"):
+        goodput_where(PLAIN, JOB, every=1.0)
+    with pytest.raises(OptionError, match="it must be above 0"):
+        goodput_where(PLAIN, JOB, every=0.0)
+
+
+# --- ranges and limits --------------------------------------------------------------------------
+
+
+@given(st.floats(0.1, 1.0), st.floats(1.0, 10.0), st.sampled_from([1, 8]))
+def test_the_range_of_rates_and_restarts_is_one_of_goodput(
+    low: float, high: float, workers: int
+) -> None:
+    """The nominal share lies in it; without a range it has none."""
+    failures = replace(PLAIN, job=20 * DAY, rate_low=low, rate_high=high, restart_high=600.0)
+    found = goodput_where(failures, replace(JOB, workers=workers))
+    assert found.low < found.useful <= found.high
+    nominal = goodput_where(failures, replace(JOB, workers=workers), ends=False)
+    assert nominal == replace(found, low=found.useful, high=found.useful)
+    none = goodput_where(replace(PLAIN, job=20 * DAY), replace(JOB, workers=workers))
+    assert none.low == none.useful == none.high
+
+
+def test_where_nothing_gets_done_it_says_so() -> None:
+    """An error for the rates themselves, and 0 for the end of their range."""
+    with pytest.raises(OptionError, match="nothing gets done"):
+        goodput_where(Failures(node=60.0), replace(JOB, nodes=512, gpus=4096))
+    hopeless = goodput_where(replace(PLAIN, node=20 * HOUR, rate_high=1e6), JOB)
+    assert hopeless.low == 0 < hopeless.useful
+
+
+@given(st.floats(1e-3, 50.0), st.integers(0, 60))
+def test_missing_nodes_are_the_excess_of_a_poisson_count(load: float, spares: int) -> None:
+    """Beside the sum over the distribution of SciPy."""
+    counts = np.arange(spares, 400)
+    expected = float(((counts - spares) * poisson.pmf(counts, load)).sum())
+    assert missing(load, spares) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@given(st.sampled_from([1, 8, 64]), st.floats(1.01, 5.0))
+def test_better_parts_and_faster_storage_never_cost(workers: int, better: float) -> None:
+    """Of every number of failures, in the direction that is better."""
+    given_ = replace(PLAIN, job=30 * DAY, gpu=300 * DAY, repair=HOUR, spares=1)
+    job = replace(JOB, workers=workers)
+    before = goodput_where(given_, job).useful
+    for name in ("node", "gpu", "job", "host_bandwidth"):
+        moved = replace(given_, **{name: getattr(given_, name) * better})
+        assert goodput_where(moved, job).useful >= before - 1e-12, name
+    for name in ("detection", "restart", "repair", "pause"):
+        moved = replace(given_, **{name: getattr(given_, name) / better})
+        assert goodput_where(moved, job).useful >= before - 1e-12, name
+    assert goodput_where(replace(given_, spares=2), job).useful >= before
+    assert HOST_BANDWIDTH == 32e9
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def answers(cli: Command, *more: str) -> list[dict[str, Any]]:
+    """What `--json` prints."""
+    ended = cli(*HERE, *more, "--json")
+    assert ended.code == 0, ended.err
+    found: list[dict[str, Any]] = json.loads(ended.out)
+    return found
+
+
+@pytest.mark.slow
+def test_the_answer_names_what_stops_what_and_the_largest_loss(cli: Command) -> None:
+    """For every strategy: useful time, what stops whom, and the number that costs most."""
+    ended = cli(*HERE, *RSC, "-s", "ddp", "-s", "local_sgd:tau=20,worker=node")
+    assert ended.code == 0, ended.err
+    first, second = " ".join(ended.out.split()).split("local_sgd(tau=20")[:2]
+    assert first.startswith("ddp: ")
+    assert "every 19.2 days stops all 64 GPUs" in first
+    assert "every 19.2 days, and stops alone, of 8" in second
+    for text in (first, second):
+        assert text.count("the largest loss is") == 1
+
+
+def test_json_has_all_of_it(cli: Command) -> None:
+    """Shares that sum to 1, speed, interval, state, and the command that repeats it."""
+    (found,) = answers(cli, *RSC, "-s", "ddp")
+    assert sum(found["shares"].values()) == pytest.approx(1, abs=1e-9)
+    assert found["useful"] == found["shares"]["useful"]
+    assert found["low"] <= found["useful"] <= found["high"]
+    assert found["useful_tokens_per_s"] == pytest.approx(found["useful"] * found["tokens_per_s"])
+    assert found["mean_time_to_failure_s"] == pytest.approx(153.8 * 86400 / 8)
+    assert found["workers"] is None
+    assert found["whole"]["every"] > 0
+    again = cli(*shlex.split(found["command"])[1:], "--json")
+    assert json.loads(again.out) == [found]
+
+
+def test_what_never_happens_is_none_in_json(cli: Command) -> None:
+    """JSON has no infinity: without failures of all there is no interval."""
+    (found,) = answers(cli, *RSC, "-s", "local_sgd:tau=20,worker=node")
+    assert found["whole"]["every"] is None
+    assert found["workers"]["count"] == 8
+
+
+def test_a_fixed_interval_is_kept(cli: Command) -> None:
+    """`--every`, which costs compared with the best."""
+    (best,) = answers(cli, *RSC, "-s", "ddp")
+    (fixed,) = answers(cli, *RSC, "-s", "ddp", "--every", "6 h")
+    assert fixed["whole"]["every"] == 6 * 3600
+    assert fixed["useful"] < best["useful"]
+
+
+def test_delays_that_are_chosen_are_chosen_first(cli: Command) -> None:
+    """`auto` of CO2 is settled as by `run`."""
+    (found,) = answers(cli, *RSC, "-s", "co2:tau=20,worker=node,delay=auto")
+    assert "auto" not in found["strategy"]

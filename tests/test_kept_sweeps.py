@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import pytest
 import tiny
-from hypothesis import given
+from commands import Command
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import co2sim
 from co2sim import Co2simError, OptionError, grid, streamed, sweep_to
-from co2sim.cli import main
 from co2sim.columns import MEMORY_ITEMS, columns
 from co2sim.points import Points, Shard
 from co2sim.step_factors import NO_GOAL, Goal
@@ -67,6 +67,7 @@ def test_a_folder_holds_what_a_sweep_returns(tmp_path: Path) -> None:
         ], name
 
 
+@pytest.mark.slow
 def test_every_strategy_keeps_memory_in_columns_that_tables_have(tmp_path: Path) -> None:
     """No item of ours is hidden in the column of others, with every variant of a strategy."""
     vary = {"strategy": tiny.VARIANTS, "recompute": ["none", "full"]}
@@ -230,10 +231,22 @@ def test_shards_together_are_the_bytes_of_one_process(tmp_path: Path, *, shared:
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "1/0", "a/b", "1/20000", "-1/3", "1/3/5", ""])
-def test_a_shard_that_cannot_be_is_one_line(text: str) -> None:
-    """What was given, and what is allowed."""
-    with pytest.raises(OptionError, match=r"^shard is .*; it must be N/COUNT, such as 3/16"):
+@given(st.text("0123456789-/a", max_size=7))
+@example("0/3")
+@example("4/3")
+@example("3")
+@example("1/0")
+@example("1/20000")
+@example("1/3/5")
+@example("")
+@example("3/3")
+def test_a_shard_is_n_of_count_or_refused(text: str) -> None:
+    """From 1 on; at most 10,000; what was given is named."""
+    numbers = [int(part) for part in text.split("/") if part.isdecimal()]
+    if len(numbers) == len(text.split("/")) == 2 and 1 <= numbers[0] <= numbers[1] <= 10_000:
+        assert Shard.read(text) == Shard(*numbers)
+        return
+    with pytest.raises(OptionError, match=r"^shard is "):
         Shard.read(text)
 
 
@@ -241,14 +254,14 @@ def test_a_folder_of_another_question_or_of_other_files_is_left_alone(tmp_path: 
     """It is refused in one line, and so is a part that somebody cut."""
     kept(tmp_path)
     before = files(tmp_path)
-    with pytest.raises(OptionError, match="other columns than this table"):
+    with pytest.raises(OptionError, match="other columns"):
         kept(tmp_path, {"micro_batch": [1, 2]})
     assert files(tmp_path) == before
     (tmp_path / "part-000001.parquet").write_bytes(b"PAR1 cut")
-    with pytest.raises(OptionError, match=r"cannot read .*part-000001.*; remove it, and go on"):
+    with pytest.raises(OptionError, match="part-000001"):
         kept(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="it is not a folder"):
+    with pytest.raises(OptionError, match="not a folder"):
         kept(tmp_path / "file")
 
 
@@ -257,7 +270,7 @@ def test_without_pyarrow_one_line_says_what_to_install(
 ) -> None:
     """Nothing is written."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(OptionError, match=r"needs pyarrow: pip install 'co2sim\[parquet\]'"):
+    with pytest.raises(OptionError, match=r"co2sim\[parquet\]"):
         kept(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -265,9 +278,9 @@ def test_without_pyarrow_one_line_says_what_to_install(
 def test_more_cases_than_a_folder_takes_are_refused_before_any_work(tmp_path: Path) -> None:
     """A folder takes ten million; without one it is ten thousand, and the line says so."""
     vary = {"micro_batch": range(1, 4001), "accumulation": range(1, 4001)}
-    with pytest.raises(OptionError, match=r"4000 x 4000 = 16000000 cases; at most 10000000"):
+    with pytest.raises(OptionError, match=r"16000000.* 10000000"):
         kept(tmp_path, vary)
-    with pytest.raises(OptionError, match=r"at most 10000 are run; give a folder \(--out\)"):
+    with pytest.raises(OptionError, match=r"10000 .*--out"):
         co2sim.sweep(**ASKED, vary=vary)
 
 
@@ -280,68 +293,25 @@ def test_columns_do_not_depend_on_results() -> None:
     assert not {"cost_to_loss", "energy_kwh"} & set(plain)
 
 
-Run = Callable[..., tuple[int, str, str]]
+ASK = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--jobs", "1")
 
 
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """A sweep over counts of GPUs from an empty folder; its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        asked = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--jobs", "1")
-        monkeypatch.setattr(sys, "argv", ["co2sim", *asked, *words])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, *capsys.readouterr()
-
-    return run
-
-
-def test_the_command_says_how_many(cli: Run) -> None:
+def test_the_command_says_how_many(cli: Command) -> None:
     """In words or as JSON; a failed case is named on stderr, with exit code 1."""
     asked = ("--vary", "gpus=8,12,16", "--out", "kept")
-    code, out, err = cli(*asked)
-    assert (code, out) == (1, "3 cases simulated: all 3 in kept\n")
-    assert err.startswith("error: 1 of 3 cases failed: gpus=12: 12 GPUs do not fill nodes of 8")
-    assert err.endswith("; the others are in kept\n")
-    code, out, _ = cli(*asked, "--json")
+    code, out, err = cli(*ASK, *asked)
+    assert (code, out.split()[0]) == (1, "3")
+    assert err.startswith("error: 1 of 3 cases failed: gpus=12: ")
+    assert err.endswith(" kept\n")
+    code, out, _ = cli(*ASK, *asked, "--json")
     assert code == 1
     assert json.loads(out) == {"out": "kept", "cases": 3, "computed": 1, "reused": 2, "failed": 1}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--out", "o", "--csv", "c.csv"), "--csv and --out are both given"),
-        (("--out", "o", "--sort", "step"), "--sort and --out are both given"),
-        (("--out", "o", "--report", "r.html"), "--report and --out are both given"),
-        (("--shard", "1/2"), "--shard needs a folder: give --out, too"),
-        (("--out", "o", "--shard", "2"), "shard is '2'; it must be N/COUNT"),
-        (("--engine", "spark"), "engine is 'spark'; it is one of loky, dask"),
-        (("--engine", "dusk"), "did you mean 'dask'?"),
-        (("--scheduler", "tcp://h:1"), "a scheduler needs the engine dask"),
-        (("--engine", "dask", "--scheduler", "host"), "of Dask it is tcp://HOST:8786"),
-        (("--engine", "dask", "--scheduler", "no.json"), "there is no such file"),
-    ],
-)
-def test_what_does_not_go_together_is_one_line(
-    cli: Run, tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
-    """Before anything is read, started or written."""
-    code, out, err = cli("--vary", "gpus=8,16", *words)
-    assert (code, out) == (2, "")
-    assert said in err
-    assert len(err) <= 401
-    assert err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_control_c_says_what_the_folder_has(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_c_says_what_the_folder_has(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, exit code 130, and how to go on."""
     monkeypatch.setattr(streamed, "figures", interrupted(1, KeyboardInterrupt))
-    code, out, err = cli("--vary", "gpus=8,16", "--out", "kept")
+    code, out, err = cli(*ASK, "--vary", "gpus=8,16", "--out", "kept")
     assert (code, out) == (130, "")
     words = "1 of 2 cases are in kept; the same command goes on from there"
     assert err == f"interrupted; {words}\n"

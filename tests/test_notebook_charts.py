@@ -37,8 +37,8 @@ def traced(strategy: str, **options: Any) -> tuple[Schedule, Trace]:
     return study.trace(study.describe(*GPT, strategy, gpus=16, **options))
 
 
-def checked(chart: Any, *, draw: bool = True) -> dict[str, Any]:
-    """The specification: Vega-Lite's schema allows it, Vega draws it, on white, in few bytes."""
+def checked(chart: Any, *, draw: bool = False) -> dict[str, Any]:
+    """The specification: Vega-Lite's schema allows it, on white, in few bytes; Vega may draw it."""
     found: dict[str, Any] = chart.to_dict()  # which validates
     text = json.dumps(found)
     assert len(text) < MOST
@@ -62,7 +62,10 @@ def marks(spec: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 # --- a result -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "co2(tau=4, delay=1, worker=node)"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", pytest.param("co2(tau=4, delay=1, worker=node)", marks=pytest.mark.nightly)],
+)
 def test_a_result_draws_its_round_and_its_memory(strategy: str) -> None:
     """The bars are the shares of the round, and the items of memory, which sum to the total."""
     result = simulate(*GPT, strategy, gpus=16)
@@ -72,8 +75,31 @@ def test_a_result_draws_its_round_and_its_memory(strategy: str) -> None:
     memory = rows_with(spec, "item")
     total = result.memory_bytes_per_gpu["total"] / GIB
     assert sum(row["size"] for row in memory) == pytest.approx(total)
-    drawn = vl_convert.vegalite_to_svg(spec)
-    assert all(f"{part}: {share:.1%}" in drawn for part, share in shares.items())
+
+
+@pytest.mark.slow
+def test_vega_draws_a_result_with_its_shares() -> None:
+    """The picture has the numbers of the result as texts."""
+    result = simulate(*GPT, "zero3", gpus=16)
+    drawn = vl_convert.vegalite_to_svg(checked(result.plot()))
+    for part, share in parts(result).items():
+        assert not share or f"{part}: {share:.1%}" in drawn
+
+
+@pytest.mark.nightly
+def test_vega_draws_every_kind_of_chart(sizes: pd.DataFrame, swept: pd.DataFrame) -> None:
+    """Of results, traces, schedules and tables with lines, places, bars and points."""
+    result = simulate(*GPT, "co2(tau=4, delay=1, worker=node)", gpus=16)
+    schedule, trace = traced("zero3")
+    names = co2sim.sweep("dgx-h100", "llama-7b", gpus=16, vary={"strategy": "ddp, zero3"})
+    checked(result.plot(), draw=True)
+    checked(trace.plot(schedule), draw=True)
+    checked(schedule.plot(first=500), draw=True)
+    for frame, options in (
+        *((sizes, {}), (sizes.head(1), {}), (names, {})),
+        *((swept, {"y": "cost"}), (swept, {"y": "cost", "x": "days"})),
+    ):
+        checked(co2sim.plot(frame, **options), draw=True)
 
 
 def test_items_of_memory_have_different_colours() -> None:
@@ -85,6 +111,7 @@ def test_items_of_memory_have_different_colours() -> None:
     assert len(set(colours)) == len(colours)
 
 
+@pytest.mark.nightly
 def test_names_in_a_chart_are_text() -> None:
     """Markup in the name of a cluster is escaped in the picture."""
     chart = simulate(tiny.cluster(name=EVIL), tiny.model(), "ddp").plot()
@@ -122,15 +149,17 @@ def test_a_trace_draws_the_last_round_of_a_rank() -> None:
 def test_a_trace_refuses_other_ranks_and_schedules() -> None:
     """With what there is."""
     schedule, trace = traced("ddp")
-    with pytest.raises(OptionError, match="rank is 5, which was not traced; traced: 0"):
+    with pytest.raises(OptionError, match="rank is 5"):
         trace.plot(schedule, 5)
     other = Schedule("other", (Op("a", Compute("k", 1.0), "s"),))
-    with pytest.raises(OptionError, match="the trace is of 'ddp', not of 'other'"):
+    with pytest.raises(OptionError, match=r"'ddp'.* 'other'"):
         trace.plot(other)
 
 
-@pytest.mark.parametrize("parts_", [10, 100, 1500])
-@pytest.mark.parametrize("strategy", ["fsdp", "zeropp", "co2(tau=12, delay=2, worker=node)"])
+@pytest.mark.parametrize(
+    ("parts_", "strategy"),
+    [(10, "co2(tau=4, delay=2, worker=node)"), (100, "fsdp"), (1500, "zeropp")],
+)
 def test_few_bars_however_many_ops(strategy: str, parts_: int) -> None:
     """At most three on a stream for each part; they begin and end as the ops do, in order."""
     schedule, trace = traced(strategy, accumulation=4)
@@ -147,7 +176,7 @@ def test_few_bars_however_many_ops(strategy: str, parts_: int) -> None:
             assert before.end <= after.start + 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_round_of_40_000_ops_is_a_small_chart() -> None:
     """Of every size."""
     case = study.describe("dgx-h100", "llama-70b", "fsdp", gpus=512, accumulation=64)
@@ -159,12 +188,19 @@ def test_a_round_of_40_000_ops_is_a_small_chart() -> None:
 # --- a schedule -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", tiny.VARIANTS)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        "co2(tau=2,delay=1,worker=node,inner=zero3)",
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in tiny.VARIANTS[1::7]),
+    ],
+)
 def test_a_schedule_draws_every_op_and_every_wait(strategy: str) -> None:
     """Points stand for all ops; lines are the waits between streams, dashed for earlier rounds."""
     case = Case(cluster=tiny.cluster(), model=tiny.model(), strategy=strategy)
     schedule = case.prepare().schedule
-    spec = checked(schedule.plot(first=500), draw=False)  # or it takes long
+    spec = checked(schedule.plot(first=500))
     points = rows_with(spec, "work")
     streams = {op.name: op.stream for op in schedule.body}
     waits = [
@@ -194,9 +230,9 @@ def test_a_schedule_shows_as_many_ops_as_asked_for() -> None:
             schedule.plot(first=wrong)  # type: ignore[arg-type]
 
 
-def test_a_schedule_of_100_000_ops_is_a_small_chart() -> None:
+def test_a_schedule_of_2_000_ops_is_a_small_chart() -> None:
     """Names and streams may be long and many."""
-    body = tuple([Op(f"op{n} {'x' * 100}", Compute(f"k{n}", 1.0), f"s{n}") for n in range(100_000)])
+    body = tuple([Op(f"op{n} {'x' * 100}", Compute(f"k{n}", 1.0), f"s{n}") for n in range(2_000)])
     spec = checked(Schedule("many", body).plot())
     assert len(rows_with(spec, "work")) == 40
 
@@ -314,18 +350,18 @@ def test_a_single_row_is_a_chart(sizes: pd.DataFrame) -> None:
 
 def test_what_is_no_chart_is_refused_in_words(sizes: pd.DataFrame) -> None:
     """With what was given, and what would do."""
-    with pytest.raises(OptionError, match=r"'tokens_per_sec'; did you mean 'tokens_per_s"):
+    with pytest.raises(OptionError, match="'tokens_per_s'"):
         co2sim.plot(sizes, "tokens_per_sec")
-    with pytest.raises(OptionError, match="no column is called 'gpu'; did you mean 'gpus'"):
+    with pytest.raises(OptionError, match="'gpus'"):
         co2sim.plot(sizes, x="gpu")
     for column in ("strategy", "fits_in_memory"):
-        with pytest.raises(OptionError, match=f"'{column}' is no column of numbers"):
+        with pytest.raises(OptionError, match=f"'{column}'"):
             co2sim.plot(sizes, column)
-    with pytest.raises(OptionError, match="no row of the table has a figure in 'cost_per"):
+    with pytest.raises(OptionError, match="'cost_per"):
         co2sim.plot(sizes, "cost_per_billion_tokens")
-    with pytest.raises(OptionError, match=r"not a Result; a Result, .* have their own .plot\(\)"):
+    with pytest.raises(OptionError, match=r"\.plot\(\)"):
         co2sim.plot(simulate(*GPT, "ddp", gpus=8))  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="8,000 rows; a chart shows at most 5,000"):
+    with pytest.raises(OptionError, match=r"8,000.* 5,000"):
         co2sim.plot(pd.concat([sizes] * 2000))
 
 
@@ -339,7 +375,7 @@ def test_the_example_is_kept_without_outputs() -> None:
         assert cell.get("execution_count") is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_runs_and_its_claims_hold() -> None:
     """Every claim is an assert in a cell; every question shows a table or a picture."""
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")

