@@ -51,7 +51,8 @@ inter = {{ bandwidth = "{rate} Gbit/s", efficiency = 0.9, latency = "20 us" }}
 @pytest.fixture(scope="session")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Between a dear fast network, and a cheap slow one with a name that is no name."""
-    folder, given = tmp_path_factory.mktemp("offers"), ["plan", "-m", "gpt2-small"]
+    folder, given = tmp_path_factory.getbasetemp() / "offers", ["plan", "-m", "gpt2-small"]
+    folder.mkdir(exist_ok=True)  # this module is imported by another: the same page for both
     for key, name, price, rate in (("fast", EVIL, 3.0, 1600), ("slow", "ü" * 200, 2.0, 25)):
         path = folder / f"{key}.toml"
         path.write_text(OFFER.format(name=name, price=price, rate=rate), "utf-8")
