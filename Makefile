@@ -1,5 +1,5 @@
 # make run: the main job. make check: format, lint, types and unit tests, in about a minute. make test: all tests.
-# make docs: the pages, into out/docs. make mutants: how many small faults the tests of the core notice (an hour).
+# make docs: the pages, into out/docs. make docs-numbers: what pages show that commands print, as of today. make mutants: how many small faults the tests of the core notice (an hour).
 # make bench: the speed of the simulator, published bandwidths beside those of `co2sim solve`, and ZeRO++'s secondary shards.
 # make verify: the convergence bound, checked. make fuzz: 100,000 files and options that nobody means well (an hour).
 # make chaos: 1,000 faults at random times in runs, trainings, labs and studies (root, an hour).
@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
-.PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
+.PHONY: run check test docs docs-numbers bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
   checkpoints explore-speed ssp quantization tasks engines fuzz chaos mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -39,6 +39,9 @@ test: lint
 docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 	@echo "open out/docs/index.html"
+
+docs-numbers: $(STAMP)-dev
+	$(BIN)/python tests/docs_numbers.py
 
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py $(QUICK)

@@ -67,7 +67,7 @@ def test_no_width_cuts_a_word_or_a_figure(
             assert not figure or set(name.split()) <= set(shown.split())
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 132])
+@pytest.mark.parametrize("width", [40, 80])
 def test_a_known_table_keeps_digits_units_stars_and_names(width: int) -> None:
     """The table of `scale` that lost digits at 80 columns: every cell is there, once a row."""
     shown = printed("title", SCALE, ROWS, width=width)
@@ -99,11 +99,11 @@ def test_words_longer_than_the_terminal_are_folded() -> None:
     assert shown.replace(" ", "").replace("\n", "").count(path) == 2
 
 
-@pytest.mark.parametrize("text", ["µs", "名前", "[bold]x[/]", ":smile:", "a\nb", "\\[x]"])
-def test_texts_are_shown_as_they_are(text: str) -> None:
+def test_texts_are_shown_as_they_are() -> None:
     """Markup and emoji codes mean nothing in a cell, and a cell has one line."""
-    shown = printed(text, [text], [[text]], width=40)
-    assert shown.count(" ".join(text.split())) == 3
+    for text in ("µs", "名前", "[bold]x[/]", ":smile:", "a\nb", "\\[x]"):
+        shown = printed(text, [text], [[text]], width=40)
+        assert shown.count(" ".join(text.split())) == 3
 
 
 @pytest.mark.parametrize("width", [40, 80])
