@@ -30,6 +30,8 @@ from co2sim.step_factors import NO_GOAL
 from co2sim.study import run
 from co2sim.totals import to_dict
 
+pytestmark = pytest.mark.slow  # each writes a page
+
 HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16")
 SOLVE = ("solve", "inter.bandwidth", "--for", "efficiency=50%,90%", *HERE, "-s", "zero2")
 SOLVE = (*SOLVE, "-s", "co2:tau=4,worker=node", "--from", "1 Gbit/s", "--to", "10 Tbit/s")
@@ -292,7 +294,7 @@ def many(count: int) -> Swept:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_over_ten_thousand_cases_has_a_page_that_opens() -> None:
     """At most 2 MB beside the bundle, and it says what was left out of what."""
     swept = many(10_000)

@@ -203,6 +203,7 @@ def test_a_price_with_a_range_keeps_it_until_it_is_moved() -> None:
 # ---- figures between what was simulated
 
 
+@pytest.mark.slow
 def test_at_knots_the_figures_are_the_simulators() -> None:
     """All of them, of every strategy, at every combination that was simulated."""
     asked, grid = made()
@@ -218,6 +219,7 @@ def test_at_knots_the_figures_are_the_simulators() -> None:
                 assert value == (None if exact is None else pytest.approx(exact, rel=1e-9)), name
 
 
+@pytest.mark.slow
 def test_elsewhere_they_are_as_exact_as_the_page_says() -> None:
     """The error that it states is found again at other random positions, but for few of them."""
     asked, grid = made()
@@ -239,6 +241,7 @@ def test_elsewhere_they_are_as_exact_as_the_page_says() -> None:
     assert worse <= 0.1 * count
 
 
+@pytest.mark.slow
 def test_positions_are_added_until_the_tolerance_is_met_or_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -266,6 +269,7 @@ def test_positions_are_added_until_the_tolerance_is_met_or_there_are_too_many(
     assert "20,000" in exactness(less)[0]
 
 
+@pytest.mark.slow
 def test_price_and_failures_are_arithmetic_on_what_was_simulated() -> None:
     """Moved, they change no case, and give what `totals_of` says with that price and failures."""
     asked, grid = made()
@@ -415,6 +419,7 @@ def _beside(knots: tuple[int, ...], knot: int, stop: int) -> bool:
 # ---- limits and bad input
 
 
+@pytest.mark.slow
 def test_too_many_positions_are_refused_before_anything_is_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -72,6 +72,27 @@ class Explorer(Opened):
         self.ready()
         return self.page.locator(f'.slider:has([data-path="{path}"]) output').inner_text()
 
+    def press(self, name: str) -> None:
+        """Press a button."""
+        self.page.get_by_role("button", name=name).click()
+        self.ready()
+
+    def fill(self, name: str, text: str, *, leave: bool = True) -> None:
+        """Type into a field, and leave it."""
+        field = self.page.locator(f'[id="{name}"]')
+        field.fill(text)
+        if leave:
+            field.blur()
+
+    def give(self, kind: str, name: str, content: bytes) -> None:
+        """Upload a file."""
+        file = {"name": name, "mimeType": "text/plain", "buffer": content}
+        self.page.locator(f"#{kind}-file").set_input_files(files=[file])  # type: ignore[list-item]
+
+    def speed(self, strategy: str) -> float:
+        """Tokens/s in the table."""
+        return number(self.table()[strategy]["tokens/s"])
+
     def stops(self, path: str) -> int:
         """How many positions a slider has."""
         slider = self.page.locator(f'input[data-path="{path}"]')
@@ -243,8 +264,7 @@ def test_two_configurations_are_compared(opened: Open, address: str) -> None:
     """Keep, move: the table has the old throughput, and the ratio of the new one to it."""
     explorer = opened(address)
     first = explorer.table()
-    explorer.page.get_by_role("button", name="Keep this to compare").click()
-    explorer.ready()
+    explorer.press("Keep this to compare")
     explorer.move("inter.bandwidth", 0)
     second = explorer.table()
     for name, row in second.items():
@@ -252,8 +272,7 @@ def test_two_configurations_are_compared(opened: Open, address: str) -> None:
         ratio = number(row["tokens/s"]) / number(first[name]["tokens/s"])
         assert number(row["now against kept"]) == pytest.approx(ratio, rel=0.01)
         assert ratio < 0.9
-    explorer.page.get_by_role("button", name="Drop what is kept").click()
-    explorer.ready()
+    explorer.press("Drop what is kept")
     assert "now against kept" not in next(iter(explorer.table().values()))
 
 
@@ -262,8 +281,7 @@ def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     """Sliders, what was kept, hidden strategies, tokens and the chart, in another browser."""
     explorer = opened(address)
     explorer.move("inter.bandwidth", 3)
-    explorer.page.get_by_role("button", name="Keep this to compare").click()
-    explorer.ready()
+    explorer.press("Keep this to compare")
     explorer.move("price_per_gpu", 1)
     explorer.move("gpus", 0)
     explorer.page.locator("#strategies input").nth(1).uncheck()
@@ -279,8 +297,7 @@ def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     assert again.view() == explorer.view()
     assert "now against kept" in next(iter(again.table().values()))
     assert again.page.locator("#strategies input").nth(1).is_checked() is False
-    again.page.get_by_role("button", name="Back to the beginning").click()
-    again.ready()
+    again.press("Back to the beginning")
     assert again.view() == opened(address).view()
 
 
@@ -347,28 +364,24 @@ def test_the_chart_follows_what_is_chosen(opened: Open, address: str) -> None:
 def test_names_run_no_script(opened: Open, tmp_path: Path, served: str) -> None:
     """A cluster called like a script, a model of 200 characters with quotes and umlauts."""
     cluster, model = tmp_path / "evil.toml", tmp_path / 'm "ü" &.toml'
-    cluster.write_text(re.sub(r"(?m)^name = .*$", f'name = "{EVIL}"', OWN, count=1), "utf-8")
-    named = re.sub(
-        r"(?m)^name = .*$", lambda _: f"name = {json.dumps(LONG)}", MODEL.read_text("utf-8")
-    )
-    assert LONG not in MODEL.read_text("utf-8")
-    model.write_text(named, "utf-8")
+    for path, text, name in ((cluster, OWN, EVIL), (model, MODEL.read_text("utf-8"), LONG)):
+        line = f"name = {json.dumps(name)}"
+        path.write_text(
+            re.sub(r"(?m)^name = .*$", lambda _, line=line: line, text, count=1), "utf-8"
+        )
     asked = question("ddp", cluster=str(cluster), model=str(model), overrides={})
-    shown = few(asked)
-    grid = build.build(asked, shown, 0.5, 1)
+    grid = build.build(asked, few(asked), 0.5, 1)
     case = asked.case(0, {})
-    path = tmp_path / "page.html"
-    path.write_bytes(static_page(asked, grid, [(case, run(case))], f"co2sim {EVIL}"))
-    explorer = opened(path.as_uri())
+    page = tmp_path / "page.html"
+    page.write_bytes(static_page(asked, grid, [(case, run(case))], f"co2sim {EVIL}"))
+    explorer = opened(page.as_uri())
     assert explorer.page.locator("h1").inner_text() == f"{LONG} on {EVIL}"
     assert explorer.page.title() == f"{LONG} on {EVIL}"
 
     server = opened(served)
-    for name, file in (("cluster", cluster), ("model", model)):
-        upload = {"name": f"{name}.toml", "mimeType": "text/plain", "buffer": file.read_bytes()}
-        server.page.get_by_text("Files of yours").evaluate("one => one.parentElement.open = true")
-        server.page.locator(f"#{name}-file").set_input_files(files=[upload])  # type: ignore[list-item]
-        expect(server.page.locator(f"#{name}")).to_have_value(f"{name}.toml")
+    for kind, file in (("cluster", cluster), ("model", model)):
+        server.give(kind, f"{kind}.toml", file.read_bytes())
+        expect(server.page.locator(f"#{kind}")).to_have_value(f"{kind}.toml")
     server.ready()
     heading = server.page.locator("h1").inner_text()
     assert heading.startswith(LONG)
@@ -411,73 +424,54 @@ def test_forms_answer_while_typing_and_change_the_question(opened: Open, served:
     """The nearest name is said, the words of the command line for a unit; then new figures."""
     explorer = opened(served)
     page = explorer.page
-    page.locator("#cluster").fill("cloud-25")
+    explorer.fill("cluster", "cloud-25", leave=False)
     expect(page.locator("#cluster-wrong")).to_contain_text("'cloud-25g'")
-    page.locator("#cluster").fill("cloud-25g")
-    page.locator("#cluster").blur()
+    explorer.fill("cluster", "cloud-25g")
     expect(page.locator("h1")).to_contain_text("25 Gbit/s")
-    page.locator("#model").fill("gpt2-medium")
-    page.locator("#model").blur()
+    explorer.fill("model", "gpt2-medium")
     expect(page.locator("h1")).to_contain_text("medium")
-    page.locator("#wanted").fill("zero3\nddp\n\n")
-    page.locator("#wanted").blur()
+    explorer.fill("wanted", "zero3\nddp\n\n")
     expect(page.locator("#strategies label").first).to_contain_text("zero3")
     explorer.ready()
-    expected = simulate("cloud-25g", "gpt2-medium", "zero3", gpus=16)
+    given = ("cloud-25g", "gpt2-medium", "zero3")
     assert list(explorer.table()) == ["zero3", "ddp"]
-    assert number(explorer.table()["zero3"]["tokens/s"]) == pytest.approx(
-        expected.tokens_per_s, abs=1
-    )
+    expected = simulate(*given, gpus=16).tokens_per_s
+    assert explorer.speed("zero3") == pytest.approx(expected, abs=1)
     page.locator("#numbers summary").click()
-    bandwidth = page.locator('[id="fact-inter.bandwidth"]')
-    bandwidth.fill("50")
+    explorer.fill("fact-inter.bandwidth", "50", leave=False)
     wrong = page.locator('[id="fact-inter.bandwidth-wrong"]')
     expect(wrong).to_contain_text("'50'")
-    bandwidth.fill("50 Gbit/s")
+    explorer.fill("fact-inter.bandwidth", "50 Gbit/s")
     expect(wrong).to_have_text("")
-    bandwidth.blur()
     expect(page.locator("h1")).to_contain_text("inter.bandwidth=50 Gbit/s")
     explorer.ready()
     explorer.move("gpus", explorer.stops("gpus") - 1)
-    faster = simulate(
-        "cloud-25g",
-        "gpt2-medium",
-        "zero3",
-        gpus=128,
-        overrides={"inter.bandwidth": "50 Gbit/s"},
-    )
-    assert number(explorer.table()["zero3"]["tokens/s"]) == pytest.approx(
-        faster.tokens_per_s, abs=1
-    )
-    page.locator("#more").fill("price_per_gpu=3")
+    expected = simulate(*given, gpus=128, overrides={"inter.bandwidth": "50 Gbit/s"}).tokens_per_s
+    assert explorer.speed("zero3") == pytest.approx(expected, abs=1)
+    explorer.fill("more", "price_per_gpu=3", leave=False)
     expect(page.locator("#more-wrong")).to_contain_text("no unit")
-    page.locator("#more").fill("price_per_gpu=3 USD/h")
-    page.locator("#more").blur()
+    explorer.fill("more", "price_per_gpu=3 USD/h")
     expect(page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
     explorer.ready()
     page.get_by_text("Batch, precision").click()
-    page.locator("#global_batch").fill("24")
-    page.locator("#global_batch").blur()
+    explorer.fill("global_batch", "24")
     expect(page.locator("#failed")).to_contain_text("128 GPUs")
     explorer.ready()
-    link = page.evaluate("location.href")
-    again = opened(link)
-    assert again.view() == explorer.view()
+    assert opened(page.evaluate("location.href")).view() == explorer.view()
     explorer.said.clear()  # what the browser says of answers that refuse
 
 
 @NIGHTLY
-def test_a_file_that_is_given_anew_is_read_anew(opened: Open, served: str) -> None:
+def test_a_file_that_is_given_again_is_read_again(opened: Open, served: str) -> None:
     """Under the same name: nothing that was simulated before is shown."""
     explorer = opened(served)
     speeds = []
     for text in (OWN, OWN.replace('bandwidth = "25 Gbit/s"', 'bandwidth = "50 Gbit/s"')):
-        file = {"name": "mine.toml", "mimeType": "text/plain", "buffer": text.encode()}
         before = explorer.table()["ddp"]["tokens/s"]
-        explorer.page.locator("#cluster-file").set_input_files(files=[file])  # type: ignore[list-item]
+        explorer.give("cluster", "mine.toml", text.encode())
         expect(explorer.page.locator("#figures td").first).not_to_have_text(before)
         explorer.ready()
-        speeds.append(number(explorer.table()["ddp"]["tokens/s"]))
+        speeds.append(explorer.speed("ddp"))
     assert speeds[1] > 1.3 * speeds[0]
 
 
@@ -500,8 +494,7 @@ def test_an_upload_that_cannot_be_read_is_said_beside_it(opened: Open, served: s
     """With its name, and the page stays as it was."""
     explorer = opened(served)
     before = explorer.view()
-    file = {"name": "broken.toml", "mimeType": "text/plain", "buffer": b"nodes = "}
-    explorer.page.locator("#cluster-file").set_input_files(files=[file])  # type: ignore[list-item]
+    explorer.give("cluster", "broken.toml", b"nodes = ")
     expect(explorer.page.locator("#file-wrong")).to_contain_text("broken.toml: ")
     assert explorer.view() == before
     explorer.said.clear()
@@ -558,24 +551,14 @@ def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> No
 
 @NIGHTLY
 @SCHEMES
-def test_it_follows_the_scheme_and_is_readable_on_a_phone(
+def test_it_follows_the_scheme_and_is_readable_on_a_phone_and_on_paper(
     opened: Open, address: str, scheme: str
 ) -> None:
-    """At 360 px nothing but a table scrolls sideways; dark paper has light ink."""
+    """At 360 px nothing but a table scrolls sideways; dark paper has light ink; no sliders."""
     explorer = opened(address, viewport=PHONE, color_scheme=scheme)
-    explorer.page.get_by_role("button", name="Keep this to compare").click()
-    explorer.ready()
+    explorer.press("Keep this to compare")
     assert explorer.page.evaluate("document.documentElement.scrollWidth") <= 360
     assert explorer.dark() == (scheme == "dark")
-
-
-@NIGHTLY
-def test_it_prints(opened: Open, address: str) -> None:
-    """The figures and charts, without the sliders."""
-    explorer = opened(address)
-    pdf = explorer.page.pdf()
-    assert pdf.startswith(b"%PDF")
-    assert len(pdf) > 20_000
     explorer.page.emulate_media(media="print")
     assert not explorer.page.locator("#controls").is_visible()
     assert explorer.page.locator("#figures").is_visible()
@@ -589,6 +572,5 @@ def test_axe_finds_no_serious_violation(opened: Open, address: str, scheme: str)
     explorer = opened(address, color_scheme=scheme, bypass_csp=True)
     for details in explorer.page.locator("details").all():
         details.evaluate("one => one.open = true")
-    explorer.page.get_by_role("button", name="Keep this to compare").click()
-    explorer.ready()
+    explorer.press("Keep this to compare")
     assert explorer.violations() == []
