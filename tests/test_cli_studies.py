@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from co2sim import simulate
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
 from co2sim.units import figures
@@ -37,6 +38,20 @@ def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_
     assert "18,444" in out
     predicted = float(rows[0]["tokens_per_s"])
     assert f"{predicted / 18444 - 1:+.0%}" in out
+
+
+@pytest.mark.slow
+def test_scale_compares_the_largest_size_with_the_smallest(cli: Run) -> None:
+    """Throughput per GPU, the largest relative to the smallest; of two sizes once."""
+    _, out, _ = cli("scale", *SMALL[:4], "-s", "ddp", "-g", "8,16")
+    small, large = (
+        simulate(SMALL[1], SMALL[3], "ddp", gpus=gpus).tokens_per_s_per_gpu for gpus in (8, 16)
+    )
+    assert "8->16" in out
+    assert "16->16" not in out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("ddp ")]
+    assert row[1:3] == [f"{small:,.0f}", f"{large:,.0f}"]
+    assert f"{large / small:.2f}" in row
 
 
 def test_every_note_names_its_rows(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,13 +208,25 @@ def test_studies_say_what_makes_ranks_differ(cli: Run, tmp_path: Path) -> None:
     assert "by micro_batch; jitter 0.1 on every op (seed 0)" in " ".join(out.split())
 
 
-def test_sweep_says_how_to_find_what_fits(cli: Run) -> None:
-    """Where no row fits."""
-    case = ("-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "-s", "ddp")
-    code, out, _ = cli("sweep", *case, "--vary", "micro_batch=1,2", "--jobs", "1")
-    assert code == 0
+def test_sweep_marks_what_does_not_fit(cli: Run) -> None:
+    """With a star and its note; where no row fits it says how to find what would."""
+    case = ("sweep", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "--jobs", "1")
+    _, out, _ = cli(*case, "-s", "ddp", "--vary", "micro_batch=1,2")
     assert "none fits" in out
     assert "`co2sim run`" in out
+    _, out, _ = cli(*case, "--vary", "strategy=ddp, zero3")
+    assert "* does not fit" in out
+    assert "none fits" not in out
+    _, out, _ = cli(*case, "-s", "zero3", "--vary", "seed=1,2")
+    assert "does not fit" not in out
+
+
+def test_sorted_rows_keep_their_settings(cli: Run) -> None:
+    """The fastest first, each beside what was varied for it."""
+    given = (*SMALL[:4], "-s", "ddp", "--vary", "gpus=8,24,16", "--jobs", "1", "--json")
+    rows = json.loads(cli("sweep", *given, "--sort=-tokens_per_s")[1])
+    assert [row["gpus"] for row in rows] == [24, 16, 8]
+    assert all(row["setting"] == {"gpus": str(row["gpus"])} for row in rows)
 
 
 def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
