@@ -41,6 +41,19 @@ def test_run_prints_what_was_assumed(cli: Run) -> None:
     assert "cluster.interference" in out.partition("assumed")[2]
 
 
+def test_run_says_how_many_steps_a_round_has(cli: Run) -> None:
+    """Where it has more than one."""
+    for strategy, steps in (("local_sgd:tau=2", True), ("ddp", False)):
+        assert ("(2 steps)" in cli("run", *SMALL, "-s", strategy)[1]) == steps
+
+
+def test_assumptions_that_differ_in_their_reasons_are_counted(cli: Run) -> None:
+    """Passes of two sizes are assumed for two reasons: one is shown, and one like it counted."""
+    given = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "8")
+    _, out, _ = cli(*given, "--vary", "micro_batch=1,2", "--jobs", "1")
+    assert "1 case like it" in " ".join(out.split())
+
+
 def test_the_precision_defaults_to_what_the_gpu_trains_in(cli: Run) -> None:
     """bf16 where the GPU has it, else fp16: a V100 has none."""
     for cluster, precision in (("dgx2-ib1", "fp16"), ("dgx-h100", "bf16")):

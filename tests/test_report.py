@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -145,6 +146,15 @@ def test_a_timeline_holds_the_round_in_few_bars(strategy: str) -> None:
     assert all(0 <= bar.start <= bar.end <= shown.length * (1 + 1e-12) for bar in shown.bars)
     exposed = 1e3 * result.exposed_comm_s
     assert computed == pytest.approx(shown.length - exposed, rel=0.01)
+
+
+def test_ops_too_short_to_show_are_one_bar_of_the_kind_that_takes_longest() -> None:
+    """Which is any of them; what can be seen is a bar of its own."""
+    kinds = np.array([0, 1])
+    for end, longest in ((0.1, 1), (0.2, 0)):
+        starts, ends = np.array([0.0, end]), np.array([end, 0.3])
+        assert rounds._rows(kinds, starts, ends, 1.0) == [(0, 1, longest)]
+        assert rounds._rows(kinds, starts, ends, 0.05) == [(0, 0, 0), (1, 1, 1)]
 
 
 def test_shares_of_a_round_sum_to_one() -> None:

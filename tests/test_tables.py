@@ -92,6 +92,23 @@ def test_a_wide_table_is_wrapped_then_split_then_stacked() -> None:
     assert any(line.split() == ["memory", "at", "128", "119", "GB"] for line in stacked)
 
 
+def test_a_table_that_just_fits_stays_whole() -> None:
+    """As wide as it would be on a wide terminal; one column less is too narrow for that."""
+    wide = [line.rstrip() for line in printed("t", SCALE, ROWS, width=200).splitlines()]
+    natural = max(map(len, wide))
+    for width in (natural, natural - 1):
+        shown = printed("t", SCALE, ROWS, width=width).splitlines()
+        assert ([line.rstrip() for line in shown] == wide) == (width == natural)
+
+
+def test_a_paragraph_for_a_row_leaves_out_empty_cells() -> None:
+    """Their names, too."""
+    long = [["a" * 30, "1", "", *ROWS[1][3:]]]
+    shown = printed("title", SCALE, long, width=40).split()
+    assert "8" in shown
+    assert "16" not in shown
+
+
 def test_words_longer_than_the_terminal_are_folded() -> None:
     """A path of 100 characters is continued on the next line, not shortened."""
     path = "/".join("abcdefghi" for _ in range(10))
