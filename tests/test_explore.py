@@ -146,6 +146,8 @@ def test_positions_that_leave_out_what_was_given_begin_with_the_first() -> None:
     assert begin([control]) == {"gpus": "8"}
     assert begin([varying(asked, "gpus", "8, 32")]) == {}
     assert varying(asked, "gpus", "8, 32").at == 1
+    most = varying(asked, "micro_batch", ", ".join(map(str, range(1, 65))))
+    assert len(most.stops) == 64
 
 
 def test_tau_and_delay_are_only_for_strategies_that_have_them() -> None:
@@ -214,6 +216,9 @@ def test_at_knots_the_figures_are_the_simulators() -> None:
             shown = between(one, grid.controls, point)
             assert shown is not None
             expected = figures(case, result, asked.goal)
+            for name, end in (("slowest", "low"), ("fastest", "high")):
+                exact = getattr(result, f"tokens_per_s_{end}") / result.tokens_per_s
+                assert shown[name] == pytest.approx(exact)
             for name, value in shown.items():
                 exact = getattr(expected, name)
                 assert value == (None if exact is None else pytest.approx(exact, rel=1e-9)), name

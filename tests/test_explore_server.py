@@ -1,5 +1,6 @@
 """The server of `co2sim explore`: who may ask, what may be read, and exact answers."""
 
+import asyncio
 import base64
 import errno
 import hashlib
@@ -38,7 +39,7 @@ from co2sim import simulate
 from co2sim.case import Case
 from co2sim.explore import asking
 from co2sim.explore.asking import Files, PageView
-from co2sim.explore.guard import HEADER, HEADERS
+from co2sim.explore.guard import HEADER, HEADERS, Guard
 from co2sim.explore.server import Answers, application
 from co2sim.goodput.of_result import goodput_of
 from co2sim.memory import GIB
@@ -174,10 +175,30 @@ def test_a_body_above_a_megabyte_is_refused(client: TestClient) -> None:
     """Whatever it says about its length, before it is read whole."""
     large = b" " * 1_000_001
     assert client.post("/begin", content=large).status_code == 413
-    parts = (b" " * 100_000 for _ in range(11))
-    answer = client.post("/upload", content=parts)
+    answer = client.post("/upload", content=large)
     assert answer.status_code == 413
     assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_body_that_comes_in_parts_is_counted_as_a_whole() -> None:
+    """Each of them is small; reading ends with the one that makes it too large."""
+    read, sent = [], []
+
+    async def app(_scope: Any, receive: Any, _send: Any) -> None:
+        while True:
+            read.append(await receive())
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b" " * 100_000, "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1"), (HEADER.encode(), TOKEN.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/upload", "headers": headers}
+    asyncio.run(Guard(app, TOKEN)(scope, receive, send))
+    assert len(read) == 10
+    assert sent[0]["status"] == 413
 
 
 def test_headers_and_the_policy_of_the_page(client: TestClient) -> None:

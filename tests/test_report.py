@@ -23,11 +23,22 @@ from commands import Command, written
 from co2sim import simulate
 from co2sim.case import Case
 from co2sim.grid import over_sizes
-from co2sim.report import bar_charts, bundle, comparison, page, rounds, sections, study_page
+from co2sim.memory import GIB
+from co2sim.report import (
+    bar_charts,
+    bundle,
+    comparison,
+    page,
+    rounds,
+    sections,
+    study_page,
+    tables,
+)
 from co2sim.report.answered import Answered
 from co2sim.report.study import Study
 from co2sim.step_factors import NO_GOAL, remark
 from co2sim.study import run
+from co2sim.units import duration
 
 PRICED = {"price_per_gpu": "2 USD/h"}
 STRATEGIES = ["ddp", "zero3", "co2:tau=4,delay=1,worker=node"]
@@ -164,6 +175,18 @@ def test_shares_of_a_round_sum_to_one() -> None:
         assert sum(shares.values()) == pytest.approx(1)
         assert all(share >= 0 for share in shares.values())
         assert shares["exposed communication"] == pytest.approx(one.result.exposed_share)
+        hidden = one.result.comm_busy_s - one.result.exposed_comm_s
+        assert list(shares.values())[1] == pytest.approx(hidden / one.result.round_time_s)
+
+
+def test_bars_of_memory_are_the_items_of_a_gpu(text: str) -> None:
+    """Together they are its total, which is no bar."""
+    spec = held(text, "specs")["memory-0"]
+    (group,) = study_of(tokens=1e9, overrides=PRICED).largest.values()
+    for one in group:
+        sizes = [row["size"] for row in drawn_points(spec) if row.get("strategy") == one.strategy]
+        total = one.result.memory_bytes_per_gpu["total"] / GIB
+        assert sum(sizes) == pytest.approx(total)
 
 
 def test_without_tokens_the_answer_is_the_fastest_of_each_cluster() -> None:
@@ -234,8 +257,27 @@ def test_a_speed_is_no_price_where_steps_differ_in_worth() -> None:
         assert "tokens/s" not in said[0]
 
 
+def test_tables_say_what_a_step_takes_and_days_between_their_ends() -> None:
+    """A step, not a round; an interval is written from its low end to its high one."""
+    every = study_of(tokens=1e9, overrides=PRICED).all
+    for one in every:
+        assert duration(one.result.step_time_s) in tables._speed(one)
+    found = tables.trainings(every)
+    assert found
+    for row in found.rows:
+        days, low, high = map(float, re.findall(r"[\d.]+", row[3]))
+        assert low < days < high
+
+
 def test_what_does_not_fit_gains_nothing() -> None:
     """DDP gains most from the faster network, and has no room for this model."""
+    (group,) = study_of().largest.values()
+    best = comparison.first(group)
+    assert best
+    unfit = replace(best, result=replace(best.result, fits_in_memory=False))
+    second = comparison.first([unfit if one is best else one for one in group])
+    assert second
+    assert second.strategy != best.strategy
     both = f"ddp; {STRATEGIES[2]}"
     assert "With ddp, a100-roce800" in " ".join(comparison.clusters(of_two(both, both)))
     groups = of_two(both, both, "transnormer-7b")
