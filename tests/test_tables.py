@@ -94,10 +94,11 @@ def test_a_wide_table_is_wrapped_then_split_then_stacked() -> None:
 
 def test_a_table_that_just_fits_stays_whole() -> None:
     """As wide as it would be on a wide terminal; one column less is too narrow for that."""
-    wide = [line.rstrip() for line in printed("t", SCALE, ROWS, width=200).splitlines()]
+    columns, rows = ["strategy", "tokens/s"], [["ddp", "1,234,567"]]
+    wide = [line.rstrip() for line in printed("t", columns, rows, width=200).splitlines()]
     natural = max(map(len, wide))
     for width in (natural, natural - 1):
-        shown = printed("t", SCALE, ROWS, width=width).splitlines()
+        shown = printed("t", columns, rows, width=width).splitlines()
         assert ([line.rstrip() for line in shown] == wide) == (width == natural)
 
 
