@@ -54,6 +54,7 @@ def test_scale_compares_the_largest_size_with_the_smallest(cli: Run) -> None:
     assert f"{large / small:.2f}" in row
 
 
+@pytest.mark.slow
 def test_every_note_names_its_rows(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of published cells ends with the number of its note; the notes follow, each once."""
     monkeypatch.setenv("COLUMNS", "160")

@@ -514,6 +514,7 @@ def test_a_missing_extra_is_named(cli: Command, monkeypatch: pytest.MonkeyPatch)
         assert "co2sim[explore]" in done.err
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_that_holds_its_grid(cli: Command) -> None:
     """And says how many cases that took."""
     few = ("--vary", "gpus=8,16", "--vary", "micro_batch=1", "--jobs", "1")
