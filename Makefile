@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 STAMP := $(VENV)/.installed
 
-.PHONY: run check test docs docs-numbers bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
+.PHONY: run check test docs bench fidelity verify failures elastic convergence long-study time-to-loss peers overhead \
   checkpoints explore-speed ssp quantization tasks engines fuzz chaos mutants lock audit golden format lint clean
 
 run: $(STAMP)-report
@@ -40,6 +40,7 @@ docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 	@echo "open out/docs/index.html"
 
+.PHONY: docs-numbers
 docs-numbers: $(STAMP)-dev
 	$(BIN)/python tests/docs_numbers.py
 

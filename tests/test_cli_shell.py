@@ -235,7 +235,6 @@ main()
             )
 
 
-@pytest.mark.slow
 def test_starting_the_simulator_imports_nothing_heavy() -> None:
     """`co2sim run` imports neither torch, pandas, matplotlib nor joblib (pint may take scipy)."""
     code = (

@@ -93,7 +93,6 @@ def test_the_estimates_of_the_guide_are_those_of_its_bound(tmp_path: Path) -> No
         assert float(following[following.index(flag) + 1]) == pytest.approx(value, rel=0.3)
 
 
-@pytest.mark.nightly
 @pytest.mark.dist
 def test_the_elastic_training_of_the_guide_runs(tmp_path: Path) -> None:
     """All are there throughout."""
