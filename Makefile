@@ -42,6 +42,10 @@ docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 	@echo "open out/docs/index.html"
 
+.PHONY: docs-numbers
+docs-numbers: $(STAMP)-dev
+	$(BIN)/python tests/docs_numbers.py
+
 bench: $(STAMP)-dev
 	$(BIN)/python benchmarks/speed.py $(QUICK)
 	$(BIN)/python benchmarks/required_bandwidth.py $(QUICK)
@@ -120,7 +124,7 @@ audit: $(STAMP)-dev
 	@$(BIN)/python tests/audit.py osv
 
 golden: $(STAMP)-dev
-	$(BIN)/pytest --update-golden tests/test_strategies.py tests/test_looks.py
+	$(BIN)/pytest --update-golden tests/test_strategies.py tests/test_pages_browser.py
 
 format: $(STAMP)-dev
 	$(BIN)/ruff format .

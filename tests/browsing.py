@@ -4,6 +4,7 @@ Tests that import this are skipped where something is missing.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +77,15 @@ class Opened:
     def requests(self) -> list[str]:
         """What was asked of a network."""
         return [url for url in self.asked if not url.startswith(("data:", "blob:"))]
+
+    def dark(self) -> bool:
+        """Whether the ink is lighter than the paper."""
+        ink, paper = (
+            self.page.evaluate(f"getComputedStyle(document.body).{name}")
+            for name in ("color", "backgroundColor")
+        )
+        ink, paper = (sum(map(int, re.findall(r"\d+", text)[:3])) for text in (ink, paper))
+        return ink > paper
 
     def violations(self, *others: str) -> list[tuple[str, str]]:
         """What axe finds that is serious or critical, and of other rules whatever it finds."""

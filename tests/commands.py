@@ -1,8 +1,10 @@
-"""Commands of ours: what they print and how they end, in this process; how far another has come."""
+"""Commands run in this process: what they print and how they end; how far another has come."""
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -35,6 +37,37 @@ def in_process(
         return Ended(int(ended.value.code or 0), *capsys.readouterr())
 
     return call
+
+
+class Written(NamedTuple):
+    """What a command printed, and the page that it wrote."""
+
+    out: str
+    path: Path
+
+    @property
+    def text(self) -> str:
+        """The page."""
+        return self.path.read_text("utf-8")
+
+
+_WRITTEN: dict[tuple[str, ...], Written] = {}
+
+
+def written(factory: pytest.TempPathFactory, *arguments: str) -> Written:
+    """The page of a `co2sim` command, written once for all tests of a session."""
+    from co2sim.cli import main  # noqa: PLC0415 - tests of other commands need none of it
+
+    if arguments not in _WRITTEN:
+        path = factory.mktemp("page") / "page.html"
+        option = "--out" if arguments[0] == "report" else "--report"
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+            patch.setattr(sys, "argv", ["co2sim", *arguments, option, str(path)])
+            with pytest.raises(SystemExit) as ended:
+                main()
+        assert not ended.value.code
+        _WRITTEN[arguments] = Written(out.getvalue(), path)
+    return _WRITTEN[arguments]
 
 
 def cpu_seconds(pid: int) -> float:

@@ -41,17 +41,20 @@ def commands(page: Path) -> list[str]:
     return [line for block in blocks(page) if block.kind == "console" for line in block.commands]
 
 
+def without_code(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
 def links(page: Path) -> Iterator[tuple[Path, str | None]]:
     """Every relative link of a page: the file, and the heading in it if one is named."""
-    text = _FENCE.sub("", page.read_text())
-    for target, anchor in _LINK.findall(text):
+    for target, anchor in _LINK.findall(without_code(page)):
         yield (page.parent / target).resolve() if target else page, anchor or None
 
 
 def anchors(page: Path) -> set[str]:
     """The names under which a code host lets one link to the headings of a page."""
-    text = _FENCE.sub("", page.read_text())
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -65,7 +68,6 @@ def applied(diff: str, text: str) -> str:
 
 TOY = ROOT / "docs" / "add-a-strategy.md"
 """The page that is executed as a whole, in a copy of the project."""
-STUDY = ROOT / "docs" / "what-if-study.md"
 
 COMMANDS = dict.fromkeys(
     line for page in PAGES if page != TOY for line in commands(page)

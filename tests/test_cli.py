@@ -18,89 +18,8 @@ ROOT = Path(__file__).parent.parent
 SMALL = ("-c", "dgx-h100", "-m", "gpt2-small", "-g", "16")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["run", "-c", "a100-tcp8", "-m", "gpt2-xl", "-s", "ddp"], ["a100-tcp8", "a100-tcp80"]),
-        (["run", "-c", "a100-tcp80", "-m", "gpt3-xl", "-s", "ddp"], ["gpt3-xl", "gpt2-xl"]),
-        (["run", *SMALL, "-s", "co3"], ["co3", "co2"]),
-        (["run", *SMALL, "-s", "co2:taw=3"], ["taw", "tau"]),
-        (["run", *SMALL, "-s", "ddp:tau=3"], ["ddp", "tau", "bucket_mib"]),
-        (["run", *SMALL, "-s", "co2:inner=zero2"], ["inner", "worker=node"]),
-        (["run", *SMALL, "-s", "co2:tau=0"], ["tau is 0", "1 to 10000"]),
-        (["run", *SMALL, "-s", "co2:staleness=0"], ["staleness is 0"]),
-        (["run", *SMALL, "-s", "co2:tau=1.5"], ["1.5", "whole number"]),
-        (["run", *SMALL, "-s", "zeropp:hpz_group=3"], ["hpz_group=3", "8 GPUs"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 GB"], ["GB", "200 Gbit/s"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25 gb/s"], ["gb/s", "Gbit"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwith=1 Gbit/s"], ["'inter.bandwidth'"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "gpu.peek.bf16=1 TFLOP/s"], ["gpu.pe"]),
-        (["run", "-c", "", *SMALL[2:], "-s", "ddp"], ["cluster is empty", "co2sim list clusters"]),
-        (["run", "-c", ".", *SMALL[2:], "-s", "ddp"], [". is a folder", ".toml"]),
-        (["run", "-c", "./", *SMALL[2:], "-s", "ddp"], ["./ is a folder", ".toml"]),
-        (["run", *SMALL[:2], "-m", " ", "-s", "ddp"], ["model is empty", "co2sim list models"]),
-        (["run", *SMALL, "-g", "8", "-s", "ddp"], ["--gpus is given 2 times", "one value"]),
-        (["run", *SMALL, "-s", "ddp", "-s", "ddp:bucket_mib=25"], ["ddp is given twice"]),
-        (["run", *SMALL, "-s", "ddp", *["--micro-batch", "1"] * 2], ["--micro-batch is given 2"]),
-        (["run", *SMALL, "-s", "ddp", "--json", "--json"], ["--json is given 2", "give it once"]),
-        (["run", *SMALL, "-s", "ddp", "--fold", "--no-fold"], ["--fold is given 2 times"]),
-        (["show", *SMALL, "-s", "ddp", "-s", "zero3"], ["--strategy is given 2 times"]),
-        (["sweep", *SMALL, "-c", "a100-tcp80", "-s", "ddp"], ["--cluster is given 2 times"]),
-        (["sweep", *SMALL, "-s", "ddp", "--vary", "gpus=16,24"], ["--gpus", "--vary gpus"]),
-        (
-            ["sweep", *SMALL, "-s", "ddp", "--micro-batch", "1", "--vary", "micro_batch=1,2"],
-            ["--micro-batch is given, and --vary micro_batch"],
-        ),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth=25"], ["25", "no unit"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.latency=-1 us"], ["-1 us", "at least 0"]),
-        (
-            ["run", *SMALL, "-s", "ddp", "--set", "inter.bandwith=1 us"],
-            ["inter.bandwith", "bandwidth"],
-        ),
-        (["run", *SMALL, "-s", "ddp", "--set", "model.layer=4"], ["layer", "layers"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "model.seq_len=4096"], ["4096", "1024"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "interference"], ["interference", "NAME=VALUE"]),
-        (["run", *SMALL, "-s", "ddp", "--micro-batch", "0"], ["micro_batch is 0"]),
-        (["run", *SMALL, "-s", "ddp", "--precision", "fp8"], ["has no fp8 in our catalog", "bf16"]),
-        (["run", *SMALL, "-s", "ddp", "--recompute", "all"], ["all", "selective"]),
-        (["run", *SMALL, "-s", "ddp", "--global-batch", "100"], ["100", "16 GPUs"]),
-        (["run", *SMALL, "-s", "ddp", "--jitter", "-1"], ["jitter is -1"]),
-        (["run", *SMALL, "-s", "ddp", "--node-speed", "9=0.5"], ["node 9", "0 to 1"]),
-        (["run", *SMALL[:4], "-s", "ddp", "--gpus", "12"], ["12 GPUs", "multiple of 8"]),
-        (["run", *SMALL[:4], "-s", "ddp", "--gpus", "many"], ["many", "whole number"]),
-        (["run", "-c", "dgx-h100", "-s", "ddp"], ["--model is missing"]),
-        (["scale", "-s", "ddp"], ["--model, --cluster are missing"]),
-        (["rum"], ["rum"]),
-        (["list", "a100-tcp81"], ["a100-tcp81", "a100-tcp80"]),
-        (["scale", *SMALL[:4], "-s", "ddp", "-g", "8,12"], ["12 GPUs"]),
-        (["scale", *SMALL[:4], "-s", "ddp", "-g", "8,8"], ["twice"]),
-        (["scale", *SMALL[:4], "-s", "ddp", "--published", "none.toml"], ["none.toml"]),
-        (["sweep", *SMALL, "-s", "ddp", "--vary", "inter.bandwidth=1 Gbit/s,x"], ["'x'"]),
-        (["sweep", *SMALL, "-s", "ddp", "--vary", "micro_batch=1,,2"], ["empty"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "inter.bandwidth={x}"], ["{x}"]),
-        (["run", *SMALL, "-s", "ddp", "--set", "model.vocab=" + "9" * 400], ["vocab"]),
-        (["run", *SMALL, "-s", "ddp", "--micro-batch", "9" * 400], ["micro_batch"]),
-        (["run", *SMALL, "-s", "zero2:bucket=1"], ["buckets of 1", "10000"]),
-        (["scale", *SMALL[:4], "-s", "co2", "-s", "co2:tau=12"], ["twice"]),
-        (["trace", *SMALL, "-s", "ddp", "-o", "trace.txt"], ["trace.txt", ".jsonl"]),
-        (["run", "-c", "own.toml", "-m", "gpt2-small", "-s", "ddp"], ["own.toml", "No such file"]),
-    ],
-)
-def test_bad_input_is_one_line_exit_code_2_and_writes_nothing(
-    cli: Run, tmp_path: Path, arguments: list[str], words: list[str]
-) -> None:
-    """Every wrong input says what was given and what is allowed, in one line on stderr."""
-    code, out, err = cli(*arguments)
-    assert code == 2
-    assert not out
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert all(word in err for word in words), err
-    assert not list(tmp_path.iterdir())
-
-
 def test_run_json_holds_every_promised_figure(cli: Run) -> None:
-    """`run --json` holds the figures that the issue names, and memory by item sums to its total."""
+    """And memory by item sums to its total."""
     code, out, _ = cli("run", *SMALL, "-s", "zero3", "--json")
     found = json.loads(out)
     assert code == 0
@@ -119,8 +38,20 @@ def test_run_prints_what_was_assumed(cli: Run) -> None:
     """A result repeats the numbers that no source supports."""
     code, out, _ = cli("run", *SMALL, "-s", "ddp")
     assert code == 0
-    assert "assumed, not measured or published" in out
-    assert "cluster.interference" in out
+    assert "cluster.interference" in out.partition("assumed")[2]
+
+
+def test_run_says_how_many_steps_a_round_has(cli: Run) -> None:
+    """Where it has more than one."""
+    for strategy, steps in (("local_sgd:tau=2", True), ("ddp", False)):
+        assert ("(2 steps)" in cli("run", *SMALL, "-s", strategy)[1]) == steps
+
+
+def test_assumptions_that_differ_in_their_reasons_are_counted(cli: Run) -> None:
+    """Passes of two sizes are assumed for two reasons: one is shown, and one like it counted."""
+    given = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "8")
+    _, out, _ = cli(*given, "--vary", "micro_batch=1,2", "--jobs", "1")
+    assert re.findall(r"(\d+) cases? like it", " ".join(out.split())) == ["1"]
 
 
 def test_the_precision_defaults_to_what_the_gpu_trains_in(cli: Run) -> None:
@@ -132,10 +63,10 @@ def test_the_precision_defaults_to_what_the_gpu_trains_in(cli: Run) -> None:
 
 def test_a_model_that_does_not_fit_is_reported_not_refused(cli: Run) -> None:
     """DDP of a 70B model does not fit in 80 GB; the command says so and succeeds."""
-    code, out, _ = cli("run", "-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp", "--json")
-    assert code == 0
-    assert json.loads(out)["fits_in_memory"] is False
-    code, out, _ = cli("run", "-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp")
+    given = ("run", "-c", "dgx-h100", "-m", "llama-70b", "-s", "ddp")
+    code, out, _ = cli(*given, "--json")
+    assert (code, json.loads(out)["fits_in_memory"]) == (0, False)
+    code, out, _ = cli(*given)
     assert code == 0
     assert "DOES NOT FIT" in out
 
@@ -160,28 +91,33 @@ def test_show_prints_the_schedule(cli: Run) -> None:
     assert "after average[-1]" in out
 
 
-@pytest.mark.parametrize("what", ["clusters", "strategies", "co2", "a100-tcp80", "resnet-50"])
-def test_list_shows_names_numbers_and_sources(cli: Run, what: str) -> None:
+def test_list_shows_names_numbers_and_sources(cli: Run) -> None:
     """`list` works for kinds and for entries."""
-    code, out, _ = cli("list", what)
-    assert code == 0
-    assert len(out.splitlines()) > 3
+    for what, word in (
+        ("clusters", "a100-tcp80"),
+        ("strategies", "co2"),
+        ("a100-tcp80", "80 Gbit/s"),
+        ("resnet-50", "ResNet-50"),
+    ):
+        code, out, _ = cli("list", what)
+        assert code == 0
+        assert word in out
 
 
-@pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_the_list_shows_the_ranges_that_a_strategy_has(cli: Run, name: str) -> None:
+def test_the_list_shows_the_ranges_that_a_strategy_has(cli: Run) -> None:
     """The least that is shown is allowed; one less, and one more than the most, are not."""
-    code, out, _ = cli("list", name)
-    assert code == 0
     shown = r"^(\w+) +\S+ +a whole number, (?:(\d+) to (\d+)|at least (\d+))"
-    found = re.findall(shown, out, re.MULTILINE)
-    options = strategy_options(STRATEGIES[name])
-    assert [option for option, *_ in found] == [o for o, _, kind in options if "whole" in kind]
-    for option, low, most, at_least in found:
-        least = int(low or at_least)
-        assert "must be" not in complaint(f"{name}({option}={least})")
-        for value in [least - 1, *([int(most) + 1] if most else [])]:
-            assert "must be" in complaint(f"{name}({option}={value})")
+    for name in STRATEGIES:
+        code, out, _ = cli("list", name)
+        assert code == 0
+        found = re.findall(shown, out, re.MULTILINE)
+        options = strategy_options(STRATEGIES[name])
+        assert [option for option, *_ in found] == [o for o, _, kind in options if "whole" in kind]
+        for option, low, most, at_least in found:
+            least = int(low or at_least)
+            assert "must be" not in complaint(f"{name}({option}={least})")
+            for value in [least - 1, *([int(most) + 1] if most else [])]:
+                assert "must be" in complaint(f"{name}({option}={value})")
 
 
 def complaint(strategy: str) -> str:
@@ -193,8 +129,7 @@ def complaint(strategy: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("columns", [40, 80])
-@pytest.mark.parametrize("name", ["co2", "zero3", "diloco"])
+@pytest.mark.parametrize(("name", "columns"), [("co2", 40), ("diloco", 80)])
 def test_a_text_of_the_list_fills_its_lines(
     cli: Run, monkeypatch: pytest.MonkeyPatch, name: str, columns: int
 ) -> None:
@@ -238,7 +173,8 @@ def test_a_file_that_is_no_text_is_refused(cli: Run, tmp_path: Path) -> None:
     """Another encoding than UTF-8 is one line."""
     (tmp_path / "mine.toml").write_bytes("name = 'Köln'".encode("utf-16"))
     code, _, err = cli("list", "mine.toml")
-    assert (code, err) == (2, "error: cannot read mine.toml: it is not a text in UTF-8\n")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "UTF-8" in err
 
 
 def test_a_price_in_euros_gives_a_cost_in_euros(cli: Run, tmp_path: Path) -> None:
@@ -252,13 +188,3 @@ def test_a_price_in_euros_gives_a_cost_in_euros(cli: Run, tmp_path: Path) -> Non
     assert euros["cost_per_billion_tokens"] == dollars["cost_per_billion_tokens"]
     assert (dollars["currency"], euros["currency"]) == ("USD", "EUR")
     assert "EUR per billion tokens" in cli(*command, "--set", "price_per_gpu=2 EUR/h")[1]
-    code, _, err = cli(*command, "--set", "price_per_gpu=-2 EUR/h")
-    assert code == 2
-    assert "price_per_gpu: '-2 EUR/h' is below 0" in err
-
-
-def test_the_help_says_what_recomputation_keeps(cli: Run) -> None:
-    """Attention, recomputation and loss are choices of their own, each with what it keeps."""
-    shown = " ".join(cli("run", "--help")[1].split())
-    for text in ("the scores are never kept", "selective (the scores of eager attention)", "fp32)"):
-        assert text in shown

@@ -14,14 +14,12 @@ import pytest
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
-from commands import Command, in_process
-from test_plan import OFFER
+from commands import Command, written
 from test_report import drawn_points, held
 
 from co2sim import batch, simulate
 from co2sim.batch import Failure
 from co2sim.case import Case
-from co2sim.cli import main
 from co2sim.decide import search
 from co2sim.errors import OptionError
 from co2sim.grid import cases_of, settings
@@ -32,45 +30,37 @@ from co2sim.step_factors import NO_GOAL
 from co2sim.study import run
 from co2sim.totals import to_dict
 
+pytestmark = pytest.mark.slow  # each writes a page
+
 HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16")
 SOLVE = ("solve", "inter.bandwidth", "--for", "efficiency=50%,90%", *HERE, "-s", "zero2")
 SOLVE = (*SOLVE, "-s", "co2:tau=4,worker=node", "--from", "1 Gbit/s", "--to", "10 Tbit/s")
 SWEEP = ("sweep", *HERE, "-s", "zero2", "--jobs", "1")
 SWEEP = (*SWEEP, "--vary", "inter.bandwidth=10 Gbit/s, 100 Gbit/s", "--vary", "micro_batch=1,2")
 EVIL = "<script>alert(1)</script>"
+OFFER = """\
+name = "{name}"
+source = "an offer"
+nodes = 2
+gpus_per_node = 8
+gpu = "h100"
+price_per_gpu = "{price} USD/h"
+intra = {{ bandwidth = "450 GB/s", efficiency = 0.8, latency = "3 us" }}
+inter = {{ bandwidth = "{rate} Gbit/s", efficiency = 0.9, latency = "20 us" }}
+"""
 
 
-@pytest.fixture
-def co2sim(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command line."""
-    return in_process("co2sim", main, monkeypatch, capsys)
-
-
-@pytest.fixture
-def offers(tmp_path: Path) -> tuple[str, str]:
-    """A dear fast network, and a cheap slow one with a name that is no name."""
-    found = []
+@pytest.fixture(scope="session")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Between a dear fast network, and a cheap slow one with a name that is no name."""
+    folder, given = tmp_path_factory.getbasetemp() / "offers", ["plan", "-m", "gpt2-small"]
+    folder.mkdir(exist_ok=True)  # this module is imported by another: the same page for both
     for key, name, price, rate in (("fast", EVIL, 3.0, 1600), ("slow", "ü" * 200, 2.0, 25)):
-        path = tmp_path / f"{key}.toml"
-        path.write_text(OFFER.format(name=name, price=price, rate=rate, nodes=2), "utf-8")
-        found.append(str(path))
-    return found[0], found[1]
-
-
-def asked_plan(offers: tuple[str, str], *more: str) -> list[str]:
-    """A small plan."""
-    given = [
-        "plan",
-        "-m",
-        "gpt2-small",
-        "--tokens",
-        "1e10",
-        "-s",
-        "zero2",
-        "-s",
-        "co2:tau=12,delay=1",
-    ]
-    return [*given, "-c", offers[0], "-c", offers[1], "--global-batch", "256", *more]
+        path = folder / f"{key}.toml"
+        path.write_text(OFFER.format(name=name, price=price, rate=rate), "utf-8")
+        given += ["-c", str(path)]
+    given += ["-s", "zero2", "-s", "co2:tau=12,delay=1", "--tokens", "1e10"]
+    return (*given, "--global-batch", "256", "--deadline", "300 days", "--json")
 
 
 def files_of(text: str) -> dict[str, str]:
@@ -87,14 +77,11 @@ def heading(text: str) -> str:
 
 
 def test_the_page_of_a_plan_says_what_json_says(
-    co2sim: Command, offers: tuple[str, str], tmp_path: Path
+    tmp_path_factory: pytest.TempPathFactory, plan: tuple[str, ...]
 ) -> None:
     """The sentences, every option, and the data inside; the choice and the runner-up are marked."""
-    out = tmp_path / "r.html"
-    given = asked_plan(offers, "--deadline", "300 days", "--json")
-    plain, done = co2sim(*given), co2sim(*given, "--report", str(out))
-    assert (plain.code, done.code, done.out) == (0, 0, plain.out)
-    found, text = json.loads(done.out), out.read_text("utf-8")
+    done = written(tmp_path_factory, *plan)
+    found, text = json.loads(done.out), done.text
     assert heading(text) == found["answer"][0]
     assert all(sentence in html.unescape(text) for sentence in found["answer"])
     files = files_of(text)
@@ -110,16 +97,15 @@ def test_the_page_of_a_plan_says_what_json_says(
     }
     frame = pd.read_csv(io.StringIO(files["plan.csv"]))
     assert set(zip(frame["days"], frame["cost"], strict=True)) == drawn
-    assert {point["days"] for point in drawn_points(held(text, "specs")["options-0"])} >= {300.0}
+    assert 300.0 in {point["days"] for point in points}
 
 
 def test_the_page_of_a_plan_has_break_evens_timelines_and_commands(
-    co2sim: Command, offers: tuple[str, str], tmp_path: Path
+    tmp_path_factory: pytest.TempPathFactory, plan: tuple[str, ...]
 ) -> None:
     """Of the choice above the runner-up; a hostile name is text; each command is in one piece."""
-    out = tmp_path / "r.html"
-    given = asked_plan(offers, "--json", "--report", str(out))
-    found, text = json.loads(co2sim(*given).out), out.read_text("utf-8")
+    done = written(tmp_path_factory, *plan)
+    found, text = json.loads(done.out), done.text
     turns = drawn_points(held(text, "specs")["turns-0"])
     drawn = list(dict.fromkeys(turn["times"] for turn in turns if "times" in turn))
     assert drawn == pytest.approx([turn["at"] / turn["now"] for turn in found["break_even"]])
@@ -129,32 +115,29 @@ def test_the_page_of_a_plan_has_break_evens_timelines_and_commands(
     said = html.unescape(text)
     for command in found["commands"]:
         assert command.split(": ", 1)[1] in said
-    assert f"co2sim {' '.join(given[:3])}" in said
+    assert f"co2sim {' '.join(plan[:3])}" in said
     assert EVIL not in text
     assert html.escape(EVIL) in text
     assert "ü" * 200 in text
-    for path in offers:
+    for path in (plan[4], plan[6]):
         assert f"{path}: " in said, "inputs of every cluster"
 
 
-def test_a_plan_without_prices_or_choice_has_a_page(co2sim: Command, tmp_path: Path) -> None:
+def test_a_plan_without_prices_or_choice_has_a_page(cli: Command) -> None:
     """Days against GPU-hours; and where nothing is within the limits, what there is without."""
-    out = tmp_path / "r.html"
+    out = Path("r.html")
     given = ["plan", "-m", "gpt2-small", "--tokens", "1e10", "-s", "zero2", "-c", "a100-tcp80"]
     given += ["-g", "8,16", "--global-batch", "256", "--json", "--report", str(out)]
-    found = json.loads(co2sim(*given).out)
+    found = json.loads(cli(*given).out)
     points = drawn_points(held(out.read_text("utf-8"), "specs")["options-0"])
     hours = {one["totals"]["gpu_hours"] for one in (*found["best"], *found["front"])}
     assert {point["cost"] for point in points} == hours
-    done = co2sim(*given, "--deadline", "1 h")
-    assert done.code == 1
-    assert heading(out.read_text("utf-8")).startswith(
-        "Nothing is within 0.0416667 days; the fastest is "
-    )
+    assert cli(*given, "--deadline", "1 h").code == 1
+    assert "0.0416667" in heading(out.read_text("utf-8"))
 
 
 def test_an_interrupted_plan_says_so_on_its_page(
-    co2sim: Command, offers: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, plan: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was found until then, as on the terminal."""
     real, calls = search.run_on, []
@@ -166,21 +149,17 @@ def test_an_interrupted_plan_says_so_on_its_page(
         return real(*given, **named)
 
     monkeypatch.setattr(search, "run_on", stopping)
-    out = tmp_path / "r.html"
-    done = co2sim(*asked_plan(offers, "--report", str(out)))
-    assert done.code == 130
-    text = html.unescape(out.read_text("utf-8"))
-    assert "This plan was interrupted." in text
-    assert "Stopped after 3 of " in text
-    assert heading(text).startswith("So far the best: ")
+    assert cli(*plan, "--report", "r.html").code == 130
+    text = html.unescape(Path("r.html").read_text("utf-8"))
+    assert "interrupted" in text
+    assert "after 3 of " in text
+    assert heading(text).startswith("So far")
 
 
-def test_the_page_of_solve_says_what_json_says(co2sim: Command, tmp_path: Path) -> None:
+def test_the_page_of_solve_says_what_json_says(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Every value that was looked at, with its interval, and where the targets are reached."""
-    out = tmp_path / "r.html"
-    done = co2sim(*SOLVE, "--json", "--report", str(out))
-    assert done.code == 0
-    found, text = json.loads(done.out), out.read_text("utf-8")
+    done = written(tmp_path_factory, *SOLVE, "--json")
+    found, text = json.loads(done.out), done.text
     assert heading(text) == f"{found[0]['answer']}."
     assert all(one["answer"] in html.unescape(text) for one in found)
     files = files_of(text)
@@ -199,21 +178,18 @@ def test_the_page_of_solve_says_what_json_says(co2sim: Command, tmp_path: Path) 
     assert len(pd.read_csv(io.StringIO(files["solve.csv"]))) == sum(len(o["points"]) for o in found)
 
 
-def test_an_answer_needs_no_case_that_works(co2sim: Command, tmp_path: Path) -> None:
+def test_an_answer_needs_no_case_that_works(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Where the case as it is cannot be simulated, the page has the answer without its levers."""
-    out = tmp_path / "r.html"
     given = ["solve", "gpus", "--for", "step=10 s", "-c", "a100-tcp80", "-m", "gpt2-small"]
-    done = co2sim(*given, "-s", "ddp", "--global-batch", "48", "--json", "--report", str(out))
-    assert done.code == 0
-    assert json.loads(done.out)[0]["answer"] in html.unescape(out.read_text("utf-8"))
+    given += ["-s", "ddp", "--global-batch", "48", "--json"]
+    done = written(tmp_path_factory, *given)
+    assert json.loads(done.out)[0]["answer"] in html.unescape(done.text)
 
 
-def test_the_page_of_a_sweep_says_what_json_says(co2sim: Command, tmp_path: Path) -> None:
+def test_the_page_of_a_sweep_says_what_json_says(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Lines over the first number in its unit, one for each combination of the others."""
-    out = tmp_path / "r.html"
-    done = co2sim(*SWEEP, "--json", "--report", str(out))
-    assert done.code == 0
-    rows, text = json.loads(done.out), out.read_text("utf-8")
+    done = written(tmp_path_factory, *SWEEP, "--json")
+    rows, text = json.loads(done.out), done.text
     files = files_of(text)
     assert json.loads(files["sweep.json"]) == rows
     points = drawn_points(held(text, "specs")["speed-0"])
@@ -234,18 +210,15 @@ def test_the_page_of_a_sweep_says_what_json_says(co2sim: Command, tmp_path: Path
     assert "<td>10 Gbit/s, 100 Gbit/s</td><td>varied</td>" in inputs
 
 
-def test_what_is_no_number_has_bars_and_what_fails_is_named(
-    co2sim: Command, tmp_path: Path
-) -> None:
+def test_what_is_no_number_has_bars_and_what_fails_is_named(cli: Command) -> None:
     """Strategies are bars; with --tokens there are days and money, too."""
-    out = tmp_path / "r.html"
     given = ["sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "--jobs", "1", "--tokens", "1e9"]
     given += ["--vary", "strategy=zero2, fsdp", "--vary", "gpus=16,12", "--json"]
-    done = co2sim(*given, "--set", "price_per_gpu=2 USD/h", "--report", str(out))
+    done = cli(*given, "--set", "price_per_gpu=2 USD/h", "--report", "r.html")
     assert done.code == 1
-    rows, text = json.loads(done.out), out.read_text("utf-8")
+    rows, text = json.loads(done.out), Path("r.html").read_text("utf-8")
     said = html.unescape(text)
-    assert "2 of 4 cases failed." in said
+    assert "2 of 4 cases" in said
     assert f"strategy=zero2, gpus=12: {rows[1]['error']}" in said
     specs, known = held(text, "specs"), [row for row in rows if "error" not in row]
     for key, figure in (
@@ -268,18 +241,17 @@ def test_what_is_no_number_has_bars_and_what_fails_is_named(
     ],
 )
 def test_numbers_are_drawn_in_their_units(
-    vary: str, drawn: list[float], co2sim: Command, tmp_path: Path
+    vary: str, drawn: list[float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Bits, hours, counts: whatever `--vary` takes; with a zero the axis is linear."""
-    out = tmp_path / "r.html"
     given = ["sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "zero2", "--vary", vary]
-    assert co2sim(*given, "--jobs", "1", "--report", str(out)).code == 0
-    points = drawn_points(held(out.read_text("utf-8"), "specs")["speed-0"])
+    text = written(tmp_path_factory, *given, "--jobs", "1").text
+    points = drawn_points(held(text, "specs")["speed-0"])
     assert sorted({point["x"] for point in points}) == pytest.approx(drawn)
 
 
 def test_an_interrupted_sweep_says_so_on_its_page(
-    co2sim: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cases that were done; where none gave a result there is no page."""
     calls: list[Case] = []
@@ -291,15 +263,12 @@ def test_an_interrupted_sweep_says_so_on_its_page(
         return run(case)
 
     monkeypatch.setattr(batch, "run", stopping)
-    out = tmp_path / "r.html"
-    done = co2sim(*SWEEP, "--report", str(out))
-    assert done.code == 130
-    text = out.read_text("utf-8")
-    assert "This sweep was interrupted: 3 of 4 cases were done." in text
+    assert cli(*SWEEP, "--report", "r.html").code == 130
+    text = Path("r.html").read_text("utf-8")
+    assert "3 of 4 cases" in text
     assert len(json.loads(files_of(text)["sweep.json"])) == 3
-    out.unlink()
-    assert co2sim(*SWEEP[:-2], "--vary", "micro_batch=0", "--report", str(out)).code == 2
-    assert not out.exists()
+    assert cli(*SWEEP[:-2], "--vary", "micro_batch=0", "--report", "none.html").code == 2
+    assert not Path("none.html").exists()
 
 
 def many(count: int) -> Swept:
@@ -325,7 +294,7 @@ def many(count: int) -> Swept:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_over_ten_thousand_cases_has_a_page_that_opens() -> None:
     """At most 2 MB beside the bundle, and it says what was left out of what."""
     swept = many(10_000)
@@ -333,50 +302,41 @@ def test_a_sweep_over_ten_thousand_cases_has_a_page_that_opens() -> None:
     assert len(text.encode()) - len(bundle.vega().encode()) < 2e6
     points = drawn_points(held(text, "specs")["speed-0"])
     assert len({point["strategy"] for point in points}) == 40
-    assert "The first 40 of 50 lines are drawn." in text
-    assert re.search(r"Of 5,33\d points one in 7 is drawn.", text)
-    assert "and 3,314 more" in text
-    assert re.search(r"Of 10,000 cases the first [\d,]+ are in sweep.csv", text)
-    assert "Tables of this page have the first 200 of 6,666 cases." in text
+    for left_out in ("40 of 50", "one in 7", "3,314", "first 200 of 6,666"):
+        assert left_out in text
 
 
 @pytest.mark.parametrize("command", ["plan", "solve", "sweep"])
 def test_a_bad_path_is_refused_before_anything_is_simulated(
-    command: str, co2sim: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, cli: Command, plan: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another suffix, a folder that cannot be written, a missing extra: one line, code 2."""
-    given = {
-        "plan": ["plan", "-m", "gpt2-small", "--tokens", "1e10", "-c", "a100-tcp80"],
-        "solve": SOLVE,
-        "sweep": SWEEP,
-    }[command]
-    (tmp_path / "file").touch()
-    for path, words in (("r.pdf", "must end in .html"), ("file/r.html", "cannot write into")):
-        done = co2sim(*given, "--report", str(tmp_path / path))
+    given = {"plan": plan, "solve": SOLVE, "sweep": SWEEP}[command]
+    Path("file").touch()
+    for path, words in (("r.pdf", ".html"), ("file/r.html", "file")):
+        done = cli(*given, "--report", path)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
         assert words in done.err
     monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
-    done = co2sim(*given, "--report", str(tmp_path / "r.html"))
+    done = cli(*given, "--report", "r.html")
     assert (done.code, done.out) == (2, "")
-    assert "pip install 'co2sim[report]'" in done.err
+    assert "co2sim[report]" in done.err
 
 
-def test_a_page_adds_nothing_but_its_place_to_what_is_printed(
-    co2sim: Command, tmp_path: Path
-) -> None:
+def test_a_page_adds_nothing_but_its_place_to_what_is_printed(cli: Command) -> None:
     """The words of `solve` and the table of `sweep` stay as they are."""
-    out = tmp_path / "r.html"
     for given in (SOLVE, SWEEP):
-        plain, done = co2sim(*given), co2sim(*given, "--report", str(out))
-        assert done.out.split() == [*plain.out.split(), "report", str(out)]
+        plain, done = cli(*given), cli(*given, "--report", "r.html")
+        assert done.out.split() == [*plain.out.split(), "report", "r.html"]
 
 
-def test_a_sweep_of_two_models_has_the_inputs_of_both(co2sim: Command, tmp_path: Path) -> None:
+def test_a_sweep_of_two_models_has_the_inputs_of_both(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """With their sources, whatever varies first."""
-    out = tmp_path / "r.html"
     given = ["sweep", "-c", "a100-tcp80", "-s", "zero2", "--vary", "model=gpt2-small, gpt2-xl"]
-    assert co2sim(*given, "-g", "16", "--jobs", "1", "--report", str(out)).code == 0
-    inputs = out.read_text("utf-8").partition('id="inputs"')[2]
+    text = written(tmp_path_factory, *given, "-g", "16", "--jobs", "1").text
+    inputs = text.partition('id="inputs"')[2]
     small = simulate("a100-tcp80", "gpt2-small", "zero2", gpus=16)
     assert f"gpt2-small: {small.model}" in inputs
     assert "gpt2-xl: " in inputs

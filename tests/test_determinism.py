@@ -17,9 +17,11 @@ from test_compare import measured
 from co2sim import Case, chakra
 from realrun.record import write
 
-CASES = [(command, text) for command, texts in COMMANDS.items() for text in texts]
-QUICK = ("co2sim list", "co2sim show", "co2analysis bound")
-"""Commands of a second; the first case of each is in `make check`."""
+FEW = {
+    *(("co2sim list", 0), ("co2sim show", 0), ("co2sim run", 0), ("co2sim run", 2)),
+    *(("co2sim trace", 1), ("co2sim sweep", 2), ("co2sim goodput", 0), ("co2analysis bound", 0)),
+}
+"""Cases of `make test`: none writes a page; the others run at night."""
 
 Inputs = Callable[[Path], None]
 
@@ -100,11 +102,10 @@ def test_every_command_has_an_entry() -> None:
             command,
             arguments,
             id=f"{command} {arguments}",
-            marks=[]
-            if command in QUICK and arguments == COMMANDS[command][0]
-            else pytest.mark.slow,
+            marks=pytest.mark.slow if (command, place) in FEW else pytest.mark.nightly,
         )
-        for command, arguments in CASES
+        for command, cases in COMMANDS.items()
+        for place, arguments in enumerate(cases)
     ],
 )
 def test_the_bytes_are_the_same(command: str, arguments: str, places: tuple[Place, Place]) -> None:
@@ -120,7 +121,7 @@ def test_the_bytes_are_the_same(command: str, arguments: str, places: tuple[Plac
         assert date.encode() not in here[name], name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_differs_in_its_times_only(places: tuple[Place, Place]) -> None:
     """Parameters, checkpoints and losses are the same, bit for bit, on one process."""
     pytest.importorskip("torch")

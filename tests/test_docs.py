@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -13,7 +12,9 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import docs_numbers
 import pytest
 import typer
 from pages import (
@@ -25,15 +26,15 @@ from pages import (
     QUICK,
     ROOT,
     STUDIES,
-    STUDY,
     TRAINING,
     anchors,
     blocks,
+    commands,
     links,
+    without_code,
 )
 
-from co2sim import experiments, study, units
-from co2sim.published_cells import SpeedCell
+from co2sim import experiments, study
 from co2sim.published_speeds import read_speeds
 
 EXAMPLES = [
@@ -42,7 +43,8 @@ EXAMPLES = [
     for number, block in enumerate(blocks(page))
     if block.kind == "python" and not block.title
 ]
-SCRIPTS = [(page, block.text) for page in PAGES for block in blocks(page) if block.kind == "sh"]
+SHORTEST = {" ".join(line.split()[:2]): line for line in sorted(QUICK, key=len, reverse=True)}
+"""Of each command of which pages show one that only computes."""
 
 
 def test_every_command_is_executed_by_one_of_the_tests() -> None:
@@ -52,6 +54,7 @@ def test_every_command_is_executed_by_one_of_the_tests() -> None:
     assert sorted(run) == sorted(COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=[f"{p.stem}-{n}" for p, n in EXAMPLES])
 def test_python_examples_run(
     page: Path,
@@ -71,107 +74,109 @@ def test_python_examples_run(
     assert capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", QUICK)
-def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command that only computes ends with exit code 0."""
-    for folder in ("examples", "papers"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
-    package = {"co2sim": "co2sim.cli", "co2analysis": "analysis.cli"}[shlex.split(command)[0]]
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(package).main()
-    assert not ended.value.code
+def run(command: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Run a command in this process; it must succeed."""
+    for name in ("examples", "papers"):
+        shutil.copytree(ROOT / name, folder / name, dirs_exist_ok=True)
+    words = shlex.split(command)
+    package = {"co2sim": "co2sim.cli", "co2analysis": "analysis.cli"}[words[0]]
+    with patch.context() as inside:
+        inside.chdir(folder)
+        inside.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(package).main()
+    assert not ended.value.code, command
 
 
 @pytest.mark.slow
-def test_the_study_prints_what_its_page_shows(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [name for name in SHORTEST if name.startswith("co2sim")])
+def test_a_command_of_each_kind_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The notebook runs, and its output is the one on the page, to the last digit."""
-    (command,) = STUDIES
-    monkeypatch.chdir(ROOT)
-    runpy.run_path(command.split()[1])
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    (shown,) = (block.text for block in blocks(STUDY) if block.title)
-    assert printed == shown.splitlines()
+    """The shortest one that a page shows."""
+    run(SHORTEST[name], tmp_path, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_all_commands_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that only compute."""
+    for command in commands(page):
+        if command in QUICK:
+            run(command, tmp_path, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_numbers_of_pages_are_those_of_today() -> None:
+    """`make docs-numbers` changes nothing; it checks every block that is marked."""
+    changed = {page.name: docs_numbers.generated(page) != page.read_text() for page in PAGES}
+    assert not any(changed.values()), changed
 
 
 # --- the first page -----------------------------------------------------------------------------
 
 
-def test_the_readme_is_short() -> None:
-    """Nobody reads more than 120 lines before trying."""
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+@pytest.mark.xfail(strict=False, reason="the first page is written now, in another change")
+def test_the_first_page_is_short() -> None:
+    """At most 600 words outside of code, and no line of prose above 120 characters."""
+    prose = re.sub(r"\]\([^)]*\)", "]", without_code(ROOT / "README.md"))
+    assert len(re.findall(r"\w[\w'.,-]*", prose)) <= 600
+    lines = [line for line in prose.splitlines() if not line.startswith("|")]
+    assert max(map(len, lines)) <= 120
 
 
-@pytest.fixture(scope="module")
-def cells() -> list[tuple[SpeedCell, float]]:
-    """The published cells of CO2, each as published and as simulated, with their prediction."""
-    found = []
-    for cell in read_speeds(ROOT / "papers/co2/results.toml"):
-        speeds = [
-            study.simulate(cell.cluster, cell.model, cell.strategy, gpus=gpus).tokens_per_s_per_gpu
-            for gpus in cell.sizes
-        ]
-        ratio = len(speeds) > 1
-        found.append((cell, speeds[-1] / speeds[0] if ratio else speeds[0] * cell.sizes[0]))
-    return found
-
-
-@pytest.mark.slow
-def test_the_first_prediction_is_a_calibrated_one(cells: list[tuple[SpeedCell, float]]) -> None:
-    """`make run` shows published cells of 80 Gbit/s beside a prediction that is within 6.5 %."""
+def test_the_first_prediction_is_a_calibrated_one() -> None:
+    """`make run` begins with a cluster whose published cells are predicted within 6.5 %."""
     makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
     recipe = re.search(r"^run:.*\n\t(.*)$", makefile, re.MULTILINE)
     assert recipe
     words = shlex.split(recipe[1])
-    chosen = [words[n + 1] for n, word in enumerate(words) if word == "--cluster"]
-    assert chosen[0] == "a100-tcp80-calibrated"
-    shown = [(cell, predicted) for cell, predicted in cells if cell.cluster in chosen]
-    assert len(shown) == 7
-    for cell, predicted in shown:
+    cluster = words[words.index("--cluster") + 1]
+    cells = [c for c in read_speeds(ROOT / "papers/co2/results.toml") if c.cluster == cluster]
+    assert len(cells) == 7
+    for cell in cells:
+        speeds = [
+            study.simulate(cluster, cell.model, cell.strategy, gpus=gpus).tokens_per_s_per_gpu
+            for gpus in cell.sizes
+        ]
+        ratio = speeds[-1] / speeds[0]
+        predicted = ratio if len(speeds) > 1 else speeds[0] * cell.sizes[0]
         assert predicted == pytest.approx(cell.value, rel=0.065)
 
 
-@pytest.mark.slow
-def test_the_uncalibrated_prediction_is_told(cells: list[tuple[SpeedCell, float]]) -> None:
-    """The page on validation shows both predictions of every cell, as they are today."""
-    text = (ROOT / "docs" / "validation.md").read_text()
-    table = text.partition("| cell | use | published | calibrated | uncalibrated |\n")[2]
-    rows = table.partition("\n\n")[0].splitlines()[1:]
-
-    def number(value: float) -> str:
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-    expected = []
-    for (raw, uncalibrated), (_, calibrated) in zip(cells[::2], cells[1::2], strict=True):
-        both = [
-            f"{number(value)} ({units.percent(value / raw.value - 1)})".replace("%", " %")
-            for value in (calibrated, uncalibrated)
-        ]
-        expected.append([raw.use, number(raw.value), *both])
-    assert [row.strip("| ").split(" | ")[1:] for row in rows] == expected
+def test_nobody_is_sent_to_the_package_index_for_this_project() -> None:
+    """There, co2sim is another project's name: `pip install .` in a clone installs this one."""
+    texts = {page.name: page.read_text() for page in PAGES}
+    texts["pyproject.toml"] = project()["readme"]["text"]
+    for name, text in texts.items():
+        assert not re.findall(r"pip install [^`\n]*\bco2sim\b(?![/.]).*", text), name
 
 
 # --- links, names, options ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_point_to_files_and_headings(page: Path) -> None:
+def test_links_point_to_files_and_headings() -> None:
     """Every relative link of a page leads to a file, and to a heading if it names one."""
-    for target, anchor in links(page):
-        assert target.exists(), target
-        assert anchor is None or anchor in anchors(target), f"{target.name}#{anchor}"
+    for page in PAGES:
+        for target, anchor in links(page):
+            assert target.exists(), (page.name, target)
+            assert anchor is None or anchor in anchors(target), f"{target.name}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_paths_that_are_named_exist(page: Path) -> None:
+def test_paths_that_are_named_exist() -> None:
     """A path in backticks, such as `co2sim/cost.py`, is there."""
     roots = "co2sim|realrun|analysis|papers|tests|benchmarks|examples|docs"
-    for path in re.findall(rf"`((?:{roots})/[\w./-]*)`", page.read_text()):
-        assert (ROOT / path).exists(), path
+    for page in PAGES:
+        for path in re.findall(rf"`((?:{roots})/[\w./-]*)`", page.read_text()):
+            assert (ROOT / path).exists(), (page.name, path)
+
+
+def project() -> dict[str, Any]:
+    """What pyproject.toml says of the project."""
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
 
 
 def targets() -> set[str]:
@@ -188,19 +193,16 @@ def options_of(words: list[str]) -> set[str]:
     return {option for parameter in command.params for option in parameter.opts}
 
 
-@pytest.mark.parametrize(("page", "script"), SCRIPTS, ids=[p.stem for p, _ in SCRIPTS])
-def test_scripts_name_targets_extras_and_options_that_exist(page: Path, script: str) -> None:
+def test_scripts_name_targets_extras_and_options_that_exist() -> None:
     """What is not executed (installing, hours, several machines) is at least spelled correctly."""
-    del page
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    for line in script.splitlines():
+    extras = set(project()["optional-dependencies"])
+    scripts = [block.text for page in PAGES for block in blocks(page) if block.kind == "sh"]
+    for line in "".join(scripts).splitlines():
         words = shlex.split(line, comments=True)
         if words[0] == "make":
             assert set(words[1:]) <= targets(), line
         elif words[0] == "pip":
-            assert set(re.findall(r"\[(\w+)\]", line)) <= set(extras), line
+            assert set(re.findall(r"\[(\w+)\]", line)) <= extras, line
         else:
             ours = [n for n, w in enumerate(words) if w in {"co2sim", "realrun", "co2analysis"}]
             assert ours or words[0].startswith("NODES="), line
@@ -210,13 +212,13 @@ def test_scripts_name_targets_extras_and_options_that_exist(page: Path, script: 
                 assert given <= options_of(own), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_targets_of_make_exist(page: Path) -> None:
-    """Every `make target` in the text is one of the Makefile."""
-    assert set(re.findall(r"`make ([\w-]+)`", page.read_text())) <= targets()
+def test_targets_of_make_exist() -> None:
+    """Every `make target` in a text is one of the Makefile."""
+    for page in PAGES:
+        assert set(re.findall(r"`make ([\w-]+)`", page.read_text())) <= targets(), page.name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path) -> None:
     """The strict build finds no broken link and no page outside the navigation; nothing is remote.
 

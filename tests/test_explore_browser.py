@@ -18,7 +18,7 @@ pytest.importorskip("httpx2", reason="httpx2 is not installed")
 
 from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
 from playwright.sync_api import Browser, expect
-from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question, settings
+from test_explore import STRATEGIES, TOKENS, TOLERANCE, few, made, question
 from test_explore_server import OWN, Served
 
 from co2sim import simulate
@@ -31,6 +31,7 @@ from co2sim.totals import totals_of
 __all__ = ["browser"]
 
 pytestmark = marks
+NIGHTLY = pytest.mark.nightly
 
 EVIL = "<script>alert(1)</script>"
 LONG = ("ü\"'&<b>" * 40)[:200]
@@ -39,7 +40,7 @@ MODEL = Path("co2sim/catalog/models/gpt2-small.toml")
 
 @pytest.fixture(scope="module")
 def static(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a page with a grid."""
+    """The address of a page with the grid that the tests in this process have."""
     path = tmp_path_factory.mktemp("explore") / "page.html"
     asked, grid = made()
     cases = [asked.case(place, {}) for place in range(len(STRATEGIES))]
@@ -70,6 +71,27 @@ class Explorer(Opened):
         slider.evaluate(event, stop)
         self.ready()
         return self.page.locator(f'.slider:has([data-path="{path}"]) output').inner_text()
+
+    def press(self, name: str) -> None:
+        """Press a button."""
+        self.page.get_by_role("button", name=name).click()
+        self.ready()
+
+    def fill(self, name: str, text: str, *, leave: bool = True) -> None:
+        """Type into a field, and leave it."""
+        field = self.page.locator(f'[id="{name}"]')
+        field.fill(text)
+        if leave:
+            field.blur()
+
+    def give(self, kind: str, name: str, content: bytes) -> None:
+        """Upload a file."""
+        file = {"name": name, "mimeType": "text/plain", "buffer": content}
+        self.page.locator(f"#{kind}-file").set_input_files(files=[file])  # type: ignore[list-item]
+
+    def speed(self, strategy: str) -> float:
+        """Tokens/s in the table."""
+        return number(self.table()[strategy]["tokens/s"])
 
     def stops(self, path: str) -> int:
         """How many positions a slider has."""
@@ -146,31 +168,41 @@ def address(request: pytest.FixtureRequest) -> str:
 # ---- figures
 
 
-def test_every_slider_of_a_page_without_a_server_moves_the_figures(
-    opened: Open, static: str
-) -> None:
-    """To those of the simulator, within the error that the page states; days and money follow."""
-    asked, grid = made()
-    explorer = opened(static)
-    paths = explorer.paths()
-    assert paths == [control.path for control in grid.controls]
-    at = [control.at for control in grid.controls]
-    for axis, control in enumerate(grid.controls):
-        now = at[axis]
-        for stop in dict.fromkeys((0, len(control.stops) // 2, len(control.stops) - 1)):
-            before = explorer.table()
-            assert explorer.move(control.path, stop) == control.stops[stop].text
-            there = (*at[:axis], stop, *at[axis + 1 :])
-            check(explorer, asked, settings(grid.controls, there), 2 * TOLERANCE)
-            if control.path in {"gpus", "micro_batch", "inter.bandwidth", "price_per_gpu"}:
-                assert (explorer.table() == before) == (stop == now)
-            now = stop
-        explorer.move(control.path, at[axis])
+def test_every_chart_is_drawn_and_a_slider_moves_the_figures(opened: Open, address: str) -> None:
+    """To those of the simulator; the console is silent, and nothing is asked of a network."""
+    explorer = opened(address)
+    assert explorer.page.locator(".chart svg").count() == 3
+    before = explorer.table()
+    speed = explorer.move("inter.bandwidth", 3)
+    assert explorer.table() != before
+    check(explorer, {"inter.bandwidth": speed}, tolerance(address))
 
 
-def check(explorer: Explorer, asked: Any, settings: dict[str, str], tolerance: float) -> None:
+def tolerance(address: str) -> float:
+    """A server's figures are exact; those of a page that has none are interpolated."""
+    return 2 * TOLERANCE if address.startswith("file:") else 1e-3
+
+
+@NIGHTLY
+def test_every_slider_moves_the_figures(opened: Open, address: str) -> None:
+    """To those of the simulator at both ends and in the middle; and back."""
+    explorer = opened(address)
+    begun = explorer.view()
+    for path in explorer.paths():
+        last = explorer.stops(path) - 1
+        start = int(explorer.page.locator(f'input[data-path="{path}"]').input_value())
+        for stop in dict.fromkeys((0, last // 2, last)):
+            setting = explorer.move(path, stop).replace(",", "")
+            there = {path: setting} if setting != "as given" else {}
+            check(explorer, there, tolerance(address))
+            assert (explorer.view() == begun) == (stop == start)
+        explorer.move(path, start)
+        assert explorer.view() == begun
+
+
+def check(explorer: Explorer, settings: dict[str, str], tolerance: float) -> None:
     """Compare the table with the simulator."""
-    table = explorer.table()
+    table, asked = explorer.table(), replace(question(gpus=16), tokens=TOKENS)
     for place, title in enumerate(asked.titles):
         case = asked.case(place, settings)
         result = run(case)
@@ -209,24 +241,7 @@ def test_the_page_interpolates_as_python_does(opened: Open, static: str) -> None
                 assert figures[name] == close, name
 
 
-def test_every_slider_of_the_server_asks_the_simulator(opened: Open, served: str) -> None:
-    """The figures are exact."""
-    explorer = opened(served)
-    asked = replace(question(gpus=16), tokens=TOKENS)
-    begun = explorer.view()
-    for path in explorer.paths():
-        last = explorer.stops(path) - 1
-        start = int(explorer.page.locator(f'input[data-path="{path}"]').input_value())
-        stop = last if start != last else 0
-        text = explorer.move(path, stop)
-        setting = text.replace(",", "")
-        there = {path: setting} if setting != "as given" else {}
-        check(explorer, asked, there, 1e-3)
-        assert explorer.view() != begun
-        explorer.move(path, start)
-        assert explorer.view() == begun
-
-
+@NIGHTLY
 def test_keys_move_a_slider(opened: Open, address: str) -> None:
     """Arrows and End; a screen reader hears the text, not the place."""
     explorer = opened(address)
@@ -244,12 +259,12 @@ def test_keys_move_a_slider(opened: Open, address: str) -> None:
     assert slider.get_attribute("aria-valuetext") == text == "400 Gbit/s"
 
 
+@NIGHTLY
 def test_two_configurations_are_compared(opened: Open, address: str) -> None:
     """Keep, move: the table has the old throughput, and the ratio of the new one to it."""
     explorer = opened(address)
     first = explorer.table()
-    explorer.page.get_by_role("button", name="Keep this to compare").click()
-    explorer.ready()
+    explorer.press("Keep this to compare")
     explorer.move("inter.bandwidth", 0)
     second = explorer.table()
     for name, row in second.items():
@@ -257,17 +272,16 @@ def test_two_configurations_are_compared(opened: Open, address: str) -> None:
         ratio = number(row["tokens/s"]) / number(first[name]["tokens/s"])
         assert number(row["now against kept"]) == pytest.approx(ratio, rel=0.01)
         assert ratio < 0.9
-    explorer.page.get_by_role("button", name="Drop what is kept").click()
-    explorer.ready()
+    explorer.press("Drop what is kept")
     assert "now against kept" not in next(iter(explorer.table().values()))
 
 
+@NIGHTLY
 def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     """Sliders, what was kept, hidden strategies, tokens and the chart, in another browser."""
     explorer = opened(address)
     explorer.move("inter.bandwidth", 3)
-    explorer.page.get_by_role("button", name="Keep this to compare").click()
-    explorer.ready()
+    explorer.press("Keep this to compare")
     explorer.move("price_per_gpu", 1)
     explorer.move("gpus", 0)
     explorer.page.locator("#strategies input").nth(1).uncheck()
@@ -283,11 +297,11 @@ def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     assert again.view() == explorer.view()
     assert "now against kept" in next(iter(again.table().values()))
     assert again.page.locator("#strategies input").nth(1).is_checked() is False
-    again.page.get_by_role("button", name="Back to the beginning").click()
-    again.ready()
+    again.press("Back to the beginning")
     assert again.view() == opened(address).view()
 
 
+@NIGHTLY
 def test_a_link_to_a_position_that_is_not_there_says_so(opened: Open, static: str) -> None:
     """The rest of the view is shown."""
     explorer = opened(f"{static}#inter.bandwidth=7 Gbit/s&gpus=8&x=nonsense&y=alert(1)&kept=yes")
@@ -295,6 +309,7 @@ def test_a_link_to_a_position_that_is_not_there_says_so(opened: Open, static: st
     assert explorer.page.locator(".slider output").first.inner_text() == "8"
 
 
+@NIGHTLY
 def test_hidden_strategies_are_in_no_answer(opened: Open, address: str) -> None:
     """Neither in the table nor in the charts nor in the sentence."""
     explorer = opened(address)
@@ -310,7 +325,8 @@ def test_hidden_strategies_are_in_no_answer(opened: Open, address: str) -> None:
     assert explorer.table() == {}
 
 
-@pytest.mark.parametrize("typed", ["many", "-1", "0", "1e30", "1,000,000", "1e12 tokens"])
+@NIGHTLY
+@pytest.mark.parametrize("typed", ["many", "0"])
 def test_tokens_typed_wrong_are_said_in_a_line(opened: Open, static: str, typed: str) -> None:
     """The figures stay; without tokens there are no days."""
     explorer = opened(static)
@@ -318,9 +334,7 @@ def test_tokens_typed_wrong_are_said_in_a_line(opened: Open, static: str, typed:
     field = explorer.page.locator("#tokens")
     field.fill(typed)
     words = explorer.page.locator("#tokens-wrong")
-    expect(words).to_have_text(
-        f"tokens is '{typed}'; it must be a number from 1 to 1e18, such as 1e12"
-    )
+    expect(words).to_contain_text(f"'{typed}'")
     assert field.get_attribute("aria-invalid") == "true"
     assert explorer.table() == before
     field.fill("")
@@ -329,19 +343,16 @@ def test_tokens_typed_wrong_are_said_in_a_line(opened: Open, static: str, typed:
     assert "days" not in next(iter(explorer.table().values()))
 
 
-@pytest.mark.parametrize(
-    ("y", "of"),
-    [("tokens_per_s", "tokens/s"), ("exposed", "exposed communication"), ("useful", "useful time")],
-)
-def test_the_chart_follows_what_is_chosen(opened: Open, address: str, y: str, of: str) -> None:
+@NIGHTLY
+def test_the_chart_follows_what_is_chosen(opened: Open, address: str) -> None:
     """Its axes are named after it, and a line has as many points as the slider has positions."""
     explorer = opened(address)
-    explorer.page.locator("#y").select_option(y)
+    explorer.page.locator("#y").select_option("exposed")
     explorer.ready()
     explorer.page.locator("#x").select_option(label="GPUs")
     explorer.ready()
     texts = explorer.page.locator("#curve .role-axis-title text").all_text_contents()
-    assert {of, "GPUs"} <= set(texts)
+    assert {"exposed communication", "GPUs"} <= set(texts)
     points = explorer.page.locator("#curve .mark-symbol path[aria-roledescription=point]").count()
     assert points == 2 * 2 * explorer.stops("gpus")  # two strategies, filled and as an outline
 
@@ -349,31 +360,28 @@ def test_the_chart_follows_what_is_chosen(opened: Open, address: str, y: str, of
 # ---- names of strangers
 
 
+@NIGHTLY
 def test_names_run_no_script(opened: Open, tmp_path: Path, served: str) -> None:
     """A cluster called like a script, a model of 200 characters with quotes and umlauts."""
     cluster, model = tmp_path / "evil.toml", tmp_path / 'm "ü" &.toml'
-    cluster.write_text(re.sub(r"(?m)^name = .*$", f'name = "{EVIL}"', OWN, count=1), "utf-8")
-    named = re.sub(
-        r"(?m)^name = .*$", lambda _: f"name = {json.dumps(LONG)}", MODEL.read_text("utf-8")
-    )
-    assert LONG not in MODEL.read_text("utf-8")
-    model.write_text(named, "utf-8")
+    for path, text, name in ((cluster, OWN, EVIL), (model, MODEL.read_text("utf-8"), LONG)):
+        line = f"name = {json.dumps(name)}"
+        path.write_text(
+            re.sub(r"(?m)^name = .*$", lambda _, line=line: line, text, count=1), "utf-8"
+        )
     asked = question("ddp", cluster=str(cluster), model=str(model), overrides={})
-    shown = few(asked)
-    grid = build.build(asked, shown, 0.5, 1)
+    grid = build.build(asked, few(asked), 0.5, 1)
     case = asked.case(0, {})
-    path = tmp_path / "page.html"
-    path.write_bytes(static_page(asked, grid, [(case, run(case))], f"co2sim {EVIL}"))
-    explorer = opened(path.as_uri())
+    page = tmp_path / "page.html"
+    page.write_bytes(static_page(asked, grid, [(case, run(case))], f"co2sim {EVIL}"))
+    explorer = opened(page.as_uri())
     assert explorer.page.locator("h1").inner_text() == f"{LONG} on {EVIL}"
     assert explorer.page.title() == f"{LONG} on {EVIL}"
 
     server = opened(served)
-    for name, file in (("cluster", cluster), ("model", model)):
-        upload = {"name": f"{name}.toml", "mimeType": "text/plain", "buffer": file.read_bytes()}
-        server.page.get_by_text("Files of yours").evaluate("one => one.parentElement.open = true")
-        server.page.locator(f"#{name}-file").set_input_files(files=[upload])  # type: ignore[list-item]
-        expect(server.page.locator(f"#{name}")).to_have_value(f"{name}.toml")
+    for kind, file in (("cluster", cluster), ("model", model)):
+        server.give(kind, f"{kind}.toml", file.read_bytes())
+        expect(server.page.locator(f"#{kind}")).to_have_value(f"{kind}.toml")
     server.ready()
     heading = server.page.locator("h1").inner_text()
     assert heading.startswith(LONG)
@@ -381,9 +389,8 @@ def test_names_run_no_script(opened: Open, tmp_path: Path, served: str) -> None:
     assert server.page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
-@pytest.mark.parametrize(
-    "text", [f"ddp\n{EVIL}", "co2:tau=" + "9" * 400, '"><img src=x>', "ü" * 900]
-)
+@NIGHTLY
+@pytest.mark.parametrize("text", [f"ddp\n{EVIL}", '"><img src=x>'])
 def test_a_list_of_nonsense_is_answered_in_words(opened: Open, served: str, text: str) -> None:
     """As text beside the field; the figures stay."""
     explorer = opened(served)
@@ -399,11 +406,12 @@ def test_a_list_of_nonsense_is_answered_in_words(opened: Open, served: str, text
     explorer.said.clear()
 
 
+@NIGHTLY
 def test_a_link_that_asks_for_nonsense_is_answered_in_words(opened: Open, served: str) -> None:
     """And the page begins as it would without; a link cannot name files of this machine."""
     link = f"{served}#cluster=/etc/passwd&model=gpt2-small&strategy={quote(EVIL)}"
     explorer = opened(link)
-    expect(explorer.page.locator("#wrong")).to_contain_text("unknown cluster '/etc/passwd'")
+    expect(explorer.page.locator("#wrong")).to_contain_text("'/etc/passwd'")
     assert list(explorer.table()) == list(opened(served).table())
     explorer.said.clear()
 
@@ -411,104 +419,88 @@ def test_a_link_that_asks_for_nonsense_is_answered_in_words(opened: Open, served
 # ---- forms
 
 
+@NIGHTLY
 def test_forms_answer_while_typing_and_change_the_question(opened: Open, served: str) -> None:
     """The nearest name is said, the words of the command line for a unit; then new figures."""
     explorer = opened(served)
     page = explorer.page
-    page.locator("#cluster").fill("cloud-25")
-    expect(page.locator("#cluster-wrong")).to_contain_text("did you mean 'cloud-25g'?")
-    page.locator("#cluster").fill("cloud-25g")
-    page.locator("#cluster").blur()
+    explorer.fill("cluster", "cloud-25", leave=False)
+    expect(page.locator("#cluster-wrong")).to_contain_text("'cloud-25g'")
+    explorer.fill("cluster", "cloud-25g")
     expect(page.locator("h1")).to_contain_text("25 Gbit/s")
-    page.locator("#model").fill("gpt2-medium")
-    page.locator("#model").blur()
+    explorer.fill("model", "gpt2-medium")
     expect(page.locator("h1")).to_contain_text("medium")
-    page.locator("#wanted").fill("zero3\nddp\n\n")
-    page.locator("#wanted").blur()
+    explorer.fill("wanted", "zero3\nddp\n\n")
     expect(page.locator("#strategies label").first).to_contain_text("zero3")
     explorer.ready()
-    expected = simulate("cloud-25g", "gpt2-medium", "zero3", gpus=16)
+    given = ("cloud-25g", "gpt2-medium", "zero3")
     assert list(explorer.table()) == ["zero3", "ddp"]
-    assert number(explorer.table()["zero3"]["tokens/s"]) == pytest.approx(
-        expected.tokens_per_s, abs=1
-    )
+    expected = simulate(*given, gpus=16).tokens_per_s
+    assert explorer.speed("zero3") == pytest.approx(expected, abs=1)
     page.locator("#numbers summary").click()
-    bandwidth = page.locator('[id="fact-inter.bandwidth"]')
-    bandwidth.fill("50")
+    explorer.fill("fact-inter.bandwidth", "50", leave=False)
     wrong = page.locator('[id="fact-inter.bandwidth-wrong"]')
-    expect(wrong).to_contain_text("'50' has no unit")
-    bandwidth.fill("50 Gbit/s")
+    expect(wrong).to_contain_text("'50'")
+    explorer.fill("fact-inter.bandwidth", "50 Gbit/s")
     expect(wrong).to_have_text("")
-    bandwidth.blur()
     expect(page.locator("h1")).to_contain_text("inter.bandwidth=50 Gbit/s")
     explorer.ready()
     explorer.move("gpus", explorer.stops("gpus") - 1)
-    faster = simulate(
-        "cloud-25g",
-        "gpt2-medium",
-        "zero3",
-        gpus=128,
-        overrides={"inter.bandwidth": "50 Gbit/s"},
-    )
-    assert number(explorer.table()["zero3"]["tokens/s"]) == pytest.approx(
-        faster.tokens_per_s, abs=1
-    )
-    page.locator("#more").fill("price_per_gpu=3")
-    expect(page.locator("#more-wrong")).to_contain_text("has no unit")
-    page.locator("#more").fill("price_per_gpu=3 USD/h")
-    page.locator("#more").blur()
+    expected = simulate(*given, gpus=128, overrides={"inter.bandwidth": "50 Gbit/s"}).tokens_per_s
+    assert explorer.speed("zero3") == pytest.approx(expected, abs=1)
+    explorer.fill("more", "price_per_gpu=3", leave=False)
+    expect(page.locator("#more-wrong")).to_contain_text("no unit")
+    explorer.fill("more", "price_per_gpu=3 USD/h")
     expect(page.locator('input[data-path="price_per_gpu"]')).to_have_count(1)
     explorer.ready()
     page.get_by_text("Batch, precision").click()
-    page.locator("#global_batch").fill("24")
-    page.locator("#global_batch").blur()
-    expect(page.locator("#failed")).to_contain_text("not a multiple of 128 GPUs")
+    explorer.fill("global_batch", "24")
+    expect(page.locator("#failed")).to_contain_text("128 GPUs")
     explorer.ready()
-    link = page.evaluate("location.href")
-    again = opened(link)
-    assert again.view() == explorer.view()
+    assert opened(page.evaluate("location.href")).view() == explorer.view()
     explorer.said.clear()  # what the browser says of answers that refuse
 
 
-def test_a_file_that_is_given_anew_is_read_anew(opened: Open, served: str) -> None:
+@NIGHTLY
+def test_a_file_that_is_given_again_is_read_again(opened: Open, served: str) -> None:
     """Under the same name: nothing that was simulated before is shown."""
     explorer = opened(served)
     speeds = []
     for text in (OWN, OWN.replace('bandwidth = "25 Gbit/s"', 'bandwidth = "50 Gbit/s"')):
-        file = {"name": "mine.toml", "mimeType": "text/plain", "buffer": text.encode()}
         before = explorer.table()["ddp"]["tokens/s"]
-        explorer.page.locator("#cluster-file").set_input_files(files=[file])  # type: ignore[list-item]
+        explorer.give("cluster", "mine.toml", text.encode())
         expect(explorer.page.locator("#figures td").first).not_to_have_text(before)
         explorer.ready()
-        speeds.append(number(explorer.table()["ddp"]["tokens/s"]))
+        speeds.append(explorer.speed("ddp"))
     assert speeds[1] > 1.3 * speeds[0]
 
 
+@NIGHTLY
 def test_a_drag_need_not_wait(opened: Open, served: str) -> None:
     """While nothing moves the other positions are asked for: a move then asks for none of them."""
     explorer = opened(served)
-    explorer.page.wait_for_load_state("networkidle")
     asked = 0
-    while asked < len(explorer.asked):  # the others are asked for one after another
+    while asked < len(explorer.asked):  # it gives up after three seconds
         asked = len(explorer.asked)
-        explorer.page.wait_for_timeout(3000)
+        explorer.page.evaluate("ahead()")
     before = explorer.table()
     explorer.move("inter.bandwidth", explorer.stops("inter.bandwidth") - 2)
     assert explorer.table() != before
     assert len(explorer.asked) == asked
 
 
+@NIGHTLY
 def test_an_upload_that_cannot_be_read_is_said_beside_it(opened: Open, served: str) -> None:
-    """In the words of the command line, and the page stays as it was."""
+    """With its name, and the page stays as it was."""
     explorer = opened(served)
     before = explorer.view()
-    file = {"name": "broken.toml", "mimeType": "text/plain", "buffer": b"nodes = "}
-    explorer.page.locator("#cluster-file").set_input_files(files=[file])  # type: ignore[list-item]
+    explorer.give("cluster", "broken.toml", b"nodes = ")
     expect(explorer.page.locator("#file-wrong")).to_contain_text("broken.toml: ")
     assert explorer.view() == before
     explorer.said.clear()
 
 
+@NIGHTLY
 def test_the_report_and_the_commands_repeat_the_figures(
     opened: Open, served: str, tmp_path: Path
 ) -> None:
@@ -519,9 +511,12 @@ def test_the_report_and_the_commands_repeat_the_figures(
         explorer.page.get_by_role("button", name="Save a report").click()
     path = tmp_path / "report.html"
     saved.value.save_as(path)
-    report = opened_report(explorer.page.context.browser, path)
-    assert "co2(tau=12, delay=1, worker=node)" in report
-    assert "ddp" in report
+    browser = explorer.page.context.browser
+    assert browser
+    report = Opened(browser, path)
+    text = report.page.inner_text("body")
+    assert all(name in text for name in explorer.table())
+    assert report.said == []
     explorer.page.get_by_role("button", name="Show the commands").click()
     expect(explorer.page.locator("#command")).to_contain_text("co2sim run")
     commands = explorer.page.locator("#command").inner_text().splitlines()
@@ -537,21 +532,7 @@ def test_the_report_and_the_commands_repeat_the_figures(
         assert f"{json.loads(done.stdout)['tokens_per_s']:,.0f}" == row["tokens/s"]
 
 
-def opened_report(browser: Browser | None, path: Path) -> str:
-    """The text of a report, which said nothing."""
-    assert browser
-    page = browser.new_page()
-    said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.goto(path.as_uri())
-    page.wait_for_selector(".chart svg")
-    text = page.inner_text("body")
-    page.close()
-    assert said == []
-    return text
-
-
+@NIGHTLY
 def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> None:
     """The page stays readable."""
     server = Served(tmp_path)
@@ -559,7 +540,7 @@ def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> No
     before = explorer.table()
     server.end()
     explorer.move("gpus", 1)
-    expect(explorer.page.locator("#wrong")).to_contain_text("The server has ended")
+    expect(explorer.page.locator("#wrong")).to_contain_text("has ended")
     assert explorer.table() == before
     explorer.page.context.close()
 
@@ -567,34 +548,22 @@ def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> No
 # ---- for everybody
 
 
+@NIGHTLY
 @SCHEMES
-def test_it_follows_the_scheme_and_is_readable_on_a_phone(
+def test_it_follows_the_scheme_and_is_readable_on_a_phone_and_on_paper(
     opened: Open, address: str, scheme: str
 ) -> None:
-    """At 360 px nothing but a table scrolls sideways; dark paper has light ink."""
+    """At 360 px nothing but a table scrolls sideways; dark paper has light ink; no sliders."""
     explorer = opened(address, viewport=PHONE, color_scheme=scheme)
-    explorer.page.get_by_role("button", name="Keep this to compare").click()
-    explorer.ready()
+    explorer.press("Keep this to compare")
     assert explorer.page.evaluate("document.documentElement.scrollWidth") <= 360
-    ink, paper = (
-        explorer.page.evaluate(f"getComputedStyle(document.body).{name}")
-        for name in ("color", "backgroundColor")
-    )
-    darkness = [sum(map(int, re.findall(r"\d+", text)[:3])) for text in (ink, paper)]
-    assert (darkness[0] < darkness[1]) == (scheme == "light")
-
-
-def test_it_prints(opened: Open, address: str) -> None:
-    """The figures and charts, without the sliders."""
-    explorer = opened(address)
-    pdf = explorer.page.pdf()
-    assert pdf.startswith(b"%PDF")
-    assert len(pdf) > 20_000
+    assert explorer.dark() == (scheme == "dark")
     explorer.page.emulate_media(media="print")
     assert not explorer.page.locator("#controls").is_visible()
     assert explorer.page.locator("#figures").is_visible()
 
 
+@NIGHTLY
 @needs_axe
 @SCHEMES
 def test_axe_finds_no_serious_violation(opened: Open, address: str, scheme: str) -> None:
@@ -602,6 +571,5 @@ def test_axe_finds_no_serious_violation(opened: Open, address: str, scheme: str)
     explorer = opened(address, color_scheme=scheme, bypass_csp=True)
     for details in explorer.page.locator("details").all():
         details.evaluate("one => one.open = true")
-    explorer.page.get_by_role("button", name="Keep this to compare").click()
-    explorer.ready()
+    explorer.press("Keep this to compare")
     assert explorer.violations() == []

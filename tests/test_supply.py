@@ -54,31 +54,21 @@ def test_every_line_of_the_lock_file_has_a_hash_and_names_no_place() -> None:
     assert not re.search(r"://|/|^-|@", "\n".join(pins).replace(" \\", ""), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("packages", "code", "words"),
-    [
-        ([{"name": "a", "version": "1", "vulns": []}], 0, "0 known vulnerabilities in 1 packages"),
-        (
-            [{"name": "a", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["2"]}]}],
-            1,
-            "a 1: CVE-1, mended in 2",
-        ),
-        ([{"name": "a", "skip_reason": "not found"}], 2, "nothing was checked"),
-        (
-            [{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "local"}],
-            2,
-            "not looked up: b",
-        ),
-        ([{"name": "co2sim", "skip_reason": "editable"}], 2, "nothing was checked"),
-    ],
-)
-def test_an_audit_passes_only_if_all_was_looked_up(
-    packages: list[dict[str, Any]], code: int, words: str
-) -> None:
+def test_an_audit_passes_only_if_all_was_looked_up() -> None:
     """An index without vulnerabilities, such as a mirror, is not a clean bill."""
-    found, lines = audit.judge({"dependencies": packages})
-    assert found == code
-    assert words in "\n".join(lines)
+    clean = {"name": "a", "version": "1", "vulns": []}
+    flawed = {**clean, "vulns": [{"id": "CVE-1", "fix_versions": ["2"]}]}
+    skipped, ours = ({"name": name, "skip_reason": "not found"} for name in ("b", "co2sim"))
+    for packages, code, words in (
+        ([clean], 0, "0 known"),
+        ([flawed], 1, "CVE-1"),
+        ([skipped], 2, "nothing was checked"),
+        ([clean, skipped], 2, "not looked up: b"),
+        ([ours], 2, "nothing was checked"),
+    ):
+        found, lines = audit.judge({"dependencies": packages})
+        assert found == code
+        assert words in "\n".join(lines)
 
 
 def test_an_audit_without_a_network_says_so_in_one_line(
@@ -89,18 +79,17 @@ def test_an_audit_without_a_network_says_so_in_one_line(
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
     assert audit.main("osv") == 2
     out = capsys.readouterr().out
-    assert (
-        out
-        == "audit: the vulnerability service osv gave no answer: ConnectionError: no such host\n"
-    )
+    assert "no such host" in out
+    assert out.count("\n") == 1
 
 
-@pytest.mark.parametrize("package", ["co2sim", "realrun", "analysis"])
-def test_every_command_says_its_version(package: str) -> None:
+@pytest.mark.slow
+def test_every_command_says_its_version() -> None:
     """All three are one distribution."""
-    command = [sys.executable, "-m", package, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{co2sim.__version__}\n"
+    for package in ("co2sim", "realrun", "analysis"):
+        command = [sys.executable, "-m", package, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{co2sim.__version__}\n"
 
 
 # --- what is built ------------------------------------------------------------------------------
@@ -122,7 +111,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_source_distribution_builds_the_same_wheel(built: Path) -> None:
     """`build` makes the wheel from it: without git, its version stays, and all data is inside."""
     (source,), (wheel,) = ((built / "dist").glob(f"*.{kind}") for kind in ("tar.gz", "whl"))
@@ -145,7 +134,7 @@ def test_the_source_distribution_builds_the_same_wheel(built: Path) -> None:
     assert {"README.md", "shared", "out"}.isdisjoint(top)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_metadata_is_ready_for_the_index(built: Path) -> None:
     """Every field is valid by its specification, and the text has no link that leads nowhere."""
     with ZipFile(next((built / "dist").glob("*.whl"))) as files:
@@ -157,7 +146,7 @@ def test_the_metadata_is_ready_for_the_index(built: Path) -> None:
     assert found.requires_python == SpecifierSet(">=3.11")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_of_the_readme_run_from_the_wheel(built: Path) -> None:
     """In an environment of its own, in a folder with nothing but the examples that they name.
 
