@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from co2sim import study
+from co2sim import simulate, study
 from co2sim.case import Case
 from co2sim.cli import scaling
-from co2sim import simulate
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
 from co2sim.published_cells import ThroughputCell
