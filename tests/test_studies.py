@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     import ssp
     import time_to_loss_plan as timed
     import time_to_loss_runs
-    from together import together
+    from ranks import on_ranks
 
 from co2sim import Case  # noqa: E402
 from co2sim.cluster import GPU, Cluster, Link  # noqa: E402
@@ -319,7 +319,10 @@ def test_without_a_code_workers_train_as_one() -> None:
 def test_the_study_codes_as_the_algorithms_do() -> None:
     """Four ranks: the sum of ZeRO++'s gradients, and the mean of an average, bit for bit."""
     calls = {"gradient": {"block": 32}, "outer": {"wire": "int4"}}
-    found = together("quantization_workers", 4, calls)
+    found = {
+        name: on_ranks(name, 4, module="quantization_workers", **arguments)
+        for name, arguments in calls.items()
+    }
 
     def send(block: int) -> Any:
         return lambda rows: quantization.CODES["int4"].received(rows, block, torch.Generator())
