@@ -6,17 +6,21 @@
 Writes benchmarks/results/failures.md.
 """
 
+import os
 import re
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 
+import psutil
 from reports import folder, machine, made_by, parser, table
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from test_failures import DEADLINE, launched_with_fault, left_behind, since_fault  # noqa: E402
+from test_failures import DEADLINE, HEART, arguments  # noqa: E402
 
 PHASES = {
     "kill:startup": "killed at start-up",
@@ -69,11 +73,42 @@ Three ranks, a deadline of {DEADLINE:g} s. *Stopped in time*: every other rank e
     print(text)
 
 
+def launched_with_fault(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A run of three ranks by the launcher, one of which fails as `fault` says."""
+    command = [sys.executable, str(ROOT / "tests" / "faulty_rank.py"), *arguments(folder)]
+    script = (
+        "import sys; from realrun.launch.local import run_local;"
+        f"sys.exit(run_local({command!r}, 3, grace=5))"
+    )
+    own = {"PYTHONPATH": str(ROOT), "FAULT": fault, "TAG": str(folder), **HEART}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **own, "FAULT_TIME": str(folder / "time")},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def left_behind(folder: Path) -> set[int]:
+    """Processes of that run that still live."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TAG") == str(folder):
+                found.add(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
 def attempt(fault: str, folder: Path) -> tuple[float, bool]:
     """Seconds until the survivors had stopped, and whether all was as it should be."""
     victim = int(fault[-1])
     done = launched_with_fault(fault, folder)
-    seconds, left = since_fault(folder), left_behind(folder)
+    seconds = time.time() - float((folder / "time").read_text())
+    left = left_behind(folder)
     survivors = {0, 1, 2} - {victim}
     place = "" if "startup" in fault else r".*'\S+' of round 1"
     told = [

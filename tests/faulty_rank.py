@@ -75,3 +75,7 @@ def main() -> None:
         make = measure.make_kernels
         measure.make_kernels = lambda *given: Faulty(make(*given), how, phase)
     cli.main()
+
+
+if __name__ == "__main__":  # a program of its own, for the launcher
+    main()

@@ -104,9 +104,14 @@ def forked(
 
 
 class _Pool:
-    """Ranks that have joined, and answer calls until one of them fails."""
+    """Ranks that have joined, and answer calls of one module until one of them fails.
 
-    def __init__(self, nproc: int, backend: str) -> None:
+    Another module gets ranks of its own: what a refused call left behind, such as process groups
+    that only some ranks made, ends with the module that knows of it.
+    """
+
+    def __init__(self, nproc: int, backend: str, module: str) -> None:
+        self.module = module
         self._folder, self._store = Path(tempfile.mkdtemp()), host_store("127.0.0.1")
         pairs = [multiprocessing.Pipe() for _ in range(nproc)]
         self._calls: list[Connection] = [ours for ours, _ in pairs]
@@ -174,7 +179,11 @@ def on_ranks(
     that they cannot go on. All have `limit` seconds.
     """
     key = (nproc, backend)
-    pool = _POOLS.pop(key, None) or _Pool(nproc, backend)
+    pool = _POOLS.pop(key, None)
+    if pool and pool.module != module:
+        pool.end()
+        pool = None
+    pool = pool or _Pool(nproc, backend, module)
     stays = False
     try:
         given = (module, function, gpus_per_node or nproc, arguments)
