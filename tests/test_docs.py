@@ -118,7 +118,6 @@ def test_numbers_of_pages_are_those_of_today() -> None:
 # --- the first page -----------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=False, reason="the first page is written now, in another change")
 def test_the_first_page_is_short() -> None:
     """At most 600 words outside of code, and no line of prose above 120 characters."""
     prose = re.sub(r"\]\([^)]*\)", "]", without_code(ROOT / "README.md"))

@@ -29,10 +29,6 @@ ROOT = Path(__file__).parents[1]
 LOOKS = Path(__file__).parent / "golden" / "looks"
 VERSION = LOOKS / "browser.txt"
 """With which browser the references were taken."""
-README = ROOT / "examples" / "report.png"
-"""The top of the page that `make run` writes."""
-TOP = 1130
-"""Pixels of it."""
 COARSE = 16
 """Pixels of a tile; the smoothing of fonts differs from machine to machine."""
 AREA = 320
@@ -247,8 +243,6 @@ def test_a_page_looks_as_it_did(
         LOOKS.mkdir(exist_ok=True)
         VERSION.write_text(f"{browser.version}\n", "utf-8")
         taken.quantize(64).save(reference, optimize=True)
-        if (name, scheme, width) == ("report", "light", 1280):
-            taken.crop((0, 0, width, TOP)).quantize(128).save(README, optimize=True)
     kept = Image.open(reference)
     assert taken.width == kept.width
     assert taken.height == pytest.approx(kept.height, rel=LONGER)
