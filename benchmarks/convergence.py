@@ -40,7 +40,7 @@ from co2sim.units import Seconds
 from realrun.execute.world import World, join
 from realrun.launch.local import run_local
 from realrun.train import TrainSettings
-from realrun.train.figure import MARKERS
+from realrun.train.log import MARKERS
 from realrun.train.loop import train
 from realrun.train.outer import pairs
 from realrun.train.settings import TaskName

@@ -34,9 +34,8 @@ from co2sim import Case, run
 from co2sim.catalog import load_cluster
 from co2sim.result import Result
 from realrun.dilation import SLEEPING, chosen
-from realrun.launch.lab_plan import Lab
+from realrun.launch.lab_plan import Lab, overrides
 from realrun.launch.local import cores
-from realrun.launch.uplinks import overrides
 from realrun.record import Record, folder_name, read
 from realrun.speed import at_speed, beside
 

@@ -44,7 +44,7 @@ from realrun.execute.executor import execute as carry_out
 from realrun.execute.kernels import Burn
 from realrun.execute.world import gather_objects
 from realrun.measure import make_kernels, merge
-from realrun.probe.processor import fit_gpu
+from realrun.probe.fit import fit_gpu
 from realrun.probe.samples import ComputeSample, Measured
 from realrun.probe.tasks import in_turn
 from realrun.resolve import resolve

@@ -16,7 +16,7 @@ import co2sim
 from co2sim import Result
 from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.units import scaled
-from realrun.train.figure import MARKERS
+from realrun.train.log import MARKERS
 
 CLUSTERS = ("a100-tcp80", "a100-roce800", "dgx-h100")
 MODEL, GPUS = "llama3-8b", 64

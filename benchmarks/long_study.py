@@ -49,7 +49,7 @@ from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from realrun.launch.local import run_local
-from realrun.train.figure import MARKERS
+from realrun.train.log import MARKERS
 from realrun.train.outer import pairs
 
 RUNS = "long_study-runs.csv"

@@ -41,7 +41,7 @@ from co2sim.units import Seconds
 from realrun.execute.world import World, join
 from realrun.launch.lab import run_lab
 from realrun.launch.lab_plan import Lab
-from realrun.train.figure import MARKERS
+from realrun.train.log import MARKERS
 from realrun.train.loop import train
 from realrun.train.methods import build
 from realrun.train.settings import TaskName, TrainSettings

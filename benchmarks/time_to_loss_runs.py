@@ -51,7 +51,7 @@ from co2sim.schedule import WORLD
 from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from co2sim.units import Seconds
-from realrun.algorithms.counters import Stats
+from realrun.algorithms.late import Stats
 from realrun.execute.world import World, join
 from realrun.train import History, TrainSettings
 from realrun.train.loop import Build, Standing, train

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from co2sim.strategies.fsdp import FSDP
     from co2sim.strategies.local_sgd import LocalSGD, OverlapLocalSGD, SlowMo
     from co2sim.strategies.zero1 import Zero1
-    from co2sim.strategies.zero2 import Zero2
-    from co2sim.strategies.zero3 import Zero3
+    from co2sim.strategies.zero3 import Zero2, Zero3
     from co2sim.strategies.zeropp import ZeroPP
     from co2sim.study import run, simulate
     from co2sim.totals import Totals, totals_of

@@ -7,8 +7,7 @@ from typing import Any, TypeAlias
 from co2sim.case import Case
 from co2sim.convert import Count
 from co2sim.engines.engine import Engine, opened
-from co2sim.engines.flow import through
-from co2sim.engines.pool import Pool
+from co2sim.engines.flow import Pool, through
 from co2sim.errors import Co2simError, NoRoomError, ResourceError
 from co2sim.inputs import Inputs
 from co2sim.progress import progress_bar

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 from co2sim import convert, strategies
-from co2sim.assumptions import assumed, beyond_the_file, beyond_the_table
+from co2sim.advice import assumed, beyond_the_file, beyond_the_table
 from co2sim.catalog import Contents, Entry, load_cluster, load_model
 from co2sim.catalog.facts import is_file
 from co2sim.cluster import GPU, Cluster

@@ -12,7 +12,7 @@ from functools import lru_cache
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from co2sim import ranges
+from co2sim import validation
 from co2sim.errors import OptionError, nearest
 
 Count: TypeAlias = int | float | str
@@ -156,7 +156,7 @@ def _as_declared(name: str, value: Any, hint: Any) -> Any:
     if get_origin(plain) is Literal:
         return _chosen(name, value, get_args(plain))
     found: Any = _READERS[plain](name, value)
-    return ranges.whole(name, found, *bounds) if bounds else found
+    return validation.whole(name, found, *bounds) if bounds else found
 
 
 def _plain(hint: Any) -> Any:

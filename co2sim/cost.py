@@ -16,12 +16,68 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from co2sim import shaping
-from co2sim.cluster import AllReduce, Cluster, Hops, Protocols
+from co2sim.cluster import AllReduce, Cluster, Hops, Protocols, Tier
 from co2sim.compute import compute_time, efficiency, kernel_time, peak_flops
 from co2sim.errors import OptionError
 from co2sim.schedule import LEADERS, PEERS, Collective, Group, Kind, Schedule
-from co2sim.tiers import Crossing, crossings, uplinks
 from co2sim.units import Bytes, BytesPerSecond, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One group's collective on a tier: `bytes` through the uplinks of each pod.
+
+    `members` is how many of its ranks a full pod has, `share` the part of what a node sends that
+    crosses.
+    """
+
+    tier: Tier
+    bytes: Bytes
+    members: int
+    share: float
+
+    @property
+    def slowdown(self) -> float:
+        """Of the network cards, by congestion."""
+        return 1 + self.share * (self.tier.congestion - 1)
+
+    def groups(self, cluster: Cluster) -> int:
+        """How many groups of the kind share the uplinks of a pod."""
+        return cluster.gpus_per_node * self.tier.nodes // self.members
+
+
+def crossings(
+    cluster: Cluster,
+    members: int,
+    per_node: int,
+    per_site: int,
+    inter: Bytes,
+    exchanged: Bytes | None = None,
+) -> tuple[Crossing, ...]:
+    """The tiers that a group crosses whose busiest node sends `inter` bytes to others.
+
+    `exchanged` is the buffer of an all-to-all. A group of consecutive ranks is taken to fill pods
+    from the first on, or to lie inside one; one that meets `per_site` ranks of each site has no
+    more of them in a pod of that site.
+    """
+    found = []
+    for tier in cluster.inter.tiers:
+        sites = -(-tier.nodes // cluster.nodes_per_site)  # that a pod reaches
+        here = min(per_node * tier.nodes, per_site * sites)
+        if here >= members:
+            continue
+        if exchanged is None:
+            found.append(Crossing(tier, inter, here, 1.0))
+        else:
+            away = exchanged * here * (members - here) / members
+            found.append(Crossing(tier, away, here, (members - here) / (members - per_node)))
+    return tuple(found)
+
+
+def uplinks(tier: Tier, cluster: Cluster) -> BytesPerSecond:
+    """Payload bytes per second that leave a pod at most."""
+    return tier.nodes * cluster.inter.payload_bandwidth / tier.oversubscription
+
 
 Algorithm = Literal["ring", "tree"]
 Name = Literal["simple", "ll128", "ll"]

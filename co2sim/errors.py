@@ -1,5 +1,6 @@
 """The exceptions of co2sim: one tree, one line each, in words."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -43,3 +44,45 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names)}"
+
+
+_CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What moves the cursor, sets colours or turns the direction of writing, and halves of characters.
+
+Not the end of a line and the tabulator.
+"""
+_LONGEST_LINE = 400
+_LONGEST_VALUE = 60
+_LEFT_OUT = " ... "
+
+
+def visible(text: str) -> str:
+    r"""The text with its control characters as escapes, such as \x1b."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def has_control(text: str) -> bool:
+    """Whether a text has characters that `visible` escapes."""
+    return _CONTROL.search(text) is not None
+
+
+def cut(text: str, most: int) -> str:
+    """At most so many characters of a text: both ends of a longer one."""
+    if len(text) <= most:
+        return text
+    kept = most - len(_LEFT_OUT)
+    return text[: kept - kept // 2] + _LEFT_OUT + text[-(kept // 2) :]
+
+
+def given(value: object) -> str:
+    """A value that somebody gave, for a message: as Python writes it, and not too long."""
+    text = value if isinstance(value, str) else repr(value)
+    short = cut(text, _LONGEST_VALUE)
+    return repr(short) if isinstance(value, str) else short
+
+
+def error_line(message: str) -> str:
+    """The line that a command line prints of an error: at most 400 characters."""
+    return cut(visible(f"error: {' '.join(message.split())}"), _LONGEST_LINE)

@@ -13,8 +13,8 @@ from co2sim.cluster import Cluster
 from co2sim.convert import Count, Number, Reference, number, shown
 from co2sim.engines.engine import Engine, opened
 from co2sim.errors import OptionError
+from co2sim.grid import Points, Shard
 from co2sim.noise import QUIET, Noise
-from co2sim.points import Points, Shard
 from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.strategies import Strategy
 from co2sim.study import JobOptions, Options, describe
@@ -74,7 +74,7 @@ def sweep(  # noqa: PLR0913 - one keyword per choice
     >>> list(found["strategy"])
     ['ddp', 'zero3']
     """
-    from co2sim import frames  # noqa: PLC0415 - pandas
+    from co2sim import rows  # noqa: PLC0415 - pandas
 
     if sort is not None and not isinstance(sort, str):
         raise OptionError(f"sort is {shown(sort)}; it must be the name of a column")
@@ -82,13 +82,13 @@ def sweep(  # noqa: PLR0913 - one keyword per choice
     settings = grid.settings(vary)
     tokens = _tokens(tokens)
     if sort is not None:
-        frames.check_column(sort, settings, goal, tokens)
+        rows.check_column(sort, settings, goal, tokens)
     cases = grid.cases_of(base, settings)
     outcomes = run_all(cases, engine=Engine(engine, scheduler, jobs), progress=progress)
-    frame = frames.to_frame(cases, outcomes, settings, goal, tokens)
+    frame = rows.to_frame(cases, outcomes, settings, goal, tokens)
     if sort is None:
         return frame
-    return frame.iloc[frames.order(frame, sort)].reset_index(drop=True)
+    return frame.iloc[rows.order(frame, sort)].reset_index(drop=True)
 
 
 def sweep_to(  # noqa: PLR0913 - one keyword per choice
@@ -182,13 +182,13 @@ def scale(
     >>> list(found["gpus"])
     [8, 16, 8, 16]
     """
-    from co2sim import frames  # noqa: PLC0415 - pandas
+    from co2sim import rows  # noqa: PLC0415 - pandas
 
     job = describe("", model, "", **options)
     tokens = _tokens(tokens)
     cases = grid.over_sizes(job, _several(clusters), _several(strategies), gpus)
     outcomes = run_all(cases, jobs, progress=progress)
-    return frames.to_frame(cases, outcomes, goal=goal, tokens=tokens)
+    return rows.to_frame(cases, outcomes, goal=goal, tokens=tokens)
 
 
 def _base(cluster: Any, model: Any, strategy: Any, vary: grid.Grid, options: Options) -> Case:

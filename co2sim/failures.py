@@ -14,8 +14,8 @@ from co2sim.quantities import (
     Time,
     check,
 )
-from co2sim.ranges import at_least
 from co2sim.units import BytesPerSecond, Seconds
+from co2sim.validation import at_least
 
 Writing = Literal["background", "blocking"]
 """background: work stops until the state is in host memory. blocking: until all is written."""

@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias, get_args, get_type_hints
 
@@ -11,6 +12,7 @@ from co2sim import convert
 from co2sim.case import Case
 from co2sim.catalog import load_cluster
 from co2sim.cluster import Cluster, Link
+from co2sim.convert import shown
 from co2sim.errors import OptionError, nearest
 from co2sim.noise import Noise
 from co2sim.strategies import parse, with_options
@@ -293,3 +295,83 @@ def _split(path: str, text: str) -> list[str]:
     if not all(found):
         raise OptionError(f"{path}: {text!r} has an empty value")
     return found
+
+
+MOST_CASES = 10_000_000
+"""Of a table that is written as it grows: their keys take 240 MB, a tenth of a day on 100 cores."""
+_MOST_SHARDS = 10_000
+_TRIED = 1000
+"""Values of a path that are read before anything runs: a second or two."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """A case at every point of a grid, the last path fastest."""
+
+    case: Case
+    axes: dict[str, Sequence[Any]]
+
+    @classmethod
+    def of(cls, case: Case, given: Grid) -> "Points":
+        """Of values as users give them.
+
+        Raises Co2simError for a grid that cannot be, and for a value with which no case can be:
+        of each path the first thousand are tried, the others being the first of theirs.
+        """
+        made = cls(case, dict(axes(given, MOST_CASES)))
+        first = made.setting(0)
+        refuse_both(case, first)
+        for path, values in made.axes.items():
+            tried = [varied(case, {**first, path: one}) for one in values[:_TRIED]]
+            check_inputs(tried)
+        return made
+
+    def __len__(self) -> int:
+        return self._sizes[0]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """How many cases there are from each path on; 1 behind the last."""
+        counts = [len(values) for values in self.axes.values()]
+        return [math.prod(counts[path:]) for path in range(len(counts) + 1)]
+
+    def setting(self, place: int) -> Setting:
+        """What varies there."""
+        sizes = self._sizes[1:]
+        return {
+            path: values[place // size % len(values)]
+            for (path, values), size in zip(self.axes.items(), sizes, strict=True)
+        }
+
+    def at(self, place: int) -> Case:
+        """The case there. Raises Co2simError where none can be."""
+        return varied(self.case, self.setting(place))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every `count`-th case, from the `number`-th on: so all shards take about as long."""
+
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def read(cls, text: Any) -> "Shard":
+        """From a text such as 3/16. Raises OptionError for anything else."""
+        found = re.fullmatch(r"\s*([0-9]{1,9})\s*/\s*([0-9]{1,9})\s*", str(text))
+        number, count = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= number <= count <= _MOST_SHARDS:
+            raise OptionError(
+                f"shard is {shown(text)}; it must be N/COUNT, such as 3/16: the third of sixteen,"
+                f" at most {_MOST_SHARDS:,}"
+            )
+        return cls(number, count)
+
+    def places(self, cases: int) -> range:
+        """The places of its cases, of so many."""
+        return range(self.number - 1, cases, self.count)
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its files begin with; nothing where it is all."""
+        return "" if self.count == 1 else f"shard-{self.number}-of-{self.count}-"

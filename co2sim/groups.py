@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from co2sim.errors import ScheduleError
-from co2sim.ranges import whole
+from co2sim.validation import whole
 
 
 @dataclass(frozen=True, slots=True)

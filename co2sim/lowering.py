@@ -14,17 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co2sim.cluster import Cluster, Link, Tier
-from co2sim.cost import Footprint, compute_time, footprints
+from co2sim.cost import Footprint, compute_time, footprints, uplinks
 from co2sim.errors import OptionError
 from co2sim.folding import Folding, RankClass, class_count
 from co2sim.folding import fold as fold_ranks
 from co2sim.noise import Noise
 from co2sim.processor import first_streams
-from co2sim.ranges import whole
 from co2sim.schedule import Collective, Compute, Group, Schedule
 from co2sim.shaping import HOST, HostShare, Shaper
-from co2sim.tiers import uplinks
 from co2sim.units import Bytes, BytesPerSecond, Seconds
+from co2sim.validation import whole
 
 
 def capacities(cluster: Cluster, folding: Folding) -> dict[Hashable, BytesPerSecond]:
@@ -327,3 +326,38 @@ def _transfer(
         on_link = on_node if cost.inter and not folding.folded else 1
         host = HostShare(1 / together, min(1.0, on_link / together))
     return Transfer(loads, copies, cost.lead(cluster), solo, cost.latency, host)
+
+
+def shared_works(lowered: Lowered) -> set[int]:
+    """Works, by number, that may meet others on a link or wait for their communicator.
+
+    Those of one communicator in one stream follow each other. NICs that attain less while their
+    node computes are shared with that; how much credit a shaped link has depends on what came
+    before. Free communication shares nothing.
+    """
+    if lowered.free:
+        return set()
+    schedule, users = lowered.schedule, dict[object, set[tuple[str, int]]]()
+    nics = {("nic", lowered.folding.node(index)) for index in range(len(lowered.classes))}
+    transfers_of = dict(zip(schedule.work_numbers, lowered.transfers, strict=True))
+    works = {
+        number: (lowered.communicators[work.group], transfers_of[number])
+        for number, work in enumerate(schedule.works)
+        if isinstance(work, Collective)
+    }
+    for number, (together, transfers) in works.items():
+        for one, transfer in zip(together, transfers, strict=True):
+            for link in transfer.loads:
+                users.setdefault(link, set()).add((schedule.work_streams[number], one.number))
+    return {
+        number
+        for number, (together, transfers) in works.items()
+        if any(
+            (one.exclusive and (transfer.solo or transfer.latency))
+            or any(len(users[link]) > 1 for link in transfer.loads)
+            or (lowered.contend and any(link in nics for link in transfer.loads))
+            or any(link in lowered.shapers for link in transfer.loads)
+            or transfer.host is not None
+            for one, transfer in zip(together, transfers, strict=True)
+        )
+    }

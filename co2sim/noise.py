@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from co2sim.errors import OptionError
-from co2sim.ranges import above, between, whole
 from co2sim.schedule import Layout
+from co2sim.validation import above, between, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

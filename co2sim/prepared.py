@@ -11,8 +11,8 @@ from co2sim.catalog import Fact
 from co2sim.cluster import Cluster
 from co2sim.cost import peak_flops, traffic
 from co2sim.errors import Co2simError, OptionError, ScheduleError
+from co2sim.machine import Recent
 from co2sim.memory import activations, allocated, overhead
-from co2sim.recent import Recent
 from co2sim.result import Result
 from co2sim.schedule import Layout, Schedule
 from co2sim.strategies import STRATEGIES, Strategy

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
-from co2sim import documents
+from co2sim import files
 from co2sim.errors import CatalogError
+from co2sim.errors import given as shown
 from co2sim.files import text_of
 from co2sim.validation import first_problem
-from co2sim.visible import given as shown
 
 Use: TypeAlias = Literal["fit", "check"]
 """Whether constants may be fitted on a cell, or it may only be compared with."""
@@ -167,7 +167,7 @@ def read_cells(path: Path) -> list[AnyCell]:
     Raises CatalogError, with file, cell and key, when the file is no results file.
     """
     try:
-        tree = documents.toml(text_of(path))
+        tree = files.toml(text_of(path))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # no TOML, or no text

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from co2sim import documents
+from co2sim import files
 from co2sim.case import Case
 from co2sim.errors import CatalogError, Co2simError
 from co2sim.files import text_of
@@ -80,7 +80,7 @@ def _simulation(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        plan = documents.toml(text_of(path)).get("simulation", {})
+        plan = files.toml(text_of(path)).get("simulation", {})
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -12,7 +12,6 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from co2sim.errors import OptionError
-from co2sim.ranges import above, at_least, between, fraction, whole
 from co2sim.units import (
     Bytes,
     BytesPerSecond,
@@ -23,6 +22,7 @@ from co2sim.units import (
     UsdPerSecond,
     Watts,
 )
+from co2sim.validation import above, at_least, between, fraction, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,11 @@ The simulator and the executor are two interpreters of the same `Schedule`:
 5. Body order is a legal serial execution, so no schedule can deadlock.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from co2sim import boundaries
 from co2sim.errors import ScheduleError, nearest
 from co2sim.groups import (
     LEADERS,
@@ -32,8 +31,8 @@ from co2sim.groups import (
     tensor,
 )
 from co2sim.notebook import SHOWN, card, charts
-from co2sim.ranges import whole
 from co2sim.units import counted
+from co2sim.validation import whole
 from co2sim.work import (
     SCALE_BYTES,
     Collective,
@@ -49,6 +48,36 @@ from co2sim.work import (
 
 if TYPE_CHECKING:
     import altair as alt
+
+
+def apart(streams: Sequence[str], offsets: Sequence[Sequence[int]]) -> bool:
+    """Whether the last op of a round waits for all others of it, and all of the next for that op.
+
+    They may do so through others. `streams` and `offsets` are those of the ops of a round: see
+    `Schedule`. An op also waits for the one before it on its stream.
+    """
+    waits = _waits(streams, offsets)
+    follows: list[bool] = []
+    for found in waits:
+        follows.append(any(n == -1 or (n >= 0 and follows[n]) for n in found))
+    precedes = [False] * len(waits)
+    precedes[-1] = True
+    for place in range(len(waits) - 1, -1, -1):
+        for n in waits[place] if precedes[place] else ():
+            if n >= 0:
+                precedes[n] = True
+    return all(follows) and all(precedes)
+
+
+def _waits(streams: Sequence[str], offsets: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The places in the round of what every op waits for; those of rounds before are below 0."""
+    latest = {stream: place - len(streams) for place, stream in enumerate(streams)}
+    found = []
+    for place, (stream, back) in enumerate(zip(streams, offsets, strict=True)):
+        found.append([latest[stream], *(place - offset for offset in back)])
+        latest[stream] = place
+    return found
+
 
 __all__ = [
     "LEADERS",
@@ -218,7 +247,7 @@ class Schedule:
     def apart(self) -> bool:
         """Whether a round begins when the one before has ended, with a compute op."""
         ends = isinstance(self.body[-1].work, Compute)
-        return ends and boundaries.apart([op.stream for op in self.body], self.offsets)
+        return ends and apart([op.stream for op in self.body], self.offsets)
 
     @cached_property
     def places(self) -> tuple[tuple[str, str], ...]:

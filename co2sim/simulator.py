@@ -4,27 +4,208 @@ What `single_class` and `lockstep` cannot run has one process per stream and cla
 `communicators` says how they meet.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import simpy
 from simpy.core import EmptySchedule
+from simpy.events import EventPriority
 
-from co2sim import lockstep, single_class, slack, spread
+from co2sim import lockstep, single_class, stragglers
 from co2sim.cluster import Cluster
-from co2sim.communicators import Meetings
 from co2sim.errors import OptionError
 from co2sim.folding import leaves_node
-from co2sim.instants import INSTANT
-from co2sim.lowering import Lowered, Times, lower
+from co2sim.lowering import NOTHING, Communicator, Lowered, Times, lower, shared_works
+from co2sim.network import Network
 from co2sim.noise import QUIET, Noise
-from co2sim.schedule import Compute, Instance, Schedule
-from co2sim.sharing import shared_works
+from co2sim.processor import INSTANT, Begun, Processor
+from co2sim.schedule import Compute, Group, Instance, Schedule
 from co2sim.trace import SpanTable, Trace
 from co2sim.units import Seconds
+from co2sim.waking import Hosts
+
+_AFTER_ALL_ELSE = EventPriority(9)
+"""SimPy priority behind everything else that happens at the same instant."""
+
+_Start: TypeAlias = Callable[[], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """Of one communicator: who has come to which collective, and which of them wait to start."""
+
+    arrived: dict[int, tuple[list[int], simpy.Event]] = field(default_factory=dict)
+    ready: list[tuple[int, _Start]] = field(default_factory=list)
+    busy: bool = False
+
+
+class Meetings:
+    """All communicators of a simulation, and the network below them.
+
+    `processors` say what is under way on each class of ranks, where that slows compute, and `calls`
+    counts the collectives that have begun, where each takes some of it.
+    """
+
+    def __init__(self, env: simpy.Environment, lowered: Lowered) -> None:
+        """Start without a class under way to any collective."""
+        self._env, self._lowered = env, lowered
+        self._network = Network(env, lowered.capacity, lowered.shapers)
+        self._hosts = Hosts(lowered.cluster.wake_up, lowered.cluster.fully_idle)
+        self._queues = [_Queue() for together in lowered.communicators.values() for _ in together]
+        self._size = len(lowered.schedule.body)
+        classes = range(len(lowered.classes))
+        interference, shared = lowered.cluster.interference, lowered.first is not None
+        self.processors = [Processor(interference, shared) for _ in classes]
+        self.calls = [Begun() for _ in classes]
+        self._changed: list[simpy.Event | None] = [None for _ in classes]
+        self._computing = {lowered.folding.node(index): 0 for index in classes}
+        self._busy = dict.fromkeys(self._computing, False)
+
+    def join(self, index: int, number: int, group: Group) -> simpy.Event | None:
+        """A class arrives at a collective; the event fires when it has ended for all members.
+
+        None where that takes no time: one class stands for all members, and communication is free.
+        """
+        lowered = self._lowered
+        place = lowered.place[group][index]
+        communicator = lowered.communicators[group][place]
+        if lowered.free and len(communicator.members) == 1:
+            return None
+        arrived = self._queues[communicator.number].arrived
+        here, event = arrived.setdefault(number, ([], self._env.event()))
+        here.append(index)
+        if len(here) == len(communicator.members):
+            del arrived[number]
+            self._come(communicator, place, number, event)
+        return event
+
+    def _come(
+        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+    ) -> None:
+        """All members have come: start as soon as the communicator is free."""
+        start: _Start = partial(self._start, communicator, place, number, event)
+        if not communicator.exclusive:
+            start()
+            return
+        queue = self._queues[communicator.number]
+        heapq.heappush(queue.ready, (number, start))
+        self._next(queue)
+
+    def _next(self, queue: _Queue) -> None:
+        """Start the collective issued first among those that are ready at this instant."""
+
+        def launch(_: simpy.Event) -> None:
+            if queue.ready and not queue.busy:
+                queue.busy = True
+                heapq.heappop(queue.ready)[1]()
+
+        self._last(launch)
+
+    def _start(
+        self, communicator: Communicator, place: int, number: int, event: simpy.Event
+    ) -> None:
+        transfer = self._lowered.transfers[number % self._size][place]
+        factors = self._lowered.communicator_factors
+        if factors and transfer is not NOTHING:
+            transfer = transfer.scaled(float(factors[communicator.number][number]))
+        queue = self._queues[communicator.number]
+        takes_time = transfer.solo > 0 or transfer.latency > 0
+        on_hosts = takes_time and transfer.host is not None
+
+        def done() -> None:
+            if on_hosts:
+                self._hosts.end(self._env.now)
+            event.succeed()
+            self._count(communicator, -1)
+            if communicator.exclusive:
+                queue.busy = False
+                self._next(queue)
+
+        def go(_: simpy.Event | None = None) -> None:
+            self._network.transfer(
+                transfer.loads,
+                transfer.latency,
+                transfer.solo,
+                done,
+                transfer.copies,
+                transfer.least,
+                transfer.host,
+            )
+
+        self._count(communicator, 1, call=takes_time)
+        wait = self._hosts.begin(self._env.now) if on_hosts else 0.0
+        if wait:
+            awake = self._env.timeout(wait)
+            assert awake.callbacks is not None
+            awake.callbacks.append(go)
+        elif takes_time:
+            go()
+        else:
+            done()
+
+    def _last(self, call: Callable[[simpy.Event], None]) -> None:
+        """Call it when all else that happens at this instant has happened."""
+        last = simpy.Event(self._env)
+        last._ok, last._value = True, None  # noqa: SLF001 - the documented way to a custom priority
+        assert last.callbacks is not None
+        last.callbacks.append(call)
+        self._env.schedule(last, priority=_AFTER_ALL_ELSE)
+
+    # --- communication and computing slow each other down -----------------------------------------
+
+    def change(self, index: int) -> simpy.Event:
+        """An event at which what slows the compute of a class down may be another."""
+        event = self._changed[index] or self._env.event()
+        self._changed[index] = event
+        return event
+
+    def _count(self, communicator: Communicator, change: int, *, call: bool = False) -> None:
+        """Count collectives in flight on the members, and tell who computes there."""
+        cluster = self._lowered.cluster
+        if not cluster.interferes:
+            return
+        call = call and cluster.call_interference > 0
+        for index in communicator.members:
+            processor = self.processors[index]
+            was = processor.in_flight > 0
+            processor.in_flight += change
+            if call:
+                self.calls[index].begin(self._env.now)
+            if call or was != (processor.in_flight > 0):
+                self._tell(index)
+
+    def _tell(self, index: int) -> None:
+        """Let the computes of a class find out how fast they go on."""
+        event = self._changed[index]
+        if event is not None:
+            event.succeed()
+            self._changed[index] = None
+
+    def occupy(self, index: int, change: int, *, first: bool = False) -> None:
+        """Count computes: they may share a processor, and NICs of their node attain less meanwhile.
+
+        Those of streams that go `first` may let others stand still.
+        """
+        self.processors[index].occupy(change, first=first)
+        if self._lowered.first is not None:
+            self._tell(index)
+        node, inter = self._lowered.folding.node(index), self._lowered.cluster.inter
+        self._computing[node] += change
+
+        def resize(_: simpy.Event) -> None:
+            self._busy[node] = self._computing[node] > 0
+            share = inter.busy_efficiency if self._busy[node] else 1.0
+            self._network.resize(("nic", node), inter.payload_bandwidth * share)
+
+        if inter.busy_efficiency < 1 and self._busy[node] != (self._computing[node] > 0):
+            self._last(resize)  # ops that follow each other at once do not let go in between
+
 
 _STEPS = 2000
 """Events between two reports of progress."""
@@ -88,27 +269,27 @@ def expected_slowdown(
     per_round = 0.0
     if cluster.step_spread:
         between = _slack(schedule, cluster, precision)
-        per_round = spread.with_slack(
-            spread.mean_of(cluster.step_spread, between.steps),
+        per_round = stragglers.with_slack(
+            stragglers.mean_of(cluster.step_spread, between.steps),
             cluster.nodes,
             between.slack / between.compute if between.compute else 0.0,
             between.ahead / between.compute if between.compute else 0.0,
         )
-    return spread.expected_slowest(math.hypot(cluster.node_spread, per_round), cluster.nodes)
+    return stragglers.expected_slowest(math.hypot(cluster.node_spread, per_round), cluster.nodes)
 
 
-def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> slack.Slack:
+def _slack(schedule: Schedule, cluster: Cluster, precision: str) -> stragglers.Slack:
     """That of the schedule where all nodes are equal."""
     lowered = lower(
         schedule,
         cluster,
         precision=precision,
-        rounds=slack.rounds_needed(schedule),
+        rounds=stragglers.rounds_needed(schedule),
         noise=QUIET,
         fold=True,
         free=False,
     )
-    return slack.find(lowered, run(lowered))
+    return stragglers.find(lowered, run(lowered))
 
 
 def run(lowered: Lowered, progress: Callable[[float], None] | None = None) -> Times:

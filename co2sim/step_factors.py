@@ -13,13 +13,13 @@ from importlib import resources
 from typing import Any
 
 from co2sim.errors import Co2simError, OptionError
-from co2sim.ranges import above, between, whole
 from co2sim.result import Result
 from co2sim.strategies import LocalSteps, Strategy, parse
 from co2sim.strategies.co2 import CO2
 from co2sim.strategies.local import round_steps
 from co2sim.strategies.step import title
 from co2sim.units import Seconds
+from co2sim.validation import above, between, whole
 
 _MOST_STEPS = 10**12
 _MOST_FACTOR = 1e6

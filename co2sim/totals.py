@@ -11,10 +11,10 @@ from co2sim import power, step_factors
 from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.cluster import Cluster
-from co2sim.ranges import between, fraction
 from co2sim.result import Result
 from co2sim.step_factors import NO_GOAL, Goal, StepFactor, step_factor
 from co2sim.units import Watts
+from co2sim.validation import between, fraction
 
 DAY = 86400.0
 """In seconds."""

@@ -5,14 +5,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from co2sim import documents
-from co2sim.errors import CatalogError, ScheduleError
+from co2sim import files
+from co2sim.errors import CatalogError, ScheduleError, given
 from co2sim.files import MOST_RECORD_BYTES, text_of
 from co2sim.groups import Layout
-from co2sim.spans import Span
-from co2sim.trace import Trace
+from co2sim.trace import Span, Trace
 from co2sim.units import Seconds
-from co2sim.visible import given
 
 _MOST = 10**9
 """Ranks, and rounds: beyond any trace that fits into a file."""
@@ -25,7 +23,7 @@ def read_json_lines(path: Path) -> Trace:
     """Read a trace written by `to_json_lines`. Raises CatalogError when the file is not one."""
     try:
         lines = text_of(path, MOST_RECORD_BYTES).splitlines()
-        head = _header(documents.json_line(lines[0] if lines else ""))
+        head = _header(files.json_line(lines[0] if lines else ""))
         rows = zip(count(2), lines[1:], strict=False)
         return replace(head, spans=tuple(_span(head, number, line) for number, line in rows))
     except OSError as error:
@@ -68,7 +66,7 @@ def _is_rank(text: str) -> bool:
 
 def _span(head: Trace, number: int, line: str) -> Span:
     """The span of a line. Raises ValueError."""
-    row = documents.json_line(line)
+    row = files.json_line(line)
     if not isinstance(row, dict) or row.keys() != _FIELDS:
         raise ValueError(f"line {number} must be an object of {', '.join(Span._fields)}")
     span = Span(**row)

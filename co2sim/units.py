@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from co2sim.errors import UnitError
-from co2sim.visible import given as shown
+from co2sim.errors import given as shown
 
 Seconds: TypeAlias = float
 Bytes: TypeAlias = float

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from co2sim.errors import ScheduleError
 from co2sim.groups import Group
-from co2sim.ranges import at_least
 from co2sim.units import Bytes, Flops
+from co2sim.validation import at_least
 
 
 class Kind(StrEnum):

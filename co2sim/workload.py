@@ -16,7 +16,6 @@ from typing import Literal, TypeAlias
 from co2sim.architecture import part_of
 from co2sim.blocks import Block, Division, MatMul, Model, Scores
 from co2sim.errors import OptionError
-from co2sim.ranges import whole
 from co2sim.schedule import (
     Collective,
     Compute,
@@ -28,6 +27,7 @@ from co2sim.schedule import (
     tensor,
 )
 from co2sim.units import Bytes, Flops
+from co2sim.validation import whole
 
 Pass: TypeAlias = Literal["forward", "recompute", "backward"]
 

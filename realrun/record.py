@@ -21,10 +21,10 @@ from pydantic import (
     ValidationError,
 )
 
-from co2sim import documents
+from co2sim import files
 from co2sim.case import Case
 from co2sim.cluster import Cluster
-from co2sim.errors import CatalogError, Co2simError
+from co2sim.errors import CatalogError, Co2simError, given
 from co2sim.files import text_of, write_atomically
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
@@ -32,7 +32,6 @@ from co2sim.trace import Trace
 from co2sim.trace_lines import read_json_lines
 from co2sim.units import FlopsPerSecond, Seconds
 from co2sim.validation import Place, first_problem
-from co2sim.visible import given
 from co2sim.workload import Model
 
 _IN_FULL = ("cluster", "model", "strategy")
@@ -117,7 +116,7 @@ def read(folder: Path) -> Record:
 
 
 def _read(folder: Path) -> Record:
-    run = documents.json_tree(text_of(folder / "run.json"))
+    run = files.json_tree(text_of(folder / "run.json"))
     if not isinstance(run, dict):
         raise CatalogError(f"run.json is {given(run)}; it must be an object")
     plain = {field.name: _plain(run, field) for field in _PLAIN}

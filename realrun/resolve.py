@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from co2sim.assumptions import assumed
+from co2sim.advice import assumed
 from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.cluster import Backend

@@ -7,7 +7,7 @@ from noisy_quadratic import quadratic
 from torch import Tensor, nn
 
 from realrun.execute.world import World
-from realrun.train import TrainSettings, estimate, local_step, loop, train
+from realrun.train import TrainSettings, estimate, loop, train
 from realrun.train.task import Batch
 
 
@@ -29,9 +29,9 @@ def on_the_quadratic(world: World, strategies: list[str]) -> dict[str, Any]:
 
         def take_pending(self, _: object) -> None: ...
 
-    kept = loop.make_task, local_step.loss_of, estimate.loss_of, loop.Validation
+    kept = loop.make_task, loop.loss_of, estimate.loss_of, loop.Validation
     loop.make_task = lambda *_: quadratic(world.rank)
-    local_step.loss_of = estimate.loss_of = of
+    loop.loss_of = estimate.loss_of = of
     loop.Validation = Unseen  # type: ignore[assignment, misc]
     found = {}
     try:
@@ -54,7 +54,7 @@ def on_the_quadratic(world: World, strategies: list[str]) -> dict[str, Any]:
                 "points": [asdict(point) for point in history.estimates.points],
             }
     finally:
-        loop.make_task, local_step.loss_of, estimate.loss_of, loop.Validation = kept
+        loop.make_task, loop.loss_of, estimate.loss_of, loop.Validation = kept
     return found
 
 

@@ -21,7 +21,7 @@ from co2sim.schedule import (
 )
 from realrun.algorithms import Workers
 from realrun.algorithms.workers import workers_of
-from realrun.checks import SITES
+from realrun.errors import SITES
 from realrun.execute.collectives import allocate, carry_out
 from realrun.execute.world import World
 from realrun.measure import measure

@@ -22,7 +22,7 @@ from test_compare import measured, more_latency, same, slower_gpu, slower_networ
 from test_report import drawn_points, held
 
 from analysis.measured.comparison import RunComparison, compare
-from analysis.measured.op_errors import by_label
+from analysis.measured.op_table import by_label
 from analysis.measured.page import MOST_RUNS, page
 from analysis.published import charts
 from analysis.published import page as published
@@ -30,7 +30,7 @@ from analysis.published.errors import CellPrediction
 from analysis.published.kind_errors import KindCoverage
 from analysis.published.paper_cells import from_papers
 from analysis.published.report import ValidationReport, brief_report, render
-from co2sim.kinds import RunKind
+from co2sim.intervals import RunKind
 from co2sim.noise import Noise
 from co2sim.report.page import render as rendered
 from co2sim.units import duration, percent

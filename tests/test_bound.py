@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from analysis.convergence import allowed, bound, late_bound
+from analysis.convergence import bound, bound_report, late_bound
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.lateness import Delay, Late, delay
 from analysis.convergence.objectives.problems import Array
@@ -498,7 +498,7 @@ def test_allowed_delay_is_the_last_of_all_that_hold(
         found = bound.evaluate(bound.tuned(each) if tune else each)
         totals.append(found.total if isinstance(found, Bound) else math.inf)
     for price in (0.02, 0.3, 1.0):
-        answer = allowed.allowed(setting, price, tune=tune)
+        answer = bound_report.allowed(setting, price, tune=tune)
         held = [total / base.total - 1 <= price for total in totals]
         assert answer.steps == (held.index(False) if False in held else 12)
         assert answer.feasible == sum(math.isfinite(total) for total in totals)
@@ -514,10 +514,10 @@ def test_allowed_delay_is_the_last_of_all_that_hold(
 
 def test_allowed_delay_without_a_bound() -> None:
     """Where even waiting has no bound, or costs nothing, that is what is said."""
-    lost = allowed.allowed(replace(LATE, inner_step=5.0), 0.5, tune=False)
+    lost = bound_report.allowed(replace(LATE, inner_step=5.0), 0.5, tune=False)
     assert (lost.steps, lost.feasible) == (None, None)
     free = replace(LATE, noise=0.0, heterogeneity=0.0, gap=0.0, outer_step=1.0, momentum=0.0)
-    assert allowed.allowed(free, 0.0, tune=False).steps == 8
+    assert bound_report.allowed(free, 0.0, tune=False).steps == 8
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from analysis.convergence import bound, tau
 from analysis.convergence.bound import Bound
 from analysis.convergence.lateness import Late
 from analysis.convergence.setting import Setting
-from analysis.convergence.tau_report import print_tau
+from analysis.convergence.tau import print_tau
 from co2sim.case import Case
 from co2sim.errors import OptionError
 from co2sim.strategies import parse

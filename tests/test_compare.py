@@ -11,11 +11,9 @@ import pytest
 import tiny
 from commands import Command
 
-from analysis.measured.attribution import Cause, attribute
-from analysis.measured.comparison import RunComparison, compare, summarise
-from analysis.measured.fits import WorkTime, fixed_and_slope, interference
-from analysis.measured.op_errors import by_label, by_op, causes, labels
-from analysis.measured.overrides import changed
+from analysis.measured.attribution import Cause, WorkTime, attribute, fixed_and_slope, interference
+from analysis.measured.comparison import RunComparison, changed, compare, summarise
+from analysis.measured.op_table import by_label, by_op, causes, labels
 from analysis.measured.spans import split
 from co2sim import metrics
 from co2sim.case import Case

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from co2sim import Case
 from co2sim.console.figures import COLOURS, STYLE, render
-from co2sim.console.fitting import alternatives
+from co2sim.console.result_tables import alternatives
 from co2sim.study import run
 from co2sim.units import scaled
 

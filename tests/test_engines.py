@@ -17,15 +17,14 @@ import pytest
 import tiny
 
 from co2sim import Case, OptionError, ResourceError, Result, batch, run, streamed, sweep_to
-from co2sim.decide.candidates import Space
+from co2sim.decide.candidates import Space, Wanted
 from co2sim.decide.plan import plan
-from co2sim.decide.wanted import Wanted
-from co2sim.engines import task
+from co2sim.engines import flow
 from co2sim.engines.engine import Engine, opened
 from co2sim.errors import EngineError
+from co2sim.grid import Points
 from co2sim.identity import own_identity
 from co2sim.inputs import Inputs
-from co2sim.points import Points
 from co2sim.streamed import SweepTable, stream
 
 VARY = {"micro_batch": range(1, 13), "strategy.bucket_mib": [1, 2]}
@@ -130,7 +129,7 @@ class Fallen:
         if self.tasks > 3:
             future.set_exception(ConnectionError("gone"))
         else:
-            future.set_result(task.work(task.expected(), share, content))
+            future.set_result(flow.work(flow.expected(), share, content))
         return future
 
     def died(self, error: BaseException) -> bool:
@@ -251,7 +250,7 @@ def test_a_worker_with_another_co2sim_is_named_with_both() -> None:
     """Version, source, Python and NumPy; it reads nothing of the case."""
     other = ("9.9", "f" * 64, "3.99", "0.1")
     with pytest.raises(EngineError) as caught:
-        task.answers(task.work(other, 1, b"nothing that could be read"))
+        flow.answers(flow.work(other, 1, b"nothing that could be read"))
     assert str(own_identity()) in str(caught.value)
     assert "install the same there" in str(caught.value)
     assert len(str(caught.value)) < 390
@@ -262,12 +261,12 @@ def test_what_a_worker_cannot_read_is_named() -> None:
     with pytest.raises(
         EngineError, match=r"a worker cannot read the cases: .*; what they are made"
     ):
-        task.answers(task.work(task.expected(), 1, b"no pickle"))
+        flow.answers(flow.work(flow.expected(), 1, b"no pickle"))
 
 
 def test_a_task_gives_answers_in_order() -> None:
     """And the seconds that they took."""
-    seconds, found = task.answers(task.work(task.expected(), 1, task.pack(run, cases(2))))
+    seconds, found = flow.answers(flow.work(flow.expected(), 1, flow.pack(run, cases(2))))
     assert seconds > 0
     assert found == [run(case) for case in cases(2)]
     assert isinstance(found[0], Result)

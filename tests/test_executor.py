@@ -22,12 +22,11 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - needs torch
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from realrun.execute import executor, rings  # noqa: E402
-from realrun.execute.clock import Clock  # noqa: E402
+from realrun.execute import collectives, executor  # noqa: E402
 from realrun.execute.collectives import allocate  # noqa: E402
 from realrun.execute.kernels import Operands, Sleep, burn  # noqa: E402
 from realrun.execute.run import common_start  # noqa: E402
-from realrun.execute.world import RankCommunicator  # noqa: E402
+from realrun.execute.world import Clock, RankCommunicator  # noqa: E402
 
 dist = pytest.mark.dist
 
@@ -162,7 +161,7 @@ def test_every_stream_and_group_has_its_own_communicator() -> None:
 
 def test_no_two_messages_of_a_collective_have_one_tag() -> None:
     """Of 64 ranks and parts of 1000 segments: each is told apart by its step and its segment."""
-    tags = {rings._tag(step, segment) for step in range(63) for segment in range(1000)}
+    tags = {collectives._tag(step, segment) for step in range(63) for segment in range(1000)}
     assert len(tags) == 63 * 1000
 
 
@@ -171,7 +170,7 @@ def test_all_waits_of_a_collective_share_one_deadline(monkeypatch: pytest.Monkey
     now, waits = 100.0, []
     monkeypatch.setattr(time, "monotonic", lambda: now)
     message: Any = SimpleNamespace(wait=lambda limit: waits.append(limit.total_seconds()))
-    exchange = rings.Exchange(SimpleNamespace(), 5.0)  # type: ignore[arg-type]
+    exchange = collectives.Exchange(SimpleNamespace(), 5.0)  # type: ignore[arg-type]
     for now in (100.0, 102.0, 110.0):  # noqa: B007 - what the clock shows
         exchange.wait(message)
     assert waits == [5.0, 3.0, 0.001]
@@ -238,9 +237,9 @@ def test_an_exchange_announces_what_it_takes_before_it_gives() -> None:
         return SimpleNamespace(wait=lambda _: None)
 
     group: Any = SimpleNamespace(send=partial(post, "send"), recv=partial(post, "receive"))
-    source = torch.zeros(3 * (rings.SEGMENT_BYTES + 1), dtype=torch.uint8)
+    source = torch.zeros(3 * (collectives.SEGMENT_BYTES + 1), dtype=torch.uint8)
     at = RankCommunicator(group, (0, 1, 2), 1)
-    rings.all_to_all(source, torch.zeros_like(source), at, 5.0)
+    collectives.all_to_all(source, torch.zeros_like(source), at, 5.0)
     segment = ["receive", "receive", "send", "send"]
     assert [what for what, _ in posted] == segment * 2
     assert [tag for _, tag in posted] == [0] * 4 + [1] * 4
@@ -269,7 +268,7 @@ def test_all_segments_are_on_their_way_at_once(steps: int, count: int) -> None:
 
     So members end together, and not those behind a slow link when two thirds have crossed it.
     """
-    order = list(rings._along(steps, count))
+    order = list(collectives._along(steps, count))
     assert sorted(order) == [(step, number) for step in range(steps) for number in range(count)]
     place = {pair: index for index, pair in enumerate(order)}
     for step, number in order:

@@ -22,10 +22,9 @@ from co2sim.cli import exploring
 from co2sim.errors import OptionError
 from co2sim.explore import board, build
 from co2sim.explore.controls import AS_GIVEN, Control, Stop, controls, varying
-from co2sim.explore.figures import figures
 from co2sim.explore.grid import ExploreGrid, Positions, StrategyGrid, between
 from co2sim.explore.page import asked, begin, exactness
-from co2sim.explore.question import Question
+from co2sim.explore.question import Question, figures
 from co2sim.report import bundle
 from co2sim.study import run
 from co2sim.totals import totals_of

@@ -23,21 +23,22 @@ from analysis.published.kind_errors import errors_by_kind, ranges_by_kind, recor
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
-from co2sim.calibrations import Calibration, calibrations, replaced
+from co2sim.calibrations import Calibration, beyond, calibrations, figures_of, ranges, replaced
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.cluster import Cluster, Link, Scatter, Tier
 from co2sim.intervals import (
     NOTHING_NEAR,
     TAIL,
     Interval,
+    RunKind,
     calibration_of,
     faster,
+    generation,
     kind_errors,
+    kind_of,
     other_errors,
     undecided,
 )
-from co2sim.kinds import RunKind, generation, kind_of
-from co2sim.near import beyond, figures_of, ranges
 from co2sim.strategies import parse
 
 CO2 = "co2(tau=12, worker=node, inner=zero2)"

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 import co2sim
 from co2sim import Co2simError, OptionError, grid, streamed, sweep_to
-from co2sim.columns import MEMORY_ITEMS, columns
-from co2sim.points import Points, Shard
+from co2sim.grid import Points, Shard
 from co2sim.step_factors import NO_GOAL, Goal
-from co2sim.streamed import Kept, SweepStopped
+from co2sim.streamed import MEMORY_ITEMS, Kept, SweepStopped, columns
 
 pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
 

@@ -19,10 +19,9 @@ from co2sim.catalog import load_cluster
 from co2sim.cost import footprint
 from co2sim.errors import OptionError
 from co2sim.schedule import WORLD, Collective, DType, Kind
-from realrun.checks import REALTIME
 from realrun.cli.lab import cluster
 from realrun.dilation import for_cores
-from realrun.errors import LabError, LaunchError
+from realrun.errors import REALTIME, LabError, LaunchError
 from realrun.launch.lab import TOOLS, check_machine, run_lab, stated_cluster
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import cores

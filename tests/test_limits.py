@@ -29,7 +29,7 @@ room = 100e6
 resource.setrlimit(resource.RLIMIT_AS, (int(mapped + room), int(mapped + room)))
 ops = len(co2sim.Case(cluster="a100-tcp80", model="gpt2-small", strategy="ddp", gpus=16)
           .prepare().schedule.body)
-allowed = int(machine.free_memory() / 2 / lowering.SPAN_BYTES / ops) - 2
+allowed = int(0.9 * machine.free_memory() / 2 / lowering.SPAN_BYTES / ops)
 for rounds in (allowed, 2 * allowed, 1_000_000):
     try:
         found = co2sim.simulate("a100-tcp80", "gpt2-small", "ddp", gpus=16, rounds=rounds)

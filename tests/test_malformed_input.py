@@ -26,12 +26,11 @@ from hypothesis import strategies as st
 from tiny import VARIANTS, chakra_traces, recorded_run
 
 from analysis.cli import main as co2analysis
-from analysis.measured.overrides import UNITS as UNITS_OF
+from analysis.measured.comparison import UNITS as UNITS_OF
 from analysis.published.csv_tables import from_csv
 from co2sim.cli import main as co2sim
-from co2sim.errors import Co2simError
+from co2sim.errors import Co2simError, error_line
 from co2sim.published_speeds import read_speeds
-from co2sim.visible import error_line
 
 ROOT = Path(__file__).parent.parent
 Files = Mapping[str, bytes]

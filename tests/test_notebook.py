@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import co2sim
 from co2sim import Case, OptionError, notebook, simulate, study
 from co2sim.schedule import After, Compute, Layout, Op, Schedule
-from co2sim.spans import SpanTable, by_stream, last_end
-from co2sim.trace import Span, Trace
+from co2sim.trace import Span, SpanTable, Trace, by_stream, last_end
 
 EVIL = "<script>alert(1)</script>"
 MOST = 100_000

@@ -27,16 +27,20 @@ from analysis.published.csv_tables import from_csv
 from analysis.published.errors import CellPrediction
 from analysis.published.figures import co2
 from analysis.published.figures.all_figures import draw
-from analysis.published.figures.mirrors import MIRRORS, mirror_of
-from analysis.published.figures.paper_figures import NotDrawn, PaperFigure, paper_figures
+from analysis.published.figures.paper_figures import (
+    MIRRORS,
+    NotDrawn,
+    PaperFigure,
+    mirror_of,
+    paper_figures,
+)
 from analysis.published.figures.style import FORMATS, LOOKS, PLAIN, STYLE_FILE
 from analysis.published.figures.zeropp import throughput
 from analysis.published.formats import signed
 from analysis.published.fsdp_rows import ratios
-from analysis.published.paper_cells import from_papers, unpredicted
+from analysis.published.paper_cells import from_papers, unpredicted, zeropp_cell
 from analysis.published.papers import PAPERS, papers
 from analysis.published.predict import predict
-from analysis.published.zeropp_cells import zeropp_cell
 
 KEYS = ("co2", "zeropp")
 QUICK = "zeropp-announcement-table-of-communication-volume"

@@ -14,10 +14,9 @@ from co2sim import Case, Co2simError, run, simulate, strategies
 from co2sim.architecture import Transformer, language_model
 from co2sim.cluster import Cluster, Link
 from co2sim.cost import traffic
-from co2sim.pipeline import Pipeline, StagePass, ends
 from co2sim.pipeline_stages import chunks_of, sizes, stage_cluster, stage_of
 from co2sim.schedule import Layout
-from co2sim.stages import StageMemory
+from co2sim.stages import Pipeline, StageMemory, StagePass, ends
 from co2sim.workload import Workload
 
 LAYERS = 8

@@ -18,9 +18,8 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster, Link
 from co2sim.decide import search as search_module
 from co2sim.decide.break_even import break_even
-from co2sim.decide.candidates import Space, candidates, fits
+from co2sim.decide.candidates import Candidate, Space, Want, Wanted, candidates, fits
 from co2sim.decide.plan import Recommendation, front, plan
-from co2sim.decide.wanted import Candidate, Want, Wanted
 from co2sim.errors import OptionError
 from co2sim.grid import label, strategy_title
 from co2sim.stages import StageMemory

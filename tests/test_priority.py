@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from realrun.checks import REALTIME
+from realrun.errors import REALTIME
 from realrun.execute.priority import communicating, first
 
 pytestmark = pytest.mark.skipif(

@@ -38,8 +38,8 @@ from co2sim.trace import Span, Trace
 from co2sim.units import parse
 from realrun.probe import fit
 from realrun.probe.cluster_file import quantity, to_toml
+from realrun.probe.fit import fit_gpu, interference
 from realrun.probe.hosts import fit_bursts, fit_hosts, passes
-from realrun.probe.processor import fit_gpu, interference
 from realrun.probe.residuals import fit_line, residuals, scatter
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import (

@@ -27,7 +27,6 @@ from analysis.convergence.protocol import (
     checks,
     grid_plan,
     late_findings,
-    late_identities,
     late_oracle,
     late_plan,
     oracle,
@@ -281,14 +280,14 @@ def test_a_wrong_oracle_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_gap_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity of a run with other options than its own fails by far."""
-    case = late_identities.CASES[3]
-    assert late_identities.gap_error(*case) < 1e-14
+    case = late_oracle.CASES[3]
+    assert late_oracle.gap_error(*case) < 1e-14
 
     def other(problem: Problem, which: Variants, size: RunSize, **options: Any) -> Outcome:
         return run(problem, replace(which, predict=np.array([0.4])), size, **options)
 
-    monkeypatch.setattr(late_identities, "run", other)
-    assert late_identities.gap_error(*case) > 1e-3
+    monkeypatch.setattr(late_oracle, "run", other)
+    assert late_oracle.gap_error(*case) > 1e-3
 
 
 LACKING: dict[str, list[tuple[str, Any, str]]] = {

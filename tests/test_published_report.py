@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from analysis.cli.app import app
 from analysis.published import ablation, consistency, diagnosis, errors, kind_errors, sensitivity
+from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell, run_kind, with_strategy_options, with_values
 from analysis.published.csv_tables import known_cells
 from analysis.published.formats import signed
@@ -27,11 +28,9 @@ from analysis.published.papers import (
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
 from analysis.published.report import ValidationReport, full_report, render
-from analysis.published.roots import root_of
 from co2sim.calibrations import calibrations
 from co2sim.errors import OptionError
-from co2sim.intervals import ERRORS
-from co2sim.kinds import RunKind
+from co2sim.intervals import ERRORS, RunKind
 
 CO2 = """method,network,tau,gpus,words_per_s,scalability_16_to_128,note
 adamw_zero2,80 Gbit/s TCP/IP,,16,3488,,

@@ -17,13 +17,12 @@ from test_compare import measured
 
 from analysis.cli import main as co2analysis
 from analysis.published.csv_tables import from_csv
-from co2sim import documents
+from co2sim import files
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import main as co2sim
-from co2sim.errors import CatalogError, OptionError
+from co2sim.errors import CatalogError, OptionError, cut, error_line, visible
 from co2sim.files import read_bytes, text_of, write_atomically
 from co2sim.published_speeds import read_speeds
-from co2sim.visible import cut, error_line, visible
 from realrun import record
 from realrun.launch.local import run_local
 
@@ -166,7 +165,7 @@ DEEP = {
 def test_toml_that_is_nested_deeply_is_refused_before_it_is_read(what: str) -> None:
     """Reading such names would take hours."""
     with pytest.raises(ValueError, match="more than 32 levels deep"):
-        documents.toml(DEEP[what])
+        files.toml(DEEP[what])
 
 
 def test_texts_may_hold_any_number_of_brackets_and_dots() -> None:
@@ -179,7 +178,7 @@ d = '''{"[.'" * 99}'''
 e = {"[" * 31}1.5, 2.5{"]" * 31}
 f{".g" * 31} = 1
 """
-    assert documents.toml(text) == tomllib.loads(text)
+    assert files.toml(text) == tomllib.loads(text)
 
 
 @given(st.recursive(st.text() | st.floats(allow_nan=False), st.lists, max_leaves=20))
@@ -192,8 +191,8 @@ def test_json_is_read_as_written_but_for_control_characters(tree: object) -> Non
     def visible_or_same(node: object) -> object:
         return visible(node) if isinstance(node, str) else node
 
-    assert documents.json_tree(json.dumps(tree)) == shown(tree)
-    assert documents.json_line(json.dumps(tree)) == shown(tree)
+    assert files.json_tree(json.dumps(tree)) == shown(tree)
+    assert files.json_line(json.dumps(tree)) == shown(tree)
 
 
 @pytest.mark.parametrize("depth", [33, 500, 100_000])
@@ -201,17 +200,17 @@ def test_json_that_is_nested_deeply_is_refused(depth: int) -> None:
     """With brackets that close or do not."""
     for text in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
         with pytest.raises(ValueError, match="more than 32 levels deep"):
-            documents.json_tree(text + " ")
-    assert documents.json_tree("[" * 32 + "]" * 32)
+            files.json_tree(text + " ")
+    assert files.json_tree("[" * 32 + "]" * 32)
 
 
 def test_numbers_that_no_float_holds_are_refused() -> None:
     """They would overflow somewhere behind."""
     for text in ("9" * 301, "9" * 5000):
         with pytest.raises(ValueError, match="digits"):
-            documents.json_tree(text)
+            files.json_tree(text)
         with pytest.raises(ValueError, match="digits"):
-            documents.toml(f"a = {text}")
+            files.toml(f"a = {text}")
 
 
 @given(st.text())
@@ -311,10 +310,10 @@ def test_links_in_a_ring_are_an_error_of_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ['\\"', '""', '\\"""', "'", "[", '"a', "\n[["])
 def test_texts_that_are_not_closed_are_refused_in_linear_time(head: str, part: str) -> None:
     """A megabyte takes a second; in quadratic time it would be many minutes."""
-    text = head + part * ((documents.MOST_TOML_BYTES - len(head)) // len(part))
+    text = head + part * ((files.MOST_TOML_BYTES - len(head)) // len(part))
     began = time.process_time()
     with pytest.raises(ValueError, match=r"."):
-        documents.toml(text)
+        files.toml(text)
     assert time.process_time() - began < 5
 
 
@@ -323,10 +322,10 @@ def test_a_quote_before_the_end_of_a_text_hides_no_bracket() -> None:
     for end in ('"', '""', "'", "''"):
         marks = end[0] * 3
         text = "".join(f"a{n} = [{marks}b{end}{marks}]\n" for n in range(40))
-        assert documents.toml(text)["a39"] == [f"b{end}"]
+        assert files.toml(text)["a39"] == [f"b{end}"]
         deep = f"a = [{marks}b{end}{marks}, " + "[" * 40
         with pytest.raises(ValueError, match="nested more than 32"):
-            documents.toml(deep)
+            files.toml(deep)
 
 
 # --- runs from others ---------------------------------------------------------------------------

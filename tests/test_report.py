@@ -34,8 +34,8 @@ from co2sim.report import (
     study_page,
     tables,
 )
-from co2sim.report.answered import Answered
-from co2sim.report.study import Study
+from co2sim.report.study_page import Study
+from co2sim.report.tables import Answered
 from co2sim.step_factors import NO_GOAL, remark
 from co2sim.study import run
 from co2sim.units import duration

@@ -27,11 +27,11 @@ from realrun.algorithms import (  # noqa: E402 - needs torch
 )
 from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
 from realrun.algorithms.co2 import CO2Rule  # noqa: E402 - needs torch
-from realrun.algorithms.finite import finite_norm  # noqa: E402 - needs torch
 from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
+from realrun.algorithms.late import State  # noqa: E402 - needs torch
 from realrun.algorithms.links import Links  # noqa: E402 - needs torch
 from realrun.algorithms.notices import Notices  # noqa: E402 - needs torch
-from realrun.algorithms.rule import State  # noqa: E402 - needs torch
+from realrun.algorithms.outer_loop import finite_norm  # noqa: E402 - needs torch
 from realrun.algorithms.workers import Workers  # noqa: E402 - needs torch
 
 ELEMENTS = 5

@@ -16,9 +16,8 @@ from analysis.cli import main, measured
 from co2sim.catalog import load_cluster
 from co2sim.errors import OptionError
 from co2sim.schedule import Layout
-from realrun.checks import sites_of
 from realrun.cli import main as realrun_main
-from realrun.errors import LabError
+from realrun.errors import LabError, sites_of
 from realrun.launch.lab import check_machine, stated_cluster
 from realrun.launch.lab_plan import Lab
 from realrun.launch.namespaces import FRAME, PAYLOAD, queue, site_burst

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from co2sim import study
 from co2sim.case import Case
 from co2sim.cluster import Cluster
-from co2sim.decide.axis import Axis, axis_of
-from co2sim.decide.command import command_of
-from co2sim.decide.crossings import monotone, spans
-from co2sim.decide.levers import MORE, levers
-from co2sim.decide.solve import Solved, solve
-from co2sim.decide.targets import METRICS, Target, View, target_of
+from co2sim.decide.break_even import MORE, levers
+from co2sim.decide.candidates import command_of
+from co2sim.decide.solve import Solved, monotone, solve, spans
+from co2sim.decide.targets import METRICS, Axis, Target, View, axis_of, target_of
 from co2sim.errors import OptionError
 from co2sim.goodput.of_result import goodput_of
 from co2sim.noise import Noise

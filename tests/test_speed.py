@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_compare import measured, slower_gpu
 
-from analysis.measured.compared_run import named
 from analysis.measured.comparison import compare, summarise
+from analysis.measured.page import named
 from co2sim.compute import compute_time
 from co2sim.errors import CatalogError
 from co2sim.schedule import Collective, Compute

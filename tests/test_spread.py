@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import integrate, special
 
-from co2sim import spread
+from co2sim import stragglers
 from co2sim.cluster import Cluster, Link
 from co2sim.errors import OptionError
 from co2sim.lowering import lower
@@ -42,11 +42,11 @@ def round_time(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> float:
 
 def test_the_largest_of_few_normals_is_as_in_tables() -> None:
     """Closed forms for 2, 3 and 5 (David and Nagaraja 2003, section 3.2)."""
-    assert spread.expected_largest(1) == pytest.approx(0, abs=1e-12)
-    assert spread.expected_largest(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-12)
-    assert spread.expected_largest(3) == pytest.approx(1.5 / math.sqrt(math.pi), rel=1e-12)
+    assert stragglers.expected_largest(1) == pytest.approx(0, abs=1e-12)
+    assert stragglers.expected_largest(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-12)
+    assert stragglers.expected_largest(3) == pytest.approx(1.5 / math.sqrt(math.pi), rel=1e-12)
     five = 5 / (4 * math.sqrt(math.pi)) * (1 + 6 / math.pi * math.asin(1 / 3))
-    assert spread.expected_largest(5) == pytest.approx(five, rel=1e-12)
+    assert stragglers.expected_largest(5) == pytest.approx(five, rel=1e-12)
 
 
 @given(st.sampled_from([0.001, 0.036, 0.3, 1.0]), st.sampled_from([2, 64, 2048, 10_000_000]))
@@ -58,7 +58,7 @@ def test_the_slowest_is_the_mean_of_its_quantiles(sigma: float, count: int) -> N
         return float(np.exp(sigma * normal - sigma * sigma / 2))
 
     whole, _ = integrate.quad(quantile, 0, 1, limit=500, epsabs=0, epsrel=1e-9)
-    assert spread.expected_slowest(sigma, count) == pytest.approx(whole, rel=1e-6)
+    assert stragglers.expected_slowest(sigma, count) == pytest.approx(whole, rel=1e-6)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 10**7), st.integers(1, 10**7))
@@ -68,11 +68,11 @@ def test_more_nodes_or_more_spread_are_never_faster(
     """And a single node, or equal ones, lose nothing."""
     low, high = sorted((one, other))
     few, many = sorted((few, many))
-    slowest = spread.expected_slowest(low, few)
+    slowest = stragglers.expected_slowest(low, few)
     assert slowest >= 1 - 1e-12
-    assert slowest <= spread.expected_slowest(low, many) * (1 + 1e-12)
-    assert slowest <= spread.expected_slowest(high, few) * (1 + 1e-12)
-    assert spread.expected_slowest(high, 1) == spread.expected_slowest(0.0, many) == 1
+    assert slowest <= stragglers.expected_slowest(low, many) * (1 + 1e-12)
+    assert slowest <= stragglers.expected_slowest(high, few) * (1 + 1e-12)
+    assert stragglers.expected_slowest(high, 1) == stragglers.expected_slowest(0.0, many) == 1
 
 
 @pytest.mark.parametrize("tau", [1, 4, 48])
@@ -80,9 +80,9 @@ def test_sums_of_steps_spread_less(tau: int) -> None:
     """The slowest of 16 sums of tau steps, drawn 3,000 times: within four standard errors."""
     steps = np.random.default_rng(3).lognormal(-0.02, 0.2, (3000, 16, tau)).mean(2).max(1)
     error = steps.std() / math.sqrt(len(steps))
-    found = spread.expected_slowest(spread.mean_of(0.2, tau), 16)
+    found = stragglers.expected_slowest(stragglers.mean_of(0.2, tau), 16)
     assert found == pytest.approx(steps.mean(), abs=4 * error + 0.002)
-    assert spread.mean_of(0.05, tau) == pytest.approx(0.05 / math.sqrt(tau), rel=2e-3)
+    assert stragglers.mean_of(0.05, tau) == pytest.approx(0.05 / math.sqrt(tau), rel=2e-3)
 
 
 def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
@@ -102,20 +102,20 @@ def late_rounds(count: int, sigma: float, slack: float, rounds: int) -> float:
 )
 def test_a_late_average_evens_out_slow_rounds(count: int, slack: float) -> None:
     """The closed form against 6,000 rounds of the recurrence: within a quarter of the loss."""
-    left = spread.with_slack(SIGMA, count, slack, ahead=1.0)
-    found = spread.expected_slowest(left, count) - 1
+    left = stragglers.with_slack(SIGMA, count, slack, ahead=1.0)
+    found = stragglers.expected_slowest(left, count) - 1
     assert found == pytest.approx(late_rounds(count, SIGMA, slack, 6000), rel=0.25)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 5), st.floats(0, 5), st.floats(0, 3))
 def test_slack_never_costs(count: int, slack: float, more: float, ahead: float) -> None:
     """More slack leaves less spread; none and no delay leave it all, endless slack nothing."""
-    left = spread.with_slack(SIGMA, count, slack, ahead)
+    left = stragglers.with_slack(SIGMA, count, slack, ahead)
     assert left <= SIGMA
     if count > 1:
-        assert spread.with_slack(SIGMA, count, slack + more, ahead) <= left
-        assert spread.with_slack(SIGMA, count, math.inf, ahead) == 0
-    assert spread.with_slack(SIGMA, count, 0.0, 0.0) == SIGMA
+        assert stragglers.with_slack(SIGMA, count, slack + more, ahead) <= left
+        assert stragglers.with_slack(SIGMA, count, math.inf, ahead) == 0
+    assert stragglers.with_slack(SIGMA, count, 0.0, 0.0) == SIGMA
 
 
 # --- folded expectation against unfolded draws ---------------------------------------------------
@@ -225,7 +225,7 @@ def test_longer_rounds_feel_slow_steps_less_and_slow_nodes_as_much() -> None:
         schedule = tiny.schedule(f"local_sgd(tau={tau})", (NODES, 1))
         losses[tau] = expected_slowdown(schedule, steps, precision="bf16") - 1
         whole = expected_slowdown(schedule, nodes, precision="bf16")
-        assert whole == spread.expected_slowest(0.01, NODES)
+        assert whole == stragglers.expected_slowest(0.01, NODES)
     assert losses[4] == pytest.approx(losses[1] / 2, rel=0.02)
     assert losses[16] == pytest.approx(losses[1] / 4, rel=0.02)
 

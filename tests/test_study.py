@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from co2sim import DDP, Case, Co2simError, Result, experiments, simulate, study
 from co2sim.cluster import Link
 from co2sim.errors import OptionError
+from co2sim.machine import Recent
 from co2sim.noise import Noise
-from co2sim.recent import Recent
 from co2sim.schedule import Layout, Schedule
 from co2sim.workload import Workload
 

@@ -18,7 +18,6 @@ from scipy.spatial import cKDTree  # noqa: E402 - as above
 from realrun.train.digits import split_images  # noqa: E402 - needs torch
 from realrun.train.gpt import GPT, turned  # noqa: E402 - needs torch
 from realrun.train.log import read  # noqa: E402
-from realrun.train.masked_text import MASK, SHARE, hide  # noqa: E402 - needs torch
 from realrun.train.points import NOISE, POINTS, SURFACES, cloud  # noqa: E402 - needs torch
 from realrun.train.segmentation import CLASSES, SIDE, canvas  # noqa: E402 - needs torch
 from realrun.train.settings import UNITS, TrainSettings  # noqa: E402
@@ -32,6 +31,7 @@ from realrun.train.task import (  # noqa: E402 - needs torch
     scores,
 )
 from realrun.train.tasks import make_task  # noqa: E402 - needs torch
+from realrun.train.text import MASK, SHARE, hide  # noqa: E402 - needs torch
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.measured.overrides import changed
+from analysis.measured.comparison import changed
 from co2sim import Case, Cluster, Goal, Result, power, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
 from co2sim.catalog.rates import rates
-from co2sim.decide.axis import axis_of
-from co2sim.decide.targets import METRICS, View
+from co2sim.decide.targets import METRICS, View, axis_of
 from co2sim.errors import CatalogError, OptionError
 from co2sim.goodput.of_result import goodput_of
 from co2sim.metrics import window

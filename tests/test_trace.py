@@ -14,8 +14,7 @@ from co2sim.errors import CatalogError
 from co2sim.noise import Noise
 from co2sim.schedule import WORLD, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
-from co2sim.spans import by_stream, last_end
-from co2sim.trace import Span, Trace
+from co2sim.trace import Span, Trace, by_stream, last_end
 from co2sim.trace_lines import read_json_lines
 
 

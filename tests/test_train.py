@@ -13,9 +13,8 @@ from co2sim.errors import CatalogError, OptionError
 from co2sim.schedule import Layout
 from realrun.train import folder, log, outer
 from realrun.train.digits import digits
-from realrun.train.figure import draw
 from realrun.train.gpt import GPT
-from realrun.train.log import Log, LogRow
+from realrun.train.log import Log, LogRow, draw
 from realrun.train.settings import TrainSettings
 from realrun.train.shapes import GPTS, VOCABULARY, GPTShape
 from realrun.train.support import check

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from co2sim.errors import OptionError, ScheduleError, UnitError
 from co2sim.quantities import Quantity, check, in_order
-from co2sim.ranges import above, at_least, between, fraction, parse_number, whole
 from co2sim.units import (
     EXAMPLES,
     Unit,
@@ -27,6 +26,7 @@ from co2sim.units import (
     scaled,
     timespan,
 )
+from co2sim.validation import above, at_least, between, fraction, parse_number, whole
 
 READ: dict[str, tuple[Unit, float]] = {
     "200 Gbit/s": ("B/s", 25e9),

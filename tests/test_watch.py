@@ -187,7 +187,7 @@ STEP, AHEAD = Place(39, 9, "local step 39"), Place(40, 10, "local step 40")
 
 def failed(error: Exception) -> RankFailure:
     """What rank 0 raises for an error in a step, while rank 1 is in the next one."""
-    from realrun.train.guard import guarded  # noqa: PLC0415 - torch
+    from realrun.train.loop import guarded  # noqa: PLC0415 - torch
 
     with watches(Memory(), 2) as (mine, other):
         other.enter("training", AHEAD)

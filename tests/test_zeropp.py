@@ -9,7 +9,7 @@ from tiny import cluster
 from co2sim import strategies
 from co2sim.cost import traffic
 from co2sim.schedule import Collective, Layout
-from co2sim.strategies.quantized import QUANTIZED
+from co2sim.strategies.step import QUANTIZED
 from co2sim.workload import Block, Model, Workload
 
 pytest.importorskip("torch")

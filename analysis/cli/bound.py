@@ -25,7 +25,7 @@ from analysis.cli.constants import (
 )
 from analysis.cli.json_output import print_json
 from analysis.convergence.lateness import ONE_ROUND
-from co2sim import ranges
+from co2sim import validation
 from co2sim.console import options
 from co2sim.console.tables import console
 
@@ -70,7 +70,7 @@ def bound(  # noqa: PLR0913, PLR0917 - one argument per constant
     from analysis.convergence.setting import Setting  # noqa: PLC0415
 
     if allowed_delay is not None:
-        ranges.at_least("--allowed-delay", allowed_delay, 0)
+        validation.at_least("--allowed-delay", allowed_delay, 0)
 
     setting = Setting(
         smoothness=smoothness,

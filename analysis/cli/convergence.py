@@ -22,7 +22,7 @@ from analysis.cli.constants import (
     whole,
 )
 from analysis.cli.json_output import print_json
-from co2sim import ranges
+from co2sim import validation
 from co2sim.case import Case
 from co2sim.console import options
 from co2sim.console.command_line import command_line
@@ -84,14 +84,14 @@ def tau(  # noqa: PLR0913 - one argument per option
     """
     from analysis.convergence import tau as advice  # noqa: PLC0415 - scipy, only for this command
     from analysis.convergence.setting import Setting  # noqa: PLC0415
-    from analysis.convergence.tau_report import print_tau, tau_to_dict  # noqa: PLC0415
+    from analysis.convergence.tau import print_tau, tau_to_dict  # noqa: PLC0415
 
     advice.averaging(parse(strategy))
     _refuse_tau(strategy)
     given = {"--cluster": cluster, "--gpus": gpus, "--taus": taus, "--set": overrides}
     _check_source(runs, given)
     if target is not None:
-        ranges.above("--target", target, 0)
+        validation.above("--target", target, 0)
     smoothness, noise, gap = all_given(smoothness, noise, gap)
     problem = Setting(
         smoothness=smoothness,
@@ -172,9 +172,9 @@ def trends(
     """Train a small network with CO2, SlowMo and local SGD; compare its trends with the bound."""
     from analysis.convergence import trends as networks  # noqa: PLC0415 - scipy, only for this command
 
-    ranges.whole("--workers", workers, 1, networks.MOST_WORKERS)
-    ranges.whole("--steps", steps, 1)
-    ranges.whole("--seeds", seeds, 1)
+    validation.whole("--workers", workers, 1, networks.MOST_WORKERS)
+    validation.whole("--steps", steps, 1)
+    validation.whole("--seeds", seeds, 1)
     if steps * seeds > networks.MOST_KEPT:
         raise OptionError(
             f"--steps times --seeds is {steps * seeds:,}; it must be at most"
@@ -227,10 +227,10 @@ def verify(
     Measured cells stay in the folder: after an interruption the same command goes on from there.
     """
     from analysis.convergence import report as reports  # noqa: PLC0415 - only for this command
-    from analysis.convergence.objectives.datasets import scikit_learn  # noqa: PLC0415
+    from analysis.convergence.objectives.problems import scikit_learn  # noqa: PLC0415
     from analysis.convergence.protocol import checks, store  # noqa: PLC0415
 
-    ranges.whole("--jobs", jobs)
+    validation.whole("--jobs", jobs)
     scikit_learn()
     check("--report", report, charts=False)
     check_writable(out)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from analysis.measured.overrides import changed
+from analysis.measured.comparison import changed
 from co2sim.catalog import Fact, load_cluster, load_model
 from co2sim.cluster import Cluster
 from co2sim.console import options
@@ -23,13 +23,12 @@ from co2sim.report.option import check
 from co2sim.schedule import DType
 from co2sim.strategies import parse
 from realrun import record
-from realrun.checks import PRECISIONS, one_of
 from realrun.dilation import SLEEPING, chosen
-from realrun.launch.lab_plan import INTRA_RATE, Lab
+from realrun.errors import PRECISIONS, one_of
+from realrun.launch.lab_plan import INTRA_RATE, Lab, overrides
 from realrun.launch.local import cores
 from realrun.launch.options import Dilation, GpusPerNode, IntraRate, Nodes, Rate, Sites, Wan
 from realrun.launch.processes import started
-from realrun.launch.uplinks import overrides
 from realrun.record import folder_name
 
 FP32 = DType.FP32

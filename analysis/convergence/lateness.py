@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from co2sim import ranges
+from co2sim import validation
 from co2sim.errors import OptionError
 
 MOST_STEPS = 100_000
@@ -27,8 +27,8 @@ class Late:
     predict: float = 0.0
 
     def __post_init__(self) -> None:
-        ranges.whole("delay", self.steps, 1, MOST_STEPS)
-        ranges.fraction("keep", self.keep)
+        validation.whole("delay", self.steps, 1, MOST_STEPS)
+        validation.fraction("keep", self.keep)
         if not 0 <= self.predict < 1:
             raise OptionError(f"predict is {self.predict:g}; it must be at least 0 and below 1")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from analysis.convergence.lateness import Late
 from co2sim.errors import OptionError
-from co2sim.ranges import between, whole
+from co2sim.validation import between, whole
 
 SMALLEST, LARGEST = 1e-60, 1e60
 """The magnitudes of constants for which no term over- or underflows."""

@@ -1,21 +1,31 @@
 """Predicted against measured: two traces of one schedule, joined by op, round and rank."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
+from pydantic import ValidationError
+
 from analysis.measured.attribution import Difference, attribute
 from analysis.measured.time_breakdown import TimeBreakdown, time_breakdown
-from co2sim.cluster import Cluster
+from co2sim.catalog import Fact
+from co2sim.catalog.facts import override, plain
+from co2sim.catalog.rates import put_rates
+from co2sim.catalog.specs import ClusterSpec
+from co2sim.cluster import GPU, Cluster
 from co2sim.errors import OptionError
 from co2sim.metrics import is_steady
 from co2sim.prepared import Prepared
+from co2sim.report.page import Figure, PageSection
+from co2sim.report.tables import Table
 from co2sim.result import Result
 from co2sim.schedule import Schedule
 from co2sim.simulator import execute
 from co2sim.trace import Trace
-from co2sim.units import Seconds
+from co2sim.units import Seconds, Unit, duration, scaled
+from co2sim.validation import Place, first_problem, names_at
 from realrun.record import Record
 from realrun.speed import at_speed, beside
 
@@ -288,3 +298,156 @@ def summarise(comparisons: Sequence[RunComparison]) -> RunSummary:
 
 def _absolute(values: Iterable[float | None]) -> list[float]:
     return [abs(value) for value in values if value is not None]
+
+
+_INTENSITIES = "grid_intensity", "grid_intensity_low", "grid_intensity_high"
+UNITS: dict[str, Unit] = {
+    "bandwidth": "B/s",
+    "latency": "s",
+    "burst": "B",
+    "burst_bandwidth": "B/s",
+    "call_interference": "s",
+    "call_overhead": "s",
+    "wake_up": "s",
+    "fully_idle": "s",
+    "network_overhead": "s",
+    "memory": "B",
+    "memory_bandwidth": "B/s",
+    "launch_overhead": "s",
+    **dict.fromkeys(("tdp", "idle_power", "node_power"), "W"),
+    **dict.fromkeys(_INTENSITIES, "kg/kWh"),
+}
+"""Units of the numbers that have one; the others are plain."""
+
+
+def changed(cluster: Cluster, changes: Mapping[str, str]) -> Cluster:
+    """The cluster with texts such as "25 Gbit/s" at dotted paths such as "inter.bandwidth".
+
+    Raises OptionError, or CatalogError, in one line when anything is unknown or wrong.
+    """
+    if "gpu" in changes:
+        raise OptionError("--set gpu: name a whole cluster with --cluster as well, or set gpu.NAME")
+    tree = _texts(asdict(cluster)) | {"gpu": _gpu(cluster.gpu)}
+    if cluster.calls:
+        tree["calls"] = {kind: f"{more!r} s" for kind, more in asdict(cluster.calls).items()}
+    shown = ", ".join(f"{p}={t}" for p, t in changes.items())
+    currency = tree.pop("currency")  # a file says it with the price
+    for name in ("price_per_gpu", "price_low", "price_high"):
+        if name in tree:
+            tree[name] = f"{tree[name]!r} {currency}/s"
+    changes = put_rates(tree, changes)
+    for path, text in changes.items():
+        override(tree, path, text)
+    tree["name"] = f"{cluster.name}, with {shown}"
+    try:
+        return ClusterSpec.model_validate(plain(tree)).build()
+    except ValidationError as error:
+        problem = first_problem(error, partial(names_at, ClusterSpec), _dotted)
+        raise OptionError(f"--set: {problem}") from error
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _texts(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers as a file states them, with units."""
+    texts: dict[str, Any] = {}
+    for name, value in numbers.items():
+        if isinstance(value, Mapping):
+            texts[name] = _texts(value)
+        elif value is not None:
+            texts[name] = f"{value!r} {UNITS[name]}" if name in UNITS else value
+    return texts
+
+
+def _gpu(gpu: GPU) -> dict[str, Any]:
+    tree = _texts(asdict(gpu))
+    tree["peak"] = {precision: f"{speed!r} FLOP/s" for precision, speed in gpu.peak.items()}
+    tree["efficiency"] = [
+        {"flops": f"{size!r} FLOP", "value": value} for size, value in gpu.efficiency
+    ]
+    return tree
+
+
+_RECORDED = "recorded with the run"
+_GIVEN = "--set"
+
+
+def section(
+    runs: Sequence[RunComparison], stated: Sequence[Fact] = (), changes: Sequence[str] = ()
+) -> PageSection:
+    """Every number of each cluster that predicts, with its source.
+
+    `stated` are those of a cluster that stands in for the recorded ones, `changes` the paths that
+    were changed.
+    """
+    figures = []
+    for cluster, names in _clusters(runs):
+        facts = stated or list(recorded(cluster, changes))
+        rows = [[f.path, f.value, "assumed" if f.assumed else "", f.source] for f in facts]
+        of = ", ".join(names) if len(names) <= _FEW else f"{len(names)} runs"
+        table = Table(("number", "value", "status", "source"), rows, 4)
+        figures.append(Figure(f"{cluster.name}, for {of}", table=table, folded=True))
+    figures.append(Figure("What the runs ran on", table=_environments(runs), folded=True))
+    return PageSection("inputs", "Inputs", figures=figures)
+
+
+_FEW = 3
+
+
+def _environments(runs: Sequence[RunComparison]) -> Table:
+    names = list(dict.fromkeys(name for run in runs for name in run.record.environment))
+    rows = [
+        [
+            run.name,
+            run.predicted.model,
+            run.record.kernels,
+            *(run.record.environment.get(name, "-") for name in names),
+        ]
+        for run in runs
+    ]
+    return Table(("run", "model", "kernels", *names), rows, 3 + len(names))
+
+
+def _clusters(runs: Sequence[RunComparison]) -> list[tuple[Cluster, list[str]]]:
+    """Different clusters, with the names of their runs."""
+    found: list[tuple[Cluster, list[str]]] = []
+    for run in runs:
+        known = next((names for cluster, names in found if cluster == run.cluster), None)
+        if known is None:
+            found.append((run.cluster, [run.name]))
+        else:
+            known.append(run.name)
+    return found
+
+
+def recorded(cluster: Cluster, changes: Sequence[str] = ()) -> Iterator[Fact]:
+    """The numbers of a recorded cluster, those of `changes` marked as given by the user."""
+    for path, value in _leaves("", asdict(cluster)):
+        given = any(path == one or path.startswith(f"{one}.") for one in changes)
+        yield Fact(path, _text(path, value), _GIVEN if given else _RECORDED)
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, Any]]:
+    """Values at dotted paths; without those that nobody stated."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(f"{path}.{name}" if path else str(name), inner)
+    elif value is not None:
+        yield path, value
+
+
+def _text(path: str, value: Any) -> str:
+    *_, name = path.split(".")
+    unit = "FLOP/s" if path.startswith("gpu.peak.") else UNITS.get(name)
+    if unit is None or not isinstance(value, int | float):
+        return f"{value:.4g}" if isinstance(value, float) else _listed(value)
+    return duration(value) if unit == "s" else scaled(value, unit)
+
+
+def _listed(value: object) -> str:
+    """Pairs, such as sizes and efficiencies, or whatever else it is."""
+    if isinstance(value, tuple | list):
+        return ", ".join(_listed(one) for one in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 
-from analysis.measured import charts, inputs, op_table
+from analysis.measured import charts, comparison, op_table
 from analysis.measured.attribution import AGREES, Cause
-from analysis.measured.compared_run import ComparedRun, named
+from analysis.measured.charts import WAITS, RankWindow, windows
 from analysis.measured.comparison import RunComparison, summarise
-from analysis.measured.rank_bars import WAITS, RankWindow, windows
+from analysis.measured.op_table import OpError, by_label, causes
 from co2sim.catalog import Fact
 from co2sim.console.figures import GREY
 from co2sim.report import bar_charts
@@ -15,6 +18,67 @@ from co2sim.report.page import MOST_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import Round, TimelineBar
 from co2sim.report.tables import Table
 from co2sim.units import counted, duration, percent
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run under a name that no other run of the page has."""
+
+    name: str
+    run: RunComparison
+
+    @cached_property
+    def ops(self) -> list[OpError]:
+        """Errors by op."""
+        return by_label(self.run)
+
+    @cached_property
+    def causes(self) -> dict[Cause, float]:
+        """Shares of causes, the largest first."""
+        return causes(self.ops)
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a round."""
+        return float(self.run.measured["round_time_s"])
+
+    @property
+    def sentence(self) -> str:
+        """The whole answer about this run."""
+        cause, share = next(iter(self.causes.items()))
+        why = (
+            f"the largest cause of the errors of its ops is {cause.words} ({share:.0%})"
+            if share
+            else f"no op is off by more than {AGREES:.0%}"
+        )
+        return (
+            f"{self.name}: a round took {duration(self.measured)}, predicted"
+            f" {duration(self.run.predicted.round_time_s)}"
+            f" ({percent(self.run.round_time_error, 1)}); {why}.{self._drift}"
+        )
+
+    @property
+    def _drift(self) -> str:
+        """How far the processors were from what the cluster says, if that is more than a little."""
+        speed, error = self.run.speed, self.run.at_speed_error
+        if speed is None or error is None or abs(speed - 1) < AGREES:
+            return ""
+        return (
+            f" Large matrix products were {abs(speed - 1):.0%}"
+            f" {'faster' if speed > 1 else 'slower'} in the run than its cluster says; at that"
+            f" speed the error is {percent(error, 1)}."
+        )
+
+
+def named(comparisons: Sequence[RunComparison]) -> list[ComparedRun]:
+    """Each run under its name, with a number where another one has it already."""
+    found: dict[str, ComparedRun] = {}
+    for run in comparisons:
+        names = (run.name if n == 1 else f"{run.name} ({n})" for n in count(1))
+        name = next(name for name in names if name not in found)
+        found[name] = ComparedRun(name, run)
+    return list(found.values())
+
 
 MOST_RUNS = MOST_ROUNDS // 2
 """With charts of their own; a run has two timelines."""
@@ -51,7 +115,7 @@ def page(
                 warnings=_lines(runs, "warnings"),
                 notes=_lines(runs, "notes"),
             ),
-            inputs.section(comparisons, stated, changes),
+            comparison.section(comparisons, stated, changes),
         ],
         commands=[command],
         files={

@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from analysis.measured.comparison import RunComparison
-from analysis.measured.rank_bars import (
+from analysis.measured.charts import (
     PIXELS,
     WAITS,
     RankBar,
@@ -16,6 +15,7 @@ from analysis.measured.rank_bars import (
     rounds_shown,
     windows,
 )
+from analysis.measured.comparison import RunComparison
 from co2sim.console.figures import (
     BLUE,
     GREEN,

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from analysis.published.cells import Cell, run_figures, run_kind
 from analysis.published.coverage import conformal_factor, covered, student_factor
-from analysis.published.parameters import GROUPS, ConstantGroup, stated
+from analysis.published.parameters import GROUPS, Constant, ConstantGroup, stated
 from analysis.published.predict import predict
+from co2sim.calibrations import Ranges, ranges
 from co2sim.errors import OptionError
-from co2sim.near import Ranges, ranges
 
 FOLDS = 5
 
@@ -274,3 +274,33 @@ def parts_by_label(cells: Sequence[Cell]) -> dict[str, list[list[Cell]]]:
 def fit_all(cells: Sequence[Cell], names: Sequence[str] = tuple(GROUPS)) -> list[Fit]:
     """The fits of these groups."""
     return [fit(GROUPS[name], cells) for name in names]
+
+
+_TOLERANCE = 1e-6
+"""Of the root, as a fraction of the constant's range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A value within the bounds of a constant, and whether it reproduces the cell.
+
+    If none does, the value is the bound whose prediction is nearer.
+    """
+
+    value: float
+    reproduces: bool
+
+
+def root_of(cell: Cell, constant: Constant, values: Mapping[str, float]) -> Root:
+    """Find the value by Brent's method; `values` are those of the other constants."""
+    from scipy.optimize import brentq  # noqa: PLC0415 - slow, and not needed for a brief report
+
+    def excess(value: float) -> float:
+        return predict(cell, {**values, constant.name: value}, fast=True) - cell.published
+
+    low, high = constant.low, constant.high
+    at_low, at_high = excess(low), excess(high)
+    if at_low * at_high > 0:
+        return Root(low if abs(at_low) < abs(at_high) else high, reproduces=False)
+    found = brentq(excess, low, high, xtol=_TOLERANCE * (high - low))
+    return Root(float(found), reproduces=True)

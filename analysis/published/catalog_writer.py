@@ -6,9 +6,8 @@ from typing import Any
 
 from analysis.published.calibrate import Fit
 from analysis.published.parameters import GROUPS, Constant, ConstantGroup, cluster_of
-from co2sim.calibrations import CATALOG, RECORD
+from co2sim.calibrations import CATALOG, RECORD, Ranges
 from co2sim.errors import CatalogError
-from co2sim.near import Ranges
 from co2sim.units import parse
 
 _SUBSTITUTE = "v100-zeropp"

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from analysis.published.parameters import GROUPS, cluster_of, model_of
-from co2sim.calibrations import replaced
+from co2sim.calibrations import figures_of, replaced
 from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.errors import OptionError, nearest
-from co2sim.kinds import RunKind, kind_of
-from co2sim.near import figures_of
+from co2sim.intervals import RunKind, kind_of
 from co2sim.published_cells import Use
 from co2sim.strategies import STRATEGIES, Strategy, parse, with_options
 from co2sim.strategies.step import title

@@ -12,11 +12,16 @@ from typing import Annotated, ClassVar, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from analysis.published.cells import ONE_BUCKET, Cell, RunSetup, Term
-from analysis.published.iteration_cells import gpt
-from analysis.published.paper_cells import PublishedRun, ratio_cell, throughput_cell
+from analysis.published.paper_cells import (
+    SIZES,
+    PublishedRun,
+    gpt,
+    ratio_cell,
+    throughput_cell,
+    zeropp_cell,
+)
 from analysis.published.papers import Paper
 from analysis.published.parameters import cluster_of
-from analysis.published.zeropp_cells import SIZES, zeropp_cell
 from co2sim.errors import CatalogError
 from co2sim.published_cells import Use
 

@@ -6,11 +6,11 @@ from itertools import combinations
 from statistics import fmean
 
 from analysis.published.ablation import OMITTED, mape
+from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell
 from analysis.published.errors import CellPrediction
 from analysis.published.parameters import GROUPS, Constant, stated
 from analysis.published.predict import predict
-from analysis.published.roots import root_of
 from co2sim import study
 
 _VISIBLE = 1e-3

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 
 from analysis.published.papers import PAPERS
-from co2sim import documents
+from co2sim import files
 from co2sim.catalog import load_cluster
 from co2sim.errors import CatalogError, UnitError
 from co2sim.failures import Failures
@@ -109,7 +109,7 @@ def read(folder: Path = PAPERS) -> list[GoodputCell]:
     """The cells of `goodput.toml`. Raises CatalogError, with one line."""
     path = folder / "goodput.toml"
     try:
-        sheet = TypeAdapter(_Sheet).validate_python(documents.toml(text_of(path)))
+        sheet = TypeAdapter(_Sheet).validate_python(files.toml(text_of(path)))
     except OSError as error:
         raise CatalogError(f"cannot read {path}: {error.strerror}") from error
     except ValidationError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from co2sim import documents
+from co2sim import files
 from co2sim.errors import CatalogError, OptionError
 from co2sim.files import text_of
 from co2sim.published_cells import with_options
@@ -115,7 +115,7 @@ def papers(folder: Path = PAPERS) -> dict[str, Paper]:
     found = {}
     for path in sorted(folder.glob("*/paper.toml")):
         try:
-            about = documents.toml(text_of(path))
+            about = files.toml(text_of(path))
         except OSError as error:
             raise CatalogError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from analysis.published.calibrate import root_of
 from analysis.published.cells import Cell, changed, with_override, with_strategy_options
 from analysis.published.parameters import GROUPS
 from analysis.published.predict import predict
-from analysis.published.roots import root_of
 
 GROUP = "a100-co2"
 

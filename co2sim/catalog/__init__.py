@@ -12,10 +12,10 @@ from co2sim.catalog.facts import Fact, Kind, Tree, facts, is_file, names, overri
 from co2sim.catalog.rates import put_rates
 from co2sim.cluster import Cluster
 from co2sim.errors import CatalogError, OptionError
+from co2sim.errors import given as shown
 from co2sim.failures import ORIGINS
 from co2sim.files import is_below, is_regular
 from co2sim.validation import Place, first_problem, names_at
-from co2sim.visible import given as shown
 from co2sim.workload import Model
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def load_model(
 
     `overrides` maps names, such as "seq_len", to texts. Raises CatalogError like `load_cluster`.
     """
-    from co2sim.catalog.model_specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
+    from co2sim.catalog.specs import ModelSpec  # noqa: PLC0415 - pydantic is slow
 
     if isinstance(reference, Contents):
         tree, reference = deepcopy(reference.tree), reference.name

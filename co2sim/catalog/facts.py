@@ -8,10 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from co2sim import documents
-from co2sim.errors import CatalogError, nearest
+from co2sim import files
+from co2sim.errors import CatalogError, given, nearest
 from co2sim.files import is_folder, is_regular, text_of
-from co2sim.visible import given
 
 Kind: TypeAlias = Literal["clusters", "gpus", "models", "failures"]
 Tree: TypeAlias = dict[str, Any]
@@ -49,7 +48,7 @@ def is_file(reference: str) -> bool:
 @lru_cache(maxsize=16)
 def _toml(text: str) -> Tree:
     """The tree of a text, which a study reads for every one of its cases."""
-    return documents.toml(text)
+    return files.toml(text)
 
 
 def read(kind: Kind, reference: str) -> Tree:
@@ -75,7 +74,7 @@ def read(kind: Kind, reference: str) -> Tree:
     if not text.strip():
         raise CatalogError(f"{reference} is empty")
     try:
-        tree = documents.json_tree(text) if path.suffix == ".json" else deepcopy(_toml(text))
+        tree = files.json_tree(text) if path.suffix == ".json" else deepcopy(_toml(text))
     except ValueError as error:
         raise CatalogError(f"{reference}: {error}") from error
     if not isinstance(tree, dict):

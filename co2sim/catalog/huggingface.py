@@ -12,7 +12,7 @@ from typing import Any
 
 from co2sim.catalog.facts import Tree
 from co2sim.errors import CatalogError
-from co2sim.visible import given as shown
+from co2sim.errors import given as shown
 
 _GATED = {
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text",

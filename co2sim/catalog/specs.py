@@ -1,7 +1,8 @@
 """What the TOML files of clusters and GPUs, and a user's own, may say; pydantic checks them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from inspect import signature
 from types import UnionType
 from typing import (
     Annotated,
@@ -16,14 +17,66 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    create_model,
+    model_validator,
+)
 
-from co2sim.catalog.fields import Spec, no_truth, number
+from co2sim.architecture import (
+    Attention,
+    Bias,
+    Norm,
+    Transformer,
+    language_model,
+    vision_transformer,
+)
 from co2sim.cluster import GPU, Calls, Cluster, KernelTimes, Link, Scatter, Tier
-from co2sim.errors import UnitError
+from co2sim.errors import OptionError, UnitError
 from co2sim.failures import Failures
 from co2sim.quantities import Quantity
-from co2sim.units import parse_price
+from co2sim.units import parse, parse_price
+from co2sim.workload import Block, Model
+
+
+def number(quantity: Quantity) -> BeforeValidator:
+    """A text with a unit, as a number in the unit and the range of the quantity."""
+
+    def read(value: Any) -> float:
+        try:
+            number = parse(value, quantity.unit)
+        except UnitError as error:
+            raise ValueError(str(error)) from error
+        try:
+            return quantity.checked("", number)
+        except OptionError as error:
+            raise ValueError(f"must be {quantity.allowed_for(number)}") from error
+
+    return BeforeValidator(read)
+
+
+def no_truth(value: Any) -> Any:
+    """Refuse `true` and `false`, which Python would take for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number")  # noqa: TRY004 - pydantic's
+    return value
+
+
+Count = Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=10**12)]
+Natural = Annotated[int, BeforeValidator(no_truth), Field(ge=0, le=10**15)]
+Depth = Annotated[int, BeforeValidator(no_truth), Field(ge=1, le=10_000)]
+"""Blocks of a model: the schedule holds every one of them."""
+
+
+class Spec(BaseModel):
+    """A table in which any name that is not a field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class _Built(Spec):
@@ -203,3 +256,137 @@ FailuresSpec = _spec(Failures, _Built)
 
 ClusterSpec = _spec(Cluster, _Cluster)
 """`clusters/*.toml`; `gpu` is the table of a GPU."""
+
+
+class _LayersSpec(Spec):
+    name: str
+    layers: Depth
+    hidden: Count
+    heads: Count
+    ffn: Count
+    kv_heads: Natural = 0
+    head_dim: Natural = 0
+    gated: bool = False
+    attention: Attention = "softmax"
+    attention_gate: bool = False
+    bias: Bias = False
+    norm: Norm = "layernorm"
+    causal: bool = True
+    dropout: bool = False
+    parameters: Natural = 0
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "_LayersSpec":
+        if not self.head_dim and self.hidden % self.heads:
+            raise ValueError(
+                f"hidden {self.hidden} is not a multiple of heads {self.heads}; give head_dim"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        return self
+
+    def body(self) -> Transformer:
+        """The stack of layers."""
+        return Transformer(
+            **{field.name: getattr(self, field.name) for field in fields(Transformer)}
+        )
+
+
+def _given(spec: BaseModel, make: Callable[..., Model]) -> dict[str, Any]:
+    """What a specification says of the keywords of a function."""
+    wanted = {name for name, p in signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    return {name: value for name, value in dict(spec).items() if name in wanted}
+
+
+class TransformerSpec(_LayersSpec):
+    """`kind = "transformer"`: a language model."""
+
+    kind: Literal["transformer"]
+    vocab: Count
+    seq_len: Count
+    tied: bool = False
+    positions: Natural = 0
+    token_types: Natural = 0
+    embedding_norm: bool = False
+    head_transform: bool = False
+    sliding_window: Natural = 0
+
+    @model_validator(mode="after")
+    def _positions_suffice(self) -> "TransformerSpec":
+        if 0 < self.positions < self.seq_len:
+            raise ValueError(
+                f"seq_len {self.seq_len} exceeds the {self.positions} learned positions; give it"
+                f" as many (positions in its file, or --set model.positions={self.seq_len})"
+            )
+        if 0 < self.sliding_window < self.seq_len:
+            raise ValueError(
+                f"seq_len {self.seq_len} exceeds the sliding window of {self.sliding_window}"
+                " tokens; attention that sees less than the whole sequence is not modelled"
+            )
+        return self
+
+    def build(self) -> Model:
+        """The model's blocks."""
+        given = _given(self, language_model)
+        return language_model(self.name, self.body(), tokens=self.seq_len, **given)
+
+
+class ViTSpec(_LayersSpec):
+    """`kind = "vit"`: a vision transformer."""
+
+    kind: Literal["vit"]
+    causal: bool = False
+    image: Count
+    patch: Count
+    channels: Count = 3
+    classes: Count
+
+    @model_validator(mode="after")
+    def _patches_fit(self) -> "ViTSpec":
+        if self.image % self.patch:
+            raise ValueError(f"image {self.image} is not a multiple of patch {self.patch}")
+        return self
+
+    def build(self) -> Model:
+        """The model's blocks."""
+        return vision_transformer(self.name, self.body(), **_given(self, vision_transformer))
+
+
+class BlockSpec(Spec):
+    """One block of `kind = "blocks"`, `repeat` times; `flops` and `activation` are per sample."""
+
+    name: str
+    repeat: Depth = 1
+    tensors: list[Count] = Field(min_length=1)
+    flops: Annotated[float, number(Quantity(unit="FLOP", least=0))]
+    activation: Annotated[float, number(Quantity(unit="B", least=0))]
+
+
+class BlocksSpec(Spec):
+    """`kind = "blocks"`: any chain of blocks, such as a convolutional network."""
+
+    name: str
+    kind: Literal["blocks"]
+    blocks: list[BlockSpec] = Field(min_length=1)
+    image: Natural = 0
+    parameters: Natural = 0
+
+    def build(self) -> Model:
+        """The model's blocks; repeated ones are numbered."""
+        blocks = tuple(
+            Block(
+                f"{spec.name}.{number}" if spec.repeat > 1 else spec.name,
+                tuple(spec.tensors),
+                spec.flops,
+                spec.activation,
+            )
+            for spec in self.blocks
+            for number in range(spec.repeat)
+        )
+        return Model(self.name, blocks, tokens=1, unit="image")
+
+
+class ModelSpec(Spec):
+    """`models/*.toml`, by kind."""
+
+    model: Annotated[TransformerSpec | ViTSpec | BlocksSpec, Field(discriminator="kind")]

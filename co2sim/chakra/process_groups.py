@@ -8,10 +8,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from co2sim import documents
+from co2sim import files
+from co2sim.errors import given
 from co2sim.files import is_regular, text_of
 from co2sim.groups import WORLD, Group, Layout, block, peers_of_blocks
-from co2sim.visible import given
 
 FILE = "comm_group.json"
 EVERYBODY = ("", "0")
@@ -45,7 +45,7 @@ def read_members(path: Any, ranks: int) -> Members:
     """
     if not is_regular(path):
         return {}
-    tree = documents.json_tree(text_of(path))
+    tree = files.json_tree(text_of(path))
     if not isinstance(tree, dict):
         raise ValueError(f"it is {given(tree)}; it must be an object")  # noqa: TRY004 - as below
     found = {}

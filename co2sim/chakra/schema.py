@@ -9,9 +9,8 @@ from importlib import import_module
 from itertools import count
 from typing import Any, TypeAlias
 
-from co2sim.errors import OptionError
+from co2sim.errors import OptionError, visible
 from co2sim.files import MOST_BYTES
-from co2sim.visible import visible
 
 Message: TypeAlias = Any
 """A message of protobuf, whose classes are made when the schema is loaded."""

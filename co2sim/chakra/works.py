@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from co2sim import documents
+from co2sim import files
 from co2sim.errors import Co2simError, OptionError
 from co2sim.validation import first_problem
 from co2sim.work import Collective, Compute, Kind, Work
@@ -88,7 +88,7 @@ def work_of(text: str) -> Work:
     from pydantic import ValidationError  # noqa: PLC0415 - slow
 
     try:
-        found: Work = _adapter().validate_python(documents.json_tree(text))
+        found: Work = _adapter().validate_python(files.json_tree(text))
     except ValidationError as error:
         raise ValueError(f"its work {first_problem(error)}") from error
     except Co2simError as error:

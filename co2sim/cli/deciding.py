@@ -7,10 +7,9 @@ import typer
 
 from co2sim import convert
 from co2sim.case import Case
-from co2sim.console import goals, options, over_sizes, training, workers
+from co2sim.console import options, over_sizes
 from co2sim.console.repeated import refuse_twice
-from co2sim.decide.candidates import RECOMPUTES, STRATEGIES, Space
-from co2sim.decide.wanted import Wanted
+from co2sim.decide.candidates import RECOMPUTES, STRATEGIES, Space, Wanted
 from co2sim.errors import OptionError, UnitError
 from co2sim.report.option import check
 from co2sim.strategies import parse
@@ -58,7 +57,7 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
             help="Tokens that ddp would train, such as 1e12; local updates need more.",
         ),
     ] = None,
-    steps_factor: goals.StepsFactor = None,
+    steps_factor: options.StepsFactor = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -67,7 +66,7 @@ def solve(  # noqa: PLR0913, PLR0917 - one argument per option
 
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
-    worth = goals.goal(None, steps_factor)
+    worth = options.goal(None, steps_factor)
     check("--report", report)
     targets = goal or ["efficiency"]
     solving.solving(cases, what, targets, low, high, tokens, worth, report, as_json=json_)
@@ -136,11 +135,11 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         str | None,
         typer.Option(help="Samples per GPU and micro-step, such as 1,2,4; default: powers of two."),
     ] = None,
-    tp: training.Tp = 1,
-    sequence_parallel: training.SequenceParallel = False,  # noqa: FBT002
-    pp: training.Pp = 1,
-    interleave: training.Interleave = 1,
-    global_batch: training.GlobalBatch = None,
+    tp: options.Tp = 1,
+    sequence_parallel: options.SequenceParallel = False,  # noqa: FBT002
+    pp: options.Pp = 1,
+    interleave: options.Interleave = 1,
+    global_batch: options.GlobalBatch = None,
     recompute: Annotated[
         str, typer.Option(help="Activations to recompute: none, selective, full, or several.")
     ] = ",".join(RECOMPUTES),
@@ -150,16 +149,16 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
             help="Memory to leave free. Measured peaks lie within 10 % of predicted ones."
         ),
     ] = "10%",
-    precision: training.Precision = None,
-    attention: training.Attention = "flash",
-    checkpointing: training.Checkpointing = "non_reentrant",
-    loss: training.Loss = "fused",
-    optimizer: training.Optimizer = "adamw",
+    precision: options.Precision = None,
+    attention: options.Attention = "flash",
+    checkpointing: options.Checkpointing = "non_reentrant",
+    loss: options.Loss = "fused",
+    optimizer: options.Optimizer = "adamw",
     overrides: options.Overrides = None,
-    steps_factor: goals.StepsFactor = None,
+    steps_factor: options.StepsFactor = None,
     jobs: options.Jobs = 1,
-    engine: workers.Name = "loky",
-    scheduler: workers.Scheduler = None,
+    engine: options.Name = "loky",
+    scheduler: options.Scheduler = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:
@@ -168,7 +167,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
 
     refuse_twice("cluster", cluster)
     check("--report", report)
-    who = workers.engine(context, engine, scheduler, jobs)
+    who = options.engine(context, engine, scheduler, jobs)
     job = Case(
         cluster="",
         model=model,
@@ -200,7 +199,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one argument per option
         budget=budget,
         deadline=None if deadline is None else options.seconds("--deadline", deadline) / _DAY,
         power=None if power is None else _watts(power),
-        goal=goals.goal(None, steps_factor),
+        goal=options.goal(None, steps_factor),
     )
     planning.planning(space, wanted, who, report, as_json=json_)
 

@@ -10,7 +10,7 @@ import typer
 from co2sim import study
 from co2sim.case import Case
 from co2sim.catalog import load_cluster
-from co2sim.console import options, training
+from co2sim.console import options
 from co2sim.progress import progress_bar
 from co2sim.units import counted, duration, scaled
 
@@ -68,7 +68,7 @@ def replay(
         ),
     ],
     cluster: options.Cluster,
-    precision: training.Precision = None,
+    precision: options.Precision = None,
     overrides: options.Overrides = None,
     json_: options.Json = False,  # noqa: FBT002
 ) -> None:

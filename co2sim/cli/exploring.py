@@ -13,13 +13,13 @@ import typer
 
 from co2sim import study
 from co2sim.case import Case
-from co2sim.console import budgets, goals, options
+from co2sim.console import budgets, options
 from co2sim.console.command_line import command_line
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
-from co2sim.ranges import between
 from co2sim.report.option import check
 from co2sim.step_factors import Goal
+from co2sim.validation import between
 
 if TYPE_CHECKING:
     from co2sim.explore.question import Question
@@ -76,12 +76,12 @@ def explore(  # noqa: PLR0913, PLR0917 - one argument per option
             parser=options.whole("--port"), metavar="N", help="Of the server; 0: any that is free."
         ),
     ] = 0,
-    to_loss_steps: goals.ToLossSteps = None,
-    steps_factor: goals.StepsFactor = None,
+    to_loss_steps: options.ToLossSteps = None,
+    steps_factor: options.StepsFactor = None,
     tokens: budgets.Tokens = None,
 ) -> None:
     """Play: a server on this machine that asks the simulator, or a page without one (--out)."""
-    goal = goals.goal(to_loss_steps, steps_factor)
+    goal = options.goal(to_loss_steps, steps_factor)
     if out is None:
         _serve(job, cluster, strategy, gpus, over, port, goal, tokens)
         return

@@ -13,7 +13,7 @@ from co2sim.case import Case
 from co2sim.catalog import Fact
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines, print_table
-from co2sim.decide.command import command_of
+from co2sim.decide.candidates import command_of
 from co2sim.errors import OptionError
 from co2sim.goodput.of_result import goodput_of
 from co2sim.goodput.parts import FailingWorkers, Goodput

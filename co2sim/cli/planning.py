@@ -14,11 +14,9 @@ from co2sim.console.command_line import command_line
 from co2sim.console.plan_words import commands, looked, nothing, plain, words
 from co2sim.console.result_tables import print_assumed
 from co2sim.console.tables import console, print_lines, print_table
-from co2sim.decide.break_even import BreakEven, break_even
-from co2sim.decide.candidates import Space
-from co2sim.decide.levers import Lever, levers
+from co2sim.decide.break_even import BreakEven, Lever, break_even, levers
+from co2sim.decide.candidates import Candidate, Space, Wanted
 from co2sim.decide.plan import Recommendation, plan
-from co2sim.decide.wanted import Candidate, Wanted
 from co2sim.engines.engine import Engine
 from co2sim.errors import OptionError
 from co2sim.grid import label

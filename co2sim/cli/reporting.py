@@ -10,7 +10,7 @@ from co2sim import grid
 from co2sim.batch import run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_with_failures
-from co2sim.console import budgets, goals, options, over_sizes
+from co2sim.console import budgets, options, over_sizes
 from co2sim.console.command_line import command_line
 from co2sim.console.repeated import refuse_twice
 from co2sim.files import write_atomically
@@ -23,7 +23,7 @@ from co2sim.strategies.step import title
 
 if TYPE_CHECKING:
     from co2sim.report.page import Page
-    from co2sim.report.study import Study
+    from co2sim.report.study_page import Study
 
 
 @options.job_options
@@ -38,15 +38,15 @@ def report(  # noqa: PLR0913, PLR0917 - one argument per option
         Path, typer.Option("--out", "-o", metavar="FILE.html", help="The page to write.")
     ] = Path("out/report.html"),
     jobs: options.Jobs = 1,
-    to_loss_steps: goals.ToLossSteps = None,
-    steps_factor: goals.StepsFactor = None,
+    to_loss_steps: options.ToLossSteps = None,
+    steps_factor: options.StepsFactor = None,
     tokens: budgets.Tokens = None,
 ) -> None:
     """Compare strategies over GPU counts: one HTML page to hand on, with all data inside."""
     check("--out", out)
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     refuse_twice("cluster", cluster)
-    goal = goals.goal(to_loss_steps, steps_factor)
+    goal = options.goal(to_loss_steps, steps_factor)
     varied = options.pairs(over, "--vary")
     named = grid.panels(job, cluster, strategy, gpus, grid.settings(varied) if varied else [{}])
     cases = [case for _, case in named]
@@ -107,7 +107,7 @@ def study_of(
     panels: Sequence[str] = (),
 ) -> "Study":
     """What a page is about, with the command line of this process."""
-    from co2sim.report.study import Study  # noqa: PLC0415 - rich
+    from co2sim.report.study_page import Study  # noqa: PLC0415 - rich
 
     return Study(
         cases=cases,

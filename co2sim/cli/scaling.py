@@ -12,7 +12,7 @@ from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli.failures import end_interrupted, end_with_failures
 from co2sim.cli.reporting import page
-from co2sim.console import answers, budgets, intervals, loss
+from co2sim.console import budgets, intervals, loss
 from co2sim.console.result_tables import (
     division,
     print_assumed,
@@ -22,13 +22,13 @@ from co2sim.console.result_tables import (
 )
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.files import write_atomically
-from co2sim.frames import to_frame
 from co2sim.grid import strategy_title
 from co2sim.metrics import scalability_ratio
 from co2sim.noise import Noise
 from co2sim.published_speeds import SpeedComparison, cases_of, compare, read_speeds
 from co2sim.report.bundle import MISSING, installed
 from co2sim.result import Result
+from co2sim.rows import to_frame
 from co2sim.step_factors import Goal
 from co2sim.totals import to_dict
 from co2sim.units import counted, percent, scaled
@@ -134,7 +134,7 @@ def _print(
 ) -> None:
     terminal = console()
     if tokens is not None:
-        answers.print_answer(terminal, _trainings(cases, results, tokens, goal))
+        budgets.print_answer(terminal, _trainings(cases, results, tokens, goal))
     pairs = zip(cases, results, strict=True)
     for cluster, group in groupby(pairs, key=lambda pair: pair[0].cluster):
         asked = [(strategy_title(case.strategy), result) for case, result in group]
@@ -165,11 +165,11 @@ def _csv(
 
 def _trainings(
     cases: Sequence[Case], results: Sequence[Result], tokens: float, goal: Goal
-) -> answers.Trainings:
+) -> budgets.Trainings:
     """The cases by strategy, GPUs and cluster."""
     found = budgets.totals_for(cases, results, tokens, goal)
     return [
-        (f"{answers.where(result)} of {case.cluster}", result, total)
+        (f"{budgets.where(result)} of {case.cluster}", result, total)
         for case, result, total in zip(cases, results, found, strict=True)
     ]
 

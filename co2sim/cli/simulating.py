@@ -9,7 +9,7 @@ import typer
 
 from co2sim import grid, study
 from co2sim.case import Case
-from co2sim.console import budgets, goals, options, over_sizes
+from co2sim.console import budgets, options, over_sizes
 from co2sim.console.repeated import refuse_twice
 from co2sim.errors import OptionError
 from co2sim.files import write_atomically
@@ -31,8 +31,8 @@ def run(  # noqa: PLR0917 - one argument per option
     cluster: options.Cluster,
     strategy: options.Strategies,
     gpus: options.Gpus = None,
-    to_loss_steps: goals.ToLossSteps = None,
-    steps_factor: goals.StepsFactor = None,
+    to_loss_steps: options.ToLossSteps = None,
+    steps_factor: options.StepsFactor = None,
     tokens: budgets.Tokens = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
@@ -43,7 +43,7 @@ def run(  # noqa: PLR0917 - one argument per option
     """
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     cases = [replace(job, cluster=cluster, strategy=how, gpus=gpus) for how in strategy]
-    goal = goals.goal(to_loss_steps, steps_factor)
+    goal = options.goal(to_loss_steps, steps_factor)
     check("--report", report)
     results = [study.run(case, progress=None) for case in cases]
     if report:
@@ -97,8 +97,8 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
         Path, typer.Option("--out", "-o", help="Folder for scale.csv, scale.png and scale.svg.")
     ] = Path("out"),
     jobs: options.Jobs = 1,
-    to_loss_steps: goals.ToLossSteps = None,
-    steps_factor: goals.StepsFactor = None,
+    to_loss_steps: options.ToLossSteps = None,
+    steps_factor: options.StepsFactor = None,
     tokens: budgets.Tokens = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
@@ -109,6 +109,6 @@ def scale(  # noqa: PLR0913, PLR0917 - one argument per option
     refuse_twice("strategy", (title(parse(text)) for text in strategy))
     refuse_twice("cluster", cluster)
     cases = grid.over_sizes(job, cluster, strategy, gpus)
-    goal = goals.goal(to_loss_steps, steps_factor)
+    goal = options.goal(to_loss_steps, steps_factor)
     check("--report", report)
     scaling.scale(cases, published, out, jobs, goal, tokens, report, as_json=json_)

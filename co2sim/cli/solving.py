@@ -15,10 +15,9 @@ from co2sim.console.command_line import command_line
 from co2sim.console.result_tables import print_assumed, print_warnings
 from co2sim.console.solve_words import best, checks, plain, remarks, told, words
 from co2sim.console.tables import console, print_lines, print_table
-from co2sim.decide.axis import axis_of
-from co2sim.decide.levers import MORE, Lever, levers
+from co2sim.decide.break_even import MORE, Lever, levers
 from co2sim.decide.solve import Solved, check, solve
-from co2sim.decide.targets import target_of
+from co2sim.decide.targets import axis_of, target_of
 from co2sim.errors import Co2simError, OptionError
 from co2sim.grid import strategy_title
 from co2sim.progress import progress_bar

@@ -13,15 +13,15 @@ from co2sim.batch import Failure, Interrupted, Outcome, run_all
 from co2sim.case import Case
 from co2sim.cli import reporting
 from co2sim.cli.failures import end_interrupted, end_with_failures
-from co2sim.console import answers, budgets, intervals, loss
+from co2sim.console import budgets, intervals, loss
 from co2sim.console.command_line import command_line
 from co2sim.console.result_tables import print_assumed, print_remarks, print_warnings, speeds
 from co2sim.console.tables import console, print_lines, print_table
 from co2sim.engines.engine import Engine
 from co2sim.files import write_atomically
-from co2sim.frames import check_column, order, to_frame
 from co2sim.grid import Setting, label
 from co2sim.result import Result
+from co2sim.rows import check_column, order, to_frame
 from co2sim.step_factors import Goal
 from co2sim.totals import Totals, to_dict
 from co2sim.units import counted, duration, scaled
@@ -173,7 +173,7 @@ def _print(
     title += f"; {uneven}" if uneven else ""
     found = None if tokens is None else budgets.totals_for(cases, outcomes, tokens, goal)
     if found is not None:
-        answers.print_answer(terminal, _trainings(settings, outcomes, found))
+        budgets.print_answer(terminal, _trainings(settings, outcomes, found))
     print_table(terminal, title, columns, rows, left=left)
     _print_notes(terminal, results, goal)
     if found is not None:
@@ -197,7 +197,7 @@ def _print(
 
 def _trainings(
     settings: Sequence[Setting], outcomes: Sequence[Outcome], found: Sequence[Totals | None]
-) -> answers.Trainings:
+) -> budgets.Trainings:
     """The cases with figures, by what varies."""
     names = (
         ", ".join(f"{path}={label(value)}" for path, value in setting.items())

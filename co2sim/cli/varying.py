@@ -8,9 +8,9 @@ import typer
 
 from co2sim import grid
 from co2sim.case import Case
-from co2sim.console import budgets, goals, options, over_sizes, workers
+from co2sim.console import budgets, options, over_sizes
 from co2sim.errors import OptionError
-from co2sim.points import Points, Shard
+from co2sim.grid import Points, Shard
 from co2sim.report.option import check
 
 
@@ -69,10 +69,10 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
         ),
     ] = None,
     jobs: options.Jobs = -1,
-    engine: workers.Name = "loky",
-    scheduler: workers.Scheduler = None,
-    to_loss_steps: goals.ToLossSteps = None,
-    steps_factor: goals.StepsFactor = None,
+    engine: options.Name = "loky",
+    scheduler: options.Scheduler = None,
+    to_loss_steps: options.ToLossSteps = None,
+    steps_factor: options.StepsFactor = None,
     tokens: budgets.Tokens = None,
     report: over_sizes.Report = None,
     json_: options.Json = False,  # noqa: FBT002
@@ -80,8 +80,8 @@ def sweep(  # noqa: PLR0913, PLR0917 - one argument per option
     """Vary any parameter over values, in parallel."""
     varied = options.pairs(over, "--vary")
     _refuse_varied(context, varied)
-    who = workers.engine(context, engine, scheduler, jobs)
-    goal = goals.goal(to_loss_steps, steps_factor)
+    who = options.engine(context, engine, scheduler, jobs)
+    goal = options.goal(to_loss_steps, steps_factor)
     if out is not None:
         from co2sim.cli import keeping  # noqa: PLC0415 - only then
 

@@ -9,15 +9,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command, get_command_from_info
 from typer.models import CommandInfo
 
-from co2sim.errors import Co2simError, OptionError
-from co2sim.visible import error_line
+from co2sim.errors import Co2simError, OptionError, error_line
 
 _CONTROL_C = 130
 """The exit code of a shell for a process that it ended."""
@@ -171,3 +170,21 @@ def _refuse_repeated(app: typer.Typer) -> None:
     for group in app.registered_groups:
         if group.typer_instance:
             _refuse_repeated(group.typer_instance)
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        help="Print the version.",
+        is_eager=True,
+        callback=lambda given: _print_version() if given else None,
+    ),
+]
+
+
+def _print_version() -> None:
+    from co2sim.own_version import own_version  # noqa: PLC0415 - 30 ms, only where somebody asks
+
+    print(own_version())
+    raise typer.Exit

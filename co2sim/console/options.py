@@ -10,23 +10,102 @@ import typer
 
 from co2sim import convert
 from co2sim.case import Case
-from co2sim.console.training import (
-    Accumulation,
-    Attention,
-    Checkpointing,
-    GlobalBatch,
-    Loss,
-    Optimizer,
-    Precision,
-    Recompute,
-    SequenceParallel,
-    Tp,
-    pipeline,
-)
+from co2sim.engines.engine import LOKY, Engine
 from co2sim.errors import OptionError, UnitError
 from co2sim.noise import Noise
-from co2sim.ranges import parse_number
+from co2sim.step_factors import Goal
 from co2sim.units import parse
+from co2sim.validation import parse_number
+
+Precision = Annotated[
+    str | None,
+    typer.Option(help="bf16, fp16 or fp32; default: bf16 if the GPU has it, else fp16."),
+]
+Accumulation = Annotated[
+    int,
+    typer.Option(
+        parser=partial(convert.whole, "--accumulation"),
+        metavar="N",
+        help="Micro-steps per optimizer step.",
+    ),
+]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option(
+        parser=partial(convert.whole, "--global-batch"),
+        metavar="N",
+        help="Samples per optimizer step over all GPUs; sets the accumulation.",
+    ),
+]
+Tp = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        parser=partial(convert.whole, "--tp"),
+        metavar="N",
+        help="GPUs of a node that share every layer (tensor parallelism), and train on the same"
+        " samples.",
+    ),
+]
+Pp = Annotated[
+    int,
+    typer.Option(
+        "--pp",
+        parser=partial(convert.whole, "--pp"),
+        metavar="N",
+        help="Stages of a pipeline (1F1B), each with a part of the layers.",
+    ),
+]
+Interleave = Annotated[
+    int,
+    typer.Option(
+        "--interleave",
+        parser=partial(convert.whole, "--interleave"),
+        metavar="N",
+        help="Chunks of layers of each stage of a pipeline.",
+    ),
+]
+SequenceParallel = Annotated[
+    bool,
+    typer.Option(
+        "--sequence-parallel",
+        help="Let GPUs that share layers divide the sequence between matrix products, too.",
+    ),
+]
+
+Attention = Annotated[
+    str,
+    typer.Option(
+        help="flash (one kernel, the scores are never kept) or eager (products and softmax, the"
+        " scores are kept)."
+    ),
+]
+Recompute = Annotated[
+    str,
+    typer.Option(
+        help="Activations to recompute: none, selective (the scores of eager attention), or full"
+        " (only the inputs of layers are kept)."
+    ),
+]
+Checkpointing = Annotated[
+    str,
+    typer.Option(
+        help="How full recomputation runs a layer again: non_reentrant (up to its last product, as"
+        " PyTorch does) or reentrant (all of it, as Megatron-LM and DeepSpeed do)."
+    ),
+]
+Loss = Annotated[
+    str,
+    typer.Option(
+        help="Cross entropy: fused (one kernel on 16-bit logits) or eager (PyTorch's, in fp32)."
+    ),
+]
+Optimizer = Annotated[str, typer.Option(help="adamw or sgd.")]
+
+
+def pipeline(*, pp: Pp = 1, interleave: Interleave = 1) -> dict[str, int]:
+    """Of a case: its pipeline."""
+    return {"pp": pp, "interleave": interleave}
 
 
 def number(flag: str) -> Callable[[str], float]:
@@ -296,3 +375,60 @@ def _sharing(
     wrapper.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
+
+
+ToLossSteps = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole("--to-loss-steps"),
+        metavar="N",
+        help="Add time and cost to the loss that ddp reaches after N steps of this batch.",
+    ),
+]
+StepsFactor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="STRATEGY=N",
+        help="Steps that a strategy needs for one of ddp to the same loss, in place of the"
+        " measured number: --steps-factor co2=1.3. Repeatable.",
+    ),
+]
+
+
+def goal(steps: int | None, factors: Iterable[str] | None) -> Goal:
+    """What --to-loss-steps and --steps-factor say."""
+    found = {}
+    for text in factors or ():
+        name, separator, value = text.rpartition("=")  # options of a strategy have signs, too
+        if not separator or not name.strip():
+            raise OptionError(f"--steps-factor {text!r} is not STRATEGY=N")
+        if name in found:
+            raise OptionError(f"--steps-factor {name} is given twice")
+        found[name] = number(f"--steps-factor {name}")(value)
+    return Goal(steps=steps, factors=found)
+
+
+Name = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="Who runs the cases: loky (processes of this machine) or dask (workers of a"
+        " scheduler, or some that are started here).",
+    ),
+]
+Scheduler = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Of Dask (tcp://HOST:8786, or the .json file that it wrote); default: workers are"
+        " started here, as many as --jobs says.",
+    ),
+]
+
+
+def engine(context: typer.Context, name: str, scheduler: str | None, jobs: int) -> Engine:
+    """Who runs the cases; without --jobs an engine of several machines takes all cores of this."""
+    source = context.get_parameter_source("jobs")
+    if name != LOKY.name and (source is None or source.name != "COMMANDLINE"):
+        jobs = -1 if scheduler is None else 1
+    return Engine(name, scheduler, jobs)

@@ -4,13 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from co2sim.console.answers import amount, in_words
-from co2sim.decide.break_even import BreakEven
-from co2sim.decide.candidates import Space
-from co2sim.decide.command import command_of, with_tokens
-from co2sim.decide.levers import Lever
+from co2sim.console.budgets import amount, in_words
+from co2sim.decide.break_even import BreakEven, Lever
+from co2sim.decide.candidates import Candidate, Space, Wanted, command_of, with_tokens
 from co2sim.decide.plan import Recommendation
-from co2sim.decide.wanted import Candidate, Wanted
 from co2sim.grid import label
 from co2sim.units import counted, scaled
 

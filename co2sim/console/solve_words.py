@@ -5,11 +5,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from co2sim.case import Case
-from co2sim.decide.axis import Axis
-from co2sim.decide.command import command_of, with_tokens
-from co2sim.decide.crossings import Stretch
-from co2sim.decide.levers import Lever
-from co2sim.decide.solve import Answer, Solved
+from co2sim.decide.break_even import Lever
+from co2sim.decide.candidates import command_of, with_tokens
+from co2sim.decide.solve import Answer, Solved, Stretch
+from co2sim.decide.targets import Axis
 from co2sim.grid import strategy_title
 from co2sim.step_factors import NO_GOAL, Goal
 

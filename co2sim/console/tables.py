@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from co2sim.visible import visible
+from co2sim.errors import visible
 
 _WIDTH = 132
 """Columns of output that goes to a file or a pipe."""

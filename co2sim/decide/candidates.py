@@ -1,10 +1,11 @@
 """What could be trained on what: clusters, GPUs, strategies, micro-batches and recomputation."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from co2sim import grid
 from co2sim.case import Case
@@ -12,12 +13,17 @@ from co2sim.cluster import Cluster
 from co2sim.cost import traffic
 from co2sim.errors import Co2simError, OptionError
 from co2sim.hiding import is_open
+from co2sim.noise import QUIET
 from co2sim.prepared import Prepared
-from co2sim.ranges import whole
+from co2sim.result import Result
 from co2sim.stages import StageMemory
+from co2sim.step_factors import NO_GOAL, Goal
 from co2sim.strategies import Strategy, parse
+from co2sim.strategies.step import title
+from co2sim.totals import Totals, tokens_of
 from co2sim.units import Bytes, Seconds
-from co2sim.workload import Recompute
+from co2sim.validation import whole
+from co2sim.workload import Model, Recompute
 
 STRATEGIES = (
     *("ddp", "zero1", "zero2", "fsdp", "zeropp"),
@@ -232,3 +238,132 @@ def fits(memory: float, room: float, headroom: float) -> bool:
 def _powers(most: int) -> Sequence[int]:
     """Powers of two that divide it, from 1 on."""
     return [2**k for k in range(most.bit_length()) if most % 2**k == 0]
+
+
+Want: TypeAlias = Literal["cheapest", "fastest", "least-energy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is wanted of a training of `tokens` (those that ddp would train), within limits.
+
+    `budget` is in the currency of the clusters, `deadline` in days, `power` in W at the meter.
+    """
+
+    want: Want
+    tokens: float
+    budget: float | None = None
+    deadline: float | None = None
+    power: float | None = None
+    goal: Goal = NO_GOAL
+
+    def __post_init__(self) -> None:
+        """Refuse limits that nothing can meet."""
+        tokens_of(self.tokens)
+        for name in ("budget", "deadline", "power"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise OptionError(f"the {name} is {value:g}; it must be above 0")
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is any limit."""
+        return (self.budget, self.deadline, self.power) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A candidate that was simulated, on its sized cluster."""
+
+    case: Case
+    cluster: Cluster
+    result: Result
+    totals: Totals
+
+    @property
+    def spent(self) -> float:
+        """Money; GPU-hours where nothing has a price."""
+        return self.totals.gpu_hours if self.totals.cost is None else self.totals.cost
+
+    def score(self, want: Want) -> float:
+        """What is to be least: money (or GPU-hours), days, or kWh."""
+        if want == "fastest":
+            return self.totals.days
+        if want == "cheapest":
+            return self.spent
+        if self.totals.energy_kwh is None:
+            raise OptionError(f"the power of {self.cluster.name!r} is not known")
+        return self.totals.energy_kwh
+
+    def ends(self, want: Want) -> tuple[float, float] | None:
+        """The 90 % interval of the score; None where there is none."""
+        found = self.totals
+        pairs = {
+            "fastest": (found.days_low, found.days_high),
+            "cheapest": (found.cost_low, found.cost_high),
+            "least-energy": (found.energy_kwh_low, found.energy_kwh_high),
+        }
+        low, high = pairs[want]
+        if low is not None and high is not None:
+            return low, high
+        if found.days_low is None or found.days_high is None:
+            return None
+        ratio = self.score(want) / found.days
+        return found.days_low * ratio, found.days_high * ratio
+
+    def within(self, wanted: Wanted) -> bool:
+        """Whether it is within all limits; what is not known is not."""
+        limits = (
+            (wanted.deadline, self.totals.days),
+            (wanted.budget, self.totals.cost),
+            (wanted.power, self.totals.power_w),
+        )
+        return all(most is None or (value is not None and value <= most) for most, value in limits)
+
+
+_SWITCHES = {"fold": "--no-fold", "sequence_parallel": "--sequence-parallel"}
+_NAMED = {"cluster", "model", "strategy", "overrides", "noise"}
+
+
+def command_of(case: Case, command: str = "run") -> str:
+    """`co2sim COMMAND` with the options of the case, for a shell.
+
+    Raises OptionError for a cluster or a model that is an object: a command line names files.
+    """
+    for thing in (case.cluster, case.model):
+        if isinstance(thing, Cluster | Model):
+            raise OptionError(f"{thing.name} is an object; a command line takes names and files")
+    return shlex.join(["co2sim", command, *_options(case)])
+
+
+def with_tokens(command: str, tokens: float | None, goal: Goal = NO_GOAL) -> str:
+    """The command with the tokens to train, and with the user's own step factors."""
+    more = (
+        []
+        if tokens is None
+        else ["--tokens", f"{tokens:g}" if float(f"{tokens:g}") == tokens else f"{tokens!r}"]
+    )
+    for name, factor in goal.factors.items():
+        more += ["--steps-factor", f"{name}={factor!r}"]
+    return f"{command} {shlex.join(more)}" if more else command
+
+
+def _options(case: Case) -> Iterator[str]:
+    strategy = case.strategy if isinstance(case.strategy, str) else title(case.strategy)
+    yield from ("-c", str(case.cluster), "-m", str(case.model), "-s", strategy)
+    for field in fields(Case):
+        value = getattr(case, field.name)
+        if field.name in _NAMED or value == field.default:
+            continue
+        if field.name in _SWITCHES:
+            yield _SWITCHES[field.name]
+        else:
+            yield from (f"--{field.name.replace('_', '-')}", str(value))
+    noise = case.noise
+    for name in ("seed", "jitter", "straggle"):
+        if getattr(noise, name) != getattr(QUIET, name):
+            yield from (f"--{name}", str(getattr(noise, name)))
+    for node, speed in noise.node_speed.items():
+        yield from ("--node-speed", f"{node}={speed}")
+    for path, text in case.overrides.items():
+        yield from ("--set", f"{path}={text}")

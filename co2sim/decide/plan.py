@@ -4,9 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from co2sim import power
-from co2sim.decide.candidates import Space, candidates
+from co2sim.decide.candidates import Candidate, Space, Want, Wanted, candidates
 from co2sim.decide.search import Search
-from co2sim.decide.wanted import Candidate, Want, Wanted
 from co2sim.engines.engine import Engine
 from co2sim.errors import OptionError
 from co2sim.grid import strategy_title

@@ -11,10 +11,9 @@ from co2sim import power, study
 from co2sim.batch import Failure, Interrupted, Outcome, run_on
 from co2sim.case import Case
 from co2sim.cluster import Cluster
-from co2sim.decide.candidates import Fitting, fits
-from co2sim.decide.wanted import Candidate, Wanted
+from co2sim.decide.candidates import Candidate, Fitting, Wanted, fits
 from co2sim.engines.engine import Engine, opened
-from co2sim.engines.pool import Pool
+from co2sim.engines.flow import Pool
 from co2sim.errors import Co2simError, EngineError, OptionError
 from co2sim.grid import label, strategy_title
 from co2sim.progress import Done

@@ -1,17 +1,225 @@
 """The inverse question: which value of a number reaches a target, found by simulation."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeAlias
 
+from scipy.optimize import brentq
+
+from co2sim import study
 from co2sim.case import Case
-from co2sim.decide.axis import Axis
-from co2sim.decide.crossings import Stretch, monotone, spans
-from co2sim.decide.curve import Curve
-from co2sim.decide.targets import End, Target
-from co2sim.errors import OptionError
+from co2sim.decide.break_even import moved
+from co2sim.decide.targets import Axis, End, Target, View
+from co2sim.errors import Co2simError, OptionError
+from co2sim.goodput.of_result import goodput_of
 from co2sim.progress import Done
-from co2sim.step_factors import NO_GOAL, Goal
+from co2sim.result import Result
+from co2sim.step_factors import NO_GOAL, Goal, step_factor
 from co2sim.strategies import parse
+
+Figure: TypeAlias = Callable[[float], float | None]
+"""A figure at a value of the axis; None where there is none."""
+
+_EXACT = 1e-7
+"""How near to a crossing the search comes, relative to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Values that meet a target, both ends included.
+
+    `open_low` and `open_high` say that an end is that of the searched range, and not a crossing.
+    """
+
+    low: float
+    high: float
+    open_low: bool
+    open_high: bool
+
+
+def spans(
+    figure: Figure, points: Sequence[float], axis: Axis, target: Target, value: float
+) -> Iterable[Stretch]:
+    """The ranges of the axis in which the figure meets the value, from the lowest on."""
+    met = [target.met(figure(x), value) for x in points]
+    low: tuple[float, bool] | None = (points[0], True) if met[0] else None
+    for (x, before), (y, after) in pairwise(zip(points, met, strict=True)):
+        if before == after:
+            continue
+        edge = _edge(figure, axis, target, value, x, y)
+        if after:
+            low = (edge, False)
+        else:
+            assert low is not None
+            yield Stretch(low[0], edge, low[1], open_high=False)
+            low = None
+    if low:
+        yield Stretch(low[0], points[-1], low[1], open_high=True)
+
+
+def _edge(
+    figure: Figure, axis: Axis, target: Target, value: float, low: float, high: float
+) -> float:
+    """The last value that meets the target, between two of which one does."""
+
+    def meets(x: float) -> bool:
+        return target.met(figure(x), value)
+
+    inside, outside = (low, high) if meets(low) else (high, low)
+    if axis.step:
+        while abs(inside - outside) > axis.step:
+            middle = axis.low + axis.step * axis.place((inside + outside) / 2)
+            inside, outside = (middle, outside) if meets(middle) else (inside, middle)
+        return inside
+    root = _root(figure, value, inside, outside)
+    if root is not None:
+        for place in (root, root * (1 + _EXACT), root * (1 - _EXACT)):
+            near = min(max(place, low), high)
+            if meets(near):
+                inside = near
+            else:
+                outside = near
+    while abs(math.log(inside / outside)) > 2 * _EXACT:  # a jump, or a figure that is missing
+        middle = math.sqrt(inside * outside)
+        inside, outside = (middle, outside) if meets(middle) else (inside, middle)
+    return inside
+
+
+def _root(figure: Figure, value: float, inside: float, outside: float) -> float | None:
+    """Where the figure is the value; None where it is not known between the two."""
+
+    def beyond(place: float) -> float:
+        found = figure(math.exp(place))
+        if found is None:
+            raise _UnknownError
+        return found - value
+
+    try:
+        return math.exp(brentq(beyond, math.log(inside), math.log(outside), xtol=_EXACT / 4))
+    except (_UnknownError, ValueError):  # no figure, or one that rounds to the value at an end
+        return None
+
+
+class _UnknownError(Exception):
+    """There is no figure at a point."""
+
+
+def monotone(figures: Sequence[float]) -> bool:
+    """Whether they never turn, but for rounding."""
+    if not figures:
+        return True
+    small = 1e-9 * max(map(abs, figures))
+    steps = [b - a for a, b in pairwise(figures)]
+    return all(step >= -small for step in steps) or all(step <= small for step in steps)
+
+
+_LEAST = 1e-6
+"""Of the time: where less is useful, nothing gets done."""
+
+_LITTLE = 1e-3
+"""A gain that is not worth a word."""
+
+
+class Curve:
+    """The figure over the axis; every value is simulated once."""
+
+    def __init__(
+        self, case: Case, axis: Axis, target: Target, tokens: float | None, goal: Goal
+    ) -> None:
+        self._case, self._axis, self._target = case, axis, target
+        self._tokens, self._goal = tokens, goal
+        self._views: dict[float, View | None] = {}
+        self._alone: dict[str, Result] = {}
+        self.error: Co2simError | None = None
+        self.has_interval = False
+        self.currency: str | None = None
+
+    def figure(self, value: float) -> float | None:
+        """As predicted; None where it does not fit in memory, or cannot be simulated."""
+        return self.of("predicted")(value)
+
+    def known(self, value: float) -> bool:
+        """Whether the value can be simulated."""
+        return self._view(value) is not None
+
+    def of(self, end: End) -> Figure:
+        """At an end of the interval."""
+
+        def figure(value: float) -> float | None:
+            view = self._view(value)
+            if view is None:
+                return None
+            if not view.result.fits_in_memory and self._target.name != "memory":
+                return None
+            return self._target.metric.of(view.at(end))
+
+        return figure
+
+    def binding(self, value: float) -> tuple[str, float] | None:
+        """The number of which a tenth more does most for the figure there, and what it gives."""
+        metric = self._target.metric
+        before = self.figure(value)
+        assert before is not None
+        plain, moves = moved(self._axis.at(self._case, value))
+        sign = 1 if metric.more else -1
+        best: tuple[str, float] | None = None
+        for change, cluster in moves:
+            if change == self._axis.path:
+                continue
+            found = metric.of(self._seen(replace(plain, cluster=cluster)))
+            if sign * (found - (best[1] if best else before)) > _LITTLE * abs(before):
+                best = change, found
+        return best
+
+    def _view(self, value: float) -> View | None:
+        if value not in self._views:
+            try:
+                self._views[value] = self._seen(self._axis.at(self._case, value))
+            except Co2simError as error:
+                self.error = self.error or error
+                self._views[value] = None
+        return self._views[value]
+
+    def _seen(self, case: Case) -> View:
+        result = study.run(case)
+        self.has_interval = self.has_interval or result.tokens_per_s_low is not None
+        self.currency = self.currency or result.currency
+        alone = self._one_node(case) if self._target.metric.needs == "alone" else None
+        tokens = self._tokens
+        if self._target.metric.needs == "tokens":
+            factor = step_factor(result.strategy, self._goal)
+            if factor is None or tokens is None:
+                raise OptionError(
+                    f"nobody knows what a step of {result.strategy} is worth; give"
+                    f" --steps-factor {result.strategy.partition('(')[0]}=1.3, say"
+                )
+            tokens *= factor.factor
+        return View(result, alone, tokens, self._goodput(case, result))
+
+    def _goodput(self, case: Case, result: Result) -> tuple[float, float, float] | None:
+        """The useful share of the time, and its ends, where the target asks for it."""
+        entries = case.load()
+        cluster, model = entries[0].value, entries[1].value
+        if cluster.failures is None or self._target.metric.needs not in {"tokens", "failures"}:
+            return None
+        found = goodput_of(result, cluster, model, optimizer=case.optimizer)
+        assert found is not None
+        return (found.useful, max(found.low, _LEAST), found.high)
+
+    def _one_node(self, case: Case) -> Result:
+        """The result on one node: what is between nodes is not asked for again."""
+        single = replace(case, gpus=case.load()[0].value.gpus_per_node)
+        beyond = ("inter.", "wan.")
+        same = {k: v for k, v in single.overrides.items() if not k.startswith(beyond)}
+        key = f"{single.strategy} {single.micro_batch} {single.accumulation} {same}"
+        if isinstance(single.cluster, str) and key in self._alone:
+            return self._alone[key]
+        found = study.run(single)
+        if isinstance(single.cluster, str):
+            self._alone[key] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from co2sim.convert import shown
-from co2sim.engines.pool import ABSENCE, PATIENCE
-from co2sim.engines.task import expected, work
+from co2sim.engines.flow import ABSENCE, PATIENCE, expected, work
 from co2sim.errors import EngineError, OptionError
 from co2sim.units import Seconds
 

@@ -9,7 +9,7 @@ from co2sim.convert import Count, shown, whole
 from co2sim.errors import OptionError, nearest
 
 if TYPE_CHECKING:
-    from co2sim.engines.pool import Pool
+    from co2sim.engines.flow import Pool
 
 _PER_CORE = 2
 """Processes: more than that would only wait for each other."""

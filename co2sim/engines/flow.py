@@ -3,18 +3,101 @@
 Memory does not grow with the number of cases: they are taken as workers are free.
 """
 
+import pickle
+import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from dataclasses import astuple
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from co2sim.engines.pool import Pool
-from co2sim.engines.task import answers, pack
 from co2sim.errors import Co2simError, EngineError, ResourceError
 from co2sim.identity import own_identity
+from co2sim.machine import share_memory
 from co2sim.units import Seconds
+
+PATIENCE: Seconds = 30.0
+"""What a scheduler may take to answer as one, and to have a worker."""
+ABSENCE: Seconds = 120.0
+"""For how long a scheduler may be without any worker: a lost one is started again by then."""
+
+
+class Pool(Protocol):
+    """Workers that are there. A future gives what `task.work` gives, or the engine's own error."""
+
+    @property
+    def slots(self) -> int:
+        """How many tasks should be under way."""
+
+    @property
+    def share(self) -> int:
+        """The most workers that one machine has, which share its memory."""
+
+    def submit(self, share: int, content: bytes) -> Future[Any]:
+        """Start a task; `share` is how many share the memory of a machine meanwhile."""
+
+    def died(self, error: BaseException) -> bool:
+        """Whether an error of a future says that its worker died, again and again."""
+
+    def check(self) -> None:
+        """Raise EngineError where nobody is left to work; called every few seconds."""
+
+    def close(self) -> None:
+        """Stop what is under way, and let go of the workers."""
+
+
+_DONE, _OTHER, _UNREAD = "done", "other", "unread"
+
+
+def pack(function: Callable[[Any], Any], cases: Sequence[Any]) -> bytes:
+    """The content of a task; what a script or a notebook defines travels with it."""
+    import cloudpickle  # noqa: PLC0415 - time that one process does not need
+
+    packed: bytes = cloudpickle.dumps((function, cases))
+    return packed
+
+
+def expected() -> tuple[str, ...]:
+    """What a worker has to be: plain texts."""
+    return astuple(own_identity())
+
+
+def work(expected: Sequence[str], share: int, content: bytes) -> tuple[str, Any]:
+    """In a worker: the function of every case, with the seconds that it all took.
+
+    Nothing is read before it is clear that the sender has the same co2sim.
+    """
+    own = own_identity()
+    if tuple(expected) != astuple(own):
+        return _OTHER, (platform.node(), str(own))
+    share_memory(share)
+    try:
+        function, cases = pickle.loads(content)  # noqa: S301 - of who may run code here anyway
+    except Exception as error:  # noqa: BLE001 - whatever a class of a user raises
+        return _UNREAD, f"{type(error).__name__}: {error}"
+    began = time.perf_counter()
+    found = [function(case) for case in cases]
+    return _DONE, (time.perf_counter() - began, found)
+
+
+def answers(given: tuple[str, Any]) -> tuple[float, list[Any]]:
+    """Seconds and answers of a task. Raises EngineError for a worker that could not work."""
+    kind, found = given
+    if kind == _OTHER:
+        host, other = found
+        raise EngineError(
+            f"the worker on {host} has {other}; here it is {own_identity()}: install the same there"
+        )
+    if kind == _UNREAD:
+        raise EngineError(
+            f"a worker cannot read the cases: {found}; what they are made of has to be installed"
+            " there, too"
+        )
+    seconds, results = found
+    return seconds, results
+
 
 Item: TypeAlias = tuple[int, Any]
 """A case with its place."""

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from co2sim.engines.task import expected, work
+from co2sim.engines.flow import expected, work
 from co2sim.units import Seconds
 
 _LOOK: Seconds = 0.5

@@ -11,16 +11,14 @@ from co2sim import study
 from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model, names
 from co2sim.catalog.facts import Kind, Tree, read
-from co2sim.decide.command import command_of, with_tokens
+from co2sim.decide.candidates import command_of, with_tokens
 from co2sim.errors import CatalogError, Co2simError, OptionError, nearest
 from co2sim.explore.controls import Control, controls
-from co2sim.explore.figures import figures, lost
 from co2sim.explore.page import asked
-from co2sim.explore.question import Question
+from co2sim.explore.question import Question, figures, lost
 from co2sim.grid import counts, varied
 from co2sim.report.page import render
-from co2sim.report.study import Study
-from co2sim.report.study_page import page
+from co2sim.report.study_page import Study, page
 from co2sim.step_factors import Goal
 
 _LONG = 1000

@@ -11,9 +11,8 @@ from co2sim.case import Case
 from co2sim.engines.engine import processes
 from co2sim.errors import Co2simError, OptionError
 from co2sim.explore.controls import Control
-from co2sim.explore.figures import Figures, figures
 from co2sim.explore.grid import Positions
-from co2sim.explore.question import Question
+from co2sim.explore.question import Figures, Question, figures
 from co2sim.failures import Failures
 from co2sim.result import Result
 

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from co2sim.explore.board import MOST_CASES, Board, Knots, Known
 from co2sim.explore.controls import Control
-from co2sim.explore.figures import Figures, Lost, lost
 from co2sim.explore.grid import Exactness, ExploreGrid, Positions, StrategyGrid, between
-from co2sim.explore.question import Question
+from co2sim.explore.question import Figures, Lost, Question, lost
 from co2sim.progress import progress_bar
 
 _LINES = 4

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from co2sim.case import Case
-from co2sim.decide.axis import Axis, axis_of
+from co2sim.decide.targets import Axis, axis_of
 from co2sim.errors import Co2simError, OptionError, UnitError
 from co2sim.explore.question import Question
 from co2sim.grid import counts, settings

@@ -23,14 +23,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from co2sim.catalog import names
-from co2sim.errors import Co2simError, OptionError, ResourceError
+from co2sim.errors import Co2simError, OptionError, ResourceError, given
 from co2sim.explore.asking import Asker, Files, PageView, Positions, Text
 from co2sim.explore.guard import Guard
 from co2sim.explore.page import server_page
 from co2sim.machine import share_memory
 from co2sim.step_factors import Goal
 from co2sim.units import Seconds
-from co2sim.visible import given
 
 _NAME = re.compile(r"[\w][\w .()+-]{0,99}\.(toml|json)")
 _MOST_BYTES = 255

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from scipy.special import lambertw
 
 from co2sim.errors import OptionError
-from co2sim.ranges import at_least, whole
 from co2sim.units import Seconds
+from co2sim.validation import at_least, whole
 
 _MOST = 600.0
 """Of an exponent: beyond it nothing is ever finished."""

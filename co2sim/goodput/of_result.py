@@ -14,13 +14,13 @@ from co2sim.goodput.parts import (
     missing,
     shares_of,
 )
-from co2sim.ranges import above
 from co2sim.result import Result
 from co2sim.schedule import Layout
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.tensor_parallel import data_layout
 from co2sim.units import Bytes, Seconds
+from co2sim.validation import above
 from co2sim.workload import OPTIMIZER_BYTES, Model, Optimizer
 
 _NEVER = 1 / (1000 * 365.25 * 86400.0)

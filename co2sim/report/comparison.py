@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from co2sim.report.answered import Answered
+from co2sim.report.tables import Answered
 from co2sim.step_factors import remark
 from co2sim.units import counted
 

@@ -8,12 +8,24 @@ import altair as alt
 from co2sim.console.figures import COLOURS
 from co2sim.console.solve_words import crossing
 from co2sim.decide.break_even import BreakEven
-from co2sim.decide.crossings import Stretch
-from co2sim.decide.solve import Solved
+from co2sim.decide.solve import Solved, Stretch
 from co2sim.decide.targets import Metric
 from co2sim.grid import strategy_title
-from co2sim.report.chart_style import HEIGHT, ROW, TEXT, Rows, Spec, by_strategy, data, spec
-from co2sim.report.number_axis import NumberAxis, number_axis, prefixed, scale_of, wide
+from co2sim.report.chart_style import (
+    HEIGHT,
+    ROW,
+    TEXT,
+    NumberAxis,
+    Rows,
+    Spec,
+    by_strategy,
+    data,
+    number_axis,
+    prefixed,
+    scale_of,
+    spec,
+    wide,
+)
 
 _OPACITY = 0.18
 

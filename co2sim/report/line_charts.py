@@ -7,7 +7,6 @@ import altair as alt
 
 from co2sim.published_cells import ThroughputCell
 from co2sim.published_speeds import SpeedComparison
-from co2sim.report.answered import Answered
 from co2sim.report.chart_style import (
     HEIGHT,
     Rows,
@@ -19,6 +18,7 @@ from co2sim.report.chart_style import (
     points_of,
     spec,
 )
+from co2sim.report.tables import Answered
 from co2sim.totals import Totals
 
 _BAND = 0.18

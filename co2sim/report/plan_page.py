@@ -8,20 +8,17 @@ from itertools import groupby
 
 from co2sim.case import Case
 from co2sim.console import budgets, plan_words
-from co2sim.decide.break_even import BreakEven
-from co2sim.decide.candidates import Space
-from co2sim.decide.levers import Lever
+from co2sim.decide.break_even import BreakEven, Lever
+from co2sim.decide.candidates import Candidate, Space
 from co2sim.decide.plan import Recommendation
-from co2sim.decide.wanted import Candidate
-from co2sim.frames import to_frame
 from co2sim.goodput.of_result import goodput_of
 from co2sim.grid import label
-from co2sim.report import bar_charts, decision_charts, money_chart, sections
-from co2sim.report.answered import Answered
+from co2sim.report import bar_charts, decision_charts, sections
 from co2sim.report.chart_style import picking
 from co2sim.report.page import Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
-from co2sim.report.tables import Table, ranged
+from co2sim.report.tables import Answered, Table, ranged
+from co2sim.rows import to_frame
 from co2sim.step_factors import remark
 from co2sim.totals import Totals
 from co2sim.units import counted, scaled
@@ -222,7 +219,7 @@ def _options(planned: Planned) -> PageSection:
     """Days against money: all options of the page."""
     wanted, shown = planned.found.wanted, planned.shown
     limits = {"days": wanted.deadline, "cost": wanted.budget}
-    chart = money_chart.front(
+    chart = bar_charts.front(
         shown,
         [one.strategy for one in shown],
         planned.named,

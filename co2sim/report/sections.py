@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from co2sim.case import Case
-from co2sim.decide.levers import Lever
+from co2sim.decide.break_even import Lever
 from co2sim.published_speeds import SpeedComparison
 from co2sim.remarks import ALIKE
-from co2sim.report import bar_charts, line_charts, money_chart, tables
-from co2sim.report.answered import Answered
+from co2sim.report import bar_charts, line_charts, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.page import Figure, PageSection, Timelines
+from co2sim.report.tables import Answered
 
 
 def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
@@ -17,7 +17,7 @@ def money(every: Sequence[Answered], names: Sequence[str]) -> PageSection:
     table = tables.trainings(every)
     if table is None:
         return PageSection("money", "Days and money")
-    chart = money_chart.front(every, names)
+    chart = bar_charts.front(every, names)
     if chart is None:
         return PageSection("money", "Days and energy", figures=_days(every, names))
     note = (

@@ -9,13 +9,12 @@ import pandas as pd
 
 from co2sim.case import Case
 from co2sim.console import solve_words
-from co2sim.decide.levers import Lever
+from co2sim.decide.break_even import Lever
 from co2sim.decide.solve import Solved
 from co2sim.grid import label, strategy_title
 from co2sim.report import decision_charts, sections
-from co2sim.report.answered import Answered
 from co2sim.report.page import Figure, Page, PageSection
-from co2sim.report.tables import Table
+from co2sim.report.tables import Answered, Table
 from co2sim.result import Result
 from co2sim.step_factors import Goal, remark
 

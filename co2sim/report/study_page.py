@@ -1,17 +1,138 @@
 """The page of a study: strategies over numbers of GPUs, on one cluster or several."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 
-from co2sim.decide.levers import levers
+from co2sim.case import Case
+from co2sim.console import budgets, intervals
+from co2sim.decide.break_even import levers
 from co2sim.errors import Co2simError
-from co2sim.frames import to_frame
-from co2sim.report import bar_charts, line_charts, sections, tables
+from co2sim.grid import label, strategy_title
+from co2sim.published_speeds import SpeedComparison
+from co2sim.report import bar_charts, comparison, line_charts, sections, tables
 from co2sim.report.chart_style import picking
 from co2sim.report.page import MOST_ROUNDS, Figure, Page, PageSection, Timelines
 from co2sim.report.rounds import last_round
-from co2sim.report.study import Study
-from co2sim.totals import to_dict
+from co2sim.report.tables import Answered
+from co2sim.result import Result
+from co2sim.rows import to_frame
+from co2sim.step_factors import Goal, remark
+from co2sim.totals import Totals, to_dict
+from co2sim.units import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Cases with their results, in order; those of one cluster follow each other.
+
+    `panels` names the cluster of each case, with what was varied; without, it is as it was given.
+    `tokens` are those to train, None where nobody asked. `command` is what a user types to repeat
+    it all.
+    """
+
+    cases: Sequence[Case]
+    results: Sequence[Result]
+    goal: Goal
+    tokens: float | None
+    comparisons: Sequence[SpeedComparison]
+    command: str
+    panels: Sequence[str] = ()
+
+    @cached_property
+    def all(self) -> tuple[Answered, ...]:
+        """Every case with its figures."""
+        if self.tokens is None:
+            found: Sequence[Totals | None] = [None] * len(self.cases)
+        else:
+            found = budgets.totals_for(self.cases, self.results, self.tokens, self.goal)
+        names = self.panels or [label(case.cluster) for case in self.cases]
+        titles = [strategy_title(case.strategy) for case in self.cases]
+        rows = zip(names, titles, self.cases, self.results, found, strict=True)
+        return tuple(Answered(*row, asked=self.tokens is not None) for row in rows)
+
+    @cached_property
+    def clusters(self) -> dict[str, list[Answered]]:
+        """The cases by cluster."""
+        return {name: list(group) for name, group in groupby(self.all, lambda one: one.cluster)}
+
+    @cached_property
+    def largest(self) -> dict[str, list[Answered]]:
+        """By cluster, the cases with the most GPUs."""
+        found = {}
+        for name, group in self.clusters.items():
+            most = max(one.result.gpus for one in group)
+            found[name] = [one for one in group if one.result.gpus == most]
+        return found
+
+    @cached_property
+    def best(self) -> Answered:
+        """The case that the answer names first."""
+        named = budgets.chosen(self._trainings()) if self.tokens is not None else {}
+        if named:
+            result = next(iter(named.values()))[1]
+            return next(one for one in self.all if one.result is result)
+        fitting = [one for one in self.all if one.result.fits_in_memory] or list(self.all)
+        return max(fitting, key=lambda one: one.result.tokens_per_s)
+
+    def answer(self) -> list[str]:
+        """The answer, a sentence each; the first one stands for all."""
+        if self.tokens is None:
+            return [*comparison.clusters(self.largest), *self._fastest()]
+        trainings = self._trainings()
+        known = budgets.chosen(trainings).items()
+        if not known:
+            return budgets.sentences(trainings)
+        priced = any(one.totals and one.totals.cost is not None for one in self.all)
+        compared = [] if priced else list(comparison.clusters(self.largest))
+        return [*compared, *(f"{head}: {_words(*one)}" for head, one in known)]
+
+    def doubts(self) -> list[str]:
+        """What the intervals do not tell apart, by cluster, and what steps are worth."""
+        found = []
+        for name, group in self.largest.items():
+            said = comparison.strategies(group)
+            if said:
+                found.append(f"On {name}: {said}.")
+        worth = remark((one.result.strategy for one in self.all), self.goal)
+        if worth and self.tokens is None:
+            found.append(f"Speed is not progress: {worth}. With --tokens the answer counts it.")
+        elif worth:
+            found.append(f"Counted in days and money: {worth}.")
+        return found
+
+    def _fastest(self) -> Iterator[str]:
+        for name, group in self.largest.items():
+            first = comparison.first(group)
+            size = counted(group[0].result.gpus, "GPU")
+            if first is None:
+                yield f"On {size} of {name} nothing of this fits in memory."
+                continue
+            result = first.result
+            text = f"On {size} of {name}, {first.strategy}"
+            text += " is the fastest at" if len(group) > 1 else " runs at"
+            text += f" {result.tokens_per_s:,.0f} {result.unit}s/s"
+            if result.tokens_per_s_low is not None:
+                text += f" (90 %: {intervals.ends(result)})"
+            yield f"{text}."
+
+    def _trainings(self) -> budgets.Trainings:
+        return [
+            (
+                f"{one.strategy} on {counted(one.result.gpus, 'GPU')} of {one.cluster}",
+                one.result,
+                one.totals,
+            )
+            for one in self.all
+        ]
+
+
+def _words(name: str, result: Result, found: Totals | None) -> str:
+    assert found is not None
+    lost = "" if result.fits_in_memory else "; it does not fit in memory"
+    return f"{name}, {budgets.in_short(found, result.unit)}{lost}."
 
 
 def page(study: Study) -> Page:

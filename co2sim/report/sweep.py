@@ -6,13 +6,13 @@ from functools import cached_property
 
 from co2sim.batch import Failure, Outcome
 from co2sim.case import Case
-from co2sim.console import answers, budgets, intervals
-from co2sim.decide.axis import Axis, axis_of
+from co2sim.console import budgets, intervals
+from co2sim.decide.targets import Axis, axis_of
 from co2sim.errors import Co2simError
 from co2sim.grid import Setting, label, strategy_title
 from co2sim.intervals import undecided
-from co2sim.report.answered import Answered
-from co2sim.report.number_axis import NumberAxis, number_axis
+from co2sim.report.chart_style import NumberAxis, number_axis
+from co2sim.report.tables import Answered
 from co2sim.result import Result
 from co2sim.step_factors import Goal
 from co2sim.units import parse, parse_price
@@ -116,13 +116,13 @@ class Swept:
         every = self.all
         if self.tokens is not None:
             trainings = [(one.strategy, one.result, one.totals) for one in every]
-            known = answers.chosen(trainings).items()
+            known = budgets.chosen(trainings).items()
             said = []
             for head, (name, result, found) in known:
                 assert found is not None
                 lost = "" if result.fits_in_memory else "; it does not fit in memory"
-                said.append(f"{head}: {name}, {answers.in_short(found, result.unit)}{lost}.")
-            return said or answers.sentences(trainings)
+                said.append(f"{head}: {name}, {budgets.in_short(found, result.unit)}{lost}.")
+            return said or budgets.sentences(trainings)
         fitting = self._ranked
         if not fitting:
             return [f"None of {len(every):,} cases fits in memory."]

@@ -7,11 +7,11 @@ from typing import Any
 import altair as alt
 
 from co2sim.console.figures import COLOURS
-from co2sim.report.answered import Answered
 from co2sim.report.chart_style import (
     HEIGHT,
     STRATEGIES,
     TEXT,
+    NumberAxis,
     Rows,
     Spec,
     by_strategy,
@@ -21,10 +21,12 @@ from co2sim.report.chart_style import (
     picked,
     picking,
     points_of,
+    scale_of,
     spec,
+    wide,
 )
-from co2sim.report.number_axis import NumberAxis, scale_of, wide
 from co2sim.report.sweep import Swept
+from co2sim.report.tables import Answered
 
 MOST_BARS = 40
 MOST_LINES = 40

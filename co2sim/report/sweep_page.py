@@ -7,12 +7,12 @@ from itertools import groupby
 
 from co2sim.case import Case
 from co2sim.console import budgets
-from co2sim.frames import to_frame
 from co2sim.grid import label
 from co2sim.report import sections, sweep_charts, tables
-from co2sim.report.answered import Answered
 from co2sim.report.page import Figure, Page, PageSection
 from co2sim.report.sweep import Swept
+from co2sim.report.tables import Answered
+from co2sim.rows import to_frame
 
 _MOST_ROWS = 200
 """Of one table."""

@@ -6,14 +6,30 @@ from dataclasses import dataclass
 
 from co2sim.case import Case
 from co2sim.catalog import Fact
-from co2sim.console import answers, intervals
-from co2sim.decide.levers import Lever
+from co2sim.console import budgets, intervals
+from co2sim.decide.break_even import Lever
 from co2sim.grid import label
-from co2sim.intervals import kind_errors
-from co2sim.kinds import RunKind
+from co2sim.intervals import RunKind, kind_errors
 from co2sim.published_speeds import SpeedComparison
-from co2sim.report.answered import Answered
+from co2sim.result import Result
+from co2sim.totals import Totals
 from co2sim.units import duration, figures, percent, scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A case, its result, and what it takes to train the tokens that were `asked` for, if any.
+
+    `cluster` is its name or file, as it was given, with what was varied; `strategy` names it there.
+    """
+
+    cluster: str
+    strategy: str
+    case: Case
+    result: Result
+    totals: Totals | None
+    asked: bool = False
+
 
 _NAMED = 12
 """Strategies that are named where there are many."""
@@ -89,10 +105,10 @@ def ranged(value: float | None, low: float | None, high: float | None, unit: str
     """An amount with its interval, as far as they are known."""
     if value is None:
         return "-"
-    text = f"{answers.amount(value)}{f' {unit}' if unit else ''}"
+    text = f"{budgets.amount(value)}{f' {unit}' if unit else ''}"
     if low is None or high is None:
         return text
-    return f"{text} ({answers.amount(low)} to {answers.amount(high)})"
+    return f"{text} ({budgets.amount(low)} to {budgets.amount(high)})"
 
 
 def times(group: Sequence[Answered]) -> Table:

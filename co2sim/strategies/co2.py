@@ -5,7 +5,6 @@ from typing import ClassVar, Literal
 
 from co2sim.errors import OptionError
 from co2sim.late_averages import MOST_FRAGMENTS, check_predict, even_fragments, kept
-from co2sim.ranges import between
 from co2sim.schedule import DType, Layout, Schedule
 from co2sim.strategies.local import (
     Auto,
@@ -20,9 +19,9 @@ from co2sim.strategies.local import (
     round_steps,
     settled,
 )
-from co2sim.strategies.quantized import QUANTIZED
-from co2sim.strategies.step import whole_options
+from co2sim.strategies.step import QUANTIZED, whole_options
 from co2sim.units import Bytes
+from co2sim.validation import between
 from co2sim.workload import Workload
 
 _MOST_STALENESS = 100

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from co2sim.memory import model_states
-from co2sim.ranges import at_least
 from co2sim.schedule import WORLD, Group, Kind, Layout, Schedule
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.step import Reduction, Step, bucketed_step, title
 from co2sim.units import Bytes
+from co2sim.validation import at_least
 from co2sim.workload import Workload
 
 

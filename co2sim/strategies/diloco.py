@@ -14,8 +14,7 @@ from co2sim.strategies.local import (
     check,
     launches,
 )
-from co2sim.strategies.quantized import QUANTIZED, SCALE_BLOCK
-from co2sim.strategies.step import whole_options
+from co2sim.strategies.step import QUANTIZED, SCALE_BLOCK, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Workload
 

@@ -32,11 +32,20 @@ from co2sim.schedule import (
 from co2sim.strategies.chaining import chain
 from co2sim.strategies.ddp import DDP
 from co2sim.strategies.fsdp import FSDP
-from co2sim.strategies.quantized import QUANTIZED, SCALE_BLOCK, recode, sum_received
-from co2sim.strategies.step import COMM, COMPUTE, Step, cut, title, whole_options
+from co2sim.strategies.step import (
+    COMM,
+    COMPUTE,
+    QUANTIZED,
+    SCALE_BLOCK,
+    Step,
+    cut,
+    recode,
+    sum_received,
+    title,
+    whole_options,
+)
 from co2sim.strategies.zero1 import Zero1
-from co2sim.strategies.zero2 import Zero2
-from co2sim.strategies.zero3 import Zero3
+from co2sim.strategies.zero3 import Zero2, Zero3
 from co2sim.strategies.zeropp import ZeroPP
 from co2sim.units import Bytes
 from co2sim.workload import Workload

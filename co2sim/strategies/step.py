@@ -6,9 +6,9 @@ from typing import Any
 
 from co2sim.errors import OptionError
 from co2sim.machine import require_memory
-from co2sim.ranges import whole
-from co2sim.schedule import After, Collective, Group, Kind, Layout, Op
+from co2sim.schedule import SCALE_BYTES, After, Collective, Compute, DType, Group, Kind, Layout, Op
 from co2sim.units import Bytes
+from co2sim.validation import whole
 from co2sim.workload import Block, Workload
 
 _MOST_PIECES = 10_000
@@ -206,3 +206,30 @@ def bucketed_step(
         ops.append(Op(f"gather{number}", work, COMM, (After("optimizer"),)))
     gathers = tuple(op.name for op in ops if op.name.startswith("gather"))
     return Step(ops, (first,), gathers[-1:], gathers)
+
+
+QUANTIZED = frozenset({DType.INT8, DType.INT4})
+"""Types that carry one fp32 scale per block."""
+SCALE_BLOCK = 2048
+"""Elements of a block, unless an option says otherwise."""
+
+
+def stored_bytes(elements: float, dtype: DType, scale_block: int) -> Bytes:
+    """Bytes of a buffer in memory, with its scales if it is quantized."""
+    scales = elements / scale_block * SCALE_BYTES if dtype in QUANTIZED else 0.0
+    return elements * dtype.bytes + scales
+
+
+def recode(kernel: str, elements: int, source: DType, target: DType, scale_block: int) -> Compute:
+    """Read a buffer in one type and write it in another."""
+    read = stored_bytes(elements, source, scale_block)
+    return Compute(kernel, 0.0, read + stored_bytes(elements, target, scale_block))
+
+
+def sum_received(
+    elements: int, ranks: int, received: DType, target: DType, scale_block: int
+) -> Compute:
+    """Sum the parts that an all-to-all brought from `ranks` ranks: one addition per element."""
+    kernel = "dequantize_sum_quantize" if target in QUANTIZED else "dequantize_sum"
+    written = stored_bytes(elements / ranks, target, scale_block)
+    return Compute(kernel, float(elements), stored_bytes(elements, received, scale_block) + written)

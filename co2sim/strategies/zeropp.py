@@ -19,7 +19,6 @@ from co2sim.schedule import (
     Schedule,
 )
 from co2sim.strategies.chaining import chain
-from co2sim.strategies.quantized import recode, sum_received
 from co2sim.strategies.sharded import (
     GATHER,
     KEPT,
@@ -33,7 +32,7 @@ from co2sim.strategies.sharded import (
     sharded_step,
     transient,
 )
-from co2sim.strategies.step import Step, cut, group_size, title, whole_options
+from co2sim.strategies.step import Step, cut, group_size, recode, sum_received, title, whole_options
 from co2sim.units import Bytes
 from co2sim.workload import Block, Workload
 

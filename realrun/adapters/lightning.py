@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from co2sim.errors import OptionError
 from realrun.adapters import rank_files
-from realrun.adapters.ending import mean_where_different
+from realrun.adapters.rank_files import mean_where_different
 from realrun.algorithms import LocalUpdate
 
 _MARK = "local_updates"

@@ -10,7 +10,7 @@ from transformers import Trainer
 from co2sim.errors import OptionError
 from realrun.adapters import rank_files
 from realrun.adapters.accelerate import refuse
-from realrun.adapters.ending import mean_where_different
+from realrun.adapters.rank_files import mean_where_different
 from realrun.algorithms import LocalUpdate
 
 _OVERRIDDEN = (

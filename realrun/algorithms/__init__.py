@@ -11,18 +11,14 @@ are Co2simErrors.
 
 from co2sim.errors import Co2simError, OptionError
 from realrun.algorithms.co2 import CO2
-from realrun.algorithms.counters import Stats
-from realrun.algorithms.diloco import DiLoCo
-from realrun.algorithms.local_sgd import LocalSGD
+from realrun.algorithms.late import Stats
+from realrun.algorithms.local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from realrun.algorithms.local_update import LocalUpdate
 from realrun.algorithms.options import Wire
-from realrun.algorithms.overlap_local_sgd import OverlapLocalSGD
 from realrun.algorithms.quantize_format import Rounding
-from realrun.algorithms.slowmo import SlowMo
 from realrun.algorithms.workers import Worker, Workers
 from realrun.algorithms.zeropp import Places, Sent, ZeroPP, apply_zeropp
-from realrun.checks import Gap
-from realrun.errors import MismatchError, NonFiniteError, RankFailure
+from realrun.errors import Gap, MismatchError, NonFiniteError, RankFailure
 
 __all__ = [
     "CO2",

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from co2sim.errors import OptionError
 from co2sim.late_averages import even_fragments, kept
-from co2sim.ranges import between, whole
-from realrun import checks
-from realrun.algorithms.late import Delay, LateAverages
+from co2sim.validation import between, whole
+from realrun import errors
+from realrun.algorithms.late import Absorbed, Delay, LateAverages, State, Total
 from realrun.algorithms.local_update import Common, LocalUpdate
 from realrun.algorithms.optimizers import Optimizers
-from realrun.algorithms.rule import Absorbed, State, Total
-from realrun.checks import DEFAULT_GAP, GAPS, Gap
+from realrun.errors import DEFAULT_GAP, GAPS, Gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +48,13 @@ class CO2Rule:
 
     def __post_init__(self) -> None:
         """Refuse options out of range."""
-        checks.momentum("outer_momentum", self.outer_momentum)
-        checks.step_size("outer_lr", self.outer_lr)
-        checks.one_of("gap", self.gap, GAPS)
-        checks.penalty("penalty", self.penalty, self.gap)
+        errors.momentum("outer_momentum", self.outer_momentum)
+        errors.step_size("outer_lr", self.outer_lr)
+        errors.one_of("gap", self.gap, GAPS)
+        errors.penalty("penalty", self.penalty, self.gap)
         object.__setattr__(self, "staleness", whole("staleness", self.staleness))
         if self.clip is not None:
-            checks.limit("clip", self.clip)
+            errors.limit("clip", self.clip)
         for name in ("keep", "predict"):
             if getattr(self, name) is not None:
                 between(name, getattr(self, name), 0, 1)
@@ -63,7 +62,7 @@ class CO2Rule:
             raise OptionError(
                 f"staleness is {self.staleness}, but delay={self.delay} says when averages are used"
             )
-        checks.flag("preview", self.preview)
+        errors.flag("preview", self.preview)
         late = (self.keep, self.predict, self.fragments, self.preview)
         if self.delay is None and late != (None, None, 1, False):
             raise OptionError(

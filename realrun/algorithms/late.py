@@ -5,16 +5,19 @@ what it kept of its own then. Vectors are fp32; the model holds their rounded su
 displacement counts from the *rounded* start, as in `flat`.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import Field, dataclass
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from co2sim.late_averages import MOST_FRAGMENTS, bounded, check_predict
-from co2sim.ranges import between, whole
-from realrun.checks import one_of
+from co2sim.units import Seconds
+from co2sim.validation import between, whole
+from realrun import errors
+from realrun.errors import one_of
 
 Delay: TypeAlias = int | Literal["auto"]
 """Local steps; "auto": as many as the first averages take."""
@@ -89,3 +92,187 @@ def keep_since(
     launched.neg_().add_(live).mul_(late.keep)
     if late.predict:
         launched.add_(mean, alpha=-late.predicted(delay, tau) * (delay / tau))
+
+
+Total: TypeAlias = Callable[[Sequence[float]], list[float]]
+"""Sums numbers over the ranks that share one worker, so that norms are of the whole model."""
+
+
+@dataclass(slots=True)
+class State:
+    """What a rule keeps between rounds, all of it in the units of parameters.
+
+    `anchor` is x_{t,0}, the point that all workers start the round from. `chunk` is how many
+    elements are worked on at once: the passes of a step then find them in the cache.
+    """
+
+    anchor: Tensor
+    vectors: dict[str, Tensor]
+    numbers: dict[str, float]
+    chunk: int = 2**18
+
+    def part(self, span: slice) -> "State":
+        """The state of some elements; a view, but for the numbers, which are those of all."""
+        vectors = {name: vector[..., span] for name, vector in self.vectors.items()}
+        return State(self.anchor[span], vectors, self.numbers, self.chunk)
+
+    def copy(self) -> "State":
+        """Another one with the same numbers and elements."""
+        vectors = {name: vector.clone() for name, vector in self.vectors.items()}
+        return State(self.anchor.clone(), vectors, dict(self.numbers), self.chunk)
+
+    def chunks(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The same elements of several vectors, chunk by chunk."""
+        return zip(*(torch.split(vector, self.chunk) for vector in vectors), strict=True)
+
+    def norm(self, vector: Tensor, total: Total) -> float:
+        """Euclidean norm over the whole model; not finite if an element is not, or too large."""
+        squares = [
+            torch.linalg.vector_norm(part).double() ** 2 for part in torch.split(vector, self.chunk)
+        ]
+        here = float(torch.stack(squares).sum()) if squares else 0.0
+        (square,) = total([here])
+        return float(square**0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Absorbed:
+    """What became of an average: the penalty that it got, and how many elements were clipped."""
+
+    penalty: float = 1.0
+    clipped: int = 0
+
+
+class Rule(Protocol):
+    """One algorithm's outer step.
+
+    D is the average over workers of anchor - x after the local steps. `staleness` rounds pass
+    between its launch and its use. `pull` is how far x goes towards the anchor, before the
+    displacement of this round is taken; None where x is set to the anchor instead, afterwards.
+    With `late` an average is used while the next round runs, and neither staleness nor pull count.
+    A rule is a frozen dataclass, and its fields are what must be equal on all workers.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def staleness(self) -> int: ...  # noqa: D102
+    @property
+    def pull(self) -> float | None: ...  # noqa: D102
+    @property
+    def clips(self) -> bool: ...  # noqa: D102
+    @property
+    def late(self) -> LateAverages | None: ...  # noqa: D102
+
+    def vectors(self) -> dict[str, int]:
+        """Names of the vectors it keeps, and how many rows each has (0: a plain vector)."""
+
+    def numbers(self) -> dict[str, float]:
+        """Numbers that it keeps, as they are before round 0."""
+
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+        """Take D in. `norm` is its Euclidean norm over the whole model.
+
+        The anchor may only move here if x was launched from the new one (`pull`), or if nothing
+        is under way (`staleness` 0); all others move it in `move`.
+        """
+
+    def move(self, state: State) -> None:
+        """Move the anchor, after the displacement of this round was taken from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentumRule(ABC):
+    """An outer step with momentum whose average is waited for: m <- outer_momentum m + D."""
+
+    outer_momentum: float
+    outer_lr: float
+    staleness: int = 0
+    pull: None = None
+    clips: bool = False
+    late: LateAverages | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse options out of range."""
+        errors.momentum("outer_momentum", self.outer_momentum)
+        errors.step_size("outer_lr", self.outer_lr)
+
+    def vectors(self) -> dict[str, int]:
+        """The momentum."""
+        return {"momentum": 0}
+
+    def numbers(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+    def absorb(self, state: State, average: Tensor, norm: float, total: Total) -> Absorbed:
+        """Both updates at once: no average is in flight."""
+        del norm, total
+        vectors = (state.vectors["momentum"], average, state.anchor)
+        for m, mean, anchor in state.chunks(*vectors):
+            m.mul_(self.outer_momentum).add_(mean)
+            self.step(anchor, m, mean)
+        return Absorbed()
+
+    @abstractmethod
+    def step(self, anchor: Tensor, m: Tensor, mean: Tensor) -> None:
+        """Move the anchor, in place, by the new momentum and the average."""
+
+    def move(self, state: State) -> None:  # noqa: B027 - `step` has moved it
+        """The anchor has moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What an algorithm has done so far, on this rank.
+
+    `late` counts averages that were not there when they were to be used, `waited` the seconds in
+    which training stood still for those that were due, not those that an evaluation or a checkpoint
+    waited for. `bytes_sent` are the bytes that this rank sent to other workers for averages.
+    `delay` is how many local steps after its launch an average is used, None where that is at the
+    end of a round.
+    `penalty` is the last Lambda_t, 1 before the first average was used. `clipped` is the share of
+    elements of the momentum that were clipped, over all averages used and the whole model.
+    """
+
+    rounds: int
+    steps: int
+    penalty: float
+    clipped: float
+    waited: Seconds
+    bytes_sent: int
+    late: int = 0
+    delay: int | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Rounds, steps of the round that has begun, averages used, and what became of them.
+
+    `clipped` counts elements of the whole model over all averages used, `missing` the steps that
+    rounds had less than `tau`, where `finish` ended them.
+    """
+
+    round: int = 0
+    step: int = 0
+    used: float = 0.0
+    penalty: float = 1.0
+    clipped: float = 0.0
+    waited: Seconds = 0.0
+    late: int = 0
+    delay: int | None = None
+    missing: int = 0
+
+    def stats(self, tau: int, elements: float, sent: int) -> Stats:
+        """For users; `elements` are those of the whole model."""
+        considered = self.used * elements
+        return Stats(
+            rounds=self.round,
+            steps=self.round * tau + self.step - self.missing,
+            penalty=self.penalty,
+            clipped=self.clipped / considered if considered else 0.0,
+            waited=self.waited,
+            bytes_sent=sent,
+            late=self.late,
+            delay=self.delay,
+        )

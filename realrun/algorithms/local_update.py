@@ -1,24 +1,34 @@
 """The engine of the local-update family: counts steps, closes rounds, keeps state."""
 
-from dataclasses import replace
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from datetime import timedelta
 from inspect import signature
-from typing import TypedDict, Unpack
+from itertools import zip_longest
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from co2sim.errors import Co2simError, OptionError
-from co2sim.ranges import above, whole
 from co2sim.units import Seconds
+from co2sim.validation import above, whole
 from realrun.algorithms.agreement import RateWatch, refuse_different_inside, refuse_drift
 from realrun.algorithms.average import BUCKET_MIB, Average
-from realrun.algorithms.counters import Stats
-from realrun.algorithms.ending import Ending
-from realrun.algorithms.flat import Flat
+from realrun.algorithms.flat import Flat, memory
+from realrun.algorithms.late import Rule, Stats
 from realrun.algorithms.late_loop import LateLoop
 from realrun.algorithms.links import Links
+from realrun.algorithms.notices import of_network, raised
 from realrun.algorithms.optimizers import (
     ATTACHED,
     Optimizers,
@@ -28,17 +38,442 @@ from realrun.algorithms.optimizers import (
     trainable,
 )
 from realrun.algorithms.options import Wire, wait_of, wire_of
-from realrun.algorithms.outer_loop import OuterLoop, RoundLoop
-from realrun.algorithms.rule import Rule
-from realrun.algorithms.saving import Resumable
-from realrun.algorithms.start import (
-    describe,
-    describe_others,
-    describe_settings,
-    first_tensors,
-    refuse_wider,
-)
-from realrun.algorithms.workers import Worker, workers_of
+from realrun.algorithms.outer_loop import NobodyLeftError, OuterLoop, RoundLoop, mark_of
+from realrun.algorithms.workers import Worker, Workers, workers_of
+from realrun.errors import RankFailure
+
+
+def others_of(model: nn.Module, also: Sequence[nn.Module], *, buffers: bool) -> list[Tensor]:
+    """Tensors to average: the model's buffers if asked for, and all that other modules hold.
+
+    Raises OptionError for what is no module.
+    """
+    for one in also:
+        if not isinstance(one, nn.Module):
+            raise OptionError(
+                f"what is averaged besides is a {type(one).__name__}; it must be a torch.nn.Module,"
+                " such as torch.optim.swa_utils.AveragedModel: put tensors into its buffers"
+            )
+    own = list(model.buffers()) if buffers else []
+    more = [one for module in also for one in (*module.parameters(), *module.buffers())]
+    return list({id(one): one for one in (*own, *more)}.values())
+
+
+@torch.no_grad()
+def average_now(tensors: Sequence[Tensor], links: Links, *, counts: bool = True) -> None:
+    """Every tensor <- its mean over all ranks that hold the same part; integers: the first's.
+
+    A rank that does not count only gets the mean, unless none does. All ranks call it with tensors
+    of the same shapes, and wait for each other.
+    """
+    members = links.of_peers(counts) if tensors else [counts]
+    weight = counts * len(members) / sum(members) if any(members) else 1.0
+    for tensor in tensors:
+        links.mean(memory(tensor), sharded=isinstance(tensor, DTensor), weight=weight)
+
+
+@contextmanager
+def averaged(tensors: Sequence[Tensor], links: Links) -> Iterator[None]:
+    """Within, they hold their means; afterwards, what they held."""
+    kept = [memory(one).detach().clone() for one in tensors]
+    average_now(tensors, links)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(tensors, kept, strict=True):
+                memory(tensor).copy_(before)
+
+
+class Ending:
+    """The part of an algorithm that looks at what all agree on, for a moment or for good."""
+
+    _model: nn.Module
+    _optimizers: tuple[Optimizer, ...]
+    _links: Links
+    _outer: OuterLoop
+    _tau: int
+    _rates: RateWatch
+    _hooks: list[RemovableHandle]
+    _failure: Co2simError | None = None
+    _closed = False
+    _evaluating = False
+    _joining = False
+    _idle = 0
+    """Steps that were only counted, since this rank's data are used up."""
+    _stepped: dict[Optimizer, int]
+    """Steps of each optimizer since the last local step."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended, and averages nothing any more."""
+        return self._closed
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the model holds the consensus, for a moment."""
+        return self._evaluating
+
+    def cause_of(self, error: BaseException) -> RankFailure | None:
+        """The rank to blame, where an error is of a collective of others that failed with it.
+
+        None for other errors, and where no rank has told why it left.
+        """
+        if isinstance(error, Co2simError) or not of_network(error):
+            return None
+        return self._links.notices.cause("a collective of others", foreign=True)
+
+    def _ready(self, what: str) -> None:
+        """Raise OptionError where what all ranks do together would be wrong."""
+        raise NotImplementedError
+
+    def _idle_step(self) -> None:
+        """Count a step that this rank does not take, and do what comes after it."""
+        raise NotImplementedError
+
+    def _count_step(self) -> None:
+        """Count a step, and do what comes after it."""
+        raise NotImplementedError
+
+    def _end_round(self) -> None:
+        """Close the round, however many steps it has had."""
+        raise NotImplementedError
+
+    @contextmanager
+    def consensus(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
+        """Within, the model holds the point that all workers agree on: to evaluate it.
+
+        That is the anchor; where averages are used late without a restart (CO2 with `delay`), it is
+        the anchor as it will be once those under way have been used, which are waited for.
+        With `buffers` the model's buffers (of BatchNorm) are the mean over all ranks within, and
+        so is all that the modules `also` hold, such as a moving average of the model.
+        All ranks enter and leave together; an optimizer step inside raises OptionError, and so do
+        another consensus, an end and a state. Within `join` ranks may have left that would have to
+        average, so that neither `also` nor `buffers` can be given.
+        """
+        self._ready("consensus()")
+        held = others_of(self._model, also, buffers=buffers)
+        if also or buffers:
+            if self._joining:
+                raise OptionError(
+                    "consensus() within join() averages no buffers and modules: other ranks may"
+                    " have left; evaluate without them, or after the block"
+                )
+            if not self._closed:
+                self._links.meet("consensus()")
+        self._evaluating = True
+        try:
+            with self._outer.consensus(), averaged(held, self._links):
+                yield
+        finally:
+            self._evaluating = False
+
+    @torch.no_grad()
+    def finish(self, *also: nn.Module, buffers: bool = False) -> None:
+        """End the training: use all averages, and close. All ranks end with the same parameters.
+
+        Steps since the last full round count: they are averaged, too, as a shorter round; so does
+        a step that only some of several optimizers have taken. `also` and `buffers` are averaged
+        for good, as within `consensus`. All ranks call this after the same number of steps: else
+        all raise RankFailure with the numbers. Raises what a step raises.
+        """
+        if self._failure or self._closed:
+            raise self._failure or OptionError("finish() comes before close(), once")
+        if self._joining:
+            raise OptionError("finish() within join(): the end of that block does it")
+        self._ready("finish()")
+        held = others_of(self._model, also, buffers=buffers)
+        try:
+            self._links.meet("finish()", begun=bool(self._stepped))
+            if self._stepped:
+                self._stepped.clear()
+                self._count_step()
+            counters = self._outer.counters
+            if counters.step and not self._outer.rule.late:
+                counters.missing += self._tau - counters.step
+                self._end_round()
+            self._outer.settle()
+            average_now(held, self._links)
+        except Co2simError as error:
+            self._failure = error
+            raise
+        self.close()
+
+    @contextmanager
+    def join(self, *also: nn.Module, buffers: bool = False) -> Iterator[None]:
+        """For data that are used up at different times: train within, with any number of steps.
+
+        A rank that leaves the block goes on with what the others need, until all have left. An
+        average is the mean over the ranks that took a step since the one before. In the end all
+        ranks hold the anchor with all averages used, and this is closed. `also` and `buffers` are
+        averaged then, as by `finish`, over the ranks that took any step. A worker is one rank.
+        Raises OptionError, and what a step raises.
+        """
+        if len(self._links.workers.inner_ranks) > 1:
+            raise OptionError(
+                f"a worker is ranks {self._links.workers.inner_ranks}, whose DDP or FSDP2 needs"
+                " equal numbers of steps; join() is for worker='gpu'"
+            )
+        if self._failure or self._closed or self._outer.counters.step or self._idle:
+            raise self._failure or OptionError("join() is entered once, between two rounds")
+        self._ready("join()")
+        held = others_of(self._model, also, buffers=buffers)
+        self._outer.average.weigh(lambda: self._idle < self._tau, self._links.counting)
+        begin, self._joining = self._links.steps, True
+        yield
+        self._joining = False
+        if self._links.counting is None:
+            self.finish(*also, buffers=buffers)
+            return
+        counts = self._links.steps > begin
+        with suppress(NobodyLeftError):
+            while True:
+                self._idle += 1
+                self._idle_step()
+        self._outer.drain()
+        self._outer.start_at_anchor()
+        average_now(held, self._links, counts=counts)
+        self.close()
+
+    def close(self) -> None:
+        """Wait for averages under way, without applying them, and let go of the optimizer.
+
+        Waits until all ranks have closed or ended, a deadline at most. Raises RankFailure, with the
+        numbers of steps, for one that took more or fewer rounds, and for one that raised an error.
+        """
+        self._close(self._failure)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        ATTACHED.difference_update(self._optimizers)
+        notices = self._links.notices
+        if error:
+            notices.leave(raised(error))
+            return
+        notices.leave()
+        self._outer.drain()
+        notices.compare(self._tau, self._links.deadline)
+        self._outer.average.close()
+        self._rates.close()
+        self._links.close()
+
+    def __enter__(self) -> Self:
+        """The hook is there from the start. Raises OptionError once this is closed."""
+        if self._closed:
+            name = type(self).__name__
+            raise OptionError(f"this {name} is closed and averages nothing; make a new one")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close; after an exception without waiting for others."""
+        self._close(error or self._failure)
+
+
+class Resumable:
+    """The part of an algorithm that is saved and loaded, rank by rank."""
+
+    _links: Links
+    _outer: OuterLoop
+    _layout: str
+    _started: bool
+    _failure: Co2simError | None
+
+    def stats(self) -> Stats:
+        """What was done so far."""
+        raise NotImplementedError
+
+    def _ready(self, what: str) -> None:
+        """Raise OptionError where what all ranks do together would be wrong."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is kept, this rank's part under the key `rankR`. All ranks call this.
+
+        Averages under way are waited for and saved as they arrived, so a resumed run does what the
+        uninterrupted one does, bit for bit. Within a round workers hold different models: every
+        rank must save its own model and optimizer, too (torch.distributed.checkpoint keeps one copy
+        of what is not sharded: give those a key per rank). Every key is one rank's own, so that
+        torch.distributed.checkpoint keeps all of them: `dcp.save({"co2": co2, ...})`. Tensors are
+        the live ones, as in optimizers: copy what is not written at once.
+        """
+        self._ready("state_dict()")
+        return {_key(): {"layout": self._layout, **self._outer.state_dict()}}
+
+    @torch.no_grad()
+    def load_anchor(self, state: Mapping[str, Any]) -> None:
+        """Go on with another number of workers than saved `state`. All ranks call this.
+
+        `state` is what `state_dict` gave on any rank that held the same part of the parameters: any
+        at all where a worker is one rank. Averages that were under way are used. What workers had
+        learned since they launched their last ones is lost; so are the states of their optimizers,
+        unless you load one of them everywhere. A mean of more or fewer workers is less or more
+        noisy: think of the learning rate. Raises OptionError, and MismatchError where ranks load
+        different anchors.
+        """
+        self._ready("load_anchor()")
+        own = next(iter(state.values()), None)
+        if not isinstance(own, Mapping) or "layout" not in own:
+            raise OptionError(
+                f"the saved state holds {', '.join(sorted(map(str, state))) or 'nothing'};"
+                " load_anchor() takes what state_dict() of the algorithm gave"
+            )
+        self._refuse_other_layout(own["layout"], _one_worker)
+        self._outer.load_state_dict(own)
+        self._outer.counters.step = 0
+        self._outer.use_all()
+        self._agree_on("anchor", mark_of(self._outer.state.anchor))
+
+    def _refuse_other_layout(self, saved: str, form: Callable[[str], str] = str) -> None:
+        pairs = zip_longest(form(saved).splitlines(), form(self._layout).splitlines())
+        for line, here in pairs:
+            if line != here:
+                other = str(line).startswith("workers = ")
+                raise OptionError(
+                    f"the saved state is of another run: {line!r}, here {here!r}"
+                    + (": load it on as many ranks, or take load_anchor()" if other else "")
+                )
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank. All ranks call this.
+
+        The model and the optimizer are yours to load. Algorithm, tau, staleness, parameters and
+        workers must be those that were saved (OptionError), and all ranks must load what was saved
+        after the same step (MismatchError); other settings may change.
+        """
+        self.take_state(state)
+        self.agree_on_state()
+
+    @torch.no_grad()
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """The first part of `load_state_dict`, on this rank alone.
+
+        For loops that tell all ranks when one of them cannot load; `agree_on_state` comes after.
+        """
+        self._ready("load_state_dict()")
+        if _key() not in state:
+            raise OptionError(
+                f"the saved state holds {', '.join(sorted(state)) or 'nothing'}, not {_key()}:"
+                " load it on as many ranks as saved it, or take load_anchor()"
+            )
+        own = state[_key()]
+        self._refuse_other_layout(own["layout"])
+        self._outer.load_state_dict(own)
+
+    def agree_on_state(self) -> None:
+        """The second part: all ranks have loaded what was saved after the same step."""
+        self._agree_on("saved state", f"of step {self.stats().steps}")
+
+    def _agree_on(self, what: str, text: str) -> None:
+        """All ranks have loaded what belongs together; if not, no step will be taken."""
+        self._links.steps, self._started = self.stats().steps, True
+        try:
+            self._links.agree(what, "", across=text)
+        except Co2simError as error:
+            self._failure = error
+            raise
+
+
+def _one_worker(layout: str) -> str:
+    """What is saved in common by any number of workers."""
+    return re.sub(r"^workers = \d+ of ", "workers of ", layout, flags=re.MULTILINE)
+
+
+def _key() -> str:
+    return f"rank{dist.get_rank() if dist.is_initialized() else 0}"
+
+
+def refuse_wider(model: nn.Module, optimizers: Sequence[Optimizer], workers: Workers) -> None:
+    """Raise OptionError for what several workers share: a DDP in the model, or a ZeRO-1."""
+    own = set(workers.inner_ranks)
+    for module in model.modules():
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        ranks = dist.get_process_group_ranks(module.process_group)
+        if set(ranks) - own:
+            raise OptionError(
+                f"the model is DDP over ranks {ranks}, but a worker is ranks {workers.inner_ranks}:"
+                " pass the bare module, or make it DDP over the worker's ranks (worker='node',"
+                " process_group=Workers.per_node().inner)"
+            )
+    zero = sys.modules.get("torch.distributed.optim")  # whose import takes long, and warns
+    for one in optimizers:
+        if zero is None or not isinstance(one, zero.ZeroRedundancyOptimizer):
+            continue
+        ranks = dist.get_process_group_ranks(one.process_group)
+        if set(ranks) - own:
+            raise OptionError(
+                f"the optimizer is a ZeroRedundancyOptimizer over ranks {ranks}, but a worker is"
+                f" ranks {workers.inner_ranks}: it would send every rank's parameters to all; take"
+                " the optimizer inside it, or give it the worker's ranks (worker='node',"
+                " process_group=Workers.per_node().inner)"
+            )
+
+
+def describe(parameters: list[tuple[str, Tensor]], workers: Workers, rule: Rule, tau: int) -> str:
+    """What a saved state must have in common with the run that loads it."""
+    lines = [
+        f"algorithm = {type(rule).__name__.removesuffix('Rule')}",
+        f"staleness = {rule.staleness}",
+        f"tau = {tau}",
+        f"averages used late = {_late(rule)}",
+        f"workers = {len(workers.peer_ranks)} of {len(workers.inner_ranks)} ranks",
+    ]
+    return "\n".join([*lines, *(_line(name, one) for name, one in parameters)])
+
+
+def _late(rule: Rule) -> str:
+    """What must not change while averages are under way."""
+    if rule.late is None:
+        return "no"
+    late = rule.late
+    preview = ", preview" if late.preview else ""
+    return f"{late.fragments} fragments, keeps {late.keeps}{preview}"
+
+
+def describe_others(model: nn.Module, parameters: list[tuple[str, Tensor]]) -> list[str]:
+    """What is sent at the start but not averaged: frozen parameters and buffers."""
+    known = {id(one) for _, one in parameters}
+    others = [*model.named_parameters(), *model.named_buffers()]
+    return [f"not averaged: {_line(*pair)}" for pair in others if id(pair[1]) not in known]
+
+
+def describe_settings(
+    optimizers: Sequence[Optimizer], rule: Rule, settings: Mapping[str, object]
+) -> list[str]:
+    """Settings that must be equal on all ranks; they may change when a run is resumed."""
+    known = {
+        "optimizer": ", ".join(type(one).__name__ for one in optimizers),
+        **{one.name: getattr(rule, one.name) for one in fields(rule)},
+        **settings,
+    }
+    return [f"{name} = {value}" for name, value in known.items()]
+
+
+def _line(name: str, one: Tensor) -> str:
+    """Name, shape, type and order in memory; where a dimension is 1 its stride means nothing."""
+    dtype = str(one.dtype).removeprefix("torch.")
+    placed = f" {one.placements}" if isinstance(one, DTensor) else ""
+    strides = tuple(
+        stride for stride, size in zip(one.stride(), one.shape, strict=True) if size > 1
+    )
+    return f"{name}: {tuple(one.shape)} {dtype}, strides {strides}{placed}"
+
+
+def first_tensors(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """What all workers start with: tensors that are equal on ranks of a worker, and shards."""
+    tensors = [*model.parameters(), *model.buffers()]
+    replicated = [one for one in tensors if not isinstance(one, DTensor)]
+    return replicated, [memory(one) for one in tensors if isinstance(one, DTensor)]
 
 
 class Common(TypedDict, total=False):

@@ -6,9 +6,9 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from co2sim.errors import OptionError
-from co2sim.ranges import above
 from co2sim.units import Seconds
-from realrun.checks import one_of
+from co2sim.validation import above
+from realrun.errors import one_of
 
 Wire: TypeAlias = Literal["fp32", "bf16", "int8", "int4"]
 """What averages travel as."""

@@ -23,8 +23,7 @@ from realrun.algorithms.quantize_format import (
     Rounding,
     check,
 )
-from realrun.checks import one_of
-from realrun.errors import NonFiniteError
+from realrun.errors import NonFiniteError, one_of
 
 _LARGEST_FUSED = 1 << 14
 _SOURCES = (torch.float32, torch.bfloat16, torch.float16)

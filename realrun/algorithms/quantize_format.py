@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from co2sim.errors import OptionError
-from co2sim.ranges import whole
 from co2sim.schedule import SCALE_BYTES
+from co2sim.validation import whole
 
 Bits: TypeAlias = Literal[4, 8]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch.distributed as dist
 
 from co2sim.errors import OptionError
-from realrun.checks import SITES, sites_of
+from realrun.errors import SITES, sites_of
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from co2sim.errors import OptionError
-from co2sim.ranges import whole
+from co2sim.validation import whole
 from realrun.algorithms.quantize_format import Rounding
 from realrun.algorithms.zeropp_collectives import Gather, Places, Reduce, Sent, ZeroPP
-from realrun.checks import one_of
-from realrun.errors import MismatchError
+from realrun.errors import MismatchError, one_of
 
 __all__ = ["Places", "Sent", "ZeroPP", "apply_zeropp"]
 

@@ -8,20 +8,20 @@ from typing import Annotated
 
 import typer
 
-from co2sim import ranges
+from co2sim import validation
 from co2sim.case import Case
 from co2sim.console import options
-from co2sim.console.version_option import Version
+from co2sim.console.entry import Version
 from co2sim.errors import OptionError
 from co2sim.files import check_writable
 from co2sim.schedule import Layout
 from co2sim.strategies import parse
 from co2sim.strategies.step import title
-from realrun.checks import one_of
 from realrun.cli import options as launching
 from realrun.cli.lab import lab
 from realrun.cli.probe import probe
 from realrun.cli.train import train
+from realrun.errors import one_of
 from realrun.launch.lab import CLUSTER
 from realrun.resolve import resolve
 
@@ -98,7 +98,7 @@ def run(  # noqa: PLR0913, PLR0917 - one argument per option
         )
     name = kernels or ("sleep" if CLUSTER in os.environ else "flops")
     one_of("--kernels", name, ("flops", "sleep"))
-    ranges.whole("--rounds", rounds, 1, _MOST_ROUNDS)
+    validation.whole("--rounds", rounds, 1, _MOST_ROUNDS)
     titles = [title(parse(text)) for text in strategy]
     if len(set(titles)) < len(titles):
         raise OptionError("a strategy is given twice")

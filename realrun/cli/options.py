@@ -4,7 +4,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from co2sim import ranges
+from co2sim import validation
 from co2sim.cluster import Backend
 from co2sim.console.options import seconds, whole
 from co2sim.errors import OptionError, nearest
@@ -54,4 +54,4 @@ def checked_deadline(text: str) -> Seconds:
 
 def checked_nproc(nproc: int | None) -> int | None:
     """A number of ranks. Raises OptionError below 1."""
-    return None if nproc is None else ranges.whole("--nproc", nproc, 1)
+    return None if nproc is None else validation.whole("--nproc", nproc, 1)

@@ -13,8 +13,8 @@ from co2sim.console import options
 from co2sim.errors import OptionError, UnitError, nearest
 from co2sim.files import check_writable, write_atomically
 from co2sim.units import duration, parse, percent, scaled
-from realrun.checks import PRECISIONS, SITES, one_of, sites_of
 from realrun.cli import options as launching
+from realrun.errors import PRECISIONS, SITES, one_of, sites_of
 from realrun.launch.lab import CLUSTER
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _print_links(out: "Console", fitted: "Fitted", name: str) -> None:
 
 def _print_processor(out: "Console", measured: "Measured", processor: "GPU") -> None:
     from co2sim.console.tables import print_table  # noqa: PLC0415 - rich
-    from realrun.probe.processor import attained  # noqa: PLC0415 - only for this table
+    from realrun.probe.fit import attained  # noqa: PLC0415 - only for this table
 
     for precision, samples in measured.compute.items():
         speeds = attained(samples, measured.launch)

@@ -11,11 +11,10 @@ from typing import NoReturn
 
 from co2sim.case import Case
 from co2sim.cluster import Backend
-from co2sim.errors import Co2simError, OptionError
+from co2sim.errors import Co2simError, OptionError, error_line
 from co2sim.files import write_atomically
 from co2sim.result import Result
 from co2sim.units import Seconds, counted, duration
-from co2sim.visible import error_line
 from realrun import record
 from realrun.dilation import lasting
 from realrun.errors import BAD_INPUT, CheckpointError, RankFailure

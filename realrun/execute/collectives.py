@@ -1,6 +1,8 @@
 """Carry out a collective of a schedule, with the bytes that the schedule states."""
 
 import math
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,7 +13,6 @@ from torch import Tensor
 from co2sim.errors import OptionError
 from co2sim.schedule import Collective, DType, Kind
 from co2sim.units import Seconds
-from realrun.execute import rings
 from realrun.execute.world import RankCommunicator
 
 _SUMMED = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
@@ -72,15 +73,15 @@ def carry_out(work: Collective, buffers: Buffers, at: RankCommunicator, deadline
             found = dist.all_reduce(given, group=at.group, async_op=True)
             found.wait(timedelta(seconds=deadline))
         case Kind.REDUCE_SCATTER:
-            rings.reduce_scatter(given, taken, at, deadline)
+            reduce_scatter(given, taken, at, deadline)
         case Kind.ALL_GATHER:
-            rings.all_gather(given, taken, at, deadline)
+            all_gather(given, taken, at, deadline)
         case Kind.ALL_TO_ALL:
-            rings.all_to_all(given, taken, at, deadline)
+            all_to_all(given, taken, at, deadline)
         case Kind.BROADCAST:
-            rings.broadcast(given, root, at, deadline)
+            broadcast(given, root, at, deadline)
         case Kind.REDUCE:
-            rings.reduce(given, root, at, deadline)
+            reduce(given, root, at, deadline)
 
 
 def launch(work: Collective, buffers: Buffers, at: RankCommunicator) -> dist.Work:
@@ -108,3 +109,161 @@ def alone(buffers: Buffers) -> None:
     """What a collective does for a rank that is its only member."""
     if buffers.taken is not buffers.given:
         buffers.taken.copy_(buffers.given)
+
+
+SEGMENT_BYTES = 2**19
+"""Small enough that both directions of a pair share its link fairly."""
+
+
+class Exchange:
+    """Messages of one collective. Every wait ends with an error at the deadline."""
+
+    def __init__(self, at: RankCommunicator, deadline: Seconds) -> None:
+        """Start counting the deadline."""
+        self._at, self._limit = at, time.monotonic() + deadline
+        self._sends: list[dist.Work] = []
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Send to the member at place `to`, without waiting."""
+        self._sends.append(self._at.group.send([tensor], to, tag))
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
+        """Receive from the member at place `source`, without waiting."""
+        return self._at.group.recv([tensor], source, tag)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for one message."""
+        left = max(0.001, self._limit - time.monotonic())
+        work.wait(timedelta(seconds=left))
+
+    def finish(self) -> None:
+        """Wait for everything that was sent."""
+        for work in self._sends:
+            self.wait(work)
+
+
+def segments(part: Tensor) -> list[Tensor]:
+    """The part in pieces of at most SEGMENT_BYTES."""
+    size = max(1, SEGMENT_BYTES // part.element_size())
+    return [part[start : start + size] for start in range(0, len(part), size)]
+
+
+def all_gather(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
+    """Fill `result` with every member's `source`, in order of the members."""
+    n, me = len(at.members), at.me
+    parts = result.view(n, -1)
+    gives = [segments(source), *(segments(parts[(me - step) % n]) for step in range(1, n))]
+    exchange = Exchange(at, deadline)
+    receives: dict[tuple[int, int], dist.Work] = {}
+    for step, number in _along(n - 1, len(gives[0])):
+        tag = _tag(step, number)
+        receives[step, number] = exchange.receive(gives[step + 1][number], at.previous, tag)
+        if step:
+            exchange.wait(receives[step - 1, number])
+        exchange.send(gives[step][number], at.next, tag)
+    parts[me].copy_(source)  # while the last messages are on their way
+    for number in range(len(gives[0])):
+        exchange.wait(receives[n - 2, number])
+    exchange.finish()
+
+
+def reduce_scatter(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
+    """Fill `result` with this member's part of the sum; `source` is left with partial sums."""
+    n, me = len(at.members), at.me
+    parts = source.view(n, -1)
+    room = at.room((n - 1) * parts.shape[1], source.dtype).view(n - 1, -1)
+    received = [segments(new) for new in room]
+    own = [segments(parts[(me - 1 - step) % n]) for step in range(n)]
+    totals = [*own[:-1], segments(result)]
+    exchange = Exchange(at, deadline)
+    receives: dict[tuple[int, int], dist.Work] = {}
+    for step, number in _along(n, len(own[0])):
+        tag = _tag(step, number)
+        if step < n - 1:
+            receives[step, number] = exchange.receive(received[step][number], at.previous, tag)
+        if step:
+            exchange.wait(receives[step - 1, number])
+            new = received[step - 1][number]
+            torch.add(own[step][number], new, out=totals[step][number])
+        if step < n - 1:
+            exchange.send(totals[step][number], at.next, tag)
+    exchange.finish()
+
+
+def all_to_all(source: Tensor, result: Tensor, at: RankCommunicator, deadline: Seconds) -> None:
+    """Send part i of `source` to member i; `result` gets the parts from all members, in order."""
+    n, me = len(at.members), at.me
+    gives, takes = source.view(n, -1), result.view(n, -1)
+    exchange = Exchange(at, deadline)
+    parts = [(segments(give), segments(take)) for give, take in zip(gives, takes, strict=True)]
+    others = [(me + distance) % n for distance in range(1, n)]
+    receives = []
+    for number in range(len(parts[me][0])):
+        tag = _tag(0, number)
+        # All receives come first: to announce one to a member waits behind what is sent to it.
+        receives += [
+            exchange.receive(parts[member][1][number], member, tag) for member in reversed(others)
+        ]
+        for member in others:
+            exchange.send(parts[member][0][number], member, tag)
+    takes[me].copy_(gives[me])  # while the messages are on their way
+    for work in receives:
+        exchange.wait(work)
+    exchange.finish()
+
+
+def broadcast(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -> None:
+    """Pass the `buffer` of the member at place `root` around the ring."""
+    exchange = Exchange(at, deadline)
+    first, last = at.me == root, at.next == root
+    receives = (
+        []
+        if first
+        else [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(0, buffer)]
+    )
+    for number, (tag, piece) in enumerate(_tagged(0, buffer)):
+        if not first:
+            exchange.wait(receives[number])
+        if not last:
+            exchange.send(piece, at.next, tag)
+    exchange.finish()
+
+
+def reduce(buffer: Tensor, root: int, at: RankCommunicator, deadline: Seconds) -> None:
+    """Sum every member's `buffer` on the way around the ring, into that of the member at `root`.
+
+    The member after it starts. The buffers of the others are left with partial sums.
+    """
+    exchange = Exchange(at, deadline)
+    first, last = at.previous == root, at.me == root
+    received = at.room(0 if first else len(buffer), buffer.dtype)
+    receives = [exchange.receive(piece, at.previous, tag) for tag, piece in _tagged(0, received)]
+    new = segments(received)
+    for number, (tag, piece) in enumerate(_tagged(0, buffer)):
+        if not first:
+            exchange.wait(receives[number])
+            piece.add_(new[number])
+        if not last:
+            exchange.send(piece, at.next, tag)
+    exchange.finish()
+
+
+def _along(steps: int, count: int) -> Iterator[tuple[int, int]]:
+    """Steps around a ring and numbers of segments, so that all segments are on their way at once.
+
+    A segment makes a step while the next one makes that before, as in NCCL. With one step after the
+    other for all segments, members behind a slow link would end when two thirds have crossed it.
+    """
+    for turn in range(steps + count - 1):
+        for step in range(max(0, turn - count + 1), min(steps, turn + 1)):
+            yield step, turn - step
+
+
+def _tagged(step: int, part: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for number, piece in enumerate(segments(part)):
+        yield _tag(step, number), piece
+
+
+def _tag(step: int, number: int) -> int:
+    """Messages of a pair are told apart by step and segment."""
+    return step * 2**20 + number

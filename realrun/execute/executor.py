@@ -6,10 +6,9 @@ from co2sim.schedule import Schedule
 from co2sim.trace import Trace
 from co2sim.units import Seconds
 from realrun.errors import MismatchError
-from realrun.execute.garbage import short_collections
 from realrun.execute.kernels import KernelSet
 from realrun.execute.run import OnRound, Run
-from realrun.execute.threads import run_on_threads
+from realrun.execute.threads import run_on_threads, short_collections
 from realrun.execute.world import World
 
 _ROUNDING: Seconds = 2e-6

@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from realrun.checks import REALTIME
+from realrun.errors import REALTIME
 
 _FIRST = 1
 """Priority of all of them, of 1 to 99. It has to be one: some ask in a loop what others have done,

@@ -22,14 +22,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from co2sim.errors import Co2simError
+from co2sim.errors import Co2simError, error_line
 from co2sim.units import Seconds, counted, duration
-from co2sim.visible import error_line
 from co2sim.waking import FULLY_IDLE
-from realrun.checks import REALTIME, SITES, one_of
 from realrun.dilation import DILATION
-from realrun.errors import LabError
-from realrun.launch.lab_plan import Lab
+from realrun.errors import REALTIME, SITES, LabError, one_of
+from realrun.launch.lab_plan import Lab, stated_wan
 from realrun.launch.local import (
     GRACE,
     PATIENCE,
@@ -54,14 +52,14 @@ from realrun.launch.namespaces import (
     run_tool,
 )
 from realrun.launch.processes import (
+    Stopped,
     guard_process,
     ranks_killed_at_end,
     start,
     started,
+    stoppable,
 )
-from realrun.launch.signals import Stopped, stoppable
 from realrun.launch.supervise import supervise
-from realrun.launch.uplinks import stated_wan
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "taskset")
 """What has to be installed: iproute2 and util-linux."""

@@ -17,11 +17,12 @@ from co2sim.units import Seconds
 from realrun.errors import LaunchError
 from realrun.launch.processes import (
     RankProcess,
+    Stopped,
     guard_process,
     ranks_killed_at_end,
     start,
+    stoppable,
 )
-from realrun.launch.signals import Stopped, stoppable
 from realrun.launch.supervise import supervise
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from co2sim.cluster import GPU, Link
 from co2sim.errors import OptionError
 from co2sim.units import Bytes, Unit, duration
-from realrun.probe.fit import Fitted
-from realrun.probe.processor import interference
+from realrun.probe.fit import Fitted, interference
 from realrun.probe.samples import Measured
 
 NOTHING = (

@@ -18,8 +18,7 @@ from co2sim.console.figures import COLOURS, GRID, PLAIN_TEXT, STYLE, render
 from co2sim.schedule import Group, Kind
 from co2sim.units import duration, scaled
 from realrun.probe.cluster_file import size_text
-from realrun.probe.fit import Fitted, bare, predict
-from realrun.probe.processor import attained
+from realrun.probe.fit import Fitted, attained, bare, predict
 from realrun.probe.samples import Measured, Sample, by_kind
 
 _COLOURS = dict(zip(Kind, COLOURS, strict=False))

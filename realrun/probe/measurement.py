@@ -5,11 +5,15 @@ the same answer. Sizes and kinds take turns, several times, since the speed of m
 """
 
 import math
+import os
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from statistics import median, stdev
 
+import torch
 from scipy.stats import trim_mean
 
 from co2sim.schedule import Collective, Compute, Group, Kind, Op, Schedule
@@ -17,10 +21,9 @@ from co2sim.units import Bytes, Flops, Seconds
 from co2sim.waking import FULLY_IDLE
 from realrun.dilation import dilation
 from realrun.execute.kernels import KernelSet, Sleep, Synthetic
-from realrun.execute.world import World
+from realrun.execute.world import World, describe
 from realrun.measure import Say
 from realrun.probe.execution import ProbeTask, burn, shared, time
-from realrun.probe.machine import machine, memory
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.side_by_side import slowdowns, together
 from realrun.probe.tasks import (
@@ -33,6 +36,32 @@ from realrun.probe.tasks import (
     in_turn,
     sweep,
 )
+
+
+def machine(world: World) -> str:
+    """What this ran on, in words: hardware, torch, threads."""
+    about = describe(world.device, world.backend)
+    hardware = about["hardware"]
+    if world.device.type == "cpu":
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if _is_linux() else []
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        hardware = f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+        threads = torch.get_num_threads()
+        hardware += f", {threads} thread{'s' if threads > 1 else ''} a rank"
+    return f"{hardware}, torch {about['torch']}"
+
+
+def _is_linux() -> bool:
+    return Path("/proc/cpuinfo").is_file()
+
+
+def memory(world: World) -> Bytes:
+    """Memory of one rank: the GPU's, or its share of the node's."""
+    if world.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(world.device).total_memory)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages / world.layout.gpus_per_node
+
 
 _PASSES = 3
 _ROUNDS, _ROUNDS_OF_MEANS = 8, 64

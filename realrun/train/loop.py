@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,27 +11,143 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
-from co2sim.errors import CatalogError, OptionError
+from co2sim.errors import CatalogError, Co2simError, OptionError
+from co2sim.schedule import WORLD
 from co2sim.units import Seconds
-from realrun.errors import CheckpointError, DamagedError
-from realrun.execute.garbage import short_collections
+from realrun.algorithms.notices import of_network
+from realrun.errors import BAD_INPUT, CheckpointError, DamagedError, RankFailure, TrainingError
+from realrun.execute.threads import short_collections
 from realrun.execute.world import World
 from realrun.launch.watch import Place
 from realrun.train import checkpoint, outcome, support
 from realrun.train.estimate import Estimator
 from realrun.train.everywhere import everywhere
 from realrun.train.folder import LOG, Resume
-from realrun.train.guard import guarded
-from realrun.train.local_step import LocalStep
 from realrun.train.log import History, Log, LogRow, read
 from realrun.train.methods import Method, build
 from realrun.train.settings import TrainSettings
-from realrun.train.task import Task
+from realrun.train.task import Task, loss_of
 from realrun.train.tasks import make_task
 from realrun.train.validation import Validation
-from realrun.train.votes import Votes
+
+
+@contextmanager
+def guarded(world: World, place: Place) -> Iterator[None]:
+    """Work that others depend on, at a place that they can see.
+
+    Raises RankFailure, with the ranks that are lost, when a collective fails, or with this one when
+    its own work raises. An error for users is told to the others, unless all have it, and goes on
+    here.
+    """
+    world.watch.enter("training", place)
+    everybody = range(world.layout.world_size)
+    try:
+        yield
+    except RankFailure as error:
+        if error.ranks:
+            raise
+        raise world.watch.lost(place, everybody, error) from error
+    except Co2simError as error:
+        if isinstance(error, CheckpointError) and error.everywhere:
+            raise  # all know
+        if world.watch.failure:
+            raise world.watch.failure from error
+        world.watch.raised(place, error, said=isinstance(error, BAD_INPUT))
+        raise
+    except RuntimeError as error:
+        if not of_network(error):
+            raise world.watch.raised(place, error) from error
+        raise world.watch.lost(place, everybody, error) from error
+    except Exception as error:
+        raise world.watch.raised(place, error) from error
+    finally:
+        world.watch.exit("training")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """What a rank trains: share `part` of `parts` equal shares of every step's samples."""
+
+    settings: TrainSettings
+    task: Task
+    method: Method
+    part: int
+    parts: int
+
+    def gradients(self, step: int) -> float:
+        """The gradients of a step; gives the loss."""
+        self.method.optimizer.zero_grad()
+        settings = self.settings
+        batch = self.task.batch(settings.seed, step, settings.batch, self.part, self.parts)
+        loss = loss_of(self.method.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    def take(self, step: int) -> float:
+        """A step; gives the loss. One that is no number never reaches the parameters.
+
+        Raises TrainingError then.
+        """
+        settings, method = self.settings, self.method
+        method.set_rate(settings.learning_rate(step))
+        loss = self.gradients(step)
+        if settings.clip_grad:
+            clip_grad_norm_(method.bare.parameters(), settings.clip_grad)
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss of step {step} is {loss} on rank {self.part}: training cannot go on; a"
+                " lower lr, a longer warmup or a lower clip_grad may help"
+            )
+        method.optimizer.step()
+        return loss
+
+    def warm_up(self) -> None:
+        """One pass that changes nothing, off the clock.
+
+        What is made in a first pass is there afterwards: above all, DDP has its final buckets, and
+        a resumed run sums in the same order as one that was not interrupted.
+        """
+        self.gradients(0)
+        self.method.optimizer.zero_grad()
+
+
+class Votes:
+    """A vote every `every` steps; its result, which is that of all, counts at the next one.
+
+    Ranks of local updates may be at different steps; a rank that stopped at once would leave the
+    others waiting. Each vote is 4 bytes that travel while the steps go on.
+    """
+
+    def __init__(self, world: World, every: int, wish: Callable[[], bool]) -> None:
+        self._every, self._wish = every, wish
+        self._group = world.group("votes", WORLD)
+        self._given = torch.zeros(1, dtype=torch.int32, device=world.device)
+        self._work: dist.Work | None = None
+
+    def take(self, step: int) -> bool:
+        """Vote, if it is time to; whether the vote before was to stop. All ranks call it."""
+        if step % self._every:
+            return False
+        stop = self.close()
+        if not stop:
+            self._given.fill_(int(self._wish()))
+            self._work = dist.all_reduce(
+                self._given, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+            )
+        return stop
+
+    def close(self) -> bool:
+        """Wait for the vote that is under way; its result."""
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = None
+        return bool(self._given.item())
+
 
 _VOTE = 8
 """Steps, at least, from a vote on whether to stop to its result."""

@@ -41,7 +41,7 @@ def write(folder: Path, history: History, task: Task, method: Method, world: Wor
         whole = method.whole()
     if world.rank:
         return
-    from realrun.train.figure import draw  # noqa: PLC0415 - matplotlib
+    from realrun.train.log import draw  # noqa: PLC0415 - matplotlib
 
     out = io.BytesIO()
     torch.save(whole, out)

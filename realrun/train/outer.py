@@ -10,28 +10,28 @@ from functools import partial
 from typing import Any
 
 from co2sim.errors import OptionError, nearest
-from co2sim.ranges import between, parse_number
-from realrun import checks
+from co2sim.validation import between, parse_number
+from realrun import errors
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option: the argument of the algorithm that it becomes, and the check of its range.
 
-    Without a check it is one of `checks.GAPS`, else a number.
+    Without a check it is one of `errors.GAPS`, else a number.
     """
 
     argument: str
     check: Callable[[str, float], object] | None = None
 
 
-_MOMENTUM = Option("outer_momentum", checks.momentum)
-_LR = Option("outer_lr", checks.step_size)
+_MOMENTUM = Option("outer_momentum", errors.momentum)
+_LR = Option("outer_lr", errors.step_size)
 OPTIONS: dict[str, dict[str, Option]] = {
     "local_sgd": {},
     "overlap_local_sgd": {
-        "pull": Option("pull", checks.pull),
-        "momentum": Option("anchor_momentum", checks.momentum),
+        "pull": Option("pull", errors.pull),
+        "momentum": Option("anchor_momentum", errors.momentum),
     },
     "slowmo": {"momentum": _MOMENTUM, "lr": _LR},
     "diloco": {
@@ -43,8 +43,8 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "momentum": _MOMENTUM,
         "lr": _LR,
         "gap": Option("gap"),
-        "penalty": Option("penalty", partial(checks.penalty, gap="constant")),
-        "clip": Option("clip", checks.limit),
+        "penalty": Option("penalty", partial(errors.penalty, gap="constant")),
+        "clip": Option("clip", errors.limit),
     },
 }
 """By strategy; those that are not here have no outer step."""
@@ -80,13 +80,13 @@ def arguments(strategy: str, given: Mapping[str, str]) -> dict[str, Any]:
             )
         found[known[name].argument] = _value(name, text, known[name])
     if "penalty" in found:  # its range is right; does it apply?
-        checks.penalty("outer: penalty", found["penalty"], found.get("gap", checks.DEFAULT_GAP))
+        errors.penalty("outer: penalty", found["penalty"], found.get("gap", errors.DEFAULT_GAP))
     return found
 
 
 def _value(name: str, text: str, option: Option) -> Any:
     if option.check is None:
-        checks.one_of(f"outer: {name}", text, checks.GAPS)
+        errors.one_of(f"outer: {name}", text, errors.GAPS)
         return text
     number = parse_number(f"outer: {name}", text)
     option.check(f"outer: {name}", number)

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from co2sim.errors import OptionError
-from co2sim.ranges import between, whole
 from co2sim.strategies import Strategy, parse
 from co2sim.strategies.local import LocalSteps, round_steps
 from co2sim.strategies.step import title
-from realrun.checks import one_of
+from co2sim.validation import between, whole
+from realrun.errors import one_of
 from realrun.train import outer
 from realrun.train.shapes import GPTS, GPTShape, known_size
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from co2sim.architecture import Transformer, language_model
 from co2sim.errors import OptionError, nearest
-from co2sim.ranges import whole
+from co2sim.validation import whole
 from co2sim.workload import Model
 
 VOCABULARY = 98

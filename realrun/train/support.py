@@ -9,7 +9,7 @@ from co2sim.strategies import Strategy
 from co2sim.strategies.fsdp import FSDP
 from co2sim.strategies.local import LocalSteps, Replica
 from co2sim.strategies.zeropp import ZeroPP
-from realrun.checks import SITES
+from realrun.errors import SITES
 from realrun.train.settings import TrainSettings
 
 _FETCHED = {

@@ -3,12 +3,11 @@
 import torch
 
 from realrun.train.digits import digits
-from realrun.train.masked_text import masked_text
 from realrun.train.points import points
 from realrun.train.segmentation import segmentation
 from realrun.train.settings import TrainSettings
 from realrun.train.task import Task
-from realrun.train.text import text
+from realrun.train.text import masked_text, text
 
 
 def make_task(settings: TrainSettings, device: torch.device) -> Task:

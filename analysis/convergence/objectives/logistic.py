@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from analysis.convergence.objectives.datasets import scikit_learn
-from analysis.convergence.objectives.problems import Array
+from analysis.convergence.objectives.problems import Array, scikit_learn
 from co2sim.errors import OptionError
 
 _MOST_STEPS = 100

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from analysis.convergence.objectives.datasets import scikit_learn
-from analysis.convergence.objectives.problems import Array
+from analysis.convergence.objectives.problems import Array, scikit_learn
 
 _HIDDEN = 16
 _CLASSES = 10

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from co2sim.errors import OptionError
+
 Array = NDArray[np.float64]
 
 
@@ -255,3 +257,15 @@ class Hill:
 def _spread(problem: Problem, point: Array) -> Array:
     apart = problem.gradients(point[..., None, :]) - problem.gradient(point)[..., None, :]
     return np.asarray((apart**2).sum(axis=-1).mean(axis=-1))
+
+
+def scikit_learn() -> Any:
+    """The module `sklearn.datasets`. Raises OptionError where scikit-learn is not installed."""
+    try:
+        from sklearn import datasets  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        raise OptionError(
+            "the data of `verify` and `trends` come with scikit-learn, which is not installed:"
+            " pip install 'co2sim[analysis]'"
+        ) from error
+    return datasets
