@@ -362,7 +362,7 @@ def _carried(found: Footprint, by: Protocol, cluster: Cluster) -> Footprint:
 
 
 def _led(work: Collective, cluster: Cluster) -> Footprint:
-    """What the first ranks of all nodes do: as peers would, but one group has the NICs alone.
+    """What the first ranks of all nodes do: as peers would, but one group has NICs and uplinks.
 
     With several ranks in a node it enters and leaves the node at the same one. Of groups with a
     stride there are as many in a node.
@@ -375,6 +375,7 @@ def _led(work: Collective, cluster: Cluster) -> Footprint:
         members_per_node=g,
         members_per_site=g * cluster.nodes_per_site,
         inter_efficiency=found.inter_efficiency * relay,
+        tiers=tuple(replace(one, members=one.members * g) for one in found.tiers),
     )
 
 

@@ -207,6 +207,7 @@ def test_one_rank_stands_for_all(strategy: str) -> None:
 @given(variants, kinds, st.sampled_from([(1, 4), (3, 2), (4, 1), (4, 2)]))
 @example("zero3", "tiers", (4, 2))
 @example("co2(tau=2,worker=node)", "tiers", (4, 1))
+@example("co2(tau=2,worker=node,average=leader)", "tiers", (3, 2))
 def test_folding_holds_for_every_kind_of_cluster(
     strategy: str, kind: str, shape: tuple[int, int]
 ) -> None:

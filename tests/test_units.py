@@ -279,7 +279,7 @@ def test_a_number_in_range_comes_back_and_all_else_is_one_line(
     """NaN, infinity, truth values and texts are in no range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and value not in {math.inf, -math.inf, 10**400} and allowed(value):
-        assert checked(value) == value
+        assert checked(value) in {value, float(value)}  # an integer may have too many digits
         return
     with pytest.raises(OptionError) as caught:
         checked(value)

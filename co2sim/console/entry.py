@@ -105,7 +105,7 @@ def run_app(module: str, kept: str = "nothing was written", *, sigterm: bool = T
     the exit code is 0.
     """
     _set_up_streams()
-    code, word, asked = 0, "interrupted", False
+    code, asked = 0, False
 
     def terminate(_number: int, _frame: object) -> NoReturn:
         nonlocal asked
@@ -127,8 +127,7 @@ def run_app(module: str, kept: str = "nothing was written", *, sigterm: bool = T
         print(error_line(message), file=sys.stderr)
         code = 2
     except (typer.Abort, KeyboardInterrupt) as interrupt:
-        code, word = (143, "terminated") if asked else (_CONTROL_C, word)
-        kept = str(interrupt) or kept
+        code, kept = _CONTROL_C, str(interrupt) or kept
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # the output is full, or gone
@@ -136,7 +135,8 @@ def run_app(module: str, kept: str = "nothing was written", *, sigterm: bool = T
         code = 2
     finally:
         signal.signal(signal.SIGTERM, before)
-    if code == _CONTROL_C or asked:
+    if code == _CONTROL_C:  # what ends well by a signal, such as a server, has nothing to say
+        code, word = (143, "terminated") if asked else (code, "interrupted")
         print(f"{word}; {kept}", file=sys.stderr)
     sys.exit(code)
 

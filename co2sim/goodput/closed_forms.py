@@ -109,7 +109,7 @@ def together(rate: float, every: Seconds, saving: Saving, after: Restart) -> Sha
     at_least("failures per second", rate, 0)
     at_least("the work between two checkpoints in s", every, 1e-9)
     period = every + saving.blocking
-    if saving.writing > period:
+    if saving.writing > period * (1 + 1e-12):  # `every` may be what is left of it
         raise OptionError(
             f"a checkpoint takes {saving.writing:g} s to write, longer than the {period:g} s from"
             " one to the next; write less often"
