@@ -18,9 +18,17 @@ GOLDEN = Path(__file__).parent / "golden"
 # 60 times as long for the small models of these tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# `make test` tries the same few examples every time, `make nightly` new ones.
+# `make test` tries the same few examples every time, `make nightly` new ones. In CI these are the
+# same for the same code, so that a change is not stopped by what it did not cause.
 settings.register_profile("fast", max_examples=40, deadline=None, derandomize=True, database=None)
-settings.register_profile("nightly", max_examples=1000, deadline=None, database=None)
+settings.register_profile(
+    "nightly",
+    max_examples=1000,
+    deadline=None,
+    derandomize="CI" in os.environ,
+    database=None,
+    print_blob=True,
+)
 settings.load_profile("fast")
 
 # In the background of a shell control-C is ignored, and so it would be by all that tests start.
