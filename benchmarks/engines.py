@@ -2,19 +2,16 @@
 
     python benchmarks/engines.py            # ten minutes on two free cores
     python benchmarks/engines.py --quick    # 3,000 cases
-    python benchmarks/engines.py --alone --cases 1000000    # one process, half an hour
 
 The cases are the cheapest that there are. One process computes them, and at the same time a
 scheduler and four worker processes do, of which one is killed after a quarter of the cases, and
-another after half. The last line reads the folder again: nothing is left to compute. With --alone
-there is only the run of one process; it is printed, and nothing is written.
+another after half. The last line reads the folder again: nothing is left to compute.
 
 Writes benchmarks/results/engines.md.
 """
 
 import hashlib
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -37,7 +34,7 @@ _LOST = (0.25, 0.5)
 """Shares of the cases after which a worker is killed."""
 _QUICK = (50, 60)
 _FULL = (400, 250)
-"""Values of the micro-batch and of the size of buckets; of the latter fewer with --cases."""
+"""Values of the micro-batch and of the size of buckets."""
 _PART = 1000
 """Rows of a file."""
 _PATIENCE = 60.0
@@ -46,22 +43,14 @@ _PATIENCE = 60.0
 def main() -> None:
     """Run all three, and write the table."""
     command = parser(__doc__, "3,000 cases")
-    command.add_argument(
-        "--cases", type=int, default=_FULL[0] * _FULL[1], help="how many, in steps of 400"
-    )
-    command.add_argument("--alone", action="store_true", help="only one process, without Dask")
     command.add_argument("--child", nargs=3, help="one run: its folder, its sizes, its scheduler")
     given = command.parse_args()
     if given.child:
         print(json.dumps(child(Path(given.child[0]), json.loads(given.child[1]), given.child[2])))
         return
-    sizes = _QUICK if given.quick else (_FULL[0], given.cases // _FULL[0])
+    sizes = _QUICK if given.quick else _FULL
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
-        if given.alone:
-            found = measured(here / "one", sizes)
-            print(table([row("one process", found, digest(here / "one"))]))
-            return
         with cluster(here) as (address, workers), ThreadPoolExecutor(1) as beside:
             running = beside.submit(measured, here / "one", sizes)
             killer = Killer(here / "dask", sizes[0] * sizes[1], workers)
@@ -86,8 +75,7 @@ def main() -> None:
 buckets, kept in a folder (`co2sim sweep --out`). One process, and a Dask scheduler with {_WORKERS}
 workers of one thread on the same machine, at the same time. The bytes of both folders are {same}.
 
-Time and memory are those of the process that asks; without Dask it simulates, too. "After a
-quarter" is the largest resident memory until a quarter of the cases was done.
+Time and memory are those of the process that asks; without Dask it simulates, too.
 
 {table(rows)}
 
@@ -110,7 +98,6 @@ def row(what: str, found: dict[str, Any], digest: str) -> dict[str, str]:
         "found": f"{found['reused']:,}",
         "time": f"{found['seconds']:.0f} s",
         "CPU time": f"{found['cpu']:.0f} s",
-        "memory after a quarter": f"{found['quarter'] / 2**20:.0f} MiB",
         "memory at most": f"{found['most'] / 2**20:.0f} MiB",
         "SHA-256 of all files": digest[:12],
     }
@@ -142,8 +129,6 @@ def child(place: Path, sizes: tuple[int, int], address: str) -> dict[str, Any]:
         "micro_batch": range(1, sizes[0] + 1),
         "strategy.bucket_mib": [n / 8 for n in range(1, sizes[1] + 1)],
     }
-    seen = Memory(place, sizes[0] * sizes[1] // 4)
-    seen.start()
     began = time.monotonic()
     engine = {"engine": "dask", "scheduler": address} if address else {}
     kept = sweep_to(place, two, model, "ddp", vary=vary, **engine)
@@ -153,26 +138,8 @@ def child(place: Path, sizes: tuple[int, int], address: str) -> dict[str, Any]:
         "reused": kept.reused,
         "seconds": time.monotonic() - began,
         "cpu": time.process_time(),
-        "quarter": seen.until,
         "most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-
-
-class Memory(threading.Thread):
-    """Notes the most resident memory until the folder has so many cases."""
-
-    def __init__(self, place: Path, cases: int) -> None:
-        super().__init__(daemon=True)
-        self.until, self._place, self._cases = 0, place, cases
-
-    def run(self) -> None:
-        """Look every half second."""
-        while True:
-            pages = int(Path("/proc/self/statm").read_text("utf-8").split()[1])
-            self.until = max(self.until, pages * os.sysconf("SC_PAGE_SIZE"))
-            if there(self._place) >= self._cases:
-                return
-            time.sleep(0.5)
 
 
 class Killer(threading.Thread):
