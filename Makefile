@@ -3,8 +3,8 @@
 PYTHON ?= python3
 QUICK ?=
 VENV := .venv
-ENGINES := $(addprefix co2sim/,communicators.py compute.py cost.py flows.py folding.py footprint.py lockstep.py lowering.py \
-  network.py noise.py schedule.py simulator.py single_class.py)
+ENGINES := $(addprefix co2sim/,compute.py cost.py folding.py lockstep.py lowering.py network.py noise.py processor.py \
+  schedule.py simulator.py single_class.py stragglers.py waking.py)
 BIN := $(VENV)/bin
 PART ?= 0/1
 WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() or 1)")

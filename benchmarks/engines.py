@@ -153,14 +153,9 @@ class Killer(threading.Thread):
     def run(self) -> None:
         """Until it has killed all that it should, or the sweep is over."""
         while self.killed < len(_LOST) and not self.over.wait(0.05):
-            if there(self._place) >= _LOST[self.killed] * self._cases:
+            if _PART * len(list(self._place.glob("*.parquet"))) >= _LOST[self.killed] * self._cases:
                 self._workers[self.killed].send_signal(signal.SIGKILL)
                 self.killed += 1
-
-
-def there(place: Path) -> int:
-    """About how many cases a folder has."""
-    return _PART * len(list(place.glob("*.parquet")))
 
 
 @contextmanager

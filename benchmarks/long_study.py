@@ -149,14 +149,12 @@ class LongStudy:
         elif part.tunes:
             trials = [replace(ask, lr=rate, seed=TUNING_SEED) for rate in RATES]
             yield from trials
-            ask = min(trials, key=lambda one: _loss(one, known))
+            losses = {
+                one: known[one.key]["validation_loss"] for one in trials if known.get(one.key)
+            }
+            ask = min(trials, key=lambda one: float(losses.get(one, "inf")))
         for seed in part.seeds:
             yield replace(ask, seed=seed)
-
-
-def _loss(ask: Ask, known: Known) -> float:
-    row = known.get(ask.key)
-    return float(row["validation_loss"]) if row else float("inf")
 
 
 def _all_lines() -> list[Configuration]:
