@@ -300,23 +300,6 @@ def test_clipped_elements_are_counted_over_all_shards_of_a_worker() -> None:
         assert co2.stats().clipped == 6 / 8
 
 
-def test_averages_under_way_keep_their_rounds_when_a_run_is_resumed() -> None:
-    """An error of a resumed run names the round whose average it is."""
-    for staleness in [1, 3]:
-        states, rounds = [], []
-        for _ in range(2):
-            model = network()
-            optim = optimizer(model, "sgd")
-            with CO2(model, optim, tau=1, staleness=staleness) as co2:
-                if states:
-                    co2.load_state_dict(states[0])
-                else:
-                    train(model, optim, 0, range(5))
-                    states.append(co2.state_dict())
-                rounds.append([flight.round for flight in co2._outer.flights])
-        assert rounds[0] == rounds[1] == list(range(5))[-staleness:]
-
-
 def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may take what is left of it; one that comes too late is a lost worker."""
     now, granted = [100.0], []

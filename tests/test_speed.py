@@ -89,14 +89,6 @@ def test_a_slower_machine_is_told_from_a_wrong_prediction(strategy: str) -> None
     assert found.times[-1].words == "round time, at the speed of the run"
 
 
-def test_without_timed_products_nothing_is_said_of_speed() -> None:
-    """Kernels that sleep, and records from before."""
-    found = compare("run", measured("ddp"))
-    assert (found.speed, found.at_speed, found.at_speed_error) == (None, None, None)
-    assert summarise([found]).median_at_speed_error is None
-    assert "matrix products" not in named([found])[0].sentence
-
-
 def test_the_speed_is_kept_with_a_run(tmp_path: Path) -> None:
     """Older records have none; a speed that no processor has is refused, and named."""
     run = replace(measured("ddp"), product_speed=9e10)

@@ -1,6 +1,5 @@
 """The public API: one question in, figures out."""
 
-import doctest
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import DDP, Case, Co2simError, Result, experiments, simulate, study
+from co2sim import DDP, Case, Co2simError, Result, simulate, study
 from co2sim.cluster import Link
 from co2sim.errors import OptionError
 from co2sim.machine import Recent
@@ -18,15 +17,6 @@ from co2sim.schedule import Layout, Schedule
 from co2sim.workload import Workload
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
-
-
-@pytest.mark.slow
-def test_the_examples_in_the_documentation_are_true() -> None:
-    """What a docstring shows is what comes out."""
-    for module in (study, experiments):
-        failed, attempted = doctest.testmod(module)
-        assert attempted > 0
-        assert failed == 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=12)", "diloco(tau=20)"])
@@ -151,28 +141,6 @@ def test_communication_beside_compute_repeats_from_round_to_round(tau: int) -> N
         assert quick.round_time_s <= one.round_time_s
         slow = simulate(**{**case, "overrides": links | {"inter.bandwidth": "1.5 Gbit/s"}})
         assert one.round_time_s <= slow.round_time_s * (1 + 1e-9)
-
-
-def test_many_rounds_are_all_measured() -> None:
-    """A hundred rounds of a steady state give what one gives, with a straggler too."""
-    case: dict[str, Any] = {**SMALL, "strategy": "ddp", "noise": Noise(node_speed={1: 0.5})}
-    one, many = simulate(**case), simulate(rounds=100, **case)
-    assert many.steady
-    assert many.rounds_simulated > 100
-    assert many.round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
-
-
-def test_the_trace_of_a_case_keeps_the_rules() -> None:
-    """`Case.trace` gives the schedule and a trace of it, warm-up included."""
-    schedule, trace = study.trace(Case(strategy="zeropp", **SMALL))
-    assert trace.violations(schedule) == []
-    assert trace.rounds >= 2
-
-
-def test_overrides_do_not_apply_to_objects() -> None:
-    """An object is taken as it is; overriding it is an error."""
-    with pytest.raises(OptionError, match="names and files"):
-        simulate(tiny.cluster(), "gpt2-small", "ddp", overrides={"nodes": "3"})
 
 
 @pytest.mark.parametrize(
