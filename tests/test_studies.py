@@ -1,7 +1,6 @@
 """Studies of benchmarks/: what is run next, given what is there, and what their numbers rest on."""
 
 import functools
-import json
 import math
 import sys
 import warnings
@@ -84,38 +83,6 @@ def test_a_best_rate_at_the_edge_is_looked_beyond() -> None:
 # --- time to a loss ------------------------------------------------------------------------------
 
 
-def finished(plan: Any, ask: Any, losses: list[float]) -> dict[str, Any]:
-    """The row of a run with a validation every 12 steps."""
-    curve = [[12 * (i + 1), 0.24 * (i + 1), loss] for i, loss in enumerate(losses)]
-    row = dict(zip(timed.KEY, ask.key(plan), strict=True))
-    return {**row, "step_s": 0.02, "curve": json.dumps(curve), "error": ""}
-
-
-def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
-    """Each seed has calibrations, then all methods; the loss to reach is the worst without a lab.
-
-    The reference's runs come first, and let the others end.
-    """
-    few = (timed.REFERENCE, "torch DDP", "LocalSGD", "CO2, delay auto")
-    plan = timed.Plan(seeds=(0, 1), rates=("100 Mbit/s",), only=few)
-    count = 0
-    while ask := timed.next_run(plan, timed.read(tmp_path), tmp_path, timed.FREE):
-        count += 1
-        assert (ask.entry.name == timed.REFERENCE) == (count in {1, 2})
-        aim = timed.enough(plan, timed.read(tmp_path), tmp_path)
-        assert aim == (2.02 if count > 2 else None)
-        timed.append(tmp_path, finished(plan, ask, [3.0, 2.0 + count / 100]))
-    known = timed.read(tmp_path)
-    assert timed.target_of(plan, known, tmp_path) == 2.0 + count / 100
-    asks = list(timed.lab_asks(plan, known, tmp_path, "100 Mbit/s"))
-    half = len(asks) // 2
-    assert [ask.seed for ask in asks] == [0] * half + [1] * half
-    assert [ask.entry for ask in asks[: len(timed.CALIBRATIONS)]] == list(timed.CALIBRATIONS)
-    assert {ask.entry.name for ask in asks if not ask.entry.calibrates} == {k[2] for k in known}
-    timed.append(tmp_path, finished(plan, asks[0], []))
-    assert timed.next_run(plan, timed.read(tmp_path), tmp_path, "100 Mbit/s") == asks[1]
-
-
 def test_the_loss_falls_evenly_between_validations() -> None:
     """The target is crossed on the straight line; at the first validation there is none."""
     points = [(12.0, 1.0, 3.0), (24.0, 5.0, 2.0), (36.0, 6.0, 2.5), (48.0, 7.0, 1.0)]
@@ -140,9 +107,6 @@ def test_a_predicted_step_takes_what_was_calibrated_into_account() -> None:
     for local, least in ((0.025, 4), (0.028, 3)):  # as many steps as an average takes
         chosen = timed.with_delay(place, "co2:tau=12,delay=auto,fragments=1", local)
         assert chosen.delay == least
-
-
-# --- a probe and a run in turns ------------------------------------------------------------------
 
 
 # --- block sizes of quantization -----------------------------------------------------------------
