@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -119,22 +118,13 @@ class Place:
         }
         if self.columns and "--json" in words:  # tables are as wide as COLUMNS says
             env["COLUMNS"] = self.columns
-        with subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", PACKAGES[name], *words],
-            cwd=self.work,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as process:
-            try:
-                printed, errors = process.communicate(timeout=300)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGABRT)  # it says where it hangs
-                printed, errors = process.communicate()
-        assert process.returncode == 0, errors.decode()
-        return {"stdout": printed, **self._files()}
-
-    def _files(self) -> dict[str, bytes]:
-        work = self.work
-        files = (path.relative_to(work) for path in work.rglob("*") if path.is_file())
-        return {str(path): (work / path).read_bytes() for path in sorted(files)}
+        command_line = [sys.executable, "-m", PACKAGES[name], *words]
+        done = subprocess.run(
+            command_line, cwd=self.work, env=env, capture_output=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        files = sorted(path for path in self.work.rglob("*") if path.is_file())
+        return {
+            "stdout": done.stdout,
+            **{str(path.relative_to(self.work)): path.read_bytes() for path in files},
+        }

@@ -1,12 +1,10 @@
 """Scripts of benchmarks/: each answers --help and has a quick run that leaves results alone."""
 
 import argparse
-import ast
 import importlib
 import shutil
 import subprocess
 import sys
-from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,18 +19,14 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 DASK = bool(find_spec("distributed") and find_spec("pyarrow"))
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+BROWSER = CHROMIUM and find_spec("playwright")
 SCRIPTS: dict[str, list[pytest.MarkDecorator]] = {
     "chaos.py": [pytest.mark.dist],
     "checkpoints.py": [],
     "collectives.py": [pytest.mark.lab],
     "convergence.py": [pytest.mark.dist],
     "engines.py": [pytest.mark.skipif(not DASK, reason="the extra `dask` is not installed")],
-    "explore.py": [
-        pytest.mark.skipif(
-            not (CHROMIUM and find_spec("playwright")),
-            reason="no Chromium: apt-get install chromium-headless-shell",
-        )
-    ],
+    "explore.py": [pytest.mark.skipif(not BROWSER, reason="no Chromium, or no playwright")],
     "failures.py": [pytest.mark.dist],
     "fidelity.py": [pytest.mark.lab],
     "fidelity_turns.py": [pytest.mark.lab],
@@ -59,10 +53,9 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
-def results() -> dict[str, tuple[int, int]]:
-    """The files of results, with their sizes and times."""
-    files = (FOLDER / "results").iterdir()
-    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+def results() -> dict[Path, int]:
+    """The files of results, with their times."""
+    return {path: path.stat().st_mtime_ns for path in (FOLDER / "results").iterdir()}
 
 
 @pytest.mark.slow
@@ -73,7 +66,7 @@ def test_every_script_imports_and_answers_help(
 ) -> None:
     """It names the quick run."""
     if script == "explore.py":
-        pytest.importorskip("playwright", reason="playwright is not installed")
+        pytest.importorskip("playwright")
     main = importlib.import_module(script.removesuffix(".py")).main
     ended = in_process(script, main, monkeypatch, capsys)("--help")
     assert ended.code == 0
@@ -119,23 +112,6 @@ def test_no_script_is_forgotten() -> None:
     assert [name for name in started if f"benchmarks/{name}" not in makefile] == []
 
 
-def imports(path: Path) -> set[str]:
-    """Other modules of its folder that a file imports, anywhere in it."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-    return {name for name in names if (path.parent / f"{name}.py").exists()}
-
-
-def test_benchmarks_import_no_cycle() -> None:
-    """Also inside of functions."""
-    graph = {path.stem: imports(path) for path in FOLDER.glob("*.py")}
-    assert "reports" in list(TopologicalSorter(graph).static_order())
-
-
 def test_tables_say_what_made_them() -> None:
     """Every result in Markdown ends with its command and a commit."""
     for path in (FOLDER / "results").glob("*.md"):
@@ -145,102 +121,30 @@ def test_tables_say_what_made_them() -> None:
 
 
 def test_the_speed_table_says_which_targets_are_met() -> None:
-    """The median decides, and of several targets each; a target is written as it is checked."""
+    """The median decides, and of several targets each."""
     import speed  # noqa: PLC0415 - a folder of scripts
 
     times = [0.009, 0.010, 5.0]
-    assert speed.limited("x", times, 10, "ms").cells == {
-        "what": "x",
-        "median": "10.0 ms",
-        "range": "9.0 - 5000.0",
-        "target": "<= 10 ms",
-        "met": "yes",
-    }
-    assert speed.limited("x", times, 9.9, "ms").cells["met"] == "no"
+    met = [speed.limited("x", times, limit, "ms").cells["met"] for limit in (10, 9.9)]
+    assert met == ["yes", "no"]
     ratios = {ratio: speed.Target(ratio, 1.2, "x", least=0.8) for ratio in (0.79, 0.8, 1.2, 1.21)}
     assert [target.met for target in ratios.values()] == [False, True, True, False]
     two = [speed.within(times, 10, "s"), speed.Target(2.5, 2, "GiB")]
     assert speed.SpeedLine("x", times, "s", two).cells["met"] == "no"
 
 
-CALCULON = """
-class Application:
-    def __init__(self, given): self.given = given
-class Execution:
-    from_json = staticmethod(dict)
-class Llm:
-    Application, Execution = Application, Execution
-    def __init__(self, model, logger): self.model = model.given
-    def compile(self, hardware, execution): hardware.done = [self.model, execution]
-    def run(self, hardware): hardware.done.append("run")
-"""
-SIMUMAX = """
-from pathlib import Path
-class Config:
-    @classmethod
-    def init_from_config_file(cls, path): return Path(path).read_text()
-ModelConfig = StrategyConfig = SystemConfig = Config
-"""
-PERF = """
-class PerfLLM:
-    def configure(self, *, strategy_config, model_config, system_config):
-        assert strategy_config + model_config + system_config == "{}{}{}"
-    def run_estimate(self): pass
-"""
-CHECKOUTS = {
-    "calculon/calculon/__init__.py": "",
-    "calculon/calculon/llm.py": CALCULON,
-    "calculon/calculon/system.py": "class System:\n    def __init__(self, given): pass\n",
-    "calculon/models/megatron-1T.json": "{}",
-    "calculon/examples/3072_t4_p64_d12_mbs4_full.json": "{}",
-    "simumax/simumax/core/config.py": SIMUMAX,
-    "simumax/simumax/core/perf_llm.py": PERF,
-    "simumax/configs/models/llama3-8b.json": "{}",
-    "simumax/configs/strategy/tp2_pp1_dp4_mbs1.json": "{}",
-    "simumax/configs/system/a100_pcie.json": "{}",
-}
-
-
-def test_peers_run_in_turn_with_us_where_they_are_and_say_why_where_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stand-ins of two checkouts and a command are run; what is broken says so."""
-    import speed  # noqa: PLC0415 - a folder of scripts
-
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(speed, "runs", lambda _: lambda: sum(range(1000)))
-    for name in ("CALCULON", "SIMUMAX", "ASTRA_SIM"):
-        monkeypatch.delenv(name, raising=False)
-    assert speed.found() == dict.fromkeys(("Calculon", "SimuMax", "ASTRA-sim"), speed.ABSENT)
-    for name, text in CHECKOUTS.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setenv("CALCULON", str(tmp_path / "calculon"))
-    monkeypatch.setenv("SIMUMAX", str(tmp_path / "simumax"))
-    monkeypatch.setenv("ASTRA_SIM", f"{sys.executable} -c pass")
-    assert str(speed.found()["Calculon"]).startswith("cannot be run: FileNotFoundError")
-    (tmp_path / "calculon/systems").mkdir()
-    (tmp_path / "calculon/systems/a100_80g.json").write_text("{}")
-    ours, *peers = speed.beside_peers(1)
-    assert ours["ratio"] == "1.00"
-    assert [one["what"] for one in peers if float(one["ratio"]) >= 0] == list(speed.found())
-
-
 def test_without_out_a_long_run_goes_to_the_results_and_a_quick_one_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And --out goes where it says, in both cases."""
+    """And --out goes where it says."""
     reports: Any = importlib.import_module("reports")
     monkeypatch.setattr(reports, "RESULTS", tmp_path / "results")
     command: argparse.ArgumentParser = reports.parser("A benchmark.\n\nMore.", "short")
 
     def place(*arguments: str) -> Path:
         with reports.folder(command.parse_args(arguments)) as out:
-            assert out.is_dir()
-            found: Path = out
-        return found
+            return Path(out)
 
     assert place() == tmp_path / "results"
-    assert place("--out", str(tmp_path / "a")) == tmp_path / "a"
     assert place("--quick", "--out", str(tmp_path / "b")) == tmp_path / "b"
     assert not place("--quick").exists()

@@ -2,15 +2,13 @@
 
 import csv
 import json
-import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from co2sim import simulate, study
+from co2sim import study
 from co2sim.case import Case
 from co2sim.cli import scaling
 from co2sim.errors import OptionError
@@ -18,7 +16,6 @@ from co2sim.files import write_atomically
 from co2sim.published_cells import ThroughputCell
 from co2sim.published_speeds import SpeedComparison
 from co2sim.report.scaling_figure import chart
-from co2sim.units import figures
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parent.parent
@@ -38,10 +35,7 @@ def test_scale_writes_table_and_figures_and_shows_published_cells(cli: Run, tmp_
     rows = list(csv.DictReader((folder / "scale.csv").read_text().splitlines()))
     assert [row["gpus"] for row in rows] == ["8", "16", "128"]
     assert (folder / "scale.png").read_bytes().startswith(b"\x89PNG")
-    drawn = (folder / "scale.svg").read_text()
-    assert "<svg" in drawn
-    assert "stars are published" in drawn
-    assert "18,444" in out
+    assert "<svg" in (folder / "scale.svg").read_text()
     predicted = float(rows[0]["tokens_per_s"])
     assert f"{predicted / 18444 - 1:+.0%}" in out
 
@@ -87,42 +81,8 @@ def test_the_picture_shows_intervals_published_cells_and_what_does_not_fit() -> 
     assert len(second["layer"]) == 3
 
 
-@pytest.mark.slow
-def test_scale_compares_the_largest_size_with_the_smallest(cli: Run) -> None:
-    """Throughput per GPU, the largest relative to the smallest; of two sizes once."""
-    _, out, _ = cli("scale", *SMALL[:4], "-s", "ddp", "-g", "8,16")
-    small, large = (
-        simulate(SMALL[1], SMALL[3], "ddp", gpus=gpus).tokens_per_s_per_gpu for gpus in (8, 16)
-    )
-    assert "8->16" in out
-    assert "16->16" not in out
-    (row,) = [line.split() for line in out.splitlines() if line.startswith("ddp ")]
-    assert row[1:3] == [f"{small:,.0f}", f"{large:,.0f}"]
-    assert f"{large / small:.2f}" in row
-
-
-@pytest.mark.slow
-def test_every_note_names_its_rows(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of published cells ends with the number of its note; the notes follow, each once."""
-    monkeypatch.setenv("COLUMNS", "160")
-    file = ROOT / "papers/co2/results.toml"
-    _, out, _ = cli(
-        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "8,16,128"),
-        *("--published", str(file)),
-    )
-    table, _, below = out.partition("published and predicted\n")[2].partition("\n\n")
-    assert table.splitlines()[0].split()[-2:] == ["use", "note"]
-    notes = dict(re.findall(r"^note (\d+): (.*?) *$", below, re.MULTILINE))
-    cells = tomllib.loads(file.read_text())["cell"]
-    for row in table.splitlines()[1:]:
-        meant = [c for c in cells if f"  {figures(c['value'])}  " in row and c["use"] in row]
-        assert [notes[row.split()[-1]]] == [cell["note"] for cell in meant]
-    assert len(table.splitlines()) == 1 + 7
-    assert len(set(notes.values())) == len(notes) == 5
-
-
 def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
-    """`scale --json` holds every result, and signed errors of the published cells."""
+    """Every result; signed errors of published cells, also of what the study leaves out."""
     code, out, _ = cli(
         *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "zero2", "-g", "16,128"),
         *("--published", str(ROOT / "papers/co2/results.toml"), "--json"),
@@ -134,36 +94,6 @@ def test_scale_json_holds_results_and_comparisons(cli: Run) -> None:
     ratio = next(c for c in found["published"] if c["quantity"] == "scalability_ratio")
     assert ratio["predicted"] == pytest.approx(last / first)
     assert ratio["error"] == pytest.approx(last / first / 0.82 - 1)
-
-
-@pytest.mark.slow
-def test_no_name_stands_twice_in_an_object_of_json(cli: Run) -> None:
-    """Readers of JSON differ in what they make of a name that stands twice: there is none."""
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = [name for name, _ in pairs]
-        assert len(set(names)) == len(names) > 0
-        return dict(pairs)
-
-    for command in (
-        ("run", "-g", "16", "-s", "co2"),
-        ("scale", "-g", "8,16", "-s", "ddp", "-s", "co2"),
-        ("sweep", "-s", "co2", "--vary", "gpus=8,16", "--vary", "strategy.tau=1,2", "--jobs", "1"),
-    ):
-        code, out, _ = cli(*command, *SMALL[:4], "--json")
-        assert code == 0
-        assert json.loads(out, object_pairs_hook=once)
-
-
-def test_every_published_cell_of_the_study_is_predicted(cli: Run) -> None:
-    """Cells of strategies and sizes that the study leaves out are simulated for the comparison."""
-    code, out, _ = cli(
-        *("scale", "-c", "a100-tcp80", "-m", "transnormer-7b", "-s", "ddp", "-g", "8", "--json"),
-        *("--published", str(ROOT / "papers/co2/results.toml")),
-    )
-    found = json.loads(out)
-    assert code == 0
-    assert [result["strategy"] for result in found["results"]] == ["ddp"]
     cells = {(c["strategy"], *c["sizes"]) for c in found["published"]}
     assert ("co2(tau=12, worker=node, inner=zero2)", 16, 128) in cells
     assert len(cells) == 7
@@ -187,93 +117,13 @@ def test_sweep_takes_all_combinations_in_parallel(cli: Run, tmp_path: Path) -> N
     assert json.loads(cli(*arguments, "--jobs", "1")[1]) == found
 
 
-def test_sweep_over_strategies_keeps_commas_in_parentheses(cli: Run) -> None:
-    """A strategy with options is one value."""
-    strategies = "ddp, co2(tau=4, worker=node), zero3"
-    code, out, _ = cli("sweep", *SMALL, "--vary", f"strategy={strategies}", "--json", "--jobs", "1")
-    assert code == 0
-    names = [row["strategy"] for row in json.loads(out)]
-    assert names == ["ddp", "co2(tau=4, worker=node)", "zero3"]
-
-
-def test_sweep_takes_what_varies_instead_of_what_is_given(cli: Run) -> None:
-    """A cluster, a model or strategies; both or neither are refused."""
-    values = {"cluster": "a100-tcp80", "model": "gpt2-small", "strategy": "ddp"}
-    for name, value in values.items():
-        others = [word for key in values.keys() - {name} for word in (f"--{key}", values[key])]
-        command = ("sweep", "--gpus", "16", "--json", "--jobs", "1", *others)
-        varied = ("--vary", f"{name}={value}")
-        assert cli(*command, *varied)[0] == 0
-        code, _, err = cli(*command, *varied, f"--{name}", value)
-        assert code == 2
-        assert f"--vary {name}" in err
-        code, _, err = cli(*command, "--vary", "micro_batch=1,2")
-        assert code == 2
-        assert f"--{name} is missing" in err
-
-
-def test_sweep_heads_its_table_with_what_all_rows_share(cli: Run) -> None:
-    """Clusters that differ by what varies only are named by their key."""
-    varied = ("--vary", "inter.bandwidth=1 Gbit/s, 10 Gbit/s", "--jobs", "1")
-    code, out, _ = cli("sweep", *SMALL, "-s", "ddp", *varied)
-    assert code == 0
-    model, cluster = SMALL[SMALL.index("-m") + 1], SMALL[SMALL.index("-c") + 1]
-    assert out.startswith(f"{model} on {cluster}, ddp, 16 GPUs, by inter.bandwidth\n")
-    assert "none fits" not in out
-
-
-def test_the_title_of_a_sweep_holds_for_cases_that_failed_too(cli: Run) -> None:
-    """12 GPUs do not fill nodes: the title does not say that all rows have 8."""
-    asked = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "co2", "--jobs", "1")
-    code, out, _ = cli(*asked, "--vary", "gpus=8,12")
-    assert code == 1
-    title = out.partition("\n")[0]
-    assert title.endswith("80 Gbit/s TCP/IP, co2(tau=12), by gpus")
-    _, out, _ = cli(*asked, "-g", "16", "--vary", "gpus_per_node=8,5")
-    shared = "gpt2-small on a100-tcp80, co2(tau=12), 16 GPUs"
-    assert out.startswith(f"{shared}, by gpus_per_node\n")
-    assert "\n\nassumed" in out
-
-
-NOISE = ("--node-speed", "0=0.5", "--straggle", "0.2", "--jitter", "0.05", "--rounds", "2")
-
-
-@pytest.mark.slow
-def test_studies_say_what_makes_ranks_differ(cli: Run, tmp_path: Path) -> None:
-    """Speeds of nodes, stragglers and jitter head the table and the figure, as they do in `run`."""
-    asked = ("-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", *NOISE, "--jobs", "1")
-    words = "node 0 at 0.5 of nominal, straggle 0.2 on every node"
-    _, out, _ = cli("scale", *asked, "-g", "8,16")
-    said = f"{words} (seed 0), jitter 0.05 on every op (seed 0)"
-    assert said in " ".join(out.split())
-    drawn = re.sub(r"<.*?>", " ", (tmp_path / "out" / "scale.svg").read_text())
-    assert said in " ".join(drawn.split())
-    _, out, _ = cli("sweep", *asked, "-g", "16", "--vary", "seed=1,2")
-    assert f"by seed; {words}, jitter 0.05 on every op" in " ".join(out.split())
-    assert "every op (seed" not in " ".join(out.split())
-    _, out, _ = cli("sweep", *asked[:6], "-g", "16", "--jitter", "0.1", "--vary", "micro_batch=1,2")
-    assert "by micro_batch; jitter 0.1 on every op (seed 0)" in " ".join(out.split())
-
-
 def test_sweep_marks_what_does_not_fit(cli: Run) -> None:
-    """With a star and its note; where no row fits it says how to find what would."""
+    """Rows where some fit; the whole where none does."""
     case = ("sweep", "-c", "a100-tcp80", "-m", "llama-7b", "-g", "8", "--jobs", "1")
-    _, out, _ = cli(*case, "-s", "ddp", "--vary", "micro_batch=1,2")
-    assert "none fits" in out
-    assert "`co2sim run`" in out
-    _, out, _ = cli(*case, "--vary", "strategy=ddp, zero3")
-    assert "* does not fit" in out
-    assert "none fits" not in out
-    _, out, _ = cli(*case, "-s", "zero3", "--vary", "seed=1,2")
-    assert "does not fit" not in out
-
-
-def test_sorted_rows_keep_their_settings(cli: Run) -> None:
-    """The fastest first, each beside what was varied for it."""
-    given = (*SMALL[:4], "-s", "ddp", "--vary", "gpus=8,24,16", "--jobs", "1", "--json")
-    rows = json.loads(cli("sweep", *given, "--sort=-tokens_per_s")[1])
-    assert [row["gpus"] for row in rows] == [24, 16, 8]
-    assert all(row["setting"] == {"gpus": str(row["gpus"])} for row in rows)
+    for strategies, said in (("ddp", "none fits"), ("ddp, zero3", "* does"), ("zero3", "")):
+        out = cli(*case, "--vary", f"strategy={strategies}")[1]
+        assert said in out
+        assert ("none fits" in out, "fit" in out) == (strategies == "ddp", said > "")
 
 
 def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
@@ -291,16 +141,14 @@ def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
     }
 
 
-def test_a_pipe_is_not_replaced_by_a_file(cli: Run, tmp_path: Path) -> None:
-    """Output goes to regular files only, and through links to what they point to."""
+def test_a_link_stays_where_its_file_is_written(cli: Run, tmp_path: Path) -> None:
+    """Output goes through links to what they point to."""
     (tmp_path / "real.csv").write_text("old")
     (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
-    sweep = ("sweep", *SMALL, "-s", "ddp", "--vary", "micro_batch=1", "--csv")
-    assert cli(*sweep, "link.csv")[0] == 0
+    sweep = ("sweep", *SMALL, "-s", "ddp", "--vary", "micro_batch=1")
+    assert cli(*sweep, "--csv", "link.csv")[0] == 0
     assert (tmp_path / "link.csv").is_symlink()
     assert (tmp_path / "real.csv").read_text() != "old"
-    assert cli(*sweep, "/dev/null")[0] == 2
-    assert Path("/dev/null").is_char_device()
 
 
 def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from pages import (
 )
 
 from co2sim import experiments, study
-from co2sim.published_speeds import read_speeds
 
 EXAMPLES = [
     (page, number)
@@ -126,25 +125,6 @@ def test_the_first_page_is_short() -> None:
     assert max(map(len, lines)) <= 120
 
 
-def test_the_first_prediction_is_a_calibrated_one() -> None:
-    """`make run` begins with a cluster whose published cells are predicted within 6.5 %."""
-    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    recipe = re.search(r"^run:.*\n\t(.*)$", makefile, re.MULTILINE)
-    assert recipe
-    words = shlex.split(recipe[1])
-    cluster = words[words.index("--cluster") + 1]
-    cells = [c for c in read_speeds(ROOT / "papers/co2/results.toml") if c.cluster == cluster]
-    assert len(cells) == 7
-    for cell in cells:
-        speeds = [
-            study.simulate(cluster, cell.model, cell.strategy, gpus=gpus).tokens_per_s_per_gpu
-            for gpus in cell.sizes
-        ]
-        ratio = speeds[-1] / speeds[0]
-        predicted = ratio if len(speeds) > 1 else speeds[0] * cell.sizes[0]
-        assert predicted == pytest.approx(cell.value, rel=0.065)
-
-
 def test_nobody_is_sent_to_the_package_index_for_this_project() -> None:
     """There, co2sim is another project's name: `pip install .` in a clone installs this one."""
     texts = {page.name: page.read_text() for page in PAGES}
@@ -156,20 +136,16 @@ def test_nobody_is_sent_to_the_package_index_for_this_project() -> None:
 # --- links, names, options ----------------------------------------------------------------------
 
 
-def test_links_point_to_files_and_headings() -> None:
-    """Every relative link of a page leads to a file, and to a heading if it names one."""
-    for page in PAGES:
-        for target, anchor in links(page):
-            assert target.exists(), (page.name, target)
-            assert anchor is None or anchor in anchors(target), f"{target.name}#{anchor}"
-
-
-def test_paths_that_are_named_exist() -> None:
-    """A path in backticks, such as `co2sim/cost.py`, is there."""
+def test_links_paths_and_targets_lead_to_what_is_there() -> None:
+    """A relative link, with its heading; a path and a `make target` in backticks."""
     roots = "co2sim|realrun|analysis|papers|tests|benchmarks|examples|docs"
     for page in PAGES:
         for path in re.findall(rf"`((?:{roots})/[\w./-]*)`", page.read_text()):
             assert (ROOT / path).exists(), (page.name, path)
+        assert set(re.findall(r"`make ([\w-]+)`", page.read_text())) <= targets(), page.name
+        for target, anchor in links(page):
+            assert target.exists(), (page.name, target)
+            assert anchor is None or anchor in anchors(target), f"{target.name}#{anchor}"
 
 
 def project() -> dict[str, Any]:
@@ -209,12 +185,6 @@ def test_scripts_name_targets_extras_and_options_that_exist() -> None:
                 own = words[start:until]  # `realrun lab run ... -- realrun train ...` are two
                 given = {word for word in own if re.match(r"--?[a-z]", word)}
                 assert given <= options_of(own), line
-
-
-def test_targets_of_make_exist() -> None:
-    """Every `make target` in a text is one of the Makefile."""
-    for page in PAGES:
-        assert set(re.findall(r"`make ([\w-]+)`", page.read_text())) <= targets(), page.name
 
 
 @pytest.mark.nightly

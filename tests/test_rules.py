@@ -108,37 +108,25 @@ def test_options_out_of_range_are_refused() -> None:
     """What was given, and what is allowed."""
     for name, options, words in [
         ("CO2", {"tau": 0}, "tau is 0"),
-        ("CO2", {"tau": 2.5}, "tau is 2.5"),
         ("CO2", {"tau": True}, "tau is True"),
         ("CO2", {"outer_momentum": 1.0}, "outer_momentum is 1.0"),
-        ("CO2", {"outer_momentum": -0.1}, "outer_momentum is -0.1"),
-        ("CO2", {"outer_lr": 0.0}, "outer_lr is 0.0"),
-        ("CO2", {"outer_lr": math.inf}, "outer_lr is inf"),
         ("CO2", {"outer_lr": math.nan}, "outer_lr is nan"),
         ("CO2", {"clip": 0.0}, "clip is 0.0"),
         ("CO2", {"gap": "gapaware"}, "gap is 'gapaware'"),
         ("CO2", {"gap": "constant", "penalty": 0.5}, "penalty is 0.5"),
-        ("CO2", {"penalty": 2.0}, "penalty is 2.0"),
         ("CO2", {"staleness": -1}, "staleness is -1"),
         ("CO2", {"dtype": "int2"}, "dtype is 'int2'"),
         ("CO2", {"bucket_mib": 0}, "bucket_mib is 0"),
         ("CO2", {"check_every": -1}, "check_every is -1"),
-        ("CO2", {"dtype": torch.float16}, "dtype is torch.float16"),
-        ("CO2", {"deadline": 0}, "deadline is 0"),
         ("CO2", {"deadline": "60 s"}, "deadline is '60 s'"),
-        ("CO2", {"timeout": -1.5}, "timeout is -1.5"),
         ("CO2", {"timeout": timedelta()}, "timeout is 0.0"),
-        ("CO2", {"timeout": "soon"}, "timeout is 'soon'"),
         ("CO2", {"deadline": 5, "timeout": 5}, "deadline=5 and timeout=5 are"),
         ("CO2", {"worker": "rack"}, "worker is 'rack'"),
         ("CO2", {"worker": "node"}, "worker='node' needs"),
-        ("SlowMo", {"outer_momentum": 1.5}, "outer_momentum is 1.5"),
         ("SlowMo", {"outer_lr": -1}, "outer_lr is -1"),
         ("DiLoCo", {"outer_momentum": 2}, "outer_momentum is 2"),
-        ("DiLoCo", {"outer_lr": 0}, "outer_lr is 0"),
         ("OverlapLocalSGD", {"pull": 1.0}, "pull is 1.0"),
         ("OverlapLocalSGD", {"anchor_momentum": 1}, "anchor_momentum is 1"),
-        ("LocalSGD", {"tau": -3}, "tau is -3"),
     ]:
         model = network()
         with pytest.raises(OptionError) as caught:
@@ -242,23 +230,14 @@ def test_weights_loaded_after_construction_are_where_training_begins() -> None:
             assert resumed._outer.state.anchor.item() == 100.0
 
 
-def test_hooks_of_others_on_the_optimizer_run_beside_ours() -> None:
-    """A hook that ours removed while torch went over them all stopped the first step."""
+def test_hooks_schedulers_and_gradient_accumulation_of_others_run_beside_ours() -> None:
+    """Steps of the optimizer count, not backward passes; hooks before and after ours are called."""
     model = network()
     optim = optimizer(model, "sgd")
     seen = []
     optim.register_step_pre_hook(lambda *_: seen.append("before"))
-    with CO2(model, optim, tau=2):
-        optim.register_step_pre_hook(lambda *_: seen.append("after"))
-        train(model, optim, 0, range(3))
-    assert seen == ["before", "after"] * 3
-
-
-def test_a_scheduler_and_gradient_accumulation_change_nothing_for_the_hook() -> None:
-    """Steps of the optimizer count, not backward passes, also behind a learning rate scheduler."""
-    model = network()
-    optim = optimizer(model, "sgd")
     with CO2(model, optim, tau=2) as co2:
+        optim.register_step_pre_hook(lambda *_: seen.append("after"))
         scheduler = torch.optim.lr_scheduler.StepLR(optim, 1)
         for step in range(6):
             model(torch.ones(1, 5)).sum().backward()
@@ -266,6 +245,7 @@ def test_a_scheduler_and_gradient_accumulation_change_nothing_for_the_hook() -> 
                 optim.step()
                 scheduler.step()
         assert (co2.stats().rounds, co2.stats().steps) == (1, 3)
+    assert seen == ["before", "after"] * 3
 
 
 def test_huge_averages_are_finite_and_infinite_ones_are_not() -> None:
@@ -300,23 +280,6 @@ def test_clipped_elements_are_counted_over_all_shards_of_a_worker() -> None:
         assert co2.stats().clipped == 6 / 8
 
 
-def test_averages_under_way_keep_their_rounds_when_a_run_is_resumed() -> None:
-    """An error of a resumed run names the round whose average it is."""
-    for staleness in [1, 3]:
-        states, rounds = [], []
-        for _ in range(2):
-            model = network()
-            optim = optimizer(model, "sgd")
-            with CO2(model, optim, tau=1, staleness=staleness) as co2:
-                if states:
-                    co2.load_state_dict(states[0])
-                else:
-                    train(model, optim, 0, range(5))
-                    states.append(co2.state_dict())
-                rounds.append([flight.round for flight in co2._outer.flights])
-        assert rounds[0] == rounds[1] == list(range(5))[-staleness:]
-
-
 def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may take what is left of it; one that comes too late is a lost worker."""
     now, granted = [100.0], []
@@ -328,17 +291,12 @@ def test_all_buckets_of_an_average_share_one_deadline(monkeypatch: pytest.Monkey
             raise TimeoutError("nobody answers")
 
     monkeypatch.setattr("realrun.algorithms.average.time.monotonic", lambda: now[0])
-    flight = Flight(7, torch.zeros(1), [bucket] * 3, deadline=12.0)
-    flight.wait()
-    assert granted == [12.0, 8.0, 4.0]
-    granted.clear()
+    Flight(7, torch.zeros(1), [bucket] * 3, deadline=12.0).wait()
     late = Flight(7, torch.zeros(1), [bucket] * 4, deadline=10.0)
     with pytest.raises(RankFailure, match=r"round 7 .*10 s"):
         late.wait()
-    assert granted == [10.0, 6.0, 2.0]
-    granted.clear()
     late.wait()  # again: for the two that were not there yet
-    assert granted == [10.0, 6.0]
+    assert granted == [12.0, 8.0, 4.0, 10.0, 6.0, 2.0, 10.0, 6.0]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -53,11 +53,3 @@ def test_no_function_is_longer_than_60_lines_but_declared_command_lines() -> Non
         if length(node) > LONGEST
     }
     assert long == set(COMMAND_LINES.items())
-
-
-def test_the_declared_functions_are_long_for_their_options_alone() -> None:
-    """What they do, without their arguments, is as short as that of all others."""
-    for path, name in COMMAND_LINES.items():
-        (node,) = (node for node in functions(ROOT / path) if node.name == name)
-        body = (node.end_lineno or 0) - node.body[0].lineno + 1
-        assert body <= LONGEST, f"{path}: {name}"

@@ -1,15 +1,11 @@
 """Studies of benchmarks/: what is run next, given what is there, and what their numbers rest on."""
 
 import functools
-import json
 import math
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,18 +20,11 @@ sys.path.insert(0, str(FOLDER))
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch, importing
     import convergence
-    import fidelity_turns as turns
-    import long_study
     import quantization
-    import reports
     import ssp
     import time_to_loss_plan as timed
-    import time_to_loss_runs
     from ranks import on_ranks
 
-from co2sim import Case  # noqa: E402
-from co2sim.cluster import GPU, Cluster, Link  # noqa: E402
-from co2sim.compute import compute_time  # noqa: E402
 from realrun.algorithms.quantize_format import wire_bytes  # noqa: E402
 from realrun.train.settings import TrainSettings  # noqa: E402
 from realrun.train.task import loss_of, means, scores  # noqa: E402
@@ -91,83 +80,7 @@ def test_a_best_rate_at_the_edge_is_looked_beyond() -> None:
     assert tried[1e-6] == {low, middle, high, low / 2, low / 4}
 
 
-def test_what_is_finished_is_not_run_again(tmp_path: Path) -> None:
-    """Rows survive in the file; the plan goes on behind them; another budget starts anew."""
-    path = tmp_path / convergence.RUNS
-    plan = functools.partial(convergence.wanted, line("LocalSGD 12"), BUDGET)
-    assert reports.read(path) == {}
-    first = convergence.missing(plan, {})[0]
-    names = ("budget", "configuration", "choice", "lr", "seed")
-    row = dict(zip(names, first.key, strict=True)) | {"validation_loss": 2.5, "error": ""}
-    reports.append(path, row)
-    known = reports.read(path)
-    assert known[first.key]["validation_loss"] == 2.5
-    assert convergence.missing(plan, known) == convergence.missing(plan, {})[1:]
-    other = convergence.StudyBudget(steps=96)
-    again = functools.partial(convergence.wanted, line("LocalSGD 12"), other)
-    assert convergence.missing(again, known)[0] == replace(first, budget=other)
-
-
-def test_a_choice_is_split_between_strategy_and_outer_step() -> None:
-    """CO2 with a delay: what is kept belongs to the strategy, momentum and lr to the outer step."""
-    late, choice = line("CO2 delay 4, tau 12"), "keep=0.25,predict=1,momentum=0.2,lr=0.9"
-    assert choice in late.choices
-    assert late.trained(choice) == "co2:tau=12,delay=4,fragments=1,keep=0.25,predict=1"
-    assert late.outer(choice, 0.01) == "momentum=0.2,lr=0.9"
-    clipped = line("CO2 48, clip").outer("momentum=0.5,lr=1", 0.01)
-    assert clipped == "momentum=0.5,lr=1,gap=constant,clip=0.12"  # a quarter of lr x tau
-
-
-@pytest.mark.parametrize("better", long_study.RATES)
-def test_the_long_study_chooses_its_rate_at_3072_steps_only(better: float) -> None:
-    """With the tuning seed; runs that count have other seeds; those of 768 steps are there."""
-    study = long_study.LongStudy.usual()
-    base = reports.read(FOLDER / "results" / convergence.RUNS)
-    known, asked = dict(base), []
-    while asks := convergence.missing(study.asks, known):
-        asked.append(asks[0])
-        known[asks[0].key] = {"validation_loss": abs(asks[0].lr - better)}
-    assert 768 not in {ask.budget.steps for ask in asked}
-    trials = [ask for ask in asked if ask.seed == convergence.TUNING_SEED]
-    assert {ask.budget.steps for ask in trials} == {3072}
-    for steps, rate in ((3072, better), (6144, min(long_study.RATES))):
-        for name in long_study.COMPARED:
-            assert {ask.lr for ask in study.counted(steps, name, known)} == {rate}
-
-
 # --- time to a loss ------------------------------------------------------------------------------
-
-
-def finished(plan: Any, ask: Any, losses: list[float]) -> dict[str, Any]:
-    """The row of a run with a validation every 12 steps."""
-    curve = [[12 * (i + 1), 0.24 * (i + 1), loss] for i, loss in enumerate(losses)]
-    row = dict(zip(timed.KEY, ask.key(plan), strict=True))
-    return {**row, "step_s": 0.02, "curve": json.dumps(curve), "error": ""}
-
-
-def test_runs_of_time_to_loss_are_interleaved_and_kept(tmp_path: Path) -> None:
-    """Each seed has calibrations, then all methods; the loss to reach is the worst without a lab.
-
-    The reference's runs come first, and let the others end.
-    """
-    few = (timed.REFERENCE, "torch DDP", "LocalSGD", "CO2, delay auto")
-    plan = timed.Plan(seeds=(0, 1), rates=("100 Mbit/s",), only=few)
-    count = 0
-    while ask := timed.next_run(plan, timed.read(tmp_path), tmp_path, timed.FREE):
-        count += 1
-        assert (ask.entry.name == timed.REFERENCE) == (count in {1, 2})
-        aim = timed.enough(plan, timed.read(tmp_path), tmp_path)
-        assert aim == (2.02 if count > 2 else None)
-        timed.append(tmp_path, finished(plan, ask, [3.0, 2.0 + count / 100]))
-    known = timed.read(tmp_path)
-    assert timed.target_of(plan, known, tmp_path) == 2.0 + count / 100
-    asks = list(timed.lab_asks(plan, known, tmp_path, "100 Mbit/s"))
-    half = len(asks) // 2
-    assert [ask.seed for ask in asks] == [0] * half + [1] * half
-    assert [ask.entry for ask in asks[: len(timed.CALIBRATIONS)]] == list(timed.CALIBRATIONS)
-    assert {ask.entry.name for ask in asks if not ask.entry.calibrates} == {k[2] for k in known}
-    timed.append(tmp_path, finished(plan, asks[0], []))
-    assert timed.next_run(plan, timed.read(tmp_path), tmp_path, "100 Mbit/s") == asks[1]
 
 
 def test_the_loss_falls_evenly_between_validations() -> None:
@@ -177,24 +90,6 @@ def test_the_loss_falls_evenly_between_validations() -> None:
     assert timed.reached(points, 1.75) == pytest.approx((42.0, 6.5, 1.75))
     assert timed.reached(points, 3.5) == (12.0, 1.0, 3.0)
     assert timed.reached(points, 0.5) is None
-
-
-def test_contenders_are_tuned_as_in_the_study(tmp_path: Path) -> None:
-    """Lr and outer step of the best line; CO2 with a delay keeps what the nearest delay keeps."""
-    (tmp_path / "convergence.csv").write_text(
-        "configuration,loss,lr,outer\n"
-        "LocalSGD 12,1.9,0.02,\n"
-        '"CO2 12, plain",2.2,0.03,"momentum=0,lr=1"\n'
-        '"CO2 12, gap",2.1,0.04,"momentum=0.5,lr=1"\n'
-        '"CO2 delay 1, tau 12",1.91,0.05,keep=1\n'
-        '"CO2 delay 4, tau 12",1.95,0.06,"keep=0.25,predict=1,momentum=0.2,lr=0.9"\n'
-    )
-    found = {one.name: one for one in timed.contenders((), tmp_path, lambda entry: (entry, 3))}
-    assert found["torch post-local SGD"].lr == found["LocalSGD"].lr == 0.02
-    published, late = found["CO2 as published"], found["CO2, delay auto"]
-    assert (published.lr, published.outer) == (0.04, "momentum=0.5,lr=1")
-    assert (late.lr, late.outer) == (0.06, "momentum=0.2,lr=0.9")
-    assert late.strategy == "co2:tau=12,delay=auto,keep=0.25,predict=1"
 
 
 def test_a_predicted_step_takes_what_was_calibrated_into_account() -> None:
@@ -212,60 +107,6 @@ def test_a_predicted_step_takes_what_was_calibrated_into_account() -> None:
     for local, least in ((0.025, 4), (0.028, 3)):  # as many steps as an average takes
         chosen = timed.with_delay(place, "co2:tau=12,delay=auto,fragments=1", local)
         assert chosen.delay == least
-
-
-def test_a_step_at_a_pace_waits_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the rest of its time, on a clock that the test moves; slower steps are counted."""
-    now, waited = [0.0], []
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=waited.append)
-    monkeypatch.setattr(time_to_loss_runs, "time", clock)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    pace = time_to_loss_runs.Pace(1.0)
-    pace.attach(SimpleNamespace(bare=model, model=model, optimizer=optimizer))
-    for busy in (0.25, 1.5):
-        model(torch.ones(1, 1)).sum().backward()
-        now[0] += busy
-        optimizer.step()
-    assert (waited, pace.steps, pace.late) == ([0.75, 0.0], 2, 1)
-
-
-# --- a probe and a run in turns ------------------------------------------------------------------
-
-OVERHEAD = 1e-5
-PROCESSOR = GPU("any", 1e11, 1e10, {"fp32": 5e10}, ((1.0, 1.0),), launch_overhead=OVERHEAD)
-FAST = Link(1e15, 0.0)
-CLUSTER = Cluster("two", PROCESSOR, 2, 1, FAST, FAST, "gloo", "stream")
-
-
-def kernels(slower: float, *factors: float) -> tuple[Any, Any]:
-    """What a rank takes for the kernels of a probe on both sides of a run; passes times factors."""
-    side = {
-        work: [
-            OVERHEAD + slower * factor * (compute_time(work, PROCESSOR, "fp32") - OVERHEAD)
-            for factor in factors or (1.0, 1.0)
-        ]
-        for work in turns.EVERY
-    }
-    return side, side
-
-
-def test_kernels_as_the_cluster_says_predict_what_it_predicts() -> None:
-    """The fit adds nothing of its own; the slower rank sets the pace; uneven ranks wait."""
-    case = Case(cluster=CLUSTER, model="tiny-5m", strategy="zero3", precision="fp32")
-    job = turns.Job.of(case)
-    before = job.predicted()[0].round_time_s
-    even, slow, uneven = (
-        fmean(one.round_time_s for one in job.on(seen).predicted())
-        for seen in (
-            [kernels(1.0), kernels(1.0)],
-            [kernels(1.0), kernels(2.0)],
-            [kernels(1.0, 0.8, 1.2)] * 2,
-        )
-    )
-    assert even == pytest.approx(before, rel=1e-6)
-    assert slow == pytest.approx(2 * before, rel=0.01)
-    assert 1.01 < uneven / even < 1.2
 
 
 # --- block sizes of quantization -----------------------------------------------------------------
@@ -302,17 +143,6 @@ def test_fp8_is_exact_for_its_own_numbers() -> None:
     """A block's largest element becomes 448."""
     numbers = torch.tensor([448.0, 1.0, 1.125, 0.0625, -0.0703125, 0.0])
     assert torch.equal(received("fp8 (E4M3)", numbers, 32), numbers)
-
-
-def test_without_a_code_workers_train_as_one() -> None:
-    """What is sent as it is makes the mean gradient; a code at any place changes the loss."""
-    of = TrainSettings(task="digits", size="tiny", steps=3, warmup=1, batch=8, lr=1e-2)
-    task = make_task(of, torch.device("cpu"))
-    one = quantization.train(task, of, "weights (qwZ)", None)[0]
-    several = quantization.train(task, of, "gradients (qgZ)", None)[0]
-    assert several == pytest.approx(one, abs=1e-4)
-    for place in quantization.PLACES:
-        assert quantization.train(task, of, place, quantization.CODES["int4"], 32)[0] != one
 
 
 @pytest.mark.dist

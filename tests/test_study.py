@@ -1,6 +1,5 @@
 """The public API: one question in, figures out."""
 
-import doctest
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import DDP, Case, Co2simError, Result, experiments, simulate, study
+from co2sim import DDP, Case, Co2simError, Result, simulate, study
 from co2sim.cluster import Link
 from co2sim.errors import OptionError
 from co2sim.machine import Recent
@@ -18,15 +17,6 @@ from co2sim.schedule import Layout, Schedule
 from co2sim.workload import Workload
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
-
-
-@pytest.mark.slow
-def test_the_examples_in_the_documentation_are_true() -> None:
-    """What a docstring shows is what comes out."""
-    for module in (study, experiments):
-        failed, attempted = doctest.testmod(module)
-        assert attempted > 0
-        assert failed == 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zeropp", "co2(tau=12)", "diloco(tau=20)"])
@@ -50,12 +40,7 @@ def test_the_figures_of_a_result_agree_with_each_other(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     ("least", "most", "said"),
-    [
-        (1.0, 1.0, []),
-        (1.005, 0.995, []),  # within 1 %: what a probe of nearly these passes has measured
-        (1.02, 1.0, ["smaller"]),
-        (1.0, 0.98, ["larger"]),
-    ],
+    [(1.005, 0.995, []), (1.02, 1.0, ["smaller"]), (1.0, 0.98, ["larger"])],
 )
 def test_passes_beyond_the_known_efficiencies_are_said(
     least: float, most: float, said: list[str]
@@ -68,13 +53,6 @@ def test_passes_beyond_the_known_efficiencies_are_said(
     reasons = [fact.source for fact in found if fact.path == "cluster.gpu.efficiency"]
     assert len(reasons) == len(said)
     assert all(word in reason for word, reason in zip(said, reasons, strict=True))
-
-
-def test_assumed_inputs_are_listed_with_the_side_they_come_from() -> None:
-    """What no source supports is named in the answer, under cluster or model."""
-    found = simulate("a100-tcp80", "transnormer-7b", "ddp", gpus=8)
-    paths = {fact.path for fact in found.assumed}
-    assert {"cluster.inter.latency", "cluster.interference", "model.layers"} <= paths
 
 
 def test_one_gpu_has_no_communication_and_no_overlap_ratio() -> None:
@@ -129,11 +107,13 @@ def test_noise_is_repeatable_and_averaged() -> None:
 
 
 def test_in_the_steady_state_the_number_of_rounds_does_not_matter() -> None:
-    """Averaging more rounds of a steady state changes nothing."""
+    """Averaging more rounds of a steady state changes nothing, with a straggler too."""
     for strategy in ("ddp", "co2(tau=2,staleness=2)", "zeropp"):
-        one = simulate(strategy=strategy, **SMALL)
-        for rounds in (1, 2, 5):
-            more = simulate(strategy=strategy, rounds=rounds, **SMALL)
+        case: dict[str, Any] = {**SMALL, "strategy": strategy, "node_speed": {1: 0.5}}
+        one = simulate(**case)
+        for rounds in (1, 2, 5, 100):
+            more = simulate(rounds=rounds, **case)
+            assert (more.steady, more.rounds_simulated >= rounds) == (True, True)
             assert more.round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
 
 
@@ -153,43 +133,16 @@ def test_communication_beside_compute_repeats_from_round_to_round(tau: int) -> N
         assert one.round_time_s <= slow.round_time_s * (1 + 1e-9)
 
 
-def test_many_rounds_are_all_measured() -> None:
-    """A hundred rounds of a steady state give what one gives, with a straggler too."""
-    case: dict[str, Any] = {**SMALL, "strategy": "ddp", "noise": Noise(node_speed={1: 0.5})}
-    one, many = simulate(**case), simulate(rounds=100, **case)
-    assert many.steady
-    assert many.rounds_simulated > 100
-    assert many.round_time_s == pytest.approx(one.round_time_s, rel=1e-9)
-
-
-def test_the_trace_of_a_case_keeps_the_rules() -> None:
-    """`Case.trace` gives the schedule and a trace of it, warm-up included."""
-    schedule, trace = study.trace(Case(strategy="zeropp", **SMALL))
-    assert trace.violations(schedule) == []
-    assert trace.rounds >= 2
-
-
-def test_overrides_do_not_apply_to_objects() -> None:
-    """An object is taken as it is; overriding it is an error."""
+def test_clusters_that_cannot_be_are_refused() -> None:
+    """Objects are checked like files: sites need an uplink and equal sizes, links a bandwidth."""
+    unequal = {"nodes": 3, "sites": 2, "wan": Link(1e8)}
+    for impossible in ({"sites": 2}, unequal, {"nodes": 0}):
+        with pytest.raises(Co2simError):
+            simulate(tiny.cluster(**impossible), tiny.model(), "ddp")
+    with pytest.raises(Co2simError):
+        Link(0.0)
     with pytest.raises(OptionError, match="names and files"):
         simulate(tiny.cluster(), "gpt2-small", "ddp", overrides={"nodes": "3"})
-
-
-@pytest.mark.parametrize(
-    ("fields", "bandwidth"),
-    [({"sites": 2}, 1e9), ({"nodes": 3, "sites": 2}, 1e9), ({"nodes": 0}, 1e9), ({}, 0.0)],
-    ids=["no uplink", "unequal sites", "no nodes", "no bandwidth"],
-)
-def test_clusters_that_cannot_be_are_refused(fields: dict[str, Any], bandwidth: float) -> None:
-    """Objects are checked like files: sites need an uplink and equal sizes, links a bandwidth."""
-    uplink = {"wan": Link(1e8)} if "nodes" in fields and "sites" in fields else {}
-
-    def run() -> Result:
-        impossible = tiny.cluster(inter=Link(bandwidth), **fields, **uplink)
-        return simulate(impossible, tiny.model(), "ddp")
-
-    with pytest.raises(Co2simError):
-        run()
 
 
 @pytest.mark.parametrize(
