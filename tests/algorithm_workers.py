@@ -18,7 +18,6 @@ from local_problem import batch, loss, network, optimizer, train, vector
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from co2sim.errors import Co2simError
@@ -195,23 +194,6 @@ def refused(world: World) -> dict[str, str]:
         "setting": error_of(lambda: start(plain, outer_momentum=0.1 if odd else 0.2)),
         "ddp": error_of(lambda: start(DistributedDataParallel(nn.Linear(2, 2)))),
     }
-
-
-def alike_at_start(world: World) -> list[list[float]]:
-    """Trainable and frozen parameters, and a buffer, right after the start; and after a round."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.fill_(world.rank + 1)
-    model[0].bias.requires_grad_(requires_grad=False)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with LocalSGD(model, optim, tau=1):
-        first = [float(t.sum()) for t in (*model.parameters(), *model.buffers())]
-        with torch.no_grad():
-            model[0].bias.fill_(world.rank)
-            model[1].running_mean.fill_(world.rank)
-        optim.step()
-        return [first, [float(model[0].bias.sum()), float(model[1].running_mean.sum())]]
 
 
 def loaded(world: World) -> list[str]:
@@ -447,19 +429,6 @@ def chosen_delay(world: World) -> dict[str, Any]:
         Flight.arrived = arrived  # type: ignore[method-assign]
 
 
-def slower_than_its_delay(world: World) -> dict[str, Any]:
-    """The last rank comes late to every round: what the others had to wait for."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    with CO2(model, optim, tau=2, delay=1) as co2:
-        for t in range(4):
-            if world.rank == world.layout.world_size - 1:
-                time.sleep(0.5)
-            train(model, optim, world.rank, range(2 * t, 2 * t + 2))
-        history = vector(model).tolist()
-        return {"late": co2.stats().late, "waited": co2.stats().waited, "ended": history}
-
-
 def agreed(world: World) -> list[Any]:
     """The consensus in every step of three rounds, and what the model holds beside it."""
     model = network()
@@ -531,32 +500,6 @@ def _lose(
     return {"told": told}
 
 
-def inside_nodes(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Two nodes of two ranks, DDP or FSDP2 inside; the whole model after each round, and stats."""
-    found = []
-    for case in cases:
-        tau, history = case["options"]["tau"], []
-        model, optim, algorithm = _inside(case, world)
-        with algorithm:
-            for t in range(case["rounds"]):
-                _train_inside(model, optim, world, range(t * tau, (t + 1) * tau))
-                history.append(_whole(model).tolist())
-            with algorithm.consensus():
-                anchor = _whole(model).tolist()
-            stats = algorithm.stats()
-        found.append(
-            {
-                "history": history,
-                "anchor": anchor,
-                "penalty": stats.penalty,
-                "clipped": stats.clipped,
-                "kept": algorithm._outer.state.anchor.numel(),
-                "sent": stats.bytes_sent,
-            }
-        )
-    return found
-
-
 def _inside(
     case: dict[str, Any], world: World
 ) -> tuple[nn.Module, torch.optim.Optimizer, LocalUpdate]:
@@ -585,11 +528,6 @@ def _train_inside(
         optim.zero_grad()
         (model(given) - wanted).square().mean().backward()
         optim.step()
-
-
-def _whole(model: nn.Module) -> torch.Tensor:
-    full = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return torch.cat([one.detach().reshape(-1) for one in full])
 
 
 def evaluated_inside(world: World) -> list[float]:

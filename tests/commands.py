@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import pytest
 
 
@@ -68,13 +67,3 @@ def written(factory: pytest.TempPathFactory, *arguments: str) -> Written:
         assert not ended.value.code
         _WRITTEN[arguments] = Written(out.getvalue(), path)
     return _WRITTEN[arguments]
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of a process and all below it: how far it has come, on a busy machine, too."""
-    whole = psutil.Process(pid)
-    seconds = 0.0
-    for process in (whole, *whole.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):  # it has just ended
-            seconds += process.cpu_times().user
-    return seconds

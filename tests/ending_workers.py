@@ -1,7 +1,6 @@
 """What ranks of the tests of how algorithms end do."""
 
 import copy
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -35,33 +34,6 @@ def uneven(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         found.append({"told": told})
         dist.barrier()
     return found
-
-
-def within_a_long_round(world: World) -> dict[str, Any]:
-    """Rank 1 raises in a round that takes the others 20 seconds more."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    told, step = "", 0
-    try:
-        with CO2(model, optim, tau=500):
-            for step in range(500):
-                if step == 3 and world.rank == 1:
-                    raise ValueError("bad sample")  # noqa: TRY301 - as a user's loop
-                train(model, optim, world.rank, range(1))
-                time.sleep(0.04)
-    except (Co2simError, ValueError) as error:
-        told = f"{type(error).__name__}: {error}"
-    return {"told": told, "step": step}
-
-
-def steps_joined(world: World, steps: list[int]) -> int:
-    """The steps that a rank says it took within `join`."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    algorithm = LocalSGD(model, optim, tau=3)
-    with algorithm.join():
-        train(model, optim, world.rank, range(steps[world.rank]))
-    return algorithm.stats().steps
 
 
 def finished(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -207,23 +179,6 @@ def told(call: Callable[[], Any]) -> str:
     return ""
 
 
-def partly(world: World) -> dict[str, Any]:
-    """Of two optimizers only one takes steps in the end, and more than a round has."""
-    model = network()
-    optims = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[3:])]
-    local = LocalSGD(model, optims, tau=3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, optims[0], world.rank, range(6))
-    means: list[Any] = [None] * world.layout.world_size
-    dist.all_gather_object(means, vector(model))
-    local.finish()
-    close = torch.allclose(vector(model), torch.stack(means).mean(0), atol=1e-6)
-    moved = float((vector(model) - vector(network())).abs().max())
-    said = [str(one.message) for one in caught]
-    return {"said": said, "mean": close, "moved": moved, "steps": local.stats().steps}
-
-
 def unfrozen(world: World) -> dict[str, str]:
     """A parameter is trained since the last round: what evaluates, saves and ends says."""
     model = network()
@@ -278,18 +233,3 @@ def elsewhere(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]
         found.append({"told": told(lambda: end(case, model, optim))})  # noqa: B023 - called at once
         dist.barrier()
     return found
-
-
-def joined_buffers(world: World) -> dict[str, Any]:
-    """Buffers at the end of `join`: rank 0 took no step. And what cannot be within."""
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    optim = optimizer(model, "sgd")
-    local = LocalSGD(model, optim, tau=2)
-    words = []
-    with local.join(buffers=True):
-        train(model, optim, world.rank, range(3 * world.rank))
-        words = [told(local.finish), told(local.consensus(buffers=True).__enter__)]
-        own = model[1].running_mean.tolist()
-    means: list[Any] = [None] * world.layout.world_size
-    dist.all_gather_object(means, own)
-    return {"end": model[1].running_mean.tolist(), "own": means, "told": words}

@@ -1,7 +1,5 @@
 """What ranks of the tests of Lightning do."""
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -182,26 +180,6 @@ def replaced(world: World, folder: str) -> dict[str, Any]:
     return {"found": own.ended, "end": ends}
 
 
-def broadcasts(world: World, folder: str) -> int:
-    """How often Lightning and the algorithm broadcast in a training without validation."""
-    count, broadcast = 0, dist.broadcast
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        return broadcast(*args, **options)
-
-    place = Path(folder) / "broadcasts"
-    trainer = _trainer(place, {"tau": 4}, max_epochs=4, limit_val_batches=0)
-    dist.broadcast = counted
-    try:
-        _fit(world, trainer, Module(), 0)
-    finally:
-        dist.broadcast = broadcast
-    assert trainer.global_step == 24
-    return count
-
-
 class Stop(pl.Callback):
     """The second rank stops early."""
 
@@ -218,26 +196,5 @@ def stopped(world: World, folder: str) -> dict[str, Any]:
     try:
         _fit(world, trainer, Module(), 0)
     except Co2simError as error:
-        told = f"{type(error).__name__}: {error}"
-    return {"told": told, "took": time.monotonic() - begin}
-
-
-class Signal(pl.Callback):
-    """The second rank gets SIGTERM, as from a batch system that wants its node."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *others: Any) -> None:
-        """After five steps."""
-        del others
-        if trainer.global_rank == 1 and trainer.global_step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def signalled(world: World, folder: str) -> dict[str, Any]:
-    """What is said where one rank gets SIGTERM."""
-    trainer = _trainer(Path(folder) / "signalled", {"tau": 4}, callbacks=[Signal()])
-    begin, told = time.monotonic(), ""
-    try:
-        _fit(world, trainer, Module(), 0)
-    except (Co2simError, SystemExit) as error:
         told = f"{type(error).__name__}: {error}"
     return {"told": told, "took": time.monotonic() - begin}

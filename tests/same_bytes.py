@@ -4,19 +4,11 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-from typer.main import get_command
-
-from analysis.cli.app import app as analysis_app
-from co2sim.cli.app import app as co2sim_app
-from realrun.cli.app import app as realrun_app
-
 ROOT = Path(__file__).parent.parent
-APPS = {"co2sim": co2sim_app, "realrun": realrun_app, "co2analysis": analysis_app}
 PACKAGES = {"co2sim": "co2sim", "realrun": "realrun", "co2analysis": "analysis"}
 
 _CASE = "-m gpt2-small -c examples/my-cluster.toml"
@@ -64,31 +56,6 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "co2analysis trends": ("--steps 16 --taus 1,2 --seeds 1 --workers 2 --json",),
 }
 """Arguments of every command that only computes."""
-
-MEASURING: Mapping[str, str] = {
-    "realrun probe": "all of its output is measured",
-    "realrun run": "what it writes are times that it measured",
-    "realrun train": "its log has times; see `test_a_training_differs_in_its_times_only`",
-    "realrun lab run": "it prints what the command prints that it is given",
-    "co2analysis lab": "what it writes are times that it measured",
-    "co2analysis verify": "see `test_cells_and_report_are_the_same_elsewhere`",
-}
-"""Other commands, and why."""
-
-
-def all_commands() -> Iterator[str]:
-    """The names of all commands, as the applications have them."""
-    for name, app in APPS.items():
-        yield from _below(name, get_command(app))
-
-
-def _below(name: str, command: click.Command) -> Iterator[str]:
-    commands = getattr(command, "commands", None)
-    if commands is None:
-        yield name
-        return
-    for inner, one in commands.items():
-        yield from _below(f"{name} {inner}", one)
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,6 @@ def test_other_checkpoints_of_lightning(tmp_path: Path) -> None:
         assert "state.json" in missing
 
 
-def test_a_grad_scaler_of_lightning_is_refused(tmp_path: Path) -> None:
-    """It skips steps on one rank only."""
-    assert all("'16-mixed'" in told for told in two("lightning", "refused", tmp_path))
-
-
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
 def test_an_exception_on_one_rank_ends_all(library: str, tmp_path: Path) -> None:
     """Long before the deadline; the others name the rank and its exception."""
@@ -81,27 +76,6 @@ def test_an_early_stop_on_one_rank_ends_all(library: str, tmp_path: Path) -> Non
     assert other["told"].startswith("RankFailure: ")
     assert "rank 1 is at " in other["told"]
     assert "rank 1 has taken 5" in own["told"]
-
-
-def test_sigterm_on_one_rank_of_lightning_ends_all(tmp_path: Path) -> None:
-    """At once: it does not wait in its handler for others, which are told."""
-    other, own = two("lightning", "signalled", tmp_path)
-    assert own["told"].startswith("SIGTERMException")
-    assert "rank 1 raised SIGTERMException" in other["told"]
-
-
-def test_lightning_asks_no_other_rank_at_every_step(tmp_path: Path) -> None:
-    """It broadcast before each batch whether SIGTERM had come, and all waited for rank 0."""
-    assert max(two("lightning", "broadcasts", tmp_path)) < 24
-
-
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_callbacks_find_the_end_and_may_replace_it(library: str, tmp_path: Path) -> None:
-    """All find one model; of what each puts there, such as an EMA, all end with the mean."""
-    first, second = two(library, "replaced", tmp_path)
-    assert first["found"] == second["found"]
-    for one in (first, second):
-        assert one["end"] == [[2.0]] * len(one["end"])
 
 
 # --- Accelerate ----------------------------------------------------------------------------------
@@ -146,36 +120,7 @@ def test_transformers_trains_as_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert one == other != found[0][0]["end"]
 
 
-def test_the_best_model_of_transformers_is_loaded_last(tmp_path: Path) -> None:
-    """After all averages have been used; and a retry on one rank only is refused."""
-    assert two("transformers", "best", tmp_path) == [True, True]
-    for told in two("transformers", "refused", tmp_path):
-        assert told.startswith("auto_find_batch_size")
-
-
 # --- other numbers of ranks, and the page ---------------------------------------------------------
-
-
-def test_one_rank_goes_on_where_two_agreed(tmp_path: Path) -> None:
-    """A warning says what is lost; the buffers are those of the library's own file."""
-    files = {"module": "rank_files_workers", "folder": str(tmp_path)}
-    on_ranks("save", 2, **files)
-    (answer,) = on_ranks("load", 1, **files)
-    assert answer["began"]
-    (told,) = answer["told"]
-    assert "anchor" in told
-
-
-def test_files_of_another_form_are_one_line(tmp_path: Path) -> None:
-    """Though their checksums are right; and files of another number of optimizers."""
-    files = {"module": "rank_files_workers", "folder": str(tmp_path)}
-    on_ranks("save", 1, **files)
-    *crafted, optimizers = on_ranks("crafted", 1, **files)[0]
-    for one in crafted:
-        assert one.startswith("DamagedError: cannot read ")
-        assert "state.json" in one
-        assert "\n" not in one
-    assert "optimizer" in optimizers
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -1,8 +1,6 @@
 """What `realrun.algorithms` offers to a training loop: names, errors, types and timeouts."""
 
 import ast
-import importlib
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ torch = pytest.importorskip("torch")
 from local_problem import network, optimizer  # noqa: E402 - needs torch
 
 from realrun import algorithms  # noqa: E402 - needs torch
-from realrun.algorithms import CO2, LocalUpdate, OptionError  # noqa: E402 - needs torch
+from realrun.algorithms import LocalUpdate  # noqa: E402 - needs torch
 
 FOLDER = Path(algorithms.__file__).parent
 KINDS = ("CO2", "SlowMo", "LocalSGD", "OverlapLocalSGD", "DiLoCo")
@@ -52,13 +50,6 @@ def test_all_names_are_there_and_none_is_missing() -> None:
     assert public == set(algorithms.__all__)
 
 
-def test_the_errors_are_those_of_the_other_packages() -> None:
-    """One class each, whichever way it is imported."""
-    for name in ("MismatchError", "NonFiniteError", "RankFailure"):
-        there = importlib.import_module("realrun.errors")
-        assert getattr(algorithms, name) is getattr(there, name)
-
-
 def test_types_may_be_given_as_torch_names_them() -> None:
     """Of every algorithm, beside the names that were there before."""
     for name in KINDS:
@@ -70,26 +61,3 @@ def test_types_may_be_given_as_torch_names_them() -> None:
         ]:
             with made(name, dtype=given) as algorithm:
                 assert algorithm._outer.average._wire == wire
-
-
-def test_the_wait_is_given_in_seconds_or_as_a_timedelta() -> None:
-    """`timeout` is what torch calls it; both names reach averages and communicators."""
-    for options, seconds in [
-        ({}, 60.0),
-        ({"deadline": 7}, 7.0),
-        ({"timeout": 2.5}, 2.5),
-        ({"timeout": timedelta(minutes=2)}, 120.0),
-        ({"deadline": None, "timeout": None}, 60.0),
-    ]:
-        with made(**options) as algorithm:
-            assert algorithm._links.deadline == seconds
-            assert algorithm._outer.average.launch(torch.zeros(1), 0).deadline == seconds
-
-
-def test_an_error_leaves_no_hook_behind() -> None:
-    """An optimizer whose algorithm was refused can be given to another."""
-    model = network()
-    optim = optimizer(model, "sgd")
-    with pytest.raises(OptionError, match="give one of them"):
-        CO2(model, optim, deadline=1.0, timeout=1.0)
-    CO2(model, optim).close()

@@ -9,7 +9,6 @@ from test_compare import measured
 
 from analysis.convergence.objectives import mlp
 from analysis.published.papers import DATA_VARIABLE, PAPERS
-from co2sim.report import bundle
 from realrun.record import write
 
 BOUND = "bound --smoothness 2 --noise 1 --gap 3 --workers 8 --rounds 10000 --local-steps 8"
@@ -119,24 +118,3 @@ def test_missing_data_are_named(
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert "co2sim[analysis]" in done.err
     assert not Path("made").exists()
-
-
-@pytest.mark.parametrize("line", ["compare runs", "validate"])
-def test_a_missing_extra_is_named_where_it_is_needed(
-    co2analysis: Command, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
-    """Pages with charts need it; one line says what to install."""
-    monkeypatch.setattr(bundle, "find_spec", lambda name: None if name == "vl_convert" else name)
-    done = co2analysis(*line.split(), "--report", "c.html")
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "co2sim[report]" in done.err
-
-
-@pytest.mark.parametrize("command", ["validate", "lab"])
-def test_help_names_no_folder_of_this_machine(co2analysis: Command, command: str) -> None:
-    """Defaults are said without a path."""
-    done = co2analysis(command, "--help")
-    assert done.code == 0
-    shown = "".join(done.out.split())
-    assert str(Path(__file__).parent.parent) not in shown
-    assert "site-packages" not in shown

@@ -9,7 +9,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from test_report import drawn_points, held
 
 from analysis.measured.comparison import RunComparison, compare
 from analysis.measured.op_table import by_label
-from analysis.measured.page import MOST_RUNS, page
+from analysis.measured.page import page
 from analysis.published import charts
 from analysis.published import page as published
 from analysis.published.errors import CellPrediction
@@ -31,7 +30,6 @@ from analysis.published.kind_errors import KindCoverage
 from analysis.published.paper_cells import from_papers
 from analysis.published.report import ValidationReport, brief_report, render
 from co2sim.intervals import RunKind
-from co2sim.noise import Noise
 from co2sim.report.page import render as rendered
 from co2sim.units import duration, percent
 from realrun.record import write
@@ -92,22 +90,6 @@ def test_the_answer_of_one_run_has_both_times_and_the_cause() -> None:
     assert run.round_time_error < 0
 
 
-def test_several_runs_have_a_sentence_each_below_the_worst(
-    text: str, three: list[RunComparison]
-) -> None:
-    """The heading has the median and the largest error of the round, with its sign and name."""
-    errors = {run.name: run.round_time_error for run in three}
-    worst = max(errors, key=lambda name: abs(errors[name]))
-    said = heading(text)
-    middle = f"{median(map(abs, errors.values())):.1%}"
-    assert all(token in said for token in (middle, percent(errors[worst], 1), f"({worst})"))
-    ledes = re.findall(r'<p class="lede">(.*?)</p>', text)
-    assert [lede.partition(":")[0] for lede in ledes] == list(errors)
-    assert "bandwidth" in ledes[0]
-    assert "compute" in ledes[1]
-    assert "1%" in ledes[2]
-
-
 def test_what_is_drawn_are_the_times_of_the_runs(text: str, three: list[RunComparison]) -> None:
     """Bars are the figures of the record and the prediction; points are the ops with both times."""
     specs = held(text, "specs")
@@ -140,29 +122,6 @@ def test_both_timelines_of_a_run_come_first(text: str, three: list[RunComparison
     assert slow["length"] > quick["length"]
 
 
-def test_waiting_for_others_has_a_colour_of_its_own() -> None:
-    """The last of the legend, grey, as in the figure."""
-    runs = [compare("slow", measured("ddp", noise=Noise(node_speed={1: 0.7})))]
-    scale = held(text_of(runs), "specs")["timeline"]["encoding"]["color"]["scale"]
-    assert scale["domain"][-1] == "waiting for the last rank"
-    assert scale["range"][-1] == "#888888"
-    assert scale["range"].count("#888888") == 1
-
-
-def test_of_many_runs_those_that_are_furthest_off_have_charts() -> None:
-    """All are in the table and the files; the page says which are drawn."""
-    right, wrong = compared({"right": ("ddp", same), "wrong": ("ddp", slower_network)})
-    runs = [replace(right, name=f"right-{n}") for n in range(MOST_RUNS)] + [wrong]
-    text = text_of(runs)
-    rounds = held(text, "rounds")
-    assert len(rounds) == 2 * MOST_RUNS
-    assert "wrong, measured" in rounds
-    assert f"{MOST_RUNS} runs" in text
-    assert len(json.loads(files(text)["comparison.json"])["runs"]) == MOST_RUNS + 1
-    names = set(re.findall(r'<th scope="row">([^<]*)</th>', text))
-    assert names >= {run.name for run in runs}
-
-
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder with two runs."""
@@ -182,17 +141,6 @@ def test_the_files_are_what_the_command_prints(co2analysis: Command) -> None:
     assert json.loads(inside["comparison.json"]) == json.loads(done.out)
     assert inside["ops.csv"] == Path("ops.csv").read_bytes()
     assert f"<code>co2analysis {' '.join(given)}</code>" in text
-
-
-@pytest.mark.usefixtures("runs")
-def test_inputs_have_sources(co2analysis: Command) -> None:
-    """A recorded cluster names the record, a changed number --set."""
-    changed = "inter.bandwidth=25 Gbit/s"
-    assert co2analysis("compare", "runs", "--set", changed, "--report", "c.html").code == 0
-    text = Path("c.html").read_text("utf-8")
-    row = '<tr><th scope="row">{}</th><td>{}</td><td></td><td>{}</td></tr>'
-    assert row.format("inter.bandwidth", "3.12 GB/s", "--set") in text
-    assert row.format("inter.latency", "14 us", "recorded with the run") in text
 
 
 # --- validate -----------------------------------------------------------------------------------
@@ -225,26 +173,6 @@ def validated(report: ValidationReport, missing: tuple[str, ...] = ()) -> str:
 def whole(cells: list[CellPrediction]) -> str:
     """The page of these cells, with a table that was not read."""
     return validated(brief_report(cells), missing=("a.csv was not read",))
-
-
-def test_what_was_not_fitted_to_is_the_answer_and_the_rest_stands_apart(
-    cells: list[CellPrediction], whole: str
-) -> None:
-    """How many, the median and the largest signed error of each."""
-    text = whole
-    (lede, *_) = (one for one in re.findall(r'<p class="lede">(.*?)</p>', text) if "at most" in one)
-    known = [row for row in cells if row.has_interval]
-    for use in ("check", "fit"):
-        inside = [row.inside for row in known if row.cell.use == use]
-        assert inside
-        assert f"{sum(inside)} of the {len(inside)} that" in text
-    for said, use in ((heading(text), "check"), (html.unescape(lede), "fit")):
-        errors = {row.cell.name: row.error for row in cells if row.cell.use == use}
-        assert errors
-        worst = max(errors, key=lambda name: abs(errors[name]))
-        assert said.startswith(f"{len(errors)} ")
-        shown = (percent(median(errors.values()), 1), percent(errors[worst], 1), worst)
-        assert all(token in said for token in shown)
 
 
 def test_every_cell_is_drawn_once_with_its_numbers(cells: list[CellPrediction], whole: str) -> None:
@@ -296,15 +224,6 @@ def test_kinds_have_their_intervals_and_how_they_cover(cells: list[CellPredictio
     ]
     assert '<td class="figure">-9.5% to +22.1%</td><td class="figure">75%</td>' in text
     assert charts.kinds([few]) is None
-
-
-def test_the_whole_report_stands_below_its_heading(cells: list[CellPrediction], whole: str) -> None:
-    """Its headings are one level deeper; a table that was not read is a doubt."""
-    text = whole
-    assert '<p class="doubt">a.csv was not read</p>' in text
-    below = text[text.index('id="whole"') :]
-    headings = re.findall("^## (.+)", render(brief_report(cells)), re.MULTILINE)
-    assert [name for name in headings if f"<h3>{name}</h3>" in below] == headings != []
 
 
 def test_hostile_names_are_text(cells: list[CellPrediction]) -> None:

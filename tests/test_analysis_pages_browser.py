@@ -1,6 +1,5 @@
 """Pages of `co2analysis compare`, `validate` and `verify` in a real browser."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -81,40 +80,6 @@ def test_every_chart_is_drawn_and_nothing_is_asked_of_a_network(
     pdf = opened.page.pdf()
     assert pdf.startswith(b"%PDF")
     assert len(pdf) > 20_000
-
-
-@nightly
-def test_tables_and_code_scroll_with_the_keyboard(browser: Browser, pages: dict[str, Path]) -> None:
-    """What is wider than a phone is in a box that has the focus and scrolls."""
-    opened = Opened(browser, pages["prose"], viewport=PHONE)
-    boxes = opened.page.locator(".prose .wide")
-    assert boxes.count() == 2
-    box = boxes.nth(0)
-    assert box.evaluate("box => box.scrollWidth > box.clientWidth")
-    box.focus()
-    opened.page.keyboard.press("ArrowRight")
-    opened.page.wait_for_function("box => box.scrollLeft > 0", arg=box.element_handle())
-
-
-@nightly
-def test_both_timelines_of_a_run_have_one_time_axis(
-    browser: Browser, pages: dict[str, Path]
-) -> None:
-    """Predicted above measured, with the bars of the run."""
-    opened = Opened(browser, pages["compare"])
-    rounds = json.loads(opened.page.locator("#rounds").text_content() or "")
-    chosen = opened.page.locator("select.round").evaluate_all("all => all.map(one => one.value)")
-    assert chosen == [f"{EVIL}, predicted", f"{EVIL}, measured"]
-    places = opened.page.locator("[data-round]")
-    widths = []
-    for place, name in enumerate(chosen):
-        bars = places.nth(place).locator(".mark-rect path[aria-roledescription=bar]")
-        assert bars.count() == len(rounds[name]["bars"])
-        boxes = [bars.nth(n).bounding_box() for n in range(bars.count())]
-        ends = [box["x"] + box["width"] for box in boxes if box]
-        widths.append((max(ends) - min(box["x"] for box in boxes if box), rounds[name]["length"]))
-    (first, predicted), (second, found) = widths
-    assert first / second == pytest.approx(predicted / found, rel=0.02)
 
 
 @nightly

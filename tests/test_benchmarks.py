@@ -120,19 +120,6 @@ def test_tables_say_what_made_them() -> None:
         assert " commit " in last, path
 
 
-def test_the_speed_table_says_which_targets_are_met() -> None:
-    """The median decides, and of several targets each."""
-    import speed  # noqa: PLC0415 - a folder of scripts
-
-    times = [0.009, 0.010, 5.0]
-    met = [speed.limited("x", times, limit, "ms").cells["met"] for limit in (10, 9.9)]
-    assert met == ["yes", "no"]
-    ratios = {ratio: speed.Target(ratio, 1.2, "x", least=0.8) for ratio in (0.79, 0.8, 1.2, 1.21)}
-    assert [target.met for target in ratios.values()] == [False, True, True, False]
-    two = [speed.within(times, 10, "s"), speed.Target(2.5, 2, "GiB")]
-    assert speed.SpeedLine("x", times, "s", two).cells["met"] == "no"
-
-
 def test_without_out_a_long_run_goes_to_the_results_and_a_quick_one_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

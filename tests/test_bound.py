@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from analysis.convergence import bound, bound_report, late_bound
+from analysis.convergence import bound, bound_report
 from analysis.convergence.bound import Bound, Infeasible
 from analysis.convergence.lateness import Delay, Late, delay
 from analysis.convergence.objectives.problems import Array
@@ -159,34 +159,6 @@ def test_constants_are_no_larger_than_they_must_be(
     assert endless == pytest.approx(last_round, rel=1e-5)
 
 
-@pytest.mark.parametrize("late", [None, Late(steps=3, keep=0.5)])
-def test_a_penalty_that_varies_counts_by_the_farther_end_of_its_range(late: Late | None) -> None:
-    """Terms are multiplied by its largest value; both of its ends may be far from gamma."""
-    for alpha in (1.0, 3.0):  # with 1 the largest penalty is farther, with 3 none
-        plain = replace(LATE, late=late, outer_step=alpha, momentum=0.0, inner_step=1e-4)
-        varied = replace(plain, most_penalty=2.0)
-        ends = [plain, replace(plain, penalty=2.0)]
-        apart = max(abs(end.virtual_step - 1e-4) for end in ends)
-        assert apart == (pytest.approx(5e-5) if alpha == 1 else pytest.approx(2e-4))
-        eta = plain.virtual_step
-        if late is None:
-            by_noise = eta**2 * 8 + apart**2 * 7 / 2
-            assert bound.gap_constants(varied)[1] == pytest.approx(by_noise)
-        else:
-            assert late_bound._distances(varied, late) == (
-                apart,
-                max(abs(0.5 * end.virtual_step - 1e-4) for end in ends),
-            )
-        one, other = bound.evaluate(plain), bound.evaluate(varied)
-        assert isinstance(one, Bound)
-        assert isinstance(other, Bound)
-        assert (other.optimization, other.noise) == pytest.approx(
-            (2 * one.optimization, 2 * one.noise)
-        )
-        assert other.drift == pytest.approx(2 * one.drift)
-        assert other.staleness >= 2 * one.staleness
-
-
 def test_late_share() -> None:
     """CO2's N = eta^2 tau/(1 - beta^2) + d^2 (tau - 1)/2: the share of the first part, by hand."""
     setting = replace(SETTING, inner_step=1.0, outer_step=1.0, momentum=0.5, local_steps=5)
@@ -252,29 +224,6 @@ def test_drift_is_what_following_every_round_gives(
         assert exact > 1e3 or rounds > 1
 
 
-def test_drift_of_any_length_is_found_at_once() -> None:
-    """10^30 rounds have the drift of 10^4 where it is bounded; else there is no number."""
-    long = replace(LATE, rounds=10**30)
-    short = replace(LATE, rounds=10**4)
-    assert bound.drift(long) == pytest.approx(bound.drift(short), rel=1e-3)
-    assert bound.drift(replace(long, inner_step=0.2)) == math.inf
-    wild = replace(SETTING, delay=0, outer_step=1.0, momentum=0.0, local_steps=2000)
-    found = bound.evaluate(replace(wild, inner_step=0.45))
-    assert isinstance(found, Bound)
-    assert found.drift == math.inf
-
-
-@pytest.mark.parametrize("d", [2, 8])
-def test_cost_of_lateness_in_drift(d: int) -> None:
-    """Small steps, unequal data, all kept: 1 + 3 p + 3 p^2 times the drift of waiting."""
-    small = replace(
-        LATE, local_steps=800, inner_step=1e-9, rounds=10**6, late=Late(steps=100 * d), noise=0.0
-    )
-    ratio = bound.drift(small) / bound.drift(replace(small, late=None, delay=0))
-    p = d / 8
-    assert ratio == pytest.approx(1 + 3 * p + 3 * p * p, rel=5e-3)
-
-
 # --- the four terms and their condition ----------------------------------------------------------
 
 
@@ -331,37 +280,6 @@ def test_outside_the_condition_there_is_no_number(setting: Setting) -> None:
     assert isinstance(bound.evaluate(wild), Infeasible)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        replace(SETTING, delay=0, momentum=0.0, outer_step=1.0),
-        replace(LATE, momentum=0.0, outer_step=1.0),
-    ],
-)
-def test_nothing_is_stale_with_an_outer_step_of_1(setting: Setting) -> None:
-    """Local SGD, also with late averages that are kept: no gap, and gamma L < 1 is enough."""
-    assert bound.gap_constants(setting) == (0.0, 0.0)
-    assert bound.largest_inner_step(setting) == pytest.approx(1 / 2.0)
-    assert bound.split(setting)[1] == math.inf
-    found = bound.evaluate(setting)
-    assert isinstance(found, Bound)
-    assert found.staleness == 0
-    assert found.optimization == pytest.approx(2 * 1.5 / (0.001 * 50 * 8))
-    assert found.noise == pytest.approx(2 * 0.001 * 0.5 / 4)
-
-
-def test_half_of_the_condition_only_moves_its_edge() -> None:
-    """With a factor of C the condition changes as 2 L sqrt(C) does, and terms only through it."""
-    part = 2.0 * SETTING.virtual_step
-    whole = bound.load(SETTING)
-    assert bound.load(SETTING, 0.25) == pytest.approx(part + (whole - part) / 2)
-    right, wrong = bound.evaluate(SETTING), bound.evaluate(SETTING, 0.25)
-    assert isinstance(right, Bound)
-    assert isinstance(wrong, Bound)
-    assert replace(wrong, staleness=right.staleness) == right
-    assert wrong.staleness < right.staleness
-
-
 # --- the best step, the rate form, and the published bound ---------------------------------------
 
 
@@ -380,17 +298,6 @@ def test_the_tuned_step_is_the_best_of_a_grid(setting: Setting) -> None:
     assert best.total == pytest.approx(min(totals), rel=1e-2)
 
 
-@pytest.mark.parametrize("rounds", [10**3, 10**30])
-def test_tuned_step_is_the_analytic_one(rounds: int) -> None:
-    """At long horizons the best bound is 2 sqrt(2 Delta L sigma^2/(G T tau)), to 1 %."""
-    plain = replace(SETTING, rounds=rounds, local_steps=1, outer_step=1.0, momentum=0.0, delay=0)
-    best = bound.evaluate(bound.tuned(plain))
-    assert isinstance(best, Bound)
-    analytic = 2 * math.sqrt(2 * 1.5 * 2 * 0.5 / (4 * rounds))
-    assert analytic <= best.total * (1 + 1e-9)
-    assert best.total <= 1.01 * analytic
-
-
 def test_limits_of_tuning() -> None:
     """Without noise the infimum is at the edge of the condition; without a gap no step is best."""
     quiet = replace(SETTING, noise=0.0)
@@ -401,35 +308,6 @@ def test_limits_of_tuning() -> None:
         bound.tuned(replace(SETTING, gap=0.0))
     with pytest.raises(OptionError, match="1e-60"):
         bound.tuned(replace(SETTING, smoothness=1e60, outer_step=1e60))
-
-
-@pytest.mark.parametrize(
-    ("noise", "heterogeneity", "tau", "expected"),
-    [(0.5, 0.0, 1, True), (0.0, 0.5, 2, True), (0.0, 0.5, 1, False), (0.0, 0.0, 2, False)],
-)
-def test_noise_and_drift_make_a_best_step(
-    noise: float, heterogeneity: float, tau: int, *, expected: bool
-) -> None:
-    """Heterogeneous workers drift only if they take two steps or more."""
-    setting = replace(
-        SETTING, noise=noise, heterogeneity=heterogeneity, local_steps=tau, rounds=10**6
-    )
-    assert bound.has_best_step(setting) is expected
-    tuned = bound.tuned(setting).inner_step
-    at_edge = tuned > (1 - 1e-6) * bound.largest_inner_step(setting)
-    assert at_edge is not expected
-
-
-def test_rate_form() -> None:
-    """Optimization and noise are equal with the best scale, and fall like 1/sqrt(T)."""
-    totals = []
-    for rounds in (10_000, 40_000):
-        setting = bound.rate_step(replace(SETTING, rounds=rounds), math.sqrt(2 * 1.5 / (2 * 0.5)))
-        found = bound.evaluate(setting)
-        assert isinstance(found, Bound)
-        assert found.optimization == pytest.approx(found.noise)
-        totals.append(found.optimization + found.noise)
-    assert totals[0] == pytest.approx(2 * totals[1])
 
 
 def test_published_bound_of_slowmo() -> None:
@@ -512,14 +390,6 @@ def test_allowed_delay_is_the_last_of_all_that_hold(
         )
 
 
-def test_allowed_delay_without_a_bound() -> None:
-    """Where even waiting has no bound, or costs nothing, that is what is said."""
-    lost = bound_report.allowed(replace(LATE, inner_step=5.0), 0.5, tune=False)
-    assert (lost.steps, lost.feasible) == (None, None)
-    free = replace(LATE, noise=0.0, heterogeneity=0.0, gap=0.0, outer_step=1.0, momentum=0.0)
-    assert bound_report.allowed(free, 0.0, tune=False).steps == 8
-
-
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -532,13 +402,6 @@ def test_delays_as_they_are_given(count: int, unit: str) -> None:
     assert found == (Delay(None, count) if in_rounds else Delay(count, 0))
     assert delay(str(found)) == found
     assert str(found).endswith("s") is (count != 1)
-
-
-def test_wrong_delays_are_refused() -> None:
-    """The option is named."""
-    for text in ("", "-1", "1.5", "3 s", "auto"):
-        with pytest.raises(OptionError, match="--delay"):
-            delay(text)
 
 
 @pytest.mark.parametrize(
@@ -562,10 +425,3 @@ def test_settings_out_of_range_are_refused(change: dict[str, object], name: str)
         replace(SETTING, **change)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 120
-
-
-def test_shares_out_of_range_are_refused() -> None:
-    """What is thrown away altogether has no bound, what is predicted has to die out."""
-    for change in ({"steps": 0}, {"keep": 0.0}, {"keep": 1.1}, {"predict": 1.0}):
-        with pytest.raises(OptionError):
-            replace(Late(steps=1), **change)  # type: ignore[arg-type]

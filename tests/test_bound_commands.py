@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,29 +114,6 @@ def test_without_a_step_the_best_is_taken(co2analysis: Command) -> None:
     assert answer(co2analysis, *BOUND, "--inner-step", "0.03")["bound"] is None
 
 
-def test_overflow_is_null_in_json(co2analysis: Command) -> None:
-    """JSON has no infinity: a drift too large for a number is null, and so is the bound."""
-    options = ("--local-steps", "2000", "--inner-step", "0.45", "--delay", "0")
-    terms = answer(co2analysis, *BOUND[:-2], *options)["bound"]
-    assert isinstance(terms, dict)
-    assert (terms["drift"], terms["total"]) == (None, None)
-    assert terms["noise"] == pytest.approx(2 * 0.45 * 1 / 8)
-
-
-def test_what_is_not_covered_is_said(co2analysis: Command) -> None:
-    """Of late averages more; what steps before an arrival count, too."""
-    plain, late = BOUND, (*BOUND, "--delay", "4", "--keep", "0.5")
-    lists = [answer(co2analysis, *words)["not_covered"] for words in (plain, late)]
-    assert [len(one) for one in lists if isinstance(one, list)] == [2, 5]
-    shown = co2analysis(*late).out
-    found = answer(co2analysis, *late)
-    assert f"{found['mean_over_all_steps']:.6g}" in shown
-    assert f"{found['drift_over_waiting']:.3g}" in shown
-    for one in lists:
-        assert isinstance(one, list)
-        assert all(" ".join(text.split()) in " ".join(shown.split()) for text in one)
-
-
 def test_allowed_delay(co2analysis: Command) -> None:
     """The longest delay that raises the bound by at most that share, in words and as JSON."""
     words = ("--allowed-delay", "0.2")
@@ -169,12 +145,6 @@ def test_allowed_delay_where_the_condition_ends(co2analysis: Command) -> None:
     assert (lost.code, "no bound even for waiting" in lost.out) == (0, True)
     late = ("--delay", "1", "--keep", "0.5", "--allowed-delay", "0")
     assert "above 1 times" in " ".join(co2analysis(*BOUND, *late).out.split())
-
-
-def test_theory_needs_no_data(co2analysis: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bound` works without scikit-learn."""
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert co2analysis(*BOUND).code == 0
 
 
 # --- tau -----------------------------------------------------------------------------------------
@@ -221,36 +191,11 @@ def test_time_to_a_target_is_the_first() -> None:
     assert tau.until(PROBLEM, mine, 1e-9) is None
 
 
-def test_runs_of_the_same_tau_are_told_apart() -> None:
-    """Two measured runs with one tau keep their own rows, titles and bounds; 0 is no gap."""
-    slow = replace(timing(4, 8.0), source="measured in slow", exposed=None)
-    timings = [timing(4, 2.0), slow]
-    text = shown(timings, 1e5)
-    lines = [line for line in text.splitlines() if "workers, averages" in line]
-    choices = tau.after(PROBLEM, timings, 1e5)
-    assert len(lines) == 2
-    for line, share, choice in zip(lines, ("0.0%", "unknown"), choices, strict=True):
-        assert share in line
-        assert f"{choice.bound.total:.4g}" in line
-    assert "measured in slow" in lines[1]
-    assert "zeta^2 = 0" in text
-
-
 def test_taus_that_do_not_fit_are_named() -> None:
     """Where only some do not fit, the note says which; of measured rounds it says nothing."""
     timings = [replace(timing(n, 2.0 * n), fits_in_memory=n < 4) for n in (2, 4, 8)]
     assert "tau 4, 8: does not fit" in shown(timings, 1e5)
     assert "not fit" not in shown([timing(2, 4.0), timing(4, 8.0)], 1e5)
-
-
-def test_late_averages_have_their_own_bound() -> None:
-    """A round whose average is 3 steps late has the bound of that, and says so."""
-    late = replace(timing(8, 1.0), delay=0, late=Late(steps=3, keep=0.5, predict=0.5))
-    (choice,) = tau.after(SETTING, [late], 10_000)
-    assert choice.bound == evaluated(bound.tuned(replace(SETTING, late=late.late)))
-    text = shown([late], 10_000)
-    assert "3 steps late" in text
-    assert "count 0.5" in text
 
 
 @pytest.mark.parametrize(
@@ -329,16 +274,6 @@ def test_tau_depends_on_the_network(co2analysis: Command) -> None:
     assert best["a100-tcp80"] < best["two-sites-wan"]
 
 
-@pytest.mark.nightly
-def test_search_for_tau_goes_on_while_longer_is_better() -> None:
-    """Over a slow network the search goes beyond the usual taus, until longer is worse."""
-    case = Case(cluster="two-sites-wan", model="gpt2-medium", strategy="co2:worker=node", gpus=64)
-    timings = tau.searched(replace(PROBLEM, gap=1e-3, noise=1e-9), case, [1e6])
-    assert timings[-1].tau > max(tau.USUAL)
-    chosen = tau.best(tau.after(replace(PROBLEM, gap=1e-3, noise=1e-9), timings, 1e6))
-    assert chosen.timing.tau < timings[-1].tau or timings[-1].tau == tau.LONGEST
-
-
 def test_the_search_for_tau_doubles_while_the_longest_is_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -354,16 +289,6 @@ def test_the_search_for_tau_doubles_while_the_longest_is_best(
     assert [one.tau for one in found] == [*tau.USUAL, 512, 1024]
     assert tau.best(tau.after(PROBLEM, found, 1e7)).timing is found[-2]
     assert tau.searched(PROBLEM, case, [10.0])[-1].tau == tau.USUAL[-1]  # no round fits in
-
-
-def test_penalties_lower_the_step_of_an_average() -> None:
-    """A bound with a penalty is larger, with one that varies the largest."""
-    totals = [
-        tau.after(replace(PROBLEM, **change), [timing(4, 1.0)], 3600)[0].bound.total  # type: ignore[arg-type]
-        for change in ({}, {"penalty": 2.0}, {"most_penalty": 2.0})
-    ]
-    assert totals == sorted(totals)
-    assert len(set(totals)) == 3
 
 
 # --- trends --------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import chakra, strategies
+from co2sim import chakra
 from co2sim.chakra import export, schema
-from co2sim.cluster import Cluster, Link
+from co2sim.cluster import Cluster
 from co2sim.compute import compute_time
 from co2sim.errors import CatalogError, OptionError
 from co2sim.schedule import (
@@ -34,7 +34,6 @@ from co2sim.schedule import (
     FusedAttention,
     Kernels,
     Kind,
-    Layout,
     Op,
     Product,
     Schedule,
@@ -47,7 +46,6 @@ from co2sim.work import Work
 pytest.importorskip("chakra.schema.protobuf.et_def_pb2", reason="the extra chakra is missing")
 KINDS = schema.schema()
 
-from chakra.src.generator import generator  # noqa: E402 - of the extra
 from chakra.src.third_party.utils import protolib  # noqa: E402 - of the extra
 
 ON = ["-c", "dgx-h100", "-m", "gpt2-small", "--gpus", "16"]
@@ -215,13 +213,6 @@ def test_any_schedule_comes_back(schedule: Schedule, nodes: int, more: int) -> N
     written(schedule, tiny.cluster(nodes, 2), rounds=schedule.lag + 1 + more)
 
 
-def test_layouts_with_sites_come_back() -> None:
-    """Two sites of two nodes: the groups of sites are those of the layout."""
-    layout = Layout(4, 2, sites=2)
-    schedule = strategies.parse("co2(tau=2,delay=1,worker=site)").schedule(tiny.job(), layout)
-    written(schedule, tiny.cluster(4, 2, sites=2, wan=Link(1e8)))
-
-
 @given(st.data())
 def test_a_damaged_file_is_refused_in_one_line_or_says_the_same(data: st.DataObject) -> None:
     """Bytes of one rank changed, cut or added: never a traceback, never another schedule.
@@ -285,48 +276,6 @@ def put(folder: Path, *ranks: Sequence[Any], groups: Any = None) -> Path:
     if groups is not None:
         (folder / "comm_group.json").write_text(json.dumps(groups))
     return folder
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "parts"),
-    [
-        (generator.one_comm_coll_node_allreduce, Kind.ALL_REDUCE, 1),
-        (generator.one_comm_coll_node_allgather, Kind.ALL_GATHER, 4),
-        (generator.one_comm_coll_node_reducescatter, Kind.REDUCE_SCATTER, 1),
-        (generator.one_comm_coll_node_alltoall, Kind.ALL_TO_ALL, 1),
-        (generator.one_comm_coll_node_broadcast, Kind.BROADCAST, 1),
-    ],
-)
-def test_collectives_of_mlcommons_generator_are_read(
-    make: Any, kind: Kind, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its `comm_size` is the input of a rank: of an all-gather, one part of the whole buffer."""
-    monkeypatch.chdir(tmp_path)
-    make(4, 1000)
-    trace = chakra.read(tmp_path)
-    (op,) = trace.schedule.body
-    assert op.work == Collective(kind, op.name, 1000 * parts, DType.INT8, WORLD)
-    assert (trace.ranks, trace.layout, trace.rounds) == (4, None, 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "key"),
-    [
-        (lambda: generator.one_comm_coll_node_barrier(2), "BARRIER"),
-        (lambda: generator.one_comm_send_node(2, 8), "COMM_SEND_NODE"),
-        (lambda: generator.one_remote_mem_load_node(2, 8), "MEM_LOAD_NODE"),
-        (lambda: generator.one_comp_node(2, 5), "num_ops"),
-    ],
-)
-def test_nodes_of_mlcommons_generator_that_we_have_not_are_named(
-    make: Any, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line says which file and node, and of which type."""
-    monkeypatch.chdir(tmp_path)
-    make()
-    said = complaint(tmp_path)
-    assert ".0.et: node " in said
-    assert key in said
 
 
 def test_a_trace_of_others_takes_what_closed_forms_say(tmp_path: Path) -> None:
@@ -558,23 +507,3 @@ def test_the_commands_give_what_run_gives(cli: Command, tmp_path: Path, changes:
     same = set(replayed) & set(ran) - {"cluster"}
     assert len(same) > 10
     assert {name: replayed[name] for name in same} == {name: ran[name] for name in same}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["export", *ON, "-s", "co2", "--rounds", "1"], "at least 2 rounds"),
-        (["export", *ON, "-s", "ddp", "--rounds", "9" * 30], "nodes of a rank"),
-        (["export", *ON[:4], "-g", "80000", "-s", "ddp"], "80,000 ranks"),
-        (["replay", "none", "-c", "dgx-h100"], "no Chakra traces"),
-        (["replay", "none", "-c", "dgx-h101"], "dgx-h101"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(
-    cli: Command, tmp_path: Path, arguments: list[str], words: str
-) -> None:
-    """Exit code 2."""
-    code, out, err = cli(*arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert words in err
-    assert not list(tmp_path.iterdir())

@@ -1,6 +1,5 @@
 """Checkpoints of trainings with real ranks: resumed, damaged, in use, and restarted by torchrun."""
 
-import json
 import os
 import re
 import shutil
@@ -15,8 +14,8 @@ from ranks import realrun
 torch = pytest.importorskip("torch")
 
 from realrun.execute import world  # noqa: E402 - needs torch
-from realrun.train import folder, lock, log  # noqa: E402
-from realrun.train.folder import STATE, Saved  # noqa: E402
+from realrun.train import folder, log  # noqa: E402
+from realrun.train.folder import Saved  # noqa: E402
 
 WORDS = (
     *("train", "--size", "tiny", "--context", "16", "--batch", "8", "-s", "co2:tau=4"),
@@ -73,32 +72,6 @@ def test_a_damaged_checkpoint_is_refused_and_the_offered_one_goes_on_bit_for_bit
     one, other = end(trained), end(tmp_path)
     assert all(torch.equal(one[name], other[name]) for name in one)
     Saved.of(last).check(last)
-
-
-@dist
-@nightly
-def test_what_one_rank_cannot_go_on_with_ends_all_with_one_line(
-    trained: Path, tmp_path: Path
-) -> None:
-    """A state of no training, though as it was written; a log that is none; a folder in use."""
-    shutil.copytree(trained / "out", tmp_path / "out")
-    last = tmp_path / "out/checkpoints/step-000024"
-    text = json.loads((last / STATE).read_text())
-    del text["sha256"]
-    text["states"][1] = {"map": [["losses", []]]}
-    (last / STATE).write_bytes(folder.state_text(text))
-    code, line = one_line(tmp_path, "--resume")
-    assert code == 1
-    assert "step-000024: rank 1: it holds no state" in line
-    assert line.endswith("--from-step 18")
-    (tmp_path / "out" / folder.LOG).write_text("a,b\n1,2\n")
-    code, line = one_line(tmp_path, "--resume", "--from-step", "18")
-    assert code == 1
-    assert "rank 0: out/log.csv" in line
-    with lock.alone(tmp_path / "out"):
-        code, line = one_line(tmp_path, "--resume")
-    assert code == 2
-    assert "another training is under way in out" in line
 
 
 def test_what_ranks_wrote_before_a_restart_is_not_seen() -> None:

@@ -9,7 +9,6 @@ import pickle
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -312,21 +311,6 @@ def test_a_crafted_state_is_one_line(two: list[Path], what: str, value: Any) -> 
         assert what in ("state", "states")  # it is one, though of no training
 
 
-def test_what_would_be_too_large_to_read_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is left of it; the limit is that of reading."""
-    monkeypatch.setattr(folder, "_MOST_STATE", 10_000)
-    for said in write(tmp_path, 6, {"text": "x" * 10_000}):
-        assert f"{STATE}: " in str(said)
-    assert names(tmp_path / folder.CHECKPOINTS) == []
-    (path,) = save(tmp_path, 6)
-    monkeypatch.setattr(folder, "_MOST_STATE", (path / STATE).stat().st_size)
-    assert whole(*save(tmp_path, 6))
-    monkeypatch.setattr(folder, "_MOST_STATE", (path / STATE).stat().st_size - 1)
-    assert f": {STATE}: " in refused(path)
-
-
 class Runs:
     """An object whose pickle makes a folder."""
 
@@ -372,18 +356,6 @@ CRAFTED += [
 ]
 CRAFTED += [tensor("F32", f"0,{size}") for size in (10**30, 10**19, f"{2**62},{2**62}")]
 CRAFTED += [tensor("F8_E8M0", "1", 1) + b"x"]
-
-
-@pytest.mark.parametrize("data", CRAFTED, ids=len)
-def test_a_crafted_file_is_one_line(two: list[Path], data: bytes) -> None:
-    """Though its checksum is right: no tensors, no JSON, or JSON that is too deep."""
-    with copied(two[0]) as path:
-        craft(path, data)
-        assert f": rank 0: {FILES[0]}: " in refused(path)
-        rest = b'", "a": ' + data + b"}"
-        for text in (data, folder._start(rest) + rest):
-            (path / STATE).write_bytes(text)
-            assert f": {STATE}: " in refused(path)
 
 
 def opened(number: int) -> Path:
@@ -543,19 +515,6 @@ def test_the_launcher_refuses_a_folder_before_any_rank_starts(
         other.close()
 
 
-def test_a_folder_is_free_once_the_other_training_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that was killed a moment ago is waited for; looking makes neither folder nor file."""
-    lock.check_free(tmp_path / "out")
-    other, waited = held(tmp_path), []
-    monkeypatch.setattr(time, "sleep", lambda s: (waited.append(s), other.close()))
-    lock.check_free(tmp_path)
-    assert len(waited) == 1
-    with lock.alone(tmp_path / "new"), lock.alone(tmp_path):
-        assert [one.name for one in tmp_path.iterdir()] == ["new"]
-
-
 def test_a_full_disk_is_said_of_the_log(tmp_path: Path) -> None:
     """With the name of the file; closing it afterwards is no error."""
     written = log.Log(tmp_path)
@@ -576,13 +535,3 @@ def test_checkpoints_are_named_by_the_digits_of_ascii(tmp_path: Path) -> None:
     assert Resume().checkpoint(tmp_path / "new") is None
     last, first = Resume().checkpoint(tmp_path), Resume(4).checkpoint(tmp_path)
     assert (last and last.name, first and first.name) == ("step-12", "step-000004")
-
-
-@given(st.text(max_size=300))
-def test_what_an_error_shows_is_short_and_obeyed_by_no_terminal(text: str) -> None:
-    """No control character, no line break; of long texts the end, which tells more of a path."""
-    found = folder.shown(text)
-    assert found.isprintable()
-    assert len(found) <= 80
-    if text.isascii() and text.isalnum():
-        assert found.endswith(text[-77:])

@@ -126,21 +126,6 @@ def test_sweep_marks_what_does_not_fit(cli: Run) -> None:
         assert ("none fits" in out, "fit" in out) == (strategies == "ddp", said > "")
 
 
-def test_sweep_applies_strategies_before_their_options(cli: Run) -> None:
-    """Axes may come in any order: options hold for each strategy, and together."""
-    code, out, _ = cli(
-        *("sweep", *SMALL, "--vary", "strategy.tau=4,8", "--json", "--jobs", "1"),
-        *("--vary", "strategy=co2,slowmo", "--vary", "strategy.inner=zero1"),
-        *("--vary", "strategy.worker=node"),
-    )
-    assert code == 0
-    assert {row["strategy"] for row in json.loads(out)} == {
-        f"{name}(tau={tau}, worker=node, inner=zero1)"
-        for name in ("co2", "slowmo")
-        for tau in (4, 8)
-    }
-
-
 def test_a_link_stays_where_its_file_is_written(cli: Run, tmp_path: Path) -> None:
     """Output goes through links to what they point to."""
     (tmp_path / "real.csv").write_text("old")

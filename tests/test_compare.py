@@ -11,11 +11,10 @@ import pytest
 import tiny
 from commands import Command
 
-from analysis.measured.attribution import Cause, WorkTime, attribute, fixed_and_slope, interference
+from analysis.measured.attribution import Cause, attribute, interference
 from analysis.measured.comparison import RunComparison, changed, compare, summarise
-from analysis.measured.op_table import by_label, by_op, causes, labels
+from analysis.measured.op_table import by_label, causes, labels
 from analysis.measured.spans import split
-from co2sim import metrics
 from co2sim.case import Case
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cluster import Calls, Cluster, Link
@@ -147,16 +146,6 @@ def test_a_slow_node_is_a_straggler_and_others_wait_for_it(strategy: str) -> Non
             assert row.cause is (Cause.WAITING if row.label in waiting else Cause.STRAGGLER)
 
 
-def test_of_a_slow_node_only_its_own_ranks_have_straggler_parts() -> None:
-    """The parts lie where the cause is: computes of node 1; ranks of node 0 wait."""
-    comparison = compare("run", measured("ddp", noise=Noise(node_speed={1: 0.5})))
-    for d in comparison.differences:
-        if abs(d.parts.get(Cause.STRAGGLER, 0.0)) > 1e-9:
-            assert d.rank >= 2
-        if d.parts.get(Cause.WAITING, 0.0) > 1e-9:
-            assert d.rank < 2
-
-
 @pytest.mark.parametrize("strategy", ["zeropp", "co2(tau=3,worker=node)"])
 def test_traces_that_agree_have_no_errors_and_no_causes(strategy: str) -> None:
     """A simulation beside itself: all errors are 0 and nothing is blamed."""
@@ -215,16 +204,6 @@ def test_collectives_that_meet_against_the_prediction_are_in_contention(backend:
     assert work == pytest.approx(-8e-3)
 
 
-def slow_inside_and_slow_exchange() -> Cluster:
-    """Two nodes of two, whose links inside look slower than the NICs but for `exchange_efficiency`.
-
-    An all-to-all of S bytes over all ranks takes S / (1 GB/s x 0.25) = 4 ns/B on the NICs of a node
-    and (S / 4) / 0.2 GB/s = 1.25 ns/B on the link of a GPU.
-    """
-    inter = Link(1e9, exchange_efficiency=0.25)
-    return tiny.cluster(2, 2, intra=Link(0.2e9), inter=inter, backend="gloo")
-
-
 def exchange(*, beside: bool) -> Schedule:
     """An all-to-all of 8 MB over all ranks and, with it or after it, an all-reduce in each node."""
     whole = Collective(Kind.ALL_TO_ALL, "a", 8_000_000, DType.INT8, WORLD)
@@ -239,33 +218,6 @@ def exchange(*, beside: bool) -> Schedule:
             Op("end", work, "compute", (After("exchange"), After("inside"))),
         ),
     )
-
-
-def test_a_collective_loses_nothing_to_others_on_a_link_that_does_not_bound_it() -> None:
-    """The simulator is the oracle: traffic inside nodes does not delay an exchange between them.
-
-    So none of its time counts as lost, though its bytes per bandwidth are largest inside the node.
-    """
-    cluster, schedule = slow_inside_and_slow_exchange(), exchange(beside=True)
-    trace = execute(schedule, cluster, precision="bf16", rounds=1, fold=False)
-    parts = split(trace, schedule, cluster, 0)
-    for rank in range(4):
-        part = parts["exchange", 0, rank]
-        assert part.active == pytest.approx(32e-3)  # as alone
-        assert part.overlap_fraction == 0
-
-
-def test_traffic_on_another_link_does_not_hide_a_slow_network() -> None:
-    """The network gives half of what was predicted while nodes also work inside: bandwidth."""
-    cluster = slow_inside_and_slow_exchange()
-    slow = replace(cluster, inter=replace(cluster.inter, bandwidth=cluster.inter.bandwidth / 2))
-    schedule = exchange(beside=False)
-    predicted = execute(schedule, cluster, precision="bf16", rounds=2, fold=False)
-    observed = execute(exchange(beside=True), slow, precision="bf16", rounds=2, fold=False)
-    for d in attribute(schedule, cluster, "bf16", predicted, observed, rounds=1):
-        if d.op == "exchange":
-            assert d.error == pytest.approx(32e-3)
-            assert d.parts[Cause.BANDWIDTH] == pytest.approx(d.error)
 
 
 def pair() -> Schedule:
@@ -290,68 +242,6 @@ def test_collectives_queue_only_on_a_communicator_that_they_share(
     for op, overlap in zip("ab", overlaps, strict=True):
         assert parts[op, 0, 0].overlap_fraction == pytest.approx(overlap)
         assert parts[op, 0, 0].alone == pytest.approx(8e-3)
-
-
-def test_latency_is_not_shared_with_others_on_the_link() -> None:
-    """Half of each all-reduce is latency: only the other half takes longer beside its like.
-
-    Shares of single instants are not known, so the time alone that is left is not exact.
-    """
-    cluster = tiny.cluster(2, 1, inter=Link(1e9, latency=4e-3), backend="gloo")
-    trace = execute(pair(), cluster, precision="bf16", rounds=1, fold=False)
-    part = split(trace, pair(), cluster, 0)["a", 0, 0]
-    assert part.active == pytest.approx(8e-3 + 2 * 8e-3)
-    assert part.alone == pytest.approx(8e-3 + 8e-3, rel=0.15)
-
-
-def test_where_most_ranks_are_slow_they_are_stragglers_still() -> None:
-    """The first quartile is the measure, so that three slow ranks of four are told apart."""
-    schedule = Schedule("one", (Op("work", Compute("work", 1e9), "compute"),))
-    cluster = tiny.cluster(4, 1)
-    slow = Noise(node_speed={1: 0.5, 2: 0.5, 3: 0.5})
-    predicted, observed = (
-        execute(schedule, cluster, precision="bf16", rounds=1, noise=noise, fold=False)
-        for noise in (QUIET, slow)
-    )
-    for d in attribute(schedule, cluster, "bf16", predicted, observed, rounds=1):
-        assert d.error == pytest.approx(0.0 if d.rank == 0 else 1e-3)
-        assert d.parts[Cause.STRAGGLER] == pytest.approx(d.error)
-
-
-def test_a_predicted_slowdown_that_did_not_happen_is_contention_exactly() -> None:
-    """Beside communication a compute op was to take 1.5 times as long, and did not."""
-    reduce = Collective(Kind.ALL_REDUCE, "a", 8_000_000, DType.INT8, WORLD)
-    ops = (Op("reduce", reduce, "comm"), Op("work", Compute("work", 2e9), "compute"))
-    schedule, cluster = Schedule("both", ops), tiny.cluster(2, 1, interference=0.5)
-    predicted, observed = (
-        execute(schedule, one, precision="bf16", rounds=1, fold=False)
-        for one in (cluster, replace(cluster, interference=0.0))
-    )
-    found = attribute(schedule, cluster, "bf16", predicted, observed, rounds=1)
-    for d in (d for d in found if d.op == "work"):
-        assert d.error == pytest.approx(-1e-3)
-        assert d.parts[Cause.CONTENTION] == pytest.approx(d.error)
-
-
-def test_on_a_slow_rank_more_launch_is_still_launch() -> None:
-    """Twice as slow and with costlier launches: nothing is left for arithmetic or memory."""
-    record = measured("ddp", more_launch, Noise(node_speed={1: 0.5}))
-    for d in compare("run", record).differences:
-        if d.rank >= 2 and Cause.LAUNCH in d.parts:
-            assert d.parts[Cause.LAUNCH] > 1e-5
-            assert d.parts[Cause.COMPUTE] == pytest.approx(0, abs=1e-9)
-
-
-def test_more_bandwidth_than_predicted_is_bandwidth_with_a_positive_error() -> None:
-    """Errors have signs: where the network is faster than described, predictions are too long."""
-    record = measured("ddp")
-    assert isinstance(record.case.cluster, Cluster)
-    comparison = compare("run", record, slower_network(record.case.cluster))
-    (row,) = (row for row in by_label(comparison) if row.label.startswith("all_reduce"))
-    assert row.error is not None
-    assert row.error > 0
-    assert row.parts[Cause.BANDWIDTH] < 0
-    assert row.cause is Cause.BANDWIDTH
 
 
 def test_members_that_end_apart_and_start_late_never_give_negative_waits() -> None:
@@ -379,61 +269,12 @@ def test_members_that_end_apart_and_start_late_never_give_negative_waits() -> No
     assert all(sum(d.parts.values()) == pytest.approx(d.error) for d in parts)
 
 
-def test_waits_within_the_clock_error_do_not_count() -> None:
-    """What the clocks cannot tell is not blamed on a straggler."""
-    record = measured("ddp", noise=JITTER)
-    exact = compare("run", record)
-    vague = compare("run", replace(record, clock_error=1.0))
-    assert any(d.parts.get(Cause.WAITING, 0.0) > 0 for d in exact.differences)
-    assert not any(d.parts.get(Cause.WAITING, 0.0) for d in vague.differences)
-
-
-def test_sizes_must_differ_to_tell_a_fixed_time_from_a_growing_one() -> None:
-    """Two sizes give the exact fixed time; equal or nearly equal ones give none."""
-    apart = [WorkTime("k", 1.0, size, 3.0 + 2.0 * size) for size in (1.0, 10.0)]
-    assert fixed_and_slope(apart) == pytest.approx(3.0)
-    near = [WorkTime("k", 1.0, size, 3.0 + 2.0 * size) for size in (10.0, 12.0)]
-    assert fixed_and_slope(near) is None
-    assert fixed_and_slope(apart[:1]) is None
-    assert fixed_and_slope([]) is None
-
-
-def test_no_fixed_time_is_longer_than_what_was_measured() -> None:
-    """A fit cannot say that launching takes longer than the whole of a small op."""
-    small = [WorkTime("k", 1.0, 0.1, 0.5), WorkTime("k", 1.0, 1000.0, 1.0)]
-    large = [WorkTime("j", 1.0, 0.1, 8.0), WorkTime("j", 1.0, 1000.0, 9.0)]
-    assert fixed_and_slope(large) == pytest.approx(8, abs=0.01)
-    assert fixed_and_slope([*small, *large]) == 0.5
-
-
 def test_interference_is_what_makes_equal_works_equal() -> None:
     """Works that take 1/(1 - 0.25) times as long beside communication lose a quarter."""
     samples = [("a", 1.0, 0.0), ("a", 1 / 0.75, 1.0), ("b", 4 / (1 - 0.125), 0.5), ("b", 4.0, 0.0)]
     assert interference(samples) == pytest.approx(0.25, abs=0.01)
     assert interference([("a", 1.0, 1.0), ("b", 2.0, 0.0)]) == 0.0
     assert interference([]) == 0.0
-
-
-def test_where_a_round_went_sums_to_the_round_time() -> None:
-    """Computing, communicating, waiting and idling are all of a round, in both traces."""
-    comparison = compare("run", measured("zero3", slower_network, JITTER))
-    record = comparison.record
-    for spent, trace in zip(
-        comparison.time_breakdowns, (comparison.simulated, record.trace), strict=True
-    ):
-        during = metrics.window(trace, comparison.schedule, record.rounds)
-        total = spent.compute + spent.communication + spent.waiting + spent.idle
-        assert total == pytest.approx(during.round_time)
-    here, there = comparison.time_breakdowns
-    assert there.communication > here.communication
-
-
-def test_a_long_schedule_gives_a_short_table_and_every_op() -> None:
-    """48 steps of 12 layers share a dozen labels; the list of ops holds each of them."""
-    comparison = compare("run", measured("co2(tau=12,worker=node,inner=zero2)"))
-    assert len(by_label(comparison)) <= 12
-    assert [row.label for row in by_op(comparison)] == [op.name for op in comparison.schedule.body]
-    assert sum(row.count for row in by_label(comparison)) == len(comparison.schedule.body)
 
 
 def test_predicting_on_the_cluster_that_was_measured_leaves_no_error() -> None:
@@ -508,17 +349,6 @@ def test_exposed_communication_is_compared_where_there_is_some(three: list[RunCo
         assert run.exposed_error == (error if error is None else pytest.approx(error))
 
 
-def test_without_communication_there_is_no_error_of_it(three: list[RunComparison]) -> None:
-    """A single rank communicates with nobody; its round is still compared."""
-    nothing = {"comm_busy_s": 0.0, "exposed_comm_s": 0.0, "overlap_ratio": None}
-    alone = replace(three[0], measured=dict(three[0].measured, **nothing))
-    whole = summarise([alone])
-    assert (alone.comm_busy_error, alone.exposed_error) == (None, None)
-    assert (whole.median_comm_busy_error, whole.largest_exposed_error) == (None, None)
-    assert whole.largest_overlap_difference is None
-    assert whole.largest_round_time_error == abs(alone.round_time_error)
-
-
 # --- the command line ---------------------------------------------------------------------------
 
 
@@ -540,17 +370,6 @@ def test_one_run_prints_figures_where_the_round_went_and_ops(co2analysis: Comman
     assert places == sorted(places)  # communication first
     (line,) = (line for line in out.splitlines() if line.startswith("all_reduce"))
     assert line.endswith("bandwidth")
-
-
-@pytest.mark.usefixtures("runs")
-def test_several_runs_print_a_summary_first(co2analysis: Command) -> None:
-    """A folder of runs is compared run by run, in order of their names, under a summary."""
-    code, out, _ = co2analysis("compare", "runs")
-    assert code == 0
-    words = ("communication per round", "rounds:", "error of communication busy time")
-    words += ("error of exposed", "difference of overlap", "error of round time")
-    places = [out.index(each) for each in (*words, "co2: ops", "ddp: ops")]
-    assert places == sorted(places)
 
 
 @pytest.mark.usefixtures("runs")
@@ -599,19 +418,6 @@ def test_figure_is_written_and_always_the_same(
     assert written[0] == written[1]
 
 
-@pytest.mark.usefixtures("runs")
-def test_another_cluster_predicts_instead_of_the_recorded_one(co2analysis: Command) -> None:
-    """`--set` changes the recorded cluster, `--cluster` replaces it; names say so."""
-    rate = "inter.bandwidth=1066.66666666667 Gbit/s"
-    layout = [*("--set", "nodes=2", "--set", "gpus_per_node=2"), "--set", "protocols=simple"]
-    for arguments in ([], ["--cluster", "dgx-h100", *layout]):
-        code, out, _ = co2analysis("compare", "runs/ddp", "--json", *arguments, "--set", rate)
-        assert code == 0
-        (run,) = json.loads(out)["runs"]
-        assert run["round_time_error"] == pytest.approx(0, abs=1e-6)
-        assert rate in run["cluster"]
-
-
 @pytest.mark.parametrize(
     ("change", "token"),
     [
@@ -629,14 +435,3 @@ def test_a_record_that_does_not_fit_is_refused(change: dict[str, Any], token: st
     with pytest.raises(OptionError, match=token) as refused:
         compare("the-run", replace(record, **change))
     assert "the-run" in str(refused.value)
-
-
-def test_a_trace_must_have_the_layout_and_the_rounds_of_its_run() -> None:
-    """Rounds that are missing at its end, and ranks elsewhere, are refused."""
-    record = measured("ddp")
-    last = record.trace.rounds - 1
-    short = tuple(span for span in record.trace.spans if span.round != last)
-    other = replace(record.trace, layout=tiny.cluster(4, 1).layout)
-    for trace in (replace(record.trace, spans=short), other):
-        with pytest.raises(OptionError, match="the-run"):
-            compare("the-run", replace(record, trace=trace))

@@ -290,33 +290,6 @@ def test_a_chain_takes_what_its_pieces_take_hop_by_hop(
     assert footprint(work, cluster).alone(cluster) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", [Kind.BROADCAST, Kind.REDUCE])
-@pytest.mark.parametrize("hops", ["pipelined", "in_turn"])
-def test_a_buffer_smaller_than_a_piece_passes_every_hop_whole(kind: Kind, hops: str) -> None:
-    """1000 bytes on 2 nodes of 3: four hops at 10 GB/s and one at 1 GB/s, one after the other.
-
-    How a ring moves data inside nodes does not matter to a chain.
-    """
-    cluster = tiny.cluster(2, 3, intra=Link(10e9, 1e-6), inter=Link(1e9, 1e-5), hops=hops)
-    work = Collective(kind, "x", 1000, DType.INT8, WORLD)
-    expected = 4 * (1e-6 + 1e-7) + (1e-5 + 1e-6)
-    assert footprint(work, cluster).alone(cluster) == pytest.approx(expected)
-
-
-def test_a_ring_in_turn_takes_links_inside_and_between_nodes_one_after_the_other() -> None:
-    """An all-gather of 5040 bytes on 2 nodes of 2: three quarters over each kind of link.
-
-    It loads the links inside the node before it goes out, so that only the NIC is shared then.
-    """
-    cluster = tiny.cluster(2, 2, intra=Link(1e6), inter=Link(1e9), hops="in_turn")
-    cost = footprint(collective(Kind.ALL_GATHER), cluster)
-    pushed = SIZE * 3 / 4
-    assert cost.intra == 0
-    assert cost.alone(cluster) == pytest.approx(pushed / 1e6 + pushed / 1e9)
-    inside = footprint(collective(Kind.ALL_GATHER, NODE), cluster)
-    assert inside.alone(cluster) == pytest.approx(SIZE / 2 / 1e6)
-
-
 @pytest.mark.parametrize(
     ("group", "shape"),
     [(block(3), (3, 4, 1)), (block(12), (6, 8, 1)), (block(4), (6, 2, 2))],

@@ -6,7 +6,6 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,13 +16,12 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import Command, written
 from test_report import drawn_points, held
 
-from co2sim import batch, simulate
+from co2sim import batch
 from co2sim.batch import Failure
 from co2sim.case import Case
-from co2sim.decide import search
 from co2sim.errors import OptionError
 from co2sim.grid import cases_of, settings
-from co2sim.report import bundle, page, sweep_page
+from co2sim.report import bundle
 from co2sim.report.sweep import Swept
 from co2sim.result import Result
 from co2sim.step_factors import NO_GOAL
@@ -100,29 +98,6 @@ def test_the_page_of_a_plan_says_what_json_says(
     assert 300.0 in {point["days"] for point in points}
 
 
-def test_the_page_of_a_plan_has_break_evens_timelines_and_commands(
-    tmp_path_factory: pytest.TempPathFactory, plan: tuple[str, ...]
-) -> None:
-    """Of the choice above the runner-up; a hostile name is text; each command is in one piece."""
-    done = written(tmp_path_factory, *plan)
-    found, text = json.loads(done.out), done.text
-    turns = drawn_points(held(text, "specs")["turns-0"])
-    drawn = list(dict.fromkeys(turn["times"] for turn in turns if "times" in turn))
-    assert drawn == pytest.approx([turn["at"] / turn["now"] for turn in found["break_even"]])
-    first, second = held(text, "rounds")
-    assert first.startswith(f"choice: {found['choice']['strategy']} on ")
-    assert second.startswith(f"runner-up: {found['runner_up']['strategy']} on ")
-    said = html.unescape(text)
-    for command in found["commands"]:
-        assert command.split(": ", 1)[1] in said
-    assert f"co2sim {' '.join(plan[:3])}" in said
-    assert EVIL not in text
-    assert html.escape(EVIL) in text
-    assert "ü" * 200 in text
-    for path in (plan[4], plan[6]):
-        assert f"{path}: " in said, "inputs of every cluster"
-
-
 def test_a_plan_without_prices_or_choice_has_a_page(cli: Command) -> None:
     """Days against GPU-hours; and where nothing is within the limits, what there is without."""
     out = Path("r.html")
@@ -134,26 +109,6 @@ def test_a_plan_without_prices_or_choice_has_a_page(cli: Command) -> None:
     assert {point["cost"] for point in points} == hours
     assert cli(*given, "--deadline", "1 h").code == 1
     assert "0.0416667" in heading(out.read_text("utf-8"))
-
-
-def test_an_interrupted_plan_says_so_on_its_page(
-    cli: Command, plan: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was found until then, as on the terminal."""
-    real, calls = search.run_on, []
-
-    def stopping(*given: Any, **named: Any) -> Any:
-        calls.append(given)
-        if len(calls) > 3:
-            raise KeyboardInterrupt
-        return real(*given, **named)
-
-    monkeypatch.setattr(search, "run_on", stopping)
-    assert cli(*plan, "--report", "r.html").code == 130
-    text = html.unescape(Path("r.html").read_text("utf-8"))
-    assert "interrupted" in text
-    assert "after 3 of " in text
-    assert heading(text).startswith("So far")
 
 
 def test_the_page_of_solve_says_what_json_says(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -230,26 +185,6 @@ def test_what_is_no_number_has_bars_and_what_fails_is_named(cli: Command) -> Non
         assert {point["value"] for point in points} == {figure(row) for row in known}
 
 
-@pytest.mark.parametrize(
-    ("vary", "drawn"),
-    [
-        ("inter.latency=5 us, 50 us", [5e-6, 5e-5]),
-        ("price_per_gpu=2 USD/h, 3 USD/h", [2.0, 3.0]),
-        ("strategy.bucket=1000000, 2000000", [1e6, 2e6]),
-        ("gpus=8,16", [8.0, 16.0]),
-        ("jitter=0, 0.1", [0.0, 0.1]),
-    ],
-)
-def test_numbers_are_drawn_in_their_units(
-    vary: str, drawn: list[float], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Bits, hours, counts: whatever `--vary` takes; with a zero the axis is linear."""
-    given = ["sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "zero2", "--vary", vary]
-    text = written(tmp_path_factory, *given, "--jobs", "1").text
-    points = drawn_points(held(text, "specs")["speed-0"])
-    assert sorted({point["x"] for point in points}) == pytest.approx(drawn)
-
-
 def test_an_interrupted_sweep_says_so_on_its_page(
     cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,18 +229,6 @@ def many(count: int) -> Swept:
     )
 
 
-@pytest.mark.nightly
-def test_a_sweep_over_ten_thousand_cases_has_a_page_that_opens() -> None:
-    """At most 2 MB beside the bundle, and it says what was left out of what."""
-    swept = many(10_000)
-    text = html.unescape(page.render(sweep_page.page(swept)).decode())
-    assert len(text.encode()) - len(bundle.vega().encode()) < 2e6
-    points = drawn_points(held(text, "specs")["speed-0"])
-    assert len({point["strategy"] for point in points}) == 40
-    for left_out in ("40 of 50", "one in 7", "3,314", "first 200 of 6,666"):
-        assert left_out in text
-
-
 @pytest.mark.parametrize("command", ["plan", "solve", "sweep"])
 def test_a_bad_path_is_refused_before_anything_is_simulated(
     command: str, cli: Command, plan: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -321,22 +244,3 @@ def test_a_bad_path_is_refused_before_anything_is_simulated(
     done = cli(*given, "--report", "r.html")
     assert (done.code, done.out) == (2, "")
     assert "co2sim[report]" in done.err
-
-
-def test_a_page_adds_nothing_but_its_place_to_what_is_printed(cli: Command) -> None:
-    """The words of `solve` and the table of `sweep` stay as they are."""
-    for given in (SOLVE, SWEEP):
-        plain, done = cli(*given), cli(*given, "--report", "r.html")
-        assert done.out.split() == [*plain.out.split(), "report", "r.html"]
-
-
-def test_a_sweep_of_two_models_has_the_inputs_of_both(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """With their sources, whatever varies first."""
-    given = ["sweep", "-c", "a100-tcp80", "-s", "zero2", "--vary", "model=gpt2-small, gpt2-xl"]
-    text = written(tmp_path_factory, *given, "-g", "16", "--jobs", "1").text
-    inputs = text.partition('id="inputs"')[2]
-    small = simulate("a100-tcp80", "gpt2-small", "zero2", gpus=16)
-    assert f"gpt2-small: {small.model}" in inputs
-    assert "gpt2-xl: " in inputs

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tiny
 
-from co2sim import Case, OptionError, ResourceError, Result, batch, run, streamed, sweep_to
+from co2sim import Case, OptionError, ResourceError, batch, run, streamed, sweep_to
 from co2sim.decide.candidates import Space, Wanted
 from co2sim.decide.plan import plan
 from co2sim.engines import flow
@@ -155,69 +155,6 @@ def test_what_was_done_before_the_scheduler_was_lost_is_in_the_folder(tmp_path: 
     assert rest.done == 8
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("small_parts")
-def test_dask_starts_its_own_workers_where_no_scheduler_is_given(tmp_path: Path) -> None:
-    """A script without `if __name__` does, too; nothing is left, and control-C is one line."""
-    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, co2sim\n"
-        "print('once')\n"
-        "co2sim.sweep_to(sys.argv[1], 'a100-tcp80', 'gpt2-small', 'ddp', gpus=16,"
-        " vary={'micro_batch': [1, 2, 3]}, engine='dask', jobs=2, progress=False)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "dask"], capture_output=True, text=True, check=True
-    )
-    assert (done.stdout, done.stderr) == ("once\n", "")
-    sweep_to(
-        tmp_path / "one",
-        "a100-tcp80",
-        "gpt2-small",
-        "ddp",
-        gpus=16,
-        vary={"micro_batch": [1, 2, 3]},
-    )
-    part = "part-000000.parquet"
-    assert (tmp_path / "dask" / part).read_bytes() == (tmp_path / "one" / part).read_bytes()
-    words = (
-        "-m",
-        "co2sim",
-        "sweep",
-        "-c",
-        "a100-tcp80",
-        "-m",
-        "gpt2-small",
-        "-s",
-        "co2",
-        "--engine",
-    )
-    vary = (
-        "--vary",
-        f"strategy.tau={','.join(map(str, range(1, 400)))}",
-        "--out",
-        "c",
-        "--jobs",
-        "2",
-    )
-    command = subprocess.Popen(
-        [sys.executable, *words, "dask", *vary],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    _wait(lambda: _children(command.pid) >= 1)
-    time.sleep(1)
-    os.killpg(command.pid, signal.SIGINT)
-    out, err = command.communicate(timeout=PATIENCE)
-    assert (command.returncode, out) == (130, "")
-    assert err.splitlines()[-1].startswith("interrupted; ")
-    assert "Traceback" not in err
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.nightly), 2])
@@ -262,14 +199,6 @@ def test_what_a_worker_cannot_read_is_named() -> None:
         EngineError, match=r"a worker cannot read the cases: .*; what they are made"
     ):
         flow.answers(flow.work(flow.expected(), 1, b"no pickle"))
-
-
-def test_a_task_gives_answers_in_order() -> None:
-    """And the seconds that they took."""
-    seconds, found = flow.answers(flow.work(flow.expected(), 1, flow.pack(run, cases(2))))
-    assert seconds > 0
-    assert found == [run(case) for case in cases(2)]
-    assert isinstance(found[0], Result)
 
 
 @pytest.mark.parametrize(
@@ -326,9 +255,3 @@ def _wait(until: Callable[[], bool]) -> None:
     while not until():
         assert time.monotonic() < end
         time.sleep(0.1)
-
-
-def _children(process: int) -> int:
-    """How many processes a process has started."""
-    listed = Path(f"/proc/{process}/task/{process}/children")
-    return len(listed.read_text().split()) if listed.exists() else 0

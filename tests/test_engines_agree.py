@@ -198,23 +198,6 @@ def check_folding(schedule: Schedule, on: Cluster, noise: Noise = QUIET) -> dict
     return dict(folded.ranks)
 
 
-@pytest.mark.parametrize("strategy", tiny.VARIANTS)
-def test_one_rank_stands_for_all(strategy: str) -> None:
-    """Whatever the strategy: folded and unfolded traces are the same."""
-    assert check_folding(tiny.schedule(strategy), cluster("nccl", 2, 2)) == {0: 4}
-
-
-@given(variants, kinds, st.sampled_from([(1, 4), (3, 2), (4, 1), (4, 2)]))
-@example("zero3", "tiers", (4, 2))
-@example("co2(tau=2,worker=node)", "tiers", (4, 1))
-@example("co2(tau=2,worker=node,average=leader)", "tiers", (3, 2))
-def test_folding_holds_for_every_kind_of_cluster(
-    strategy: str, kind: str, shape: tuple[int, int]
-) -> None:
-    """Sharing of NICs and uplinks, interference, tiers and backends fold, too."""
-    check_folding(tiny.schedule(strategy, shape), cluster(kind, *shape))
-
-
 @given(
     st.sampled_from([*BY_SITE, *tiny.VARIANTS]),
     st.sampled_from([(2, 2, 2), (4, 1, 2), (4, 2, 2), (6, 1, 3), (4, 2, 4)]),
@@ -242,21 +225,6 @@ def test_slow_nodes_unfold_only_what_differs(strategy: str, kind: str) -> None:
     noise = Noise(node_speed={1: 0.5, 3: 0.5})
     folded = check_folding(tiny.schedule(strategy, (4, 2)), cluster(kind, 4, 2), noise)
     assert folded == {0: 4, 2: 4}
-
-
-def test_nodes_of_different_speed_unfold_where_only_some_of_them_meet() -> None:
-    """Blocks of nodes, and sites of several; sites of one node fold."""
-    for strategy, sites, ranks in (
-        ("zeropp(hpz_group=4)", 1, dict.fromkeys(range(8), 1)),
-        (BY_SITE[0], 2, dict.fromkeys(range(8), 1)),
-        (BY_SITE[0], 4, {0: 6, 2: 2}),
-    ):
-        schedule = strategies.parse(strategy).schedule(tiny.job(), Layout(4, 2, sites))
-        on = cluster("nccl", 4, 2, sites=sites, wan=Link(1e8) if sites > 1 else None)
-        noise = Noise(node_speed={1: 0.5})
-        assert execute(schedule, on, precision="bf16", rounds=1, noise=noise).ranks == ranks
-        if len(ranks) == 2:
-            check_folding(schedule, on, noise)
 
 
 # --- fusing --------------------------------------------------------------------------------------
@@ -289,15 +257,6 @@ def both(strategy: str, **changes: Any) -> tuple[Schedule, Schedule]:
         return whole, tiny.schedule(strategy, **changes)
 
 
-@pytest.mark.parametrize("strategy", tiny.VARIANTS)
-def test_a_fused_schedule_has_the_figures_of_its_ops(strategy: str) -> None:
-    """With two micro-steps: round, communication, waits, bytes, FLOP and time by kernel."""
-    on = cluster("busy", 2, 2, interference=0.3)
-    whole, fused = both(strategy, accumulation=2)
-    assert len(fused.body) <= len(whole.body)
-    assert figures(fused, on) == pytest.approx(figures(whole, on), rel=1e-9)
-
-
 @given(variants, kinds, st.integers(1, 2))
 def test_fused_schedules_have_the_figures_of_their_ops_on_every_kind_of_cluster(
     strategy: str, kind: str, accumulation: int
@@ -308,21 +267,6 @@ def test_fused_schedules_have_the_figures_of_their_ops_on_every_kind_of_cluster(
     assert figures(fused, on) == pytest.approx(figures(whole, on), rel=1e-9)
 
 
-def test_what_is_fused_reads_like_the_ops_it_stands_for() -> None:
-    """Passes between reductions become one op each; reductions and their waits stay."""
-    _, fused = both("co2(tau=2,worker=node)", accumulation=2)
-    names = [op.name for op in fused.body if op.name.startswith("s1.")]
-    assert names == [
-        "s1.m0.forward.embedding..head",
-        "s1.m0.backward.head..embedding",
-        "s1.m0.reduce0",
-        "s1.m1.forward.embedding..head",
-        "s1.m1.backward.head..embedding",
-        "s1.m1.reduce0",
-        "s1.optimizer",
-    ]
-
-
 def test_reductions_stay_behind_their_own_block_when_fused() -> None:
     """Small buckets are reduced as early as before: what they wait for ends a fused row."""
     waits = [
@@ -331,9 +275,3 @@ def test_reductions_stay_behind_their_own_block_when_fused() -> None:
     ]
     assert len(waits[0]) > 1
     assert waits[0] == waits[1]
-
-
-def test_only_long_rounds_are_fused() -> None:
-    """From 5,000 ops on; shorter ones show every block in their timeline."""
-    assert "s0.forward.layer0" in {op.name for op in tiny.schedule("co2(tau=500)").body}
-    assert "s0.forward.embedding..head" in {op.name for op in tiny.schedule("co2(tau=600)").body}

@@ -17,17 +17,11 @@ from ranks import on_ranks, realrun
 from torch import Tensor, nn
 
 from analysis.cli import main as co2analysis
-from co2sim.errors import OptionError
-from co2sim.schedule import Layout
 from realrun.cli import main
-from realrun.errors import TrainingError
 from realrun.train.constants import Estimate, Estimates, Point, commands, limits, moments
-from realrun.train.estimate import ITERATIONS, RankLoss, measure
+from realrun.train.estimate import RankLoss, measure
 from realrun.train.settings import TrainSettings
-from realrun.train.shapes import GPTShape
-from realrun.train.support import check_estimate
 from realrun.train.task import Batch, loss_of
-from realrun.train.text import text
 
 PLAIN: dict[str, Any] = {
     "optimizer": "sgd",
@@ -73,73 +67,12 @@ def test_moments_are_unbiased_and_know_their_errors() -> None:
             assert ratio > 0.95 * most or (number, spread) != (1, 0.0)
 
 
-def test_gradients_without_noise_are_exact() -> None:
-    """Nothing is left of sigma^2, and no error; one worker has no heterogeneity."""
-    gradients = np.tile([3.0, 4.0], (3, 1))
-    products = gradients @ gradients.T
-    noise, spread, squared = moments(products, products)
-    assert (noise.value, spread.value, squared.value) == pytest.approx((0.0, 0.0, 25.0))
-    assert (noise.error, spread.error, squared.error) == pytest.approx((0.0, 0.0, 0.0))
-
-
 # --- one rank -----------------------------------------------------------------------------------
 
 
 def alone(parameters: list[Tensor], loss: Any) -> RankLoss:
     """A problem of one rank."""
     return RankLoss(parameters, loss, lambda tensor: tensor, lambda tensor: tensor)
-
-
-def test_a_quadratic_with_noise_is_measured_without_bias() -> None:
-    """Curvature, the most negative eigenvalue, to 0.1 %; the mean of 200 sigma^2 to its error."""
-    eigenvalues, deviations = torch.tensor([3.0, 1.0, -5.0]), torch.tensor([2.0, 0.5, 1.0])
-    x = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
-    noises, slopes = [], []
-    for seed in range(200):
-
-        def loss(number: int, seed: int = seed) -> Tensor:
-            noise = torch.randn(3, generator=torch.Generator().manual_seed(100 * seed + number))
-            return (eigenvalues * x) @ x / 2 + (deviations * noise) @ x
-
-        point, _ = measure(alone([x], loss), 0, 6)
-        assert point.curvature == pytest.approx(5.0, rel=1e-3)
-        assert point.elsewhere.value == pytest.approx(5.0, rel=1e-2)
-        assert point.heterogeneity == Estimate(0.0, 0.0)
-        assert point.iterations < ITERATIONS
-        noises.append(point.noise.value)
-        slopes.append(point.gradient.value)
-    for values, expected in ((noises, 4 + 0.25 + 1), (slopes, 9 + 4 + 6.25)):
-        assert abs(np.mean(values) - expected) < 4 * np.std(values) / math.sqrt(200)
-
-
-def test_eigenvalues_of_both_signs_do_not_hide_each_other() -> None:
-    """Of +4 and -4 no direction is found, but the curvature is, on all samples."""
-    eigenvalues = torch.tensor([4.0, -4.0, 1.0])
-    x = torch.ones(3, requires_grad=True)
-    point, _ = measure(alone([x], lambda _: (eigenvalues * x) @ x / 2), 0, 3)
-    assert point.curvature == pytest.approx(4.0, rel=1e-3)
-    assert point.elsewhere.value == pytest.approx(4.0, rel=1e-3)
-    assert point.elsewhere.error < 1e-3
-
-
-def test_curvature_of_other_samples_is_less_biased() -> None:
-    """Of noisy Hessians: one batch is far above that of all, whose |H v| other batches give."""
-    x = torch.ones(40, requires_grad=True)
-
-    def loss(number: int) -> Tensor:
-        noise = torch.randn(40, 40, generator=torch.Generator().manual_seed(number))
-        return 2 * x[0] ** 2 + (noise @ x) @ x / 4
-
-    point, _ = measure(alone([x], loss), 0, 64)
-    assert point.curvature > 1.1 * 4
-    assert point.elsewhere.value < 4 + 3 * point.elsewhere.error < 1.05 * point.curvature
-
-
-def test_what_is_not_finite_ends_the_training() -> None:
-    """No table of NaN."""
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    with pytest.raises(TrainingError, match="after step 7"):
-        measure(alone([x], lambda _: (x * x).sum() * math.nan), 7, 3)
 
 
 def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:
@@ -173,26 +106,6 @@ def test_curvature_is_the_largest_eigenvalue_of_the_whole_hessian() -> None:
     )
     (slope,) = torch.autograd.grad(flat_loss(here.requires_grad_()), here)
     assert torch.allclose(gradient, slope, atol=1e-6)
-
-
-@pytest.mark.nightly
-def test_noise_falls_as_one_over_the_batch() -> None:
-    """Of the GPT, at one point: sigma^2 x batch is the same for 2 and 8 samples."""
-    task = text(GPTShape(layers=2, hidden=16, heads=2, context=16), torch.device("cpu"))
-    torch.manual_seed(0)
-    model = task.model()
-    found = []
-    for samples in (2, 8):
-        problem = alone(
-            list(model.parameters()),
-            lambda number, samples=samples: loss_of(model, task.batch(samples, number, samples)),
-        )
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            noise = measure(problem, 0, 40)[0].noise
-        found.append((samples * noise.value, samples * noise.error))
-    (small, one), (large, other) = found
-    assert abs(small - large) < 3 * math.hypot(one, other)
-    assert math.hypot(one, other) < 0.4 * large  # so that noise alike for both would be seen
 
 
 # --- ranks --------------------------------------------------------------------------------------
@@ -229,15 +142,6 @@ def test_two_workers_on_a_quadratic() -> None:
     assert one == other
     for found in one.values():
         check_quadratic(found, [[0], [1]])
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_nodes_are_workers() -> None:
-    """With worker=node noise and heterogeneity are those of nodes, else those of ranks."""
-    found = estimated(["ddp", NODES], 4)[0]
-    check_quadratic(found["ddp"], [[0], [1], [2], [3]])
-    check_quadratic(found[NODES], [[0, 1], [2, 3]])
 
 
 @pytest.mark.nightly
@@ -290,12 +194,6 @@ def test_the_bound_gets_the_largest_of_all_points() -> None:
     falls = [1.0, 0.9, 0.9]
     assert FOUND.gap.value == pytest.approx(np.mean(falls))
     assert FOUND.gap.error == pytest.approx(np.std(falls, ddof=1) / math.sqrt(3))
-
-
-def test_a_loss_that_only_rises_has_no_gap() -> None:
-    """The start is among the points: never below 0."""
-    points = (FOUND.points[1], FOUND.points[0])
-    assert replace(FOUND, points=points).gap == Estimate(0.0, 0.0)
 
 
 def test_commands_are_those_of_the_training() -> None:
@@ -403,11 +301,3 @@ def test_what_cannot_be_estimated_is_refused(
         assert said in errors
         assert errors.count("\n") == 1
         assert not (tmp_path / "out").exists()
-
-
-def test_whole_models_can_be_estimated() -> None:
-    """Optimizer states may be sharded, and nodes of one rank shard nothing."""
-    for strategy, layout in (("zero1", Layout(1, 4)), ("co2:tau=2,worker=node", Layout(4, 1))):
-        check_estimate(TrainSettings(strategy=strategy), layout, resume=False)
-    with pytest.raises(OptionError, match="zeropp shards them"):
-        check_estimate(TrainSettings(strategy="zeropp"), Layout(1, 4), resume=False)

@@ -115,16 +115,6 @@ def test_a_flops_kernel_does_the_work_that_it_states() -> None:
         assert counter.get_total_flops() == pytest.approx(flops, abs=2 * 512 * 512)
 
 
-def test_a_flops_kernel_does_every_part_of_its_work() -> None:
-    """Parts that multiply and parts that copy, each as if it stood alone."""
-    operands = Operands.of(torch.device("cpu"), torch.float32)
-    parts = (Compute("forward", 1e9, 1e7), Compute("forward", 1.0, 1e7))
-    with FlopCounterMode(display=False) as flops, _Copied() as copied:
-        burn(Compute("forward", 1e9 + 1, 2e7, parts=parts), operands)
-    assert flops.get_total_flops() == pytest.approx(1e9, abs=2 * 512 * 512)
-    assert copied.bytes == pytest.approx(1e7, abs=2)
-
-
 def test_a_flops_kernel_moves_the_bytes_that_it_states() -> None:
     """Work with little arithmetic reads and writes memory instead."""
     for size in [1e3, 1.5e8]:
@@ -149,20 +139,6 @@ def test_checking_mode_names_who_launches_something_else() -> None:
     for error in on_ranks("other_collective", 2):
         assert error.startswith("MismatchError: rank 1 is about to run 'again' of round 0")
         assert "rank 0 'average' of round 0" in error
-
-
-@dist
-def test_every_stream_and_group_has_its_own_communicator() -> None:
-    """On two nodes of two: world, node, peers and blocks, and none where a rank is alone."""
-    found = on_ranks("groups", 4, gpus_per_node=2)
-    assert found[0] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [0, 2], [0, 1], True]
-    assert found[3] == [[0, 1, 2, 3], [0, 1, 2, 3], [2, 3], [1, 3], [2, 3], True]
-
-
-def test_no_two_messages_of_a_collective_have_one_tag() -> None:
-    """Of 64 ranks and parts of 1000 segments: each is told apart by its step and its segment."""
-    tags = {collectives._tag(step, segment) for step in range(63) for segment in range(1000)}
-    assert len(tags) == 63 * 1000
 
 
 def test_all_waits_of_a_collective_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +176,6 @@ def test_buffers_hold_the_bytes_that_the_schedule_states(
     whole = max(len(one) * one.element_size() for one in (buffers.given, buffers.taken))
     slack = members * (buffers.given.element_size() if summed else 1)
     assert work.bytes <= whole < work.bytes + slack
-
-
-def test_a_rank_needs_the_environment_of_a_launcher() -> None:
-    """The first missing variable is named, and what would set it."""
-    from realrun.execute.world import join  # noqa: PLC0415
-
-    with pytest.raises(OptionError, match="RANK is not set"):
-        join("gloo", 1.0, {})
 
 
 def test_what_comes_in_is_kept_in_the_same_memory() -> None:

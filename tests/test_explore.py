@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -18,14 +17,12 @@ pytest.importorskip("vl_convert", reason="the extra `report` is not installed")
 from commands import Command
 
 from co2sim.case import Case
-from co2sim.cli import exploring
 from co2sim.errors import OptionError
 from co2sim.explore import board, build
-from co2sim.explore.controls import AS_GIVEN, Control, Stop, controls, varying
+from co2sim.explore.controls import Control, Stop, controls, varying
 from co2sim.explore.grid import ExploreGrid, Positions, StrategyGrid, between
-from co2sim.explore.page import asked, begin, exactness
+from co2sim.explore.page import asked, exactness
 from co2sim.explore.question import Question, figures
-from co2sim.report import bundle
 from co2sim.study import run
 from co2sim.totals import totals_of
 
@@ -107,48 +104,6 @@ def test_positions_are_preferred_numbers_around_what_was_given() -> None:
     assert max(values) > now * 3
 
 
-@pytest.mark.parametrize("failing", ["meta-rsc-1", "llama3-405b"])
-def test_a_setting_reads_back_as_its_value(failing: str) -> None:
-    """For every position of every slider; a mean time above 1,000 days has a comma, too."""
-    asked = question(overrides={**JOB.overrides, "failures": failing})
-    checked = 0
-    for control in controls(asked):
-        for stop in control.stops:
-            if stop.setting is None or control.path.startswith("strategy."):
-                continue
-            case = asked.case(0, {control.path: stop.setting})
-            value: object = (
-                case if control.path in {"gpus", "micro_batch"} else case.load()[0].value
-            )
-            for part in control.path.split("."):
-                value = getattr(value, part)
-            assert value == pytest.approx(stop.value, rel=1e-9)
-            checked += 1
-    assert checked > 30
-
-
-def test_the_page_begins_with_the_case_that_was_given() -> None:
-    """Every slider is where it changes nothing: the figures are those of the case."""
-    asked = question(micro_batch=3, gpus=16)
-    shown = controls(asked)
-    assert begin(shown) == {}
-    there = settings(shown, tuple(control.at for control in shown))
-    for place, strategy in enumerate(STRATEGIES):
-        expected = run(replace(asked.job, strategy=strategy))
-        assert run(asked.case(place, there)).tokens_per_s == pytest.approx(expected.tokens_per_s)
-
-
-def test_positions_that_leave_out_what_was_given_begin_with_the_first() -> None:
-    """The page begins with a case that it can show."""
-    asked = question(gpus=32)
-    control = varying(asked, "gpus", "8, 16")
-    assert begin([control]) == {"gpus": "8"}
-    assert begin([varying(asked, "gpus", "8, 32")]) == {}
-    assert varying(asked, "gpus", "8, 32").at == 1
-    most = varying(asked, "micro_batch", ", ".join(map(str, range(1, 65))))
-    assert len(most.stops) == 64
-
-
 def test_tau_and_delay_are_only_for_strategies_that_have_them() -> None:
     """Neither has a slider where none has it; it moves only those that do."""
     paths = {control.path for control in controls(question("ddp", "zero3"))}
@@ -159,22 +114,6 @@ def test_tau_and_delay_are_only_for_strategies_that_have_them() -> None:
     assert found["strategy.tau"].strategies == (1, 2)
     assert found["strategy.delay"].strategies == (2,)
     assert found["gpus"].strategies == (0, 1, 2)
-
-
-def test_strategies_that_were_given_different_numbers_begin_with_them() -> None:
-    """A position sets nothing; all others set the same number for all."""
-    asked = question("co2:tau=6", "co2:tau=24,worker=node")
-    (tau,) = [control for control in controls(asked) if control.path == "strategy.tau"]
-    assert (tau.at, tau.stops[0].text, tau.stops[0].setting) == (0, AS_GIVEN, None)
-    assert all(stop.setting for stop in tau.stops[1:])
-
-
-def test_what_a_cluster_does_not_have_has_no_slider() -> None:
-    """No price and no failures; a network between sites where there are sites."""
-    plain = {control.path for control in controls(question(overrides={}))}
-    assert not any(path.startswith(("price", "failures", "wan")) for path in plain)
-    sites = {control.path for control in controls(question("ddp", cluster="two-sites-wan"))}
-    assert {"wan.bandwidth", "wan.latency"} <= sites
 
 
 def test_prices_may_be_given_by_name_and_in_one_currency() -> None:
@@ -188,17 +127,6 @@ def test_prices_may_be_given_by_name_and_in_one_currency() -> None:
     assert asked(asked_about, [named])["price"] == named.stops[0].value
     with pytest.raises(OptionError, match="EUR and USD"):
         varying(asked_about, "price_per_gpu", "1 USD/h, 2 EUR/h")
-
-
-def test_a_price_with_a_range_keeps_it_until_it_is_moved() -> None:
-    """As `totals` has it."""
-    named = question(overrides={"price_per_gpu": "h100-median-2026-05"})
-    cluster = named.job.load()[0].value
-    found = asked(named, controls(named))
-    assert cluster.price_low
-    assert (found["price_low"], found["price_high"]) == (cluster.price_low, cluster.price_high)
-    moved = asked(named, [varying(named, "price_per_gpu", "1 USD/h, 9 USD/h")])
-    assert (moved["price_low"], moved["price_high"]) == (None, None)
 
 
 # ---- figures between what was simulated
@@ -303,25 +231,6 @@ def test_price_and_failures_are_arithmetic_on_what_was_simulated() -> None:
             assert days / slow == pytest.approx(expected.days_high)
 
 
-def test_other_failures_may_have_a_slider_too() -> None:
-    """What failures take follows each of them, and failures by name."""
-    asked = question("ddp", overrides={"failures": "meta-rsc-1"})
-    for path, values in (
-        ("failures.restart", "1 min, 10 min"),
-        ("failures", "meta-rsc-1, llama3-405b"),
-    ):
-        shown = [varying(asked, "gpus", "16"), varying(asked, path, values)]
-        grid = build.build(asked, shown, TOLERANCE, 1)
-        (one,) = grid.strategies
-        assert one.controls == (0,)
-        for stop, text in enumerate(values.split(", ")):
-            case = asked.case(0, {"gpus": "16", path: text})
-            expected = totals_of(case, run(case), TOKENS)
-            assert expected is not None
-            assert 1 - one.lost["lost"][stop] == pytest.approx(expected.goodput)
-        assert one.lost["lost"][0] != one.lost["lost"][1]
-
-
 def test_a_position_that_cannot_be_simulated_says_why() -> None:
     """Others are shown; between two knots, of which one failed, nothing is."""
     asked = question("ddp", global_batch=24, overrides={})
@@ -385,41 +294,6 @@ def test_a_power_law_is_exact(
     assert found["tokens_per_s"] == pytest.approx(expected, rel=1e-9)
 
 
-@given(power_laws(), st.data())
-def test_a_knot_is_itself_and_unknown_and_wrong_pass_on(
-    made: tuple[StrategyGrid, tuple[Control, ...], Positions, float], data: st.DataObject
-) -> None:
-    """Whatever the other knots hold. Beside an unknown one nothing is known."""
-    grid, shown, at, _ = made
-    place = data.draw(st.integers(0, len(grid.points) - 1))
-    own = grid.points[place]
-    random_values = [data.draw(values) for _ in grid.points]
-    fits = [data.draw(st.booleans()) for _ in grid.points]
-    other = replace(grid, values={"tokens_per_s": random_values, "fits": fits})
-    exact = between(other, shown, own)
-    assert exact == {"tokens_per_s": pytest.approx(random_values[place]), "fits": fits[place]}
-    holes: list[float | None] = [*random_values]
-    holes[place] = None
-    here = between(replace(other, values={"memory": holes, "fits": fits}), shown, at)
-    corners = [
-        i
-        for i, point in enumerate(grid.points)
-        if all(_beside(k, p, a) for k, p, a in zip(grid.knots, point, at, strict=True))
-    ]
-    assert here is not None
-    assert (here["memory"] is None) == (place in corners)
-    assert here["fits"] == all(fits[i] for i in corners)
-    failed = replace(other, failed={place: "why"})
-    assert (between(failed, shown, at) is None) == (place in corners)
-
-
-def _beside(knots: tuple[int, ...], knot: int, stop: int) -> bool:
-    """Whether a knot is the stop, or next to it on one side where the stop is none."""
-    if stop in knots:
-        return knot == stop
-    return knot in {max(k for k in knots if k < stop), min(k for k in knots if k > stop)}
-
-
 # ---- limits and bad input
 
 
@@ -480,37 +354,6 @@ def test_what_a_page_cannot_have_is_refused_and_no_server_starts(
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert words in done.err
     assert list(Path().iterdir()) == []
-
-
-@pytest.mark.parametrize("missing", ["-c", "-m", "-s"])
-def test_a_page_without_a_server_needs_a_question(cli: Command, missing: str) -> None:
-    """The server has one to begin with; a page says what is missing."""
-    found = command(("-o", "p.html"))
-    place = found.index(missing)
-    done = cli(*found[:place], *found[place + 2 :])
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "is missing" in done.err
-
-
-def _without(missing: str) -> Callable[[str], str | None]:
-    """`find_spec` where a package is not installed."""
-    return lambda name: None if name == missing else name
-
-
-def test_a_missing_extra_is_named(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page needs Vega; the server needs that and more, and its extra has both."""
-    from co2sim.explore import server  # noqa: PLC0415 - an extra
-
-    monkeypatch.setattr(server, "serve", lambda *_: pytest.fail("a server started"))
-    monkeypatch.setattr(bundle, "find_spec", _without("altair"))
-    done = cli(*command(("-o", "p.html")))
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "co2sim[report]" in done.err
-    for missing in ("altair", "uvicorn"):
-        monkeypatch.setattr(exploring, "find_spec", _without(missing))
-        done = cli(*command(()))
-        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-        assert "co2sim[explore]" in done.err
 
 
 @pytest.mark.slow

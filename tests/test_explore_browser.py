@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
@@ -183,23 +182,6 @@ def tolerance(address: str) -> float:
     return 2 * TOLERANCE if address.startswith("file:") else 1e-3
 
 
-@NIGHTLY
-def test_every_slider_moves_the_figures(opened: Open, address: str) -> None:
-    """To those of the simulator at both ends and in the middle; and back."""
-    explorer = opened(address)
-    begun = explorer.view()
-    for path in explorer.paths():
-        last = explorer.stops(path) - 1
-        start = int(explorer.page.locator(f'input[data-path="{path}"]').input_value())
-        for stop in dict.fromkeys((0, last // 2, last)):
-            setting = explorer.move(path, stop).replace(",", "")
-            there = {path: setting} if setting != "as given" else {}
-            check(explorer, there, tolerance(address))
-            assert (explorer.view() == begun) == (stop == start)
-        explorer.move(path, start)
-        assert explorer.view() == begun
-
-
 def check(explorer: Explorer, settings: dict[str, str], tolerance: float) -> None:
     """Compare the table with the simulator."""
     table, asked = explorer.table(), replace(question(gpus=16), tokens=TOKENS)
@@ -301,62 +283,6 @@ def test_a_link_restores_the_view(opened: Open, address: str) -> None:
     assert again.view() == opened(address).view()
 
 
-@NIGHTLY
-def test_a_link_to_a_position_that_is_not_there_says_so(opened: Open, static: str) -> None:
-    """The rest of the view is shown."""
-    explorer = opened(f"{static}#inter.bandwidth=7 Gbit/s&gpus=8&x=nonsense&y=alert(1)&kept=yes")
-    assert "inter.bandwidth=7 Gbit/s" in explorer.page.locator("#done").inner_text()
-    assert explorer.page.locator(".slider output").first.inner_text() == "8"
-
-
-@NIGHTLY
-def test_hidden_strategies_are_in_no_answer(opened: Open, address: str) -> None:
-    """Neither in the table nor in the charts nor in the sentence."""
-    explorer = opened(address)
-    explorer.page.locator("#strategies input").first.uncheck()
-    explorer.ready()
-    assert list(explorer.table()) == [next(iter(explorer.table()))]
-    assert next(iter(explorer.table())).startswith("co2(")
-    assert "ddp" not in explorer.page.locator("#answer").inner_text()
-    bars = explorer.page.locator("#memory [aria-roledescription=bar]")
-    assert bars.count() == 1
-    explorer.page.locator("#strategies input").nth(1).uncheck()
-    explorer.ready()
-    assert explorer.table() == {}
-
-
-@NIGHTLY
-@pytest.mark.parametrize("typed", ["many", "0"])
-def test_tokens_typed_wrong_are_said_in_a_line(opened: Open, static: str, typed: str) -> None:
-    """The figures stay; without tokens there are no days."""
-    explorer = opened(static)
-    before = explorer.table()
-    field = explorer.page.locator("#tokens")
-    field.fill(typed)
-    words = explorer.page.locator("#tokens-wrong")
-    expect(words).to_contain_text(f"'{typed}'")
-    assert field.get_attribute("aria-invalid") == "true"
-    assert explorer.table() == before
-    field.fill("")
-    explorer.ready()
-    expect(words).to_have_text("")
-    assert "days" not in next(iter(explorer.table().values()))
-
-
-@NIGHTLY
-def test_the_chart_follows_what_is_chosen(opened: Open, address: str) -> None:
-    """Its axes are named after it, and a line has as many points as the slider has positions."""
-    explorer = opened(address)
-    explorer.page.locator("#y").select_option("exposed")
-    explorer.ready()
-    explorer.page.locator("#x").select_option(label="GPUs")
-    explorer.ready()
-    texts = explorer.page.locator("#curve .role-axis-title text").all_text_contents()
-    assert {"exposed communication", "GPUs"} <= set(texts)
-    points = explorer.page.locator("#curve .mark-symbol path[aria-roledescription=point]").count()
-    assert points == 2 * 2 * explorer.stops("gpus")  # two strategies, filled and as an outline
-
-
 # ---- names of strangers
 
 
@@ -387,33 +313,6 @@ def test_names_run_no_script(opened: Open, tmp_path: Path, served: str) -> None:
     assert heading.startswith(LONG)
     assert EVIL in heading
     assert server.page.evaluate("document.documentElement.scrollWidth") <= 1280
-
-
-@NIGHTLY
-@pytest.mark.parametrize("text", [f"ddp\n{EVIL}", '"><img src=x>'])
-def test_a_list_of_nonsense_is_answered_in_words(opened: Open, served: str, text: str) -> None:
-    """As text beside the field; the figures stay."""
-    explorer = opened(served)
-    before = explorer.table()
-    explorer.page.locator("#wanted").fill(text)
-    words = explorer.page.locator("#wanted-wrong")
-    expect(words).not_to_be_empty()
-    assert "<img" not in words.inner_html()
-    assert explorer.page.locator("#wanted").get_attribute("aria-invalid") == "true"
-    assert explorer.table() == before
-    refused = [text for text in explorer.said if "422" in text]
-    assert explorer.said == refused  # what the browser itself says of an answer that refuses
-    explorer.said.clear()
-
-
-@NIGHTLY
-def test_a_link_that_asks_for_nonsense_is_answered_in_words(opened: Open, served: str) -> None:
-    """And the page begins as it would without; a link cannot name files of this machine."""
-    link = f"{served}#cluster=/etc/passwd&model=gpt2-small&strategy={quote(EVIL)}"
-    explorer = opened(link)
-    expect(explorer.page.locator("#wrong")).to_contain_text("'/etc/passwd'")
-    assert list(explorer.table()) == list(opened(served).table())
-    explorer.said.clear()
 
 
 # ---- forms
@@ -462,45 +361,6 @@ def test_forms_answer_while_typing_and_change_the_question(opened: Open, served:
 
 
 @NIGHTLY
-def test_a_file_that_is_given_again_is_read_again(opened: Open, served: str) -> None:
-    """Under the same name: nothing that was simulated before is shown."""
-    explorer = opened(served)
-    speeds = []
-    for text in (OWN, OWN.replace('bandwidth = "25 Gbit/s"', 'bandwidth = "50 Gbit/s"')):
-        before = explorer.table()["ddp"]["tokens/s"]
-        explorer.give("cluster", "mine.toml", text.encode())
-        expect(explorer.page.locator("#figures td").first).not_to_have_text(before)
-        explorer.ready()
-        speeds.append(explorer.speed("ddp"))
-    assert speeds[1] > 1.3 * speeds[0]
-
-
-@NIGHTLY
-def test_a_drag_need_not_wait(opened: Open, served: str) -> None:
-    """While nothing moves the other positions are asked for: a move then asks for none of them."""
-    explorer = opened(served)
-    asked = 0
-    while asked < len(explorer.asked):  # it gives up after three seconds
-        asked = len(explorer.asked)
-        explorer.page.evaluate("ahead()")
-    before = explorer.table()
-    explorer.move("inter.bandwidth", explorer.stops("inter.bandwidth") - 2)
-    assert explorer.table() != before
-    assert len(explorer.asked) == asked
-
-
-@NIGHTLY
-def test_an_upload_that_cannot_be_read_is_said_beside_it(opened: Open, served: str) -> None:
-    """With its name, and the page stays as it was."""
-    explorer = opened(served)
-    before = explorer.view()
-    explorer.give("cluster", "broken.toml", b"nodes = ")
-    expect(explorer.page.locator("#file-wrong")).to_contain_text("broken.toml: ")
-    assert explorer.view() == before
-    explorer.said.clear()
-
-
-@NIGHTLY
 def test_the_report_and_the_commands_repeat_the_figures(
     opened: Open, served: str, tmp_path: Path
 ) -> None:
@@ -530,19 +390,6 @@ def test_the_report_and_the_commands_repeat_the_figures(
             check=True,
         )
         assert f"{json.loads(done.stdout)['tokens_per_s']:,.0f}" == row["tokens/s"]
-
-
-@NIGHTLY
-def test_a_server_that_has_ended_is_said(browser: Browser, tmp_path: Path) -> None:
-    """The page stays readable."""
-    server = Served(tmp_path)
-    explorer = Explorer(browser, server.address)
-    before = explorer.table()
-    server.end()
-    explorer.move("gpus", 1)
-    expect(explorer.page.locator("#wrong")).to_contain_text("has ended")
-    assert explorer.table() == before
-    explorer.page.context.close()
 
 
 # ---- for everybody

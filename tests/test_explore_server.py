@@ -1,6 +1,5 @@
 """The server of `co2sim explore`: who may ask, what may be read, and exact answers."""
 
-import asyncio
 import base64
 import errno
 import hashlib
@@ -10,12 +9,9 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -32,14 +28,13 @@ pytest.importorskip("starlette", reason="the extra `explore` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `explore` is not installed")
 
 import psutil
-from commands import cpu_seconds
 from starlette.testclient import TestClient
 
 from co2sim import simulate
 from co2sim.case import Case
 from co2sim.explore import asking
 from co2sim.explore.asking import Files, PageView
-from co2sim.explore.guard import HEADER, HEADERS, Guard
+from co2sim.explore.guard import HEADER, HEADERS
 from co2sim.explore.server import Answers, application
 from co2sim.goodput.of_result import goodput_of
 from co2sim.memory import GIB
@@ -141,13 +136,6 @@ def test_every_question_needs_the_token_in_a_header(client: TestClient) -> None:
         assert query.status_code == 403, name
 
 
-def test_answers_are_not_to_be_got(client: TestClient) -> None:
-    """An image or a script of another page asks with GET: 405, with the token, too."""
-    for name in ASKING:
-        assert client.get(f"/{name}?token={TOKEN}").status_code == 405
-        assert client.get(f"/{name}").status_code == 403
-
-
 def test_other_sites_are_refused(client: TestClient) -> None:
     """A name that is bound to this machine, another origin, another port: with the token, too."""
     for name, texts in {
@@ -164,13 +152,6 @@ def test_other_sites_are_refused(client: TestClient) -> None:
             assert client.post("/begin", json=VIEW, headers=headers).status_code == 403, headers
 
 
-def test_its_own_page_is_answered(client: TestClient) -> None:
-    """As a browser asks: with an origin, at either name of this machine."""
-    for host in ("127.0.0.1", "127.0.0.1:8000", "localhost:8000"):
-        headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
-        assert client.post("/check", json=VIEW, headers=headers).status_code == 200
-
-
 def test_a_body_above_a_megabyte_is_refused(client: TestClient) -> None:
     """Whatever it says about its length, before it is read whole."""
     large = b" " * 1_000_001
@@ -178,28 +159,6 @@ def test_a_body_above_a_megabyte_is_refused(client: TestClient) -> None:
     answer = client.post("/upload", content=large)
     assert answer.status_code == 413
     assert answer.headers["x-content-type-options"] == "nosniff"
-
-
-def test_a_body_that_comes_in_parts_is_counted_as_a_whole() -> None:
-    """Each of them is small; reading ends with the one that makes it too large."""
-    read, sent = [], []
-
-    async def app(_scope: Any, receive: Any, _send: Any) -> None:
-        while True:
-            read.append(await receive())
-
-    async def receive() -> dict[str, Any]:
-        assert len(read) < 20
-        return {"type": "http.request", "body": b" " * 100_000, "more_body": True}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(b"host", b"127.0.0.1"), (HEADER.encode(), TOKEN.encode())]
-    scope = {"type": "http", "method": "POST", "path": "/upload", "headers": headers}
-    asyncio.run(Guard(app, TOKEN)(scope, receive, send))
-    assert len(read) == 10
-    assert sent[0]["status"] == 413
 
 
 def test_headers_and_the_policy_of_the_page(client: TestClient) -> None:
@@ -244,14 +203,6 @@ def test_what_is_no_question_is_refused_in_a_line(client: TestClient) -> None:
     ):
         for name in ("begin", "check"):
             assert words in error(client.post(f"/{name}", content=body)), body[:100]
-
-
-def test_positions_are_checked_as_well(client: TestClient) -> None:
-    """At least one, at most 64, with texts."""
-    for name in ("figures", "commands", "report"):
-        for settings in ([], [{}] * 65, [{"gpus": 8}], "gpus", None):
-            words = error(client.post(f"/{name}", json={"view": VIEW, "settings": settings}))
-            assert words.startswith("settings"), (name, settings)
 
 
 def test_wrong_words_are_answered_as_on_the_command_line(client: TestClient) -> None:
@@ -304,15 +255,6 @@ def test_only_the_catalog_is_read(client: TestClient) -> None:
                 assert error(client.post(f"/{asked}", json=body)).startswith(f"{path} has a field")
 
 
-def test_what_the_command_named_may_be_read(secret: Path, tmp_path: Path) -> None:
-    """By the name that it was given, and no other."""
-    files = Files(clusters={str(secret): str(secret)}, models={}, parts=frozenset({"x.toml"}))
-    assert files.cluster(str(secret)) == str(secret)
-    files.check({"gpu": "x.toml"})
-    with serving(tmp_path) as client:
-        assert "unknown" in error(client.post("/begin", json={**VIEW, "cluster": str(secret)}))
-
-
 def upload(client: TestClient, name: str, text: str, kind: str = "cluster") -> Any:
     """The answer to a file."""
     return client.post("/upload", json={"kind": kind, "name": name, "text": text})
@@ -346,25 +288,6 @@ def test_an_upload_stays_in_its_folder(tmp_path: Path) -> None:
     found = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.name for path in found} == {"x.toml", "y.toml"}
     assert all(folder in path.parents for path in found)
-
-
-def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
-    """And nothing is written."""
-    names = ("", "..", ".toml", "x.py", "x.toml\0", "x.toml\n", "..\\x.toml", f"{'x' * 300}.toml")
-    with serving(tmp_path) as client:
-        for name in names:
-            assert "no name" in error(upload(client, name, OWN))
-        assert "cluster or model" in error(upload(client, "x.toml", OWN, "../clusters"))
-    assert list(tmp_path.rglob("*.*")) == []
-
-
-def test_a_name_may_not_have_too_many_bytes(tmp_path: Path) -> None:
-    """No file system has room for 98 Chinese characters; 83 of them and an ending are 254."""
-    with serving(tmp_path) as client:
-        said = error(upload(client, "\u6f22" * 98 + ".toml", OWN))
-        assert "299 bytes" in said
-        assert str(tmp_path) not in said
-        assert upload(client, "\u6f22" * 83 + ".toml", OWN).status_code == 200
 
 
 def test_what_cannot_be_written_is_refused_without_its_path(
@@ -403,32 +326,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
             assert str(tmp_path) not in said
             assert "root:" not in said
     assert list(tmp_path.rglob("*.toml")) == []
-
-
-def test_a_config_of_hugging_face_is_a_model(tmp_path: Path) -> None:
-    """As on the command line; what it lacks is said in the same words."""
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": 768,
-        "n_head": 12,
-        "n_layer": 6,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config), "utf-8")
-    expected = simulate("cloud-100g", str(path), "ddp", gpus=16)
-    folder = tmp_path / "files"
-    folder.mkdir()
-    with serving(folder) as client:
-        made = upload(client, "config.json", json.dumps(config), "model")
-        assert made.json() == {"name": "config.json"}
-        body = {"view": {**VIEW, "model": "config.json"}, "settings": [{}]}
-        found = client.post("/figures", json=body).json()
-        assert found[0][0]["tokens_per_s"] == expected.tokens_per_s
-        del config["n_embd"]
-        assert "n_embd" in error(upload(client, "config.json", json.dumps(config), "model"))
 
 
 def test_files_do_not_pile_up(tmp_path: Path) -> None:
@@ -480,35 +377,6 @@ def test_figures_are_the_simulators(client: TestClient) -> None:
             assert shown["lost"] == 1 - kept.useful
 
 
-def test_a_position_that_cannot_be_simulated_says_why_beside_others(client: TestClient) -> None:
-    """The others are answered."""
-    view = {**VIEW, "options": {"global_batch": "8"}}
-    body = {"view": view, "settings": [{"gpus": "8"}, {"gpus": "16"}]}
-    good, bad = client.post("/figures", json=body).json()
-    assert good[0]["tokens_per_s"] > 0
-    assert "not a multiple of 16 GPUs" in bad[0]["error"]
-
-
-def test_the_commands_repeat_the_figures(client: TestClient) -> None:
-    """They are `co2sim run` with what is set."""
-    body = {"view": {**VIEW, "tokens": 1e9}, "settings": [{"inter.bandwidth": "25 Gbit/s"}]}
-    first, second = client.post("/commands", json=body).json()
-    assert first == (
-        "co2sim run -c cloud-100g -m gpt2-small -s ddp --gpus 16"
-        " --set 'inter.bandwidth=25 Gbit/s' --tokens 1e+09"
-    )
-    assert "-s co2:tau=12,delay=1,worker=node --gpus 16" in second
-
-
-def test_a_report_is_a_page_with_all_strategies(client: TestClient) -> None:
-    """The one of `co2sim report`, about what the sliders have set."""
-    answer = client.post("/report", json={"view": VIEW, "settings": [{"gpus": "16"}]})
-    assert answer.status_code == 200
-    assert answer.text.startswith("<!doctype html>")
-    assert "co2(tau=12, delay=1, worker=node)" in answer.text
-    assert "On 16 GPUs" in answer.text
-
-
 def hang(*_: object) -> None:
     """Wait for what never comes."""
     Event().wait()
@@ -532,21 +400,6 @@ def test_what_takes_too_long_ends_and_the_server_goes_on(
         assert "1 s" in said
         assert "`co2sim run`" in said
         assert client.post("/check", json=VIEW).status_code == 200
-
-
-@pytest.mark.slow
-def test_an_upload_that_takes_too_long_ends_and_others_are_answered_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is read in a process; the server goes on."""
-    monkeypatch.setattr(asking, "load_model", hang)
-    with serving(tmp_path, limit=2.0) as client, ThreadPoolExecutor() as beside:
-        sent = beside.submit(upload, client, "x.toml", OWN, "model")
-        assert client.get(f"/?token={TOKEN}").status_code == 200
-        assert not sent.done()
-        assert "2 s" in error(sent.result())
-        assert list(tmp_path.rglob("*.toml")) == []
-        _until_answered(lambda: upload(client, "x.toml", OWN))  # 2 s may be too few for it
 
 
 @pytest.mark.slow
@@ -642,38 +495,3 @@ def test_a_real_server_answers_and_ends_without_a_trace(tmp_path: Path, by: sign
     assert (status, made) == (200, {"name": "x.toml"})
     assert list(tmp_path.rglob("x.toml"))
     assert server.end(by) == (0, "")
-
-
-@pytest.mark.nightly
-def test_it_ends_while_it_is_asked(tmp_path: Path) -> None:
-    """Also with an answer under way, which is not waited for."""
-    server = Served(tmp_path)
-    strategies = ["co2:tau=500,delay=auto,worker=node"]
-    body = {
-        "view": {**VIEW, "strategies": strategies, "cluster": "dgx-h100"},
-        "settings": [{"gpus": "128", "inter.bandwidth": f"{i} Gbit/s"} for i in range(1, 60)],
-    }
-    begun = cpu_seconds(server.process.pid)
-    asked = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    asked.request("POST", "/figures", json.dumps(body), {HEADER: server.token})
-    while cpu_seconds(server.process.pid) < begun + 1:  # its processes are at work
-        assert server.process.poll() is None
-        time.sleep(0.05)
-    assert server.end() == (0, "")
-    asked.close()
-
-
-@pytest.mark.nightly
-def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
-    """A second server on the port ends in one line."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        second = subprocess.run(
-            [sys.executable, "-m", "co2sim", "explore", "--port", str(port)],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-        )
-    assert (second.returncode, second.stdout, second.stderr.count("\n")) == (2, "", 1)
-    assert str(port) in second.stderr

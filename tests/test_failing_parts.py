@@ -2,20 +2,15 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import Command
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from co2sim.catalog import load_cluster, names
-from co2sim.errors import Co2simError, OptionError
-from co2sim.failures import ORIGINS, Failures
+from co2sim.errors import Co2simError
+from co2sim.failures import Failures
 from co2sim.goodput.of_result import goodput_where
 from co2sim.goodput.parts import Trained
-from co2sim.units import parse, timespan
 
 DAY = 86400.0
 
@@ -51,16 +46,6 @@ def test_no_cluster_of_the_catalog_fails_by_itself() -> None:
     assert all(load_cluster(key).value.failures is None for key in names("clusters"))
 
 
-@pytest.mark.parametrize("key", names("failures"))
-def test_every_entry_fits_every_cluster_by_name(key: str) -> None:
-    """As `--set failures=NAME`, and each number of it can be set beside it."""
-    found = failures(failures=key)
-    assert found.name
-    moved = failures(failures=key, failures__detection="7 s")
-    assert moved.detection == 7
-    assert (moved.node, moved.restart) == (found.node, found.restart)
-
-
 def test_a_file_names_an_entry_or_has_a_table(tmp_path: Path) -> None:
     """`failures = "meta-rsc-1"`, a file beside it, or `[failures]`."""
     path = tmp_path / "mine.toml"
@@ -76,23 +61,6 @@ def test_a_file_names_an_entry_or_has_a_table(tmp_path: Path) -> None:
     own = load_cluster(str(path)).value.failures
     assert own is not None
     assert (own.node, own.spares, own.gpu) == (150 * DAY, 2, None)
-
-
-def test_a_single_number_makes_failures() -> None:
-    """`--set failures.node=...` alone; all else is assumed, and says so."""
-    entry = load_cluster("dgx-h100", {"failures.node": "150 days"})
-    assert entry.value.failures == Failures(node=150 * DAY)
-    assumed = {fact.path for fact in entry.assumed if fact.path.startswith("failures.")}
-    assert assumed == {f"failures.{name}" for name in ORIGINS}
-    less = load_cluster("dgx-h100", {"failures.node": "150 days", "failures.pause": "1 s"})
-    assert "failures.pause" not in {fact.path for fact in less.assumed}
-
-
-@pytest.mark.parametrize("name", ["detection", "restart", "pause", "host_bandwidth"])
-def test_what_is_assumed_is_what_is_taken(name: str) -> None:
-    """The defaults of the dataclass are those that are shown."""
-    unit: Any = "B/s" if name.endswith("bandwidth") else "s"
-    assert parse(ORIGINS[name][0], unit) == getattr(Failures(node=DAY), name)
 
 
 @pytest.mark.parametrize(
@@ -120,29 +88,6 @@ def test_what_cannot_be_is_one_line(overrides: dict[str, str], said: str) -> Non
     assert "\n" not in str(error.value)
 
 
-@given(st.floats(max_value=0.0, allow_nan=False, allow_infinity=False))
-def test_no_time_between_failures_is_0_or_less(time: float) -> None:
-    """In Python, too."""
-    with pytest.raises(OptionError, match="it must be above 0"):
-        Failures(node=time)
-
-
-# --- units --------------------------------------------------------------------------------------
-
-
-def test_times_may_be_in_days_and_years() -> None:
-    """As published rates are."""
-    assert parse("150 days", "s") == parse("1 day", "s") * 150 == 150 * DAY
-    assert parse("2 d", "s") == 2 * DAY
-    assert parse("1 year", "s") == 365.25 * DAY
-
-
-def test_long_times_are_written_in_the_unit_that_suits() -> None:
-    """Three figures, from seconds to days."""
-    written = [timespan(time) for time in (0.5, 59.0, 90.0, 11_134.0, 1e5, 1.3e7)]
-    assert written == ["500 ms", "59 s", "1.50 min", "3.09 h", "27.8 h", "150 days"]
-
-
 # --- the published ones -------------------------------------------------------------------------
 
 
@@ -166,23 +111,3 @@ def test_the_range_of_rsc_1_reaches_what_was_measured_at_1024_gpus() -> None:
     """7.9 h between failures."""
     found = per_second("meta-rsc-1", 1024) * failures(failures="meta-rsc-1").rate_high
     assert 1 / found == pytest.approx(7.9 * 3600, rel=2e-3)
-
-
-def test_the_list_shows_them(cli: Command) -> None:
-    """All of them, one with its sources, and a file of the user's."""
-    out = cli("list", "failures").out
-    assert all(key in out for key in names("failures"))
-    one = cli("list", "meta-rsc-1").out
-    assert "153.8 days" in one
-    assert "arXiv 2410.21680" in one
-    assert "assumed" in one
-
-
-def test_a_file_of_failures_is_listed_as_such(cli: Command, tmp_path: Path) -> None:
-    """By its rates."""
-    path = tmp_path / "ours.toml"
-    path.write_text('node = "40 days"\nsource = "our log of a year"\n')
-    ended = cli("list", str(path))
-    assert ended.code == 0, ended.err
-    assert "40 days" in ended.out
-    assert "our log of a year" in ended.out

@@ -55,20 +55,6 @@ def test_write_undoes_read(named: list[tuple[str, Any]]) -> None:
     assert torch.equal(rounded, vector)
 
 
-@given(parameters())
-def test_every_element_has_the_name_of_its_parameter(named: list[tuple[str, Any]]) -> None:
-    """`name_at` is what a NaN is reported with."""
-    flat = Flat.of(named)
-    for index, (_, one) in enumerate(named):
-        one.fill_(index)
-    vector = flat.empty()
-    flat.read(vector)
-    names = [flat.name_at(element) for element in range(flat.elements)]
-    assert names == [f"p{int(value)}" for value in vector]
-    with pytest.raises(IndexError):
-        flat.name_at(flat.elements)
-
-
 @given(parameters(), st.floats(-0.4, 0.4))
 def test_what_did_not_move_has_no_displacement(named: list[tuple[str, Any]], off: float) -> None:
     """Even where the anchor lies between two numbers of the model's type."""
@@ -108,16 +94,6 @@ def test_shares_of_a_worker_are_the_whole_model_once(
         assert all(one.size <= one.share or count == 1 for one in sections)
     found = torch.cat([torch.cat(parts) for parts in zip(*shares, strict=True)])
     assert torch.equal(found, expected)
-
-
-def test_sharded_parameters_are_kept_whole() -> None:
-    """A shard is this rank's own: nothing of it goes to the others of the worker."""
-    named = [("a", torch.ones(3)), ("b", torch.ones(5)), ("c", torch.ones(2))]
-    sections = lay_out(named, {"a": False, "b": True, "c": False}, 1, 2)
-    assert [(one.start, one.first, one.size, one.share) for one in sections] == [
-        (0, 3, 2, 3),
-        (2, 0, 5, 0),
-    ]
 
 
 def test_parameters_that_cannot_be_kept_flat_are_refused() -> None:

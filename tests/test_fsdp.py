@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from co2sim import strategies
-from co2sim.case import Case
 from co2sim.cluster import Cluster, Link
 from co2sim.cost import traffic
 from co2sim.errors import OptionError
-from co2sim.schedule import Collective, Compute, Layout, peers_of_blocks
-from co2sim.simulator import execute
+from co2sim.schedule import Collective, Compute, Layout
 from co2sim.study import simulate
 from co2sim.workload import Block, Model, Workload
 
@@ -140,43 +138,6 @@ def test_it_is_zero3_with_a_prefetch_of_one_layer_where_compute_is_long(
     assert fsdp == pytest.approx(zero3 + moved, rel=1e-9)
 
 
-def test_folded_and_unfolded_ranks_take_the_same_time() -> None:
-    """One rank stands for all, whatever groups meet."""
-    for strategy in [
-        "fsdp",
-        "fsdp(version=1)",
-        "fsdp(shard=node)",
-        "fsdp(shard=2)",
-        "fsdp(shard=8)",
-        "fsdp(reshard_after_forward=4)",
-        "fsdp(reshard_after_forward=2,shard=8)",
-        "fsdp(reshard_after_forward=false,sync=last)",
-        "zeropp(chunks=3)",
-    ]:
-        for accumulation in (1, 3):
-            one, all_of_them = (
-                simulate(
-                    tiny.cluster(4, 4, intra=Link(1e10, 1e-7), inter=Link(1e9, 1e-6)),
-                    tiny.model(),
-                    strategy,
-                    accumulation=accumulation,
-                    fold=fold,
-                )
-                for fold in (True, False)
-            )
-            assert one.round_time_s == pytest.approx(all_of_them.round_time_s, rel=1e-9)
-            assert one.exposed_comm_s == pytest.approx(all_of_them.exposed_comm_s, rel=1e-6)
-
-
-def test_each_micro_step_begins_when_gradients_of_the_last_are_reduced() -> None:
-    """Torch waits for reductions at the end of every backward pass: micro-steps add up."""
-    schedule = tiny.schedule("fsdp", accumulation=2)
-    trace = execute(schedule, tiny.cluster(), precision="bf16", rounds=1)
-    spans = tiny.by_op(trace)
-    reduced = spans[0, "m0.reduce.embedding"].end
-    assert spans[0, "m1.gather.forward.embedding"].start == pytest.approx(reduced)
-
-
 # --- what is sent ------------------------------------------------------------------------------
 
 
@@ -215,31 +176,6 @@ def test_hsdp_gathers_inside_nodes_and_reduces_shards_between_them() -> None:
     assert found.nic == pytest.approx(2 * 2 / 3 * 4 * 2000)
     gathers = 2 * 3000 + 4 * 2000  # both passes and the root, in bf16, and gradients in fp32
     assert found.gpu == pytest.approx(gathers / 2 + found.nic / 2)
-
-
-def test_shards_of_several_nodes_are_replicated_among_their_peers() -> None:
-    """Groups of 4 of 8 ranks on nodes of 2: each rank meets the one with its place in the other."""
-    found = collectives("fsdp(shard=4)", (4, 2))
-    groups = {(work.kind, str(work.group)) for work in found}
-    assert groups == {
-        ("all_gather", "block(4)"),
-        ("reduce_scatter", "block(4)"),
-        ("all_reduce", "peers(4)"),
-    }
-    layout = Layout(4, 2)
-    assert [list(peers_of_blocks(4).members(rank, layout)) for rank in range(4)] == [
-        [0, 4],
-        [1, 5],
-        [2, 6],
-        [3, 7],
-    ]
-
-
-def test_resharding_to_a_smaller_world_keeps_backward_gathers_inside_it() -> None:
-    """The forward pass gathers among all; the backward pass sends nothing between nodes."""
-    found = collectives("fsdp(reshard_after_forward=2)", (3, 2))
-    gathers = [str(work.group) for work in found if work.kind == "all_gather"]
-    assert gathers == ["world", "world", "world", "node", "node"]
 
 
 def test_the_clip_waits_for_all_gradients_and_the_optimizer_for_the_clip() -> None:
@@ -291,15 +227,6 @@ def test_what_is_whole_is_the_root_and_two_units() -> None:
     assert memory("fsdp(reshard_after_forward=2)")["resharded"] == 2 * 1000 / 2
 
 
-def test_gradients_without_sync_stay_whole() -> None:
-    """In the type of the reduction, for every parameter; not in a single micro-step."""
-    for reduce, width in [("fp32", 4), ("bf16", 2)]:
-        found = memory(f"fsdp(sync=last,reduce={reduce})", accumulation=2)
-        assert found["unreduced"] == width * 2000
-        assert "unreduced" not in memory("fsdp(sync=last)")
-        assert "unreduced" not in memory("fsdp", accumulation=2)
-
-
 # --- options -----------------------------------------------------------------------------------
 
 
@@ -321,11 +248,3 @@ def test_groups_that_share_nothing_are_refused() -> None:
         with pytest.raises(OptionError, match=said.replace("(", r"\(")) as caught:
             strategies.parse(text).schedule(tiny.job(), Layout(4, 2))
         assert "\n" not in str(caught.value)
-
-
-def test_options_may_be_objects_of_python() -> None:
-    """True is true and no number; 2 is a number."""
-    case = Case(cluster=tiny.cluster(), model=tiny.model(), strategy=strategies.FSDP(shard="node"))
-    assert case.prepare().schedule.name == "fsdp(shard=node)"
-    assert strategies.parse("fsdp(reshard_after_forward=true)") == strategies.FSDP()
-    assert strategies.FSDP(reshard_after_forward=2).reshard_after_forward == 2

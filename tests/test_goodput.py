@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import tiny
 from commands import Command
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.stats import poisson
 
 from co2sim import study
 from co2sim.case import Case
-from co2sim.cluster import Link
 from co2sim.errors import OptionError
 from co2sim.failures import HOST_BANDWIDTH, READ_PER_NODE, WRITE_PER_NODE, Failures
 from co2sim.goodput.closed_forms import (
@@ -33,12 +32,9 @@ from co2sim.goodput.closed_forms import (
 )
 from co2sim.goodput.of_result import goodput_of, goodput_where
 from co2sim.goodput.parts import (
-    FailingWorkers,
     Goodput,
     Trained,
-    WholeJob,
     missing,
-    shares_of,
 )
 
 DAY, HOUR = 86400.0, 3600.0
@@ -118,36 +114,12 @@ def test_daly_and_young_are_those_of_their_papers() -> None:
     assert daly(1.0, 2.0) == 1.0
 
 
-def test_a_copy_in_the_background_costs_what_is_lost_meanwhile() -> None:
-    """With a write as long as the period a failure loses up to two periods; without, up to one."""
-    after = Restart()
-    now = together(1e-6, 100.0, Saving(blocking=0.0), after)
-    late = together(1e-6, 100.0, Saving(blocking=0.0, writing=100.0), after)
-    assert now.lost == pytest.approx(1e-6 * 50, rel=1e-3)
-    assert late.lost == pytest.approx(1e-6 * 150, rel=1e-3)
-
-
 def test_erlang_loss_is_that_of_the_tables() -> None:
     """B(1, 1) = 1/2; B(2, 1) = 1/5; B(10, 5) = 0.018385 (Erlang 1917)."""
     assert erlang_loss(1, 1.0) == pytest.approx(1 / 2)
     assert erlang_loss(2, 1.0) == pytest.approx(1 / 5)
     assert erlang_loss(10, 5.0) == pytest.approx(0.018385, abs=5e-7)
     assert erlang_loss(3, 0.0) == 0
-
-
-@settings(max_examples=20)
-@given(st.floats(1e-7, 1e-4), st.integers(1, 64))
-def test_workers_apart_lose_no_more_than_their_own(rate: float, workers: int) -> None:
-    """Short rounds, no stall: useful is the part of the time that a worker is up."""
-    after = Restart(restart=600.0)
-    found = apart(rate, workers, 1e-3, after)
-    assert found.useful == pytest.approx(1 / (1 + rate * 600.0), rel=1e-4)
-
-
-def test_rates_add_up() -> None:
-    """A rate of the job does not fall with its size."""
-    rates = Rates(gpu=1e-9, node=2e-8, switch=1e-8, job=1e-6)
-    assert rates.of(16, 2, 1) == pytest.approx(16e-9 + 4e-8 + 1e-8 + 1e-6)
 
 
 def test_hopeless_and_wrong_numbers_are_refused() -> None:
@@ -161,46 +133,6 @@ def test_hopeless_and_wrong_numbers_are_refused() -> None:
 
 
 # --- by strategy --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", EVERY)
-def test_shares_of_every_strategy_sum_to_one(strategy: str) -> None:
-    """Of all strategies; those with local steps, and only they, have workers that stop alone."""
-    found = of_case(strategy, replace(PLAIN, job=HOUR, gpu=30 * DAY))
-    assert sum(astuple(found.shares)) == pytest.approx(1, abs=1e-9)
-    assert min(astuple(found.shares)) >= 0
-    local = "tau" in strategy
-    assert (found.workers is not None) == local
-    if found.workers:
-        assert found.workers.count == (4 if "worker=node" in strategy else 8)
-
-
-def test_what_stops_workers_divides_the_time_that_all_leave() -> None:
-    """Shares of both, with long rounds and a node that is missing, sum to 1."""
-    whole = WholeJob(
-        rate=1e-4, every=1000.0, saving=Saving(blocking=10.0), after=Restart(restart=100.0)
-    )
-    workers = FailingWorkers(
-        rate=1e-4,
-        count=4,
-        round_time=500.0,
-        after=Restart(restart=50.0),
-        stall=3.0,
-        absent=0.1,
-    )
-    outer, inner, both = whole.shares(), workers.shares(), shares_of(whole, workers)
-    assert sum(astuple(both)) == pytest.approx(1, abs=1e-12)
-    assert both.useful == pytest.approx(outer.useful * inner.useful)
-    assert both.lost == pytest.approx(outer.lost + outer.useful * inner.lost)
-    assert both.waiting == pytest.approx(outer.waiting + outer.useful * inner.waiting)
-    assert inner.waiting > 0.1
-
-
-def test_without_failures_there_is_no_goodput() -> None:
-    """None, and not 1: nothing is known."""
-    cluster = tiny.cluster(4, 1)
-    result = study.run(Case(cluster=cluster, model=tiny.model(), strategy="ddp"))
-    assert goodput_of(result, cluster, tiny.model()) is None
 
 
 def test_what_is_synchronous_goes_back_to_a_checkpoint() -> None:
@@ -245,28 +177,6 @@ def test_a_checkpoint_is_what_the_optimizer_needs() -> None:
     assert of_gpus == pytest.approx(diloco, rel=0.01)
 
 
-def test_one_worker_is_no_local_update() -> None:
-    """Where there are no others to go on, all stop: a single node that is the worker."""
-    alone = of_case("local_sgd(tau=2,worker=node)", PLAIN, nodes=1, per_node=4)
-    assert alone.workers is None
-    assert alone.whole.rate == pytest.approx(1 / (100 * DAY))
-
-
-def test_what_all_workers_depend_on_stops_all() -> None:
-    """The only node, or the only switch, of several workers."""
-    on_one_node = of_case("local_sgd(tau=2)", replace(PLAIN, gpu=DAY), nodes=1, per_node=4)
-    assert on_one_node.workers is not None
-    assert on_one_node.workers.rate == pytest.approx(1 / DAY)
-    assert on_one_node.whole.rate >= 1 / (100 * DAY)
-    switched = Failures(switch=50 * DAY, gpus_per_switch=64, node=100 * DAY)
-    several = replace(JOB, workers=8)
-    assert goodput_where(switched, several).whole.rate == pytest.approx(1 / (50 * DAY))
-    apart = goodput_where(replace(switched, gpus_per_switch=16), several)
-    assert apart.whole.rate == 0
-    assert apart.workers is not None
-    assert apart.workers.rate == pytest.approx((1 / 100 + 1 / 50) / DAY)
-
-
 def test_workers_that_fail_with_their_node_stop_the_others_once() -> None:
     """8 workers on a node: as many stalls as failures of nodes, not 8 for each."""
     found = goodput_where(replace(PLAIN, regroup=7.0, detection=0.0), replace(JOB, workers=64))
@@ -287,28 +197,6 @@ def test_the_others_wait_until_a_failure_is_noticed(detection: float, round_time
     assert found.workers.stall == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_one_worker_copies_its_moments_and_all_the_rest() -> None:
-    """The stop is that of the worker whose moments are saved: 8 bytes of 12 on its 8 GPUs."""
-    found = goodput_where(replace(PLAIN, job=DAY, pause=0.0), replace(JOB, workers=8))
-    expected = (7e9 * 4 / 64 + 7e9 * 8 / 8) / HOST_BANDWIDTH
-    assert found.whole.saving.blocking == pytest.approx(expected)
-
-
-def test_only_broken_parts_need_another_node() -> None:
-    """A failure of the job takes no spare; one of a GPU or a node takes a node."""
-    failures = replace(PLAIN, node=4 * DAY, job=HOUR * 20, spares=1, repair=10 * HOUR)
-    hardware = 8 / (4 * DAY)
-    all_stop = goodput_where(failures, JOB)
-    assert all_stop.shares.waiting == pytest.approx(erlang_loss(2, hardware * 10 * HOUR))
-    apart = goodput_where(failures, replace(JOB, workers=8))
-    assert apart.workers is not None
-    assert apart.workers.absent == pytest.approx(missing(hardware * 10 * HOUR, 1) / 8)
-    assert apart.workers.after.repair == 10 * HOUR
-    assert apart.shares.waiting > apart.workers.absent * 0.9
-    job_only = goodput_where(replace(failures, node=None), replace(JOB, workers=8))
-    assert job_only.shares.waiting == 0
-
-
 def test_local_updates_need_no_checkpoint_where_nothing_stops_all() -> None:
     """Only rates of parts of workers: no interval, no stops; with a rate of the job, both."""
     apart = goodput_where(PLAIN, replace(JOB, workers=8))
@@ -318,27 +206,6 @@ def test_local_updates_need_no_checkpoint_where_nothing_stops_all() -> None:
     assert 0 < with_job.whole.every < DAY
     assert with_job.shares.checkpoint > 0
     assert with_job.useful < apart.useful
-
-
-def test_the_last_worker_with_the_state_stops_all() -> None:
-    """Two workers that are away half of the time: a failure often finds no peer."""
-    failures = Failures(node=HOUR, detection=0.0, restart=HOUR)
-    found = goodput_where(failures, replace(JOB, gpus=16, nodes=2, workers=2))
-    # each works an hour and is away an hour: a failure, twice an hour of both, finds the other away
-    assert found.whole.rate == pytest.approx(2 / HOUR * 0.5, rel=0.01)
-
-
-def test_a_worker_that_is_a_site_reads_from_another_site() -> None:
-    """Over the WAN; with several workers at a site, over the network of the site."""
-    wan = Link(1e6)
-    for nodes, bandwidth in ((2, 1e6), (4, 1e9)):
-        failing = replace(tiny.cluster(nodes, 2, sites=2, wan=wan), failures=PLAIN)
-        case = Case(cluster=failing, model=tiny.model(), strategy="local_sgd(tau=2,worker=node)")
-        found = goodput_of(study.run(case), failing, tiny.model())
-        assert found is not None
-        assert found.workers is not None
-        state = 4 * 2000 + found.checkpoint_bytes - 12 * 2000
-        assert found.workers.after.reload == pytest.approx(state / bandwidth)
 
 
 # --- the interval -------------------------------------------------------------------------------
@@ -373,17 +240,6 @@ def test_the_interval_is_the_best_for_copies_in_the_background_too(
     best = minimize_scalar(useless, bounds=(least, high), method="bounded")
     assert found.useful >= max(-best.fun, -useless(least)) - 1e-9
     assert whole.every >= least * (1 - 1e-12)
-
-
-def test_an_interval_that_is_given_is_kept_and_too_short_a_one_refused() -> None:
-    """The share is that of the interval; the write has to end before the next begins."""
-    fixed = goodput_where(PLAIN, JOB, every=1800.0)
-    assert fixed.whole.every == 1800
-    assert fixed.useful < goodput_where(PLAIN, JOB).useful
-    with pytest.raises(OptionError, match="write less often"):
-        goodput_where(PLAIN, JOB, every=1.0)
-    with pytest.raises(OptionError, match="it must be above 0"):
-        goodput_where(PLAIN, JOB, every=0.0)
 
 
 # --- ranges and limits --------------------------------------------------------------------------
@@ -446,19 +302,6 @@ def answers(cli: Command, *more: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
-def test_the_answer_names_what_stops_what_and_the_largest_loss(cli: Command) -> None:
-    """For every strategy: useful time, what stops whom, and the number that costs most."""
-    ended = cli(*HERE, *RSC, "-s", "ddp", "-s", "local_sgd:tau=20,worker=node")
-    assert ended.code == 0, ended.err
-    first, second = " ".join(ended.out.split()).split("local_sgd(tau=20")[:2]
-    assert first.startswith("ddp: ")
-    assert "every 19.2 days stops all 64 GPUs" in first
-    assert "every 19.2 days, and stops alone, of 8" in second
-    for text in (first, second):
-        assert text.count("the largest loss is") == 1
-
-
 def test_json_has_all_of_it(cli: Command) -> None:
     """Shares that sum to 1, speed, interval, state, and the command that repeats it."""
     (found,) = answers(cli, *RSC, "-s", "ddp")
@@ -471,24 +314,3 @@ def test_json_has_all_of_it(cli: Command) -> None:
     assert found["whole"]["every"] > 0
     again = cli(*shlex.split(found["command"])[1:], "--json")
     assert json.loads(again.out) == [found]
-
-
-def test_what_never_happens_is_none_in_json(cli: Command) -> None:
-    """JSON has no infinity: without failures of all there is no interval."""
-    (found,) = answers(cli, *RSC, "-s", "local_sgd:tau=20,worker=node")
-    assert found["whole"]["every"] is None
-    assert found["workers"]["count"] == 8
-
-
-def test_a_fixed_interval_is_kept(cli: Command) -> None:
-    """`--every`, which costs compared with the best."""
-    (best,) = answers(cli, *RSC, "-s", "ddp")
-    (fixed,) = answers(cli, *RSC, "-s", "ddp", "--every", "6 h")
-    assert fixed["whole"]["every"] == 6 * 3600
-    assert fixed["useful"] < best["useful"]
-
-
-def test_delays_that_are_chosen_are_chosen_first(cli: Command) -> None:
-    """`auto` of CO2 is settled as by `run`."""
-    (found,) = answers(cli, *RSC, "-s", "co2:tau=20,worker=node,delay=auto")
-    assert "auto" not in found["strategy"]

@@ -1,7 +1,6 @@
 """Published mean times to failure and shares of useful time, beside predictions."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ from commands import Command
 from analysis.published.goodput import Compared, Learners, compared, read
 from analysis.published.papers import PAPERS
 from co2sim.errors import CatalogError
-
-DOCS = Path(__file__).parent.parent / "docs" / "decisions.md"
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +28,6 @@ def test_every_cell_says_where_it_stands_and_what_it_assumes(rows: list[Compared
     for row in rows:
         assert len(row.cell.where) > 20
         assert row.cell.assumed or row.cell.quantity == "mean_time_to_failure"
-
-
-def test_inputs_come_back_and_are_no_checks(rows: list[Compared]) -> None:
-    """A number that was taken from a cell reproduces that cell, and proves nothing."""
-    inputs = [row for row in rows if row.cell.use == "input"]
-    assert len(inputs) == 2
-    for row in inputs:
-        assert row.predicted == pytest.approx(row.published, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -75,38 +64,6 @@ def test_several_learners_are_predicted_from_one(rows: list[Compared]) -> None:
     assert far == {(2, 1_200_000), (2, 2_400_000), (4, 2_400_000)}
     assert abs(errors[8, 1_200_000]) < 0.01
     assert abs(errors[16, 1_200_000]) < 0.015
-
-
-def test_elastic_data_parallel_is_not_predicted(rows: list[Compared]) -> None:
-    """With failures every few seconds it goes on with fewer chips; here all begin anew."""
-    (row,) = (
-        r
-        for r in rows
-        if isinstance(r.cell, Learners) and (r.cell.workers, r.cell.gpus) == (1, 1_200_000)
-    )
-    assert row.error == pytest.approx(-0.22, abs=0.01)
-
-
-def test_the_pause_of_a_learner_is_worked_out_by_hand(rows: list[Compared]) -> None:
-    """exp(-rate pause) = 0.88 at 150,000 chips that fail once a year: 27 s."""
-    pause = -math.log(0.88) * 365.25 * 86400 / 150_000
-    assert pause == pytest.approx(26.9, abs=0.05)
-    row = one(rows, "Decoupled", "8 learners, 1,200,000")
-    assert row.predicted == pytest.approx(1 / (1 - math.log(0.88)), rel=1e-4)
-
-
-@pytest.mark.nightly
-def test_the_page_has_these_figures(rows: list[Compared]) -> None:
-    """Published, predicted and error of every check that is no learner, and of some that are."""
-    page = DOCS.read_text()
-    shown = [r for r in rows if r.cell.use == "check" and not isinstance(r.cell, Learners)]
-    shown += [r for r in rows if isinstance(r.cell, Learners) and r.cell.gpus == 1_200_000]
-    assert len(shown) == 14
-    for row in shown:
-        limit = "above " if row.cell.at_least else ""
-        cells = (limit + row.shown(row.published), row.shown(row.predicted))
-        error = f"{100 * row.error:+.1f}"
-        assert f"| {cells[0]} | {cells[1]} | {error} |" in page, (cells, error)
 
 
 def test_the_command_prints_all_cells(co2analysis: Command, rows: list[Compared]) -> None:

@@ -1,20 +1,16 @@
 """`delay=auto` and `tau=auto`: the numbers chosen are the least that hide an average."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import hiding
 from co2sim.cluster import Cluster, Link
 from co2sim.errors import OptionError
 from co2sim.result import Result
-from co2sim.strategies import parse
 from co2sim.strategies.co2 import CO2
 from co2sim.study import describe as case_of
 from co2sim.study import simulate, trace
@@ -68,51 +64,6 @@ def test_the_round_chosen_is_the_shortest_that_hides_its_average(steps: float, d
     assert kept.strategy == f"co2(tau={max(shortest, delay)}, delay={delay})"
 
 
-@given(st.integers(1, 60), st.integers(-10, 90), st.integers(-5, 65), st.integers(1, 60))
-def test_the_search_finds_the_edge_wherever_it_starts(
-    low: int, guess: int, edge: int, width: int
-) -> None:
-    """The least number that holds, or the highest; and never is the highest itself asked."""
-    high, asked = low + width, []
-
-    def holds(number: int) -> bool:
-        asked.append(number)
-        return number >= edge
-
-    assert hiding.least_that_holds(low, high, guess, holds) == min(max(edge, low), high)
-    assert all(low <= number < high for number in asked)
-    assert len(asked) == len(set(asked))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("worker", "bandwidth"),
-    [
-        ("node", "20 Gbit/s"),
-        pytest.param("node,inner=ddp", "80 Gbit/s", marks=pytest.mark.nightly),
-        pytest.param("node,average=leader,dtype=bf16", "20 Gbit/s", marks=pytest.mark.nightly),
-    ],
-)
-def test_inside_nodes_too_no_shorter_delay_would_do(worker: str, bandwidth: str) -> None:
-    """All delays simulated one by one: what the steps inside a node expose is none of its business.
-
-    "Hidden" is against the round without averages, which communicates inside nodes all the same.
-    """
-    options: dict[str, Any] = {"gpus": 32, "overrides": {"inter.bandwidth": bandwidth}}
-    times = {}
-    for delay in range(1, 13):
-        how = f"co2(tau=12,worker={worker},delay={delay})"
-        times[delay] = simulate("a100-tcp80", "gpt2-xl", how, **options).round_time_s
-    found = simulate(
-        "a100-tcp80", "gpt2-xl", f"co2(tau=12,worker={worker},delay=auto,fragments=1)", **options
-    )
-    delay = parse(found.strategy).delay  # type: ignore[attr-defined]
-    least = min(times.values())
-    assert times[delay] <= least * 1.01 / 0.99
-    assert delay == 1 or times[delay - 1] > least * 1.01
-    assert found.exposed_comm_s > 0  # of inner steps
-
-
 def test_the_figures_are_those_of_the_number_chosen() -> None:
     """Nothing but the note tells a choice from the same number given; a trace has it, too."""
     found, other = (
@@ -125,37 +76,15 @@ def test_the_figures_are_those_of_the_number_chosen() -> None:
     assert trace(case)[0].name == "co2(tau=6, delay=3)"
 
 
-def test_noise_is_left_out_of_the_choice() -> None:
-    """With jitter, stragglers or a slow node the number is the same, and the note says so."""
-    for noise in ({"jitter": 0.3}, {"straggle": 0.5}, {"node_speed": {1: 0.2}}):
-        found = chosen("co2(tau=6,delay=auto,fragments=1)", slow(3.0), **noise)
-        assert found.strategy == "co2(tau=6, delay=3)"
-        (note,) = found.notes
-        assert "without jitter" in note
-
-
 def test_a_round_beyond_all_bounds_is_refused_at_once() -> None:
     """No schedule of a million steps is built to learn that a network is too slow."""
     with pytest.raises(OptionError, match="10000 steps"):
         chosen("co2(tau=auto,delay=auto,fragments=1)", slow(1e6))
 
 
-def test_one_gpu_has_nothing_to_hide() -> None:
-    """Alone, an average takes no time: the least numbers are chosen."""
-    found = chosen("co2(tau=auto,delay=auto,fragments=1)", tiny.cluster(1, 1))
-    assert found.strategy == "co2(tau=1, delay=1)"
-
-
 # --- commands ----------------------------------------------------------------------------------
 
 ON = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16", "-s", "co2:delay=auto,fragments=1")
-
-
-def test_commands_take_auto_and_say_what_was_chosen(cli: Command, tmp_path: Path) -> None:
-    """`run` names the number, and a trace is of it."""
-    assert "co2(tau=12, delay=7)" in cli("run", *ON).out
-    assert cli("trace", *ON, "-o", "x.jsonl").code == 0
-    assert "delay=7" in (tmp_path / "x.jsonl").read_text()
 
 
 @given(st.integers(2, 6), st.floats(0.02, 1.0))
@@ -165,24 +94,6 @@ def test_one_fragment_for_each_step_needs_a_delay_of_one(tau: int, busy: float) 
     assert found.strategy == f"co2(tau={tau}, delay=1, fragments={tau})"
     whole = chosen(f"co2(tau={tau},delay=auto,fragments=1)", slow(0.98 * busy * tau))
     assert found.exposed_share <= max(0.01, whole.exposed_share)
-
-
-def test_rounds_in_fragments_have_two_steps_at_least() -> None:
-    """Where tau and fragments are open: two halves of a round send half of what one step would."""
-    found = chosen("co2(tau=auto,delay=auto)", slow(0.5))
-    assert found.strategy == "co2(tau=2, delay=1, fragments=2)"
-    whole = chosen("co2(tau=auto,delay=auto,fragments=1)", slow(0.5))
-    assert whole.strategy == "co2(tau=1, delay=1)"
-
-
-def test_fragments_are_within_a_round() -> None:
-    """No more than steps, and none without a delay."""
-    with pytest.raises(OptionError, match="1 to 12"):
-        CO2(tau=12, delay=1, fragments=13)
-    with pytest.raises(OptionError, match="delay"):
-        CO2(fragments=2)
-    found = chosen("co2(tau=auto,delay=auto,fragments=5)", slow(0.5))
-    assert found.strategy == "co2(tau=5, delay=1, fragments=5)"
 
 
 def test_what_is_predicted_is_bounded_where_the_delay_is_chosen() -> None:

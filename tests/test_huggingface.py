@@ -169,29 +169,6 @@ def test_parameters_are_those_of_the_release(tmp_path: Path) -> None:
         assert model.unit == ("image" if config is VIT else "token")
 
 
-WINDOWS: list[tuple[dict[str, Any], int]] = [
-    ({}, 4096),
-    ({"sliding_window": None}, 32768),
-    ({"sliding_window": None, "layer_types": ["full_attention"]}, 32768),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, 4096),
-    ({"layer_types": ["full_attention"]}, 32768),
-    ({"model_type": "qwen2"}, 32768),
-    ({"model_type": "qwen2", "use_sliding_window": True}, 4096),
-    ({"model_type": "gemma2", "sliding_window": None}, 4096),
-    ({"model_type": "llama", "sliding_window": 64}, 64),
-    ({"model_type": "llama", "sliding_window": 64, "use_sliding_window": True}, 64),
-    ({"model_type": "llama", "sliding_window": 64, "use_sliding_window": False}, 32768),
-    ({"use_sliding_window": False, "layer_types": ["sliding_attention"]}, 32768),
-]
-
-
-def test_sequences_end_at_a_window_that_holds(tmp_path: Path) -> None:
-    """The default length is the longest that is modelled; a window that is off limits nothing."""
-    for changes, window in WINDOWS:
-        model = load_model(written(tmp_path, MISTRAL | changes)).value
-        assert model.tokens == window, changes
-
-
 def test_a_sequence_beyond_the_window_is_refused(tmp_path: Path) -> None:
     """Attention in a window costs less than is modelled: longer sequences are an error."""
     path = written(tmp_path, MISTRAL)
@@ -245,12 +222,6 @@ def test_what_changes_the_cost_is_refused_where_it_is_not_modelled(
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_table_is_no_configuration(tmp_path: Path) -> None:
-    """A list, such as that of a tokenizer."""
-    with pytest.raises(CatalogError, match="table"):
-        load_model(written(tmp_path, [1, 2]))
-
-
 SIZES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (MISTRAL, {"attention_bias": True}, 32 * (4096 + 1024 + 1024 + 4096)),
     (MISTRAL, {"mlp_bias": True}, 32 * (14336 + 14336 + 4096)),
@@ -276,30 +247,6 @@ def test_local_layers_of_gpt_neo_are_windows(tmp_path: Path) -> None:
     assert load_model(written(tmp_path, NEO)).value.tokens == 256
     everywhere = NEO | {"attention_types": [[["global"], 24]]}
     assert load_model(written(tmp_path, everywhere)).value.tokens == 2048
-
-
-def test_only_numbers_that_apply_are_listed(tmp_path: Path) -> None:
-    """A 0 that the file does not say has no source; what the file says is there."""
-    said = {fact.path: fact.value for fact in load_model(written(tmp_path, MISTRAL)).facts}
-    assert said["sliding_window"] == "4096"
-    assert not said.keys() & {"head_dim", "positions", "token_types"}
-    wide = load_model(written(tmp_path, MISTRAL), {"head_dim": "256"})
-    assert ("head_dim", "256") in [(fact.path, fact.value) for fact in wide.facts]
-
-
-def test_a_configuration_is_called_by_its_folder(tmp_path: Path, cli: Run) -> None:
-    """Never "config.json"; and `list` counts its parameters."""
-    folder = tmp_path / "Mistral-7B-v0.1"
-    folder.mkdir()
-    path = written(folder, MISTRAL)
-    assert load_model(path).value.name == "Mistral-7B-v0.1"
-    assert load_model(str(folder)).value.name == "Mistral-7B-v0.1"
-    assert load_model(written(folder, MISTRAL | {"_name_or_path": "m/x"})).value.name == "m/x"
-    code, out, _ = cli("list", str(folder))
-    assert code == 0
-    assert "7,241,732,096" in out
-    (tmp_path / "mine.json").write_text(json.dumps(MISTRAL))
-    assert load_model(str(tmp_path / "mine.json")).value.name == "mine"
 
 
 json_values = st.one_of(

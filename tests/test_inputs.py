@@ -11,9 +11,8 @@ import pytest
 import tiny
 
 import co2sim
-from co2sim import CO2, DDP, Case, Noise, OptionError, inputs, run
+from co2sim import CO2, DDP, Case, Noise, OptionError, run
 from co2sim.catalog import Contents
-from co2sim.identity import own_identity
 from co2sim.inputs import Inputs
 
 CATALOG = Path(co2sim.__file__).parent / "catalog"
@@ -64,11 +63,6 @@ def test_an_inlined_case_gives_the_same_result_without_any_file(
         path.unlink()
     assert run(whole) == expected
     assert run(whole) == expected  # what was read is not changed by a run
-
-
-def test_names_of_the_catalog_travel_as_names() -> None:
-    """Workers have the same catalog: the hash of the source covers it."""
-    assert Inputs().inlined(CASE) is CASE
 
 
 def test_a_key_changes_with_every_field_of_a_case_and_with_nothing_else() -> None:
@@ -124,14 +118,6 @@ def test_a_key_changes_with_what_stands_in_a_file_and_with_objects(folder: Path)
     one, two = tiny.cluster(), tiny.cluster(nodes=3)
     keys = {Inputs().key(replace(CASE, cluster=c, model=tiny.model())) for c in (one, two, one)}
     assert len(keys) == 2
-
-
-def test_a_key_changes_with_co2sim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another source is another program, whatever its version says."""
-    before = Inputs().key(CASE)
-    other = replace(own_identity(), source="0" * 64)
-    monkeypatch.setattr(inputs, "own_identity", lambda: other)
-    assert Inputs().key(CASE) != before
 
 
 @dataclass(frozen=True)

@@ -4,35 +4,30 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import norm, t
+from scipy.stats import t
 
 import co2sim
 from analysis.published import calibrate, coverage
-from analysis.published.cells import Cell, run_figures
+from analysis.published.cells import Cell
 from analysis.published.csv_tables import known_cells
 from analysis.published.kind_errors import coverage as coverage_by_kind
 from analysis.published.kind_errors import errors_by_kind, ranges_by_kind, record_file
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, papers, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
-from co2sim.calibrations import Calibration, beyond, calibrations, figures_of, ranges, replaced
-from co2sim.catalog import load_cluster, load_model, names
+from co2sim.calibrations import calibrations, figures_of
+from co2sim.catalog import load_cluster, load_model
 from co2sim.cluster import Cluster, Link, Scatter, Tier
 from co2sim.intervals import (
     NOTHING_NEAR,
-    TAIL,
     Interval,
     RunKind,
-    calibration_of,
-    faster,
     generation,
     kind_errors,
     kind_of,
@@ -104,29 +99,6 @@ def test_a_calibrated_cluster_has_the_interval_of_its_fit() -> None:
     assert result.tokens_per_s_low < result.tokens_per_s < result.tokens_per_s_high
 
 
-def test_a_fit_says_nothing_of_a_cluster_with_other_constants() -> None:
-    """An efficiency of one's own is not the fitted one; another bandwidth leaves it as it is."""
-    cluster = load_cluster("dgx2-calibrated").value
-    kind = kind_of(cluster, parse("zeropp"), load_model("gpt-18b").value)
-    assert kind is not None
-    fit = calibration_of(cluster, kind)
-    assert fit is not None
-    assert fit.group == "v100-zeropp"
-    other = replaced(cluster, "inter.exchange_efficiency", 0.4)
-    assert calibration_of(other, kind) is None
-    assert calibration_of(replaced(cluster, "inter.bandwidth", 5e9), kind) is fit
-    assert calibration_of(cluster, RunKind("V100", "gradients", "several nodes")) is None
-
-
-def test_on_one_node_the_links_between_nodes_do_not_matter() -> None:
-    """The GPU as fitted to CO2's runs in another cluster: known on one node, not on two."""
-    cluster = load_cluster("a100-roce800", {"gpu": "a100-80-transnormer"}).value
-    fit = calibrations()["a100-co2"]
-    assert fit.holds_for(cluster.resized(8))
-    assert not fit.holds_for(cluster.resized(16))
-    assert not fit.holds_for(load_cluster("a100-roce800").value.resized(8))
-
-
 def test_full_moves_the_constants_and_quick_their_mean() -> None:
     """On a run like the fitted ones both agree to a quarter; full takes the round's own share."""
     quick = co2sim.simulate(**ZEROPP)
@@ -158,44 +130,6 @@ def test_moves_of_a_linear_model_are_those_of_error_propagation() -> None:
     assert fit.moves(gpu, predicted) == pytest.approx((expected, expected))
 
 
-def test_what_data_hardly_determine_moves_by_a_fifth_and_is_extrapolated() -> None:
-    """With a standard deviation of four times the value: error propagation, without a leap."""
-    fit = replace(
-        calibrations()["v100-zeropp"],
-        bounds=((0.0, 1.0), (0.0, 0.1)),
-        values=(0.5, 0.05),
-        covariance=((4.0, 0.0), (0.0, 1e-6)),
-        factor=1.5,
-    )
-
-    def predicted(values: Mapping[str, float]) -> float:
-        for path, at in zip(fit.paths, fit.values, strict=True):
-            assert abs(values.get(path, at) - at) <= 0.2 * at * (1 + 1e-9)
-        return math.exp(0.02 * values.get(fit.paths[0], 0.5) - 30 * values.get(fit.paths[1], 0.05))
-
-    expected = 1.5**2 * (0.02**2 * 4.0 + 30**2 * 1e-6)
-    (gpu,) = fit.gpus[0]
-    assert fit.moves(gpu, predicted) == pytest.approx((expected, expected))
-
-
-def test_constants_never_move_beyond_their_bounds() -> None:
-    """A constant at its bound moves one way only, and so does the prediction."""
-    fit: Calibration = calibrations()["v100-zeropp"]
-    (gpu,) = fit.gpus[0]
-    at_bound = replace(fit, values=tuple(high for _, high in fit.bounds))
-
-    def predicted(values: Mapping[str, float]) -> float:
-        assert all(
-            low <= values.get(path, low) <= high
-            for path, (low, high) in zip(fit.paths, fit.bounds, strict=True)
-        )
-        return math.exp(sum(values.values()) - 2 * bool(values))
-
-    down, up = at_bound.moves(gpu, predicted)
-    assert down > 0
-    assert up == pytest.approx(0)
-
-
 def test_a_probed_cluster_has_the_interval_of_its_probe() -> None:
     """Wider with either scatter, and of no width without one."""
 
@@ -207,28 +141,6 @@ def test_a_probed_cluster_has_the_interval_of_its_probe() -> None:
     told = co2sim.simulate(probed(0.02, 0.05), "gpt2-small", "ddp").interval_source
     assert told.startswith("probe: ")
     assert re.findall(r"[0-9.]+%", told) == ["2.0%", "5.0%"]
-
-
-def test_a_faster_cluster_has_more_bandwidth_and_less_latency() -> None:
-    """Of all links, or of all computation; the other is as it was."""
-    plain = probed(0.0, 0.0)
-    links, gpus = faster(plain, communication=2.0), faster(plain, compute=2.0)
-    for name in ("intra", "inter"):
-        one, other = getattr(plain, name), getattr(links, name)
-        assert (other.bandwidth, other.latency) == (2 * one.bandwidth, one.latency / 2)
-        assert getattr(gpus, name) == one
-    assert links.gpu == plain.gpu
-    assert gpus.gpu.peak["bf16"] == 2 * plain.gpu.peak["bf16"]
-    assert gpus.gpu.launch_overhead == plain.gpu.launch_overhead / 2
-
-
-def test_full_simulates_a_probed_cluster_faster_and_slower() -> None:
-    """Without communication all time is compute, so the ends are exact; quick has the same."""
-    for interval in ("quick", "full"):
-        result = co2sim.simulate(
-            probed(0.03, 0.2).resized(1), "gpt2-small", "ddp", interval=interval
-        )
-        assert width(result) == pytest.approx(2 * TAIL * 0.03, rel=1e-6)
 
 
 def test_hidden_communication_that_may_become_exposed_widens_a_full_interval_below() -> None:
@@ -300,13 +212,6 @@ def test_far_from_the_fitted_runs_the_interval_is_no_longer_that_of_the_fit(
     assert width(found) > 3 * width(here)
 
 
-def test_a_kind_does_not_tell_of_networks_unlike_those_of_its_runs() -> None:
-    """An uncalibrated cluster with 1 Gbit/s between nodes: the errors of all kinds, and why."""
-    slow = {"inter.bandwidth": "1 Gbit/s"}
-    found = co2sim.simulate("dgx-h100", "mpt-7b", "fsdp", gpus=64, overrides=slow)
-    assert found.interval_source.startswith(f"{NOTHING_NEAR} (125 Mbit/s")
-
-
 def test_elsewhere_the_interval_is_that_of_errors_on_published_runs() -> None:
     """As the record says for the kind, around the prediction, with the runs that are behind it."""
     result = co2sim.simulate("dgx2-ib1", "gpt-18b", "zero3", gpus=32)
@@ -316,16 +221,6 @@ def test_elsewhere_the_interval_is_that_of_errors_on_published_runs() -> None:
     assert known.low < 0 < known.high
     assert "(V100, parameters" in result.interval_source
     assert result.interval_source.endswith(f": zeropp {known.runs['zeropp']}")
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", CO2])
-def test_every_interval_of_the_catalog_holds_its_prediction(strategy: str) -> None:
-    """On every cluster, and every prediction has one."""
-    for cluster in names("clusters"):
-        result = co2sim.simulate(cluster, "gpt2-small", strategy)
-        assert result.tokens_per_s_low is not None, cluster
-        assert result.tokens_per_s_high is not None, cluster
-        assert result.tokens_per_s_low <= result.tokens_per_s <= result.tokens_per_s_high
 
 
 def test_intervals_that_overlap_leave_the_order_undecided() -> None:
@@ -372,25 +267,6 @@ def test_the_narrowest_place_between_nodes_counts() -> None:
     assert figures_of(sites, model, "bf16")["inter"] == pytest.approx(8e9 / 32)
 
 
-@given(st.lists(st.dictionaries(st.sampled_from(list(KNOWN)), st.floats(1, 1e12)), min_size=1))
-def test_no_known_run_is_far_from_known_runs(runs: list[dict[str, float]]) -> None:
-    """Whatever they are; and what is not known of any is not compared."""
-    known = ranges(runs)
-    assert not any(beyond(run, known) for run in runs)
-    assert not beyond({"sequence": 1e9}, known)
-
-
-def test_what_is_far_is_named_with_what_known_runs_have() -> None:
-    """A kind tells of more GPUs than a fit, and fewer are near."""
-    assert not beyond({"gpus": 1024, "inter": 1e11, "parameters": 5e8}, KNOWN)
-    assert beyond({"gpus": 1025}, KNOWN) == "1,025 GPUs, there 8 to 512"
-    assert not beyond({"gpus": 2048}, KNOWN, wide=True)
-    assert beyond({"gpus": 2049}, KNOWN, wide=True)
-    assert not beyond({"gpus": 1}, KNOWN)
-    both = beyond({"inter": 1e9, "parameters": 4e8}, KNOWN)
-    assert [part.split()[0] for part in both.split("; ")] == ["1", "400"]
-
-
 def errors(cells: list[Cell], left: list[Cell]) -> tuple[float, float]:
     """Mean absolute errors of cells, fitted to, and left out of the fit, all together."""
     group = GROUPS["mpt-fsdp"]
@@ -398,32 +274,6 @@ def errors(cells: list[Cell], left: list[Cell]) -> tuple[float, float]:
     fitted = calibrate.residuals_of(left, values)
     (out,) = calibrate.left_out_errors(calibrate.linearised(group, cells, values), cells, [left])
     return float(np.mean(np.abs(np.expm1(fitted)))), float(np.mean(np.abs(np.expm1(out))))
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(
-    len(tables_elsewhere()) < len(TABLES_ELSEWHERE), reason="the published tables are not here"
-)
-@pytest.mark.parametrize(
-    ("figure", "above", "times", "more"),
-    [
-        ("gpus", 64, 8, 0.005),
-        ("gpus", 16, 32, 0.005),
-        ("sequence", 8192, 8, 0.005),
-        ("parameters", 8e9, 4, 0.015),
-    ],
-)
-def test_runs_as_far_as_the_limits_are_predicted_when_they_are_left_out(
-    figure: str, above: float, times: float, more: float
-) -> None:
-    """So many times beyond all runs of several nodes, or all, that are fitted: little is lost."""
-    cells = calibrate.fit_cells(known_cells(PAPERS), GROUPS["mpt-fsdp"])
-    speeds = [cell for cell in cells if not cell.over]
-    left = [cell for cell in speeds if run_figures(cell.setup)[figure] > above]
-    kept = [run_figures(cell.setup)[figure] for cell in speeds if cell not in left]
-    assert max(run_figures(cell.setup)[figure] for cell in left) >= 0.95 * times * max(kept)
-    fitted, out = errors(cells, left)
-    assert out <= fitted + more
 
 
 # --- statistics ----------------------------------------------------------------------------------
@@ -439,29 +289,6 @@ def test_conformal_intervals_hold_90_percent_whatever_the_distribution(draw: str
         for values in sample((4000, 41))
     ]
     assert np.mean(inside) == pytest.approx(37 / 41, abs=0.015)
-
-
-def test_few_values_have_no_quantile() -> None:
-    """Of eight the 90 % quantile of a further one is beyond them all; of nine it is the largest."""
-    assert coverage.conformal_factor([1.0] * 8) is None
-    assert coverage.conformal_factor([*[1.0] * 8, -3.0]) == 3.0
-
-
-def test_student_is_scipys() -> None:
-    """The 95 % quantile, and the normal one without end of freedom."""
-    assert coverage.student_factor(18) == pytest.approx(t.ppf(0.95, 18))
-    assert (
-        coverage.student_factor(math.inf)
-        == pytest.approx(norm.ppf(0.95))
-        == pytest.approx(TAIL, abs=1e-3)
-    )
-
-
-def test_coverage_is_of_cells_that_did_not_set_the_factor() -> None:
-    """One value far out lies in the interval of none of the other folds."""
-    scores = [1.0] * 19 + [50.0]
-    assert coverage.covered(scores, 5) == pytest.approx(0.95)
-    assert coverage.covered([1.0] * 8, 5) is None
 
 
 def test_the_interval_of_one_source_is_that_of_a_further_normal_value() -> None:
@@ -492,25 +319,6 @@ def test_an_interval_of_errors_holds_zero_and_grows_with_them(
     assert wider[1] >= high * (1 - 1e-9) - 1e-12
 
 
-def test_every_source_counts_alike() -> None:
-    """A source with a hundred cells weighs as one with three; repeated cells add little."""
-    few, many = [0.5, 0.6, 0.7], [-0.1, 0.0, 0.1]
-    once = coverage.interval([few, many])
-    often = coverage.interval([few, many * 30])
-    assert once is not None
-    assert often is not None
-    assert sum(often) / 2 == pytest.approx(0.3)
-    assert often == pytest.approx(once, rel=0.35)
-
-
-def test_two_numbers_are_no_distribution() -> None:
-    """Fewer than three effective numbers have no interval."""
-    assert coverage.interval([]) is None
-    assert coverage.interval([[0.1, 0.2]]) is None
-    assert coverage.interval([[0.1], [0.2]]) is None
-    assert coverage.interval([[0.1, 0.2, 0.3]]) is not None
-
-
 # --- the record ----------------------------------------------------------------------------------
 
 
@@ -530,24 +338,3 @@ def test_the_record_of_errors_is_up_to_date() -> None:
     for one in coverage_by_kind(found):
         if one.by_run is not None and sum(one.runs.values()) >= 20:
             assert 0.85 <= one.by_run <= 1.0, one
-
-
-# --- what users see ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_tables_and_csv_have_the_interval(
-    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`scale` and `sweep`: columns by name; overlapping neighbours are said to be undecided."""
-    monkeypatch.setenv("COLUMNS", "250")
-    frame = co2sim.sweep("dgx2-calibrated", "gpt-18b", gpus=32, vary={"strategy": "zero3, zeropp"})
-    assert (frame["tokens_per_s_low"] < frame["tokens_per_s_high"]).all()
-    assert set(frame["interval_source"].str.startswith("calibration v100-zeropp")) == {True}
-    job = ("-c", "dgx2-calibrated", "-m", "gpt-18b", "-s", "zero3", "-s", "zero3:max_reuse=1e9")
-    text = " ".join(cli("scale", *job, "-g", "32,64", "--jobs", "1").out.split())
-    assert "90 % interval at 64" in text
-    assert "calibration v100-zeropp" in text
-    assert "undecided at 64 GPUs" in text
-    header = (tmp_path / "out/scale.csv").read_text().partition("\n")[0].split(",")
-    assert {"tokens_per_s_low", "tokens_per_s_high", "interval_source"} <= set(header)

@@ -15,7 +15,7 @@ from co2sim.cost import Traffic, traffic
 from co2sim.metrics import communication, window
 from co2sim.noise import Noise
 from co2sim.result import Result
-from co2sim.schedule import Collective, Op, Schedule
+from co2sim.schedule import Collective, Schedule
 from co2sim.simulator import execute
 from co2sim.study import simulate
 from co2sim.workload import Workload
@@ -234,63 +234,9 @@ def test_each_part_of_zeropp_saves_its_published_share(
     assert found == pytest.approx(expected, rel=1e-3)  # buffers are rounded up to whole scales
 
 
-# --- links -------------------------------------------------------------------------------------
-
-
-@given(variants, st.integers(1, 4), st.floats(1.0, 1e6), st.sampled_from(["intra", "inter"]))
-def test_links_that_nothing_crosses_do_not_matter(
-    strategy: str, count: int, factor: float, unused: str
-) -> None:
-    """Those between nodes where there is one, and those inside of nodes of one GPU."""
-    shape = (count, 1) if unused == "intra" else (1, count)
-    schedule = tiny.schedule(strategy, shape)
-    traces = [
-        execute(
-            schedule,
-            tiny.cluster(*shape, **{unused: Link(1e9 / scale, 1e-6 * scale)}),
-            precision="bf16",
-            rounds=3,
-        )
-        for scale in (1.0, factor)
-    ]
-    assert traces[0] == traces[1]
-    assert (traffic(schedule, tiny.cluster(*shape)).nic == 0) or unused == "intra"
-
-
-def test_an_op_over_a_node_never_leaves_it() -> None:
-    """Collectives over NODE alone put nothing on a NIC or an uplink."""
-    cluster = tiny.cluster(4, 2, sites=2, wan=Link(1e8))
-    inside = {
-        op.work
-        for strategy in tiny.VARIANTS
-        for op in tiny.schedule(strategy, (4, 2)).body
-        if isinstance(op.work, Collective) and op.work.group.name == "node"
-    }
-    assert len(inside) > 10
-    body = tuple(Op(f"op{number}", work, "comm") for number, work in enumerate(inside))
-    found = traffic(Schedule("inside", body), cluster)
-    assert (found.nic, found.wan) == (0, 0)
-
-
 # --- the published claim -------------------------------------------------------------------------
 
 
 def scaled(strategy: str, gpus: int) -> Result:
     """TransNormer-LLM 7B on nodes of 8 A100 with 80 Gbit/s, micro-batch 2."""
     return simulate("a100-tcp80", "transnormer-7b", strategy, gpus=gpus, micro_batch=2)
-
-
-def test_co2_keeps_its_throughput_from_16_to_128_gpus() -> None:
-    """co2(worker=node, tau=48) keeps at least 0.95 of its throughput per GPU (CO2, table 3)."""
-    few, many = (scaled("co2(tau=48,worker=node)", gpus) for gpus in (16, 128))
-    assert many.tokens_per_s_per_gpu >= 0.95 * few.tokens_per_s_per_gpu
-    assert many.steady
-    assert many.fits_in_memory
-
-
-def test_zero2_stays_communication_bound() -> None:
-    """zero2 on the same cluster spends most of its step on exposed communication, at both sizes."""
-    for gpus in (16, 128):
-        found = scaled("zero2", gpus)
-        assert found.exposed_comm_s > 0.5 * found.round_time_s
-        assert found.tokens_per_s < 0.5 * scaled("co2(tau=48,worker=node)", gpus).tokens_per_s

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,13 @@ import pandas as pd
 import pytest
 import tiny
 from commands import Command
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import co2sim
-from co2sim import Co2simError, OptionError, grid, streamed, sweep_to
+from co2sim import OptionError, grid, streamed, sweep_to
 from co2sim.grid import Points, Shard
-from co2sim.step_factors import NO_GOAL, Goal
-from co2sim.streamed import MEMORY_ITEMS, Kept, SweepStopped, columns
+from co2sim.streamed import Kept, SweepStopped
 
 pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
 
@@ -66,19 +64,6 @@ def test_a_folder_holds_what_a_sweep_returns(tmp_path: Path) -> None:
         ], name
 
 
-@pytest.mark.slow
-def test_every_strategy_keeps_memory_in_columns_that_tables_have(tmp_path: Path) -> None:
-    """No item of ours is hidden in the column of others, with every variant of a strategy."""
-    vary = {"strategy": tiny.VARIANTS, "recompute": ["none", "full"]}
-    sweep_to(tmp_path, tiny.cluster(), tiny.model(), vary=vary)
-    table = read(tmp_path)
-    assert table["memory_other_bytes"].isna().all()
-    items = [f"memory_{item}_bytes" for item in MEMORY_ITEMS if item != "total"]
-    done = table[table["error"].isna()]
-    sums = done[items].fillna(0.0).sum(axis=1)
-    assert sums.tolist() == pytest.approx(done["memory_total_bytes"].tolist())
-
-
 def test_what_is_there_is_not_computed_again_and_what_changed_is(tmp_path: Path) -> None:
     """The same call finds all; another value of one path keeps the others, and drops its rows."""
     assert kept(tmp_path).summary() == {
@@ -99,25 +84,6 @@ def test_what_is_there_is_not_computed_again_and_what_changed_is(tmp_path: Path)
     fresh = tmp_path / "fresh"
     sweep_to(fresh, **ASKED, vary=more)
     assert files(fresh) == {n: c for n, c in files(tmp_path).items() if not n.startswith("fresh")}
-
-
-def test_an_edited_file_is_computed_again(tmp_path: Path) -> None:
-    """The content of the user's cluster counts, not its name."""
-    source = Path(co2sim.__file__).parent / "catalog" / "clusters" / "dgx-h100.toml"
-    place = tmp_path / "mine.toml"
-    place.write_text(source.read_text())
-    asked: dict[str, Any] = {
-        "cluster": place,
-        "model": "gpt2-small",
-        "strategy": "ddp",
-        "vary": {"gpus": [8, 16]},
-    }
-    assert sweep_to(tmp_path / "out", **asked).computed == 2
-    assert sweep_to(tmp_path / "out", **asked).computed == 0
-    place.write_text(f"# a remark\n{source.read_text()}")
-    assert sweep_to(tmp_path / "out", **asked).computed == 0
-    place.write_text(f"interference = 0.1\n{source.read_text()}")
-    assert sweep_to(tmp_path / "out", **asked).computed == 2
 
 
 def interrupted(after: int, error: type[BaseException]) -> Callable[..., Any]:
@@ -151,22 +117,6 @@ def test_a_stopped_sweep_goes_on_where_it_was(
     rest = kept(tmp_path / "out")
     assert (rest.computed, rest.reused) == (3, 5)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
-
-
-def test_rows_that_a_later_part_needs_outlive_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A grid whose cases all move: after a stop in the middle none of them is computed twice."""
-    kept(tmp_path)
-    turned = {**VARY, "micro_batch": [9, 4, 3, 2, 1]}
-    with monkeypatch.context() as patch:
-        patch.setattr(streamed, "figures", interrupted(1, KeyboardInterrupt))
-        with pytest.raises(SweepStopped):
-            kept(tmp_path, turned)
-    rest = kept(tmp_path, turned)
-    assert (rest.computed, rest.reused) == (1, 9)
-    assert len(read(tmp_path)) == 10
-    assert not (tmp_path / "_earlier").exists()
 
 
 def test_a_case_that_failed_is_tried_again(tmp_path: Path) -> None:
@@ -230,25 +180,6 @@ def test_shards_together_are_the_bytes_of_one_process(tmp_path: Path, *, shared:
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-@given(st.text("0123456789-/a", max_size=7))
-@example("0/3")
-@example("4/3")
-@example("3")
-@example("1/0")
-@example("1/20000")
-@example("1/3/5")
-@example("")
-@example("3/3")
-def test_a_shard_is_n_of_count_or_refused(text: str) -> None:
-    """From 1 on; at most 10,000; what was given is named."""
-    numbers = [int(part) for part in text.split("/") if part.isdecimal()]
-    if len(numbers) == len(text.split("/")) == 2 and 1 <= numbers[0] <= numbers[1] <= 10_000:
-        assert Shard.read(text) == Shard(*numbers)
-        return
-    with pytest.raises(OptionError, match=r"^shard is "):
-        Shard.read(text)
-
-
 def test_a_folder_of_another_question_or_of_other_files_is_left_alone(tmp_path: Path) -> None:
     """It is refused in one line, and so is a part that somebody cut."""
     kept(tmp_path)
@@ -274,24 +205,6 @@ def test_without_pyarrow_one_line_says_what_to_install(
     assert not (tmp_path / "out").exists()
 
 
-def test_more_cases_than_a_folder_takes_are_refused_before_any_work(tmp_path: Path) -> None:
-    """A folder takes ten million; without one it is ten thousand, and the line says so."""
-    vary = {"micro_batch": range(1, 4001), "accumulation": range(1, 4001)}
-    with pytest.raises(OptionError, match=r"16000000.* 10000000"):
-        kept(tmp_path, vary)
-    with pytest.raises(OptionError, match=r"10000 .*--out"):
-        co2sim.sweep(**ASKED, vary=vary)
-
-
-def test_columns_do_not_depend_on_results() -> None:
-    """They follow from the question: goals and tokens add theirs."""
-    plain = columns(["gpus"], NO_GOAL, None)
-    assert list(plain)[:3] == ["case", "key", "vary gpus"]
-    assert list(plain)[-2:] == ["warnings", "error"]
-    assert {"cost_to_loss", "energy_kwh"} <= set(columns(["gpus"], Goal(steps=10), 1e9))
-    assert not {"cost_to_loss", "energy_kwh"} & set(plain)
-
-
 ASK = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--jobs", "1")
 
 
@@ -314,19 +227,3 @@ def test_control_c_says_what_the_folder_has(cli: Command, monkeypatch: pytest.Mo
     assert (code, out) == (130, "")
     words = "1 of 2 cases are in kept; the same command goes on from there"
     assert err == f"interrupted; {words}\n"
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """Such as one below a file."""
-    (tmp_path / "file").touch()
-    with pytest.raises(Co2simError, match="cannot write into"):
-        kept(tmp_path / "file" / "out")
-
-
-def test_a_case_is_the_same_in_every_table(tmp_path: Path) -> None:
-    """Its key does not depend on where it stands in the grid, nor on what else varies with it."""
-    kept(tmp_path / "one", {"micro_batch": [1, 2, 3]})
-    kept(tmp_path / "two", {"micro_batch": [7, 3]})
-    one, two = read(tmp_path / "one"), read(tmp_path / "two")
-    assert one["key"][2] == two["key"][1]
-    assert replace(Shard(1, 2), count=1).prefix == ""

@@ -17,15 +17,14 @@ from tiny import cluster as tiny_cluster
 
 from co2sim.catalog import load_cluster
 from co2sim.cost import footprint
-from co2sim.errors import OptionError
 from co2sim.schedule import WORLD, Collective, DType, Kind
 from realrun.cli.lab import cluster
 from realrun.dilation import for_cores
-from realrun.errors import REALTIME, LabError, LaunchError
+from realrun.errors import LabError, LaunchError
 from realrun.launch.lab import TOOLS, check_machine, run_lab, stated_cluster
 from realrun.launch.lab_plan import Lab
 from realrun.launch.local import cores
-from realrun.launch.namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share, queue
+from realrun.launch.namespaces import FRAME, PAYLOAD, burst, on_cores, payload_share
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 LAUNCH = """
@@ -123,12 +122,6 @@ def test_what_cannot_be_built_is_refused() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_rate_inside_a_node_is_checked_too() -> None:
-    """Before anything is built, and the line says which rate it is."""
-    with pytest.raises(LabError, match="inside a node is '1 kbit/s'"):
-        Lab(2, 2, "1 Gbit/s", "1 kbit/s")
-
-
 def test_what_cannot_run_is_refused() -> None:
     """Before anything is built."""
     for command, message in [
@@ -137,13 +130,6 @@ def test_what_cannot_run_is_refused() -> None:
     ]:
         with pytest.raises(LaunchError, match=message):
             run_lab(command, Lab(2, 1, "1 Gbit/s"))
-
-
-def test_who_comes_first_is_yes_or_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another word of REALRUN_REALTIME is refused before anything is built."""
-    monkeypatch.setenv(REALTIME, "yes")
-    with pytest.raises(OptionError, match="REALRUN_REALTIME"):
-        run_lab(["true"], Lab(2, 1, "1 Gbit/s"))
 
 
 def test_root_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,26 +146,6 @@ def test_missing_tool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda tool: None if tool == missing else tool)  # noqa: B023 - called at once
         with pytest.raises(LabError, match=f"needs {missing}"):
             check_machine()
-
-
-def test_burst_is_small_and_holds_packets() -> None:
-    """The queue holds two packets of whole frames and lasts 0.7 ms; the burst is 2 ms, or 512 KiB.
-
-    A burst that could not hold the longest packet would split it.
-    """
-    for rate in [1e6, 1e7, 1e8, 3e8, 1e9, 3e9, 1e10, 1e11]:
-        waiting, longest = queue(rate / 8)
-        assert 2 * FRAME <= longest <= waiting / 2 <= 128 * 1024
-        assert waiting <= max(rate / 8 * 0.7e-3, 4 * FRAME)
-        assert waiting <= burst(rate / 8) <= max(rate / 8 * 2e-3, 4 * FRAME)
-        assert burst(rate / 8) <= 512 * 1024
-
-
-def test_payload_share_is_what_tbf_counted() -> None:
-    """Bytes that tbf counted, over payload, in all-gathers of 4 MiB on four nodes: within 0.3 %."""
-    for rate, counted in [(300e6, 1.0527), (700e6, 1.0480), (2e9, 1.0471)]:
-        assert 1 / payload_share(rate / 8, two=False) == pytest.approx(counted, rel=3e-3)
-        assert payload_share(rate / 8, two=True) == PAYLOAD / FRAME
 
 
 SEE = """
@@ -282,34 +248,6 @@ def test_rate_is_that_of_the_lab(lab: Lab, device: str, speed: float) -> None:
         if best > 0.9 * speed:
             break
     assert best == pytest.approx(speed, rel=0.1)
-
-
-@pytest.mark.nightly
-@pytest.mark.lab
-@pytest.mark.usefixtures("machine")
-def test_failed_rank_ends_the_run() -> None:
-    """The lab's exit code is 1 and one line says who failed; who goes on for longer is killed."""
-    script = '[ "$RANK" = 1 ] && kill -9 $$; sleep 100'
-    launched = launcher(Lab(2, 1, "1 Gbit/s"), ["bash", "-c", script], grace=0.5)
-    _, err = launched.communicate(timeout=60)
-    message = "rank 0 did not stop and had to be killed"
-    assert err == f"error: rank 1 was killed by SIGKILL; {message}\n"
-    assert launched.returncode == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.lab
-@pytest.mark.usefixtures("machine")
-def test_a_reader_that_has_gone_ends_the_run() -> None:
-    """As with `| head -1`: exit code 0, no word, and nobody goes on printing."""
-    launched = launcher(Lab(2, 1, "1 Gbit/s"), ["yes"])
-    assert launched.stdout is not None
-    assert launched.stderr is not None
-    assert launched.stdout.readline()
-    launched.stdout.close()
-    assert launched.wait(30) == 0
-    assert launched.stderr.read() == ""
-    launched.stderr.close()
 
 
 @pytest.mark.nightly
@@ -422,32 +360,3 @@ def test_cores_are_dealt_evenly() -> None:
         (1, [7], [[7]]),
     ]:
         assert [list(on_cores(rank, ranks, there)) for rank in range(ranks)] == own
-
-
-FIRST = """
-import os
-from pathlib import Path
-from realrun.execute.world import join
-
-world = join("gloo", 30.0)
-tasks = Path("/proc/self/task").iterdir()
-served = [task.name for task in tasks if "gloo" in (task / "comm").read_text()]
-gloo = {os.sched_getscheduler(int(name)) for name in served}
-if world.rank == 0:
-    print(os.sched_getscheduler(0), *gloo)
-world.leave()
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.lab
-@pytest.mark.dist
-@pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize(("asked", "policy"), [("0", "SCHED_BATCH"), ("1", "SCHED_FIFO")])
-def test_threads_of_gloo_come_first(
-    monkeypatch: pytest.MonkeyPatch, asked: str, policy: str
-) -> None:
-    """As long as REALRUN_REALTIME is not 0; the thread that computes does not."""
-    monkeypatch.setitem(ENVIRONMENT, REALTIME, asked)
-    (line,) = output(Lab(2, 1, "1 Gbit/s"), [sys.executable, "-c", FIRST])
-    assert [int(word) for word in line.split()] == [os.SCHED_OTHER, getattr(os, policy)]

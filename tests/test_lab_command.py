@@ -65,17 +65,3 @@ def test_a_cluster_of_ones_own_is_predicted_from_and_not_probed(lab: Lab) -> Non
     assert name == "run"
     assert after("--cluster", rest) == "mine.toml"
     assert after("--rounds", rest) == "3"
-
-
-def test_what_would_be_predicted_from_other_kernels_is_refused(lab: Lab) -> None:
-    """In one line, before any lab is built."""
-    for options, words in [
-        (("--kernels", "flops"), "--kernels flops needs"),
-        (("--kernels", "flop"), "--kernels is 'flop'"),
-        (("--precision", "fp64"), "--precision is 'fp64'; "),
-        (("--probe", "--cluster", "mine.toml"), "--cluster mine.toml and"),
-    ]:
-        code, commands, err = lab(*options)
-        assert (code, commands) == (2, [])
-        assert words in " ".join(err.split())
-        assert len(err.splitlines()) == 1

@@ -13,8 +13,6 @@ from hypothesis import strategies as st  # noqa: E402 - needs torch
 from local_problem import loss, network, optimizer, train, vector  # noqa: E402 - needs torch
 
 from realrun.algorithms import CO2, OptionError  # noqa: E402 - needs torch
-from realrun.algorithms.average import Flight  # noqa: E402 - needs torch
-from realrun.algorithms.flat import Flat  # noqa: E402 - needs torch
 from realrun.algorithms.late import LateAverages, depart, keep_since, stand  # noqa: E402 - needs torch
 from realrun.algorithms.late_loop import AutoDelay, Launch  # noqa: E402 - needs torch
 
@@ -153,15 +151,6 @@ def test_a_parameter_that_did_not_move_has_no_displacement(
     assert torch.equal(own, torch.full((3,), offset))
 
 
-def test_a_vector_is_cut_where_the_type_changes() -> None:
-    """Parts of a span, in order and without a gap, each of one dtype."""
-    flat = Flat.of([("a", torch.zeros(5)), ("b", torch.zeros(4, dtype=torch.bfloat16))])
-    assert list(flat.parts(3, 5)) == [
-        (torch.float32, slice(0, 2)),
-        (torch.bfloat16, slice(2, 5)),
-    ]
-
-
 def test_options_of_late_averages_out_of_range() -> None:
     """What was given, and what is allowed."""
     for options, words in [
@@ -189,13 +178,6 @@ def test_options_of_late_averages_out_of_range() -> None:
         with pytest.raises(OptionError) as caught:
             CO2(model, optimizer(model, "sgd"), tau=12, **options)
         assert words in str(caught.value)
-
-
-def test_no_long_round_has_more_fragments_than_help() -> None:
-    """Each launch is a call: a thousand at most, however long the round is."""
-    model = network()
-    with pytest.raises(OptionError, match="fragments is 1001"):
-        CO2(model, optimizer(model, "sgd"), tau=10**9, delay=1, fragments=1001)
 
 
 def test_what_was_evaluated_is_what_is_kept() -> None:
@@ -275,32 +257,6 @@ def test_the_middle_one_of_three_averages_is_the_delay() -> None:
     assert delay_of([1, 5, 5, 1]) == 5
     assert delay_of([1, 1, 1]) is None
     assert delay_of([1, 0, 0, 3, 2, 2]) == 2  # those of a finish() are waited for at once
-
-
-def test_an_average_that_was_waited_for_on_any_rank_does_not_count() -> None:
-    """Ranks agree on which ones count: another says so, or this one."""
-    assert delay_of([1, 8, 2, 2, 2], untold={1}) == 2
-    assert delay_of([1, 8, 2, 2], untold={1}) is None
-    auto = measuring([[0.0]] * 2)
-    flight = Flight(0, torch.zeros(1))
-    auto.disturb([(Launch(0, 1, 8), flight)])
-    for step in (0, 1):
-        assert auto.used(Launch(0, step, 8), 3) is None
-    assert not auto.samples
-    assert not auto.disturbed
-
-
-def test_while_it_measures_an_average_is_used_when_all_ranks_have_it() -> None:
-    """One that is there on this rank, and not on another, is left; later, nobody is asked."""
-    here, away = (Flight(0, torch.zeros(1)) for _ in range(2))
-    away.waits, away.polls = [lambda _: None], [lambda: False]
-    pairs = [(Launch(0, 1, 8), here), (Launch(1, 2, 8), away)]
-    auto = measuring([[1.0, 0.0], [0.0, 0.0]])
-    assert auto.arrived(pairs) == []
-    assert auto.arrived(pairs) == pairs[:1]
-    assert auto.arrived([]) == []
-    auto.measures = False
-    assert auto.arrived(pairs) == []
 
 
 def test_what_was_measured_is_kept() -> None:

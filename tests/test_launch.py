@@ -7,14 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
 
 from realrun.errors import LaunchError
-from realrun.launch.local import rank_environment, resolved, run_local
-from realrun.launch.processes import RankProcess, guard_process, ranks_killed_at_end, start
+from realrun.launch.local import rank_environment, run_local
+from realrun.launch.processes import RankProcess, start
 from realrun.launch.supervise import supervise
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -110,23 +109,6 @@ def test_environment_is_that_of_torchrun() -> None:
     assert found.items() >= expected.items()
 
 
-def test_threads_are_shared_among_ranks_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank gets its share of the cores, at least one; a user's number stands."""
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    many = rank_environment(0, 256, local_world_size=256, address="a", port=1)
-    assert many["OMP_NUM_THREADS"] == "1"
-    alone = rank_environment(0, 1, local_world_size=1, address="a", port=1)
-    assert alone["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    told = rank_environment(0, 256, local_world_size=256, address="a", port=1)
-    assert told["OMP_NUM_THREADS"] == "3"
-
-
-def test_realrun_needs_no_path() -> None:
-    """`realrun` runs with this Python, wherever PATH leads."""
-    assert resolved(["realrun", "run"]) == [sys.executable, "-m", "realrun", "run"]
-
-
 def test_what_cannot_run_is_refused() -> None:
     """Before anything is started, in one line."""
     for command, message in [
@@ -136,13 +118,6 @@ def test_what_cannot_run_is_refused() -> None:
         with pytest.raises(LaunchError, match=message) as caught:
             run_local(command, 2)
         assert "\n" not in str(caught.value)
-
-
-def test_number_of_ranks_is_bounded() -> None:
-    """None, or more than a machine can run, is a mistake."""
-    for nproc in [0, 257]:
-        with pytest.raises(LaunchError, match=f"{nproc} ranks"):
-            run_local(["true"], nproc)
 
 
 @pytest.mark.dist
@@ -162,16 +137,6 @@ def test_output_is_passed_on_with_ranks(capfd: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.dist
-def test_long_output_is_complete(capfd: pytest.CaptureFixture[str]) -> None:
-    """Nothing is lost of what a rank printed just before it ended, nor of a line without end."""
-    ranks = shells("seq 100000", "head -c 300000 /dev/zero | tr '\\0' x >&2")
-    assert supervise(ranks, Memory(), 30) == 0
-    out, err = capfd.readouterr()
-    assert out == "".join(f"{number}\n" for number in range(1, 100001))
-    assert err.count("x") == 300000
-
-
-@pytest.mark.dist
 def test_failure_is_named_and_told(capfd: pytest.CaptureFixture[str]) -> None:
     """The exit code is 1, one line names the rank, and the store says so before it counts it."""
     for script, reason in [
@@ -185,15 +150,6 @@ def test_failure_is_named_and_told(capfd: pytest.CaptureFixture[str]) -> None:
         assert (told["rank"], told["reason"]) == (2, reason)
         assert store.values["realrun/failures"] == "1"
         assert store.log.index("realrun/failure/0") < store.log.index("realrun/failures")
-
-
-@pytest.mark.dist
-def test_only_the_first_failure_counts(capfd: pytest.CaptureFixture[str]) -> None:
-    """Ranks that fail because another did are not reported."""
-    store = Memory()
-    assert supervise(shells("sleep 2; exit 4", "exit 3"), store, 30) == 1
-    assert capfd.readouterr().err == "error: rank 1 exited with code 3\n"
-    assert store.values["realrun/failures"] == "1"
 
 
 @pytest.mark.dist
@@ -253,112 +209,3 @@ def test_no_process_is_left(number: signal.Signals, code: int, mark: str) -> Non
         for process in alive(mark):
             process.kill()
         launched.communicate()
-
-
-PATIENT = """
-import sys
-from realrun.launch.local import run_local
-sys.exit(run_local(sys.argv[2:], 2, patience=float(sys.argv[1])))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_ranks_of_a_stopped_launcher_are_killed(mark: str) -> None:
-    """Past its patience they end, and the launcher alone is blamed."""
-    launched = subprocess.Popen(
-        [sys.executable, "-c", PATIENT, "1.0", "bash", "-c", f"sleep {mark}"],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert wait_until(lambda: len(alive(mark)) == 2, 90)
-    launched.send_signal(signal.SIGSTOP)
-    assert wait_until(lambda: not alive(mark), 60)
-    launched.send_signal(signal.SIGCONT)
-    _, err = launched.communicate(timeout=60)
-    assert launched.returncode == 1
-    assert err == "error: the launcher was stopped for 1 s: its ranks were killed\n"
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_a_rank_that_is_started_after_the_guard_has_cut_is_killed(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """A launcher that was stopped between two ranks ended with 0, as if nobody read its output."""
-    with guard_process(patience=60.0) as guard, ranks_killed_at_end() as ranks:
-        ranks.extend(shells("sleep 60"))
-        guard.process.kill()
-        guard.process.wait()
-        guard.put(ranks[0].process.pid)
-        assert ranks[0].process.wait(timeout=30) == -signal.SIGKILL
-        assert not guard.cut()  # it was killed itself, and has not said why
-        assert supervise(ranks, Memory(), 1.0, cut=guard.cut) == 1
-    assert "rank 0 was killed by SIGKILL" in capfd.readouterr().err
-
-
-@pytest.mark.dist
-def test_ranks_that_are_not_ready_to_be_asked_are_no_failures(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """A rank that SIGTERM ends, once it was sent, ends the others, and nothing is said of it."""
-    ranks = shells("sleep 60", "kill -TERM $$", "trap '' TERM; sleep 60")
-    assert supervise(ranks, Memory(), 30, lambda: True) == 0
-    assert capfd.readouterr().err == ""
-    ends = [one.process.wait(30) for one in ranks]
-    assert ends == [-signal.SIGKILL, -signal.SIGTERM, -signal.SIGKILL]
-    assert supervise(shells("kill -TERM $$"), Memory(), 30) == 1  # nobody had asked for that
-    assert supervise(shells("exit 3"), Memory(), 30, lambda: True) == 1
-    assert supervise(shells("exit 3", "sleep 0.5; kill -TERM $$"), Memory(), 30, lambda: True) == 1
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("obey", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_ranks_may_be_asked_to_end_before_they_are_killed(obey: bool, tmp_path: Path) -> None:  # noqa: FBT001
-    """The first signal is passed on as SIGTERM, and what ranks still say is heard.
-
-    They may go on; the second kills.
-    """
-    launch = (
-        "import sys; from realrun.launch.local import run_local;"
-        "sys.exit(run_local(['bash', '-c', sys.argv[1]], 2, ask_first=True))"
-    )
-    end = "exit 0" if obey else "touch asked$RANK"
-    script = f"trap 'echo asked; {end}' TERM; touch ready$RANK; while true; do sleep 0.05; done"
-    running = subprocess.Popen(
-        [sys.executable, "-c", launch, script],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 90)
-        running.send_signal(signal.SIGTERM)
-        if not obey:
-            assert wait_until(lambda: len(list(tmp_path.glob("asked*"))) == 2, 30)
-            assert running.poll() is None
-            running.send_signal(signal.SIGTERM)
-        said, _ = running.communicate(timeout=30)
-        assert running.returncode == 143
-        if obey:
-            assert sorted(said.splitlines()) == ["[rank 1] asked", "asked"]
-    finally:
-        running.kill()
-        running.communicate()
-
-
-@pytest.mark.dist
-def test_unreadable_program_ends_in_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A file that may be executed but is no program: each rank says so, none is left."""
-    program = tmp_path / "program"
-    program.write_bytes(b"\x00\x01")
-    program.chmod(0o755)
-    assert supervise([start(0, [str(program)], {})], Memory(), 30) == 1
-    first, second = capfd.readouterr().err.splitlines()
-    assert first == f"[rank 0] cannot run {program}: Exec format error"
-    assert second == "error: rank 0 exited with code 1"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import co2sim
-from co2sim import Case, ResourceError, lowering, machine, progress, rounds, study
+from co2sim import Case, ResourceError, lowering, machine, study
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
@@ -58,19 +58,6 @@ def shared() -> Iterator[None]:
     """Leave this process with all the memory."""
     yield
     machine.share_memory(1)
-
-
-@pytest.mark.usefixtures("shared")
-def test_processes_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 GB one process may take 4, each of four 1; the message says why."""
-    monkeypatch.setattr(machine, "free_memory", lambda: 8e9)
-    machine.require_memory(4e9, "this")
-    with pytest.raises(ResourceError, match=r"8 GB that are free$"):
-        machine.require_memory(4.1e9, "this")
-    machine.share_memory(4)
-    machine.require_memory(1e9, "this")
-    with pytest.raises(ResourceError, match="shared by 4 processes"):
-        machine.require_memory(1.1e9, "this")
 
 
 def test_the_search_for_a_steady_state_ends_where_memory_does(
@@ -196,41 +183,3 @@ def test_long_work_shows_how_far_it_is_on_a_terminal(
     assert f"simulating {words}" in text
     assert re.search(r"[0-9]+/[0-9]+", text)
     assert _on_a_terminal(monkeypatch, lambda: work(False)) == "\N{END OF TEXT}"  # noqa: FBT003
-
-
-def test_a_bar_says_in_words_where_the_work_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what is done of how much; brackets in the words are no markup."""
-
-    def work() -> None:
-        with progress.progress_bar("training") as bar:
-            assert bar is not None
-            bar(1, 4)
-            bar(3, 4, "loss [2.5]")
-
-    text = _on_a_terminal(monkeypatch, work)
-    assert "training" in text
-    assert re.search(r"3/4.*loss \[2\.5\]", text)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shown", [None, False])
-def test_without_a_terminal_long_work_says_once_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shown: Any
-) -> None:
-    """Logs and pipes get one line after a while, and none from short work, or when told not to."""
-    co2sim.simulate(**SMALL, strategy="zero3", rounds=200, progress=shown)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "_SILENCE", 0.0)
-    co2sim.simulate(**SMALL, strategy="zero3", rounds=200, progress=shown)
-    line = r"simulating rounds: [0-9]+ of 200 done after [0-9.]+ \w+\n" if shown is None else ""
-    assert re.fullmatch(line, capsys.readouterr().err)
-
-
-def test_the_simulator_reports_fractions_that_rise_to_the_end() -> None:
-    """What the bar shows: from 0 to 1, never falling."""
-    seen: list[tuple[int, int]] = []
-    case = Case(**SMALL, strategy="zero3", rounds=200)
-    rounds.executed(case, case.prepare(), 200, lambda done, total: seen.append((done, total)))
-    assert len(seen) > 1
-    assert seen == sorted(seen)
-    assert all(0 <= done <= total == 200 for done, total in seen)

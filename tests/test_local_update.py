@@ -1,6 +1,5 @@
 """The local-update family on several ranks, against plain transcriptions and against itself."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +243,6 @@ def test_low_precision_on_the_wire_and_in_the_model() -> None:
     np.testing.assert_allclose(found, wanted, rtol=2.0**-7, atol=1e-5)
 
 
-def test_an_average_is_a_mean_in_every_bucket() -> None:
-    """A million elements in four buckets: 1, 2 and 3 become 2."""
-    for answer in three("averages"):
-        for error, waited in answer:
-            assert error < 1e-6
-            assert 0 < waited < 10
-
-
 def test_ranks_that_differ_are_refused_at_the_start() -> None:
     """All ranks are told the first difference."""
     tokens = {
@@ -274,13 +265,6 @@ def test_ranks_that_differ_are_refused_at_the_start() -> None:
         for name, said in answer.items():
             assert said.startswith("MismatchError: rank 1 ")
             assert tokens[name] in said
-
-
-def test_all_start_alike_and_only_trainable_parameters_are_averaged() -> None:
-    """Frozen parameters and buffers are sent once, from the first worker."""
-    answers = three("alike_at_start")
-    assert [answer[0] for answer in answers] == [[4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0]] * 3
-    assert [answer[1] for answer in answers] == [[0.0, 0.0], [2.0, 2.0], [4.0, 4.0]]
 
 
 def test_weights_loaded_on_one_rank_only_are_refused_at_the_first_step() -> None:
@@ -337,15 +321,6 @@ def test_misuse_is_told_and_not_trained_on() -> None:
         assert "(7, 5)" in answer["unfrozen"]
 
 
-def test_consensus_shows_the_anchor_and_gives_the_model_back() -> None:
-    """In the middle of a round workers differ; within, they do not."""
-    inside, restored, live = zip(*three("consensus"), strict=True)
-    assert inside[0] == inside[1] == inside[2]
-    assert restored == (True, True, True)
-    assert live[0] != live[1]
-    assert inside[0] not in live
-
-
 @pytest.mark.nightly
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     """Cut between and within rounds, with averages under way; by torch.save and by dcp."""
@@ -356,17 +331,6 @@ def test_the_chosen_delay_counts_each_average_as_on_its_slowest_rank() -> None:
     """A whole round until three were measured, then 3 for 1, 2 and 3; resuming keeps it."""
     for answer in three("chosen_delay"):
         assert answer == {"delays": [4] + [3] * 6, "resumed": 3}
-
-
-def test_an_average_that_takes_longer_than_its_delay_is_waited_for() -> None:
-    """It says so, and all workers go on from what the equations give."""
-    answers = three("slower_than_its_delay")
-    for answer in answers[:2]:
-        assert answer["late"] >= 2
-        assert answer["waited"] > 0.3
-    x0, step = reference.steps_of(1, "sgd", 3)
-    wanted = reference.late_co2(x0, step, 3, 4, tau=2, d=1)[-1]
-    np.testing.assert_allclose([answer["ended"] for answer in answers], wanted, atol=CLOSE)
 
 
 def test_the_consensus_counts_averages_under_way() -> None:
@@ -400,35 +364,6 @@ def test_a_killed_worker_is_told() -> None:
         assert answer["told"].startswith("RankFailure: the average of round ")
 
 
-@pytest.mark.nightly
-def test_a_late_worker_is_told_after_the_deadline() -> None:
-    """By torch's own collectives and by the thread of int8; and all can begin anew after that."""
-    found = three("late", dtypes=["fp32", "int8"])
-    for answers in (found[0], found[2]):
-        for answer in answers:
-            assert answer["told"].startswith("RankFailure: the average of round ")
-
-
-_STREAMED = {"tau": 4, "keep": 0.5, "outer_lr": 0.7, "outer_momentum": 0.9}
-
-INSIDE = [
-    {**case(*named, **options), "inside": inside, "explicit": inside == "fsdp"}
-    for inside, (named, options) in itertools.product(
-        ("ddp", "fsdp"),
-        (
-            (("CO2", "sgd"), {"tau": 3, "clip": 0.03}),
-            (("CO2", "adamw"), {"tau": 2, "staleness": 2}),
-            (("DiLoCo", "adamw"), {"tau": 2, "outer_lr": 0.7, "outer_momentum": 0.9}),
-            (("LocalSGD", "momentum"), {"tau": 1}),
-            (("OverlapLocalSGD", "sgd"), {"tau": 2, "pull": 0.6, "anchor_momentum": 0.7}),
-            (("CO2", "sgd"), {"tau": 3, "dtype": "int8"}),
-            (("CO2", "adamw"), {"tau": 3, "delay": 2, "keep": 0.5, "predict": 0.5}),
-            (("DiLoCo", "sgd"), {**_STREAMED, "fragments": 1, "delay": 2}),
-        ),
-    )
-]
-
-
 def test_every_algorithm_equals_its_published_equations() -> None:
     """All models after every round, Lambda and clipped share, to float32 rounding."""
     answers = three("follow", cases=CASES)
@@ -455,31 +390,6 @@ def test_an_evaluation_of_the_consensus_leaves_nothing_gathered() -> None:
     for live, consensus, again, anew in four("evaluated_inside"):
         assert live == again == anew
         assert consensus != live
-
-
-@pytest.mark.parametrize("inside", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
-def test_nodes_as_workers_equal_the_reference_of_two_workers(inside: str) -> None:
-    """Two nodes of two ranks, DDP or FSDP2 inside; each rank keeps and averages its share."""
-    cases = [given for given in INSIDE if given["inside"] == inside]
-    answers = four("inside_nodes", cases=cases)
-    for index, given in enumerate(cases):
-        seen: list[Any] = []
-        wanted = expected(given, 2, seen)[:, [0, 0, 1, 1]]
-        found = histories(answers, index)
-        low = given["options"].get("dtype") == "int8"
-        np.testing.assert_allclose(
-            found, wanted, rtol=0, atol=5e-3 if low else 5e-6, err_msg=str(given)
-        )
-        told = [answer[index] for answer in answers]
-        if given["algorithm"] != "OverlapLocalSGD" and "delay" not in given["options"]:
-            assert all(one["anchor"] == one["history"][-1] for one in told)
-        assert told[0]["kept"] + told[1]["kept"] == 80, "shares of a worker are the whole model"
-        assert {one["kept"] for one in told} == ({40} if given["inside"] == "ddp" else {48, 32})
-        if seen and not low:
-            share = sum(clipped for _, clipped in seen) / (len(seen) * 80)
-            assert (share > 0.01) == ("clip" in given["options"]), f"{given} clips {share}"
-            assert [one["penalty"] for one in told] == pytest.approx([seen[-1][0]] * 4, rel=1e-4)
-            assert [one["clipped"] for one in told] == pytest.approx([share] * 4)
 
 
 def test_nodes_fail_and_resume_as_one(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """Markdown on a page: what it becomes, and what it cannot do."""
 
 import base64
-import re
 from html.parser import HTMLParser
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim.report.markdown import sections, to_html
-from co2sim.report.page import Page, render
+from co2sim.report.markdown import to_html
 
 HARMLESS = {
     *("p", "br", "hr", "em", "strong", "s", "code", "pre", "blockquote", "a"),
@@ -56,12 +54,6 @@ def test_a_picture_that_we_have_is_inside_with_its_words() -> None:
     assert "<figcaption><p>seen &amp; &#34;read&#34;</p></figcaption>" in text
 
 
-def test_a_picture_that_nobody_gave_is_its_text() -> None:
-    """Wherever it comes from: a page asks no network for anything."""
-    text = to_html("![one](https://x.org/a.png) and ![two](b.png)")
-    assert text == "<p>one and two</p>\n"
-
-
 def test_tables_and_code_scroll_in_boxes_with_names() -> None:
     """A reader with a keyboard reaches them, one with a screen reader hears what they are."""
     text = to_html("| a | b |\n| --- | ---: |\n| c | 1 |\n\n```sh\nls\n```\n\n    indented\n")
@@ -72,29 +64,3 @@ def test_tables_and_code_scroll_in_boxes_with_names() -> None:
     cells = [attributes for tag, attributes in found if tag in {"th", "td"}]
     assert cells == [{}, {"class": "figure"}] * 2
     assert text.count("</div>") == 3
-
-
-def test_headings_go_deeper_and_no_further_than_six() -> None:
-    """Below the heading of their section."""
-    text = to_html("# a\n\n## b\n\n###### c\n", deeper=2)
-    assert re.findall(r"<(h\d)>(\w)</h\d>", text) == [("h3", "a"), ("h4", "b"), ("h6", "c")]
-
-
-def test_each_heading_of_the_second_level_is_a_section() -> None:
-    """The first level is dropped: the answer of the page takes its place. Nothing else is lost."""
-    found = sections("# t\n\none\n\n## B *b* `x`\n\n### c\n\ntwo\n\n## D\n\n> ## e\n", "First")
-    assert [one.title for one in found] == ["First", "B b x", "D"]
-    texts = [str(one.text) for one in found]
-    assert texts[0] == "<p>one</p>\n"
-    assert texts[1] == "<h3>c</h3>\n<p>two</p>\n"
-    assert "<h2>e</h2>" in texts[2]
-    assert len({one.key for one in found}) == 3
-
-
-def test_what_has_no_text_is_left_out_of_the_page() -> None:
-    """Neither a section nor a link to one."""
-    for text in ("", "# only a title\n", "## a\n## b\n"):
-        found = sections(text, "First")
-        page = render(Page(answer=["Yes."], sections=found, commands=["x"])).decode()
-        assert [one.empty for one in found] == [True] * len(found)
-        assert re.findall(r'<h2 id="([^"]+)"', page) == ["repeat"]

@@ -47,22 +47,6 @@ def test_kernels_are_the_slower_of_gpu_and_host() -> None:
     assert compute_time(PASS, replace(gpu, kernels=slow_host), "fp16") == pytest.approx(20 * device)
 
 
-def test_the_product_over_a_vocabulary_has_its_own_efficiency() -> None:
-    """Where it is stated; else that of all products."""
-    product = Kernels((Product(1e12, 0.0),), 20, elementwise_bytes=0.0, vocabulary=True)
-    head = replace(PASS, kernels=product)
-    gpu = replace(CLUSTER.gpu, kernels=KernelTimes(0.8, vocabulary_efficiency=0.2))
-    assert compute_time(head, gpu, "fp16") == pytest.approx(1e12 / (gpu.peak["fp16"] * 0.2))
-    gpu = replace(CLUSTER.gpu, kernels=KernelTimes(0.8))
-    assert compute_time(head, gpu, "fp16") == pytest.approx(1e12 / (gpu.peak["fp16"] * 0.8))
-
-
-def test_gpus_without_kernels_cost_as_before() -> None:
-    """What a pass consists of changes nothing where the GPU does not say how fast that is."""
-    bare = Compute("forward", 1e12)
-    assert compute_time(PASS, CLUSTER.gpu, "fp16") == compute_time(bare, CLUSTER.gpu, "fp16")
-
-
 @given(rows=SIZES, inner=SIZES, columns=SIZES, samples=st.integers(1, 4), count=st.integers(0, 3))
 def test_operands_of_a_product_are_its_arrays(
     rows: int, inner: int, columns: int, samples: int, count: int
@@ -214,17 +198,6 @@ def test_hops_in_turn_add_the_time_inside_the_node() -> None:
     assert footprint(work, alone).alone(alone) == footprint(work, one).alone(one)
 
 
-def test_an_exchange_attains_a_fraction_of_the_nics() -> None:
-    """Half of the bandwidth, twice the time; the bytes stay, and a ring does not change."""
-    slow = replace(CLUSTER, inter=replace(CLUSTER.inter, exchange_efficiency=0.5))
-    for kind, factor in ((Kind.ALL_TO_ALL, 2.0), (Kind.ALL_GATHER, 1.0)):
-        work = Collective(kind, "x", 10**9, DType.FP16, PEERS)
-        one, other = footprint(work, CLUSTER), footprint(work, slow)
-        assert one.loads(CLUSTER) == other.loads(slow)
-        grown = (other.alone(slow) - other.latency) / (one.alone(CLUSTER) - one.latency)
-        assert grown == pytest.approx(factor)
-
-
 def test_a_rank_that_relays_for_its_node_attains_a_fraction_of_the_nics() -> None:
     """Leaders move what one group of peers moves; where a node has one rank, nothing is relayed."""
     slow = replace(CLUSTER, inter=replace(CLUSTER.inter, relay_efficiency=0.5))
@@ -243,15 +216,6 @@ def test_a_rank_that_relays_for_its_node_attains_a_fraction_of_the_nics() -> Non
     assert footprint(work, single) == footprint(replace(work, group=WORLD), single)
 
 
-def test_only_links_between_nodes_have_efficiencies_by_use() -> None:
-    """Elsewhere they would be ignored, so they are refused."""
-    for where, link in (("intra", CLUSTER.intra), ("wan", CLUSTER.inter)):
-        for name in ("exchange_efficiency", "relay_efficiency", "busy_efficiency"):
-            changed = {where: replace(link, **{name: 0.5})}
-            with pytest.raises(OptionError, match=where):
-                replace(CLUSTER, **changed)
-
-
 def case(strategy: str, recompute: str = "full") -> Case:
     """A model of blocks of 85M parameters on 64 GPUs."""
     overrides = {"model.layers": "4", "model.hidden": "1024"}
@@ -264,32 +228,3 @@ def case(strategy: str, recompute: str = "full") -> Case:
         recompute=recompute,  # type: ignore[arg-type]
         overrides={**overrides, "model.heads": "16", "model.ffn": "4096"},
     )
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "zeropp(hpz=false,qwz=false)"])
-def test_gathers_in_parts_pay_latency_for_each(strategy: str) -> None:
-    """They move the same elements, one after the other, before the block is used."""
-    options = strategy.partition("(")[2].rstrip(")")
-    name = strategy.partition("(")[0]
-    bodies = {
-        count: case(f"{name}:{options + ',' if options else ''}gathers={count}").prepare().schedule
-        for count in (1, 4)
-    }
-    gathers = {
-        count: [
-            op.work
-            for op in schedule.body
-            if isinstance(op.work, Collective) and op.work.kind is Kind.ALL_GATHER
-        ]
-        for count, schedule in bodies.items()
-    }
-    assert len(gathers[4]) == 4 * len(gathers[1])
-    for number, whole in enumerate(gathers[1]):
-        parts = gathers[4][4 * number : 4 * number + 4]
-        assert sum(part.elements for part in parts) == whole.elements
-        costs = [footprint(part, CLUSTER).latency for part in parts]
-        assert sum(costs) == pytest.approx(4 * footprint(whole, CLUSTER).latency)
-    uses = [op for op in bodies[4].body if op.name == "forward.layer0"]
-    assert [wait.op for wait in uses[0].after] == [
-        "dequantize4.forward.layer0" if strategy == "zeropp" else "gather4.forward.layer0"
-    ]

@@ -9,7 +9,7 @@ from analysis.published.papers import papers
 from co2sim import strategies
 from co2sim.architecture import Transformer, language_model, vision_transformer
 from co2sim.case import Case
-from co2sim.memory import activations, allocated, model_states, overhead
+from co2sim.memory import activations, allocated, overhead
 from co2sim.schedule import NODE, PEERS, WORLD, DType, Layout
 from co2sim.workload import Block, Model, Workload
 
@@ -70,23 +70,6 @@ def test_zero2_keeps_the_bucket_that_is_reduced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "per_parameter"),
-    [
-        (DType.BF16, "adamw", 2 + 2 + 12),
-        (DType.FP16, "sgd", 2 + 2 + 8),
-        (DType.FP32, "adamw", 4 + 4 + 8),
-        (DType.FP32, "sgd", 4 + 4 + 4),
-    ],
-)
-def test_states_follow_precision_and_optimizer(
-    precision: DType, optimizer: str, per_parameter: int
-) -> None:
-    """Mixed precision keeps an fp32 master copy; fp32 parameters are their own."""
-    found = model_states(big(precision=precision, optimizer=optimizer))
-    assert sum(found.values()) == pytest.approx(per_parameter * PARAMETERS)
-
-
-@pytest.mark.parametrize(
     ("strategy", "copies"),
     [
         ("local_sgd", 1),
@@ -109,18 +92,6 @@ def test_outer_states_are_copies_of_the_parameters(strategy: str, copies: float)
     assert shared["outer"] == pytest.approx(copies * 4 * PARAMETERS / 8)
     inner = strategies.parse("zero2").memory(big(), Layout(1, 8))
     assert {name: size for name, size in shared.items() if name != "outer"} == inner
-
-
-def test_an_average_by_leaders_is_whole_on_every_rank() -> None:
-    """It is broadcast inside the node, so its buffer is not sharded; anchor and momentum are."""
-    led = strategies.parse("co2(worker=node,average=leader,dtype=bf16)").memory(big(), Layout(4, 8))
-    assert led["outer"] == pytest.approx((2 / 8 + 1 / 2) * 4 * PARAMETERS)
-
-
-def test_one_gpu_keeps_all_states() -> None:
-    """Alone there is nobody to share with: 16 bytes per parameter, whatever the strategy."""
-    for strategy in tiny.VARIANTS:
-        assert states(strategy, Layout(1, 1), tiny.job()) == 16 * 2000, strategy
 
 
 # --- activations -------------------------------------------------------------------------------
@@ -216,13 +187,6 @@ def test_a_layer_keeps_what_pytorch_keeps() -> None:
     assert more - fewer == pytest.approx(sum(found.values()), rel=0.01)
 
 
-def test_a_gated_mlp_keeps_one_more_activation() -> None:
-    """With three matrices both projections and their product are kept: 2 bytes x s x ffn more."""
-    shape = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 96}
-    plain, gated = (Transformer(gated=g, **shape).blocks(10)[0] for g in (False, True))
-    assert gated.activation_bytes - plain.activation_bytes == 2 * 10 * 96
-
-
 @pytest.mark.parametrize(
     ("loss", "precision", "bytes_of_a_logit"),
     [
@@ -288,23 +252,6 @@ def test_a_vision_transformer_embeds_patches_and_not_its_class_token() -> None:
     assert model.blocks[1] == body.blocks(197)[0]
 
 
-@pytest.mark.parametrize("checkpointing", ["non_reentrant", "reentrant"])
-def test_a_recomputed_backward_moves_what_both_passes_move(checkpointing: str) -> None:
-    """The forward pass again, and a backward pass with twice its traffic."""
-    job = Workload(
-        gpt(2, 64, 4, 128),
-        micro_batch=3,
-        recompute="full",
-        checkpointing=checkpointing,  # type: ignore[arg-type]
-    )
-    for work in job.works():
-        again, rest = job.recomputed(work)
-        assert again.kernel == "recompute"
-        assert (again.flops, again.memory_bytes) == (work.forward.flops, work.forward.memory_bytes)
-        assert rest.memory_bytes == 2 * work.forward.memory_bytes
-        assert again.flops + rest.flops == work.backward.flops
-
-
 @pytest.mark.parametrize(
     ("prefetch", "live"),
     [(0, 640), (499, 860), (500, 1140), (860, 1360), (1000, 1640), (10**9, 2 * 2000)],
@@ -354,13 +301,6 @@ def test_communicators_need_buffers_by_their_ranks() -> None:
     ):
         assert overhead({}, groups, layout)["nccl"] == pytest.approx(expected)
     assert "nccl" not in overhead({}, [WORLD], Layout(1, 1))
-
-
-def test_only_what_comes_and_goes_leaves_gaps() -> None:
-    """A twentieth of activations and gathered blocks; states stay where they are."""
-    items = {"parameters": 1e9, "optimizer": 6e9, "gathered": 2e8, "activations": 8e8}
-    assert overhead(items, [WORLD], Layout(1, 8))["fragmentation"] == pytest.approx(0.05 * 1e9)
-    assert allocated(items | {"context": 1e9, "nccl": 1e9, "total": 1e10}) == sum(items.values())
 
 
 # --- published peaks ----------------------------------------------------------------------------

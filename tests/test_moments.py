@@ -63,32 +63,6 @@ def test_oracle_agrees_with_the_simulator(family: str, delay: int, late: int | N
     np.testing.assert_allclose(outcome.value, problem.value(outcome.final))
 
 
-@pytest.mark.parametrize("late", [None, 2])
-def test_without_noise_the_simulator_is_the_oracle(late: int | None) -> None:
-    """One seed is enough, and all digits agree."""
-    problem = FAMILIES["quadratics apart"](4)
-    assert isinstance(problem, Quadratic)
-    which = replace(THREE, noise=0 * THREE.noise)
-    size = RunSize(workers=4, rounds=9, local_steps=3, late_steps=late)
-    found = run(problem, which, size)
-    exact = (late_moments if late else exact_moments).exact(problem, which, size, spread=True)
-    for name in ("gradient", "drift"):
-        np.testing.assert_allclose(getattr(found, name)[:, 0], getattr(exact, name), rtol=1e-9)
-    np.testing.assert_allclose(found.spread, exact.spread, rtol=1e-9)
-    np.testing.assert_allclose(found.final[:, 0], exact.final[0], rtol=1e-9)
-    np.testing.assert_allclose(found.final[:, 0] ** 2, exact.final[1], rtol=1e-9)
-
-
-def test_all_steps_may_count_alike() -> None:
-    """With `alike` steps before an arrival count 1: with all kept it makes no difference."""
-    problem = FAMILIES["two kinds"](2)
-    assert isinstance(problem, Quadratic)
-    size = RunSize(workers=2, rounds=9, local_steps=3, late_steps=2)
-    one, other = (late_moments.exact(problem, THREE, size, alike=alike) for alike in (True, False))
-    assert one.gradient[0] == pytest.approx(other.gradient[0])
-    assert one.gradient[1] != pytest.approx(other.gradient[1], rel=1e-3)
-
-
 @pytest.mark.parametrize("which", [variants(0.1, clip=1.0), variants(0.1, gap_aware=True)])
 def test_what_is_not_linear_has_no_exact_moments(which: Variants) -> None:
     """Clipping and the gap-aware rule; nor do other delays, or too few functions."""
@@ -100,18 +74,6 @@ def test_what_is_not_linear_has_no_exact_moments(which: Variants) -> None:
             oracle.exact(apart(4), variants(0.1), asked)
     with pytest.raises(OptionError, match="delay"):
         exact_moments.exact(problem, variants(0.1), replace(size, delay=2))
-
-
-def test_variants_apart_do_not_share_noise() -> None:
-    """Two equal variants see the same noise, or, apart, noise of their own."""
-    which = variants(np.full(2, 0.1), noise=1.0)
-    problem = FAMILIES["isotropic"](2)
-    for late in (None, 2):
-        size = RunSize(workers=2, rounds=4, local_steps=3, seeds=5, late_steps=late)
-        one, two = run(problem, which, size).gradient
-        np.testing.assert_array_equal(one, two)
-        one, two = run(problem, which, size, apart=True).gradient
-        assert (one != two).all()
 
 
 def test_gap_aware_penalty_is_its_rule() -> None:
@@ -214,15 +176,6 @@ def test_jury_is_what_impulses_do(
         assert bool(late_stability.is_stable(system)) is bool(radius < 1 and abs(factor) < 1)
 
 
-def test_edges_are_where_stability_ends() -> None:
-    """With d = tau and beta = 0 it is (alpha - 1) q = 1; where nothing ends there is no edge."""
-    edges = late_stability.edges(LateSystem(0.0, 4, 4, np.array([3.0, 5.0])))
-    q = 1 - (1 - edges) ** 4
-    assert (np.array([3.0, 5.0]) - 1) * q == pytest.approx([1.0, 1.0], abs=1e-9)
-    gentle = LateSystem(0.0, 4, 4, np.array([0.1, 0.5]), 0.0, 1.0, 0.0)
-    assert late_stability.edges(gentle, highest=0.5).tolist() == [math.inf, math.inf]
-
-
 # --- problems ------------------------------------------------------------------------------------
 
 
@@ -277,24 +230,6 @@ def check_smoothness(
     if points.shape[-1] <= 4:
         assert fastest >= 0.95 * problem.smoothness
         assert problem.convex is bool(min(signs) >= -1e-12)
-
-
-@pytest.mark.parametrize("family", ["cosines apart", "hills apart", "cosine", "spread"])
-def test_most_spread_is_the_largest_anywhere(family: str) -> None:
-    """On a fine grid of every coordinate none is larger, and one is as large."""
-    problem = FAMILIES[family](4)
-    line = np.linspace(-4, 4, 4001)[:, None] * np.ones(len(problem.start))
-    signs = np.array([[a, b] for a in (1, -1) for b in (1, -1)])
-    points = line[None] * signs[:, None] if len(problem.start) == 2 else line[None]
-    assert problem.most_spread is not None
-    assert problem.spread(points).max() == pytest.approx(problem.most_spread, rel=1e-3, abs=1e-12)
-
-
-def test_quadratics_of_unlike_workers_have_no_largest_spread() -> None:
-    """It grows with the distance; of images by label it is not known."""
-    assert FAMILIES["quadratics apart"](4).most_spread is None
-    assert digits(4).most_spread is None
-    assert digits().most_spread == 0.0
 
 
 def test_minibatches_are_unbiased_and_their_variance_is_exact() -> None:

@@ -5,14 +5,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
 import co2sim
 from co2sim import Case, OptionError, notebook, simulate, study
-from co2sim.schedule import After, Compute, Layout, Op, Schedule
-from co2sim.trace import Span, SpanTable, Trace, by_stream, last_end
+from co2sim.schedule import Schedule
+from co2sim.trace import SpanTable, Trace, by_stream, last_end
 
 EVIL = "<script>alert(1)</script>"
 MOST = 100_000
@@ -89,45 +88,6 @@ def test_the_answer_is_first_with_its_interval_then_figures_then_warnings() -> N
     assert "90 %:" not in measured._repr_html_()
 
 
-def test_what_does_not_fit_says_so_in_its_first_sentence() -> None:
-    """The speed is then what it would be."""
-    first = Page(simulate("dgx-h100", "llama-70b", "ddp", gpus=8)._repr_html_()).texts[0]
-    assert "DOES NOT FIT" in first
-    assert "If it did" in first
-
-
-def test_markup_in_names_stays_text() -> None:
-    """Of a cluster, a model, a strategy, and of operations and their streams."""
-    found = simulate(tiny.cluster(name=EVIL), tiny.model(), "ddp")
-    body = (Op(EVIL, Compute(EVIL, 1.0), EVIL), Op("b", Compute("k", 1.0), "s", (After(EVIL),)))
-    trace = Trace(EVIL, Layout(1, 1), 1, {0: 1}, (Span(0, 0, EVIL, EVIL, 0.0, 1.0),))
-    shown = (replace(found, model=EVIL, strategy=EVIL), Schedule(EVIL, body), trace)
-    for html in (one._repr_html_() for one in shown):
-        page = Page(html)
-        assert "script" not in page.elements
-        assert "".join(page.texts).count(EVIL) >= 2
-
-
-def test_a_long_schedule_shows_its_first_ops_and_how_many_there_are() -> None:
-    """A summary of 2,000 ops with long names, on as many streams, stays below 100 kB."""
-    body = tuple([Op(f"{n}{'x' * 2000}", Compute("k", 1.0), f"s{n}") for n in range(2_000)])
-    schedule = Schedule("many", body)
-    html = schedule._repr_html_()
-    page = Page(html)
-    assert len(html) < MOST
-    assert "2,000 ops on 2,000 streams" in page.texts[0]
-    assert page.elements.count("tr") == 1 + notebook.SHOWN
-    assert "1,980 further ops not shown." in page.texts
-
-
-def test_a_schedule_names_streams_and_waits() -> None:
-    """A row an op: what it does, where, and what it waits for."""
-    schedule, _ = tiny_trace("co2(tau=2, delay=1)")
-    page = Page(schedule._repr_html_())
-    assert all(op.name in page.texts for op in schedule.body[: notebook.SHOWN])
-    assert all(stream in page.texts[0] for stream in schedule.streams)
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "co2(tau=3, delay=1)"])
 def test_a_trace_sums_the_spans_of_a_rank_by_stream(strategy: str) -> None:
     """The same from the arrays of a simulation as from single spans, and what a loop would sum."""
@@ -148,11 +108,6 @@ def test_a_trace_sums_the_spans_of_a_rank_by_stream(strategy: str) -> None:
     texts = Page(trace._repr_html_()).texts
     assert f"{len(spans):,} spans" in texts[0]
     assert "Rank 0 stands for 16 equal ranks." in texts
-
-
-def test_an_empty_trace_shows_itself() -> None:
-    """As what it is, without an error."""
-    assert "0 spans" in Trace("s", Layout(1, 1), 0, {}, ())._repr_html_()
 
 
 def test_without_altair_a_chart_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

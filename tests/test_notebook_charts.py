@@ -1,9 +1,7 @@
 """Charts for notebooks: valid, small, and they say what the simulator says; the example runs."""
 
-import html
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +75,6 @@ def test_a_result_draws_its_round_and_its_memory(strategy: str) -> None:
     assert sum(row["size"] for row in memory) == pytest.approx(total)
 
 
-@pytest.mark.slow
-def test_vega_draws_a_result_with_its_shares() -> None:
-    """The picture has the numbers of the result as texts."""
-    result = simulate(*GPT, "zero3", gpus=16)
-    drawn = vl_convert.vegalite_to_svg(checked(result.plot()))
-    for part, share in parts(result).items():
-        assert not share or f"{part}: {share:.1%}" in drawn
-
-
 @pytest.mark.nightly
 def test_vega_draws_every_kind_of_chart(sizes: pd.DataFrame, swept: pd.DataFrame) -> None:
     """Of results, traces, schedules and tables with lines, places, bars and points."""
@@ -100,24 +89,6 @@ def test_vega_draws_every_kind_of_chart(sizes: pd.DataFrame, swept: pd.DataFrame
         *((swept, {"y": "cost"}), (swept, {"y": "cost", "x": "days"})),
     ):
         checked(co2sim.plot(frame, **options), draw=True)
-
-
-def test_items_of_memory_have_different_colours() -> None:
-    """A legend that has one colour twice tells nothing."""
-    result = simulate(*GPT, "co2(tau=4, worker=node, inner=zero2)", gpus=16)
-    memory = checked(result.plot())["vconcat"][1]["layer"][0]
-    colours = memory["encoding"]["color"]["scale"]["range"]
-    assert len(colours) > 8
-    assert len(set(colours)) == len(colours)
-
-
-@pytest.mark.nightly
-def test_names_in_a_chart_are_text() -> None:
-    """Markup in the name of a cluster is escaped in the picture."""
-    chart = simulate(tiny.cluster(name=EVIL), tiny.model(), "ddp").plot()
-    drawn = vl_convert.vegalite_to_svg(checked(chart))
-    assert EVIL not in drawn
-    assert EVIL in html.unescape(drawn)
 
 
 # --- a trace --------------------------------------------------------------------------------------
@@ -154,35 +125,6 @@ def test_a_trace_refuses_other_ranks_and_schedules() -> None:
     other = Schedule("other", (Op("a", Compute("k", 1.0), "s"),))
     with pytest.raises(OptionError, match=r"'ddp'.* 'other'"):
         trace.plot(other)
-
-
-@pytest.mark.parametrize(
-    ("parts_", "strategy"),
-    [(10, "co2(tau=4, delay=2, worker=node)"), (100, "fsdp"), (1500, "zeropp")],
-)
-def test_few_bars_however_many_ops(strategy: str, parts_: int) -> None:
-    """At most three on a stream for each part; they begin and end as the ops do, in order."""
-    schedule, trace = traced(strategy, accumulation=4)
-    coarse, fine = (rounds.round_of(schedule, trace, parts=n) for n in (parts_, 10**9))
-    shown, all_shown = (sum(b.end - b.start for b in r.bars) for r in (coarse, fine))
-    assert shown >= all_shown * (1 - 1e-9)
-    for stream in schedule.streams:
-        few, all_ = ([b for b in r.bars if b.stream == stream] for r in (coarse, fine))
-        assert len(few) <= 3 * parts_
-        assert bool(few) == bool(all_)
-        if few:
-            assert (few[0].start, few[-1].end) == (all_[0].start, all_[-1].end)
-        for before, after in pairwise(few):
-            assert before.end <= after.start + 1e-9
-
-
-@pytest.mark.nightly
-def test_a_round_of_40_000_ops_is_a_small_chart() -> None:
-    """Of every size."""
-    case = study.describe("dgx-h100", "llama-70b", "fsdp", gpus=512, accumulation=64)
-    schedule, trace = study.trace(case)
-    assert len(schedule.body) > 40_000
-    checked(trace.plot(schedule))
 
 
 # --- a schedule -----------------------------------------------------------------------------------
@@ -230,13 +172,6 @@ def test_a_schedule_shows_as_many_ops_as_asked_for() -> None:
             schedule.plot(first=wrong)  # type: ignore[arg-type]
 
 
-def test_a_schedule_of_2_000_ops_is_a_small_chart() -> None:
-    """Names and streams may be long and many."""
-    body = tuple([Op(f"op{n} {'x' * 100}", Compute(f"k{n}", 1.0), f"s{n}") for n in range(2_000)])
-    spec = checked(Schedule("many", body).plot())
-    assert len(rows_with(spec, "work")) == 40
-
-
 # --- a table --------------------------------------------------------------------------------------
 
 
@@ -279,16 +214,6 @@ def test_a_table_of_sizes_is_a_line_for_each_strategy(sizes: pd.DataFrame) -> No
     assert "Bands are 90 % intervals." in spec["title"]["subtitle"]
 
 
-def test_values_that_vary_are_in_order_of_size(swept: pd.DataFrame) -> None:
-    """However the rows are sorted, and whatever prefixes their units have."""
-    spec = checked(co2sim.plot(swept, "cost"))
-    order = ["800 Mbit/s", "25 Gbit/s", "1 Tbit/s"]
-    assert all(layer["encoding"]["x"]["sort"] == order for _, layer in marks(spec))
-    assert {name for name, _, _ in drawn(spec)} == {"ddp", "co2(tau=4)"}
-    assert spec["title"]["text"] == "cost, USD"
-    assert "Bands are intervals." in spec["title"]["subtitle"]
-
-
 def test_options_of_a_strategy_are_places_not_lines() -> None:
     """Every tau is a strategy of its own in the table; in the chart they are one line."""
     found = co2sim.sweep(*GPT, "co2", gpus=16, vary={"strategy.tau": [12, 1, 4]})
@@ -299,28 +224,6 @@ def test_options_of_a_strategy_are_places_not_lines() -> None:
         ("co2", "12"),
     }
     assert next(marks(spec))[1]["encoding"]["x"]["sort"] == ["1", "4", "12"]
-
-
-def test_where_names_alone_differ_there_are_bars() -> None:
-    """A bar for each strategy; what does not fit is named below the title."""
-    found = co2sim.sweep("dgx-h100", "llama-7b", gpus=16, vary={"strategy": "ddp, zero3"})
-    spec = checked(co2sim.plot(found))
-    assert {mark for mark, _ in marks(spec)} == {"bar", "rule"}
-    assert {name for name, _, _ in drawn(spec)} == {"ddp", "zero3"}
-    assert list(found["fits_in_memory"]) == [False, True]
-    assert "Pale bars do not fit in memory." in spec["title"]["subtitle"]
-
-
-def test_several_clusters_and_paths_make_lines_of_their_own() -> None:
-    """Nothing that differs is joined by a line."""
-    two = co2sim.scale(["a100-tcp80", "dgx-h100"], "gpt2-small", ["ddp", "zero3"], gpus=[8, 16])
-    assert len({name for name, _, _ in drawn(checked(co2sim.plot(two)))}) == 4
-    vary = {"inter.bandwidth": ["1 Gbit/s", "9 Gbit/s"], "gpus": [8, 16], "micro_batch": [1, 2]}
-    names = {
-        name for name, _, _ in drawn(checked(co2sim.plot(co2sim.sweep(*GPT, "ddp", vary=vary))))
-    }
-    assert len(names) == 4
-    assert "inter.bandwidth=1 Gbit/s, micro_batch=2" in names
 
 
 def test_columns_may_be_chosen(swept: pd.DataFrame) -> None:
@@ -366,13 +269,6 @@ def test_what_is_no_chart_is_refused_in_words(sizes: pd.DataFrame) -> None:
 
 
 # --- the example ----------------------------------------------------------------------------------
-
-
-def test_the_example_is_kept_without_outputs() -> None:
-    """They would grow old; a reader runs it, and a test does."""
-    for cell in json.loads(EXAMPLE.read_text())["cells"]:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
 
 
 @pytest.mark.nightly

@@ -1,6 +1,5 @@
 """Local updates take several optimizers, wrapped ones, and go on with other numbers of workers."""
 
-import inspect
 from typing import Any
 
 import pytest
@@ -8,8 +7,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ranks import on_ranks  # noqa: E402 - needs torch
-
-from realrun import algorithms  # noqa: E402 - needs torch
 
 OTHERS: list[dict[str, Any]] = [
     {"tau": 2},
@@ -41,12 +38,6 @@ def test_a_step_is_over_when_each_optimizer_has_taken_one() -> None:
         assert answer["end"] == first["end"]
         before, after = answer["losses"]
         assert after < 0.5 * before
-
-
-@pytest.mark.dist
-def test_an_optimizer_in_a_wrapper_counts() -> None:
-    """As Accelerate and Lightning wrap it."""
-    assert three("wrapped") == [2] * 3
 
 
 @pytest.mark.dist
@@ -84,34 +75,3 @@ def test_states_that_do_not_fit_are_refused() -> None:
         assert "tau = 5" in other
         for said in (none, key):
             assert "load_anchor()" in said
-
-
-def test_help_shows_all_options() -> None:
-    """Those of all algorithms stand in the signature of each, with their defaults."""
-    for name in ("CO2", "DiLoCo", "LocalSGD", "OverlapLocalSGD", "SlowMo"):
-        shown = inspect.signature(getattr(algorithms, name)).parameters
-        assert list(shown)[:3] == ["model", "optimizer", "tau"]
-        assert {one.kind for one in list(shown.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
-        assert shown["worker"].default == "gpu"
-        assert shown["deadline"].default is None
-
-
-def test_a_class_of_ones_own_keeps_its_options() -> None:
-    """With the constructor of CO2, or with one that passes on what it does not know."""
-
-    class Same(algorithms.CO2):
-        """Nothing else."""
-
-    class Noisy(algorithms.CO2):
-        """One option more."""
-
-        def __init__(self, *given: Any, noise: float = 0.0, **others: Any) -> None:
-            super().__init__(*given, **others)
-            self.noise = noise
-
-    class Third(Same):
-        """Of a class of one's own."""
-
-    shown = inspect.signature(algorithms.CO2)
-    assert inspect.signature(Same) == inspect.signature(Third) == shown
-    assert list(inspect.signature(Noisy).parameters) == ["given", "noise", "others"]

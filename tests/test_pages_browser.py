@@ -4,12 +4,11 @@ import json
 import re
 import shlex
 import shutil
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from browsing import PHONE, SCHEMES, Opened, browser, marks, needs_axe
+from browsing import SCHEMES, Opened, browser, marks, needs_axe
 from commands import written
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -19,24 +18,16 @@ from test_decision_pages import EVIL, SOLVE, SWEEP, plan
 from test_report import REPORT
 
 from co2sim.cli import main
-from co2sim.report import bundle
 
 __all__ = ["browser", "plan"]
 
 pytestmark = marks
 
 ROOT = Path(__file__).parents[1]
-LOOKS = Path(__file__).parent / "golden" / "looks"
-VERSION = LOOKS / "browser.txt"
-"""With which browser the references were taken."""
 COARSE = 16
 """Pixels of a tile; the smoothing of fonts differs from machine to machine."""
 AREA = 320
 """Pixels of the side of a square."""
-NEAR = 0.01
-"""Of full brightness, on average over any square."""
-LONGER = 0.02
-"""Of its height."""
 
 FORTY = [
     f"{name}:tau={tau},worker=node{inner}"
@@ -51,7 +42,6 @@ EXPLORE = (
     *("--vary", "strategy.delay=1", "--vary", "inter.bandwidth=25 Gbit/s, 80 Gbit/s, 200 Gbit/s"),
 )
 NIGHTLY = pytest.mark.nightly
-ALL_KINDS = pytest.mark.parametrize("kind", ["report", "plan", "solve", "sweep", "forty"])
 
 
 @pytest.fixture
@@ -96,17 +86,6 @@ def test_every_chart_is_drawn_and_nothing_is_asked_of_a_network(
 
 
 @NIGHTLY
-@ALL_KINDS
-def test_it_is_readable_on_a_phone_and_prints(browser: Browser, page: Path) -> None:
-    """At 360 px nothing but a table scrolls sideways; a PDF has pages."""
-    opened = Opened(browser, page, viewport=PHONE)
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
-    pdf = opened.page.pdf()
-    assert pdf.startswith(b"%PDF")
-    assert len(pdf) > 20_000
-
-
-@NIGHTLY
 @pytest.mark.parametrize("kind", ["report", "plan", "solve", "sweep"])
 @needs_axe
 @SCHEMES
@@ -142,58 +121,6 @@ def test_a_choice_changes_its_timeline_alone(browser: Browser, page: Path) -> No
     assert ends[0] == ends[1]
 
 
-@NIGHTLY
-@pytest.mark.parametrize("kind", ["solve"])
-def test_ticks_have_units(browser: Browser, page: Path) -> None:
-    """The axis of a bandwidth says Gbit/s, that of a share per cent."""
-    opened = Opened(browser, page)
-    texts = opened.page.locator("[data-chart=target-0-0] svg text").all_text_contents()
-    assert {"1 Gbit/s", "10 Gbit/s", "100 Gbit/s"} <= set(texts)
-    assert {"90 %", "50 %"} <= set(texts)
-
-
-@NIGHTLY
-@pytest.mark.parametrize("kind", ["plan"])
-def test_the_timeline_of_the_choice_is_above_that_of_the_runner_up(
-    browser: Browser, page: Path
-) -> None:
-    """Both are drawn from the start, with all their bars."""
-    opened = Opened(browser, page)
-    rounds = json.loads(opened.page.locator("#rounds").text_content() or "")
-    shown = [opened.page.locator("select.round").nth(place).input_value() for place in (0, 1)]
-    assert [name.partition(":")[0] for name in shown] == ["choice", "runner-up"]
-    for place, name in enumerate(shown):
-        bars = opened.page.locator("[data-round]").nth(place)
-        count = bars.locator(".mark-rect path[aria-roledescription=bar]").count()
-        assert count == len(rounds[name]["bars"]) > 0
-
-
-@NIGHTLY
-@pytest.mark.parametrize("kind", ["forty"])
-def test_forty_strategies_are_all_named_and_the_legend_picks_one(
-    browser: Browser, page: Path
-) -> None:
-    """A click on one of 40 names fades the other lines, and shows one interval; 2 MB at most."""
-    assert page.stat().st_size - len(bundle.vega().encode()) < 2e6
-    opened = Opened(browser, page)
-    chart = opened.page.locator("[data-chart=speed-0]")
-    names = chart.locator(".role-legend-label text")
-    assert names.count() == 40
-
-    def opacities(kind: str) -> list[str | None]:
-        shown = chart.locator(f".mark-{kind} path[aria-roledescription]")
-        return [one.get_attribute("opacity") for one in shown.all()]
-
-    assert chart.locator(".mark-line path").count() == 40
-    assert set(opacities("line")) <= {None, "1"}
-    assert set(opacities("area")) == {"0"}
-    names.nth(3).click()
-    faded = chart.locator(".mark-line path[aria-roledescription][opacity='0.1']")
-    expect(faded).to_have_count(39)
-    assert opacities("area").count("0.18") == 1
-    assert opened.said == []
-
-
 # ---- how they look
 
 
@@ -214,39 +141,6 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 main()
             assert not ended.value.code
     return {name: folder / f"{name}.html" for name in ("report", "explore")}
-
-
-@NIGHTLY
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360)])
-@pytest.mark.parametrize("name", ["report", "explore"])
-def test_a_page_looks_as_it_did(
-    browser: Browser,
-    looks: dict[str, Path],
-    request: pytest.FixtureRequest,
-    name: str,
-    scheme: str,
-    width: int,
-) -> None:
-    """As high, and as bright everywhere, as the picture that was looked at last."""
-    update = bool(request.config.getoption("--update-golden"))
-    known = VERSION.read_text("utf-8").strip() if VERSION.exists() else ""
-    if browser.version != known and not update:
-        pytest.skip(f"the pictures are of Chromium {known}; this is {browser.version}")
-    size = {"width": width, "height": 900}
-    opened = Opened(
-        browser, looks[name], viewport=size, color_scheme=scheme, reduced_motion="reduce"
-    )
-    taken = Image.open(BytesIO(opened.page.screenshot(full_page=True))).convert("RGB")
-    opened.page.context.close()
-    reference = LOOKS / f"{name}-{scheme}-{width}.png"
-    if update:
-        LOOKS.mkdir(exist_ok=True)
-        VERSION.write_text(f"{browser.version}\n", "utf-8")
-        taken.quantize(64).save(reference, optimize=True)
-    kept = Image.open(reference)
-    assert taken.width == kept.width
-    assert taken.height == pytest.approx(kept.height, rel=LONGER)
-    assert difference(taken, kept) < NEAR
 
 
 def difference(one: Image.Image, other: Image.Image) -> float:

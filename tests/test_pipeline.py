@@ -1,22 +1,18 @@
 """Pipelines: the order of passes, the bubble, what stages hold, and figures of the whole."""
 
-import json
 from typing import Any
 
 import pytest
 import tiny
-from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tensor_parallel import asked
 
-from co2sim import Case, Co2simError, run, simulate, strategies
+from co2sim import Case, Co2simError, simulate
 from co2sim.architecture import Transformer, language_model
 from co2sim.cluster import Cluster, Link
 from co2sim.cost import traffic
-from co2sim.pipeline_stages import chunks_of, sizes, stage_cluster, stage_of
-from co2sim.schedule import Layout
-from co2sim.stages import Pipeline, StageMemory, StagePass, ends
+from co2sim.pipeline_stages import chunks_of, sizes, stage_of
+from co2sim.stages import Pipeline, StagePass, ends
 from co2sim.workload import Workload
 
 LAYERS = 8
@@ -113,17 +109,6 @@ def test_every_stage_runs_every_pass_once_and_holds_what_it_says(
         assert most == pipeline.held(stage)
 
 
-@given(st.integers(2, 16), st.integers(1, 8))
-def test_the_first_stage_holds_what_is_published(stages: int, chunks: int) -> None:
-    """As many micro-batches as stages; interleaved 1 + (p-1)/(p v) times as much.
-
-    Source: Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3.
-    """
-    pipeline = Pipeline(stages, chunks, 4 * stages)
-    more = (1 + (stages - 1) / (stages * chunks)) if chunks > 1 else 1.0
-    assert pipeline.held(0) / chunks == pytest.approx(stages * more)
-
-
 @given(st.sampled_from([1, 2]), st.sampled_from([1, 2]))
 def test_stages_have_the_model_together(chunks: int, tp: int) -> None:
     """Every layer once; where head and embedding share weights, both ends hold them."""
@@ -179,13 +164,6 @@ def test_every_family_of_strategies_combines_with_it(strategy: str) -> None:
     assert 0 <= found.exposed_comm_s < found.round_time_s
 
 
-def test_stages_are_full_nodes_or_equal_parts_of_one() -> None:
-    """So that their GPUs meet over the same links."""
-    for pp, shape in ((2, (2, 4)), (4, (1, 4)), (8, (1, 2)), (16, (1, 1))):
-        found = stage_cluster(cluster(), pp)
-        assert (found.nodes, found.gpus_per_node) == shape
-
-
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -221,38 +199,6 @@ def test_it_has_no_schedule_to_show_or_execute() -> None:
     with pytest.raises(Co2simError, match="no schedule") as caught:
         case().prepare()
     assert "\n" not in str(caught.value)
-
-
-def test_commands_know_it(cli: Command) -> None:
-    """`--pp` and `--interleave`, alone and in a grid; the header says how layers are divided."""
-    where = "-c dgx-h100 -m gpt2-medium -s zero1 -g 32 --accumulation 4"
-    found = json.loads(asked(cli, f"run {where} --pp 4 --interleave 2 --tp 2 --json"))
-    assert (found["pp"], found["interleave"], found["tp"]) == (4, 2, 2)
-    swept = json.loads(asked(cli, f"sweep {where} --vary pp=1,2,4 --jobs 1 --json"))
-    assert [row["pp"] for row in swept] == [1, 2, 4]
-
-
-def test_states_of_a_stage_are_those_of_its_part() -> None:
-    """16 bytes for each parameter of the largest stage, by DDP."""
-    found = simulate(cluster(), MODEL, "ddp", pp=4, accumulation=8)
-    parts = [stage_of(Workload(MODEL), number, 4, 1) for number in range(4)]
-    items = found.memory_bytes_per_gpu
-    states = sum(items[name] for name in ("parameters", "gradients", "optimizer"))
-    assert states in {16 * part.parameters for part in parts}
-    whole = strategies.parse("ddp").memory(Workload(MODEL), Layout(4, 4))
-    assert states < sum(whole.values())
-
-
-@given(st.sampled_from([1, 2]), st.sampled_from([4, 8]), st.sampled_from(["none", "full"]))
-def test_memory_of_the_fullest_stage_needs_no_simulation(
-    chunks: int,
-    micro_steps: int,
-    recompute: Any,
-) -> None:
-    """It is that of the simulated pipeline."""
-    deep = case(interleave=chunks, accumulation=micro_steps, micro_batch=2, recompute=recompute)
-    found = StageMemory(deep).total(2, micro_steps, recompute)
-    assert found == pytest.approx(run(deep).memory_bytes_per_gpu["total"])
 
 
 @pytest.mark.parametrize(("pp", "chunks", "tp"), [(2, 1, 1), (2, 2, 2), (8, 1, 1), (8, 1, 2)])

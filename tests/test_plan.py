@@ -178,12 +178,6 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
             assert memory.total(*steps) == one.result.memory_bytes_per_gpu["total"]
 
 
-def test_it_leaves_out_what_cannot_win() -> None:
-    """Whoever computes twice for a slower end is not simulated."""
-    found = plan(space_of(offer("a", 1.0, 1e9)), Wanted(want="cheapest", tokens=1e9))
-    assert found.simulated < found.candidates
-
-
 @pytest.mark.slow
 def test_several_processes_give_the_same(offers: tuple[str, str]) -> None:
     """Two processes look at more candidates at a time, and find the same."""
@@ -200,42 +194,6 @@ def test_several_processes_give_the_same(offers: tuple[str, str]) -> None:
     assert plan(space, wanted, jobs=2) == one
 
 
-def test_a_step_has_about_four_million_tokens_where_none_are_given() -> None:
-    """To the nearest power of two of samples; of images there is no usual number."""
-    job = Case(cluster="", model="llama-7b", strategy="", overrides={"model.seq_len": "1800"})
-    space = Space(job=job, clusters=("dgx-h100",))
-    assert space.global_batch == 2048  # 3.7 million tokens; 4096 samples were 7.4 million
-    images = replace(space, job=replace(job, model="resnet-50", overrides={}))
-    with pytest.raises(OptionError, match="--global-batch"):
-        _ = images.global_batch
-
-
-def test_memory_is_kept_free() -> None:
-    """With more headroom fewer candidates fit; what fits has it."""
-    few = space_of(offer("a", 1.0, 1e8, memory=1.42e9), headroom=0.02)
-    cases = candidates(few)
-    for case in (one.case for one in cases.fitting):
-        result = study.run(case)
-        assert result.memory_bytes_per_gpu["total"] <= 0.98 * result.gpu_memory_bytes
-    less = candidates(replace(few, headroom=0.5))
-    assert len(less.fitting) < len(cases.fitting) or not cases.fitting
-    assert len(cases.fitting) + cases.large == len(less.fitting) + less.large
-
-
-def test_local_updates_pay_their_steps_and_can_lose_by_it() -> None:
-    """On a slow network local SGD wins at a factor of 1, and loses at one of 1,000."""
-    space = space_of(offer("a", 1.0, 1e5), gpus=[8])
-
-    def winner(factor: float) -> str:
-        goal = Goal(factors={"local_sgd": factor})
-        found = plan(space, Wanted(want="fastest", tokens=1e9, goal=goal))
-        assert found.choice is not None
-        return found.choice.result.strategy
-
-    assert winner(1.0).startswith("local_sgd")
-    assert not winner(1000.0).startswith("local_sgd")
-
-
 # --- what would change it -----------------------------------------------------------------------
 
 
@@ -249,26 +207,6 @@ def two(offers: tuple[str, str], **changes: Any) -> tuple[Recommendation, Wanted
     )
     wanted = Wanted(want="cheapest", tokens=1e11, **changes)
     return plan(space, wanted), wanted
-
-
-@pytest.mark.slow
-def test_at_the_break_even_price_both_cost_the_same(offers: tuple[str, str]) -> None:
-    """With the price that is named, in the file, the two best cost the same."""
-    found, wanted = two(offers)
-    choice = found.choice
-    assert choice is not None
-    other = found.runner_up
-    assert other is not None
-    assert label(other.case.cluster) != label(choice.case.cluster)
-    turns = [t for t in break_even(choice, other, wanted) if t.what.startswith("the price")]
-    assert len(turns) == 2
-    mine, its = turns
-    assert mine.above
-    assert not its.above
-    dearer = replace(choice.case, overrides={"price_per_gpu": f"{mine.at!r} USD/h"})
-    cost = totals(study.run(dearer), choice.cluster, wanted.tokens)
-    assert cost is not None
-    assert cost.cost == pytest.approx(other.totals.cost, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -328,26 +266,6 @@ def test_at_the_break_even_rate_of_failures_both_take_as_long(offers: tuple[str,
     assert days[0] == pytest.approx(days[1], rel=5e-3)
 
 
-def test_what_is_outside_the_limits_is_simulated_once() -> None:
-    """Where nothing is within the limits they are lifted, and no case is simulated again."""
-    space = space_of(offer("a", 1.0, 1e8))
-    found = plan(space, Wanted(want="fastest", tokens=1e9, power=1.0))
-    assert found.choice is None
-    assert found.front
-    assert 0 < found.simulated <= found.candidates
-
-
-def test_overlapping_intervals_are_undecided(offers: tuple[str, str]) -> None:
-    """The words say so, and `undecided` is what the ends of the intervals say."""
-    found, wanted = two(offers)
-    assert found.choice is not None
-    assert found.runner_up is not None
-    mine, its = found.choice.ends(wanted.want), found.runner_up.ends(wanted.want)
-    assert mine is not None
-    assert its is not None
-    assert found.undecided == (mine[1] >= its[0])
-
-
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -374,17 +292,6 @@ def test_the_answer_comes_in_words_and_its_commands_run(
     assert shown.out.startswith("Take ")
     assert choice["command"] in shown.out
     assert "torchrun --nnodes" in shown.out
-
-
-@pytest.mark.slow
-def test_where_nothing_is_fast_enough_it_says_what_there_is(
-    cli: Command, offers: tuple[str, str]
-) -> None:
-    """One line with the fastest and the cheapest, exit code 1, and the table of the front."""
-    ended = cli(*arguments(offers, "--deadline", "1 min"))
-    assert ended.code == 1
-    assert ended.out.startswith("nothing is within")
-    assert "the fastest is" in " ".join(ended.out.split())
 
 
 @pytest.mark.slow

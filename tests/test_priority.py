@@ -39,17 +39,6 @@ def policy_of_a_new_thread(begin: Callable[[], object] = bool) -> int:
     return found[0]
 
 
-def test_threads_that_start_inside_do_not_interrupt_others() -> None:
-    """They are SCHED_BATCH; who starts them is as before, also after an error."""
-    assert policy_of_a_new_thread() == os.SCHED_OTHER
-    with communicating():
-        assert policy_of_a_new_thread() == os.SCHED_BATCH
-    with pytest.raises(ZeroDivisionError), communicating():
-        _ = 1 / 0
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-    assert policy_of_a_new_thread() == os.SCHED_OTHER
-
-
 @pytest.mark.skipif(not may_come_first(), reason="threads may not be SCHED_FIFO here")
 def test_where_they_come_first_only_who_communicates_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a lab: threads of process groups and of streams; not who makes them, nor others."""
@@ -75,14 +64,3 @@ def test_where_the_system_refuses_groups_are_made_all_the_same(
         monkeypatch.setattr(os, "sched_setscheduler", refuse)
         with communicating():
             assert policy_of_a_new_thread(first) == os.SCHED_OTHER
-
-
-def test_a_policy_that_somebody_chose_stays() -> None:
-    """A process that runs as a batch job goes on as one."""
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        with communicating():
-            pass
-        assert os.sched_getscheduler(0) == os.SCHED_BATCH
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

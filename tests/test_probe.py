@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from scipy.special import huber
 
 from co2sim.catalog import load_cluster
-from co2sim.cluster import GPU, Backend, Calls, Cluster, Link
+from co2sim.cluster import GPU, Backend, Cluster, Link
 from co2sim.cost import compute_time, footprint
 from co2sim.errors import Co2simError, OptionError
 from co2sim.schedule import (
     NODE,
-    PEERS,
     WORLD,
     Collective,
     Compute,
@@ -35,12 +34,11 @@ from co2sim.schedule import (
 )
 from co2sim.simulator import execute
 from co2sim.trace import Span, Trace
-from co2sim.units import parse
 from realrun.probe import fit
-from realrun.probe.cluster_file import quantity, to_toml
+from realrun.probe.cluster_file import to_toml
 from realrun.probe.fit import fit_gpu, interference
 from realrun.probe.hosts import fit_bursts, fit_hosts, passes
-from realrun.probe.residuals import fit_line, residuals, scatter
+from realrun.probe.residuals import fit_line
 from realrun.probe.samples import ComputeSample, Measured, Sample, Slowdown
 from realrun.probe.tasks import (
     PAUSE,
@@ -142,18 +140,6 @@ def test_the_fit_finds_the_links_that_made_the_times() -> None:
                 assert found.latency == pytest.approx(expected.latency, rel=1e-2)
 
 
-@pytest.mark.nightly
-def test_noise_averages_out() -> None:
-    """With 10 % noise on every time, predictions stay within 10 % of the truth at every size."""
-    for layout, backend in SHAPES:
-        truth = true(layout, backend)
-        intra, inter = fit.fit_links(times(truth, noise=0.1), layout, backend)
-        found = fit.bare(layout, backend, intra or INTRA, inter or INTER)
-        exact = times(truth)
-        off = residuals(fit.predict(exact, found), [sample.seconds for sample in exact])
-        assert off.worst < 0.1
-
-
 def test_an_outlier_moves_the_fit_little() -> None:
     """One of the largest collectives that took ten times as long changes bandwidth by under 5 %."""
     layout = Layout(4, 1)
@@ -216,31 +202,6 @@ def test_a_line_finds_its_latency_and_bandwidth(
     assert found.residuals.worst < 1e-6
 
 
-def test_a_line_never_gains_time() -> None:
-    """Whatever noise does, latency is not negative and bandwidth positive."""
-    for seconds in [[1.0, 1.0, 1.0], [3.0, 2.0, 1.0], [1e-6, 1.0, 1e6]]:
-        samples = [
-            Sample(Collective(Kind.BROADCAST, "b", size, DType.INT8, WORLD), time)
-            for size, time in zip(SIZES, seconds, strict=False)
-        ]
-        found = fit_line(samples)
-        assert found.latency >= 0
-        assert 0 < found.bandwidth < math.inf
-
-
-def test_a_line_needs_two_sizes() -> None:
-    """One size is refused, in words."""
-    sample = times(true(Layout(1, 2), "gloo"))[0]
-    with pytest.raises(OptionError, match="two sizes"):
-        fit_line([sample, sample])
-
-
-def test_residuals_are_relative_to_what_was_measured() -> None:
-    """1.1 for 1 is 10 % off, 1 for 2 is 50 %; the last one keeps its sign."""
-    found = residuals([1.1, 3.0, 1.0], [1.0, 3.0, 2.0])
-    assert (found.median, found.worst, found.last) == pytest.approx((0.1, 0.5, -0.5))
-
-
 def test_the_processor_predicts_the_kernels_that_it_was_fitted_to() -> None:
     """`compute_time` of the fitted processor gives every measured kernel back, and large copies."""
     seen = measured(Layout(1, 2))
@@ -250,16 +211,6 @@ def test_the_processor_predicts_the_kernels_that_it_was_fitted_to() -> None:
         for sample in [*samples, seen.copies[-1]]:
             again = compute_time(sample.work, found, precision)
             assert again == pytest.approx(sample.seconds, rel=1e-9)
-
-
-@given(value=st.floats(1e-9, 1e18))
-def test_quantities_keep_four_digits(value: float) -> None:
-    """What is written reads back within 0.05 %."""
-    for unit in ("B/s", "s", "FLOP"):
-        assert parse(quantity(value, unit), unit) == pytest.approx(value, rel=5.1e-4)
-    assert quantity(118213004.5, "B/s") == "118.2 MB/s"
-    assert quantity(999999.0, "B") == "1 MB"
-    assert quantity(0.0, "s") == "0 s"
 
 
 def test_the_file_says_what_was_fitted(tmp_path: Path) -> None:
@@ -317,16 +268,6 @@ def test_what_was_not_measured_is_marked_as_assumed(tmp_path: Path) -> None:
 INTRA_INTER = ("intra", "inter")
 
 
-def test_a_stated_gpu_is_that_of_the_catalog(tmp_path: Path) -> None:
-    """With --gpu the file names it, and sleeping kernels are not slowed down."""
-    seen = measured(Layout(2, 1), kernels=False)
-    path = tmp_path / "probed.toml"
-    path.write_text(to_toml(seen, fit.fit(seen), "probed", "virtual"))
-    found = load_cluster(str(path)).value
-    assert found.gpu.peak["fp32"] == 1e12
-    assert found.interference == 0
-
-
 def test_nothing_measured_makes_no_file() -> None:
     """One rank without kernels has nothing to state; kernels left out need a name."""
     seen = measured(Layout(1, 1), kernels=False)
@@ -335,14 +276,6 @@ def test_nothing_measured_makes_no_file() -> None:
     seen = measured(Layout(2, 1), kernels=False)
     with pytest.raises(OptionError, match="--gpu"):
         to_toml(seen, fit.fit(seen), "probed")
-
-
-def test_only_groups_that_differ_are_measured() -> None:
-    """A group of one rank, or one that is the world, tells nothing new."""
-    assert groups(Layout(1, 1)) == []
-    assert groups(Layout(1, 4)) == [WORLD]
-    assert groups(Layout(4, 1)) == [WORLD]
-    assert groups(Layout(2, 2)) == [NODE, PEERS, WORLD]
 
 
 def test_a_collective_lasts_from_its_last_start_to_its_last_end() -> None:
@@ -388,33 +321,6 @@ def test_slowdown_compares_kernels_beside_communication_with_those_alone() -> No
     assert found.seconds == pytest.approx(1.5)
 
 
-def test_a_rank_that_waits_for_another_computes_alone() -> None:
-    """An all-reduce begins when the last rank has come."""
-    rows = [
-        (0, "kernel 0 0", 0.0, 1.0),
-        (0, "kernel 0 1", 1.0, 2.0),
-        (0, "kernel 0 2", 2.0, 4.0),
-        (1, "kernel 0 0", 0.0, 1.0),
-        (0, "reduce 0 0", 0.0, 4.0),
-        (1, "reduce 0 0", 2.0, 4.0),
-        (0, "tail 0", 9.0, 12.0),
-        (1, "tail 0", 10.0, 12.0),
-    ]
-    traces = [
-        Trace(
-            "",
-            Layout(1, 2),
-            2,
-            {rank: 1},
-            tuple(
-                Span(rank, 1, op, op.split()[0], *times) for who, op, *times in rows if who == rank
-            ),
-        )
-        for rank in (0, 1)
-    ]
-    assert slowdown(traces) == Slowdown(2.0, 1.0, 2.0)
-
-
 def test_kernels_run_alone_and_beside_communication_in_turn() -> None:
     """Simulated on links whose cost is known: a processor that loses a third is found out."""
     reduce = Collective(Kind.ALL_REDUCE, SWEPT, 2**18, DType.FP32, WORLD)
@@ -427,13 +333,6 @@ def test_kernels_run_alone_and_beside_communication_in_turn() -> None:
     assert found.compute == pytest.approx(1.5, rel=0.01)
     assert found.communication == pytest.approx(1.0)
     assert found.seconds == pytest.approx(2**20 / 2e7)
-
-
-def test_streams_share_a_processor_if_two_take_twice_as_long() -> None:
-    """Two streams of kernels take as long as one, or twice as long; the file says which it is."""
-    for ratio, streams in [(1.0, "apart"), (1.4, "apart"), (2.1, "shared")]:
-        seen = replace(measured(Layout(2, 1)), together=ratio)
-        assert f'streams = {{ value = "{streams}"' in to_toml(seen, fit.fit(seen), "probed")
 
 
 def test_two_streams_are_compared_with_one_of_the_same_round() -> None:
@@ -459,20 +358,6 @@ def test_a_short_and_a_long_collective_tell_calls_from_bytes(
     found, each = interference([beside(short, share, call), beside(long, share, call)])
     assert found / (1 + found) == pytest.approx(share, abs=1e-9)
     assert each == pytest.approx(call, abs=1e-9)
-
-
-def test_kernels_are_never_said_to_be_faster_beside_communication() -> None:
-    """Noise gives no negative number; of one collective, all of it is a share of its time."""
-    faster = Slowdown(0.9, 1.0, 0.003), Slowdown(0.8, 1.0, 0.1)
-    assert interference(faster) == (0.0, 0.0)
-    assert interference([Slowdown(1.5, 1.0, 0.1)]) == (pytest.approx(0.5), 0.0)
-    starved = Slowdown(43.0, 1.0, 3e-4), Slowdown(60.0, 1.0, 4e-4)
-    assert interference(starved)[0] == pytest.approx(10)
-    tiny.cluster(interference=interference(starved)[0])  # a file that says so can be read
-    long_is_worse = Slowdown(1.0, 1.0, 0.003), Slowdown(1.5, 1.0, 0.1)
-    assert interference(long_is_worse) == (pytest.approx(0.5), 0.0)
-    few, many = interference((Slowdown(3.0, 1.0, 0.003), Slowdown(1.0, 1.0, 0.1)))
-    assert (few, many) == (0.0, pytest.approx(0.002))
 
 
 @pytest.mark.slow
@@ -552,16 +437,6 @@ def test_a_probe_of_a_gpu(tmp_path: Path) -> None:
     assert probed.gpu.memory_bandwidth > 1e11
 
 
-def test_scatter_is_misfit_and_drift_together() -> None:
-    """Samples that are all 10 % off and drift by 5 %: the root of both squares."""
-    samples = [
-        replace(sample, seconds=sample.seconds * math.exp(-0.1), drift=0.05)
-        for sample in times(true(Layout(4, 1), "gloo"))
-    ]
-    exact = fit.predict(samples, true(Layout(4, 1), "gloo"))
-    assert scatter(samples, exact) == pytest.approx(math.hypot(0.1, 0.05))
-
-
 def test_the_scatter_of_a_probe_gives_its_cluster_an_interval(tmp_path: Path) -> None:
     """The file has it where kernels and collectives were measured, or kernels only sleep."""
     seen = measured(Layout(2, 2))
@@ -615,42 +490,6 @@ def test_what_hosts_add_is_found_from_small_collectives() -> None:
             assert found.intra.latency == pytest.approx(3e-4 if layout[1] > 1 else 1.0)
 
 
-def test_what_a_kind_takes_longer_is_found_too() -> None:
-    """Sums take 0.3 ms longer than what only moves; predictions of all kinds are then exact."""
-    link = Link(5e7, 2e-4, burst=5e4, burst_bandwidth=1e9)
-    true_ = tiny.cluster(
-        3, 1, inter=link, backend="gloo", call_overhead=1e-3, calls=Calls(reduce_scatter=3e-4)
-    )
-    kinds = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-    works = [
-        Collective(kind, "swept", size, DType.FP32, WORLD)
-        for kind, size in itertools.product(kinds, (256, 1024, 4096))
-    ]
-    samples = [Sample(work, footprint(work, true_).alone(true_)) for work in works]
-    found = fit_hosts(samples, replace(true_, call_overhead=0.0, calls=None))
-    assert found.calls is not None
-    assert found.calls.reduce_scatter > 2e-4 > found.calls.all_gather
-    off = [footprint(one.work, found).alone(found) / one.seconds - 1 for one in samples]
-    assert max(map(abs, off)) < 0.03
-
-
-def test_what_hosts_add_is_right_on_average() -> None:
-    """Of two times of one collective it is the mean; relative to the times it would be 1.2 ms."""
-    stated = tiny.cluster(2, 1, inter=Link(5e7, 0.0, burst=5e4), backend="gloo")
-    work = Collective(Kind.ALL_GATHER, "swept", 1024, DType.FP32, WORLD)
-    found = fit_hosts([Sample(work, 1e-3), Sample(work, 3e-3)], stated)
-    assert footprint(work, found).alone(found) == pytest.approx(2e-3)
-
-
-def test_an_equal_collective_passes_only_if_both_do() -> None:
-    """2 x 30 kB are more than the burst of 50 kB, one is not; chains take time at every hop."""
-    stated = tiny.cluster(2, 1, inter=Link(5e7, burst=5e4), backend="gloo")
-    gather = Collective(Kind.ALL_GATHER, "swept", 15_000, DType.FP32, WORLD)
-    assert passes(Sample(gather, 1.0, after="pause"), stated)
-    assert not passes(Sample(gather, 1.0, after="equal"), stated)
-    assert not passes(Sample(replace(gather, kind=Kind.BROADCAST), 1.0), stated)
-
-
 def test_what_is_longer_than_a_burst_tells_the_lag() -> None:
     """As a fraction of the time after the burst, 0 to 1; what passes at once says nothing."""
     for lag, found in [(0.0, 0.0), (0.1, 0.1), (1.5, 1.0), (-0.1, 0.0)]:
@@ -666,14 +505,6 @@ def test_what_is_longer_than_a_burst_tells_the_lag() -> None:
             fitted = fit_bursts(samples, hosts)
             assert fitted.inter.burst_lag == pytest.approx(found, abs=1e-12)
             assert replace(fitted, inter=hosts.inter) == hosts
-
-
-def test_where_nothing_passes_at_once_hosts_cannot_be_told() -> None:
-    """One line says so."""
-    stated = tiny.cluster(2, 1, inter=Link(1e6, burst=1.0), backend="gloo")
-    work = Collective(Kind.ALL_GATHER, "swept", 1024, DType.FP32, WORLD)
-    with pytest.raises(OptionError, match="burst"):
-        fit_hosts([Sample(work, 1.0)], stated)
 
 
 def test_ranks_pause_between_meeting_and_collective_where_asked() -> None:

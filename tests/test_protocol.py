@@ -6,7 +6,6 @@ All cells of the quick protocol but the costly ones of logistic regression are m
 import base64
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +18,8 @@ import numpy as np
 import pytest
 
 from analysis.cli import main
-from analysis.convergence import bound, late_bound, report
+from analysis.convergence import bound, late_bound
 from analysis.convergence.bound import Bound, Infeasible
-from analysis.convergence.lateness import Late
 from analysis.convergence.objectives.problems import Problem
 from analysis.convergence.protocol import (
     checks,
@@ -36,27 +34,16 @@ from analysis.convergence.protocol import (
 )
 from analysis.convergence.protocol.checks import Findings
 from analysis.convergence.protocol.grid import GridCell, GridRun, GridTask
-from analysis.convergence.protocol.oracle import IdentityCell, IdentityTask, MomentsTask
+from analysis.convergence.protocol.oracle import IdentityTask, MomentsTask
 from analysis.convergence.protocol.store import Cell
 from analysis.convergence.protocol.tightness import TightnessRow
 from analysis.convergence.setting import Setting
 from analysis.convergence.simulate import run
 from analysis.convergence.variants import Outcome, RunSize, Variants
-from co2sim.errors import CatalogError
-from co2sim.report import markdown
 
 slow = pytest.mark.slow
 PROBLEM = Setting(
     smoothness=10.0, noise=1.0, gap=5.0, workers=1, rounds=1, local_steps=1, inner_step=1e-3
-)
-FEASIBLE = TightnessRow(
-    family="any",
-    delay=1,
-    rule="1",
-    setting=PROBLEM,
-    measured=0.5,
-    error=0.0,
-    bound=bound.evaluate(PROBLEM),
 )
 MINIBATCHES = GridTask(
     family="logistic, minibatches", workers=2, local_steps=2, rounds=8, delay=1, seeds=4
@@ -136,43 +123,6 @@ def test_what_rescues_a_run_and_what_does_not(findings: Findings) -> None:
         first = [line for line in part.lines if line.load == part.lines[0].load]
         assert len(first) == (7 if part.delay else 6)
         assert {line.rule for line in first if line.clipped} <= {"clip 8", "clip 2", "clip 0.5"}
-
-
-@slow
-def test_parts_of_a_lie_below_the_terms_that_cover_them(findings: Findings) -> None:
-    """Each of the four, for small and large steps; optimization and noise are nearly reached."""
-    ratios: dict[str, list[float]] = {}
-    for part in findings.isolation.terms:
-        if part.ratio is not None:
-            ratios.setdefault(part.term, []).append(part.ratio)
-    assert ratios.keys() == set(bound.TERMS)
-    assert all(0 < ratio < 1 for some in ratios.values() for ratio in some)
-    assert max(ratios["noise"]) > 0.5
-    assert max(ratios["staleness"]) > 0.1
-    assert len(ratios["optimization"]) == 9
-
-
-@slow
-def test_rates_are_those_of_theory(findings: Findings) -> None:
-    """In the small stratum the slopes of equal workers are -1/2 in G, tau and T."""
-    small = {line.family: line.slopes for line in findings.rates.slopes if line.stratum == "small"}
-    assert small["isotropic"] == pytest.approx((-0.5, -0.5, -0.5), abs=0.12)
-    assert small["two kinds"][1] > small["isotropic"][1] + 0.05
-    assert {len(points) for points in findings.rates.curves.values()} <= {
-        20,
-        21,
-        22,
-        23,
-        24,
-        *range(25, 37),
-    }
-    lines = findings.rates.agreement
-    assert {line.cells for line in lines} <= set(range(4, 13))
-    assert all(
-        low < value < high
-        for line in lines
-        for low, value, high in zip(line.low, line.measured, line.high, strict=True)
-    )
 
 
 def test_identities_of_the_derivation_hold() -> None:
@@ -336,27 +286,6 @@ def test_too_little_evidence_is_none(findings: Findings, part: str) -> None:
 
 
 @slow
-def test_wrong_lines_are_noticed(findings: Findings) -> None:
-    """A term that may be wrong, a slope that disagrees, an edge that is none, a dearer drift."""
-    for part, found in (("grid", findings.grid), ("late", findings.late)):
-        for name in bound.TERMS:
-            one = found.noticed[name]
-            blind = replace(one, violations={**one.violations, "0.5": 0})
-            assert len(judged(findings, part, {"noticed": {**found.noticed, name: blind}})) == 1
-    lines, late = findings.rates.agreement, findings.late
-    disagreeing = replace(lines[0], agree=False)
-    assert len(judged(findings, "rates", {"agreement": (*lines, disagreeing)})) == 1
-    for change in ({"below": 1.5}, {"above": 1.0}):
-        edge = replace(late.edges[0], **change)
-        assert len(judged(findings, "late", {"edges": (*late.edges, edge)})) == 1
-    for change in ({"unlike": 1.05 * late.drifts[0].unlike}, {"alike": 0.95}):
-        line = replace(late.drifts[0], **change)
-        assert len(judged(findings, "late", {"drifts": (line,)})) == 1
-    least = [c.claim for c in late_findings.checks(late, quick=False) if not c.passed]
-    assert [claim for claim in least if "20,000" in claim] == least != []
-
-
-@slow
 def test_chance_is_decided_by_more_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What exceeds the bound is run again with eight times the seeds, three times at most."""
     task = GridTask(family="isotropic", workers=2, local_steps=1, rounds=8, delay=1, seeds=4)
@@ -375,52 +304,6 @@ def test_chance_is_decided_by_more_seeds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # --- rows, fits and cells ------------------------------------------------------------------------
-
-
-def test_infeasible_is_never_a_violation_and_nan_always_is() -> None:
-    """Outside the condition a row has neither a ratio nor a verdict; what diverged never passes."""
-    beyond = replace(PROBLEM, inner_step=1.0)
-    row = replace(FEASIBLE, setting=beyond, measured=1e9, bound=bound.evaluate(beyond))
-    assert not row.violated
-    assert math.isnan(row.ratio)
-    assert row.dominant == ""
-    assert tightness.summary([row, row]).infeasible == 2
-    assert not FEASIBLE.violated
-    assert replace(FEASIBLE, measured=math.nan, error=math.nan).violated
-
-
-def test_the_margin_is_added_to_the_mean() -> None:
-    """3 standard errors, more for few seeds: Student's t, from tables. At the bound all is well."""
-    assert tightness.margin(10_000) == pytest.approx(3, abs=2e-3)
-    assert tightness.margin(4) == pytest.approx(9.22, abs=0.02)
-    assert (tightness.margin(1), tightness.margin(2)) == (3, pytest.approx(235.8, abs=0.1))
-    row = replace(FEASIBLE, measured=FEASIBLE.total - 3.0, error=1.0, seeds=1)
-    assert not row.violated
-    assert replace(row, error=1.0001).violated
-    (part,) = tightness.sensitivity([row], {"noise": np.array([2.0])}).values()
-    reached = row.measured - 3.0  # by its margin, so that no number of seeds would undo it
-    assert part.begins == pytest.approx((reached - row.total + 2.0) / 2.0)
-    free = TightnessRow(
-        family="any",
-        delay=1,
-        rule="1",
-        setting=PROBLEM,
-        measured=0.0,
-        error=0.0,
-        bound=Bound(optimization=0.0, noise=0.0, staleness=0.0, drift=0.0),
-    )
-    assert (free.ratio, replace(free, measured=1.0).ratio) == (0.0, math.inf)
-
-
-def test_the_same_run_counts_once() -> None:
-    """Rows of equal family, measurement and bound are one configuration; others are not."""
-    again = replace(FEASIBLE, setting=replace(PROBLEM, workers=7), family="any, exact")
-    other = replace(FEASIBLE, measured=0.6)
-    assert tightness.distinct([FEASIBLE, again, other]) == [FEASIBLE, other]
-    group = tightness.grouped([FEASIBLE, other, replace(other, seeds=9)], lambda _: "x")["x"]
-    assert (group.configurations, group.violations) == (3, 0)
-    assert (group.median, group.largest) == (other.ratio, other.ratio)
-    assert (group.least_seeds, group.most_seeds) == (0, 9)
 
 
 def test_fits_find_what_was_put_in() -> None:
@@ -461,24 +344,6 @@ def test_cells_come_back_as_they_were(tmp_path: Path) -> None:
     assert repr(again) == repr(GridCell(task, runs))
     assert [row.violated for row in again.rows()][:2] == [True, True]
     assert store.kept(place, replace(task, seeds=4)) is None
-
-
-def test_broken_cells_are_none(tmp_path: Path) -> None:
-    """An empty file, a cut one, one of another kind; what is no regular file is refused."""
-    place, task = tmp_path / "cell.json", IdentityTask()
-    whole = '{"task":{},"errors":[1e-16],"kind":"identities"}'
-    other = '{"task":{},"lines":[],"kind":"terms"}'
-    for text in ("", whole[:-9], "[]", "{}", other, whole.replace("[1e-16]", '"1"')):
-        place.write_text(text)
-        assert store.kept(place, task) is None
-    place.write_text(whole)
-    assert store.kept(place, task) == IdentityCell(task, (1e-16,))
-    assert store.kept(tmp_path / "none.json", task) is None
-    os.mkfifo(tmp_path / "pipe.json")
-    (tmp_path / "folder.json").mkdir()
-    for name in ("pipe", "folder"):
-        with pytest.raises(CatalogError, match=f"{name}.json"):
-            store.kept(tmp_path / f"{name}.json", task)
 
 
 def test_an_interrupted_protocol_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,35 +416,6 @@ def test_the_page_leads_with_the_answer_and_holds_the_numbers(
 
 
 @slow
-def test_the_report_has_its_tables_and_figures(
-    written: dict[str, bytes], findings: Findings
-) -> None:
-    """Rows have as many cells as heads; pictures are there, in the page with words for them."""
-    page, whole = written["report.md"].decode(), written["report.html"].decode()
-    tables = re.findall(r"(?:^\|.*\n)+", page, flags=re.MULTILINE)
-    assert len(tables) >= 15
-    for table in tables:
-        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1
-    assert whole.count("<table>") == len(tables)
-    group = findings.grid.by_family["hill"]
-    cells = (group.configurations, group.violations, f"{group.median:.3f}", f"{group.largest:.3f}")
-    assert f"| hill | {' | '.join(map(str, cells))} | 8 |" in page
-    for name in ("bound.png", "rates.png", "rescue.png", "oracle.png"):
-        content = written[name]
-        assert f"]({name})" in page
-        assert content.startswith(b"\x89PNG")
-        assert f'src="data:image/png;base64,{base64.b64encode(content).decode()}"' in whole
-    assert all(len(text) > 60 for text in re.findall(r'<img alt="([^"]*)"', whole))
-
-
-def test_tables_cannot_be_broken() -> None:
-    """A bar stays in its cell."""
-    table = f"{report.columns('|a|', ['b'])}\n{report.row('x<y', ['c|d'])}\n"
-    assert table == "| \\|a\\| | b |\n| --- | --- |\n| x<y | c\\|d |\n"
-    assert "<td>c|d</td>" in markdown.to_html(table)
-
-
-@slow
 def test_a_wrong_bound_ends_with_exit_code_1(
     cells: list[Cell],
     tmp_path: Path,
@@ -603,24 +439,3 @@ def test_a_wrong_bound_ends_with_exit_code_1(
     assert re.search(r"<h1>\d+ of the \d+ checks", whole)
     assert '<p class="doubt">FAILS: ' in whole
     assert "### Violations" in (tmp_path / "report.md").read_text()
-
-
-def test_late_is_named_in_rows() -> None:
-    """A cell of late averages names its delay with what is kept and predicted."""
-    task = GridTask(
-        family="hill",
-        workers=2,
-        local_steps=4,
-        rounds=8,
-        delay=1,
-        seeds=0,
-        late_steps=2,
-        mixes=((1.0, 0.0),),
-    )
-    for late, name in (
-        (Late(steps=1), "1 step"),
-        (Late(steps=2, keep=0.5, predict=0.25), "2 steps, keep 0.5, predict 0.25"),
-    ):
-        setting = replace(PROBLEM, local_steps=4, late=late)
-        (row,) = GridCell(task, (GridRun(setting, 1.0, 0.0, 0),)).rows()
-        assert (row.delay, row.family, row.rule) == (name, "hill, exact", "1")

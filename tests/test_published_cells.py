@@ -8,10 +8,8 @@ import pytest
 
 from analysis.published.csv_tables import known_cells
 from analysis.published.paper_cells import from_papers
-from co2sim import strategies
-from co2sim.catalog import load_cluster, load_model, names
+from co2sim.catalog import names
 from co2sim.errors import CatalogError, Co2simError
-from co2sim.metrics import scalability_ratio
 from co2sim.published_cells import read_cells
 from co2sim.published_speeds import read_speeds
 
@@ -52,43 +50,6 @@ def test_a_published_result_says_where_what_how_much_and_what_for() -> None:
             assert all(cell.get(name, 1) > 0 for name in ("rounding", "spread", "gpus")), cell
 
 
-@pytest.mark.slow
-def test_a_published_result_names_what_the_simulator_knows() -> None:
-    """What was run on a cluster can be simulated: names load, and the GPUs fill full nodes."""
-    for folder in FOLDERS:
-        for cell in (cell for cell in cells(folder) if "cluster" in cell):
-            if "strategy" in cell:
-                strategies.parse(cell["strategy"])
-            if "model" in cell:
-                load_model(cell["model"])
-            cluster = load_cluster(cell["cluster"]).value
-            for key in ("gpus", "from_gpus", "to_gpus"):
-                if key in cell:
-                    assert cluster.resized(cell[key]).layout.world_size == cell[key]
-
-
-def test_the_published_ratio_follows_from_the_published_throughputs() -> None:
-    """CO2, table 3: zero2 from 16 to 128 GPUs keeps 0.82, by its own numbers."""
-    folder = next(folder for folder in FOLDERS if folder.name == "co2")
-    zero2 = [cell for cell in cells(folder) if cell.get("strategy") == "zero2"]
-    speed = {
-        (cell["cluster"], cell["gpus"]): cell["value"]
-        for cell in zero2
-        if cell["quantity"] == "tokens_per_s"
-    }
-    ratios = [
-        cell
-        for cell in zero2
-        if cell["quantity"] == "scalability_ratio"
-        and {(cell["cluster"], cell["from_gpus"]), (cell["cluster"], cell["to_gpus"])} <= set(speed)
-    ]
-    assert ratios
-    for cell in ratios:
-        a, b = cell["from_gpus"], cell["to_gpus"]
-        found = scalability_ratio(speed[cell["cluster"], b] / b, speed[cell["cluster"], a] / a)
-        assert found == pytest.approx(cell["value"], abs=cell["rounding"])
-
-
 # --- the reader ----------------------------------------------------------------------------------
 
 CELL = """[[cell]]
@@ -101,23 +62,6 @@ strategy = "zero2"
 gpus = 8
 use = "check"
 """
-
-
-def test_the_reader_gives_every_cell_as_it_is_written() -> None:
-    """In the order of the file; each name and value of the file is a field of the cell."""
-    for folder in FOLDERS:
-        written = cells(folder)
-        if written:
-            found = read_cells(folder / "results.toml")
-            for one, other in zip(found, written, strict=True):
-                assert one.model_dump(exclude_unset=True) == other
-
-
-def test_a_volume_may_be_zero_and_is_no_speed() -> None:
-    """ZeRO++ sends nothing between nodes in one part of a step; none of its cells is a speed."""
-    folder = next(folder for folder in FOLDERS if folder.name == "zeropp")
-    assert 0.0 in [cell.value for cell in read_cells(folder / "results.toml")]
-    assert read_speeds(folder / "results.toml") == []
 
 
 def test_speeds_of_strategies_that_are_not_ours_are_left_out(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Fitted constants: what they are fitted on, their uncertainty, and how the catalog states them."""
 
-import functools
 import shutil
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,17 +12,16 @@ from scipy.stats import linregress
 from typer.testing import CliRunner
 
 from analysis.cli.app import app
-from analysis.published import ablation, calibrate, catalog_writer
+from analysis.published import calibrate, catalog_writer
 from analysis.published.cells import Cell
 from analysis.published.coverage import conformal_factor, covered
 from analysis.published.csv_tables import from_csv, known_cells
-from analysis.published.formats import at_bound
 from analysis.published.paper_cells import from_papers
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, cluster_of, stated
 from analysis.published.predict import predict
-from co2sim.calibrations import CATALOG, RECORD, calibrations, record, replaced
-from co2sim.errors import CatalogError, OptionError
+from co2sim.calibrations import CATALOG, RECORD, calibrations, record
+from co2sim.errors import OptionError
 
 ROOT = Path(__file__).parent.parent
 DATA = {path.name for path in tables_elsewhere()}
@@ -63,13 +61,6 @@ def test_a_cluster_has_at_most_six_constants(all_cells: list[Cell]) -> None:
         values = stated(group)
         for constant in group.constants:
             assert constant.low <= values[constant.name] <= constant.high
-
-
-def test_external_constants_lie_in_their_ranges() -> None:
-    """The catalog states a value that the source's rounding allows."""
-    cluster = cluster_of("a100-tcp80-calibrated", ())
-    for one in GROUPS["a100-co2"].external:
-        assert one.low <= getattr(cluster.inter, one.name) <= one.high
 
 
 @pytest.mark.slow
@@ -127,29 +118,6 @@ def test_a_fit_needs_as_many_cells_as_constants(cells: list[Cell]) -> None:
         calibrate.fit(GROUPS["a100-data-parallel"], cells)
 
 
-@pytest.mark.nightly
-def test_cells_that_are_left_out_do_not_enter_the_fit(cells: list[Cell]) -> None:
-    """The cells of 8 links, made a third faster, would move the constants if they were fitted."""
-    group = GROUPS["v100-zeropp"]
-    chosen = calibrate.fit_cells(cells, group)
-    others = [cell for cell in chosen if cell.labels["links"] == "1" and "18B" in cell.name]
-    moved = [
-        replace(cell, published=cell.published * 4 / 3)
-        for cell in chosen
-        if cell.labels["links"] == "8" and "18B" in cell.name
-    ]
-    assert (len(others), len(moved)) == (4, 2)
-
-    def error(fitted: list[Cell]) -> float:
-        values = calibrate.fit(group, fitted, cross_validate=False).values
-        return ablation.mape(moved, values)
-
-    refit = functools.partial(calibrate._refitted, group)
-    found = calibrate.left_out(refit, [*moved, *others], [moved])
-    assert found == pytest.approx(error(others), abs=2e-3)
-    assert found > error([*moved, *others]) + 0.02
-
-
 def test_every_label_parts_the_cells(cells: list[Cell]) -> None:
     """For each label, every cell is left out exactly once."""
     chosen = calibrate.fit_cells(cells, GROUPS["v100-zeropp"])
@@ -162,24 +130,6 @@ def test_every_label_parts_the_cells(cells: list[Cell]) -> None:
     for parts in found.values():
         names = sorted(cell.name for part in parts for cell in part)
         assert names == sorted(cell.name for cell in chosen)
-
-
-def test_a_value_just_inside_its_bound_counts_as_at_its_bound() -> None:
-    """Bounded least squares never reaches a bound: a thousandth of the range is near enough."""
-    constant = next(c for c in GROUPS["v100-zeropp"].constants if c.name == "exchange_efficiency")
-    assert constant.at_bound(constant.high - 1e-4)
-    assert constant.at_bound(constant.low)
-    assert not constant.at_bound(0.9)
-    assert at_bound(constant, 0.9999).endswith("(at bound)")
-
-
-def test_a_constant_is_replaced_by_its_path() -> None:
-    """Nested values, tables of efficiencies; an unknown name is an error."""
-    cluster = cluster_of("a100-tcp80-calibrated", ())
-    assert replaced(cluster, "inter.efficiency", 0.5).inter.efficiency == 0.5
-    assert {f for _, f in replaced(cluster, "gpu.efficiency", 0.2).gpu.efficiency} == {0.2}
-    with pytest.raises(OptionError, match="nothing"):
-        replaced(cluster, "inter.nothing", 1.0)
 
 
 # --- the catalog ---------------------------------------------------------------------------------
@@ -212,15 +162,6 @@ def recorded_fits() -> list[calibrate.Fit]:
     return found
 
 
-def test_writing_the_constants_of_the_catalog_changes_nothing() -> None:
-    """Every file comes out byte for byte as it is, with its comments and its layout."""
-    files = catalog_writer.catalog_files(recorded_fits())
-    assert len(files) == 11
-    for path, content in files.items():
-        assert content == path.read_bytes(), path
-    assert any(content.startswith(b"#") for content in files.values())
-
-
 def test_writing_the_recorded_fits_gives_the_record() -> None:
     """Byte for byte, with its comments, paths, bounds and GPUs."""
     fits = recorded_fits()
@@ -230,26 +171,6 @@ def test_writing_the_recorded_fits_gives_the_record() -> None:
     assert tomllib.loads(content.decode()) == record()
     for fit in fits:
         assert catalog_writer.record_file([fit])[1] == content, fit.group
-
-
-def test_a_value_is_rewritten_in_its_section_and_all_else_stays() -> None:
-    """Of two keys of one name only that of the section changes; sources and comments stay."""
-    text = """# head
-x = "0 us"
-[a]  # first
-x = { value = 1, source = "s, with [brackets]", assumed = true }  # why
-[b]
-x = "2 us"
-y = '''
-x = "no key"
-'''
-"""
-    assert catalog_writer.with_value(text, "b.x", '"3 us"') == text.replace("2 us", "3 us")
-    assert catalog_writer.with_value(text, "a.x", "0.50") == text.replace("= 1,", "= 0.50,")
-    assert catalog_writer.with_value(text, "x", '"1 us"') == text.replace("0 us", "1 us")
-    for path in ("a.y", "c.x"):
-        with pytest.raises(CatalogError, match=f"'{path[-1]}'"):
-            catalog_writer.with_value(text, path, "1")
 
 
 def test_the_record_holds_every_group() -> None:
@@ -279,13 +200,6 @@ def test_recorded_intervals_hold_left_out_cells() -> None:
         assert entry["coverage"] == pytest.approx(0.9, abs=0.05)
         assert covered(scores, calibrate.FOLDS) == pytest.approx(entry["coverage"], abs=0.05)
         assert conformal_factor(scores) == pytest.approx(known.factor, rel=0.15)
-
-
-def test_kinds_of_a_group_are_those_of_its_runs(all_cells: list[Cell]) -> None:
-    """Fitted or checked: that of CO2 was fitted to ZeRO-2 and checked with averages."""
-    for name, entry in record().items():
-        mine = [cell for cell in all_cells if cell.group == name]
-        assert entry["kinds"] == list(calibrate.kinds_of(mine))
 
 
 # --- the command ---------------------------------------------------------------------------------

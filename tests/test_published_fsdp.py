@@ -14,7 +14,6 @@ from analysis.published.fsdp_rows import ratios
 from analysis.published.papers import PAPERS, TABLES_ELSEWHERE, tables_elsewhere
 from analysis.published.parameters import GROUPS, stated
 from analysis.published.predict import memory_of, predict
-from co2sim import study
 
 ROWS = Path(__file__).parent / "golden" / "fsdp-rows.csv"
 GROUP = GROUPS["mpt-fsdp"]
@@ -37,22 +36,6 @@ def test_fast_predictions_are_those_of_the_simulation(cells: list[Cell]) -> None
 
 
 # --- fits ----------------------------------------------------------------------------------------
-
-
-def test_a_constant_of_one_gpu_leaves_the_others_alone(cells: list[Cell]) -> None:
-    """One of two GPUs moves both; the shared ones move all."""
-
-    def moves(name: str, value: float) -> set[str]:
-        return {
-            cell.labels["gpu"]
-            for cell in cells
-            if abs(predict(cell, {name: value}, fast=True) / predict(cell, fast=True) - 1) > 1e-9
-        }
-
-    assert moves("gemm_efficiency, H100", 0.4) == {"h100_80gb"}
-    assert moves("attention_efficiency, A100", 0.2) == {"a100_80gb", "a100_40gb"}
-    assert moves("vocabulary_efficiency", 0.2) == {"h100_80gb", "a100_80gb", "a100_40gb"}
-    assert moves("node_spread", 0.07) == {"h100_80gb", "a100_40gb"}  # the rows on several nodes
 
 
 def test_an_outlier_hardly_moves_a_robust_fit(
@@ -91,19 +74,6 @@ def test_an_outlier_hardly_moves_a_robust_fit(
     assert found.scatter < 0.02  # nine tenths of the residuals; with the outlier it is 0.8
 
 
-def test_left_out_runs_take_their_ratios_with_them(cells: list[Cell]) -> None:
-    """A ratio would tell the fit of a run that it must not know."""
-    everything = [*cells, *ratios(cells)]
-    kept: list[Cell] = []
-
-    def refit(rest: Sequence[Cell], left: Sequence[Cell]) -> calibrate.Array:
-        kept[:] = rest
-        return np.zeros(len(left))
-
-    calibrate.left_out_errors(refit, everything, [cells[:1]])
-    assert [cell.source for cell in kept] == ["llm_foundry"] * (len(cells) - 1)
-
-
 def test_a_refit_of_a_linearised_model_is_the_refit(
     cells: list[Cell], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,42 +97,6 @@ def test_a_refit_of_a_linearised_model_is_the_refit(
 
 
 # --- what is printed -----------------------------------------------------------------------------
-
-
-def test_a_prediction_says_whether_the_run_fits(cells: list[Cell]) -> None:
-    """In JSON; a ratio fits if both of its runs do."""
-    row = errors.CellPrediction(cells[0], 1.0).to_dict()
-    assert row["fits_in_memory"] is True
-    assert row["labels"]["gpu"] == "h100_80gb"
-    assert row["memory_bytes_per_gpu"] == cells[0].setup.case().prepare().memory()["total"]
-    (ratio,) = ratios(cells)
-    most = max(memory_of(setup).needed for setup in ratio.setups)
-    assert errors.CellPrediction(ratio, 1.0).to_dict()["memory_bytes_per_gpu"] == most
-
-
-@pytest.mark.parametrize("gpus", [1024, 2048, pytest.param(4096, marks=pytest.mark.nightly)])
-def test_a_row_far_from_the_fitted_ones_has_the_interval_that_a_simulation_has(
-    cells: list[Cell], gpus: int
-) -> None:
-    """1,024 GPUs are near 512; 2,048 have errors of the kind, and 4,096 those of all kinds."""
-    cell = changed(cells[0], lambda setup: replace(setup, gpus=gpus))
-    (row,) = errors.validate([cell])
-    result = study.run(cell.setup.case())
-    assert result.tokens_per_s_low is not None
-    assert result.tokens_per_s_high is not None
-    ends = (row.low / row.predicted, row.high / row.predicted)
-    low, high = (
-        end / result.tokens_per_s for end in (result.tokens_per_s_low, result.tokens_per_s_high)
-    )
-    assert ends == pytest.approx((low, high), rel=0.01 if gpus == 1024 else 1e-9)
-    assert (high / low > 1.3) == (gpus > 1024)
-
-
-def test_an_interval_does_not_depend_on_what_is_published(cells: list[Cell]) -> None:
-    """It is that of the prediction: a published number that is wrong changes none of it."""
-    wrong = replace(cells[0], published=1.0)
-    one, other = errors.validate([cells[0], wrong])
-    assert (one.low, one.high) == (other.low, other.high)
 
 
 def test_errors_are_summed_up_by_gpu_and_by_nodes(cells: list[Cell]) -> None:

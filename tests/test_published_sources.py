@@ -1,24 +1,20 @@
 """A new source in `papers/`: its cells are predicted for what they name, or listed with reasons."""
 
-import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import pytest
-from pages import ROOT, blocks
+from pages import ROOT
 
 import co2sim
 from analysis.published.cells import Cell, run_kind
-from analysis.published.csv_tables import known_cells
 from analysis.published.errors import validate
 from analysis.published.paper_cells import from_papers, unpredicted
 from analysis.published.papers import PAPERS
 from analysis.published.predict import memory_of, predict
 from co2sim.errors import CatalogError
-from co2sim.published_speeds import read_speeds
 
 PAPER = """key = "toy"
 [simulation]
@@ -82,26 +78,6 @@ def test_a_new_source_is_predicted_under_its_name_on_its_cluster_with_its_model(
     assert not any(row.has_interval for row in validate([throughput, ratio]))
     known = [cell for cell in from_papers(folder) if cell.source == "co2"]
     assert known == [cell for cell in from_papers() if cell.source == "co2"]
-
-
-def test_clusters_and_names_say_what_stands_for_those_of_the_cells(source: Source) -> None:
-    """`clusters` replaces the named cluster only; `names` is how tables call a model."""
-    words = 'clusters = { a100-tcp80 = "dgx-h100" }\nnames = { gpt2-xl = "1.5B" }\n'
-    folder = source(CELL, CELL.replace("a100-tcp80", "a100-roce800"), paper=PAPER + words)
-    moved, same = (cell for cell in from_papers(folder) if cell.source == "toy")
-    assert moved.setup.cluster == "dgx-h100"
-    assert same.setup.cluster == "a100-roce800"
-    assert moved.name == "1.5B, 16 GPUs, zero2"
-
-
-def test_another_model_of_a_known_source_has_no_interval(source: Source) -> None:
-    """CO2's constants were fitted to the passes of one model on one cluster."""
-    folder = source(CELL)
-    results = folder / "co2" / "results.toml"
-    results.write_text(results.read_text() + CELL.replace("gpt2-xl", "llama-7b"))
-    *known, new = (cell for cell in from_papers(folder) if cell.source == "co2")
-    assert {cell.group for cell in known} == {"a100-co2"}
-    assert (new.setup.model, new.group) == ("llama-7b", "")
 
 
 @pytest.mark.parametrize(
@@ -169,44 +145,6 @@ def test_what_simulation_does_not_know_is_refused(
     assert token in str(caught.value)
 
 
-def test_scale_compares_each_cell_on_the_clusters_that_its_source_names(source: Source) -> None:
-    """As published, and as simulated where that differs; not on the cluster of another cell."""
-    words = 'clusters = { a100-tcp80 = "a100-tcp80-calibrated" }\n'
-    other = CELL.replace("a100-tcp80", "dgx-h100").replace("zero2", "ddp")
-    folder = source(CELL, other, paper=PAPER + words)
-    found = [(one.cluster, one.strategy) for one in read_speeds(folder / "toy" / "results.toml")]
-    assert found == [
-        ("a100-tcp80", "zero2"),
-        ("a100-tcp80-calibrated", "zero2:owners=true"),
-        ("dgx-h100", "ddp"),
-    ]
-
-
-# --- the table that is only referred to ---------------------------------------------------------
-
-RELEASE = """# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,\
-tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)
-8,64,1,1024,16,12,1024,2,4,1,70.5
-8,16,1,512,8,4,1024,1,8,1,31.5
-4,16,1,1024,16,24,1024,1,1,4,44.5
-2,4,1,1024,16,12,1024,1,2,1,92.5
-"""
-"""Made-up times in the form of the authors' release."""
-
-
-@pytest.mark.slow
-def test_the_steps_on_the_page_make_the_table_of_iteration_times(tmp_path: Path) -> None:
-    """They keep data parallelism alone; rows that entered the fit are marked so, others check."""
-    (tmp_path / "vTrain" / "data").mkdir(parents=True)
-    (tmp_path / "vTrain" / "data" / "ground_truth_single.csv").write_text(RELEASE)
-    (script,) = (b.text for b in blocks(ROOT / "docs" / "validation.md") if b.kind == "bash")
-    lines = [line for line in script.splitlines() if not line.startswith(("git ", "co2analysis "))]
-    assert len(lines) == len(script.splitlines()) - 2
-    subprocess.run(["/bin/bash", "-euc", "\n".join(lines)], cwd=tmp_path, check=True)
-    cells = [cell for cell in known_cells(PAPERS, tmp_path / "data") if cell.source == "vtrain"]
-    assert [(cell.published, cell.use) for cell in cells] == [(92.5, "fit"), (31.5, "check")]
-
-
 # --- tensor and pipeline parallelism: predicted with constants of runs without --------------------
 
 
@@ -231,22 +169,6 @@ def table_of(heading: str) -> list[str]:
     return [row for row in text.partition("\n###")[0].splitlines() if row.endswith(" % |")]
 
 
-@pytest.mark.slow
-def test_tensor_parallel_runs_are_predicted_but_for_jumps(parallel: list[Cell]) -> None:
-    """Within 11 %, half of them within 3 %; three are slower than predicted, and are named."""
-    errors = errors_of(cell for cell in parallel if cell.setup.pp == 1)
-    assert len(errors) == 21
-    beyond = {name: error for name, error in errors.items() if abs(error) > 0.11}
-    assert beyond == {
-        "3.6B, 64 GPUs, tp 4, micro-batch 2": pytest.approx(-0.180, abs=0.001),
-        "3.6B, 64 GPUs, tp 8, micro-batch 2": pytest.approx(-0.211, abs=0.001),
-        "3.6B, 64 GPUs, tp 8, micro-batch 64": pytest.approx(-0.453, abs=0.001),
-    }
-    assert median(map(abs, errors.values())) < 0.03
-    # they ran, so they were recomputed: most would not fit without, as the paper's file says
-    assert all(memory_of(cell.setup).share <= 1 for cell in parallel[::25])
-
-
 @pytest.mark.nightly
 def test_pipelines_are_predicted_within_a_tenth_on_average(parallel: list[Cell]) -> None:
     """81 runs on 64 to 512 GPUs; the page has their errors by number of stages."""
@@ -267,14 +189,3 @@ def test_pipelines_are_predicted_within_a_tenth_on_average(parallel: list[Cell])
         expected.append(" | ".join([str(stages), str(len(some)), *figures, ends]))
     assert [row.strip("| ") for row in table_of("### Pipelines")] == expected
     assert all(memory_of(cell.setup).share <= 1 for cell in parallel[::5])
-
-
-@pytest.mark.nightly
-def test_the_page_shows_the_errors_of_tensor_parallelism(parallel: list[Cell]) -> None:
-    """Every error of the table is that of a cell; its least and largest are shown."""
-    rows = table_of("### Tensor parallelism")
-    shown = {float(number) for row in rows for number in re.findall(r"([+-][\d.]+)", row)}
-    errors = errors_of(cell for cell in parallel if cell.setup.pp == 1).values()
-    found = {round(100 * error, 1) for error in errors}
-    assert shown <= found
-    assert {min(found), max(found)} <= shown

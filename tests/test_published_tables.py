@@ -3,28 +3,18 @@
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import Command
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from analysis.published.cells import Cell
-from analysis.published.csv_rows import IterationRow, ZeroppRow
-from analysis.published.csv_tables import from_csv, further_cells, known_cells, marked
+from analysis.published.csv_tables import from_csv, further_cells, known_cells
 from analysis.published.fsdp_rows import RATIOS, ratios
-from analysis.published.paper_cells import from_papers
 from analysis.published.papers import (
-    DATA_VARIABLE,
     PAPERS,
-    TABLES_ELSEWHERE,
-    papers,
-    tables_elsewhere,
 )
 from analysis.published.predict import predict
-from co2sim.calibrations import record
 from co2sim.errors import CatalogError
 from co2sim.schedule import DType
 
@@ -73,36 +63,6 @@ def test_a_table_in_each_format_is_read_and_predicted(
         assert 0 < predict(cell, fast=True) < math.inf
 
 
-def test_a_row_of_a_table_is_the_cell_of_the_paper(tmp_path: Path) -> None:
-    """What `--cells` predicts for a published row is what is predicted for the paper's cell."""
-    known = {cell.name: cell for cell in from_papers()}
-    cells = from_csv(written(tmp_path, ZEROPP), "check")
-    same = [(cell, known[cell.name]) for cell in cells if cell.name in known]
-    assert len(same) == 2
-    for cell, other in same:
-        assert (cell.terms, cell.published) == (other.terms, other.published)
-
-
-def test_a_row_that_was_fitted_on_is_no_check(tmp_path: Path) -> None:
-    """Whatever number it states, a configuration that is marked fit in papers stays fit."""
-    known = from_papers()
-    zeropp = marked(from_csv(written(tmp_path, ZEROPP.replace(",31", ",32")), "check"), known)
-    assert [cell.use for cell in zeropp] == ["fit", "fit", "check"]
-    co2 = marked(from_csv(written(tmp_path, CO2), "check"), known)
-    assert [cell.use for cell in co2] == ["fit", "check", "check", "check"]
-
-
-def test_blank_lines_comments_and_short_rows_are_no_obstacle(tmp_path: Path) -> None:
-    """Fields that are left out at the end of a row are empty; a row without a number is named."""
-    text = "\ufeff# a table\n\n" + CO2.replace("304736,1.06,", "304736")
-    text += "co2_zero2,80 Gbit/s TCP/IP,24,64,,,\n"
-    said: list[str] = []
-    path = written(tmp_path, text)
-    assert len(from_csv(path, "check", say=said.append)) == 3
-    (line,) = said
-    assert f"{path}, line 7" in line
-
-
 def test_a_row_of_fsdp_is_the_run_that_it_describes(fsdp: list[Cell]) -> None:
     """Cluster, shape, batch, what is sharded and recomputed, and in which type gradients meet."""
     run = fsdp[0].setup
@@ -130,20 +90,6 @@ def test_ratios_are_of_rows_that_differ_in_gpus_only(tmp_path: Path, fsdp: list[
     other = second.replace(",4,1,256,", ",8,1,512,")
     path = written(tmp_path, f"{head}\n{first}\n{other}")
     assert not list(ratios(from_csv(path, "check")))
-
-
-def test_further_rows_make_ratios_with_known_ones(tmp_path: Path, fsdp: list[Cell]) -> None:
-    """The known row is only compared with; a pair counts as fitted if both of its rows do."""
-    head, first, second, *_ = FSDP.splitlines()
-    known = [replace(fsdp[0], use="fit")]
-
-    def further(*lines: str) -> list[tuple[str, str]]:
-        path = written(tmp_path, "\n".join([head, *lines]))
-        found = further_cells([path], known, PAPERS, lambda _: None)
-        return [(cell.source, cell.use) for cell in found]
-
-    assert further(second) == [("llm_foundry", "check"), (RATIOS, "check")]
-    assert further(first) == [("llm_foundry", "fit")]
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -206,37 +152,6 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, kind: str) -> No
         assert len(str(caught.value)) < 600
 
 
-@given(st.one_of(st.text(max_size=12), st.integers(-5, 10**11).map(str), st.floats().map(str)))
-@example("0")
-@example("9" * 9)
-@example("9" * 10)
-@example("1_4")
-@example("1e300")
-@example("1e-10")
-@example("nan")
-def test_numbers_are_in_their_ranges(text: str) -> None:
-    """Counts are digits, 1 to 999,999,999; published numbers 1e-9 to 1e9, or nothing."""
-    row = dict.fromkeys(IterationRow.model_fields, "1") | {"layers": text}
-    count = text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0
-    if count:
-        assert IterationRow.model_validate(row).layers == int(text)
-    else:
-        with pytest.raises(ValueError, match="layers"):
-            IterationRow.model_validate(row)
-    row = dict.fromkeys(ZeroppRow.model_fields, "1") | {"model_params_b": "18"}
-    row |= {"zeropp_tflops_per_gpu": text}
-    try:
-        value = math.nan if "_" in text else float(text)
-    except ValueError:
-        value = math.nan
-    if not text or 1e-9 <= value <= 1 / 1e-9:
-        found = ZeroppRow.model_validate(row).zeropp_tflops_per_gpu
-        assert found == (value if text else None)
-    else:
-        with pytest.raises(ValueError, match="zeropp_tflops_per_gpu"):
-            ZeroppRow.model_validate(row)
-
-
 def test_a_number_in_two_tables_is_refused(tmp_path: Path) -> None:
     """As one that stands twice in one table: it would count twice."""
     paths = [written(tmp_path, CO2, name) for name in ("one.csv", "other.csv")]
@@ -245,20 +160,6 @@ def test_a_number_in_two_tables_is_refused(tmp_path: Path) -> None:
 
 
 # --- the tables that are only referred to ---------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", TABLES_ELSEWHERE)
-def test_configurations_that_were_fitted_on_are_named(tmp_path: Path, key: str) -> None:
-    """As many as the record says; each is read as a run, and rows of it count as fitted."""
-    group = {"vtrain": "a100-data-parallel", "llm_foundry": "mpt-fsdp"}[key]
-    number = {"vtrain": "iteration_ms", "llm_foundry": "tokens_per_s"}[key]
-    assert papers()[key].about["data"]["file"] == TABLES_ELSEWHERE[key]
-    lines = (PAPERS / key / "fitted.csv").read_text().splitlines()
-    head, *rows = (line for line in lines if not line.startswith("#"))
-    assert len(set(rows)) == len(rows) == record()[group]["cells"]
-    path = written(tmp_path, f"{head},{number}\n{rows[0]},92500\n", TABLES_ELSEWHERE[key])
-    (cell,) = (c for c in known_cells(PAPERS, path) if c.source == key)
-    assert (cell.published, cell.use) == (92500, "fit")
 
 
 def test_a_broken_line_of_the_fitted_configurations_is_named(tmp_path: Path) -> None:
@@ -274,17 +175,6 @@ def test_a_broken_line_of_the_fitted_configurations_is_named(tmp_path: Path) -> 
     (tmp_path / "vtrain" / "paper.toml").write_text(about.replace("fitted.csv", "../fitted.csv"))
     with pytest.raises(CatalogError, match=r"paper.toml: \[data\]"):
         known_cells(tmp_path, table)
-
-
-def test_the_variable_names_the_folder_of_the_iteration_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CO2SIM_DATA is a folder that holds the table; without it, it is an error that names it."""
-    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
-    with pytest.raises(CatalogError, match=DATA_VARIABLE):
-        tables_elsewhere()
-    path = written(tmp_path, TIMES, "a100_dp_iteration_times.csv")
-    assert tables_elsewhere() == [path]
 
 
 @pytest.mark.slow

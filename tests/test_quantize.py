@@ -21,7 +21,6 @@ from realrun.algorithms.quantize_format import (  # noqa: E402
 )
 from realrun.errors import NonFiniteError  # noqa: E402
 
-LARGEST = torch.finfo(torch.float32).max
 ROUNDING = 130 * 2.0**-23
 """What fp32 itself rounds away, in steps, of a code of up to 127."""
 
@@ -138,19 +137,6 @@ def test_wire_gives_back_what_went_in_with_the_bytes_of_the_schedule(
     assert torch.equal(rows.codes, made.codes.reshape(-1, made.codes.shape[-1])[0])
 
 
-def test_extremes_of_fp32() -> None:
-    """The largest numbers come back finite; below the smallest normal number a block is zero."""
-    for bits in [4, 8]:
-        huge = torch.tensor([LARGEST, -LARGEST, LARGEST / 3])
-        back = dequantize(*quantize(huge, bits, 3), bits, 3, 3)
-        assert bool(back.isfinite().all())
-        assert back[:2].tolist() == pytest.approx(huge[:2].tolist(), rel=1e-6)
-        tiny = torch.tensor([1e-45, -1e-40, 0.0])
-        made = quantize(tiny, bits, 3)
-        assert made.scales.tolist() == [SMALLEST]
-        assert dequantize(*made, bits, 3, 3).tolist() == [0.0, 0.0, 0.0]
-
-
 def test_int4_layout() -> None:
     """Two to a byte in two's complement, the first in the low half; an odd one leaves zeros."""
     made = quantize(torch.tensor([7.0, -7.0, 1.0, -1.0, -3.0]), 4, 8)
@@ -200,18 +186,3 @@ def test_options_are_checked() -> None:
         dequantize(*quantize(x, 4, 4), 4, 4, 9)
     with pytest.raises(OptionError, match="9 elements of int8"):
         from_wire(to_wire(quantize(x, 4, 4)), 8, 4, 9)
-
-
-def test_a_draw_never_goes_beyond_the_largest_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale is rounded down, so that the largest element may be a hair above the last code.
-
-    The draws are zeros here, which round everything up; one code more would be the smallest.
-    """
-    for bits in [4, 8]:
-        monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
-        x = torch.rand_like(torch.empty(1000, 1), generator=torch.Generator().manual_seed(0))
-        made = quantize(x, bits, 1, "stochastic")
-        above = x / made.scales > TOP[bits]
-        assert bool(above.any())
-        back = dequantize(*made, bits, 1, 1)
-        assert torch.allclose(back, x, rtol=1e-5)

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import threading
-import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ from co2sim import files
 from co2sim.catalog import load_cluster, load_model
 from co2sim.cli import main as co2sim
 from co2sim.errors import CatalogError, OptionError, cut, error_line, visible
-from co2sim.files import read_bytes, text_of, write_atomically
+from co2sim.files import write_atomically
 from co2sim.published_speeds import read_speeds
 from realrun import record
 from realrun.launch.local import run_local
@@ -73,52 +71,6 @@ def test_only_regular_files_of_a_limited_size_are_read(tmp_path: Path, kind: str
             READERS[kind](path)
 
 
-def test_what_is_checked_is_what_was_opened(tmp_path: Path) -> None:
-    """A file that becomes a pipe again and again is read whole or refused, and never waited for."""
-    path, other = tmp_path / "a", tmp_path / "b"
-    stop = threading.Event()
-
-    def swap() -> None:
-        while not stop.is_set():
-            other.write_bytes(b"whole")
-            other.replace(path)
-            os.mkfifo(other)
-            other.replace(path)
-
-    path.write_bytes(b"whole")
-    thread = threading.Thread(target=swap)
-    thread.start()
-    try:
-        found = set()
-        for _ in range(500):
-            try:
-                found.add(read_bytes(path))
-            except OSError as error:
-                found.add(str(error.strerror).encode())
-    finally:
-        stop.set()
-        thread.join()
-    assert found <= {b"whole", b"it is not a regular file"}
-
-
-def test_a_file_that_grows_is_not_read_beyond_the_limit(tmp_path: Path) -> None:
-    """The limit is of what is read, not of what its size was; files of /proc say 0."""
-    (tmp_path / "a").write_bytes(b"x" * 11)
-    assert read_bytes(tmp_path / "a", 11) == b"x" * 11
-    with pytest.raises(OSError, match="larger than"):
-        read_bytes(tmp_path / "a", 10)
-    with pytest.raises(OSError, match="larger than"):
-        read_bytes(Path("/proc/self/environ"), 1)
-    with pytest.raises(OSError, match="not the name of a file"):
-        read_bytes(Path("a\0b"))
-
-
-def test_ends_of_lines_and_marks_of_editors_do_not_matter(tmp_path: Path) -> None:
-    """As Python reads texts."""
-    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
-    assert text_of(tmp_path / "a") == "a\nb\nc\n"
-
-
 @pytest.mark.parametrize("name", ["gpu", "failures"])
 def test_a_cluster_from_others_names_no_other_file_of_this_disk(tmp_path: Path, name: str) -> None:
     """Neither by its path, nor through a link."""
@@ -168,19 +120,6 @@ def test_toml_that_is_nested_deeply_is_refused_before_it_is_read(what: str) -> N
         files.toml(DEEP[what])
 
 
-def test_texts_may_hold_any_number_of_brackets_and_dots() -> None:
-    """And comments; 32 levels are allowed."""
-    text = f"""\
-a = "{"[" * 99}" # {"[" * 99}
-b = '{"{." * 99}'
-c = \"\"\"{'[."' * 99}\\\"\"\"\"
-d = '''{"[.'" * 99}'''
-e = {"[" * 31}1.5, 2.5{"]" * 31}
-f{".g" * 31} = 1
-"""
-    assert files.toml(text) == tomllib.loads(text)
-
-
 @given(st.recursive(st.text() | st.floats(allow_nan=False), st.lists, max_leaves=20))
 def test_json_is_read_as_written_but_for_control_characters(tree: object) -> None:
     """Of any tree of a depth that is allowed."""
@@ -193,24 +132,6 @@ def test_json_is_read_as_written_but_for_control_characters(tree: object) -> Non
 
     assert files.json_tree(json.dumps(tree)) == shown(tree)
     assert files.json_line(json.dumps(tree)) == shown(tree)
-
-
-@pytest.mark.parametrize("depth", [33, 500, 100_000])
-def test_json_that_is_nested_deeply_is_refused(depth: int) -> None:
-    """With brackets that close or do not."""
-    for text in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
-        with pytest.raises(ValueError, match="more than 32 levels deep"):
-            files.json_tree(text + " ")
-    assert files.json_tree("[" * 32 + "]" * 32)
-
-
-def test_numbers_that_no_float_holds_are_refused() -> None:
-    """They would overflow somewhere behind."""
-    for text in ("9" * 301, "9" * 5000):
-        with pytest.raises(ValueError, match="digits"):
-            files.json_tree(text)
-        with pytest.raises(ValueError, match="digits"):
-            files.toml(f"a = {text}")
 
 
 @given(st.text())
@@ -250,17 +171,6 @@ def test_an_escape_sequence_in_a_name_does_not_reach_the_terminal(
     assert r"\x1b[2J" in ended.err
 
 
-def test_a_table_of_efficiencies_with_a_number_in_it_is_refused(tmp_path: Path) -> None:
-    """It names what must be a table."""
-    path = tmp_path / "mine.toml"
-    path.write_text(EXAMPLE.replace('"a100-40"', '"own.toml"'))
-    lines = [line for line in GPU.splitlines() if not line.startswith("efficiency")]
-    table = 'efficiency = [{flops = "1 GFLOP", value = 0.5}, 1.5]'
-    (tmp_path / "own.toml").write_text("\n".join([table, *lines]))
-    with pytest.raises(CatalogError, match=r"gpu\.efficiency\.1"):
-        load_cluster(str(path))
-
-
 def test_drafts_are_new_files_with_random_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,38 +206,6 @@ def test_drafts_are_new_files_with_random_names(
     assert (tmp_path / "a.csv").read_bytes() == b"new"
 
 
-def test_links_in_a_ring_are_an_error_of_one_line(tmp_path: Path) -> None:
-    """And so are names that no file can have."""
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    for path in (tmp_path / "a", tmp_path / ("x" * 300), tmp_path / "a\0b"):
-        with pytest.raises(OptionError, match="cannot write"):
-            write_atomically({path: b""})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("head", ['name = "', '"""', "'''", "name = [", '{a = """'])
-@pytest.mark.parametrize("part", ['\\"', '""', '\\"""', "'", "[", '"a', "\n[["])
-def test_texts_that_are_not_closed_are_refused_in_linear_time(head: str, part: str) -> None:
-    """A megabyte takes a second; in quadratic time it would be many minutes."""
-    text = head + part * ((files.MOST_TOML_BYTES - len(head)) // len(part))
-    began = time.process_time()
-    with pytest.raises(ValueError, match=r"."):
-        files.toml(text)
-    assert time.process_time() - began < 5
-
-
-def test_a_quote_before_the_end_of_a_text_hides_no_bracket() -> None:
-    """TOML lets texts in three quotes end with up to two more: forty such lists are not deep."""
-    for end in ('"', '""', "'", "''"):
-        marks = end[0] * 3
-        text = "".join(f"a{n} = [{marks}b{end}{marks}]\n" for n in range(40))
-        assert files.toml(text)["a39"] == [f"b{end}"]
-        deep = f"a = [{marks}b{end}{marks}, " + "[" * 40
-        with pytest.raises(ValueError, match="nested more than 32"):
-            files.toml(deep)
-
-
 # --- runs from others ---------------------------------------------------------------------------
 
 
@@ -348,30 +226,6 @@ def recorded(tmp_path: Path) -> tuple[dict[str, object], list[str]]:
     return json.loads((tmp_path / "run/run.json").read_text()), lines
 
 
-WRONG: dict[str, list[object]] = {
-    "rounds": ["1", 1.5, True, 0],
-    "clock_error": [-1, "nan"],
-    "figures": [[], {"round_time_s": "1"}],
-    "environment": [{"a": {}}],
-    "model": [{"name": "x", "blocks": [], "tokens": 1}],
-    "cluster": [{}],
-    "strategy": ["x", "co2(tau=x)"],
-    "kernels": [[]],
-    "micro_batch": ["x", 0],
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_value_in_a_run_is_one_line(
-    compare: Command, tmp_path: Path, recorded: tuple[dict[str, object], list[str]], name: str
-) -> None:
-    """Of another type, or out of range; None and a list are no value of any."""
-    run, lines = recorded
-    assert compare("compare", str(tmp_path / "run")).code == 0
-    for value in [None, *WRONG[name]]:
-        refused(compare, tmp_path / "run", {**run, name: value}, lines)
-
-
 def test_a_span_that_cannot_be_is_one_line(
     compare: Command, tmp_path: Path, recorded: tuple[dict[str, object], list[str]]
 ) -> None:
@@ -387,21 +241,6 @@ def test_a_span_that_cannot_be_is_one_line(
     for change in changes:
         changed = json.dumps({**json.loads(lines[5]), **change})
         refused(compare, tmp_path / "run", run, [*lines[:5], changed, *lines[6:]])
-
-
-@pytest.mark.parametrize("file", ["run.json", "trace.jsonl"])
-def test_a_run_that_is_nested_deeply_is_one_line(
-    compare: Command,
-    tmp_path: Path,
-    recorded: tuple[dict[str, object], list[str]],  # noqa: ARG001 - its files
-    file: str,
-) -> None:
-    """At any depth."""
-    for depth in (40, 100_000):
-        (tmp_path / "run" / file).write_text("[" * depth + "]" * depth)
-        ended = compare("compare", str(tmp_path / "run"))
-        assert (ended.code, ended.err.count("\n")) == (2, 1)
-        assert "32 levels deep" in ended.err
 
 
 @pytest.mark.dist

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -147,20 +146,6 @@ def test_the_first_news_comes_when_it_is_due(
     assert at(200.0) == ""
 
 
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_torchrun_starts_the_same_command(tmp_path: Path) -> None:
-    """Two ranks by torchrun's environment; text output."""
-    torchrun = (
-        sys.executable,
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-    )
-    done = call(tmp_path, *RUN, "-s", "zero2", launcher=torchrun, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert "zero2 on 2 GPUs in 1 node\ncluster  this machine\n" in done.stdout
-    assert "measured: averages over the last of 3 rounds" in done.stdout
-
-
 @pytest.mark.dist
 def test_real_matrix_products_run(tmp_path: Path) -> None:
     """Flops kernels on one rank: no communication, a trace, and the speed of the processor."""
@@ -222,16 +207,3 @@ def test_bad_input_gives_one_line_and_starts_nothing(cli: Run, tmp_path: Path) -
         assert said in errors
         assert errors.count("\n") == 1
         assert [path.name for path in tmp_path.iterdir()] == ["cluster.toml"]
-
-
-@pytest.mark.nightly
-def test_without_torch_the_command_says_what_to_install(tmp_path: Path) -> None:
-    """The base install has no torch; one line, not a traceback."""
-    (tmp_path / "torch.py").write_text(
-        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
-    )
-    shutil.copytree(ROOT / "realrun", tmp_path / "realrun")
-    shutil.copytree(ROOT / "co2sim", tmp_path / "co2sim")
-    done = call(tmp_path, *RUN, "-s", "ddp", "--nproc", "1", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 2, done.stderr
-    assert "PyTorch is not installed: pip install 'co2sim[torch]'" in done.stderr

@@ -1,8 +1,6 @@
 """A run's folder: what was asked, what was measured, and the timeline."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from tiny import cluster, model
 from co2sim import Case, study
 from co2sim.errors import CatalogError, Co2simError
 from realrun import record
-from realrun.record import Record, folder_name
+from realrun.record import Record
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,42 +54,6 @@ def test_every_option_of_the_case_is_kept(made: Record, tmp_path: Path) -> None:
         assert record.read(tmp_path / "run").case == case
 
 
-def test_a_record_from_before_there_was_a_global_batch_is_read(
-    made: Record, tmp_path: Path
-) -> None:
-    """What can be None may be missing; what cannot is named."""
-    record.write(tmp_path / "run", made)
-    path = tmp_path / "run" / "run.json"
-    kept = json.loads(path.read_text())
-    del kept["global_batch"]
-    path.write_text(json.dumps(kept))
-    assert record.read(tmp_path / "run").case == made.case
-    del kept["micro_batch"]
-    path.write_text(json.dumps(kept))
-    with pytest.raises(CatalogError, match=r"run\.json has no 'micro_batch'"):
-        record.read(tmp_path / "run")
-
-
-@pytest.mark.nightly
-def test_importing_a_library_loads_no_command_line() -> None:
-    """Nor anything else that it does not need."""
-    for module, without in [
-        ("realrun.record", "typer rich torch matplotlib pandas scipy"),
-        ("realrun.resolve", "typer rich torch matplotlib pandas scipy"),
-        ("realrun.launch.lab", "typer rich torch matplotlib pandas scipy"),
-        ("realrun.launch.local", "typer rich torch matplotlib pandas scipy"),
-        ("realrun.measure", "typer rich matplotlib pandas scipy"),
-        ("realrun.cli.app", "rich torch matplotlib pandas scipy"),
-    ]:
-        if module == "realrun.measure":
-            pytest.importorskip("torch")
-        script = f"import sys, {module}; print(*sys.modules)"
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert not set(without.split()) & set(done.stdout.split())
-
-
 def test_other_folders_are_refused_in_one_line(made: Record, tmp_path: Path) -> None:
     """Whatever is wrong with it, the folder is named."""
     for damage in ["missing", "empty", "not json", "other keys"]:
@@ -104,9 +66,3 @@ def test_other_folders_are_refused_in_one_line(made: Record, tmp_path: Path) -> 
             record.read(folder)
         assert isinstance(caught.value, Co2simError)
         assert "\n" not in str(caught.value)
-
-
-def test_folders_are_named_by_strategy() -> None:
-    """Short, without characters that a shell minds."""
-    assert folder_name("ddp") == "ddp"
-    assert folder_name("co2:worker=node,tau=8") == "co2-tau=8-worker=node"

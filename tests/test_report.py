@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -27,18 +26,14 @@ from co2sim.memory import GIB
 from co2sim.report import (
     bar_charts,
     bundle,
-    comparison,
     page,
     rounds,
     sections,
     study_page,
-    tables,
 )
 from co2sim.report.study_page import Study
-from co2sim.report.tables import Answered
-from co2sim.step_factors import NO_GOAL, remark
+from co2sim.step_factors import NO_GOAL
 from co2sim.study import run
-from co2sim.units import duration
 
 PRICED = {"price_per_gpu": "2 USD/h"}
 STRATEGIES = ["ddp", "zero3", "co2:tau=4,delay=1,worker=node"]
@@ -136,11 +131,6 @@ def test_nothing_is_loaded_and_only_its_own_scripts_may_run(text: str) -> None:
     assert "@import" not in outside
 
 
-def test_a_page_is_small(text: str) -> None:
-    """At most 2 MB beside the bundle of Vega, which takes 0.9."""
-    assert len(text.encode()) - len(bundle.vega().encode()) < 2e6
-
-
 @pytest.mark.parametrize("strategy", ["zero3", "diloco:tau=50,fragments=4,delay=3"])
 def test_a_timeline_holds_the_round_in_few_bars(strategy: str) -> None:
     """Bars lie in the round, in order on each stream; together they are the spans of a rank."""
@@ -157,15 +147,6 @@ def test_a_timeline_holds_the_round_in_few_bars(strategy: str) -> None:
     assert all(0 <= bar.start <= bar.end <= shown.length * (1 + 1e-12) for bar in shown.bars)
     exposed = 1e3 * result.exposed_comm_s
     assert computed == pytest.approx(shown.length - exposed, rel=0.01)
-
-
-def test_ops_too_short_to_show_are_one_bar_of_the_kind_that_takes_longest() -> None:
-    """Which is any of them; what can be seen is a bar of its own."""
-    kinds = np.array([0, 1])
-    for end, longest in ((0.1, 1), (0.2, 0)):
-        starts, ends = np.array([0.0, end]), np.array([end, 0.3])
-        assert rounds._rows(kinds, starts, ends, 1.0) == [(0, 1, longest)]
-        assert rounds._rows(kinds, starts, ends, 0.05) == [(0, 0, 0), (1, 1, 1)]
 
 
 def test_shares_of_a_round_sum_to_one() -> None:
@@ -187,18 +168,6 @@ def test_bars_of_memory_are_the_items_of_a_gpu(text: str) -> None:
         sizes = [row["size"] for row in drawn_points(spec) if row.get("strategy") == one.strategy]
         total = one.result.memory_bytes_per_gpu["total"] / GIB
         assert sum(sizes) == pytest.approx(total)
-
-
-def test_without_tokens_the_answer_is_the_fastest_of_each_cluster() -> None:
-    """With the most GPUs, of those that fit in memory."""
-    study = study_of(["a100-tcp80", "a100-roce800"])
-    *_, first, second = study.answer()
-    for words, cluster in ((first, "a100-tcp80"), (second, "a100-roce800")):
-        group = study.largest[cluster]
-        best = max(group, key=lambda one: one.result.tokens_per_s)
-        assert cluster in words
-        assert best.strategy in words
-        assert f"{best.result.tokens_per_s:,.0f}" in words
 
 
 def test_of_two_clusters_the_answer_says_how_much_more_one_may_cost() -> None:
@@ -234,57 +203,6 @@ def numbers(text: str, unit: str) -> list[str]:
     return re.findall(rf"([\d.,]+) {unit}\b", text)
 
 
-def of_two(slow: str, fast: str, model: str = "gpt2-small") -> dict[str, list[Answered]]:
-    """16 GPUs of two clusters, each with one strategy, or with several that "; " divides."""
-    job = Case(cluster="", model=model, strategy="")
-    found = {}
-    for name, texts in (("a100-tcp80", slow), ("a100-roce800", fast)):
-        cases = over_sizes(job, [name], texts.split("; "), "16")
-        found[name] = [Answered(name, c.strategy, c, run(c), None) for c in cases]
-    return found
-
-
-def test_a_speed_is_no_price_where_steps_differ_in_worth() -> None:
-    """A step of local updates on one cluster, of DDP on the other: only tokens/s are compared."""
-    local, *others = "co2:tau=4,delay=1,worker=node", "ddp", "zero3"
-    for slow, fast in [(local, other) for other in others] + [(other, local) for other in others]:
-        said = list(comparison.clusters(of_two(slow, fast)))
-        assert "tokens/s" in said[0]
-        assert "worth" not in " ".join(said)
-    for slow, fast in ((local, local), ("zero3", "ddp")):
-        said = list(comparison.clusters(of_two(slow, fast)))
-        assert "worth" in said[0]
-        assert "tokens/s" not in said[0]
-
-
-def test_tables_say_what_a_step_takes_and_days_between_their_ends() -> None:
-    """A step, not a round; an interval is written from its low end to its high one."""
-    every = study_of(tokens=1e9, overrides=PRICED).all
-    for one in every:
-        assert duration(one.result.step_time_s) in tables._speed(one)
-    found = tables.trainings(every)
-    assert found
-    for row in found.rows:
-        days, low, high = map(float, re.findall(r"[\d.]+", row[3]))
-        assert low < days < high
-
-
-def test_what_does_not_fit_gains_nothing() -> None:
-    """DDP gains most from the faster network, and has no room for this model."""
-    (group,) = study_of().largest.values()
-    best = comparison.first(group)
-    assert best
-    unfit = replace(best, result=replace(best.result, fits_in_memory=False))
-    second = comparison.first([unfit if one is best else one for one in group])
-    assert second
-    assert second.strategy != best.strategy
-    both = f"ddp; {STRATEGIES[2]}"
-    assert "With ddp, a100-roce800" in " ".join(comparison.clusters(of_two(both, both)))
-    groups = of_two(both, both, "transnormer-7b")
-    assert [one.result.fits_in_memory for one in groups["a100-tcp80"]] == [False, True]
-    assert "With ddp" not in " ".join(comparison.clusters(groups))
-
-
 def test_without_prices_days_are_drawn_over_gpus() -> None:
     """Those of the totals, with their intervals; with prices money is drawn over days instead."""
     study = study_of(tokens=1e9)
@@ -294,34 +212,6 @@ def test_without_prices_days_are_drawn_over_gpus() -> None:
     points = drawn_points(dict(figure.chart))
     expected = {(o.strategy, o.result.gpus, o.totals.days) for o in study.all if o.totals}
     assert {(row["strategy"], row["gpus"], row["value"]) for row in points} == expected
-
-
-def test_with_tokens_clusters_are_compared_by_days() -> None:
-    """What a step is worth counts, so that the fastest strategy may be another one."""
-    study = study_of(["a100-tcp80", "a100-roce800"], tokens=1e9)
-    least = {}
-    for name, group in study.largest.items():
-        least[name] = min(one.totals.days for one in group if one.totals)
-    ratio = least["a100-tcp80"] / least["a100-roce800"]
-    assert numbers(study.answer()[0], "times")[0] == f"{ratio:.1f}"
-    worth = remark([one.result.strategy for one in study.all])
-    assert "co2" in worth
-    for one in (study, study_of()):
-        assert any(worth in text for text in one.doubts())
-
-
-def test_what_is_undecided_is_judged_by_progress_and_of_what_fits() -> None:
-    """Pairs of neighbours in days, whose intervals of days overlap."""
-    study = study_of(tokens=1e9)
-    (group,) = study.largest.values()
-    ranked = sorted((one for one in group if one.totals), key=lambda one: one.totals.days)  # type: ignore[union-attr]
-    pairs = [
-        f"{one.strategy} and {other.strategy}"
-        for one, other in pairwise(ranked)
-        if one.totals.days_high >= other.totals.days_low  # type: ignore[operator, union-attr]
-    ]
-    assert pairs
-    assert any("; ".join(pairs) in text for text in study.doubts())
 
 
 def test_equal_clusters_are_called_equal() -> None:
@@ -334,34 +224,6 @@ def test_equal_clusters_are_called_equal() -> None:
         panels=[name for name in ("one", "other") for _ in study.cases],
     )
     assert "equally fast" in twice.answer()[0]
-
-
-def test_what_varies_has_panels_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two networks are two panels, each with the simulator's answer."""
-    given = ["report", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "16"]
-    speeds = ["25 Gbit/s", "400 Gbit/s"]
-    given += ["--vary", f"inter.bandwidth={', '.join(speeds)}"]
-    text = written(tmp_path_factory, *given).text
-    for place, speed in enumerate(speeds):
-        found = simulate(
-            "a100-tcp80", "gpt2-small", "ddp", gpus=16, overrides={"inter.bandwidth": speed}
-        )
-        (words,) = re.findall(rf"{speed}, [^.]*? ([\d,]+) tokens/s", html.unescape(text))[:1]
-        assert words == f"{found.tokens_per_s:,.0f}"
-        points = drawn_points(held(text, "specs")[f"speed-{place}"])
-        assert {point["value"] for point in points} == {found.tokens_per_s}
-
-
-@pytest.mark.parametrize("name", ["run", pytest.param("scale", marks=pytest.mark.slow)])
-def test_the_page_repeats_its_command_and_what_is_printed_stays(cli: Command, name: str) -> None:
-    """Of each command that has a page about strategies."""
-    given = [name, "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-s", "zero3", "-g", "8"]
-    paged = [*given, "--report", "r.html"]
-    done = cli(*paged)
-    page = Path("r.html").read_text("utf-8")
-    assert page.startswith("<!doctype html>")
-    assert f"co2sim {' '.join(paged)}" in page
-    assert done.out.split() == [*cli(*given).out.split(), "report", "r.html"]
 
 
 def test_a_missing_extra_is_named_before_anything_is_simulated(

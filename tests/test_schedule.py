@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from co2sim.errors import ScheduleError
 from co2sim.schedule import (
-    LEADERS,
     NODE,
     PEERS,
     WORLD,
@@ -106,13 +105,6 @@ def test_instances_wait_for_what_the_body_says(body: tuple[Op, ...], rounds: int
         assert (instance.number, given_waits) == (number, meant)
 
 
-@given(bodies(), st.integers(1, 5))
-def test_body_order_is_a_legal_serial_execution(body: tuple[Op, ...], rounds: int) -> None:
-    """Nothing waits for what is issued later, so no schedule can deadlock."""
-    for instance in Schedule("random", body).instances(rounds):
-        assert all(wait < instance.number for wait in instance.waits)
-
-
 layouts = st.builds(Layout, st.integers(1, 6), st.integers(1, 6))
 
 
@@ -128,26 +120,6 @@ def test_groups_partition_the_ranks(layout: Layout) -> None:
             assert rank in members
             assert len(members) == size
             assert all(group.members(other, layout) == members for other in members)
-
-
-@given(layouts)
-def test_peers_have_the_same_place_in_every_node(layout: Layout) -> None:
-    """NODE groups share the node, PEERS groups share the place and meet every node once."""
-    g = layout.gpus_per_node
-    for rank in range(layout.world_size):
-        assert {member // g for member in NODE.members(rank, layout)} == {rank // g}
-        peers = PEERS.members(rank, layout)
-        assert {member % g for member in peers} == {rank % g}
-        assert [member // g for member in peers] == list(range(layout.nodes))
-
-
-@given(layouts)
-def test_leaders_are_the_first_ranks_of_all_nodes(layout: Layout) -> None:
-    """They meet each other; every other rank is alone."""
-    first = range(0, layout.world_size, layout.gpus_per_node)
-    for rank in range(layout.world_size):
-        members = LEADERS.members(rank, layout)
-        assert list(members) == (list(first) if rank in first else [rank])
 
 
 @pytest.mark.parametrize("group", [block(3), Group("rack")])
@@ -173,30 +145,6 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(group: Group) -> None:
 def test_bytes_count_elements_and_scales(dtype: DType, scale_block: int, size: float) -> None:
     """A buffer of 1000 elements has its bytes, and 4 more for every started block of scales."""
     assert Collective(Kind.ALL_GATHER, "x", 1000, dtype, WORLD, scale_block).bytes == size
-
-
-def test_a_schedule_reads_as_a_table() -> None:
-    """`str` gives stream, op, work and waits in columns."""
-    average = Collective(Kind.ALL_REDUCE, "delta", 355, DType.FP32, WORLD)
-    gather = Collective(Kind.ALL_GATHER, "x", 64, DType.INT8, block(4), 16)
-    schedule = Schedule(
-        "CO2(tau=1)",
-        (
-            op("step0"),
-            op("outer", After("average", 1)),
-            Op("average", average, "comm", (After("outer"), After("step0"))),
-            Op("gather", gather, "comm"),
-        ),
-    )
-    assert str(schedule).splitlines() == [
-        "CO2(tau=1)",
-        "compute  step0    step: 1e+06 FLOP, 0 B",
-        "compute  outer    step: 1e+06 FLOP, 0 B                    after average[-1]",
-        "comm     average  all_reduce(delta: 355 fp32) over world   after outer, step0",
-        "comm     gather   all_gather(x: 64 int8/16) over block(4)",
-    ]
-    assert schedule.streams == ("compute", "comm")
-    assert schedule.lag == 1
 
 
 def closed(body: tuple[Op, ...]) -> tuple[Op, ...]:
@@ -227,11 +175,3 @@ def test_rounds_are_apart_if_the_last_op_stands_between_them(
     ahead = nx.ancestors(graph, 6 * size - 1)
     assert schedule.apart == (here <= behind and here - {6 * size - 1} <= ahead)
     assert schedule.apart or not close
-
-
-def test_rounds_that_end_with_a_collective_are_not_apart() -> None:
-    """A round is measured to its last compute op; behind that there is more of it."""
-    work = Collective(Kind.ALL_GATHER, "weights", 1, DType.BF16, WORLD)
-    body = (op("step", After("gather", 1)), Op("gather", work, "comm", (After("step"),)))
-    assert not Schedule("zero1", body).apart
-    assert not Schedule("free", (replace(body[1], after=()), op("step", After("gather")))).apart

@@ -86,26 +86,6 @@ def test_what_outlives_its_burst_falls_behind(lag: float, times: list[float]) ->
     assert ends(small, {"nic": RATE, "gpu": 1.0}, {"nic": 40.0}, lag=lag) == [0.0, 10.0]
 
 
-def test_flows_that_come_together_share_the_credit() -> None:
-    """Of 40 B of credit 100 B get 10 and 300 B get 30; 90 B at 5 B/s, then 180 B at 10."""
-    flows: list[tuple[float, Loads]] = [(0.0, {"nic": 100.0}), (0.0, {"nic": 300.0})]
-    assert ends(flows, {"nic": RATE}, {"nic": 40.0}) == pytest.approx([18.0, 36.0])
-
-
-def test_a_flow_held_back_elsewhere_leaves_credit_to_others() -> None:
-    """Held to 4 B/s by its GPU, whose burst is next to nothing: at 5 s all 40 B are left."""
-    flows: list[tuple[float, Loads]] = [(0.0, {"gpu": 40.0, "nic": 40.0}), (5.0, {"nic": 40.0})]
-    found = ends(flows, {"gpu": 4.0, "nic": RATE}, {"nic": 40.0, "gpu": 0.1})
-    assert found[1] == pytest.approx(5.0, abs=0.1)
-    assert found[0] == pytest.approx(10.0, abs=0.1)
-
-
-def test_what_passes_at_once_still_takes_its_latency_steps() -> None:
-    """A transfer ends no earlier than its least time, and what takes longer is not delayed."""
-    flows: list[tuple[float, Loads]] = [(0.0, {"nic": 10.0}), (20.0, {"nic": 100.0})]
-    assert ends(flows, {"nic": RATE}, {"nic": 40.0}, least=3.0) == pytest.approx([3.0, 26.0])
-
-
 @given(
     st.floats(0.0, 60.0),
     st.lists(st.tuples(st.floats(0.01, 12.0), st.floats(1.0, 200.0)), min_size=1, max_size=8),
@@ -213,32 +193,6 @@ def test_collectives_in_flight_share_a_host(burst: float) -> None:
     assert both(100, "shared") == pytest.approx(small + 3 * LATENCY)
     apart, shared = both(40_000, "apart"), both(40_000, "shared")
     assert 60e-3 - 2e-3 <= apart <= shared <= apart + 3 * LATENCY
-
-
-def test_bytes_of_bursts_share_a_host_once() -> None:
-    """Two all-to-alls of 1 kB each way: the burst takes 1 ms at 1 MB/s, and so does a step."""
-    work = Collective(Kind.ALL_TO_ALL, "x", 2_000, DType.INT8, WORLD)
-    body = Schedule("both", tuple(Op(stream, work, stream) for stream in ("a", "b")))
-    cluster = shaped(2, 50_000.0, pace=1e6, hosts="shared")
-    trace = execute(body, cluster, precision="bf16", rounds=1, fold=False)
-    alone = footprint(work, cluster).alone(cluster)
-    assert alone == pytest.approx(LATENCY + 1e-3)
-    assert max(span.end for span in trace.spans) == pytest.approx(2 * alone)
-
-
-@pytest.mark.parametrize("size", [100, 40_000])
-def test_a_burst_hides_all_latency_steps_but_one_behind_bytes(size: int) -> None:
-    """All-gathers around 4 nodes that follow each other: their bytes, or their three steps.
-
-    3/4 of 40 kB take 30 ms at 1 MB/s. The burst of 2 kB holds what a step of 1 ms keeps back, and
-    its 2 ms are saved once. Without a burst every step comes on top: 33 ms.
-    """
-    steps, bytes_ = 3 * LATENCY, 0.75 * size / 1e6
-    found = in_a_row(Kind.ALL_GATHER, size, shaped(4, 2_000.0), 5)
-    expected = 5 * steps if size == 100 else 5 * bytes_ + LATENCY - 2e-3
-    assert found == pytest.approx(expected, rel=1e-6)
-    plain = in_a_row(Kind.ALL_GATHER, size, shaped(4, 0.0), 5)
-    assert plain == pytest.approx(5 * (steps + bytes_), rel=1e-6)
 
 
 def test_every_collective_takes_the_overhead_of_a_call() -> None:

@@ -11,7 +11,6 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from co2sim import strategies
 from co2sim.cluster import Cluster, Link
 from co2sim.errors import OptionError
 from co2sim.lowering import span_count
@@ -30,11 +29,9 @@ from co2sim.schedule import (
     Layout,
     Op,
     Schedule,
-    block,
 )
 from co2sim.simulator import execute
 from co2sim.trace import Trace
-from co2sim.workload import Block, Model, Workload
 
 SECOND = 1e12
 """FLOP that take a tiny GPU one second."""
@@ -175,13 +172,6 @@ def test_without_contention_every_op_ends_at_the_longest_path(
     assert sum(trace.ranks.values()) == cluster.layout.world_size
 
 
-def test_speeds_are_those_of_nodes_that_exist() -> None:
-    """Of four nodes, node 1.0 is node 1, and 4 is none."""
-    assert Noise(node_speed={1.0: 0.5}).node_slowdowns(Layout(4, 2)) == (1, 2, 1, 1)  # type: ignore[dict-item]
-    with pytest.raises(OptionError, match="nodes are 0 to 3"):
-        Noise(node_speed={4: 0.5}).node_slowdowns(Layout(4, 2))
-
-
 @pytest.mark.parametrize(
     ("fields", "given"),
     [
@@ -237,46 +227,11 @@ def test_only_collectives_of_one_nccl_communicator_take_turns(
     assert ends(trace) == pytest.approx({"a": end, "b": 6e-3})
 
 
-def test_the_free_communicator_takes_the_first_issued_of_those_ready() -> None:
-    """When the communicator frees, the earlier issued of two waiting collectives goes first."""
-    body = (
-        transfer("first", 1_000_000, stream="a"),
-        seconds("work", 1e-3),
-        transfer("second", 1_000_000, After("work"), stream="b"),
-        transfer("third", 1_000_000, stream="c"),
-    )
-    # third is ready at 0, second only at 1 ms, but first is in the way until 3 ms
-    trace = run(Schedule("three", body), tiny.cluster(4, 1))
-    assert ends(trace) == pytest.approx(
-        {"first": 3e-3, "work": 1e-3, "second": 6e-3, "third": 9e-3}
-    )
-
-
 def test_communication_in_flight_slows_compute_down() -> None:
     """10 s of compute with 4 s of communication at 25 %: 3.2 s of work in 4 s, then 6.8 s."""
     body = (seconds("work", 10.0), transfer("x", 1_000_000))
     cluster = tiny.cluster(4, 1, inter=Link(0.75e6), interference=0.25)
     assert ends(run(Schedule("s", body), cluster)) == pytest.approx({"x": 4.0, "work": 10.8})
-
-
-def test_interference_counts_once_however_many_are_in_flight() -> None:
-    """Two transfers on 1-7 s and 3-9 s slow 10 s of compute down from 1 s to 9 s: 11.6 s in all.
-
-    1 s at full speed, 8 s at 1/1.25 = 6.4 s of work, and 2.6 s at full speed again.
-    """
-    link = Link(1e40, 3.0)  # two ring steps over three nodes: 6 s
-    body = (
-        seconds("one", 1.0, stream="a"),
-        transfer("x", 1, After("one"), stream="a"),
-        seconds("three", 3.0, stream="b"),
-        transfer("y", 1, After("three"), stream="b"),
-        seconds("work", 10.0),
-    )
-    quick = tiny.cluster(3, 1, inter=link, interference=0.25, backend="gloo")
-    found = ends(run(Schedule("s", body), quick))
-    # "three" computes too: 1 s, then 2 s of work at 1/1.25 take 2.5 s, so y is on 3.5-9.5 s
-    assert found["y"] == pytest.approx(9.5)
-    assert found["work"] == pytest.approx(9.5 + (10 - 1 - 8.5 / 1.25))
 
 
 def test_each_collective_takes_its_time_from_the_compute_beside_it() -> None:
@@ -329,20 +284,6 @@ def test_streams_that_share_a_processor_let_those_that_communicate_go_first() ->
     )
 
 
-def test_what_ends_as_another_stream_begins_has_ended() -> None:
-    """It does not stand still, whichever of the two is heard of first."""
-    body = (
-        transfer("x", 1, stream="a"),
-        seconds("quantize", 2.0, After("x"), stream="a"),
-        seconds("work", 6.0),
-        seconds("more", 1.0, After("work")),
-    )
-    cluster = tiny.cluster(3, 1, inter=Link(1e40, 3.0), gpu=tiny.gpu(streams="shared"))
-    for ops in (body, (body[2], *body[:2], body[3])):
-        found = ends(run(Schedule("s", ops), cluster))
-        assert found == pytest.approx({"x": 6.0, "quantize": 8.0, "work": 6.0, "more": 9.0})
-
-
 def test_nics_of_a_node_that_computes_attain_a_fraction() -> None:
     """4 s of communication beside 2 s of compute, at half of the rate: 1 s of it is done then."""
     body = (seconds("work", 1.5), seconds("more", 0.5), transfer("x", 1_000_000))
@@ -350,14 +291,6 @@ def test_nics_of_a_node_that_computes_attain_a_fraction() -> None:
     found = ends(run(Schedule("s", body), tiny.cluster(4, 1, inter=link)))
     assert found == pytest.approx({"work": 1.5, "more": 2.0, "x": 5.0})
     assert ends(run(Schedule("s", body), tiny.cluster(1, 4, inter=link)))["x"] < 0.01
-
-
-def test_one_rank_that_computes_keeps_the_nics_of_its_node_busy() -> None:
-    """However many do: nodes of two ranks, of which the first does all that leaves the node."""
-    move = transfer("x", 1_000_000, group=LEADERS)
-    body = (seconds("work", 2.0), move, transfer("y", 1, group=NODE))
-    cluster = tiny.cluster(4, 2, inter=Link(1.5e6, relay_efficiency=0.5, busy_efficiency=0.5))
-    assert ends(run(Schedule("s", body), cluster))["x"] == pytest.approx(5.0)
 
 
 MOVE = transfer("x", 1_000_000, group=LEADERS)
@@ -382,14 +315,6 @@ def test_who_does_not_wait_for_leaders_is_not_folded(
     assert ends(trace, 1)["work"] == pytest.approx(later)
 
 
-def test_blocks_at_different_sites_do_not_share_uplinks() -> None:
-    """Two pairs of sites gather at once, each over uplinks of its own: both take as long as one."""
-    cluster = tiny.cluster(4, 1, sites=4, wan=Link(1e6))
-    move = transfer("x", 1_000_000, group=block(2))
-    trace = run(Schedule("s", (move,)), cluster, fold=False)
-    assert {span.end for span in trace.spans} == {2.0}  # half of 4e6 bytes
-
-
 def test_jitter_scales_latency_as_well_as_bytes() -> None:
     """A collective of pure latency takes its 3 s times the factor that is drawn for it."""
     noise = Noise(jitter=0.3, seed=4)
@@ -399,16 +324,6 @@ def test_jitter_scales_latency_as_well_as_bytes() -> None:
     factors = noise.op_slowdowns(2, 0, 5)
     lengths = [tiny.by_op(trace)[turn, "x"] for turn in range(5)]
     assert [s.end - s.start for s in lengths] == pytest.approx([3 * f for f in factors])
-
-
-def test_waiting_for_others_is_no_interference() -> None:
-    """A rank that waits for a slow node to join has nothing in flight yet."""
-    body = (transfer("x", 1_000_000), seconds("work", 10.0))
-    late = Schedule("late", (seconds("first", 5.0, stream="comm"), *body))
-    cluster = tiny.cluster(2, 1, inter=Link(1e6), interference=1.0)
-    trace = run(late, cluster, noise=Noise(node_speed={1: 0.5}))
-    # node 0 is ready at 5 s, node 1 at 10 s: the 2 s in flight start when node 0 has computed 10 s
-    assert ends(trace, 0)["work"] == pytest.approx(10.0)
 
 
 def test_free_communication_takes_no_time() -> None:
@@ -457,17 +372,6 @@ def test_a_round_takes_what_the_algorithm_says(strategy: str, last: str, expecte
     """
     trace = run(tiny.schedule(strategy), slow_cluster(), rounds=8)
     assert period(trace, last) == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize(("prefetch", "exposed"), [(0, 3), (2000, 2)])
-def test_zero3_of_one_block_exposes_what_cannot_run_ahead(prefetch: int, exposed: int) -> None:
-    """Of two gathers and a reduce-scatter, only the backward's gather can hide, in the forward."""
-    only = Block("only", (2000,), 5e6, 0.0)
-    job = Workload(Model("one", (only,), tokens=1))
-    schedule = strategies.parse(f"zero3(prefetch={prefetch})").schedule(job, Layout(4, 1))
-    trace = run(schedule, tiny.cluster(4, 1), rounds=3)
-    each = 4000 * 3 / 4 / 1e9
-    assert period(trace, "optimizer") == pytest.approx(exposed * each + 15e-6 + 500 * 28e-12)
 
 
 # --- size and progress --------------------------------------------------------------------------
@@ -526,26 +430,3 @@ def test_the_same_seed_gives_the_same_trace_bit_for_bit() -> None:
 
     assert noisy(7) == noisy(7)
     assert noisy(7) != noisy(8)
-
-
-def test_with_jitter_every_rank_has_times_of_its_own() -> None:
-    """So every rank is simulated."""
-    trace = run(tiny.schedule("ddp"), tiny.cluster(), 2, noise=Noise(jitter=0.1))
-    assert trace.ranks == dict.fromkeys(range(4), 1)
-    assert len({s.end for s in trace.spans if s.op == "forward.layer0" and s.round == 0}) == 4
-
-
-def test_stragglers_keep_their_pace_and_only_they_unfold() -> None:
-    """`straggle` draws one pace for a node: all its ranks share it, in every round."""
-    schedule = Schedule("s", (seconds("work", 1.0),))
-    trace = run(schedule, tiny.cluster(4, 2), 3, noise=Noise(straggle=0.2, seed=3))
-    assert trace.ranks == {0: 2, 2: 2, 4: 2, 6: 2}
-    paces = {(s.rank, round(s.end - s.start, 12)) for s in trace.spans}
-    assert len(paces) == len({pace for _, pace in paces}) == 4
-
-
-def test_noise_adds_spread_not_work() -> None:
-    """The factors have mean 1."""
-    factors = Noise(jitter=0.5, seed=1).op_slowdowns(1, 0, 200_000)
-    assert sum(factors) / len(factors) == pytest.approx(1.0, abs=5e-3)
-    assert min(factors) > 0

@@ -1,28 +1,23 @@
 """Sites as workers: who meets, what crosses the links between sites, memory, and simulation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cost import messages
-from test_memory import GB, PARAMETERS, big
 
 from co2sim import strategies
 from co2sim.case import Case
-from co2sim.cluster import Cluster, Link, Tier
-from co2sim.cost import footprint, traffic
-from co2sim.errors import OptionError, ScheduleError
-from co2sim.metrics import communication, window
-from co2sim.noise import Noise
-from co2sim.schedule import SITE, SITE_PEERS, WORLD, Collective, DType, Kind, Layout, Op, Schedule
+from co2sim.cluster import Cluster, Link
+from co2sim.cost import traffic
+from co2sim.errors import OptionError
+from co2sim.metrics import window
+from co2sim.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
-from co2sim.strategies.co2 import CO2
 from co2sim.study import simulate
 from co2sim.trace import Trace
-from co2sim.trace_lines import read_json_lines
 
 LATENT = {"intra": Link(10e9, 1e-7), "inter": Link(1e9, 1e-6)}
 
@@ -82,14 +77,6 @@ def test_a_site_is_its_ranks_and_its_peers_are_one_rank_of_each_site(
         assert list(SITE_PEERS.members(rank, layout)) == across
 
 
-def test_sites_of_a_layout_are_equal() -> None:
-    """One site holds all."""
-    with pytest.raises(ScheduleError, match="4 equal sites"):
-        Layout(6, 2, 4)
-    assert SITE.members(3, Layout(3, 2)) == WORLD.members(3, Layout(3, 2))
-    assert len(SITE_PEERS.members(3, Layout(3, 2))) == 1
-
-
 def test_the_schedule_is_the_golden_one(golden: Callable[[str, str], None]) -> None:
     """On two sites of two nodes of 2 GPUs a rank averages a fourth of every fragment."""
     for text in ("co2(tau=2,delay=1,worker=site)", "diloco(tau=2,worker=site,inner=fsdp)"):
@@ -112,24 +99,6 @@ def test_where_a_site_is_a_node_it_does_not_matter_which_of_them_is_the_worker(
     assert one == other
 
 
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
-def test_a_site_steps_as_a_cluster_of_its_own_would(inner: str) -> None:
-    """A round of two steps takes as long as two steps of one site, and what the average adds.
-
-    That is the average and the outer step; DDP also has to gather what each rank updated.
-    """
-    site = tiny.cluster(2, 2, **LATENT)
-    on = cluster((4, 2, 2), wan=Link(1e30))
-    twice = window(run(inner, site, 4), tiny.schedule(inner), 1).round_time * 2
-    text = f"local_sgd(tau=2,worker=site,inner={inner})"
-    made = schedule(text, (4, 2, 2))
-    trace = tiny.by_op(execute(made, on, precision="bf16", rounds=4))
-    added = ("average", "outer", *(["publish"] if inner == "ddp" else []))
-    outside = sum(trace[3, name].end - trace[3, name].start for name in added)
-    found = window(run(text, on, 4), made, 1).round_time
-    assert found - outside == pytest.approx(twice, rel=1e-6)
-
-
 # --- what crosses the links between sites ------------------------------------------------------
 
 
@@ -148,16 +117,6 @@ def test_a_site_sends_the_model_once_around_its_peers(
     assert sent.wan == pytest.approx(2 * (sites - 1) / sites * 4 * m * -(-2000 // m))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_fewer_bytes_per_parameter_cross(dtype: str) -> None:
-    """bf16: a half. int8: an all-to-all and an all-gather of (S-1)/S each, scales included."""
-    text = f"diloco(tau=4,worker=site,dtype={dtype})"
-    sent = traffic(schedule(text, (4, 2, 2)), cluster((4, 2, 2))).wan
-    share = 2000 // 4
-    expected = 4 * share * 2 if dtype == "bf16" else 4 * (share + 4)  # one scale a share
-    assert sent == pytest.approx(expected)
-
-
 def test_a_burst_passes_an_uplink_at_once() -> None:
     """Of 15 kB that each site sends 5 kB pass at once, the others at 1 MB/s: 10 ms."""
     work = Collective(Kind.ALL_GATHER, "x", 15_000, DType.BF16, SITE_PEERS)
@@ -166,23 +125,6 @@ def test_a_burst_passes_an_uplink_at_once() -> None:
         Schedule("one", (Op("x", work, "comm"),)), on, precision="bf16", rounds=1, fold=False
     )
     assert tiny.makespan(trace) == pytest.approx(10e-3)
-
-
-@given(variants)
-def test_only_averages_leave_a_site(strategy: str) -> None:
-    """All other collectives are over the site, and put nothing on its uplink."""
-    made, on = schedule(strategy, (4, 2, 2)), cluster((4, 2, 2))
-    inside = [
-        op
-        for op in made.body
-        if isinstance(op.work, Collective) and op.work.group != SITE_PEERS and op.stream != "outer"
-    ]
-    assert inside
-    assert {op.work.group for op in inside if isinstance(op.work, Collective)} == {SITE}
-    assert (
-        traffic(Schedule("inside", tuple(Op(o.name, o.work, o.stream) for o in inside)), on).wan
-        == 0
-    )
 
 
 @given(shapes, st.integers(1, 6), st.floats(1e3, 1e9), st.sampled_from(["co2", "local_sgd"]))
@@ -210,110 +152,9 @@ def test_an_average_exposes_what_its_steps_do_not_hide(
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-@given(st.sampled_from([2, 4]), st.sampled_from([1, 2, 4, 8]))
-def test_peers_of_sites_are_no_more_in_a_pod_than_in_its_sites(sites: int, pod: int) -> None:
-    """Bytes that leave a pod of consecutive nodes are counted message by message."""
-    on = cluster((8, 2, sites), inter=Link(1e9, 1e-6, rail=Tier(pod)))
-    work = Collective(Kind.ALL_REDUCE, "x", 500_000, DType.BF16, SITE_PEERS)
-    sent = dict.fromkeys(range(8 // pod), 0.0)
-    for rank in range(on.layout.ranks_per_site):
-        for sender, receiver, size in messages(work, on, rank):
-            here, there = (one // on.gpus_per_node // pod for one in (sender, receiver))
-            if here != there:
-                sent[here] += size
-    crossed = footprint(work, on).tiers
-    found = sum(one.bytes * one.groups(on) for one in crossed)
-    assert found == pytest.approx(max(sent.values()))
-
-
-# --- memory ------------------------------------------------------------------------------------
-
-
-def test_memory_is_shared_among_all_gpus_of_a_site() -> None:
-    """7.5 billion parameters on two sites of 4 nodes of 8 GPUs, by hand.
-
-    zero2 shards gradients and optimizer over 32: 2 + 14/32 bytes per parameter. CO2 keeps anchor,
-    momentum and one buffer in fp32, with a delay one copy more; so does DiLoCo, without. fsdp
-    shards 16 bytes per parameter over 32.
-    """
-    layout = Layout(8, 8, 2)
-
-    def items(text: str) -> Mapping[str, float]:
-        return strategies.parse(text).memory(big(), layout)
-
-    for text, copies in (("co2(worker=site)", 3), ("diloco(worker=site)", 3)):
-        found = items(text)
-        states = sum(found[name] for name in ("parameters", "gradients", "optimizer"))
-        assert states == pytest.approx((2 + 14 / 32) * PARAMETERS)
-        assert found["outer"] == pytest.approx(copies * 4 * PARAMETERS / 32, rel=1e-6)
-    assert items("co2(worker=site,delay=3)")["outer"] / GB == pytest.approx(3.75)
-    sharded = items("co2(worker=site,inner=fsdp)")
-    states = sum(sharded[name] for name in ("parameters", "gradients", "optimizer"))
-    assert states == pytest.approx(16 * PARAMETERS / 32)
-
-
-# --- folding and simulation --------------------------------------------------------------------
-
-
-@given(variants, st.sampled_from([1, 2]))
-def test_schedules_run_by_the_rules(strategy: str, accumulation: int) -> None:
-    """Unfolded, with jitter: collectives end together, in order, for all members."""
-    made = schedule(strategy, (4, 2, 2), accumulation=accumulation)
-    noise = Noise(jitter=0.1)
-    trace = execute(made, cluster((4, 2, 2)), precision="bf16", rounds=3, noise=noise)
-    assert trace.violations(made) == []
-    assert len(trace.ranks) == 8
-
-
-@given(
-    variants,
-    shapes,
-    st.floats(1e5, 1e10),
-    st.sampled_from([0.0, 1e-5]),
-    st.sampled_from(["nccl", "gloo"]),
-)
-def test_no_more_is_exposed_than_sent(
-    strategy: str, shape: tuple[int, int, int], bandwidth: float, latency: float, backend: str
-) -> None:
-    """Whatever the uplink: exposed communication is part of busy communication."""
-    made = schedule(strategy, shape)
-    on = cluster(shape, wan=Link(bandwidth, latency), backend=backend)
-    paid, free = (
-        execute(made, on, precision="bf16", rounds=10, free_communication=free)
-        for free in (False, True)
-    )
-    during = window(paid, made, 5)
-    exposed = during.round_time - window(free, made, 5).round_time
-    assert -1e-15 <= exposed <= communication(paid, made, during).busy * (1 + 1e-9) + 1e-15
-
-
-def test_a_trace_keeps_its_sites(tmp_path: Any) -> None:
-    """They are written where there are several, and read back."""
-    path = tmp_path / "trace.jsonl"
-    for shape in ((4, 2, 2), (4, 2, 1)):
-        on = cluster(shape, **({} if shape[2] > 1 else {"wan": None}))
-        trace = run("zero2", on, 1)
-        path.write_text("\n".join(trace.to_json_lines()))
-        assert read_json_lines(path).layout == on.layout
-        assert ('"sites"' in path.read_text()) == (shape[2] > 1)
-
-
 # --- as a user asks ----------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {"cluster": "two-sites-wan", "model": "gpt2-small", "gpus": 32}
-
-
-@pytest.mark.slow
-def test_the_round_is_chosen_for_the_link_between_sites() -> None:
-    """tau=auto: as many steps as hide 2 (S-1)/S x 4 P bytes at the wan's speed, and no more."""
-    found = simulate(strategy="co2(tau=auto,delay=auto,worker=site,fragments=1)", **SMALL)
-    chosen = strategies.parse(found.strategy)
-    assert isinstance(chosen, CO2)
-    prepared = Case(strategy=found.strategy, **SMALL).prepare()
-    assert prepared.cluster.wan is not None
-    average = 4 * prepared.job.parameters / prepared.cluster.wan.payload_bandwidth
-    assert found.exposed_comm_s < 0.5 * found.round_time_s
-    assert chosen.tau * found.step_time_s == pytest.approx(average, rel=0.05)
 
 
 @given(st.sampled_from(["co2", "diloco", "local_sgd", "slowmo", "overlap_local_sgd"]))

@@ -1,6 +1,5 @@
 """Sites as workers on real processes: who meets, what is learned, and a lab of two sites."""
 
-import json
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -9,15 +8,12 @@ from typing import Any
 
 import pytest
 from ranks import on_ranks
-from test_lab import output
-from test_sites import VARIANTS
 
 from analysis.cli import main, measured
 from co2sim.catalog import load_cluster
 from co2sim.errors import OptionError
 from co2sim.schedule import Layout
-from realrun.cli import main as realrun_main
-from realrun.errors import LabError, sites_of
+from realrun.errors import LabError
 from realrun.launch.lab import check_machine, stated_cluster
 from realrun.launch.lab_plan import Lab
 from realrun.launch.namespaces import FRAME, PAYLOAD, queue, site_burst
@@ -41,15 +37,6 @@ def test_ranks_meet_inside_their_site_and_across() -> None:
         [[2, 3, 7.0], [0, 2, 4.0]],
         [[2, 3, 7.0], [1, 3, 6.0]],
     ]
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_every_schedule_over_sites_runs() -> None:
-    """A trace of all ranks that breaks no rule, and keeps the sites of the cluster."""
-    found = four("measured", strategies=VARIANTS)[0]
-    assert len(found) == len(VARIANTS)
-    assert all(one[:2] == [2, [0, 1, 2, 3]] and one[2] for one in found)
 
 
 @pytest.mark.nightly
@@ -81,28 +68,6 @@ def test_training_at_one_site_is_refused() -> None:
     with pytest.raises(OptionError, match="worker=site"):
         check(settings, Layout(2, 2))
     check(settings, Layout(2, 2, 2))
-
-
-def test_the_number_of_sites_is_one_unless_it_is_said() -> None:
-    """A whole number, at least 1."""
-    assert sites_of({}) == 1
-    assert sites_of({"REALRUN_SITES": "3"}) == 3
-    for text in ("0", "-1", "1.5", ""):
-        with pytest.raises(OptionError, match="number of sites"):
-            sites_of({"REALRUN_SITES": text})
-
-
-def test_a_probe_over_sites_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It would take the link between sites for one between nodes: one line, exit code 2."""
-    monkeypatch.setenv("REALRUN_SITES", "2")
-    monkeypatch.setattr(sys, "argv", ["realrun", "probe", "--nproc", "2", "--out", "here.toml"])
-    with pytest.raises(SystemExit) as ended:
-        realrun_main()
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "a probe measures one speed between nodes, and REALRUN_SITES is 2" in line
 
 
 # --- the lab ------------------------------------------------------------------------------------
@@ -198,24 +163,3 @@ print(json.dumps([os.environ["REALRUN_SITES"], *times]), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-@pytest.mark.nightly
-@pytest.mark.lab
-@pytest.mark.usefixtures("machine")
-def test_only_what_leaves_a_site_is_slow() -> None:
-    """2 MB between two ranks: at 1 Gbit/s in a site; both pairs share 50 Mbit/s across, never less.
-
-    4 MB with headers, less what bursts let pass, at 6.25 MB/s take 0.65 s from the first begin to
-    the last end: ranks leave a barrier at different times, and the monotonic clock is one for all.
-    """
-    lab = Lab(4, 1, "1 Gbit/s", sites=2, wan="50 Mbit/s")
-    lines = output(lab, [sys.executable, "-c", SEE])
-    found = [json.loads(line[line.index('["') :]) for line in lines]
-    assert len(found) == 4
-    for sites, begin, end, _, _ in found:
-        assert sites == "2"
-        assert end - begin < 0.3
-    across = max(rank[4] for rank in found) - min(rank[3] for rank in found)
-    least = (2 * 2e6 * FRAME / PAYLOAD - 2 * site_burst(50e6 / 8, 1e9 / 8)) / (50e6 / 8)
-    assert across > 0.95 * least

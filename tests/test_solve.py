@@ -21,10 +21,8 @@ from co2sim.decide.break_even import MORE, levers
 from co2sim.decide.candidates import command_of
 from co2sim.decide.solve import Solved, monotone, solve, spans
 from co2sim.decide.targets import METRICS, Axis, Target, View, axis_of, target_of
-from co2sim.errors import OptionError
 from co2sim.goodput.of_result import goodput_of
 from co2sim.noise import Noise
-from co2sim.step_factors import Goal
 
 HERE = ("-c", "a100-tcp80", "-m", "gpt2-small", "-g", "16")
 
@@ -178,29 +176,6 @@ def test_a_target_may_be_met_from_one_value_to_another() -> None:
     assert monotone([1.0, 1.0, 0.5])
 
 
-def test_a_jump_is_found_on_the_side_that_meets_the_target() -> None:
-    """Where a protocol changes, a figure may jump."""
-    axis = Axis("x", "", 1.0, 1e4)
-
-    def figure(x: float) -> float:
-        return 0.9 if x >= 123.456 else 0.1
-
-    (span,) = spans(figure, axis.points(), axis, Target("mfu", (0.5,)), 0.5)
-    assert span.low == pytest.approx(123.456, rel=1e-6)
-    assert figure(span.low) == 0.9
-
-
-def test_what_cannot_be_reached_says_the_best() -> None:
-    """No bandwidth between nodes makes up for a slow link inside them."""
-    cluster = roomy(2, 2, intra=tiny.Link(1e6))
-    case = tiny_case("ddp", cluster=cluster)
-    solved = found_for(case, "inter.bandwidth", "utilization=99%", "1 MB/s", "1e6 GB/s")
-    assert solved.answers[0].met == ()
-    assert solved.best is not None
-    assert solved.best[1] == max(figure for _, figure in solved.points if figure is not None)
-    assert solved.best[1] < 0.99
-
-
 @pytest.mark.slow
 def test_pessimists_need_more_than_optimists() -> None:
     """The ends of the interval of tokens/s give an interval of the answer around it."""
@@ -246,36 +221,6 @@ def test_what_binds_is_what_moves_the_figure() -> None:
     name, better = solved.binds
     assert better > solved.best[1]
     assert name in {"intra.bandwidth", "intra.latency", "inter.latency"}
-
-
-def test_sizes_that_a_batch_does_not_divide_are_left_out() -> None:
-    """Of 8 to 512 GPUs those that divide 512 samples are looked at; no gap is told between them."""
-    case = Case(cluster="dgx-h100", model="gpt2-xl", strategy="ddp", global_batch=512)
-    solved = found_for(case, "gpus", "tokens_per_s=1", "8", "512")
-    (span,) = solved.answers[0].met
-    assert (span.low, span.high) == (8, 512)
-    assert all(512 % count == 0 for count, _ in solved.points)
-    assert solved.failed is not None
-    assert "is not a multiple of" in solved.failed
-
-
-def test_local_updates_pay_for_what_their_steps_are_worth() -> None:
-    """Days to the tokens of ddp: 1.3 times as many where a step is worth so much less."""
-    case = Case(cluster="a100-tcp80", model="gpt2-small", strategy="co2(tau=12)", gpus=16)
-    days = [
-        figure
-        for factor in (1.0, 1.3)
-        for x, figure in found_for(
-            case,
-            "inter.bandwidth",
-            "days=1",
-            "10 Gbit/s",
-            "100 Gbit/s",
-            tokens=1e10,
-            goal=Goal(factors={"co2": factor}),
-        ).points[:1]
-    ]
-    assert days[1] == pytest.approx(1.3 * days[0])
 
 
 @pytest.mark.slow
@@ -340,19 +285,6 @@ def test_the_command_of_a_case_repeats_it(case: Case, cli: Command) -> None:
 
 
 @pytest.mark.slow
-def test_the_answer_comes_first_in_words(cli: Command) -> None:
-    """A sentence for each strategy, then a table of 50 to 99 %, then what a tenth more buys."""
-    strategies = ("-s", "zero3", "-s", "co2:tau=4,worker=node")
-    ended = cli("solve", "inter.bandwidth", *HERE, *strategies)
-    assert ended.code == 0, ended.err
-    text = " ".join(ended.out.split())
-    assert text.startswith("zero3: ")
-    assert "co2(tau=4, worker=node): " in text
-    for word in ("50 %", "99 %", "33 values", "co2sim scale"):
-        assert word in text
-
-
-@pytest.mark.slow
 def test_json_holds_all_that_is_printed(cli: Command) -> None:
     """Answers in SI units, the curve, the levers, and the command."""
     options = ("--for", "step=50 ms", "--from", "1 Gbit/s", "--to", "1 Tbit/s", "--json")
@@ -366,18 +298,6 @@ def test_json_holds_all_that_is_printed(cli: Command) -> None:
     low = found["answers"][0]["met"][0]["low"]
     again = cli(*shlex.split(found["command"])[1:], "--set", f"inter.bandwidth={low} B/s", "--json")
     assert json.loads(again.out)["step_time_s"] == pytest.approx(0.05, rel=1e-3)
-
-
-def test_targets_name_what_they_mean() -> None:
-    """Every figure has a value that can be asked for, and reads it as it shows it."""
-    assert target_of("fits") == Target("memory", (1.0,))
-    assert target_of("efficiency=90%, 95%").values == (0.9, 0.95)
-    assert target_of("usd=5e4").name == "cost"
-    for name in ("mfu", "exposed"):
-        assert Target(name, (0.5,)).met(0.5, 0.5)
-        assert not Target(name, (0.5,)).met(None, 0.5)
-    with pytest.raises(OptionError, match="given twice"):
-        target_of("exposed=5%,0.05")
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -401,14 +321,3 @@ def test_a_goodput_is_solved_for_and_inverted() -> None:
     found = goodput_of(study.run(there), cluster.value, model.value)
     assert found is not None
     assert found.useful == pytest.approx(0.9, rel=1e-3)
-
-
-def test_failures_make_training_longer(cli: Command) -> None:
-    """Days are longer by the share that is lost."""
-    arguments = ("-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "-g", "64")
-    days = []
-    for more in ((), ("--set", "failures=meta-rsc-1", "--set", "failures.node=1 day")):
-        found = cli("run", *arguments, "--tokens", "1e11", *more, "--json")
-        days.append(json.loads(found.out)["totals"])
-    assert days[1]["days"] == pytest.approx(days[0]["days"] / days[1]["goodput"])
-    assert days[1]["goodput"] < 1

@@ -20,7 +20,7 @@ from co2sim.lowering import lower
 from co2sim.metrics import window
 from co2sim.noise import QUIET, Noise
 from co2sim.schedule import Compute, Schedule
-from co2sim.simulator import execute, expected_slowdown, run
+from co2sim.simulator import execute, run
 
 SIGMA = 0.05
 NODES = 8
@@ -217,37 +217,6 @@ def test_slow_steps_cost_what_draws_of_them_cost(strategy: str, inter: float) ->
     assert drawn.mean() == pytest.approx(found, abs=allowed)
 
 
-def test_longer_rounds_feel_slow_steps_less_and_slow_nodes_as_much() -> None:
-    """Blocking rounds of tau steps: 1 / sqrt(tau) of the loss by steps, all of that by nodes."""
-    steps, nodes = cluster(step_spread=0.01), cluster(node_spread=0.01)
-    losses = {}
-    for tau in (1, 4, 16):
-        schedule = tiny.schedule(f"local_sgd(tau={tau})", (NODES, 1))
-        losses[tau] = expected_slowdown(schedule, steps, precision="bf16") - 1
-        whole = expected_slowdown(schedule, nodes, precision="bf16")
-        assert whole == stragglers.expected_slowest(0.01, NODES)
-    assert losses[4] == pytest.approx(losses[1] / 2, rel=0.02)
-    assert losses[16] == pytest.approx(losses[1] / 4, rel=0.02)
-
-
-@given(st.sampled_from([name for name in tiny.VARIANTS if "hpz_group" not in name]))
-def test_nodes_wait_for_nobody_where_there_is_one(strategy: str) -> None:
-    """Inside a node all share its speed; over nodes no strategy gains by their spread."""
-    uneven: dict[str, Any] = {"node_spread": 0.1, "step_spread": 0.1}
-    one = tiny.schedule(strategy, (1, 4))
-    assert expected_slowdown(one, tiny.cluster(1, 4, **uneven), precision="bf16") == 1
-    many = tiny.schedule(strategy, (4, 2))
-    assert expected_slowdown(many, tiny.cluster(4, 2, **uneven), precision="bf16") > 1
-    assert expected_slowdown(many, tiny.cluster(4, 2), precision="bf16") == 1
-
-
-def test_16384_gpus_are_one_class_of_ranks() -> None:
-    """Every rank stands for the slowest."""
-    large = tiny.cluster(2048, 8, node_spread=0.05, step_spread=0.02)
-    trace = execute(tiny.schedule("co2(tau=4)", (2048, 8)), large, precision="bf16", rounds=3)
-    assert list(trace.ranks.values()) == [16384]
-
-
 def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
     """One line names all of them."""
     for noise in (Noise(jitter=0.1), Noise(straggle=0.1), Noise(node_speed={0: 0.5})):
@@ -259,11 +228,3 @@ def test_what_to_expect_and_what_is_drawn_exclude_each_other() -> None:
                 rounds=2,
                 noise=noise,
             )
-
-
-def test_spreads_are_between_0_and_1() -> None:
-    """As those of `Noise` are."""
-    for name in ("node_spread", "step_spread"):
-        for value in (-0.1, 1.5, math.nan):
-            with pytest.raises(OptionError, match=name):
-                tiny.cluster(**{name: value})

@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 
-from co2sim import Goal, scale, simulate, sweep, to_loss
+from co2sim import Goal, simulate, to_loss
 from co2sim.errors import OptionError
 from co2sim.step_factors import remark, step_factor
 from co2sim.strategies import parse
@@ -57,34 +57,6 @@ def test_the_factors_are_those_of_the_recorded_runs() -> None:
     assert held == pytest.approx(measured(), abs=0.006)  # two decimals
 
 
-NEAREST = {
-    "co2(tau=12)": "co2(tau=12)",
-    "slowmo(tau=12)": "slowmo(tau=12)",
-    "co2(tau=1)": "co2(tau=3)",
-    "co2(tau=7)": "co2(tau=12)",
-    "co2(tau=24,worker=node)": "co2(tau=12)",
-    "co2(tau=25)": "co2(tau=48)",
-    "diloco(tau=500)": "diloco(tau=12)",
-    "co2(tau=12,staleness=2)": None,
-    "co2(tau=1,delay=1)": "co2(tau=1, delay=1, keep=1.0, fragments=1)",
-    "co2(tau=1,delay=1,preview=true)": "co2(tau=1, delay=1, keep=1.0, preview=true)",
-    "co2(tau=2,delay=1,preview=true)": None,
-    "diloco(tau=12,fragments=2)": None,
-}
-
-
-def test_a_method_has_the_factor_of_the_nearest_tau() -> None:
-    """Near by the ratio of taus; another method, or one that uses averages later, says nothing."""
-    found = {strategy: step_factor(strategy) for strategy in NEAREST}
-    assert {strategy: one and one.measured for strategy, one in found.items()} == NEAREST
-
-
-def test_a_late_average_has_no_factor_of_one_that_is_used_otherwise() -> None:
-    """CO2 with a delay has a factor of CO2 with a delay, or none."""
-    found = step_factor("co2(tau=12, delay=3)")
-    assert found is None or "delay=" in str(found.measured)
-
-
 def test_steps_of_data_parallelism_are_those_of_ddp() -> None:
     """Sharding changes no arithmetic: factor 1; a strategy that is not ours has none."""
     for strategy in ("ddp", "zero2", "zeropp"):
@@ -107,26 +79,6 @@ def test_a_given_factor_comes_first_and_the_narrower_before_the_wider() -> None:
     assert list(factors.values())[:3] == [1.3, 2, 1.1]
     assert factors["slowmo(tau=12)"] == 1.67
     assert "co2: 1.3 (given)" in remark(["co2(tau=12)"], goal)
-
-
-def test_the_remark_is_one_line_with_conditions() -> None:
-    """It names each measurement once, and one method for each kind that nobody measured."""
-    strategies = ["ddp", *(f"co2(tau={tau})" for tau in (12, 13)), "slowmo(tau=12)"]
-    late = [f"co2(tau={tau}, staleness=2)" for tau in (12, 13)]
-    line = remark([*strategies, *late])
-    assert "\n" not in line
-    assert line.count("co2(tau=12): 3.12") == 1
-    assert "158,720 parameters" in line
-    assert "staleness=2): not measured" in line
-    assert "tau=13" not in line
-
-
-def test_a_factor_says_what_was_trained_otherwise() -> None:
-    """A preview was measured with the momentum in the outer step, and none in AdamW."""
-    line = remark(["co2(tau=1, delay=1, preview=true)"])
-    assert "beta1 0" in line
-    assert "momentum=0.9,lr=0.1" in line
-    assert "beta1" not in remark(["co2(tau=1, delay=1)"])
 
 
 def test_time_and_cost_to_a_loss_are_those_of_the_steps_it_takes() -> None:
@@ -165,39 +117,6 @@ def test_goals_out_of_range_are_refused(steps: int, factors: dict[str, float], s
     """In one line, with what is allowed."""
     with pytest.raises(OptionError, match=said):
         Goal(steps=steps, factors=factors)
-
-
-@pytest.mark.slow
-def test_tables_in_python_have_columns_only_with_a_goal() -> None:
-    """Factor, steps, seconds and cost; empty where no factor is known, or no price."""
-    goal = Goal(steps=100, factors={"slowmo": 2})
-    cases = {"strategy": ["ddp", "slowmo", "co2(staleness=2)"]}
-    table = sweep("a100-tcp80", "gpt2-small", gpus=16, vary=cases, goal=goal, sort="to loss")
-    assert set(table["steps_to_loss"][:2]) == {100, 200}
-    assert table["time_to_loss_s"][0] == pytest.approx(
-        table["steps_to_loss"][0] * table["step_time_s"][0]
-    )
-    assert table["time_to_loss_s"].isna().tolist() == [False, False, True]
-    assert "time_to_loss_s" not in sweep("a100-tcp80", "gpt2-small", gpus=16, vary=cases)
-    sizes = scale("a100-tcp80", "gpt2-small", "ddp", gpus=[8, 16], goal=goal)
-    assert sizes["steps_factor"].tolist() == [1, 1]
-
-
-@pytest.mark.slow
-def test_every_command_that_compares_speed_says_what_a_step_is_worth(cli: Run) -> None:
-    """`run`, `scale` and `sweep`; a given factor comes first; not where there are none."""
-    commands = (
-        ("run", *ON, "-g", "16"),
-        ("scale", *ON, "-g", "8,16", "--jobs", "1"),
-        ("sweep", *ON, "--vary", "gpus=8,16", "--jobs", "1"),
-    )
-    for command in commands:
-        shown = " ".join(cli(*command, "-s", "co2")[1].split())
-        assert "not worth a step of ddp" in shown
-        assert "co2(tau=12): 3.12" in shown
-    shown = cli(*commands[0], "-s", "co2", "--steps-factor", "co2:tau=12=1.4")[1]
-    assert "co2(tau=12): 1.4 (given)" in " ".join(shown.split())
-    assert "not worth" not in cli(*commands[0], "-s", "zero2")[1]
 
 
 @pytest.mark.slow

@@ -13,8 +13,6 @@ from co2sim.cluster import Link
 from co2sim.errors import OptionError
 from co2sim.machine import Recent
 from co2sim.noise import Noise
-from co2sim.schedule import Layout, Schedule
-from co2sim.workload import Workload
 
 SMALL: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "gpus": 16}
 
@@ -213,18 +211,3 @@ def test_no_result_depends_on_what_was_simulated_before() -> None:
     ]
     first = [study.run(case) for case in cases]
     assert [study.run(case) for case in reversed(cases)] == first[::-1]
-
-
-def test_a_strategy_of_the_users_is_asked_each_time() -> None:
-    """Its answer may depend on what it has not among its options."""
-    asked = []
-
-    class Own(DDP):
-        def schedule(self, job: Workload, layout: Layout) -> Schedule:
-            asked.append(layout)
-            return super().schedule(job, layout)
-
-    case = replace(KEPT, strategy=Own())
-    case.prepare()
-    case.prepare()
-    assert len(asked) == 2

@@ -22,8 +22,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pages import ROOT, commands
 
-import co2sim
-
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCK = (ROOT / ".requirements-dev.txt").read_text()
 _PIN = r"^([\w.-]+)==(\S+)(?: ; (.*?))? \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)"
@@ -46,14 +44,6 @@ def test_the_lock_file_holds_all_that_development_needs() -> None:
         assert all(one.specifier.contains(version) for version in pinned[name]), name
 
 
-def test_every_line_of_the_lock_file_has_a_hash_and_names_no_place() -> None:
-    """Neither an index nor a folder of whoever wrote it: anybody gets the same files."""
-    lines = [line for line in LOCK.splitlines() if not line.startswith("#")]
-    pins = [line for line in lines if not line.startswith("    --hash=sha256:")]
-    assert len(pins) == len(PINS) > 50
-    assert not re.search(r"://|/|^-|@", "\n".join(pins).replace(" \\", ""), re.MULTILINE)
-
-
 def test_an_audit_passes_only_if_all_was_looked_up() -> None:
     """An index without vulnerabilities, such as a mirror, is not a clean bill."""
     clean = {"name": "a", "version": "1", "vulns": []}
@@ -69,27 +59,6 @@ def test_an_audit_passes_only_if_all_was_looked_up() -> None:
         found, lines = audit.judge({"dependencies": packages})
         assert found == code
         assert words in "\n".join(lines)
-
-
-def test_an_audit_without_a_network_says_so_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Code 2, and the last line of what went wrong."""
-    ended = subprocess.CompletedProcess([], 1, "", "Traceback\nConnectionError: no such host\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-    assert audit.main("osv") == 2
-    out = capsys.readouterr().out
-    assert "no such host" in out
-    assert out.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_every_command_says_its_version() -> None:
-    """All three are one distribution."""
-    for package in ("co2sim", "realrun", "analysis"):
-        command = [sys.executable, "-m", package, "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert done.stdout == f"{co2sim.__version__}\n"
 
 
 # --- what is built ------------------------------------------------------------------------------

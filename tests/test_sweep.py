@@ -10,14 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import joblib
 import numpy as np
-import pandas as pd
 import pytest
 import tiny
-import typer
 from commands import Command
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,13 +28,11 @@ from co2sim import (
     Co2simError,
     Layout,
     OptionError,
-    ResourceError,
     Schedule,
     batch,
     convert,
     grid,
 )
-from co2sim.cli.failures import end_with_failures
 from co2sim.engines.engine import processes
 from co2sim.machine import free_memory, require_memory
 from co2sim.workload import Workload
@@ -59,15 +55,6 @@ class Deadly:
     def memory(self, job: Workload, layout: Layout) -> dict[str, float]:
         """As DDP."""
         return DDP().memory(job, layout)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Greedy(Deadly):
-    """A strategy that finds no memory."""
-
-    def schedule(self, job: Workload, layout: Layout) -> Schedule:  # noqa: ARG002 - a strategy's
-        """Fail as NumPy does where an array does not fit."""
-        raise MemoryError("Unable to allocate 1 TiB")
 
 
 def test_a_grid_gives_one_row_a_case_with_units_in_the_names() -> None:
@@ -123,12 +110,6 @@ TEXTS = {
 }
 
 
-def test_strategies_with_options_are_one_value_in_both_forms() -> None:
-    """A comma before an option belongs to the strategy, a comma before a name ends it."""
-    for text, names in TEXTS.items():
-        assert co2sim.sweep(**SMALL, vary={"strategy": text})["strategy"].tolist() == names
-
-
 @pytest.mark.parametrize(
     ("asked", "token"),
     [
@@ -160,28 +141,6 @@ def test_a_grid_that_cannot_be_is_one_line(asked: dict[str, Any], token: str) ->
         co2sim.sweep(**given_)
     assert token in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_every_reason_of_failures_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """At most three, by how many cases have them, in one line; numbers make no other reason."""
-    reasons = ["killed", *["this needs 8 GB", "this needs 16 MB"], "odd", "even"]
-    outcomes = [batch.Failure("", ResourceError(reason)) for reason in reasons]
-    with pytest.raises(typer.Exit) as ended:
-        end_with_failures("VWXYZ", outcomes, "nothing is above")
-    assert ended.value.exit_code == 1
-    line = capsys.readouterr().err
-    assert line.startswith("error: 5 of 5 cases failed")
-    places = [line.index(word) for word in ("W: ", "and 1 like it", "V: ", "Y: ", "1 more")]
-    assert places == sorted(places)
-
-
-@pytest.mark.parametrize(
-    ("model", "strategy", "token"), [(["gpt2-xl"], "ddp", "model is"), ("gpt2-xl", [3], "is 3")]
-)
-def test_scale_says_what_it_takes(model: Any, strategy: Any, token: str) -> None:
-    """One model, and strategies that are texts or objects."""
-    with pytest.raises(OptionError, match=token):
-        co2sim.scale("a100-tcp80", model, strategy)
 
 
 FIGURES: dict[str, Callable[[Any], float]] = {
@@ -237,46 +196,6 @@ def test_scale_gives_clusters_by_strategies_by_counts() -> None:
         co2sim.scale("dgx-h100", "gpt2-small", ["co2", "co2(tau=12)"], gpus=[8])
     with pytest.raises(OptionError, match="12 GPUs do not fill"):
         co2sim.scale("dgx-h100", "gpt2-small", "ddp", gpus=[8, 12])
-
-
-def test_counts_of_gpus_double_where_sites_divide() -> None:
-    """Of six nodes at three sites: one, two and all; four do not divide."""
-    sites = tiny.cluster(6, 2, sites=3, wan=co2sim.Link(1e8))
-    job = Case(cluster=sites, model=tiny.model(), strategy="ddp")
-    assert grid.counts(job) == [2, 4, 12]
-
-
-def test_scale_takes_a_limited_number_of_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as a grid, and no more."""
-    monkeypatch.setattr(grid, "_MOST_CASES", 3)
-    job = Case(cluster="", model=tiny.model(), strategy="")
-    large = tiny.cluster(4, 1)
-    assert len(grid.over_sizes(job, [large], ["ddp"], [1, 2, 3])) == 3
-    with pytest.raises(OptionError, match="4 cases"):
-        grid.over_sizes(job, [large], ["ddp"], [1, 2, 3, 4])
-
-
-@pytest.mark.nightly
-def test_rows_do_not_depend_on_the_number_of_processes() -> None:
-    """Order and values, jitter included, are the same on one process and on three."""
-    asked: dict[str, Any] = {
-        **SMALL,
-        "gpus": None,
-        "jitter": 0.1,
-        "rounds": 2,
-        "vary": {"strategy": "ddp, co2:tau=3", "gpus": [8, 4], "seed": [1, 2]},
-    }
-    one, three = (co2sim.sweep(**asked, jobs=jobs) for jobs in (1, 3))
-    pd.testing.assert_frame_equal(one, three, check_exact=True)
-
-
-def test_a_path_sorts_in_the_order_of_its_values() -> None:
-    """Values that vary are texts with units: their order is the one they were given in."""
-    vary = {"strategy": "ddp, zero3", "inter.bandwidth": "9 Gbit/s, 10 Gbit/s, 1 Tbit/s"}
-    found = co2sim.sweep(**SMALL, vary=vary, sort="inter.bandwidth")
-    speeds = ["9 Gbit/s", "9 Gbit/s", "10 Gbit/s", "10 Gbit/s", "1 Tbit/s", "1 Tbit/s"]
-    assert found["vary inter.bandwidth"].tolist() == speeds
-    assert found["strategy"].tolist() == ["ddp", "zero3"] * 3
 
 
 def test_a_case_that_fails_is_a_row_with_its_error() -> None:
@@ -338,15 +257,6 @@ def test_a_script_of_a_user_runs_on_several_processes_as_it_is(tmp_path: Path) -
     assert ran.stderr == ""
 
 
-def test_whatever_goes_wrong_in_one_case_the_others_go_on() -> None:
-    """An error that is no input error, such as memory, is a row too, with its kind."""
-    found = co2sim.sweep(**SMALL, vary={"strategy": ["ddp", Greedy(), "zero3"]})
-    assert found["error"].tolist()[1] == "MemoryError: Unable to allocate 1 TiB"
-    assert found["error"].isna().tolist() == [True, False, True]
-    with pytest.raises(MemoryError):
-        co2sim.sweep(**SMALL, vary={"strategy": [Greedy()]})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Large(Deadly):
     """A strategy that needs 0.4 of the free memory: more than half of it, shared by two."""
@@ -359,62 +269,12 @@ class Large(Deadly):
         return DDP().schedule(job, layout)
 
 
-@pytest.mark.nightly
-def test_cases_without_room_beside_others_run_alone_at_the_end() -> None:
-    """With two processes every case gives the result that it gives with one, in order."""
-    strategies: list[Any] = [Large(), "ddp", Large(), "zero3"]
-    cases = [Case(**SMALL, strategy=strategy) for strategy in strategies]
-    found = batch.run_all(cases, 2)
-    assert found == batch.run_all(cases, 1)
-    assert all(isinstance(outcome, co2sim.Result) for outcome in found)
-
-
 @pytest.mark.parametrize("given", ["gpus", "seed"])
 def test_what_is_given_and_varied_is_refused(given: str) -> None:
     """Either value would be dropped."""
     asked: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "strategy": "ddp"}
     with pytest.raises(OptionError, match=f"{given} is given, and varied"):
         co2sim.sweep(vary={given: [1, 0.5]}, **asked | {given: 1})
-
-
-def test_noise_that_is_given_and_varied_is_refused() -> None:
-    """A seed inside an object counts; the jitter beside it does not."""
-    with pytest.raises(OptionError, match="seed is given"):
-        co2sim.sweep(
-            **SMALL, strategy="ddp", vary={"seed": [1, 2]}, noise=co2sim.Noise(jitter=0.1, seed=3)
-        )
-    found = co2sim.sweep(
-        **SMALL, strategy="ddp", vary={"seed": [1, 2]}, noise=co2sim.Noise(jitter=0.1)
-    )
-    assert found["step_time_s"].nunique() == 2
-
-
-@pytest.mark.parametrize(
-    ("path", "values"),
-    [
-        ("gpus", "16, 8, 1.6e1"),
-        ("strategy", "ddp, co2:tau=3, co2(tau=3)"),
-        ("strategy", ["ddp", DDP()]),
-        ("strategy.tau", "12, 12.0"),
-        ("jitter", [0.1, "1e-1"]),
-        ("inter.bandwidth", "10 Gbit/s, 10 Gbit/s"),
-    ],
-    ids=str,
-)
-def test_a_value_of_a_grid_is_not_given_twice(path: str, values: Any) -> None:
-    """Rows would be the same; `scale` refuses it, too. How a value is written does not matter."""
-    asked: dict[str, Any] = {"cluster": "a100-tcp80", "model": "gpt2-small", "strategy": "co2"}
-    asked |= {path: None} if path in asked else {}
-    with pytest.raises(OptionError, match=f"{path}: .* given twice"):
-        co2sim.sweep(**asked, vary={path: values})
-
-
-def test_objects_of_one_name_may_vary() -> None:
-    """Clusters that are called alike are not the same."""
-    one = tiny.cluster()
-    two = replace(one, inter=replace(one.inter, bandwidth=one.inter.bandwidth / 100))
-    found = co2sim.sweep(None, "gpt2-small", "ddp", vary={"cluster": [one, two]})
-    assert found["step_time_s"].nunique() == 2
 
 
 def deadly_second(
@@ -442,56 +302,6 @@ def test_the_command_keeps_what_is_done_and_says_what_is_not(
     assert "killed" in rows[1]["error"]
 
 
-def test_scale_keeps_its_table_when_a_case_fails(
-    cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without all its points there is no figure, but scale.csv has the finished ones."""
-
-    def failing(case: Case) -> co2sim.Result:
-        if case.gpus == 16:
-            raise OptionError("it does not fit")
-        return co2sim.run(case)
-
-    monkeypatch.setattr(batch, "run", failing)
-    asked = ("-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "-g", "8,16,32", "--jobs", "1")
-    code, _, err = cli("scale", *asked)
-    assert code == 1
-    assert "16 GPUs" in err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["scale.csv"]
-    rows = list(csv.DictReader((tmp_path / "out" / "scale.csv").read_text().splitlines()))
-    assert [bool(row["tokens_per_s"]) for row in rows] == [True, False, True]
-
-
-def test_control_c_before_any_result_writes_nothing(
-    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Where the only case that was done has failed there is no table, and one line says so."""
-
-    def interrupted(case: Case) -> NoReturn:
-        if case.gpus == 16:
-            raise KeyboardInterrupt
-        raise OptionError("it does not fit")
-
-    monkeypatch.setattr(batch, "run", interrupted)
-    code, out, err = cli(
-        *("sweep", "-c", "dgx-h100", "-m", "gpt2-small", "-s", "ddp", "--vary", "gpus=8,16,24"),
-        *("--jobs", "1", "--csv", "s.csv"),
-    )
-    assert (code, out) == (130, "")
-    assert err == "interrupted; 1 of 3 cases were done; nothing was written\n"
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_command_names_cases_that_fail(cli: Command) -> None:
-    """A case that cannot be: the others are printed, and JSON holds the error in its place."""
-    asked = ("sweep", "-c", "a100-tcp80", "-m", "gpt2-small", "-s", "ddp", "--vary", "gpus=8,12,16")
-    code, out, err = cli(*asked, "--json", "--jobs", "1")
-    assert code == 1
-    assert "12 GPUs do not fill" in err
-    assert [row.get("gpus") for row in json.loads(out)] == [8, None, 16]
-    assert "12 GPUs do not fill" in json.loads(out)[1]["error"]
-
-
 def test_the_table_shows_efficiency_and_a_price_where_there_is_one(cli: Command) -> None:
     """Efficiency against free communication is one less the exposed share; USD needs a price."""
     vary = ("--vary", "strategy=ddp, co2:tau=8,worker=node", "--jobs", "1")
@@ -504,16 +314,6 @@ def test_the_table_shows_efficiency_and_a_price_where_there_is_one(cli: Command)
     found = json.loads(cli("sweep", *ARGUMENTS[:-2], *vary, "--json")[1])
     for row in found:
         assert f"{1 - row['exposed_comm_s'] / row['round_time_s']:.1%}" in plain
-
-
-def test_the_command_sorts(cli: Command) -> None:
-    """`--sort -tokens_per_s` puts the fastest first; an unknown column is refused before work."""
-    vary = ("--vary", "strategy=zero3,co2:tau=48,worker=node,ddp", "--json", "--jobs", "1")
-    code, out, _ = cli("sweep", *ARGUMENTS[:-2], *vary, "--sort", "-tokens_per_s")
-    assert code == 0
-    speeds = [row["tokens_per_s"] for row in json.loads(out)]
-    assert speeds == sorted(speeds, reverse=True)
-    assert json.loads(out)[0]["setting"] == {"strategy": "co2:tau=48,worker=node"}
 
 
 def test_there_are_never_more_processes_than_cases_or_two_per_core() -> None:

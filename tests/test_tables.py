@@ -77,39 +77,6 @@ def test_a_known_table_keeps_digits_units_stars_and_names(width: int) -> None:
     assert set(" ".join(SCALE).split()) <= set(shown.split())
 
 
-def test_a_wide_table_is_wrapped_then_split_then_stacked() -> None:
-    """At 70 columns it is one table; at 40 two, with all strategies; with long texts paragraphs."""
-    whole = printed("title", SCALE, ROWS, width=70).splitlines()
-    assert any(line.split() == ["ddp", *ROWS[1][1:6], "119", "GB"] for line in whole)
-    split = printed("title", SCALE, ROWS, width=40).splitlines()
-    assert [line.split()[1:] for line in split if line.startswith("ddp ")] == [
-        ["2,959*", "1,123*", "629*"],
-        ["0.21", "79.5%", "119", "GB"],
-    ]
-    long = [["a" * 30, *ROWS[1][1:]]]
-    stacked = printed("title", SCALE, long, width=40).splitlines()
-    assert f"strategy  {'a' * 30}" in stacked
-    assert any(line.split() == ["memory", "at", "128", "119", "GB"] for line in stacked)
-
-
-def test_a_table_that_just_fits_stays_whole() -> None:
-    """As wide as it would be on a wide terminal; one column less is too narrow for that."""
-    columns, rows = ["strategy", "tokens/s"], [["ddp", "1,234,567"]]
-    wide = [line.rstrip() for line in printed("t", columns, rows, width=200).splitlines()]
-    natural = max(map(len, wide))
-    for width in (natural, natural - 1):
-        shown = printed("t", columns, rows, width=width).splitlines()
-        assert ([line.rstrip() for line in shown] == wide) == (width == natural)
-
-
-def test_a_paragraph_for_a_row_leaves_out_empty_cells() -> None:
-    """Their names, too."""
-    long = [["a" * 30, "1", "", *ROWS[1][3:]]]
-    shown = printed("title", SCALE, long, width=40).split()
-    assert "8" in shown
-    assert "16" not in shown
-
-
 def test_words_longer_than_the_terminal_are_folded() -> None:
     """A path of 100 characters is continued on the next line, not shortened."""
     path = "/".join("abcdefghi" for _ in range(10))
@@ -122,24 +89,6 @@ def test_texts_are_shown_as_they_are() -> None:
     for text in ("µs", "名前", "[bold]x[/]", ":smile:", "a\nb", "\\[x]"):
         shown = printed(text, [text], [[text]], width=40)
         assert shown.count(" ".join(text.split())) == 3
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_an_ascii_terminal_shows_escapes(width: int) -> None:
-    """Where a character cannot be shown its code is, and the columns still stand in line."""
-    shown = printed("µ", ["é", "µs"], [["名前", "5"]], width=width, encoding="ascii")
-    title, head, row = shown.rstrip().splitlines()
-    assert title == r"\xb5"
-    assert head.split() == [r"\xe9", r"\xb5s"]
-    assert row.split() == [r"\u540d\u524d", "5"]
-    assert len(head.rstrip()) == len(row.rstrip())
-
-
-def test_every_column_gets_what_it_needs_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """A long text leaves short neighbours whole."""
-    print_table(Console(width=40), "t", ("name", "why"), [("cluster.gpu", "word " * 20)], left=2)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("cluster.gpu  word word")
 
 
 REPORT = r"""## Errors
@@ -182,11 +131,3 @@ def test_a_report_in_markdown_fits_the_terminal(width: int) -> None:
     assert lines[lines.index("Analysis") + 2 :][:2] == ["- a round takes 10.8 s", "- no more"]
     paragraph = " ".join(line for line in lines if line).partition("Errors are ")[2]
     assert paragraph.startswith("relative to the published value, and positive where it is too h")
-
-
-def test_a_table_alone_has_no_title() -> None:
-    """And a last line that promises a table is not lost."""
-    out = Console(file=io.StringIO(), width=80)
-    print_markdown(out, "| a |\n| ---: |\n| 1 |\n\nwhat follows:\n")
-    assert isinstance(out.file, io.StringIO)
-    assert out.file.getvalue().split() == ["a", "1", "what", "follows:"]

@@ -1,6 +1,5 @@
 """Tensor parallelism: what ranks that share layers hold, do and exchange, in every strategy."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -90,13 +89,6 @@ def asked(command: Command, line: str) -> str:
     ended = command(*line.split())
     assert ended.code == 0, ended.err
     return ended.out
-
-
-def test_one_rank_alone_has_the_schedule_of_its_strategy() -> None:
-    """tp=1 changes nothing: neither ops, nor groups, nor works."""
-    layout, work = Layout(2, 4), job()
-    for text in tiny.VARIANTS:
-        assert planned(text, work, layout) == strategies.parse(text).schedule(work, layout), text
 
 
 @given(st.sampled_from(tiny.VARIANTS), st.sampled_from([(4, False), (2, True)]))
@@ -222,28 +214,6 @@ def test_parameters_are_divided_but_for_norms_positions_and_biases_of_outputs(tp
     assert sum(states.values()) == 16 * share
 
 
-@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero3(max_reuse=1)", "fsdp"])
-def test_a_layer_that_runs_again_exchanges_again(strategy: str, checkpointing: str) -> None:
-    """Both sums of its forward pass, or only the first: the last product is not repeated."""
-    work = job(2, recompute="full", checkpointing=checkpointing)
-    usual = 4 * BODY.layers + 2
-    again = BODY.layers * (2 if checkpointing == "reentrant" else 1)
-    blocks = 1 if checkpointing == "reentrant" else 0  # the embedding runs again, too
-    found = exchanges(planned(strategy, work, Layout(1, 4)), Kind.ALL_REDUCE)
-    assert len(found) == usual + again + blocks
-
-
-def test_tokens_and_batches_count_groups_that_share_layers_once() -> None:
-    """16 GPUs with tp=8 see two samples a micro-step; a global batch of 8 is four of them."""
-    one = simulate("dgx-h100", "gpt2-small", "fsdp", gpus=16, micro_batch=1)
-    both = simulate("dgx-h100", "llama-7b", "fsdp", gpus=16, tp=8, global_batch=8)
-    assert (one.tp, both.tp, both.accumulation) == (1, 8, 4)
-    assert both.samples_per_s * both.step_time_s == pytest.approx(8)
-    assert both.tokens_per_gpu_per_step * 16 == 8 * 2048
-    assert "no published run" in both.interval_source
-
-
 @pytest.mark.parametrize(
     ("options", "key"),
     [
@@ -269,23 +239,6 @@ def test_what_cannot_be_divided_is_refused_in_one_line(
     with pytest.raises(Co2simError, match=key) as caught:
         simulate("dgx-h100", gpus=16, **given)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_whose_blocks_were_changed_is_not_divided_by_its_old_shape() -> None:
-    """Its shape says how to divide other blocks than it has."""
-    work = job(2)
-    changed = replace(work.model, blocks=work.model.blocks[:-1])
-    with pytest.raises(Co2simError, match="transformers"):
-        _ = replace(work, model=changed).share
-
-
-def test_it_is_an_option_of_commands_and_part_of_a_grid(cli: Command) -> None:
-    """`--tp` for run, `--vary tp=1,8` for a sweep; JSON says what was taken."""
-    where = "-c dgx-h100 -m gpt2-medium -s fsdp"
-    found = json.loads(asked(cli, f"run {where} -g 16 --tp 8 --sequence-parallel --json"))
-    assert (found["tp"], found["sequence_parallel"]) == (8, True)
-    swept = json.loads(asked(cli, f"sweep {where} -g 16 --vary tp=1,8 --jobs 1 --json"))
-    assert [row["tp"] for row in swept] == [1, 8]
 
 
 @pytest.mark.parametrize(

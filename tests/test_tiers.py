@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cost import messages
 
-from co2sim.catalog import load_cluster
 from co2sim.cluster import Cluster, Link, Tier
 from co2sim.cost import footprint
-from co2sim.errors import CatalogError
 from co2sim.metrics import window
-from co2sim.schedule import NODE, PEERS, WORLD, Collective, DType, Group, Kind, block
+from co2sim.schedule import PEERS, WORLD, Collective, DType, Group, Kind
 from co2sim.simulator import execute
 
 KINDS = [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST]
@@ -45,24 +43,6 @@ def test_bytes_that_leave_a_pod_are_counted_message_by_message(kind: Kind, group
     assert found.bytes * found.groups(on) == pytest.approx(max(sent))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_wide_tiers_change_nothing(kind: Kind) -> None:
-    """Neither an oversubscription and a congestion of 1, nor pods that hold all nodes."""
-    work, plain = collective(kind), cluster()
-    narrow = Tier(8, oversubscription=50.0, congestion=50.0)
-    for on in (cluster(rail=Tier(2), spine=Tier(4)), cluster(rail=narrow)):
-        assert footprint(work, on).alone(on) == pytest.approx(footprint(work, plain).alone(plain))
-
-
-@pytest.mark.parametrize("group", [NODE, block(8)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_traffic_inside_a_pod_is_not_affected(kind: Kind, group: Group) -> None:
-    """Groups of up to 4 nodes, in pods of 4 with the narrowest uplinks."""
-    work, plain = collective(kind, group), cluster()
-    on = cluster(spine=Tier(4, oversubscription=100.0, congestion=100.0))
-    assert footprint(work, on) == footprint(work, plain)
-
-
 def test_a_ring_feels_an_oversubscription_beyond_the_nodes_of_a_pod() -> None:
     """It leaves the pod of 4 once: 4 is no loss, 12 takes three times as long."""
     work, plain = collective(Kind.ALL_GATHER), cluster()
@@ -71,15 +51,6 @@ def test_a_ring_feels_an_oversubscription_beyond_the_nodes_of_a_pod() -> None:
         on = cluster(rail=Tier(4, oversubscription=factor))
         found = footprint(work, on)
         assert found.alone(on) == pytest.approx(found.latency + expected * nics)
-
-
-def test_an_exchange_feels_all_of_an_oversubscription() -> None:
-    """4 of the 7 other nodes are in the other pod: bytes of 4/7 of the cards, at a third."""
-    work, plain = collective(Kind.ALL_TO_ALL), cluster()
-    on = cluster(rail=Tier(4, oversubscription=3.0))
-    nics = footprint(work, plain).link_times(plain)[1]
-    found = footprint(work, on)
-    assert found.alone(on) == pytest.approx(found.latency + 3 * 4 / 7 * nics)
 
 
 def test_congestion_slows_what_crosses() -> None:
@@ -113,17 +84,3 @@ def test_narrower_tiers_are_never_faster(
         return window(trace, schedule, 4).round_time
 
     assert took(low) <= took(high) * (1 + 1e-9)
-
-
-def test_a_tier_is_set_like_any_other_number() -> None:
-    """In a file, and with --set; what is wrong is named."""
-    names = {"inter.spine.nodes": "4", "inter.spine.oversubscription": "7"}
-    assert load_cluster("dgx-h100", names).value.inter.spine == Tier(4, 7.0)
-    for wrong, said in (
-        ({"inter.spine.oversubscription": "7"}, "nodes"),
-        (names | {"inter.spine.oversubscription": "0.5"}, "at least 1"),
-        (names | {"inter.spine.width": "2"}, "width"),
-        ({"intra.spine.nodes": "4"}, "only inter"),
-    ):
-        with pytest.raises(CatalogError, match=said):
-            load_cluster("dgx-h100", wrong)

@@ -10,17 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.measured.comparison import changed
 from co2sim import Case, Cluster, Goal, Result, power, run, scale, sweep, totals_of
 from co2sim.catalog import load_cluster
 from co2sim.catalog.rates import rates
 from co2sim.decide.targets import METRICS, View, axis_of
-from co2sim.errors import CatalogError, OptionError
-from co2sim.goodput.of_result import goodput_of
+from co2sim.errors import CatalogError
 from co2sim.metrics import window
 from co2sim.schedule import Compute
 from co2sim.study import trace
-from co2sim.totals import Totals, basis, tokens_of, totals
+from co2sim.totals import Totals, basis, totals
 from co2sim.units import parse
 
 Run = Callable[..., tuple[int, str, str]]
@@ -126,22 +124,6 @@ def test_the_power_is_that_of_the_trace_integrated(strategy: str, bandwidth: str
     assert power.gpu_power(gpu, share) == pytest.approx(joules / length, rel=1e-6)
 
 
-def test_power_reaches_its_limits() -> None:
-    """Nothing exposed: 85 % of the TDP exactly. All exposed: idle power exactly."""
-    rest = cluster(node_power=0.0, pue=1.0)
-    assert power.power(result(0.0), rest) == pytest.approx(16 * 340.0)
-    assert power.power(result(1.0), rest) == pytest.approx(16 * 100.0)
-    assert power.all_computing(rest) == pytest.approx(16 * 340.0)
-    assert power.all_computing(replace(rest, step_spread=0.1)) == pytest.approx(16 * 100.0)
-    assert power.all_computing(replace(rest, node_spread=0.1)) == pytest.approx(16 * 100.0)
-
-
-def test_waiting_for_slower_nodes_is_no_computing() -> None:
-    """A GPU that waits for a straggler draws idle power for that part of the round."""
-    assert power.computing_share(result(0.25, straggler_delay_s=0.5)) == pytest.approx(0.5)
-    assert power.computing_share(result(0.75, straggler_delay_s=1.0)) == 0.0
-
-
 @given(exposed=DRAWS, more=DRAWS, straggled=DRAWS)
 def test_power_lies_between_idle_and_computing(
     exposed: float, more: float, straggled: float
@@ -173,35 +155,12 @@ def test_all_grows_with_tokens_and_steps_and_falls_with_goodput(
     assert found.trained == pytest.approx(tokens * factor)
 
 
-def test_local_updates_pay_their_measured_step_factor() -> None:
-    """And where none was measured, nothing is claimed."""
-    found = known(totals(result(strategy="co2(tau=48)"), cluster(), 1e9))
-    assert found.factor.factor > 1
-    assert found.trained == pytest.approx(1e9 * found.factor.factor)
-    assert totals(result(strategy="co2(tau=auto)"), cluster(), 1e9) is None
-
-
 def test_days_and_cost_are_those_that_solve_reaches_for() -> None:
     """Both commands count alike."""
     found = known(totals(result(), cluster(), 1e9))
     view = View(result(), tokens=found.trained)
     assert METRICS["days"].of(view) == pytest.approx(found.days)
     assert METRICS["cost"].of(view) == pytest.approx(found.cost)
-
-
-def test_failures_and_ends_of_an_interval_count_in_what_solve_reaches_for() -> None:
-    """With half of the time useful days double; at the low end speed and useful share are low."""
-    view = View(
-        result(tokens_per_s_low=500.0, tokens_per_s_high=2000.0),
-        tokens=86.4e6,
-        goodput=(0.5, 0.25, 0.8),
-    )
-    found = {end: METRICS["days"].of(view.at(end)) for end in ("low", "high")}  # type: ignore[arg-type]
-    assert METRICS["days"].of(view) == pytest.approx(1 / 0.5)
-    assert found == pytest.approx({"low": 2 / 0.25, "high": 0.5 / 0.8})
-    assert METRICS["cost"].of(view) == pytest.approx(384 / 0.5)
-    assert METRICS["cost"].of(view.at("low")) == pytest.approx(2 * 384 / 0.25)
-    assert METRICS["step"].of(view.at("high")) == pytest.approx(METRICS["step"].of(view) / 2)
 
 
 @pytest.mark.parametrize(
@@ -230,23 +189,6 @@ def test_a_number_that_is_not_known_is_named_and_nothing_rests_on_it(
     )
 
 
-def test_the_range_of_rates_of_failures_widens_that_of_days() -> None:
-    """Few failures on a fast cluster are the low end."""
-    rates_ = {"failures": "meta-rsc-1", "failures.rate_low": "0.5", "failures.rate_high": "2"}
-    case = replace(CASE, overrides=rates_)
-    cluster_, model = (entry.value for entry in case.load())
-    useful = goodput_of(RESULT, cluster_, model)
-    assert useful is not None
-    assert useful.low < useful.useful < useful.high
-    found = known(totals_of(case, RESULT, 1e9))
-    assert found.goodput == useful.useful
-    assert RESULT.tokens_per_s_low is not None
-    assert RESULT.tokens_per_s_high is not None
-    days = 1e9 / 86400
-    assert found.days_low == pytest.approx(days / RESULT.tokens_per_s_high / useful.high)
-    assert found.days_high == pytest.approx(days / RESULT.tokens_per_s_low / useful.low)
-
-
 def test_a_node_of_h100_draws_what_was_measured_elsewhere() -> None:
     """Within 5 % of 76 % of 10.2 kW (Newkirk et al., arXiv 2506.14551), which no constant uses."""
     node = load_cluster("dgx-h100", {"pue": "1"}).value.resized(8)
@@ -270,14 +212,6 @@ def test_published_rates_have_a_date_a_source_and_ends_around_the_value() -> Non
             assert low <= value <= high
 
 
-def test_a_grid_is_set_by_name() -> None:
-    """Its intensity, and its range if it has one, become those of the cluster."""
-    for name, rate in rates("grids").items():
-        found = load_cluster("dgx-h100", {"grid": name}).value
-        assert found.grid_intensity == pytest.approx(parse(rate.value, "kg/kWh")), name
-        assert (found.grid_intensity_low is None) == (rate.low is None), name
-
-
 def test_a_price_is_set_by_name_and_what_a_user_gives_has_no_range() -> None:
     """A range belongs to the price that was published with it."""
     named = load_cluster("dgx-h100", {"price_per_gpu": "h100-median-2026-05"}).value
@@ -293,33 +227,6 @@ def test_a_price_is_set_by_name_and_what_a_user_gives_has_no_range() -> None:
     assert load_cluster("dgx-h100", both).value.price_high == pytest.approx(3 / 3600)
     grid = load_cluster("dgx-h100", {"grid_intensity": "20 g/kWh"}).value
     assert (grid.grid_intensity, grid.grid_intensity_high) == (pytest.approx(0.02), None)
-
-
-def test_a_file_may_name_its_grid_and_its_price(tmp_path: Path) -> None:
-    """As --set does; the command line comes first."""
-    text = Path("examples/my-cluster.toml").read_text("utf-8")
-    text = text.replace('price_per_gpu = "1.10 USD/h"', 'price_per_gpu = "a100-40-aws-2026-06"')
-    path = tmp_path / "mine.toml"
-    path.write_text(f'grid = "norway"\npue = 1.1\nnode_power = "600 W"\n{text}')
-    found = load_cluster(str(path)).value
-    assert found.price_per_gpu == pytest.approx(4.1 / 3600)
-    assert (found.grid_intensity, found.pue, found.node_power) == (pytest.approx(0.03), 1.1, 600)
-    other = load_cluster(str(path), {"grid": "india", "price_per_gpu": "1 USD/h"}).value
-    assert other.grid_intensity == pytest.approx(0.713)
-    assert other.price_per_gpu == pytest.approx(1 / 3600)
-    assert load_cluster(str(path), {"grid_intensity": "1 g/kWh"}).value.grid_intensity == 0.001
-
-
-def test_a_recorded_cluster_keeps_what_it_draws_and_costs() -> None:
-    """A change of another number leaves power, grid and the range of the price as they were."""
-    rich = load_cluster("dgx-h100", {"price_per_gpu": "h100-median-2026-05", "grid": "world"}).value
-    found = changed(rich, {"inter.latency": "5 us"})
-    kept = ("price_low", "price_high", "node_power", "pue", "grid_intensity", "grid_intensity_high")
-    assert [getattr(found, n) for n in kept] == pytest.approx([getattr(rich, n) for n in kept])
-    assert (found.gpu.tdp, found.gpu.idle_power) == (700.0, 105.0)
-    assert changed(rich, {"grid": "france"}).grid_intensity == pytest.approx(0.056)
-    assert (found.price_per_gpu, found.currency) == (rich.price_per_gpu, "USD")
-    assert changed(rich, {"price_per_gpu": "1 EUR/h"}).currency == "EUR"
 
 
 @pytest.mark.parametrize(
@@ -346,24 +253,6 @@ def test_wrong_rates_are_refused_in_one_line(changes: dict[str, str], said: str)
         load_cluster("dgx-h100", changes)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("tokens", [0, 1.1e18, float("nan"), float("inf"), True, "many"])
-def test_tokens_out_of_range_are_refused(tokens: float) -> None:
-    """From 1 to 1e18, in Python as on the command line."""
-    assert tokens_of(1) == 1
-    assert tokens_of(1e18) == 1e18
-    with pytest.raises(OptionError, match="tokens is"):
-        tokens_of(tokens)
-    with pytest.raises(OptionError, match="tokens is"):
-        sweep("dgx-h100", "gpt2-small", "ddp", vary={"gpus": [8]}, tokens=tokens)
-
-
-@pytest.mark.parametrize("goodput", [0.0, -0.1, 1.1, float("nan")])
-def test_a_goodput_out_of_range_is_refused(goodput: float) -> None:
-    """It is a share of the time, and nothing is trained at 0."""
-    with pytest.raises(OptionError, match="goodput is"):
-        totals(result(), cluster(), 1e9, goodput=goodput)
 
 
 @pytest.mark.slow
@@ -394,14 +283,6 @@ def test_run_sweep_scale_and_python_say_the_same(cli: Run, tmp_path: Path) -> No
             assert float(row[name]) == pytest.approx(expected[name])
 
 
-def test_without_tokens_nothing_is_added(cli: Run) -> None:
-    """Who does not ask sees no totals, no columns, and none of the numbers behind them."""
-    found = json.loads(cli("run", *ON, "-s", "ddp", "-g", "8", "--json")[1])
-    assert "totals" not in found
-    assert not {f["path"] for f in found["assumed"]} & {"cluster.pue", "cluster.grid_intensity"}
-    assert "days" not in sweep(*ON[1::2], "ddp", vary={"gpus": [8]}).columns
-
-
 def test_the_words_name_what_totals_rest_on(cli: Run) -> None:
     """Failures, power, PUE, grid and price, each with where it comes from."""
     text = " ".join(cli("run", *ON, *PRICED, "-s", "ddp", "--tokens", "1e10")[1].split())
@@ -418,34 +299,6 @@ def test_the_words_name_what_totals_rest_on(cli: Run) -> None:
         assert token in usual
     late = ("-s", "co2:staleness=2", "--tokens", "1e9", "--set", "failures=meta-rsc-1")
     assert "totals count failures" not in cli("run", *ON, *late)[1]  # there are none
-
-
-def test_a_cluster_without_power_prints_no_energy_and_says_why(cli: Run) -> None:
-    """The number that is missing is named, with how to give it; giving it is enough."""
-    on = ("run", "-c", "cloud-400g", "-m", "gpt2-small", "-s", "ddp", "--tokens", "1e10")
-    text = cli(*on)[1]
-    assert "--set node_power=" in text
-    assert "kWh  " not in text
-    assert "no energy" not in cli(*on, "--set", "node_power=2.8 kW")[1]
-
-
-@pytest.mark.slow
-def test_tables_have_the_columns_and_sort_by_them(
-    cli: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A case whose factor is not known has a dash in each, and comes last."""
-    monkeypatch.setenv("COLUMNS", "250")
-    vary = ("--vary", "strategy=co2:tau=3,staleness=3, ddp, zero3", "-g", "16", "--jobs", "1")
-    code, text, _ = cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", "kWh")
-    assert code == 0
-    part = [line.split() for line in text.partition("to train 1e+10 tokens")[2].splitlines()]
-    heads = ["strategy", "days", "GPU-hours", "USD", "kW", "kWh", "kg", "CO2e"]
-    assert part[1] == heads
-    assert [line[0] for line in part[2:5]] == ["zero3", "ddp", "co2:tau=3,staleness=3"]
-    assert set(part[4][1:]) == {"-"}
-    for column in ("days", "USD", "co2e_kg_high"):
-        assert cli("sweep", *ON, *PRICED, *vary, "--tokens", "1e10", "--sort", column)[0] == 0
-        assert cli("sweep", *ON, *vary, "--sort", column)[0] == 2
 
 
 def test_prices_and_grids_are_listed(cli: Run) -> None:

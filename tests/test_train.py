@@ -11,7 +11,7 @@ import torch
 from co2sim.catalog import load_model
 from co2sim.errors import CatalogError, OptionError
 from co2sim.schedule import Layout
-from realrun.train import folder, log, outer
+from realrun.train import folder, log
 from realrun.train.digits import digits
 from realrun.train.gpt import GPT
 from realrun.train.log import Log, LogRow, draw
@@ -60,27 +60,6 @@ def test_without_sources_one_line_says_so(tmp_path: Path) -> None:
     """An interpreter may come without them."""
     with pytest.raises(OptionError, match="standard library"):
         corpus(tmp_path)
-
-
-def test_the_standard_library_is_a_corpus_of_some_megabytes() -> None:
-    """Read twice it is the same; the validation is about a tenth, of other files."""
-    one, two = corpus(), corpus()
-    assert np.array_equal(one.train, two.train)
-    assert np.array_equal(one.validation, two.validation)
-    assert one.sha256 == two.sha256
-    assert not set(one.train_files) & set(one.validation_files)
-    assert 2e6 < len(one.train) < 20e6
-    assert 0.03 < len(one.validation) / len(one.train) < 0.3
-
-
-def test_samples_predict_the_next_character(task: Task) -> None:
-    """Targets are the inputs one place on, cut from the training files."""
-    batch = task.batch(seed=3, step=5, samples=4)
-    assert batch.inputs.shape == batch.targets.shape == (4, SHAPE.context)
-    assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
-    training = corpus().train.tobytes()
-    for row in batch.inputs:
-        assert row.numpy().astype(np.uint8).tobytes() in training
 
 
 def test_validation_is_fixed_and_of_held_out_files(task: Task) -> None:
@@ -237,28 +216,6 @@ def test_options_that_cannot_be_honoured_are_refused() -> None:
         with pytest.raises(OptionError) as caught:
             check(TrainSettings(strategy=strategy), Layout(1, 2))
         assert said in str(caught.value)
-
-
-def test_ranks_share_a_batch_equally() -> None:
-    """Else a sample would count more on one rank than on another."""
-    check(TrainSettings(batch=6), Layout(1, 3))
-    with pytest.raises(OptionError, match="batch is 7"):
-        check(TrainSettings(batch=7), Layout(1, 3))
-
-
-def test_outer_options_are_read_as_pairs() -> None:
-    """NAME=VALUE between commas; the algorithm gets its own names."""
-    given = outer.pairs(" momentum=0.5, gap=gap_aware ,clip=0.01")
-    assert outer.arguments("co2", given) == {
-        "outer_momentum": 0.5,
-        "gap": "gap_aware",
-        "clip": 0.01,
-    }
-    assert outer.arguments("overlap_local_sgd", {"momentum": "0.7"}) == {"anchor_momentum": 0.7}
-    assert outer.pairs("") == {}
-    for wrong, said in (("momentum", "is not NAME=VALUE"), ("lr=1,lr=2", "given twice")):
-        with pytest.raises(OptionError, match=said):
-            outer.pairs(wrong)
 
 
 ROWS = (

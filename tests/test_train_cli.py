@@ -18,14 +18,13 @@ import pytest
 import torch
 from torch import nn
 
-from co2sim import Case, strategies, study
+from co2sim import strategies
 from co2sim.errors import OptionError
 from realrun.cli import main
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
 from realrun.train import folder, log
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
-from realrun.train.shapes import GPTS
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -157,25 +156,6 @@ def test_what_a_rank_raises_in_a_step_is_one_line_on_each(tmp_path: Path) -> Non
 
 @pytest.mark.nightly
 @pytest.mark.dist
-@pytest.mark.parametrize("alone", [False, True])
-def test_bad_input_that_ranks_find_is_one_line_and_exit_code_2(
-    tmp_path: Path, *, alone: bool
-) -> None:
-    """All ranks alike, or rank 0 alone; as in a lab, whose launcher knows no training."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / folder.LOG).write_text("")
-    words = TRAIN if alone else ("train", "--size", "tiny", "--batch", "3", "-s", "co2:tau=500")
-    done = call(tmp_path, *REALRUN, *words, launcher=(sys.executable, "-c", LAUNCH))
-    said = {
-        True: "out holds a training run already: go on with --resume, or choose another --out",
-        False: "batch is 3; it must be a multiple of the 2 ranks, which share it",
-    }[alone]
-    assert re.fullmatch(rf"\[rank \d\] error: {re.escape(said)}\n", done.stderr), done.stderr
-    assert done.returncode == 2
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
 def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
     trained: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -228,37 +208,6 @@ def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> 
     assert stopped, printed + said
     kept = tmp_path / "out" / "checkpoints" / f"step-{int(stopped[1]):06d}"
     assert (kept / "state.json").exists()
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_few_steps_need_no_option(tmp_path: Path) -> None:
-    """The learning rate rises for half of them; a number that is given must fit."""
-    done = call(tmp_path, "train", *SMALL, "--steps", "4", "--nproc", "1")
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "out" / folder.RECORD).read_text())
-    assert record["settings"]["warmup"] == 2
-
-
-@pytest.mark.nightly
-@pytest.mark.dist
-def test_steps_that_close_no_round_are_pointed_out_and_a_lost_log_is_no_crash(
-    tmp_path: Path,
-) -> None:
-    """6 steps of rounds of 4; then nothing is left to train, and the log has gone.
-
-    One rank is counted in the singular.
-    """
-    steps = ("--steps", "6", "--warmup", "2")
-    arguments = ("train", *SMALL, *steps, "-s", "local_sgd:tau=4", "--nproc", "1")
-    done = call(tmp_path, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert " on 1 rank: 61,248 parameters" in done.stdout
-    assert "6 steps are no multiple of tau, 4: what workers learn in the last 2" in done.stderr
-    (tmp_path / "out" / folder.LOG).unlink()
-    again = call(tmp_path, *arguments, "--resume")
-    assert again.returncode == 0, again.stderr
-    assert "nothing left to train" in again.stdout
 
 
 @pytest.mark.nightly
@@ -345,25 +294,3 @@ def test_no_model_is_shared_in_the_way_of_another_strategy(methods: ModuleType) 
     """An unknown name is refused where models are wrapped, too, whatever lets it in."""
     with pytest.raises(OptionError, match="mine"):
         methods.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
-
-
-@pytest.mark.nightly
-def test_bad_input_is_told_before_torch_is_loaded() -> None:
-    """A command line that only refuses is quick."""
-    script = (
-        "import sys; from realrun.cli import main\n"
-        "try: main()\n"
-        "except SystemExit as e: sys.exit(7 if 'torch' in sys.modules else e.code)"
-    )
-    done = call(Path(), *TRAIN, "--lr", "fast", launcher=(sys.executable, "-c", script))
-    assert done.returncode == 2, done.stderr
-
-
-def test_what_is_trained_can_be_predicted(tmp_path: Path, in_process: Call) -> None:
-    """The file of --describe is a model of co2sim, of as many parameters."""
-    code, printed, errors = in_process(tmp_path, "train", "--size", "mini", "--describe")
-    assert code == 0, errors
-    (tmp_path / "model.toml").write_text(printed)
-    case = Case(cluster="dgx-h100", model=str(tmp_path / "model.toml"), strategy="co2")
-    predicted = study.run(case)
-    assert predicted.model == f"GPT of {GPTS['mini'].parameters} parameters"

@@ -34,7 +34,6 @@ NODES = [f"local_sgd:tau=2,worker=node,inner={name}" for name in ("ddp", "zero2"
 QUANTIZED = "local_sgd:tau=2,worker=node,inner=zeropp"
 """Inside a node gradients are int4 and gathered weights int8, between nodes all is fp32."""
 
-HSDP = ["fsdp:shard=node", "fsdp:reshard_after_forward=2"]
 RESUMED = [
     *("ddp", "zeropp", "co2:tau=4", "overlap_local_sgd:tau=4"),
     "co2:tau=4,delay=3,worker=node,inner=zero2",
@@ -88,17 +87,6 @@ def test_a_node_is_a_worker() -> None:
 
 
 @pytest.mark.nightly
-def test_groups_of_fsdp_share_every_gradient() -> None:
-    """Sharded in nodes and replicated between, or gathered again by two: the same is learned."""
-    found = four("learn", strategies={name: {} for name in (*HSDP, "fsdp:reduce=bf16")})[0]
-    first, last, sent = found["fsdp:shard=node"]
-    assert learned(first, last)
-    assert sent is None
-    assert found["fsdp:reshard_after_forward=2"][1] == pytest.approx(last, abs=1e-3)
-    assert found["fsdp:reduce=bf16"][1] == pytest.approx(last, abs=0.02)
-
-
-@pytest.mark.nightly
 def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
     """Bit for bit, on two nodes of two ranks: every loss, every parameter.
 
@@ -107,14 +95,6 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
     """
     for one in four("resume", strategies=RESUMED, folder=str(tmp_path)):
         assert one == {strategy: [] for strategy in RESUMED}
-
-
-@pytest.mark.nightly
-def test_validation_may_wait() -> None:
-    """Copies that are validated after training give what was seen at once."""
-    during, after = two("deferred")[0]
-    assert during == after
-    assert None not in during
 
 
 def test_all_ranks_stop_after_the_same_step() -> None:

@@ -70,20 +70,3 @@ def test_cells_and_report_are_the_same_elsewhere(here: dict[str, bytes], tmp_pat
     other = there.run("co2analysis verify", _ARGUMENTS)
     assert list(here) == list(other)
     assert [name for name in here if here[name] != other[name]] == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_good_in_a_browser(folder: Path, scheme: str) -> None:
-    """No error, no request, no script; readable at 360 px, in light and dark; axe has nothing."""
-    from browsing import AXE, CHROMIUM, PHONE, Opened, chromium  # noqa: PLC0415 - it may skip
-
-    if not CHROMIUM:
-        pytest.skip("no Chromium: apt-get install chromium-headless-shell")
-    path = folder / "report.html"
-    with chromium() as browser:
-        opened = Opened(browser, path, color_scheme=scheme, viewport=PHONE, bypass_csp=bool(AXE))
-        assert opened.said == []
-        assert opened.requests() == [path.as_uri()]
-        assert opened.page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert opened.page.pdf().startswith(b"%PDF")
-        assert not AXE or opened.violations() == []

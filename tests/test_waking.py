@@ -29,14 +29,6 @@ def ends(body: Schedule, on: Cluster, rounds: int = 1, *, fold: bool = False) ->
     return {span.op: (span.end - begin) * 1e3 for span in last}
 
 
-@pytest.mark.parametrize("fold", [True, False])
-def test_only_the_first_of_a_row_wakes_hosts_up(*, fold: bool) -> None:
-    """1 ms and a step of 0.2 ms; those right behind it take the step alone."""
-    body = Schedule("row", tuple(Op(name, GATHER, "comm") for name in "abc"))
-    assert ends(body, cluster(), fold=fold) == pytest.approx({"a": 1.2, "b": 1.4, "c": 1.6})
-    assert ends(body, cluster(0.0), fold=fold) == pytest.approx({"a": 0.2, "b": 0.4, "c": 0.6})
-
-
 @pytest.mark.parametrize(("pause", "wait"), [(1e-3, 0.2), (4e-3, 0.8), (5e-3, 1.0), (1.0, 1.0)])
 def test_the_longer_the_pause_the_longer_it_takes(pause: float, wait: float) -> None:
     """In proportion, up to 5 ms of idleness."""

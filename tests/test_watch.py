@@ -11,7 +11,7 @@ import pytest
 
 from realrun.errors import RankFailure
 from realrun.launch import watch
-from realrun.launch.watch import Place, Watch, tell
+from realrun.launch.watch import Place, Watch
 
 HERE = Place(7, 1, "average")
 
@@ -83,16 +83,6 @@ def seen(store: Memory, rank: int, place: Place) -> bool:
     return place.op in store.values[f"realrun/heart/{rank}"]
 
 
-def test_who_was_told_to_have_failed_is_named() -> None:
-    """A launcher that saw a rank die has the first word."""
-    store = Memory()
-    with watches(store, 3) as (first, *_):
-        tell(store, 2, "was killed by SIGKILL")
-        found = first.lost(HERE, range(3), RuntimeError("connection closed"))
-    assert str(found).startswith("rank 2 was killed by SIGKILL")
-    assert found.ranks == (2,)
-
-
 def test_a_silent_heart_is_named() -> None:
     """Without a launcher: the rank whose heart has stopped, and where this one was."""
     store = Memory()
@@ -120,18 +110,6 @@ def test_a_rank_that_lives_but_is_behind_is_named_with_where_it_is() -> None:
     assert "rank 1 is not there: it is in 'backward.head' of round 1" in str(found)
 
 
-def test_ranks_that_are_all_there_blame_nobody() -> None:
-    """Then the error itself is all that is known."""
-    store = Memory()
-    with watches(store, 2) as (first, second):
-        for one in (first, second):
-            one.enter("comm", HERE)
-        until(lambda: seen(store, 0, HERE) and seen(store, 1, HERE))
-        found = first.lost(HERE, range(2), RuntimeError("no route\nto host"))
-    assert str(found) == "'average' failed: no route to host; stopped in 'average' of round 1"
-    assert found.ranks == ()
-
-
 def test_what_a_rank_raises_reaches_all_others() -> None:
     """Type, place and message; listeners are called once."""
     store = Memory()
@@ -143,41 +121,6 @@ def test_what_a_rank_raises_reaches_all_others() -> None:
     told = "rank 0 raised ValueError in 'average' of round 1: NaN in the loss"
     assert str(own) == f"{told}; stopped in 'average' of round 1"
     assert heard == [told]
-
-
-def test_a_rank_between_two_ops_says_which_it_did_last() -> None:
-    """It is told of a failure where it is in no op: where it stopped is still known."""
-    with watches(Memory(), 2) as (first, second):
-        second.enter("comm", HERE)
-        second.exit("comm")
-        first.raised(Place(5, 1, "backward.head"), ValueError("NaN in the loss"))
-        until(lambda: second.failure)
-    assert second.failure is not None
-    assert str(second.failure).endswith("NaN in the loss; stopped after 'average' of round 1")
-    assert (second.failure.op, second.failure.round) == ("average", 1)
-
-
-def test_a_dead_store_ends_nothing_by_itself() -> None:
-    """Its host is gone; the watch goes on, and what failed is still reported."""
-    store = Memory()
-    with watches(store, 2) as (first, _):
-        store.broken = True
-        time.sleep(0.05)
-        assert first.failure is None
-        found = first.lost(HERE, range(2), RuntimeError("connection closed"))
-        store.broken = False
-    assert "stopped in 'average' of round 1" in str(found)
-
-
-def test_only_the_first_failure_counts() -> None:
-    """What fails because of another failure is not blamed."""
-    store = Memory()
-    with watches(store, 3) as (first, *_):
-        tell(store, 1, "was killed by SIGSEGV")
-        tell(store, 2, "exited with code 1")
-        until(lambda: first.failure)
-        assert first.failure is not None
-        assert first.failure.ranks == (1,)
 
 
 # --- errors of a rank's own work, and those of collectives ---
@@ -209,17 +152,3 @@ def test_an_error_of_its_own_blames_no_other_rank() -> None:
         found = failed(error)
         assert found.ranks == (0,)
         assert f"rank 0 raised {type(error).__name__} in 'local step 39'" in str(found)
-
-
-def test_a_collective_that_failed_blames_who_is_elsewhere() -> None:
-    """Gloo raises plain RuntimeErrors; what they say tells them apart."""
-    torch = pytest.importorskip("torch")
-    for error in [
-        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:544] closed"),
-        RuntimeError("Connection closed by peer [127.0.0.1]:4711"),
-        RuntimeError("NCCL communicator was aborted on rank 0"),
-        torch.distributed.DistNetworkError("no answer"),
-    ]:
-        found = failed(error)
-        assert found.ranks == (1,)
-        assert "rank 1 is not there: it is in 'local step 40'" in str(found)

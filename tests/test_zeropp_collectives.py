@@ -100,17 +100,6 @@ def test_the_second_hop_of_a_reduction_rounds_as_it_was_asked_to(two_by_two: Pla
     assert (drawn.mean(0) - exact).abs().max() < 5 * 2**0.5 / 400**0.5
 
 
-def test_every_rank_and_every_seed_draws_its_own_numbers() -> None:
-    """Ranks that drew the same numbers would round alike, and their errors would add up."""
-    drawn = {
-        float(torch.rand((), generator=_generator(seed, rank)))
-        for seed in (0, 5)
-        for rank in range(4)
-    }
-    assert len(drawn) == 8
-    assert _generator(5, 3).initial_seed() == _generator(5, 3).initial_seed()
-
-
 class Members:
     """A process group of threads: its ranks, and what they give each other."""
 

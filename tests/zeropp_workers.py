@@ -105,26 +105,6 @@ def means(world: World, layouts: list[int]) -> list[dict[str, float]]:
     return found
 
 
-def submesh(world: World) -> dict[str, Any]:
-    """Two workers of two ranks: their own means, and the bytes that leave a node."""
-    mine = [world.rank // 2 * 2 + place for place in range(2)]
-    group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-    expected = flat([sum(parts) / 2 for parts in zip(*map(factors, mine), strict=True)])
-    largest = max(float(part.abs().max()) for rank in mine for part in factors(rank))
-    found: dict[str, Any] = {"bound": bound(2, 2, largest)}
-    for name, options in (("off", OFF), ("on", {"block": 256})):
-        model = Product()
-        fully_shard(model, mesh=DeviceMesh.from_group(group, world.device.type))
-        zeropp = apply_zeropp(model, ranks_per_node=2, **options)
-        model([factor.to(world.device) for factor in factors(world.rank)]).backward()
-        got = flat([whole(weight.grad) for weight in model.weights]).cpu()
-        sent = (zeropp.forward, zeropp.backward, zeropp.reduce)
-        found[name] = float((got - expected).abs().max())
-        found[f"{name} between"] = sum(one.between for one in sent)
-        found[f"{name} inside"] = sum(one.inside for one in sent)
-    return found
-
-
 def bound(ranks: int, per_node: int, largest: float) -> float:
     """Half of the steps on the way of an element of the mean, if none is above `largest`.
 
