@@ -124,7 +124,7 @@ audit: $(STAMP)-dev
 	@$(BIN)/python tests/audit.py osv
 
 golden: $(STAMP)-dev
-	$(BIN)/pytest --update-golden tests/test_strategies.py tests/test_pages_browser.py
+	$(BIN)/pytest --update-golden tests/test_strategies.py
 
 format: $(STAMP)-dev
 	$(BIN)/ruff format .

@@ -13,7 +13,6 @@ from pages import (
     PAGES,
     ROOT,
     TOY,
-    TRAINING,
     Block,
     applied,
     blocks,
@@ -58,19 +57,6 @@ def test_commands_of_the_lab_run(command: str, tmp_path: Path) -> None:
             assert (tmp_path / "out" / f"timelines-{name}.png").read_bytes().startswith(b"\x89PNG")
     else:
         assert len(list(tmp_path.glob("out/*/run.json"))) == command.count(" -s ")
-
-
-@pytest.mark.nightly
-@pytest.mark.lab
-@pytest.mark.dist
-@pytest.mark.usefixtures("lab")
-@pytest.mark.parametrize("command", TRAINING)
-def test_training_in_the_lab_runs(command: str, tmp_path: Path) -> None:
-    """The GPT learns with CO2 on four slow nodes; only smaller, and for two rounds."""
-    shell(f"{command} --size tiny --steps 24 --warmup 4", tmp_path)
-    rows = (tmp_path / "out" / "train" / "log.csv").read_text().splitlines()
-    assert rows[-1].startswith("24,")
-    assert (tmp_path / "out" / "train" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.nightly

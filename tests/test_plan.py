@@ -178,22 +178,6 @@ def test_it_finds_the_best_pipeline(job: dict[str, Any], offers: tuple[str, str]
             assert memory.total(*steps) == one.result.memory_bytes_per_gpu["total"]
 
 
-@pytest.mark.slow
-def test_several_processes_give_the_same(offers: tuple[str, str]) -> None:
-    """Two processes look at more candidates at a time, and find the same."""
-    space = Space(
-        job=Case(cluster="", model="gpt2-small", strategy="", global_batch=64),
-        clusters=offers,
-        strategies=("ddp", "fsdp"),
-        gpus="8,16",
-    )
-    wanted = Wanted(want="cheapest", tokens=1e9)
-    one = plan(space, wanted)
-    assert one.choice is not None
-    assert one.simulated < one.candidates
-    assert plan(space, wanted, jobs=2) == one
-
-
 # --- what would change it -----------------------------------------------------------------------
 
 

@@ -437,25 +437,6 @@ def test_a_probe_of_a_gpu(tmp_path: Path) -> None:
     assert probed.gpu.memory_bandwidth > 1e11
 
 
-def test_the_scatter_of_a_probe_gives_its_cluster_an_interval(tmp_path: Path) -> None:
-    """The file has it where kernels and collectives were measured, or kernels only sleep."""
-    seen = measured(Layout(2, 2))
-    seen = replace(seen, collectives=tuple(replace(s, drift=0.04) for s in seen.collectives))
-    path = tmp_path / "cluster.toml"
-    path.write_text(to_toml(seen, fit.fit(seen), "here"))
-    found = load_cluster(str(path)).value.scatter
-    assert found
-    assert found.communication == pytest.approx(0.04, abs=2e-3)
-    assert found.compute == pytest.approx(0.0, abs=1e-3)
-    asleep = measured(Layout(2, 2), kernels=False)
-    path.write_text(to_toml(asleep, fit.fit(asleep), "here", "virtual"))
-    sleeping = load_cluster(str(path)).value.scatter
-    assert sleeping
-    assert sleeping.compute == 0
-    path.write_text(to_toml(asleep, fit.fit(asleep), "here", "a100-80"))
-    assert load_cluster(str(path)).value.scatter is None
-
-
 # --- in a lab, whose rates are stated ------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster, Link
 from co2sim.cost import traffic
 from co2sim.errors import OptionError
-from co2sim.metrics import window
 from co2sim.schedule import SITE, SITE_PEERS, Collective, DType, Kind, Layout, Op, Schedule
 from co2sim.simulator import execute
 from co2sim.study import simulate
@@ -125,31 +124,6 @@ def test_a_burst_passes_an_uplink_at_once() -> None:
         Schedule("one", (Op("x", work, "comm"),)), on, precision="bf16", rounds=1, fold=False
     )
     assert tiny.makespan(trace) == pytest.approx(10e-3)
-
-
-@given(shapes, st.integers(1, 6), st.floats(1e3, 1e9), st.sampled_from(["co2", "local_sgd"]))
-def test_an_average_exposes_what_its_steps_do_not_hide(
-    shape: tuple[int, int, int], tau: int, bandwidth: float, name: str
-) -> None:
-    """local_sgd waits for all of it; co2 for what is longer than a round.
-
-    Inside of a site communication is free here. An average takes 2 (S-1) latencies and the bytes
-    of all GPUs of a site through its uplink.
-    """
-    free = {"intra": Link(1e40), "inter": Link(1e40), "wan": Link(bandwidth, 1e-6)}
-    on = cluster(shape, **free)
-    text = f"{name}(tau={tau},worker=site,inner=ddp)"
-    made = schedule(text, shape)
-    m, sites = on.layout.ranks_per_site, shape[2]
-    sent = 2 * (sites - 1) / sites * 4 * m * -(-2000 // m)
-    average = 2 * (sites - 1) * 1e-6 + sent / bandwidth
-    outer = next(op.work for op in made.body if op.name == "outer")
-    kernel = max(outer.flops, outer.memory_bytes) / 1e12  # type: ignore[union-attr]
-    steps = tau * tiny.local_step() + kernel
-    found = window(run(text, on, 12), made, 6).round_time
-    # co2 launches the next average once the outer step has read the one before
-    expected = steps + average if name == "local_sgd" else max(steps, average + kernel)
-    assert found == pytest.approx(expected, rel=1e-6)
 
 
 # --- as a user asks ----------------------------------------------------------------------------

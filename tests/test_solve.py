@@ -19,7 +19,7 @@ from co2sim.case import Case
 from co2sim.cluster import Cluster
 from co2sim.decide.break_even import MORE, levers
 from co2sim.decide.candidates import command_of
-from co2sim.decide.solve import Solved, monotone, solve, spans
+from co2sim.decide.solve import Solved, solve, spans
 from co2sim.decide.targets import METRICS, Axis, Target, View, axis_of, target_of
 from co2sim.goodput.of_result import goodput_of
 from co2sim.noise import Noise
@@ -157,23 +157,6 @@ def test_every_crossing_between_points_is_found(
     for span in found:
         for edge in (span.low, span.high):
             assert target.met(figure(edge), value), "the edge itself meets the target"
-
-
-def test_a_target_may_be_met_from_one_value_to_another() -> None:
-    """A figure that rises and falls: both crossings are found, and that it turns."""
-    axis = Axis("x", "", 1.0, 1e4)
-    points = axis.points()
-
-    def figure(x: float) -> float:
-        return 1 - (math.log10(x) - 2) ** 2 / 4
-
-    found = list(spans(figure, points, axis, Target("mfu", (0.75,)), 0.75))
-    (span,) = found
-    assert (span.low, span.high) == pytest.approx((10, 1000), rel=1e-6)
-    assert (span.open_low, span.open_high) == (False, False)
-    assert not monotone([figure(x) for x in points])
-    assert monotone(points)
-    assert monotone([1.0, 1.0, 0.5])
 
 
 @pytest.mark.slow

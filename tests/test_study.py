@@ -36,23 +36,6 @@ def test_the_figures_of_a_result_agree_with_each_other(strategy: str) -> None:
     assert found.steady
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "said"),
-    [(1.005, 0.995, []), (1.02, 1.0, ["smaller"]), (1.0, 0.98, ["larger"])],
-)
-def test_passes_beyond_the_known_efficiencies_are_said(
-    least: float, most: float, said: list[str]
-) -> None:
-    """Only where a pass is more than one percent beyond the sizes that were measured."""
-    works = Case(cluster=tiny.cluster(), model=tiny.model(), strategy="ddp").prepare().job.works()
-    sizes = [part.flops for work in works for part in (work.forward, work.backward) if part.flops]
-    gpu = tiny.gpu(efficiency=((least * min(sizes), 0.2), (most * max(sizes), 0.4)))
-    found = simulate(replace(tiny.cluster(), gpu=gpu), tiny.model(), "ddp").assumed
-    reasons = [fact.source for fact in found if fact.path == "cluster.gpu.efficiency"]
-    assert len(reasons) == len(said)
-    assert all(word in reason for word, reason in zip(said, reasons, strict=True))
-
-
 def test_one_gpu_has_no_communication_and_no_overlap_ratio() -> None:
     """Alone there is nothing to overlap."""
     found = simulate("a100-tcp80", "gpt2-small", "ddp", gpus=1)

@@ -12,13 +12,12 @@ from co2sim.catalog import load_model
 from co2sim.errors import CatalogError, OptionError
 from co2sim.schedule import Layout
 from realrun.train import folder, log
-from realrun.train.digits import digits
 from realrun.train.gpt import GPT
 from realrun.train.log import Log, LogRow, draw
 from realrun.train.settings import TrainSettings
 from realrun.train.shapes import GPTS, VOCABULARY, GPTShape
 from realrun.train.support import check
-from realrun.train.task import Task, loss_of, scores
+from realrun.train.task import Task, loss_of
 from realrun.train.text import UNKNOWN, corpus, decode, encode, text
 
 CPU = torch.device("cpu")
@@ -107,26 +106,6 @@ def test_later_characters_do_not_change_earlier_logits() -> None:
     one, other = model(characters), model(changed)
     assert torch.equal(one[:, :place], other[:, :place])
     assert (one[:, place:] != other[:, place:]).any(dim=2).all()
-
-
-def test_digits_are_split_and_learned() -> None:
-    """No image is on both sides, and a small network learns them."""
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    task = digits("tiny", CPU)
-    seen = torch.cat([batch.inputs for batch in task.validation]).flatten(1)
-    train = task.draw(np.arange(task.choices)).inputs.flatten(1)
-    assert len(seen) + len(train) == 1797
-    assert (torch.cdist(seen, train) > 0).all()
-    torch.manual_seed(0)
-    model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(60):
-        optimizer.zero_grad()
-        loss_of(model, task.batch(0, step, 64)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        _, right, count = sum(scores(model, batch) for batch in task.validation)
-    assert right / count > 0.85
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
