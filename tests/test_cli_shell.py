@@ -71,7 +71,6 @@ def test_the_processes_of_a_study_end_with_it(tmp_path: Path) -> None:
         while time.monotonic() < limit and sum(map(_simulates, children)) < 2:
             time.sleep(0.1)
             children = psutil.Process(study.pid).children(recursive=True)
-        time.sleep(3)  # they are at work
         study.kill()
         study.wait()
     assert psutil.wait_procs(children, 30)[1] == []

@@ -82,7 +82,6 @@ def test_all_ranks_stop_in_time_and_name_the_missing_one(
         tmp_path,
         arguments(tmp_path),
         FAULT=fault,
-        FAULT_TIME=str(tmp_path / "time"),
         **HEART,
     )
     assert code == 1

@@ -271,7 +271,6 @@ def test_nothing_is_left(number: signal.Signals, code: int) -> None:
             "[rank 0] started\n",
             "[rank 1] started\n",
         ]
-        time.sleep(0.2)
         inside = psutil.Process(launched.pid).children(recursive=True)
         spaces = {namespace(process.pid) for process in inside} - {namespace(os.getpid()), ""}
         assert len(spaces) == 3  # two nodes and the bridge

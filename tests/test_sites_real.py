@@ -143,23 +143,3 @@ def machine() -> None:
         check_machine()
     except LabError as error:
         pytest.skip(str(error))
-
-
-SEE = """
-import json, os, socket, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-rank, times = dist.get_rank(), []
-pairs = (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-groups = [[dist.new_group(ranks) for ranks in pair] for pair in pairs]
-buffer = torch.ones(500_000)
-for pair, group in ((rank // 2, groups[0]), (rank % 2, groups[1])):
-    dist.all_reduce(buffer[:1].clone(), group=group[pair])
-    dist.barrier()
-    begin = time.perf_counter()
-    dist.all_reduce(buffer.clone(), group=group[pair])
-    times += [begin, time.perf_counter()]
-print(json.dumps([os.environ["REALRUN_SITES"], *times]), flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
