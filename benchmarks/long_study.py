@@ -149,10 +149,8 @@ class LongStudy:
         elif part.tunes:
             trials = [replace(ask, lr=rate, seed=TUNING_SEED) for rate in RATES]
             yield from trials
-            losses = {
-                one: known[one.key]["validation_loss"] for one in trials if known.get(one.key)
-            }
-            ask = min(trials, key=lambda one: float(losses.get(one, "inf")))
+            unknown = {"validation_loss": "inf"}
+            ask = min(trials, key=lambda one: float(known.get(one.key, unknown)["validation_loss"]))
         for seed in part.seeds:
             yield replace(ask, seed=seed)
 

@@ -1,6 +1,7 @@
-"""`python -m realrun`, but one rank dies in a step of its training: DIES="1:30".
+"""`python -m realrun`, but one rank does something in a step of its training: DIES="kill:1:30".
 
-With RAISES set it raises a ValueError there. Started again by torchrun, it lives.
+kill: itself, with SIGKILL; raise: a ValueError; stop: its launcher, with SIGTERM. Started again by
+torchrun, it does nothing.
 """
 
 import os
@@ -9,7 +10,7 @@ import signal
 from realrun.cli import main
 from realrun.train.task import Batch, Task
 
-RANK, STEP = os.environ["DIES"].split(":")
+HOW, RANK, STEP = os.environ["DIES"].split(":")
 draw = Task.batch
 
 
@@ -17,9 +18,11 @@ def batch(self: Task, seed: int, step: int, samples: int, part: int = 0, parts: 
     """Die, or give the samples of the step."""
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if (str(part), str(step)) == (RANK, STEP) and not again:
-        if "RAISES" in os.environ:
+        if HOW == "raise":
             raise ValueError("no such\nletter")
-        os.kill(os.getpid(), signal.SIGKILL)
+        if HOW == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGTERM)
     return draw(self, seed, step, samples, part, parts)
 
 

@@ -94,7 +94,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(trained: Path, tmp_path: Pat
     done = subprocess.run(
         [*(sys.executable, "-m", *torchrun, "--max-restarts", "1", rank, *WORDS), "--resume"],
         cwd=tmp_path,
-        env={**environment, "DIES": "1:15", "OMP_NUM_THREADS": "1"},
+        env={**environment, "DIES": "kill:1:15", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -3,28 +3,24 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-import warnings
-from collections.abc import Callable
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from commands import Command, in_process
 from torch import nn
 
-from co2sim import strategies
+from co2sim import Case, strategies, study
 from co2sim.errors import OptionError
 from realrun.cli import main
 from realrun.errors import LabError
 from realrun.launch.lab import check_machine
 from realrun.train import folder, log
 from realrun.train.settings import IN_EVERY_STEP, TrainSettings
+from realrun.train.shapes import GPTS
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -48,24 +44,15 @@ def call(
     )
 
 
-Call = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run `realrun` in a folder, in this process; gives exit code, output and errors."""
-
-    def run(place: Path, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(place)
-        monkeypatch.setattr(sys, "argv", ["realrun", *arguments])
-        for name in ("RANK", "WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
+def here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """Run `realrun` in an empty folder, in this process."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return in_process("realrun", main, monkeypatch, capsys)
 
 
 CO2 = (*TRAIN, "-s", "co2", "--tau", "4", "--outer", "momentum=0.2,clip=1")
@@ -112,41 +99,24 @@ def test_a_training_leaves_its_log_figure_parameters_and_record(
     assert left == {"step-000018", "step-000024"}  # two are kept, and no draft
 
 
-@pytest.mark.dist
-def test_a_second_training_does_not_write_over_the_first(
-    trained: tuple[Path, subprocess.CompletedProcess[str]], in_process: Call
-) -> None:
-    """Nor does one of other settings go on from its checkpoint."""
-    place, _ = trained
-    code, _, said = in_process(place, *TRAIN, "-s", "co2:tau=4", "--nproc", "2")
-    assert code == 2
-    assert "out holds a training run already: go on with --resume" in said
-    code, _, said = in_process(place, *TRAIN, "-s", "co2:tau=6", "--nproc", "2", "--resume")
-    assert (code, said.count("\n")) == (2, 1)
-    assert "is of another training: its strategy is 'co2(tau=4)', not 'co2(tau=6)'" in said
-
-
 LAUNCH = """
 import sys
 from realrun.launch.local import run_local
-sys.exit(run_local(sys.argv[1:], 2, grace=30.0))
+sys.exit(run_local(sys.argv[1:], 2, grace=30.0, ask_first=True))
 """
 
 
-def dying(
-    place: Path, dies: str, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def dying(place: Path, dies: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A training of two ranks, one of which dies as `dies` says."""
     rank = (sys.executable, str(ROOT / "tests" / "dying_rank.py"))
-    launcher = (sys.executable, "-c", LAUNCH)
-    return call(place, *rank, *arguments, launcher=launcher, DIES=dies, **environment)
+    return call(place, *rank, *arguments, launcher=(sys.executable, "-c", LAUNCH), DIES=dies)
 
 
 @pytest.mark.nightly
 @pytest.mark.dist
 def test_what_a_rank_raises_in_a_step_is_one_line_on_each(tmp_path: Path) -> None:
     """Whatever it is: the rank says what it was and where, and so does the other one."""
-    done = dying(tmp_path, "1:9", *CO2, "--deadline", "5 s", RAISES="1")
+    done = dying(tmp_path, "raise:1:9", *CO2, "--deadline", "5 s")
     assert done.returncode == 1, done.stderr
     said = r"rank 1 raised ValueError in 'local step 9' of round 2: no such letter"
     for rank in (0, 1):
@@ -161,7 +131,7 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
 ) -> None:
     """The survivor says who died and where; what is resumed ends as if nothing had happened."""
     arguments = (*CO2, *CHECKPOINTS)
-    died = dying(tmp_path, "1:15", *arguments)
+    died = dying(tmp_path, "kill:1:15", *arguments)
     assert re.search(
         r"^\[rank 0\] error: rank 1 was killed by SIGKILL;"
         r" stopped (in|after) '[a-z ]+ 1\d' of round",
@@ -188,24 +158,11 @@ def test_a_killed_rank_is_named_and_the_last_checkpoint_goes_on(
 @pytest.mark.dist
 def test_a_training_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
     """The ranks are asked to stop, and do so together; the launcher ends as a shell expects."""
-    arguments = ("train", *SMALL, "--steps", "100000", "-s", "co2:tau=4", "--checkpoint-every", "0")
-    running = subprocess.Popen(
-        [*REALRUN, *arguments, "--nproc", "2"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    limit = time.monotonic() + 240
-    path = tmp_path / "out" / folder.LOG
-    while time.monotonic() < limit and not (path.exists() and len(path.read_text()) > 200):
-        time.sleep(0.1)
-    running.send_signal(signal.SIGTERM)  # as by control-C
-    printed, said = running.communicate(timeout=60)
-    assert running.returncode == 143, said
-    stopped = re.search(r"stopped after step (\d+); go on with --resume", printed)
-    assert stopped, printed + said
+    words = ("train", *SMALL, "--steps", "100000", "-s", "co2:tau=4", "--checkpoint-every", "0")
+    done = dying(tmp_path, "stop:1:15", *words)
+    assert done.returncode == 143, done.stderr
+    stopped = re.search(r"stopped after step (\d+); go on with --resume", done.stdout)
+    assert stopped, done.stdout + done.stderr
     kept = tmp_path / "out" / "checkpoints" / f"step-{int(stopped[1]):06d}"
     assert (kept / "state.json").exists()
 
@@ -230,67 +187,52 @@ def test_a_lab_trains_with_one_command(tmp_path: Path) -> None:
     assert figures["bytes_sent"] == 6 * 4 * 61_248  # two ranks send everything once, in fp32
 
 
-def test_bad_input_gives_one_line_and_starts_nothing(tmp_path: Path, in_process: Call) -> None:
-    """What was wrong, on stderr; exit code 2, nothing written."""
-    for arguments, said in [
-        ((*TRAIN, "--task", "txt"), "task is 'txt'"),
-        ((*TRAIN, "-s", "dpd"), "unknown strategy 'dpd'"),
-        ((*TRAIN, "-s", "ddp", "--tau", "3"), "ddp has no option 'tau'"),
-        ((*TRAIN, "-s", "co2:tau=3", "--tau", "4"), "--tau 4"),
-        ((*TRAIN, "--outer", "momentum=0.5"), "ddp has no outer step"),
-        ((*TRAIN, "--lr", "fast"), "--lr is 'fast'"),
-        ((*TRAIN, "--warmup", "25"), "warmup is 25"),
-        ((*TRAIN, "--nproc", "3"), "batch is 8"),
-        ((*TRAIN, "--nproc", "0"), "--nproc is 0"),
-        ((*TRAIN, "--backend", "mpi"), "--backend is 'mpi'"),
-        ((*TRAIN, "--deadline", "200 h"), "--deadline is '200 h'"),
-        ((*TRAIN, "--nproc", "2", "--out", "/proc/x"), "cannot write into /proc/x"),
-        ((*TRAIN, "--nproc", "2", "-s", "zero3:prefetch=1"), "zero3: prefetch cannot be"),
-        ((*TRAIN, "--nproc", "2", "-s", "zeropp:hpz_group=1"), "hpz_group=1 cannot be"),
-        (TRAIN, "RANK is not set"),
-        (("train", "--task", "digits", "--describe"), "--describe needs --task text"),
-    ]:
-        code, _, errors = in_process(tmp_path, *arguments)
-        assert code == 2, errors
-        assert said in errors
-        assert errors.count("\n") == 1
-        assert not (tmp_path / "out").exists()
-
-
-def test_a_strategy_of_a_user_is_not_trained_as_another(
-    tmp_path: Path, in_process: Call, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--nproc 2 -s dpd", "unknown strategy 'dpd'"),
+        ("--nproc 2 -s co2:tau=3 --tau 4", "--tau 4"),
+        ("--nproc 2 --lr fast", "--lr is 'fast'"),
+        ("--nproc 2 --warmup 25", "warmup is 25"),
+        ("--nproc 3", "batch is 8"),
+        ("--nproc 2 --out /proc/x", "/proc/x"),
+        ("--nproc 2 -s zero3:prefetch=1", "prefetch"),
+        ("--nproc 2 -s zeropp:hpz_group=1", "hpz_group=1"),
+        ("", "RANK"),
+        ("--nproc 2 -s mine", "mine has no training algorithm"),
+    ],
+)
+def test_bad_input_gives_one_line_and_starts_nothing(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
-    """It has a schedule and no algorithm: one line, and the names of those that have one."""
-    for base in (strategies.DDP, strategies.CO2):
-        mine = type("Mine", (base,), {"name": "mine", "__slots__": ()})
-        monkeypatch.setitem(strategies.STRATEGIES, "mine", mine)
-        code, _, errors = in_process(tmp_path, *TRAIN, "-s", "mine", "--nproc", "2")
-        assert code == 2
-        assert errors.count("\n") == 1
-        known = (
-            "co2, ddp, diloco, fsdp, local_sgd, overlap_local_sgd, slowmo, zero1, zero2, zero3,"
-            " zeropp"
-        )
-        assert f"mine has no training algorithm; those that have: {known}" in errors
-        assert not (tmp_path / "out").exists()
+    """Exit code 2, nothing written. The last is a user's strategy, without an algorithm."""
+    mine = type("Mine", (strategies.CO2,), {"name": "mine", "__slots__": ()})
+    monkeypatch.setitem(strategies.STRATEGIES, "mine", mine)
+    ended = here(*TRAIN, *words.split())
+    assert (ended.code, ended.err.count("\n")) == (2, 1)
+    assert said in ended.err
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def methods() -> ModuleType:
-    """The module that wraps models; torch warns of parts of its own while that is loaded."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return import_module("realrun.train.methods")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of parts of its own
+def test_every_strategy_of_the_package_can_be_trained() -> None:
+    """None is refused for want of an algorithm, and each says how its ranks share.
 
+    An unknown name is refused where models are wrapped, too, whatever lets it in.
+    """
+    from realrun.train import methods  # noqa: PLC0415 - for the mark
 
-def test_every_strategy_of_the_package_can_be_trained(methods: ModuleType) -> None:
-    """None of them is refused for want of an algorithm, and each says how its ranks share."""
     for name in strategies.STRATEGIES:
         assert TrainSettings(strategy=name).name.startswith(name)
         assert (name in IN_EVERY_STEP) != (name in methods._ALGORITHMS)
-
-
-def test_no_model_is_shared_in_the_way_of_another_strategy(methods: ModuleType) -> None:
-    """An unknown name is refused where models are wrapped, too, whatever lets it in."""
     with pytest.raises(OptionError, match="mine"):
         methods.shared(strategies.DDP(), "mine", nn.Linear(2, 2), None, None)
+
+
+def test_what_is_trained_can_be_predicted(here: Command, tmp_path: Path) -> None:
+    """The file of --describe is a model of co2sim, of as many parameters."""
+    (tmp_path / "model.toml").write_text(here("train", "--size", "mini", "--describe").out)
+    case = Case(cluster="dgx-h100", model=str(tmp_path / "model.toml"), strategy="co2")
+    assert study.run(case).model == f"GPT of {GPTS['mini'].parameters} parameters"
+    refused = here("train", "--task", "digits", "--describe")
+    assert (refused.code, "--task text" in refused.err) == (2, True)
