@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 GIT = shutil.which("git") or "git"
-SECONDS = 240.0
+SECONDS = 120.0
 """Of tests for one fault: the quickest that reach it; the rest is not run."""
 
 _COMPARE = {
