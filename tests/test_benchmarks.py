@@ -135,3 +135,66 @@ def test_without_out_a_long_run_goes_to_the_results_and_a_quick_one_nowhere(
     assert place() == tmp_path / "results"
     assert place("--quick", "--out", str(tmp_path / "b")) == tmp_path / "b"
     assert not place("--quick").exists()
+
+
+CALCULON = """
+class Application:
+    def __init__(self, given): self.given = given
+class Execution:
+    from_json = staticmethod(dict)
+class Llm:
+    Application, Execution = Application, Execution
+    def __init__(self, model, logger): self.model = model.given
+    def compile(self, hardware, execution): hardware.done = [self.model, execution]
+    def run(self, hardware): hardware.done.append("run")
+"""
+SIMUMAX = """
+from pathlib import Path
+class Config:
+    @classmethod
+    def init_from_config_file(cls, path): return Path(path).read_text()
+ModelConfig = StrategyConfig = SystemConfig = Config
+"""
+PERF = """
+class PerfLLM:
+    def configure(self, *, strategy_config, model_config, system_config):
+        assert strategy_config + model_config + system_config == "{}{}{}"
+    def run_estimate(self): pass
+"""
+CHECKOUTS = {
+    "calculon/calculon/__init__.py": "",
+    "calculon/calculon/llm.py": CALCULON,
+    "calculon/calculon/system.py": "class System:\n    def __init__(self, given): pass\n",
+    "calculon/models/megatron-1T.json": "{}",
+    "calculon/examples/3072_t4_p64_d12_mbs4_full.json": "{}",
+    "simumax/simumax/core/config.py": SIMUMAX,
+    "simumax/simumax/core/perf_llm.py": PERF,
+    "simumax/configs/models/llama3-8b.json": "{}",
+    "simumax/configs/strategy/tp2_pp1_dp4_mbs1.json": "{}",
+    "simumax/configs/system/a100_pcie.json": "{}",
+}
+
+
+def test_peers_run_in_turn_with_us_where_they_are_and_say_why_where_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins of two checkouts and a command are run; what is broken says so."""
+    import speed  # noqa: PLC0415 - a folder of scripts
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(speed, "runs", lambda _: lambda: sum(range(1000)))
+    for name in ("CALCULON", "SIMUMAX", "ASTRA_SIM"):
+        monkeypatch.delenv(name, raising=False)
+    assert speed.found() == dict.fromkeys(("Calculon", "SimuMax", "ASTRA-sim"), speed.ABSENT)
+    for name, text in CHECKOUTS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("CALCULON", str(tmp_path / "calculon"))
+    monkeypatch.setenv("SIMUMAX", str(tmp_path / "simumax"))
+    monkeypatch.setenv("ASTRA_SIM", f"{sys.executable} -c pass")
+    assert str(speed.found()["Calculon"]).startswith("cannot be run: FileNotFoundError")
+    (tmp_path / "calculon/systems").mkdir()
+    (tmp_path / "calculon/systems/a100_80g.json").write_text("{}")
+    ours, *peers = speed.beside_peers(1)
+    assert ours["ratio"] == "1.00"
+    assert [one["what"] for one in peers if float(one["ratio"]) >= 0] == list(speed.found())
